@@ -1,0 +1,316 @@
+"""Everything callgate takes from JAX's private modules, and nothing else does.
+
+Each entry says what it stands for, in which JAX versions it was seen, and what public API would
+replace it. A new JAX version that moves one of these is served here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import callback as _callback
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
+from jax._src import ffi as _ffi
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import pxla as _pxla
+
+# -- effects -------------------------------------------------------------------------------------
+# A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
+# `jax.Ref`-based effects may replace it.
+Effect = _effects.Effect
+
+
+def allow_effect(effect: type[Any], *, ordered: bool) -> None:
+  """Lets an effect class of ours through every transformation of JAX."""
+  allowed = [
+    _effects.lowerable_effects,
+    _effects.control_flow_allowed_effects,
+    _effects.remat_allowed_effects,
+    _effects.custom_derivatives_allowed_effects,
+  ]
+  if ordered:
+    allowed += [_effects.ordered_effects, _effects.shardable_ordered_effects]
+  for types in allowed:
+    types.add_type(effect)
+
+
+# -- configuration that is part of jit's cache key -------------------------------------------------
+# `jax.config` has no public way to add an option (0.10 to 0.12).
+def define_enum(name: str, values: Sequence[str], default: str, help: str) -> Any:
+  """A process-wide and thread-local option; jit retraces when it changes."""
+  return _config.enum_state(
+    name=name,
+    enum_values=list(values),
+    default=default,
+    help=help,
+    include_in_jit_key=True,
+    include_in_trace_context=True,
+  )
+
+
+def define_bool(name: str, default: bool, help: str) -> Any:
+  """As `define_enum`, for a flag."""
+  return _config.bool_state(
+    name=name,
+    default=default,
+    help=help,
+    include_in_jit_key=True,
+    include_in_trace_context=True,
+  )
+
+
+def update_option(name: str, value: object) -> None:
+  """Sets an option for the whole process."""
+  _config.config.update(name, value)
+
+
+# -- abstract values -------------------------------------------------------------------------------
+def shaped_array(
+  shape: tuple[int, ...], dtype: Any, operands: Sequence[Any], *, weak_type: bool = False
+) -> Any:
+  """The abstract value of a result that depends on `operands` (0.10 to 0.12).
+
+  Carries the mesh of an explicitly sharded program and the varying manual axes of the operands, as
+  `jax.ffi.ffi_call` does for its results; `jax.core.ShapedArray` alone has no such arguments.
+  """
+  aval = _core.ShapedArray(shape, dtype, weak_type=weak_type)
+  if aval.sharding.mesh.empty:
+    aval = aval.update(sharding=_core.get_cur_mesh_sharding())
+  vma: frozenset[Any] = frozenset()
+  for operand in operands:
+    vma = vma | frozenset(getattr(operand, "vma", ()) or ())
+  return aval.update(vma=vma) if vma and hasattr(aval, "vma") else aval
+
+
+def canonical_dtype(dtype: Any) -> Any:
+  """The dtype that JAX gives an array of `dtype`: 64-bit types shrink unless x64 is enabled."""
+  return _dtypes.canonicalize_dtype(dtype)
+
+
+# -- running a primitive outside jit ---------------------------------------------------------------
+# `jax.interpreters.xla.apply_primitive` was the public name; removed before 0.10.
+def define_impl(primitive: Any) -> None:
+  """Runs the primitive eagerly by compiling it alone."""
+  _dispatch.simple_impl(primitive)
+
+
+# -- lowering --------------------------------------------------------------------------------------
+# `jax.ffi.ffi_lowering` is public but takes no token and gives no operation to annotate.
+def emit_ffi_call(
+  context: Any,
+  target: str,
+  operands: Sequence[Any],
+  operand_avals: Sequence[Any],
+  result_avals: Sequence[Any],
+  attributes: Mapping[str, Any],
+  *,
+  has_side_effect: bool,
+  aliases: Mapping[int, int],
+  token: Any = None,
+  sharding: Any = None,
+) -> tuple[Sequence[Any], Any]:
+  """Emits a typed FFI custom call; returns its results and, given a token, the token after it."""
+  offset = 0
+  if token is not None:
+    operands = [token, *operands]
+    operand_avals = [_core.abstract_token, *operand_avals]
+    result_avals = [_core.abstract_token, *result_avals]
+    offset = 1
+  context = context.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+  operation = _ffi.build_ffi_lowering_function(
+    target,
+    has_side_effect=has_side_effect,
+    operand_output_aliases={i + offset: o + offset for i, o in aliases.items()} or None,
+  )(context, *operands, **attributes)
+  if sharding is not None:
+    _mlir.set_sharding(context.module_context, operation, sharding)
+  results = list(operation.results)
+  if token is None:
+    return results, None
+  return results[1:], results[0]
+
+
+def single_device_sharding(context: Any, result_avals: Sequence[Any]) -> Any:
+  """The annotation that runs a call once, on the whole arrays, in an automatically sharded program.
+
+  What JAX's own callbacks use (0.10 to 0.12); None outside such programs.
+  """
+  return _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
+    context.module_context.axis_context, None, result_avals
+  )
+
+
+def token_before(context: Any, effect: Any) -> Any:
+  """The token that orders the call being lowered after the earlier calls with this effect."""
+  return context.tokens_in.get(effect)
+
+
+def set_token_after(context: Any, effect: Any, token: Any) -> None:
+  """Orders later calls with this effect after the one being lowered."""
+  context.set_tokens_out(context.tokens_in.update_tokens(_mlir.TokenSet({effect: token})))
+
+
+def call_site(context: Any) -> tuple[str, int, str] | None:
+  """(file, line, function) of the user's code that traced the operation being lowered.
+
+  `jax.extend.source_info_util` is public but does not read a lowering's traceback (0.10 to 0.12).
+  """
+  traceback = getattr(context, "traceback", None)
+  frame = _source_info.user_frame(traceback) if traceback is not None else None
+  if frame is None:
+    return None
+  return frame.file_name, frame.start_line, frame.function_name
+
+
+def exclude_from_tracebacks(path: str) -> None:
+  """Leaves files under `path` out of JAX's notion of the user's code."""
+  _source_info.register_exclusion(path)
+
+
+# -- dispatch --------------------------------------------------------------------------------------
+# JAX leaves its C++ dispatch path when an executable reports an effect (0.10 to 0.12). No public
+# API: this is `callgate.config(fast_dispatch=True)`, design section 10.
+def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
+  """Hides the unordered effects that `keep` refuses from JAX's dispatch, once for the process."""
+  original = _pxla.ExecuteReplicated.__init__
+
+  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.has_unordered_effects:
+      effects = kwargs.get("unordered_effects")
+      if effects is None:
+        effects = args[5]  # after xla_executable, name, backend, in_handler, out_handler
+      self.has_unordered_effects = any(keep(effect) for effect in effects)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
+
+
+# -- waiting -----------------------------------------------------------------------------------------
+def live_arrays() -> Sequence[Any]:
+  """All arrays of the CPU backend, or none when no backend has been started."""
+  from jax._src import xla_bridge
+
+  if not xla_bridge.backends_are_initialized():
+    return []
+  return jax.live_arrays("cpu")
+
+
+# -- JAX's callbacks: callgate.compat and callgate.install -------------------------------------------
+# The primitives of `pure_callback` and `io_callback` and their own lowering rules (0.10 to 0.12);
+# no public name, and none in sight: `jax.extend` has no callbacks.
+pure_callback_p: Any = _callback.pure_callback_p
+io_callback_p: Any = _callback.io_callback_p
+pure_callback_lowering: Callable[..., Any] = _callback.pure_callback_lowering
+io_callback_lowering: Callable[..., Any] = _callback.io_callback_lowering
+ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPrivateUsage]
+
+# The batching rule of all of JAX's foreign calls, by `vmap_method` (0.10 to 0.12). No public name;
+# `jax.ffi.ffi_call` has it built in.
+ffi_batching_rule: Callable[..., Any] = _ffi.ffi_batching_rule
+
+
+def callback_sharding(
+  context: Any, sharding: Any, result_avals: Sequence[Any], *, token: bool
+) -> Any:
+  """The annotation that JAX puts on a callback's operation; None where nothing is partitioned.
+
+  With `token` the operation's first result is one, and has the first entry. Raises JAX's errors for
+  partly automatic meshes and for a `sharding` that JAX doesn't support. Stands for
+  `_callback_op_sharding` and for what `emit_python_callback` adds to it (0.10 to 0.12).
+  """
+  axes = context.module_context.axis_context
+  annotation: Any = _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
+    axes, sharding, result_avals
+  )
+  if not (token and result_avals and isinstance(annotation, _callback.SdyArrayList)):
+    return annotation
+  shardings: Any = annotation.shardings
+  of_token = _callback.SdyArray(
+    mesh_shape=(), dim_shardings=(), logical_device_ids=shardings[0].logical_device_ids
+  )
+  return _callback.SdyArrayList((of_token, *shardings))
+
+
+def add_keepalive(context: Any, value: object) -> None:
+  """Keeps `value` alive as long as the program being lowered (0.10 to 0.12).
+
+  `jax.export` refuses such a program, as it refuses JAX's own callbacks. No public replacement.
+  """
+  context.module_context.add_keepalive(value)
+
+
+def physical_aval(aval: Any) -> Any:
+  """The abstract value that stands for a PRNG key's in a program (0.10 to 0.12); else `aval`."""
+  return _core.physical_aval(aval)
+
+
+def canonicalize_value(value: Any) -> Any:
+  """A NumPy array in the dtype that JAX gives it under the thread's `jax_enable_x64` (0.10 to 0.12).
+
+  TypeError for what no JAX array can hold. `jax.numpy.asarray` would make a jax.Array of it.
+  """
+  return _dtypes.canonicalize_value(value)
+
+
+def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """(put, rest): `put(aval, sharding, [array], [device], *rest)` is a committed jax.Array.
+
+  What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
+  when it is quick. The array's memory is shared where it is aligned, so it must never change again.
+  """
+  from jaxlib import _jax
+
+  put: Callable[..., Any] = _jax.batched_device_put
+  committed, force_copy, keep_x64 = True, False, True
+  return put, (committed, force_copy, _jax.HostBufferSemantics.ZERO_COPY, keep_x64)
+
+
+def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+  """(enter, leave): the settings of its thread under which JAX runs a callback (0.10 to 0.12).
+
+  `leave` takes what `enter` gave. The default device is `device`, for which `jax.default_device` is
+  public, and five times as slow; from 0.12 on the thread's mesh is put aside, too, for which there
+  is nothing public.
+  """
+  set_device = _config.default_device.swap_local
+  restore_device = _config.default_device.set_local
+  if jax.__version_info__ < (0, 12):
+    return lambda: set_device(device), restore_device
+  from jax._src import mesh
+
+  concrete, abstract = mesh.device_context, mesh.abstract_mesh_context_manager
+  no_mesh, no_abstract_mesh = mesh.empty_concrete_mesh, mesh.empty_abstract_mesh
+
+  def enter() -> Any:
+    return (
+      set_device(device),
+      concrete.swap_local(no_mesh),
+      abstract.swap_local(no_abstract_mesh),
+    )
+
+  def leave(before: Any) -> None:
+    restore_device(before[0])
+    concrete.set_local(before[1])
+    abstract.set_local(before[2])
+
+  return enter, leave
+
+
+def buffer_callback_lowering() -> Callable[..., Any] | None:
+  """JAX's own rule for `jax.experimental.buffer_callback` (0.10 to 0.12), while JAX has it.
+
+  Serves platforms other than the CPU. No public replacement.
+  """
+  try:
+    from jax._src import buffer_callback
+  except ImportError:
+    return None
+  return buffer_callback._buffer_callback_lowering  # pyright: ignore[reportPrivateUsage]
+# -- end of: JAX's callbacks -------------------------------------------------------------------------

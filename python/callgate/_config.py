@@ -1,0 +1,137 @@
+"""`callgate.config`: options of the process, set for good or for a block."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+from callgate import _callgate, _compat
+from callgate.errors import GateDefinitionError
+
+_engine = _compat.define_enum(
+  "callgate_engine",
+  ("callgate", "jax"),
+  "callgate",
+  "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
+)
+_fast_dispatch = _compat.define_bool(
+  "callgate_fast_dispatch",
+  False,
+  "Dispatch programs with io gates through JAX's C++ path.",
+)
+_values: dict[str, Any] = {"check_writes": False, "timing": False, "stall_seconds": 0.0}
+_filtered = False
+
+
+def engine() -> str:
+  """The engine that calls traced now are bound to."""
+  return _engine.value
+
+
+def fast_dispatch() -> bool:
+  """Whether effects of io gates are hidden from JAX's dispatch."""
+  return _fast_dispatch.value
+
+
+class config:
+  """Sets options now; as a context manager, puts them back at the end of the block.
+
+  ```python
+  cg.config(engine="jax")              # from here on
+  with cg.config(check_writes=True):   # in this block
+    step(x)
+  ```
+
+  Args:
+    engine: `"callgate"`, or `"jax"` to run every gate through JAX's own callbacks: an oracle for
+      tests, and the way to run on platforms without FFI. Programs are traced again after a change.
+    fast_dispatch: let programs whose only effects are io gates take JAX's C++ dispatch path (5 µs
+      instead of 50 µs a call). `jax.effects_barrier()` then no longer waits for them:
+      wait for a result of the program, or use `callgate.barrier()`, which waits for all arrays.
+      Programs that return nothing can't be waited for. Ordered gates are not affected.
+    check_writes: checksum every input before and after each call, and raise `InputWriteError` when
+      a gate wrote to one through a library without read-only arrays. Slow; for debugging.
+    timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
+    stall_seconds: print a report on stderr (gate, argument shapes, every Python thread's stack)
+      when a call takes longer; 0 for never. Also `CALLGATE_STALL_SECONDS`.
+  """
+
+  def __init__(
+    self,
+    *,
+    engine: Literal["callgate", "jax"] | None = None,
+    fast_dispatch: bool | None = None,
+    check_writes: bool | None = None,
+    timing: bool | None = None,
+    stall_seconds: float | None = None,
+  ) -> None:
+    given = {
+      "engine": engine,
+      "fast_dispatch": fast_dispatch,
+      "check_writes": check_writes,
+      "timing": timing,
+      "stall_seconds": stall_seconds,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    _check(changes)
+    self._before = {name: _current(name) for name in changes}
+    _apply(changes)
+
+  def __enter__(self) -> config:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    _apply(self._before)
+
+
+def _check(changes: dict[str, Any]) -> None:
+  if changes.get("engine", "jax") not in ("callgate", "jax"):
+    raise GateDefinitionError(
+      f"config: engine: expected 'callgate' or 'jax', got {changes['engine']!r}"
+    )
+  for name in ("fast_dispatch", "check_writes", "timing"):
+    if not isinstance(changes.get(name, True), bool):
+      raise GateDefinitionError(f"config: {name}: expected a bool, got {changes[name]!r}")
+  if changes.get("stall_seconds", 0.0) < 0:
+    raise GateDefinitionError(
+      f"config: stall_seconds: expected 0 or more, got {changes['stall_seconds']!r}"
+    )
+
+
+def _current(name: str) -> Any:
+  if name == "engine":
+    return _engine.value
+  if name == "fast_dispatch":
+    return _fast_dispatch.value
+  return _values[name]
+
+
+def _apply(changes: dict[str, Any]) -> None:
+  global _filtered
+  for name, value in changes.items():
+    if name == "engine":
+      _compat.update_option("callgate_engine", value)
+    elif name == "fast_dispatch":
+      _compat.update_option("callgate_fast_dispatch", value)
+      if value and not _filtered:
+        _filtered = True
+        _compat.filter_dispatch_effects(_keeps_dispatch_slow)
+    else:
+      _values[name] = value
+      _set = {
+        "check_writes": _callgate.set_check_writes,
+        "timing": _callgate.set_timing,
+        "stall_seconds": _callgate.set_stall_seconds,
+      }[name]
+      _set(value)
+
+
+def _keeps_dispatch_slow(effect: Any) -> bool:
+  from callgate._primitive import GateEffect
+
+  return not (fast_dispatch() and isinstance(effect, GateEffect))

@@ -1,0 +1,168 @@
+"""Derivatives of gates: the user's rules, the reference's, or finite differences.
+
+Rules go through `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so that they compose with
+every transformation as any custom derivative of JAX's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate.errors import GateDefinitionError
+
+Static = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass
+class Rules:
+  """What a gate knows about its derivatives; `defined` when it has a rule for custom_jvp or vjp."""
+
+  gradient: str | None = None
+  jvp: Callable[..., Any] | None = None
+  vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+  transpose: Callable[..., Any] | None = None
+  wrapped: dict[Static, Callable[..., Any]] = dataclasses.field(
+    default_factory=dict[Static, Callable[..., Any]]
+  )
+
+  @property
+  def defined(self) -> bool:
+    return self.jvp is not None or self.vjp is not None or self.gradient is not None
+
+  def set_jvp(self, gate: str, rule: Callable[..., Any]) -> None:
+    """Takes a forward-mode rule; one kind of rule a gate."""
+    if self.vjp is not None:
+      raise GateDefinitionError(f"gate '{gate}': defjvp after defvjp; expected one of the two")
+    self.jvp = rule
+    self.wrapped.clear()
+
+  def set_vjp(self, gate: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    """Takes a reverse-mode rule; one kind of rule a gate."""
+    if self.jvp is not None:
+      raise GateDefinitionError(f"gate '{gate}': defvjp after defjvp; expected one of the two")
+    self.vjp = (fwd, bwd)
+    self.wrapped.clear()
+
+
+def accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
+  """Those keywords that the function has parameters for."""
+  if not keywords:
+    return {}
+  try:
+    parameters = inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return {}
+  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    return keywords
+  return {key: value for key, value in keywords.items() if key in parameters}
+
+
+def apply(
+  gate: Any, rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static
+) -> Any:
+  """Calls the gate with whatever derivative it has."""
+  if not rules.defined and gate.like is None:
+    return gate.apply_raw(args, kwargs, static)
+  wrapped = rules.wrapped.get(static)
+  if wrapped is None:
+    wrapped = rules.wrapped[static] = _wrap(gate, rules, static)
+  return wrapped(*args)
+
+
+def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
+  def call(*args: Any) -> Any:
+    return gate.apply_raw(args, {}, static)
+
+  call.__name__ = call.__qualname__ = gate.name
+  keywords = dict(static)
+  if rules.vjp is not None:
+    fwd, bwd = rules.vjp
+    with_vjp = jax.custom_vjp(call)
+    with_vjp.defvjp(
+      functools.partial(fwd, **accepted(fwd, keywords)),
+      functools.partial(bwd, **accepted(bwd, keywords)),
+    )
+    return with_vjp
+  with_jvp = jax.custom_jvp(call)
+  if rules.jvp is not None:
+    with_jvp.defjvp(functools.partial(rules.jvp, **accepted(rules.jvp, keywords)))
+  elif gate.like is not None:
+    like = functools.partial(gate.like, **accepted(gate.like, keywords))
+    with_jvp.defjvp(functools.partial(_jvp_of_reference, call, like))
+  else:
+    with_jvp.defjvp(functools.partial(_jvp_by_differences, call))
+  return with_jvp
+
+
+def _jvp_of_reference(
+  call: Callable[..., Any], like: Callable[..., Any], primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+  return call(*primals), jax.jvp(like, primals, tangents)[1]
+
+
+def _jvp_by_differences(
+  call: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+  """Central differences, as a linear map of the tangents: the Jacobian, then one product.
+
+  Column i is (f(x + h e_i) - f(x - h e_i)) / 2h with h = eps^(1/3) max(1, |x_i|), which balances
+  truncation (h^2) and rounding (eps / h): Press et al., Numerical Recipes, section 5.7.
+  """
+  out = call(*primals)
+  leaves, tree = jax.tree.flatten(primals)
+  flat_tangents = jax.tree.leaves(tangents)
+  total = jax.tree.map(_zero_tangent, out)
+  for index, (leaf, tangent) in enumerate(zip(leaves, flat_tangents, strict=True)):
+    if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+      continue
+    jacobian = _jacobian(call, leaves, tree, index)
+    part = jax.tree.map(functools.partial(_product, tangent), jacobian)
+    total = jax.tree.map(_add_tangent, total, part)
+  return out, total
+
+
+def _jacobian(call: Callable[..., Any], leaves: list[Any], tree: Any, index: int) -> Any:
+  x = jnp.asarray(leaves[index])
+  size = float(jnp.finfo(x.dtype).eps) ** (1 / 3)
+  step = (size * jnp.maximum(1.0, jnp.abs(x))).astype(x.dtype).ravel()
+
+  def moved(i: Any, h: Any) -> Any:
+    shifted = x.ravel().at[i].add(h).reshape(x.shape)
+    return call(*jax.tree.unflatten(tree, [*leaves[:index], shifted, *leaves[index + 1 :]]))
+
+  def column(i: Any) -> Any:
+    # The step as it was really taken, after rounding.
+    taken = (x.ravel()[i] + step[i]) - (x.ravel()[i] - step[i])
+    return jax.tree.map(
+      lambda up, down: _divide(up, down, taken), moved(i, step[i]), moved(i, -step[i])
+    )
+
+  return jax.lax.map(column, jnp.arange(x.size))
+
+
+def _divide(up: Any, down: Any, width: Any) -> Any:
+  if not jnp.issubdtype(up.dtype, jnp.inexact):
+    return jnp.zeros(up.shape, jnp.float32)
+  return ((up - down) / width).astype(up.dtype)
+
+
+def _product(tangent: Any, columns: Any) -> Any:
+  return jnp.tensordot(jnp.ravel(tangent).astype(columns.dtype), columns, axes=1)
+
+
+def _zero_tangent(value: Any) -> Any:
+  if jnp.issubdtype(value.dtype, jnp.inexact):
+    return jnp.zeros(value.shape, value.dtype)
+  return np.zeros(value.shape, jax.dtypes.float0)
+
+
+def _add_tangent(total: Any, part: Any) -> Any:
+  return total if total.dtype == jax.dtypes.float0 else total + part

@@ -1,0 +1,78 @@
+"""Emits the custom call `callgate.gate` inside a lowering rule.
+
+What the program holds: the gate's name, the call site's spec and source line, the batch levels.
+Nothing of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate import _compat
+from callgate._runtime import GATE_TARGET, remember_site
+from callgate.errors import GateDefinitionError
+
+# A batch level: its extent and, for each operand, whether it has that axis.
+Level = tuple[int, tuple[bool, ...]]
+
+
+def emit(
+  context: Any,
+  operands: Sequence[Any],
+  avals_in: Sequence[Any],
+  avals_out: Sequence[Any],
+  *,
+  name: str,
+  spec: str = "",
+  levels: Sequence[Level] = (),
+  has_side_effect: bool,
+  token: Any = None,
+  aliases: Mapping[int, int] | None = None,
+  sharding: Any = None,
+) -> tuple[Sequence[Any], Any]:
+  """The call's results and, given a token, the token that later calls depend on.
+
+  Args:
+    context: the LoweringRuleContext.
+    operands: MLIR values; `avals_in` their abstract values.
+    avals_out: abstract values of the results.
+    name: the callee's registered name.
+    spec: see `_spec`.
+    levels: batch levels that the runtime loops over, outermost first.
+    has_side_effect: the call may be neither removed nor merged.
+    token: an hlo token that orders the call.
+    aliases: flat operand position to flat result position: one memory.
+    sharding: the operation's sharding annotation.
+  """
+  platforms = context.module_context.platforms
+  if "cpu" not in platforms:
+    raise GateDefinitionError(
+      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu. "
+      "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
+    )
+  attributes = {
+    "name": name,
+    "spec": spec,
+    "site": remember_site(_compat.call_site(context)),
+    "batch": ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels),
+  }
+  return _compat.emit_ffi_call(
+    context,
+    GATE_TARGET,
+    operands,
+    avals_in,
+    avals_out,
+    attributes,
+    has_side_effect=has_side_effect,
+    aliases=aliases or {},
+    token=token,
+    sharding=sharding,
+  )
+
+
+def is_packed(dtype: Any) -> bool:
+  """True for dtypes of which XLA keeps several elements in a byte."""
+  return np.dtype(dtype).name in ("int4", "uint4", "int2", "uint2", "int1", "uint1", "float4_e2m1fn")

@@ -1,0 +1,63 @@
+"""Names of a call's arguments and results, for messages.
+
+A call site knows flat positions; users know `x` or `params['w']`. Gates register what is needed to
+translate one into the other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from callgate import _spec
+
+_gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def register(name: str, gate: Any) -> None:
+  """Makes a gate's parameter names known; the gate has `parameters`."""
+  _gates[name] = gate
+
+
+def parameters_of(function: Callable[..., Any], skip: int) -> tuple[str, ...]:
+  """Names of a callable's positional parameters after the first `skip`; () when unknown."""
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return ()
+  positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+  names = [p.name for p in signature.parameters.values() if p.kind in positional]
+  return tuple(names[skip:])
+
+
+def of(gate: str, spec: str, kind: str, index: int) -> str:
+  """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
+  if kind == "argument":
+    return f"argument {argument(gate, spec, index)}"
+  path = _spec.result_path(spec, index)
+  return f"result {index}" + (f" ({path})" if path else "")
+
+
+def argument(gate: str, spec: str, index: int) -> str:
+  """The quoted name of a flat argument: its parameter and, inside a pytree, its path."""
+  parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
+  position, path, keyword = _spec.argument_path(spec, index)
+  if keyword is not None:
+    return f"'{keyword}{path}'"
+  if position < len(parameters):
+    return f"'{parameters[position]}{path}'"
+  return f"{position}{path}"
+
+
+def keystr(path: tuple[Any, ...]) -> str:
+  """JAX's text for a path into a pytree."""
+  return jax.tree_util.keystr(path)
+
+
+def gates() -> list[tuple[str, Any]]:
+  """The live gates by name."""
+  return list(_gates.items())

@@ -1,0 +1,308 @@
+"""The primitive behind every gate, with its rules.
+
+Parameters, all hashable:
+  gate: the Gate, which holds the callee's name and the derivative and batching rules.
+  site: `CallSite`, the static description of the call: trees, static arguments, result types.
+  levels: batch levels that the runtime loops over, outermost first (vmap="each").
+  whole: None, or (size, mask): the one leading batch axis that the callable gets on its batched
+    arguments (vmap="whole" and "broadcast"); nested vmaps are folded into it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from callgate import _compat, _config, _spec
+from callgate._lowering import Level, emit
+from callgate.errors import GateDefinitionError
+
+ShapeDtype = tuple[tuple[int, ...], Any]
+
+
+class GateEffect(_compat.Effect):
+  """Keeps an io gate alive: it runs once per execution, in no particular order."""
+
+  __str__ = lambda self: "Gate"  # noqa: E731 - JAX's effects are written so
+
+  def __eq__(self, other: object) -> bool:
+    return type(self) is type(other)
+
+  def __hash__(self) -> int:
+    return hash(type(self))
+
+
+class OrderedGateEffect(GateEffect):
+  """Keeps ordered gates alive and in program order, also across calls of the program."""
+
+  __str__ = lambda self: "OrderedGate"  # noqa: E731
+
+
+GATE_EFFECT = GateEffect()
+ORDERED_GATE_EFFECT = OrderedGateEffect()
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSite:
+  """What is fixed about a call when it is traced."""
+
+  in_tree: Any  # of (args, kwargs), arrays as leaves
+  out_tree: Any
+  static: tuple[tuple[str, Any], ...]
+  results: tuple[ShapeDtype, ...]  # of one lane
+
+  @functools.cached_property
+  def spec(self) -> str:
+    """The text that programs hold for this call."""
+    return _spec.encode(self.in_tree, self.out_tree, self.static)
+
+
+gate_p = Primitive("gate")
+gate_p.multiple_results = True
+
+
+# -- impl ----------------------------------------------------------------------------------------
+_compat.define_impl(gate_p)
+
+
+# -- abstract evaluation -------------------------------------------------------------------------
+def _effects(gate: Any) -> frozenset[Any]:
+  if gate.effect == "pure":
+    return frozenset()
+  return frozenset({ORDERED_GATE_EFFECT if gate.effect == "ordered" else GATE_EFFECT})
+
+
+@gate_p.def_effectful_abstract_eval
+def _abstract_eval(
+  *avals: Any,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> tuple[tuple[Any, ...], frozenset[Any]]:
+  lead = tuple(size for size, _ in levels) + (() if whole is None else (whole[0],))
+  results = tuple(
+    _compat.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
+  )
+  return results, _effects(gate)
+
+
+# -- jvp -----------------------------------------------------------------------------------------
+def _jvp(
+  primals: Sequence[Any], tangents: Sequence[Any], *, gate: Any, site: CallSite, **params: Any
+) -> tuple[Any, Any]:
+  linear = gate.linear_leaves(site.in_tree)
+  if not linear:
+    raise GateDefinitionError(gate.no_derivative_message())
+  for index, tangent in enumerate(tangents):
+    if index not in linear and type(tangent) is not ad.Zero:
+      raise GateDefinitionError(
+        f"gate '{gate.name}': differentiated with respect to argument "
+        f"{gate.argument_name(site.spec, index)}, in which it is not declared linear; expected a "
+        f"derivative in argument(s) {gate.linear_names(site)} alone. " + gate.no_derivative_message()
+      )
+  results = gate_p.bind(*primals, gate=gate, site=site, **params)
+  mixed = [
+    ad.instantiate_zeros(tangent) if index in linear else primal
+    for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
+  ]
+  return results, gate_p.bind(*mixed, gate=gate, site=site, **params)
+
+
+ad.primitive_jvps[gate_p] = _jvp
+
+
+# -- transpose -----------------------------------------------------------------------------------
+def _transpose(
+  cotangents: Sequence[Any],
+  *operands: Any,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> list[Any]:
+  linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+  residual = [i for i in range(len(operands)) if i not in linear]
+  masks = [*levels, *(() if whole is None else (whole,))]
+  core_avals = [
+    jax.ShapeDtypeStruct(
+      x.aval.shape[sum(mask[i] for _, mask in masks) :] if i in linear else jnp.shape(x), x.aval.dtype
+    )
+    if i in linear
+    else None
+    for i, x in enumerate(operands)
+  ]
+
+  def rule(cotangent: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    flat: list[Any] = list(core_avals)
+    for index, value in zip(residual, values, strict=True):
+      flat[index] = value
+    return tuple(gate.transpose_leaves(site, cotangent, flat, linear))
+
+  batched = rule
+  for _, mask in reversed(masks):
+    axes = [0 if mask[i] else None for i in residual]
+    # A lane's share of an argument that the lanes have in common: the cotangents add up below.
+    batched = jax.vmap(batched, in_axes=(0, axes))
+  values = [operands[i] for i in residual]
+  grads = batched([ad.instantiate_zeros(ct) for ct in cotangents], values)
+  out: list[Any] = [None] * len(operands)
+  for index, grad in zip(linear, grads, strict=True):
+    shared = tuple(axis for axis, (_, mask) in enumerate(masks) if not mask[index])
+    out[index] = grad.sum(axis=shared) if shared else grad
+  return out
+
+
+ad.primitive_transposes[gate_p] = _transpose
+
+
+# -- batching ------------------------------------------------------------------------------------
+def _batch(
+  operands: Sequence[Any],
+  dims: Sequence[Any],
+  *,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> tuple[Sequence[Any], Sequence[int]]:
+  mask = tuple(dim is not None for dim in dims)
+  size: int = next(x.shape[dim] for x, dim, flag in zip(operands, dims, mask, strict=True) if flag)
+  moved = [
+    jnp.moveaxis(x, dim, 0) if flag else x
+    for x, dim, flag in zip(operands, dims, mask, strict=True)
+  ]
+  if gate.vmap_rule is not None:
+    return _batch_by_rule(gate, site, size, mask, moved)
+  if gate.vmap == "each":
+    results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=None)
+    return results, (0,) * len(results)
+  return _batch_whole(gate, site, (size, mask), moved, whole)
+
+
+def _batch_by_rule(
+  gate: Any, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+  results, batched = gate.apply_vmap_rule(site, size, mask, operands)
+  return results, [0 if flag else None for flag in batched]
+
+
+def _batch_whole(
+  gate: Any, site: CallSite, level: Level, operands: Sequence[Any], whole: Level | None
+) -> tuple[Sequence[Any], Sequence[int]]:
+  size, mask = level
+  inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
+  if gate.vmap == "broadcast":
+    combined = (True,) * len(mask)
+  else:
+    combined = tuple(a or b for a, b in zip(mask, inner_mask, strict=True))
+  flat = [
+    _fold(x, size if outer else None, inner_size if inner else None, size, inner_size)
+    if both
+    else x
+    for x, outer, inner, both in zip(operands, mask, inner_mask, combined, strict=True)
+  ]
+  results = gate_p.bind(
+    *flat, gate=gate, site=site, levels=(), whole=(size * inner_size, combined)
+  )
+  lead = (size,) if whole is None else (size, inner_size)
+  unfolded = [r.reshape((*lead, *r.shape[1:])) for r in results]
+  return unfolded, (0,) * len(results)
+
+
+def _fold(
+  x: Any, outer: int | None, inner: int | None, size: int, inner_size: int
+) -> Any:
+  """Gives `x`, which has the axes that are not None, both batch axes, folded into one."""
+  core = x.shape[(outer is not None) + (inner is not None) :]
+  lead = (size if outer is not None else 1, inner_size if inner is not None else 1)
+  full = jnp.broadcast_to(x.reshape((*lead, *core)), (size, inner_size, *core))
+  return full.reshape((size * inner_size, *core))
+
+
+batching.primitive_batchers[gate_p] = _batch
+
+
+# -- lowering ------------------------------------------------------------------------------------
+def _lower(
+  context: Any,
+  *operands: Any,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> Sequence[Any]:
+  del whole  # the arrays' shapes say it
+  ordered = gate.effect == "ordered"
+  token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
+  results, after = emit(
+    context,
+    operands,
+    context.avals_in,
+    context.avals_out,
+    name=gate.name,
+    spec=site.spec,
+    levels=levels,
+    has_side_effect=gate.effect != "pure",
+    token=token,
+    aliases=gate.aliases_of(levels, len(operands)),
+    sharding=_compat.single_device_sharding(context, context.avals_out),
+  )
+  if ordered:
+    _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
+  return results
+
+
+# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their
+# effect was decided when the call was traced.
+def _lower_by_jax(
+  context: Any,
+  *operands: Any,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> Sequence[Any]:
+  if gate.effect == "ordered":
+    raise GateDefinitionError(
+      f"gate '{gate.name}': effect='ordered' on platform "
+      f"{'/'.join(context.module_context.platforms)} needs callgate.config(engine='jax')"
+    )
+  function = gate.host_function(site, levels, whole, context.avals_out)
+  types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
+
+  def call(*args: Any) -> Any:
+    if gate.effect == "pure":
+      return jax.pure_callback(function, types, *args, vmap_method="sequential")
+    return jax.experimental.io_callback(function, types, *args)
+
+  return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(gate_p, _lower_by_jax)
+mlir.register_lowering(gate_p, _lower, platform="cpu")
+
+# -- registration --------------------------------------------------------------------------------
+_compat.allow_effect(GateEffect, ordered=False)
+_compat.allow_effect(OrderedGateEffect, ordered=True)
+
+
+def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
+  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
+  sizes = [size for size, _ in levels]
+  out: list[list[tuple[int, ...]]] = []
+  for lane in range(math.prod(sizes)):
+    index = np.unravel_index(lane, sizes) if sizes else ()
+    out.append(
+      [tuple(int(i) for i, (_, mask) in zip(index, levels, strict=True) if mask[k]) for k in range(count)]
+    )
+  return out

@@ -1,0 +1,140 @@
+"""The runtime's life in this process: registered once at import, closed before the interpreter ends.
+
+Nothing here starts a JAX backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from callgate import _callgate, _compat, _escape, _names
+from callgate.errors import InputWriteError, ResultError, describe_failure
+
+GATE_TARGET = "callgate.gate"
+TARGETS: tuple[str, ...] = (GATE_TARGET,)
+
+_counters: collections.Counter[str] = collections.Counter()
+_sites: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def unique_name(function: Callable[..., Any]) -> str:
+  """A gate's name when the user gives none: module, qualified name and, from the second on, a number.
+
+  Numbers count gates of the same name in order of creation, so that the next run of the same program
+  gives the same names and finds its compiled programs in the persistent cache.
+  """
+  function = getattr(function, "func", function)  # functools.partial
+  module = getattr(function, "__module__", None) or type(function).__module__
+  qualname = getattr(function, "__qualname__", None) or type(function).__qualname__
+  base = f"{module}.{qualname}"
+  taken = set(_callgate.registered_names())
+  with _lock:
+    while True:
+      number = _counters[base]
+      _counters[base] += 1
+      name = base if number == 0 else f"{base}#{number}"
+      if name not in taken:
+        return name
+
+
+def remember_site(site: tuple[str, int, str] | None) -> str:
+  """A call site as programs hold it: without the directory, so that it is the same everywhere."""
+  if site is None:
+    return ""
+  path, line, function = site
+  key = f"{os.path.basename(path)}:{line} ({function})"
+  _sites[key] = f'File "{path}", line {line}, in {function}'
+  return key
+
+
+def _failed(exception: BaseException, gate: str, site: str) -> str:
+  return describe_failure(exception, gate, _sites.get(site, site))
+
+
+def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
+  where = "its return value" if index < 0 else _names.of(gate, spec, "result", index)
+  hint = "" if index < 0 else " (results are never cast silently: see cast=True)"
+  raise ResultError(f"gate '{gate}': {where}: expected {expected}, got {got}{hint}")
+
+
+def _input_written(gate: str, spec: str, index: int) -> None:
+  raise InputWriteError(
+    f"gate '{gate}': {_names.of(gate, spec, 'argument', index)} was written to. Inputs are XLA's own "
+    "memory and shared with the rest of the program; declare aliases={input: output} to work in place"
+  )
+
+
+def thread_stacks() -> str:
+  """Every Python thread's stack, as text."""
+  names = {thread.ident: thread.name for thread in threading.enumerate()}
+  parts: list[str] = []
+  for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
+    if ident == threading.get_ident():
+      continue
+    stack = "".join(traceback.format_stack(frame))
+    parts.append(f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n{stack}")
+  return "\n".join(parts)
+
+
+def _stalled(gate: str, call: str) -> str:
+  return (
+    f"callgate: gate '{gate}' called with {call} has run longer than its time limit.\n"
+    f"Python's threads:\n{thread_stacks()}"
+  )
+
+
+def _set_dtypes() -> None:
+  for code, name in _callgate.dtype_codes():
+    scalar = getattr(ml_dtypes, name, None)
+    try:
+      dtype = np.dtype(scalar if scalar is not None else name)
+    except TypeError:
+      continue  # older ml_dtypes lack the newest types; arrays of them can't exist then
+    _callgate.set_dtype(code, dtype)
+
+
+def _close() -> None:
+  """Before Python ends: let effects finish, refuse new calls, wait for those inside, join threads."""
+  if threading.current_thread() is not threading.main_thread():
+    return  # a fork's child, or an embedder's thread
+  try:
+    jax.effects_barrier()
+  except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
+    traceback.print_exc()
+  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
+  if not _callgate.shut_down(seconds):
+    print(
+      f"callgate: {_callgate.active_calls()} call(s) still ran {seconds:g} s after the end of the "
+      "program and were abandoned",
+      file=sys.stderr,
+    )
+
+
+def start() -> None:
+  """Registers the FFI targets and hooks; called once by `import callgate`."""
+  _set_dtypes()
+  _callgate.set_hooks(
+    failed=_failed,
+    escaped=_escape.settle,
+    result_error=_result_error,
+    input_written=_input_written,
+    stalled=_stalled,
+  )
+  for target, handlers in _callgate.targets().items():
+    jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+  _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
+  if stall := os.environ.get("CALLGATE_STALL_SECONDS"):
+    _callgate.set_stall_seconds(float(stall))
+  atexit.register(_close)  # runs before JAX's own, which was registered earlier

@@ -1,0 +1,234 @@
+"""Exceptions of gates: their types, how they are kept, and how they get back to the caller.
+
+A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The original
+exception object is kept here, in a bounded store, under the id that the text carries; `errors()`,
+`barrier()` and `last_error()` give it back. All functions run under the GIL, on any thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import threading
+import time
+import traceback as _traceback
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from callgate import _compat
+
+
+class GateError(Exception):
+  """Something that callgate itself has to say about a call; the base of the errors below."""
+
+
+class ResultError(GateError, TypeError):
+  """A gate returned something other than its declared results: structure, shape or dtype."""
+
+
+class EscapedViewError(GateError, ValueError):
+  """A view of XLA's memory was kept beyond the call that it belonged to.
+
+  What was kept has been given a private copy of the data, so reading it stays safe.
+  """
+
+
+class InputWriteError(GateError, ValueError):
+  """A gate wrote into an input (found by `callgate.config(check_writes=True)`)."""
+
+
+class GateTimeoutError(GateError, TimeoutError):
+  """A gate ran longer than its `timeout`."""
+
+
+class GateDefinitionError(GateError, TypeError):
+  """A gate was defined or called in a way that can't work; raised while tracing."""
+
+
+@dataclasses.dataclass
+class _Kept:
+  id: int
+  exception: BaseException
+  thread: int
+  claimed: bool = False
+
+
+# The newest failures; older ones keep only their text in JAX's error.
+_STORE_SIZE = 256
+_store: collections.OrderedDict[int, _Kept] = collections.OrderedDict()
+_lock = threading.Lock()
+_next_id = 0
+_open_blocks = 0
+_ID = re.compile(r"\[callgate error #(\d+)\]")
+
+
+def keep(exception: BaseException) -> int:
+  """Stores an exception for the caller; returns its id."""
+  global _next_id
+  with _lock:
+    _next_id += 1
+    _store[_next_id] = _Kept(_next_id, exception, threading.get_ident())
+    while len(_store) > _STORE_SIZE:
+      _store.popitem(last=False)
+    return _next_id
+
+
+def describe_failure(exception: BaseException, gate: str, site: str) -> str:
+  """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
+
+  Args:
+    exception: what the gate raised, with its traceback.
+    gate: the gate's name.
+    site: where the call was traced, "" when unknown.
+  """
+  where = f"callgate: raised in gate '{gate}'" + (f", called at {site}" if site else "")
+  if where not in getattr(exception, "__notes__", ()):
+    exception.add_note(where)
+  text = "".join(_traceback.format_exception(exception)).rstrip()
+  return f"[callgate error #{keep(exception)}] {where}\n{text}"
+
+
+def _original(error: BaseException) -> _Kept | None:
+  match = _ID.search(str(error))
+  if match is None:
+    return None
+  with _lock:
+    kept = _store.get(int(match.group(1)))
+    if kept is not None:
+      kept.claimed = True
+    return kept
+
+
+def _raise(exception: BaseException) -> None:
+  """Raises the exception as it is: the chain that the user built is not replaced."""
+  context = exception.__context__
+  suppress = exception.__suppress_context__
+  try:
+    raise exception
+  finally:
+    exception.__context__ = context
+    exception.__suppress_context__ = suppress
+
+
+def last_error() -> BaseException | None:
+  """The newest exception that a gate raised, or None.
+
+  In a process with several threads: the newest of this thread, or of a thread of XLA's own.
+  The object is the one that was raised, with its traceback.
+  """
+  own = threading.get_ident()
+  python_threads = {thread.ident for thread in threading.enumerate()}
+  with _lock:
+    for kept in reversed(_store.values()):
+      if kept.thread == own or kept.thread not in python_threads:
+        kept.claimed = True
+        return kept.exception
+  return None
+
+
+class errors:
+  """A context in which a gate's exception is raised as itself.
+
+  ```python
+  with cg.errors():
+    program(x)           # raises the gate's own ValueError, not JaxRuntimeError
+  ```
+
+  Inside, `jax.errors.JaxRuntimeError` from a gate is replaced by the original object when it leaves
+  the block. At the end of the block all arrays are waited for, so that the error of a program whose
+  result nobody looked at is raised too. (With several threads inside such blocks at once, that last
+  part is left out: a thread never gets another's error.)
+  """
+
+  def __enter__(self) -> errors:
+    global _open_blocks
+    with _lock:
+      self._first = _next_id + 1
+      _open_blocks += 1
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> bool:
+    global _open_blocks
+    try:
+      if error is None:
+        self._raise_unseen(_wait_for_programs(None))
+      elif isinstance(error, jax.errors.JaxRuntimeError):
+        kept = _original(error)
+        if kept is not None:
+          _raise(kept.exception)
+    finally:
+      with _lock:
+        _open_blocks -= 1
+    return False
+
+  def _raise_unseen(self, failure: BaseException | None) -> None:
+    kept = _original(failure) if failure is not None else None
+    if kept is None:
+      with _lock:
+        own = threading.get_ident()
+        alone = _open_blocks == 1
+        unseen = [
+          k
+          for k in _store.values()
+          if k.id >= self._first and not k.claimed and (alone or k.thread == own)
+        ]
+        if unseen:
+          kept = unseen[0]
+          kept.claimed = True
+    if kept is not None:
+      _raise(kept.exception)
+    if failure is not None:
+      raise failure
+
+
+def _wait_for_programs(timeout: float | None) -> BaseException | None:
+  """Waits until no program runs; returns the first failure met on the way."""
+  deadline = None if timeout is None else time.monotonic() + timeout
+  failure: BaseException | None = None
+  for array in list(_compat.live_arrays()):
+    try:
+      while deadline is not None and not array.is_ready():
+        if time.monotonic() > deadline:
+          raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+        time.sleep(0.001)
+      if not array.is_ready():
+        array.block_until_ready()
+    except TimeoutError:
+      raise
+    except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
+      failure = failure or error
+  try:
+    jax.effects_barrier()
+  except Exception as error:  # noqa: BLE001 - as above
+    failure = failure or error
+  return failure
+
+
+def barrier(timeout: float | None = None) -> None:
+  """Waits until every program dispatched so far has run; raises what a gate raised in one of them.
+
+  Args:
+    timeout: seconds to wait at most; None for no limit.
+
+  Raises:
+    TimeoutError: programs still ran when the time was over.
+    BaseException: the original exception of a gate whose program failed during the wait.
+  """
+  failure = _wait_for_programs(timeout)
+  if failure is None:
+    return
+  kept = _original(failure)
+  _raise(kept.exception if kept is not None else failure)
+
+
+def as_text(error: Any) -> str:
+  """`type: message`, for logs."""
+  return "".join(_traceback.format_exception_only(error)).strip()

@@ -1,0 +1,66 @@
+// A Python callable as a Callee: what a gate is at run time.
+//
+// PyCallee holds the callable and its options; PyGateSite is one call site of it. A call takes the
+// GIL once, makes one view per array and lane, vectorcalls, copies results (style return), and looks
+// at the views' reference counts for escapes. On the fast path nothing is allocated but the views,
+// and no lock is taken but the GIL.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "bindings/python.h"
+#include "bindings/stats.h"
+#include "core/call.h"
+
+namespace callgate::bindings {
+
+enum class Style { kReturn, kInplace, kContext };
+enum class Arrays { kNumpy, kBuffer };
+
+struct GateOptions {
+  Style style = Style::kReturn;
+  Arrays arrays = Arrays::kNumpy;
+  bool cast = false;          // same-kind casts of results
+  bool owned_inputs = false;  // inputs are copies that the callable may keep
+  bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
+  bool own_thread = false;
+  std::chrono::nanoseconds timeout{0};
+};
+
+class PyCallee final : public Callee, public std::enable_shared_from_this<PyCallee> {
+ public:
+  // `function` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
+  // results); for any other spec `bind(spec)` gives the function to call, with flat_results' form.
+  PyCallee(std::string name, nb::object function, nb::object bind, GateOptions options);
+  ~PyCallee() override;
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  const std::string& name() const noexcept override { return name_; }
+  bool own_thread() const noexcept override { return options_.own_thread; }
+  std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
+  std::string stall_report(const std::string& call) override;
+
+  const GateOptions& options() const noexcept { return options_; }
+  Counters& counters() noexcept { return counters_; }
+
+ private:
+  std::string name_;
+  PyObject* function_;
+  PyObject* bind_;  // null when None
+  GateOptions options_;
+  Counters counters_;
+};
+
+// Debug and watch settings of the process.
+struct Settings {
+  std::atomic<bool> check_writes{false};    // checksum inputs around each call
+  std::atomic<std::int64_t> stall_ns{0};    // report calls that take longer; 0 for never
+  static Settings& instance();
+};
+
+void bind_gate(nb::module_& module);
+
+}  // namespace callgate::bindings

@@ -1,0 +1,40 @@
+// Taking the GIL from threads that Python did not make, cheaply and safely.
+//
+// PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it: microseconds
+// a call, and the thread's Python-side locals are lost each time. So a foreign thread is attached
+// once, by an Ensure that is never released; from then on Ensure only swaps the state in. The state
+// is not destroyed when the thread ends: that would need the GIL, which a thread that joins this one
+// may hold. XLA's threads live as long as the process, so what is left behind is bounded by their
+// number.
+#pragma once
+
+#include "bindings/python.h"
+
+namespace callgate::bindings {
+
+// Makes sure that this thread has a thread state that outlives the next Release.
+inline void attach_thread() {
+  thread_local bool attached = false;
+  if (attached) return;
+  attached = true;
+  if (PyGILState_GetThisThreadState() != nullptr) return;  // Python's own thread
+  (void)PyGILState_Ensure();
+  (void)PyEval_SaveThread();
+}
+
+// Holds the GIL for its lifetime. Nests, also with a GIL held already.
+class GilScope {
+ public:
+  GilScope() {
+    attach_thread();
+    state_ = PyGILState_Ensure();
+  }
+  ~GilScope() { PyGILState_Release(state_); }
+  GilScope(const GilScope&) = delete;
+  GilScope& operator=(const GilScope&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+}  // namespace callgate::bindings

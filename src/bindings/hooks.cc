@@ -1,0 +1,44 @@
+// Calls into Python that must not fail: a hook that raises is reported as text of its own.
+#include "bindings/hooks.h"
+
+#include <nanobind/stl/string.h>
+
+namespace callgate::bindings {
+
+Hooks& Hooks::instance() {
+  static constinit Hooks hooks;
+  return hooks;
+}
+
+namespace {
+
+// The current exception as an object, cleared; with its traceback attached.
+nb::object take_raised() {
+#if PY_VERSION_HEX >= 0x030C0000
+  return nb::steal(PyErr_GetRaisedException());
+#else
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+#endif
+}
+
+}  // namespace
+
+std::string take_exception(const std::string& gate, const std::string& site) {
+  nb::object exception = take_raised();
+  nb::object text = nb::steal(PyObject_CallFunction(
+      Hooks::instance().failed, "Os#s#", exception.ptr(), gate.data(),
+      static_cast<Py_ssize_t>(gate.size()), site.data(), static_cast<Py_ssize_t>(site.size())));
+  if (!text.is_valid()) {
+    PyErr_Clear();
+    return "callgate: gate '" + gate + "' raised, and its error could not be shown";
+  }
+  return nb::cast<std::string>(text);
+}
+
+}  // namespace callgate::bindings

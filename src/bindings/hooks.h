@@ -1,0 +1,27 @@
+// Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
+// escaped views, to bind a call site's description. Set once at import by `callgate._runtime`; each
+// is documented there. All of this runs under the GIL.
+#pragma once
+
+#include <string>
+
+#include "bindings/python.h"
+#include "core/array_view.h"
+
+namespace callgate::bindings {
+
+struct Hooks {
+  PyObject* failed = nullptr;        // (exception, gate, site) -> text for XLA's error
+  PyObject* escaped = nullptr;       // (gate, spec, leaks, raising) -> None, or raises
+  PyObject* result_error = nullptr;  // (gate, spec, index, expected, got) raises
+  PyObject* input_written = nullptr; // (gate, spec, index) raises
+  PyObject* stalled = nullptr;       // (gate, call) -> report text
+
+  static Hooks& instance();
+};
+
+// The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
+// exception for the caller. Clears the exception.
+std::string take_exception(const std::string& gate, const std::string& site);
+
+}  // namespace callgate::bindings

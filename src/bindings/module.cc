@@ -1,0 +1,128 @@
+// The extension module `callgate._callgate`: the FFI targets, and what Python sets up and reads.
+#define CALLGATE_IMPORT_NUMPY
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/buffer.h"
+#include "bindings/deferred.h"
+#include "bindings/gate.h"
+#include "bindings/gil.h"
+#include "bindings/hooks.h"
+#include "bindings/python.h"
+#include "bindings/stats.h"
+#include "bindings/views.h"
+#include "core/lifecycle.h"
+#include "core/registry.h"
+#include "core/watchdog.h"
+#include "core/worker_pool.h"
+#include "xla/gate.h"
+
+namespace callgate::bindings {
+namespace {
+
+// Hooks and dtypes are held for the life of the process.
+PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
+
+void set_hooks(nb::callable failed, nb::callable escaped, nb::callable result_error,
+               nb::callable input_written, nb::callable stalled) {
+  Hooks& hooks = Hooks::instance();
+  hooks.failed = keep(failed);
+  hooks.escaped = keep(escaped);
+  hooks.result_error = keep(result_error);
+  hooks.input_written = keep(input_written);
+  hooks.stalled = keep(stalled);
+}
+
+std::vector<std::pair<int, std::string>> dtype_codes() {
+  std::vector<std::pair<int, std::string>> codes;
+#define X(identifier, code, name, bits) codes.emplace_back(code, name);
+  CALLGATE_DTYPES(X)
+#undef X
+  return codes;
+}
+
+void set_dtype(int code, nb::handle dtype) {
+  descriptors()[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));
+}
+
+nb::dict targets() {
+  nb::dict gate;
+  gate["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_instantiate));
+  gate["execute"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_execute));
+  nb::dict all;
+  all[nb::str(xla_ffi::kGateTarget.data(), xla_ffi::kGateTarget.size())] = gate;
+  return all;
+}
+
+// Refuses further calls, waits for those inside, and joins callgate's threads. False when calls were
+// still running after `seconds`; their threads then stop at their next step in Python.
+bool shut_down(double seconds) {
+  bool quiet = false;
+  {
+    nb::gil_scoped_release unlocked;  // calls inside need it to finish
+    quiet = Lifecycle::instance().close(
+        std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+    if (quiet) WorkerPool::instance().stop();
+    if (quiet) Watchdog::instance().stop();
+  }
+  stop_releasing();
+  return quiet;
+}
+
+nb::list stop_trace() {
+  nb::list events;
+  for (const TraceEvent& e : Recorder::instance().stop_trace())
+    events.append(nb::make_tuple(e.gate, e.thread, e.start_ns, e.gil_wait_ns, e.duration_ns));
+  return events;
+}
+
+}  // namespace
+}  // namespace callgate::bindings
+
+NB_MODULE(_callgate, module) {
+  using namespace callgate::bindings;
+  namespace nb = nanobind;
+  if (_import_array() < 0) nb::raise_python_error();
+  nb::set_leak_warnings(false);  // programs may outlive the module, and with them their gates
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const callgate::Error& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    }
+  });
+  bind_buffer(module);
+  bind_gate(module);
+  module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
+  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("escaped"),
+             nb::arg("result_error"), nb::arg("input_written"), nb::arg("stalled"));
+  module.def("dtype_codes", [] {
+    nb::list codes;
+    for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));
+    return codes;
+  });
+  module.def("set_dtype", &set_dtype);
+  module.def("repoint", [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data,
+                           nb::handle base) {
+    repoint(array.ptr(), reinterpret_cast<const void*>(old_data), reinterpret_cast<void*>(new_data),
+            base.is_none() ? nullptr : base.ptr());
+  }, nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
+  module.def("set_timing", [](bool on) { Recorder::instance().set_timing(on); });
+  module.def("start_trace", [] { Recorder::instance().start_trace(); });
+  module.def("stop_trace", &stop_trace);
+  module.def("set_check_writes", [](bool on) {
+    Settings::instance().check_writes.store(on, std::memory_order_relaxed);  // see run_lane
+  });
+  module.def("set_stall_seconds", [](double seconds) {
+    Settings::instance().stall_ns.store(static_cast<std::int64_t>(seconds * 1e9),
+                                        std::memory_order_relaxed);  // see run
+  });
+  module.def("registered_names", [] {
+    nb::list names;
+    for (const std::string& name : callgate::Registry::instance().names()) names.append(name);
+    return names;
+  });
+  module.def("active_calls", [] { return callgate::Lifecycle::instance().active(); });
+  module.def("drain", &drain_released);
+  module.def("shut_down", &shut_down, nb::arg("seconds"));
+}

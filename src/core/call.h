@@ -1,0 +1,67 @@
+// What the FFI handlers know of the thing they call.
+//
+// A `Callee` is what a name stands for: a Python function now, a native kernel or a tap later. When
+// an executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
+// static description, and keeps both until the executable dies. `Site::run` is the hot path: any
+// XLA thread, several at once, no lock of callgate's held.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/array_view.h"
+#include "core/error.h"
+#include "core/lanes.h"
+
+namespace callgate {
+
+// Where and when a call runs. `stream` is the platform's stream, null on the CPU.
+struct CallContext {
+  std::int64_t device = -1;
+  std::int64_t run = -1;
+  void* stream = nullptr;
+};
+
+struct Call {
+  std::span<const ArrayView> operands;
+  std::span<ArrayView> results;
+  CallContext context;
+};
+
+// The static description of a call site, as its attributes in the program state it.
+struct SiteSpec {
+  std::string spec;  // how flat arrays make up the call's arguments and results; "" when flat
+  std::string site;  // where in the user's source the call was traced
+  Lanes lanes;       // vmapped levels that the runtime loops over
+};
+
+class Site {
+ public:
+  virtual ~Site() = default;
+  virtual Outcome run(const Call& call) = 0;
+};
+
+class Callee {
+ public:
+  virtual ~Callee() = default;
+
+  // Binds the callee to one call site. Throws Error when `spec` can't be served.
+  virtual std::shared_ptr<Site> specialise(SiteSpec spec) = 0;
+
+  virtual const std::string& name() const noexcept = 0;
+
+  // True when calls run on callgate's own threads and complete an FFI future.
+  virtual bool own_thread() const noexcept { return false; }
+
+  // After this long the program fails with a report; zero for never.
+  virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
+
+  // Text about a call that takes too long: what runs and where every thread stands.
+  virtual std::string stall_report(const std::string& call) { return call; }
+};
+
+}  // namespace callgate

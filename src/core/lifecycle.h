@@ -1,0 +1,52 @@
+// The end of the process: calls that are under way, and the gate that closes behind them.
+//
+// Every call enters before it touches user code and leaves after. `close` refuses further calls and
+// waits, for a bounded time, for those inside. After it, handlers return an error without touching
+// Python. Lock-free on the call's side.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace callgate {
+
+class Lifecycle {
+ public:
+  static Lifecycle& instance();
+
+  // False once closed; the caller must then not call user code, nor leave().
+  bool enter() noexcept;
+  void leave() noexcept;
+
+  // Refuses new calls, then waits until those inside have left. False when the time ran out.
+  bool close(std::chrono::nanoseconds wait);
+  bool closed() const noexcept;
+
+  // Calls inside now.
+  std::int64_t active() const noexcept;
+
+ private:
+  // Bit 62 marks closed, the bits below count the calls inside: one atomic, so that no call can
+  // slip in between the check and the count.
+  static constexpr std::int64_t kClosed = std::int64_t{1} << 62;
+  std::atomic<std::int64_t> state_{0};
+};
+
+// Enters on construction, leaves on destruction.
+class ActiveCall {
+ public:
+  ActiveCall() noexcept : entered_(Lifecycle::instance().enter()) {}
+  ~ActiveCall() {
+    if (entered_) Lifecycle::instance().leave();
+  }
+  ActiveCall(const ActiveCall&) = delete;
+  ActiveCall& operator=(const ActiveCall&) = delete;
+
+  bool entered() const noexcept { return entered_; }
+
+ private:
+  bool entered_;
+};
+
+}  // namespace callgate

@@ -1,0 +1,50 @@
+// Threads that run callbacks for `thread="own"`.
+//
+// A job may block on other jobs (a gate that runs a program with gates inside), so the pool never
+// queues a job behind a busy thread: it grows when no thread is idle. Idle threads beyond a few end
+// after a while. Threads are named and joined by `stop`.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <thread>
+
+namespace callgate {
+
+class WorkerPool {
+ public:
+  using Job = std::function<void()>;
+
+  static WorkerPool& instance();
+
+  WorkerPool() = default;
+  ~WorkerPool() { stop(); }
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  // Runs the job soon on a thread of the pool. False after stop(): the job is not taken.
+  bool submit(Job job);
+
+  // Finishes the jobs at hand, then joins all threads.
+  void stop();
+
+  // Threads alive now.
+  std::size_t size() const;
+
+ private:
+  void work();
+
+  mutable std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<Job> jobs_;
+  std::list<std::jthread> threads_;
+  std::list<std::jthread> ended_;  // threads that left their loop, to be joined
+  std::size_t idle_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace callgate
