@@ -1,0 +1,40 @@
+"""Prints requirements of callgate as pip takes them, read from pyproject.toml.
+
+    python tools/requirements.py run          # what callgate needs at run time
+    python tools/requirements.py build        # what building in place needs, jaxlib left out
+    python tools/requirements.py test demo    # the extras of these names
+
+`build` is for `pip install --no-build-isolation`, where the headers come from
+tools/fetch_xla_headers.py and the environment's own jaxlib may be a newer one.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def requirements(group: str) -> list[str]:
+  """The requirements of `group`: "run", "build" or an extra. Raises KeyError for no such extra."""
+  config = tomllib.loads(PYPROJECT.read_text())
+  if group == "run":
+    return config["project"]["dependencies"]
+  if group == "build":
+    listed = config["build-system"]["requires"]
+    return [r for r in listed if not r.startswith("jaxlib")] + ["cmake>=3.26", "ninja>=1.11"]
+  return config["project"]["optional-dependencies"][group]
+
+
+def main(groups: list[str]) -> int:
+  for group in groups:
+    try:
+      print("\n".join(requirements(group)))
+    except KeyError:
+      print(f"pyproject.toml has no extra {group!r}", file=sys.stderr)
+      return 1
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
