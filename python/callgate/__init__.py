@@ -1,6 +1,6 @@
 """callgate: lets a compiled JAX program call anything, in microseconds, under every transformation."""
 
-from callgate import _runtime
+from callgate import _control, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -46,3 +46,4 @@ __all__ = [
 ]
 
 _runtime.start()
+_control.start()

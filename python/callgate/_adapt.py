@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _spec
+from callgate import _escape, _spec
 from callgate.errors import GateDefinitionError, ResultError
 
 ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy")
@@ -48,13 +48,17 @@ def converter(arrays: str) -> Callable[[Any], Any] | None:
   if arrays in ("numpy", "buffer"):
     return None
   if arrays == "jax":
-    return jax.dlpack.from_dlpack
+    return _to_jax
   if arrays == "torch":
     return _torch_converter()
   raise GateDefinitionError(
     "arrays='cupy' needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
     "'buffer', 'jax' or 'torch' here"
   )
+
+
+def _to_jax(buffer: Any) -> Any:
+  return _escape.track_jax_array(buffer, jax.dlpack.from_dlpack(buffer))
 
 
 def _torch_converter() -> Callable[[Any], Any]:

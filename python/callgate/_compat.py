@@ -18,6 +18,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 
@@ -101,6 +102,16 @@ def define_impl(primitive: Any) -> None:
   _dispatch.simple_impl(primitive)
 
 
+# -- batching --------------------------------------------------------------------------------------
+def batched_results(jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any) -> Any:
+  """Which results of a jaxpr are batched when these arguments are, as a list (0.10 to 0.12).
+
+  `instantiate`: those that are to be batched in any case, or False. What JAX's own batching rules of
+  control flow ask; no public name.
+  """
+  return list(_batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)[1])
+
+
 # -- lowering --------------------------------------------------------------------------------------
 # `jax.ffi.ffi_lowering` is public but takes no token and gives no operation to annotate.
 def emit_ffi_call(
@@ -137,16 +148,6 @@ def emit_ffi_call(
   return results[1:], results[0]
 
 
-def single_device_sharding(context: Any, result_avals: Sequence[Any]) -> Any:
-  """The annotation that runs a call once, on the whole arrays, in an automatically sharded program.
-
-  What JAX's own callbacks use (0.10 to 0.12); None outside such programs.
-  """
-  return _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
-    context.module_context.axis_context, None, result_avals
-  )
-
-
 def token_before(context: Any, effect: Any) -> Any:
   """The token that orders the call being lowered after the earlier calls with this effect."""
   return context.tokens_in.get(effect)
@@ -155,6 +156,15 @@ def token_before(context: Any, effect: Any) -> Any:
 def set_token_after(context: Any, effect: Any, token: Any) -> None:
   """Orders later calls with this effect after the one being lowered."""
   context.set_tokens_out(context.tokens_in.update_tokens(_mlir.TokenSet({effect: token})))
+
+
+def device_count(context: Any) -> int:
+  """Devices that the program being lowered runs on (0.10 to 0.12: private axis contexts)."""
+  axes = context.module_context.axis_context
+  if hasattr(axes, "num_devices"):
+    return axes.num_devices
+  mesh = getattr(axes, "mesh", None)
+  return mesh.size if mesh is not None else 1
 
 
 def call_site(context: Any) -> tuple[str, int, str] | None:
@@ -192,7 +202,7 @@ def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
   _pxla.ExecuteReplicated.__init__ = __init__
 
 
-# -- waiting -----------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 def live_arrays() -> Sequence[Any]:
   """All arrays of the CPU backend, or none when no backend has been started."""
   from jax._src import xla_bridge
@@ -202,7 +212,7 @@ def live_arrays() -> Sequence[Any]:
   return jax.live_arrays("cpu")
 
 
-# -- JAX's callbacks: callgate.compat and callgate.install -------------------------------------------
+# -- JAX's callbacks: callgate.compat and callgate.install -----------------------------------------
 # The primitives of `pure_callback` and `io_callback` and their own lowering rules (0.10 to 0.12);
 # no public name, and none in sight: `jax.extend` has no callbacks.
 pure_callback_p: Any = _callback.pure_callback_p
@@ -238,6 +248,15 @@ def callback_sharding(
   return _callback.SdyArrayList((of_token, *shardings))
 
 
+def is_partitioned(context: Any) -> bool:
+  """Whether XLA partitions the program being lowered over several devices (0.10 to 0.12).
+
+  False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
+  """
+  axes = context.module_context.axis_context
+  return isinstance(axes, _callback.sharding_impls.ShardingContext) and axes.num_devices > 1
+
+
 def add_keepalive(context: Any, value: object) -> None:
   """Keeps `value` alive as long as the program being lowered (0.10 to 0.12).
 
@@ -252,7 +271,7 @@ def physical_aval(aval: Any) -> Any:
 
 
 def canonicalize_value(value: Any) -> Any:
-  """A NumPy array in the dtype that JAX gives it under the thread's `jax_enable_x64` (0.10 to 0.12).
+  """A NumPy array in the dtype that JAX gives it under its `jax_enable_x64` (0.10 to 0.12).
 
   TypeError for what no JAX array can hold. `jax.numpy.asarray` would make a jax.Array of it.
   """
@@ -313,4 +332,6 @@ def buffer_callback_lowering() -> Callable[..., Any] | None:
   except ImportError:
     return None
   return buffer_callback._buffer_callback_lowering  # pyright: ignore[reportPrivateUsage]
-# -- end of: JAX's callbacks -------------------------------------------------------------------------
+
+
+# -- end of: JAX's callbacks -----------------------------------------------------------------------

@@ -96,9 +96,9 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
     with_jvp.defjvp(functools.partial(rules.jvp, **accepted(rules.jvp, keywords)))
   elif gate.like is not None:
     like = functools.partial(gate.like, **accepted(gate.like, keywords))
-    with_jvp.defjvp(functools.partial(_jvp_of_reference, call, like))
+    with_jvp.defjvp(functools.partial(_jvp_of_reference, with_jvp, like))
   else:
-    with_jvp.defjvp(functools.partial(_jvp_by_differences, call))
+    with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   return with_jvp
 
 

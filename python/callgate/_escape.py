@@ -8,9 +8,12 @@ slow path of a mistake (or of an exception whose frames hold the views); it may 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import time
+import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,9 +45,9 @@ def settle(
     escaped = _escaped_for_good(suspects)
   if not escaped:
     return
-  names = [_names.of(gate, spec, kind, index) for kind, index, *_ in escaped]
-  for _, _, view, address, size in escaped:
-    _make_safe(view, address, size)
+  names = [_names.of(gate, spec, suspect[0], suspect[1]) for suspect, _ in escaped]
+  for suspect, references in escaped:
+    _make_safe(suspect, references, exception)
   if exception is not None:
     return
   raise EscapedViewError(
@@ -54,12 +57,16 @@ def settle(
   )
 
 
-def _escaped(suspects: list[Suspect]) -> list[Suspect]:
-  # Three references are ours: the runtime's, the tuple's, and getrefcount's argument.
-  return [suspect for suspect in suspects if sys.getrefcount(suspect[2]) > 3]
+def _escaped(suspects: list[Suspect]) -> list[tuple[Suspect, int]]:
+  """The suspects that somebody else refers to, and how often.
+
+  Three references are not somebody else's: the runtime's, the tuple's and getrefcount's argument.
+  """
+  counted = [(suspect, sys.getrefcount(suspect[2]) - 3) for suspect in suspects]
+  return [(suspect, references) for suspect, references in counted if references > 0]
 
 
-def _escaped_for_good(suspects: list[Suspect]) -> list[Suspect]:
+def _escaped_for_good(suspects: list[Suspect]) -> list[tuple[Suspect, int]]:
   """Leaves out what other threads or reference cycles hold for a moment longer."""
   for attempt in range(5):
     time.sleep(0.0005 * attempt)  # gives the GIL to a worker that is about to drop its argument
@@ -69,81 +76,160 @@ def _escaped_for_good(suspects: list[Suspect]) -> list[Suspect]:
   return _escaped(suspects)
 
 
-def _make_safe(view: Any, address: int, size: int) -> None:
+def _make_safe(suspect: Suspect, references: int, exception: BaseException | None) -> None:
+  _, _, view, address, size = suspect
   if isinstance(view, np.ndarray):
-    copy = view.copy()
-    copy.setflags(write=view.flags.writeable)
-    target, root = copy.ctypes.data, view
-    _callgate.repoint(view, address, target, copy)
+    keeper = view.copy()
+    keeper.setflags(write=view.flags.writeable)
+    target = keeper.ctypes.data
+    _callgate.repoint(view, address, target, keeper)
   else:
+    _delete_jax_array(view)
     view._detach()  # pyright: ignore[reportPrivateUsage]
-    target, root = view._data, view  # pyright: ignore[reportPrivateUsage]
-  for holder in _everything():
-    if holder is view:
-      continue
-    if isinstance(holder, np.ndarray):
-      if _derives(holder, root) and address <= holder.ctypes.data <= address + size:
-        _callgate.repoint(holder, address, target, None)
-    elif isinstance(holder, memoryview):
-      _release_memoryview(holder, root)
-    else:
-      _rescue_tensor(holder, address, size)
+    keeper, target = view, view._data  # pyright: ignore[reportPrivateUsage]
+  rescue = _Rescue(view, keeper, address, target, size)
+  # An exception's frames hold the arguments: nearly always they account for all references, and
+  # the search of the whole heap (a good part of a second) is not needed.
+  if exception is None or rescue.run(_frames_of(exception)) < references:
+    rescue.run(_heap())
 
 
-def _everything() -> Iterator[Any]:
-  """Every object that a tracked one refers to; arrays are not tracked themselves."""
+@dataclasses.dataclass
+class _Rescue:
+  """What moves from XLA's memory at `address` to the copy at `target`, which `keeper` owns."""
+
+  view: Any
+  keeper: Any
+  address: int
+  target: int
+  size: int
+
+  def run(self, roots: list[Any]) -> int:
+    """Repoints what is reachable from the roots; returns how many references to the view it met."""
+    found = 0
+    arrays: dict[int, Any] = {}
+    memoryviews: list[memoryview] = []
+    for item in _references(roots):
+      if item is self.view:
+        found += 1
+      elif isinstance(item, np.ndarray):
+        if id(item) not in arrays and self._holds(item.ctypes.data) and self._derives(item):
+          arrays[id(item)] = item
+          found += item.base is self.view
+      elif isinstance(item, memoryview):
+        memoryviews.append(item)
+      elif not isinstance(item, _callgate.Buffer):
+        self._rescue_tensor(item)
+    for array in arrays.values():
+      _callgate.repoint(array, self.address, self.target, self.keeper)
+    for item in memoryviews:  # last: arrays derive through them
+      if self._derives(item):
+        _release_memoryview(item)
+    return found
+
+  def _holds(self, pointer: int) -> bool:
+    return self.address <= pointer < self.address + self.size
+
+  def _derives(self, item: Any) -> bool:
+    owner = _owner(item)
+    while owner is not None:
+      if owner is self.view or owner is self.keeper:
+        return True
+      # A capsule of DLPack does not say whose memory it is; an array's address does.
+      if type(owner).__name__ == "PyCapsule" and not isinstance(item, memoryview):
+        return True
+      owner = _owner(owner)
+    return False
+
+  def _rescue_tensor(self, tensor: Any) -> None:
+    try:
+      inside = self._holds(tensor.data_ptr())
+    except RuntimeError:
+      return  # no memory to point to: sparse and fake tensors
+    if inside:
+      tensor.data = tensor.data.clone()
+
+
+def _owner(item: Any) -> Any:
+  """Whose memory an array, a memoryview or one of NumPy's stand-ins for an array shows."""
+  if isinstance(item, memoryview):
+    try:
+      return item.obj
+    except ValueError:  # released
+      return None
+  return getattr(item, "base", None)
+
+
+def _frames_of(exception: BaseException) -> list[Any]:
+  """The frames of the exception and of those that it follows from."""
+  frames: list[Any] = []
+  pending: list[BaseException | None] = [exception]
   seen: set[int] = set()
-  stack: list[Any] = gc.get_objects()
-  own = {id(stack), id(seen)}
-  kinds = (np.ndarray, memoryview, *_tensor_types())
-  while stack:
-    holder = stack.pop()
-    if id(holder) in own:
+  while pending:
+    error = pending.pop()
+    if error is None or id(error) in seen:
       continue
-    for item in gc.get_referents(holder):
+    seen.add(id(error))
+    frames.append(error.args)
+    frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    pending += [error.__cause__, error.__context__]
+  return frames
+
+
+def _heap() -> list[Any]:
+  """Everything that the collector tracks, and the locals of running frames, which it does not."""
+  roots = gc.get_objects()
+  for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
+    roots += [list(f.f_locals.values()) for f, _ in traceback.walk_stack(frame)]
+  return roots
+
+
+def _references(roots: list[Any]) -> Iterator[Any]:
+  """The array-likes that the roots refer to, directly or through plain containers.
+
+  One that several holders refer to comes once for each.
+  """
+  kinds = (np.ndarray, memoryview, _callgate.Buffer, *_tensor_types())
+  seen = {id(root) for root in roots}
+  stack = list(roots)
+  while stack:
+    for item in gc.get_referents(stack.pop()):
       if isinstance(item, kinds):
-        if id(item) not in seen:
+        yield item
+        # Arrays of objects are containers that the collector does not look into.
+        if isinstance(item, np.ndarray) and item.dtype.hasobject and id(item) not in seen:
           seen.add(id(item))
-          yield item
-      elif not gc.is_tracked(item) and isinstance(item, (dict, tuple)) and id(item) not in seen:
+          stack.append(item.ravel().tolist())
+      elif isinstance(item, (dict, tuple, list, set)) and id(item) not in seen:  # pyright: ignore[reportUnknownArgumentType]
         seen.add(id(item))
         stack.append(item)
 
 
-def _derives(array: np.ndarray[Any, Any], root: Any) -> bool:
-  base = array.base
-  while base is not None:
-    if base is root:
-      return True
-    base = base.base if isinstance(base, np.ndarray) else getattr(base, "obj", None)
-  return False
-
-
-def _release_memoryview(view: memoryview, root: Any) -> None:
+def _release_memoryview(view: memoryview) -> None:
   try:
-    if view.obj is root:
-      view.release()
-  except (ValueError, BufferError):
-    pass  # released already, or an array on top of it holds it: that one was repointed
+    view.release()
+  except BufferError:
+    pass  # somebody reads it at this moment, through a pointer that nobody can change
 
 
 def _tensor_types() -> tuple[type, ...]:
-  types: list[type] = []
-  if "torch" in sys.modules:
-    types.append(sys.modules["torch"].Tensor)
-  if "jax" in sys.modules:
-    from jaxlib import _jax  # the concrete class, to find its instances
-
-    types.append(_jax.ArrayImpl)
-  return tuple(types)
+  torch = sys.modules.get("torch")
+  return () if torch is None else (torch.Tensor,)
 
 
-def _rescue_tensor(tensor: Any, address: int, size: int) -> None:
-  try:
-    if hasattr(tensor, "data_ptr"):
-      if address <= tensor.data_ptr() < address + max(size, 1):
-        tensor.data = tensor.data.clone()
-    elif address <= tensor.unsafe_buffer_pointer() < address + max(size, 1):
-      tensor.delete()
-  except Exception:  # noqa: BLE001 - deleted or sharded arrays have no address to compare
-    pass
+# The jax.Arrays made for a call, by Buffer. They can't be repointed, only deleted; and none can be
+# told by its address, which it may share with the program's own input.
+_jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def track_jax_array(buffer: Any, array: Any) -> Any:
+  """Remembers that the array is a view of the buffer, for as long as the buffer lives."""
+  _jax_arrays[buffer] = weakref.ref(array)
+  return array
+
+
+def _delete_jax_array(buffer: Any) -> None:
+  reference = _jax_arrays.get(buffer) if not isinstance(buffer, np.ndarray) else None
+  array = reference() if reference is not None else None
+  if array is not None:
+    array.delete()

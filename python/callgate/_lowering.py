@@ -57,6 +57,8 @@ def emit(
     "name": name,
     "spec": spec,
     "site": remember_site(_compat.call_site(context)),
+    # See src/xla/gate.cc: an error that one device returns would leave the others waiting.
+    "on_error": "poison" if _compat.device_count(context) > 1 else "return",
     "batch": ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels),
   }
   return _compat.emit_ffi_call(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -186,7 +186,12 @@ def _batch(
   if gate.vmap == "each":
     results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=None)
     return results, (0,) * len(results)
-  return _batch_whole(gate, site, (size, mask), moved, whole)
+
+  def bind(values: Sequence[Any], level: Level) -> Sequence[Any]:
+    return gate_p.bind(*values, gate=gate, site=site, levels=(), whole=level)
+
+  results = batch_whole(bind, gate.vmap, (size, mask), moved, whole)
+  return results, (0,) * len(results)
 
 
 def _batch_by_rule(
@@ -196,12 +201,28 @@ def _batch_by_rule(
   return results, [0 if flag else None for flag in batched]
 
 
-def _batch_whole(
-  gate: Any, site: CallSite, level: Level, operands: Sequence[Any], whole: Level | None
-) -> tuple[Sequence[Any], Sequence[int]]:
+def batch_whole(
+  bind: Callable[[Sequence[Any], Level], Sequence[Any]],
+  method: str,
+  level: Level,
+  operands: Sequence[Any],
+  whole: Level | None,
+) -> Sequence[Any]:
+  """Folds a batch level into the one leading axis that a "whole" or "broadcast" callable gets.
+
+  Args:
+    bind: makes the call, from operands and their leading axis.
+    method: the gate's `vmap`.
+    level: the new level, outermost; batched operands have its axis first.
+    operands: the flat arguments.
+    whole: the leading axis so far.
+
+  Returns:
+    The results, with `level`'s axis first.
+  """
   size, mask = level
   inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
-  if gate.vmap == "broadcast":
+  if method == "broadcast":
     combined = (True,) * len(mask)
   else:
     combined = tuple(a or b for a, b in zip(mask, inner_mask, strict=True))
@@ -211,12 +232,9 @@ def _batch_whole(
     else x
     for x, outer, inner, both in zip(operands, mask, inner_mask, combined, strict=True)
   ]
-  results = gate_p.bind(
-    *flat, gate=gate, site=site, levels=(), whole=(size * inner_size, combined)
-  )
+  results = bind(flat, (size * inner_size, combined))
   lead = (size,) if whole is None else (size, inner_size)
-  unfolded = [r.reshape((*lead, *r.shape[1:])) for r in results]
-  return unfolded, (0,) * len(results)
+  return [r.reshape((*lead, *r.shape[1:])) for r in results]
 
 
 def _fold(
@@ -241,8 +259,13 @@ def _lower(
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> Sequence[Any]:
-  del whole  # the arrays' shapes say it
   ordered = gate.effect == "ordered"
+  if gate.effect != "pure" and _compat.is_partitioned(context):
+    # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
+    # which it runs once, on the whole arrays. Pure calls run so on every device.
+    return _lower_by_jax(
+      context, *operands, gate=gate, site=site, levels=levels, whole=whole
+    )
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
     context,
@@ -255,7 +278,6 @@ def _lower(
     has_side_effect=gate.effect != "pure",
     token=token,
     aliases=gate.aliases_of(levels, len(operands)),
-    sharding=_compat.single_device_sharding(context, context.avals_out),
   )
   if ordered:
     _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
@@ -274,8 +296,9 @@ def _lower_by_jax(
 ) -> Sequence[Any]:
   if gate.effect == "ordered":
     raise GateDefinitionError(
-      f"gate '{gate.name}': effect='ordered' on platform "
-      f"{'/'.join(context.module_context.platforms)} needs callgate.config(engine='jax')"
+      f"gate '{gate.name}': effect='ordered' works in programs for one CPU device, or inside "
+      "jax.shard_map; this program is partitioned automatically, or for platform "
+      f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
   function = gate.host_function(site, levels, whole, context.avals_out)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
@@ -288,8 +311,9 @@ def _lower_by_jax(
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
-mlir.register_lowering(gate_p, _lower_by_jax)
-mlir.register_lowering(gate_p, _lower, platform="cpu")
+# Not cached: a cached rule would know the source line of no more than one of its call sites.
+mlir.register_lowering(gate_p, _lower_by_jax, cacheable=False)
+mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

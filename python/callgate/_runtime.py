@@ -19,7 +19,14 @@ import ml_dtypes
 import numpy as np
 
 from callgate import _callgate, _compat, _escape, _names
-from callgate.errors import InputWriteError, ResultError, describe_failure
+from callgate.errors import (
+  GateTimeoutError,
+  InputWriteError,
+  ResultError,
+  defer,
+  describe_failure,
+  keep,
+)
 
 GATE_TARGET = "callgate.gate"
 TARGETS: tuple[str, ...] = (GATE_TARGET,)
@@ -88,11 +95,15 @@ def thread_stacks() -> str:
   return "\n".join(parts)
 
 
-def _stalled(gate: str, call: str) -> str:
-  return (
-    f"callgate: gate '{gate}' called with {call} has run longer than its time limit.\n"
+def _stalled(gate: str, call: str, timed_out: bool) -> str:
+  limit = "its timeout" if timed_out else "stall_seconds"
+  report = (
+    f"gate '{gate}' called with {call} has run longer than {limit}.\n"
     f"Python's threads:\n{thread_stacks()}"
   )
+  if not timed_out:
+    return f"callgate: {report}"
+  return f"[callgate error #{keep(GateTimeoutError(report))}] {report}"
 
 
 def _set_dtypes() -> None:
@@ -127,6 +138,7 @@ def start() -> None:
   _set_dtypes()
   _callgate.set_hooks(
     failed=_failed,
+    deferred=defer,
     escaped=_escape.settle,
     result_error=_result_error,
     input_written=_input_written,

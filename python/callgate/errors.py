@@ -91,6 +91,34 @@ def describe_failure(exception: BaseException, gate: str, site: str) -> str:
   return f"[callgate error #{keep(exception)}] {where}\n{text}"
 
 
+_deferred: list[int] = []
+
+
+def defer(text: str) -> None:
+  """The runtime's `deferred` hook: a failure that its program could not be told of.
+
+  In a program over several devices the failing call's results are poisoned instead (NaN, or zero for
+  integers), and the exception waits here for `errors()`, `barrier()` or the next call of a gate.
+  """
+  match = _ID.search(text)
+  if match is not None:
+    with _lock:
+      _deferred.append(int(match.group(1)))
+
+
+def raise_deferred() -> None:
+  """Raises the oldest deferred exception, if there is one, and forgets the others."""
+  if not _deferred:
+    return
+  with _lock:
+    kept = [_store[i] for i in _deferred if i in _store]
+    _deferred.clear()
+    for one in kept:
+      one.claimed = True
+  if kept:
+    _raise(kept[0].exception)
+
+
 def _original(error: BaseException) -> _Kept | None:
   match = _ID.search(str(error))
   if match is None:
@@ -159,7 +187,9 @@ class errors:
     global _open_blocks
     try:
       if error is None:
-        self._raise_unseen(_wait_for_programs(None))
+        failure = _wait_for_programs(None)
+        raise_deferred()
+        self._raise_unseen(failure)
       elif isinstance(error, jax.errors.JaxRuntimeError):
         kept = _original(error)
         if kept is not None:
@@ -223,6 +253,7 @@ def barrier(timeout: float | None = None) -> None:
     BaseException: the original exception of a gate whose program failed during the wait.
   """
   failure = _wait_for_programs(timeout)
+  raise_deferred()
   if failure is None:
     return
   kept = _original(failure)

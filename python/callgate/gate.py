@@ -17,8 +17,8 @@ import numpy as np
 
 from callgate import _adapt, _callgate, _compat, _config, _derivatives, _names, _runtime
 from callgate._lowering import Level, is_packed
-from callgate._primitive import CallSite, gate_p, lanes
-from callgate.errors import GateDefinitionError
+from callgate._primitive import CallSite, batch_whole, gate_p, lanes
+from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["pure", "io", "ordered"]
 Style = Literal["return", "inplace", "context"]
@@ -110,6 +110,7 @@ class Gate:
     Returns:
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
+    raise_deferred()
     arrays, static = _split_static(self.name, kwargs)
     if arrays and (self._rules.defined or self.like is not None):
       args, arrays = self._to_positional(args, arrays)
@@ -213,32 +214,33 @@ class Gate:
         f"{want[1]}{list(want[0])}; expected the same shape and dtype"
       )
 
-  def _bind_jax(self, site: CallSite, leaves: Sequence[Any]) -> Sequence[Any]:
-    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    if self.vmap_rule is not None:
-      return self._bind_jax_with_rule(site, leaves)
-    function = self.host_function(site, (), None, types)
-    if self.effect == "pure":
-      method = {"each": "sequential", "whole": "legacy_vectorized", "broadcast": "broadcast_all"}
-      return jax.pure_callback(function, types, *leaves, vmap_method=method[self.vmap])
-    return jax.experimental.io_callback(
-      function, types, *leaves, ordered=self.effect == "ordered"
-    )
+  def _bind_jax(
+    self, site: CallSite, leaves: Sequence[Any], whole: Level | None = None
+  ) -> Sequence[Any]:
+    """Binds the call to JAX's own callbacks, batched as this gate is batched."""
+    lead = () if whole is None else (whole[0],)
+    types = [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in site.results]
+    function = self.host_function(site, (), whole, types)
 
-  def _bind_jax_with_rule(self, site: CallSite, leaves: Sequence[Any]) -> Sequence[Any]:
-    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    function = self.host_function(site, (), None, types)
+    def call(*args: Any) -> Sequence[Any]:
+      if self.effect == "pure":
+        return jax.pure_callback(function, types, *args, vmap_method="sequential")
+      return jax.experimental.io_callback(function, types, *args, ordered=self.effect == "ordered")
 
-    @jax.custom_batching.custom_vmap
-    def call(*args: Any) -> Any:
-      return jax.pure_callback(function, types, *args)
+    if self.vmap_rule is None and self.vmap == "each":
+      return call(*leaves)
+    with_rule = jax.custom_batching.custom_vmap(call)
 
-    @call.def_vmap
+    @with_rule.def_vmap
     def _(size: int, batched: Sequence[bool], *args: Any) -> Any:
-      results, flags = self.apply_vmap_rule(site, size, tuple(batched), args)
-      return list(results), list(flags)
+      if self.vmap_rule is not None:
+        results, flags = self.apply_vmap_rule(site, size, tuple(batched), args)
+        return list(results), list(flags)
+      bind = functools.partial(self._bind_jax, site)
+      results = batch_whole(bind, self.vmap, (size, tuple(batched)), args, whole)
+      return list(results), [True] * len(results)
 
-    return call(*leaves)
+    return with_rule(*leaves)
 
   def host_function(
     self, site: CallSite, levels: tuple[Level, ...], whole: Level | None, results: Sequence[Any]

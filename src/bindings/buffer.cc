@@ -263,12 +263,12 @@ void pack(nb::handle self, nb::handle values) {
   const ArrayView& view = buffer.view();
   if (buffer.readonly()) throw nb::type_error("Buffer.pack: an input of a gate is read-only");
   nb::object numpy = nb::module_::import_("numpy");
-  nb::object array = numpy.attr("ascontiguousarray")(values);
+  nb::object array = numpy.attr("asarray")(values, nb::arg("order") = "C");
   if (!array.attr("dtype").equal(dtype_of(buffer)) ||
       !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape")))) {
     throw nb::type_error(("Buffer.pack: expected " + type_text(buffer) + ", got " +
-                          nb::cast<std::string>(nb::str(array.attr("dtype"))) +
-                          nb::cast<std::string>(nb::str(array.attr("shape"))))
+                          nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))) +
+                          nb::cast<std::string>(nb::str(nb::object(array.attr("shape")))))
                              .c_str());
   }
   auto* source = reinterpret_cast<PyArrayObject*>(array.ptr());
@@ -297,7 +297,7 @@ PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buf
 }  // namespace
 
 void bind_buffer(nb::module_& module) {
-  nb::class_<Buffer>(module, "Buffer", nb::type_slots(buffer_slots),
+  nb::class_<Buffer>(module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
                      "An array of the running call: XLA's own memory, for the length of the call.")
       .def_prop_ro("shape", [](const Buffer& b) {
         nb::list shape;

@@ -55,6 +55,8 @@ class Arguments {
   std::size_t count_ = 0;
 };
 
+std::string text_of(const nb::object& object) { return nb::cast<std::string>(nb::str(object)); }
+
 std::size_t checksum(const ArrayView& view) {
   return std::hash<std::string_view>()({static_cast<const char*>(view.data), view.nbytes()});
 }
@@ -80,7 +82,7 @@ class PyGateSite final : public Site {
     std::string text;
     for (const ArrayView& view : call.operands) text += (text.empty() ? "" : ", ") + to_string(view);
     Watch watch(delay, [callee = callee_, text] {
-      std::string report = callee->stall_report("(" + text + ")");
+      std::string report = callee->stall_report("(" + text + ")", /*timed_out=*/false);
       std::fprintf(stderr, "%s\n", report.c_str());
     });
     return run_timed(call);
@@ -232,10 +234,15 @@ class PyGateSite final : public Site {
     }
     nb::object array = nb::steal(PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr));
     if (!array.is_valid()) return false;
-    std::string got = nb::cast<std::string>(nb::str(array.attr("dtype")));
-    std::string shape = nb::cast<std::string>(nb::str(nb::list(array.attr("shape"))));
-    std::erase(shape, ' ');
-    return mismatch(index, to_string(target), got + shape);
+    auto* came = reinterpret_cast<PyArrayObject*>(array.ptr());
+    std::string got = text_of(array.attr("dtype"));
+    got += '[';
+    for (int axis = 0; axis < PyArray_NDIM(came); ++axis) {
+      if (axis != 0) got += ',';
+      got += std::to_string(PyArray_DIM(came, axis));
+    }
+    got += ']';
+    return mismatch(index, to_string(target), got);
   }
 
   bool mismatch(int index, const std::string& expected, const std::string& got) {
@@ -351,10 +358,31 @@ std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
                                       std::move(spec));
 }
 
-std::string PyCallee::stall_report(const std::string& call) {
+int PyCallee::traverse(visitproc visit, void* arg) {
+  if (weak_from_this().use_count() != 1) return 0;
+  Py_VISIT(function_);
+  Py_VISIT(bind_);
+  return 0;
+}
+
+void PyCallee::clear() {
+  if (weak_from_this().use_count() != 1) return;
+  Py_INCREF(Py_None);
+  Py_DECREF(std::exchange(function_, Py_None));
+  Py_XDECREF(std::exchange(bind_, nullptr));
+}
+
+void PyCallee::defer(const Failure& failure) {
   GilScope gil;
-  nb::object text = nb::steal(PyObject_CallFunction(Hooks::instance().stalled, "ss", name_.c_str(),
-                                                    call.c_str()));
+  nb::object done = nb::steal(PyObject_CallFunction(Hooks::instance().deferred, "s",
+                                                    failure.message.c_str()));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
+
+std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
+  GilScope gil;
+  nb::object text = nb::steal(PyObject_CallFunction(Hooks::instance().stalled, "ssO", name_.c_str(),
+                                                    call.c_str(), timed_out ? Py_True : Py_False));
   if (text.is_valid()) return nb::cast<std::string>(text);
   PyErr_Clear();
   return "callgate: gate '" + name_ + "' called with " + call + " is stalled";
@@ -411,6 +439,23 @@ nb::dict stats_of(const CalleeHandle& handle) {
   return stats;
 }
 
+// Python's cycle collector sees through the handle: a callable may refer to its own gate. Only while
+// no executable shares the callee, since that one's reference is not Python's to follow.
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<CalleeHandle>(self)->callee().traverse(visit, arg);
+}
+
+int clear(PyObject* self) {
+  nb::inst_ptr<CalleeHandle>(self)->callee().clear();
+  return 0;
+}
+
+PyType_Slot handle_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
+                              {Py_tp_clear, reinterpret_cast<void*>(&clear)},
+                              {0, nullptr}};
+
 enum class Stage { kInstantiate, kPrepare, kInitialize, kExecute };
 
 void bind_context(nb::module_& module) {
@@ -434,7 +479,8 @@ void bind_context(nb::module_& module) {
 
 void bind_gate(nb::module_& module) {
   bind_context(module);
-  nb::class_<CalleeHandle>(module, "Callee", nb::is_weak_referenceable(),
+  nb::class_<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
+                           nb::is_weak_referenceable(),
                            "The runtime's handle on a Python callable, by name.")
       .def("__init__", [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
                           const std::string& style, const std::string& arrays, bool cast,

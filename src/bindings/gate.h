@@ -41,7 +41,12 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   const std::string& name() const noexcept override { return name_; }
   bool own_thread() const noexcept override { return options_.own_thread; }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
-  std::string stall_report(const std::string& call) override;
+  void defer(const Failure& failure) override;
+  std::string stall_report(const std::string& call, bool timed_out) override;
+
+  // For Python's cycle collector, by way of the handle.
+  int traverse(visitproc visit, void* arg);
+  void clear();
 
   const GateOptions& options() const noexcept { return options_; }
   Counters& counters() noexcept { return counters_; }

@@ -15,7 +15,8 @@ struct Hooks {
   PyObject* escaped = nullptr;       // (gate, spec, leaks, raising) -> None, or raises
   PyObject* result_error = nullptr;  // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr; // (gate, spec, index) raises
-  PyObject* stalled = nullptr;       // (gate, call) -> report text
+  PyObject* deferred = nullptr;      // (text) keeps a failure for barrier() and errors()
+  PyObject* stalled = nullptr;       // (gate, call, timed_out) -> report text
 
   static Hooks& instance();
 };

@@ -23,10 +23,11 @@ namespace {
 // Hooks and dtypes are held for the life of the process.
 PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 
-void set_hooks(nb::callable failed, nb::callable escaped, nb::callable result_error,
-               nb::callable input_written, nb::callable stalled) {
+void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
+               nb::callable result_error, nb::callable input_written, nb::callable stalled) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
+  hooks.deferred = keep(deferred);
   hooks.escaped = keep(escaped);
   hooks.result_error = keep(result_error);
   hooks.input_written = keep(input_written);
@@ -94,7 +95,7 @@ NB_MODULE(_callgate, module) {
   bind_buffer(module);
   bind_gate(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
-  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("escaped"),
+  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"), nb::arg("escaped"),
              nb::arg("result_error"), nb::arg("input_written"), nb::arg("stalled"));
   module.def("dtype_codes", [] {
     nb::list codes;

@@ -44,7 +44,9 @@ bool same_shape(PyArrayObject* array, const ArrayView& view) {
 
 bool same_dtype(PyArrayObject* array, const ArrayView& view) {
   PyArray_Descr* want = descriptors()[static_cast<std::size_t>(view.dtype)];
-  return PyArray_DESCR(array) == want || PyArray_EquivTypes(PyArray_DESCR(array), want);
+  // By number: the byte order of a returned array is its layout, as its strides are.
+  return PyArray_DESCR(array) == want ||
+         PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
 }
 
 }  // namespace

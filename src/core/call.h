@@ -60,8 +60,12 @@ class Callee {
   // After this long the program fails with a report; zero for never.
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
 
-  // Text about a call that takes too long: what runs and where every thread stands.
-  virtual std::string stall_report(const std::string& call) { return call; }
+  // Keeps a failure that could not be returned to XLA, for the next who asks.
+  virtual void defer(const Failure& /*failure*/) {}
+
+  // Text about a call that takes too long: what runs and where every thread stands. With
+  // `timed_out` the text becomes the program's error.
+  virtual std::string stall_report(const std::string& call, bool /*timed_out*/) { return call; }
 };
 
 }  // namespace callgate

@@ -21,11 +21,22 @@ constexpr std::array<Row, kDTypeTableSize> make_rows() {
 
 constexpr auto kRows = make_rows();
 
+// A later XLA may have codes beyond the table; row 0 is the invalid one.
+constexpr const Row& row(DType dtype) noexcept {
+  auto code = static_cast<std::size_t>(dtype);
+  return kRows[code < kRows.size() ? code : 0];
+}
+
 }  // namespace
 
-int bits(DType dtype) noexcept { return kRows[static_cast<std::size_t>(dtype)].bits; }
+int bits(DType dtype) noexcept { return row(dtype).bits; }
 
-std::string_view name(DType dtype) noexcept { return kRows[static_cast<std::size_t>(dtype)].name; }
+std::string_view name(DType dtype) noexcept { return row(dtype).name; }
+
+bool is_inexact(DType dtype) noexcept {
+  std::string_view text = name(dtype);
+  return text.starts_with("float") || text.starts_with("bfloat") || text.starts_with("complex");
+}
 
 std::size_t storage_bytes(DType dtype, std::size_t count) noexcept {
   return (count * static_cast<std::size_t>(bits(dtype)) + 7) / 8;

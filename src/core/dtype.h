@@ -65,6 +65,9 @@ std::string_view name(DType dtype) noexcept;
 // True when XLA packs several elements into a byte.
 inline bool is_packed(DType dtype) noexcept { return bits(dtype) < 8; }
 
+// True for floating-point and complex types.
+bool is_inexact(DType dtype) noexcept;
+
 // Bytes that `count` elements take in XLA's memory; packed types round up to a whole byte.
 std::size_t storage_bytes(DType dtype, std::size_t count) noexcept;
 

@@ -21,7 +21,8 @@ enum class ErrorCode {
 
 class Error : public std::runtime_error {
  public:
-  Error(ErrorCode code, std::string where, std::string expected, std::string got)
+  Error(ErrorCode code, const std::string& where, const std::string& expected,
+        const std::string& got)
       : std::runtime_error("callgate: " + where + ": expected " + expected + ", got " + got),
         code_(code) {}
   Error(ErrorCode code, const std::string& message)

@@ -18,6 +18,12 @@ ArrayView slab(const ArrayView& whole, std::int32_t levels, std::int64_t positio
   return view;
 }
 
+// True when lanes without the first `levels` axes would start within a byte of a packed type.
+bool cuts_bytes(const ArrayView& whole, std::int32_t levels) noexcept {
+  ArrayView lane{whole.data, whole.dims + levels, whole.rank - levels, whole.dtype};
+  return lane.size() * static_cast<std::size_t>(bits(lane.dtype)) % 8 != 0;
+}
+
 }  // namespace
 
 Lanes::Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks)
@@ -28,7 +34,11 @@ Lanes::Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> mask
                 std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
                     " levels");
   }
-  for (std::int64_t size : sizes_) count_ *= size;
+  for (std::int64_t size : sizes_) {
+    if (__builtin_mul_overflow(count_, size, &count_)) {
+      throw Error(ErrorCode::kInvalidArgument, "batch levels", "fewer than 2^63 lanes", "more");
+    }
+  }
 }
 
 Lanes Lanes::parse(std::string_view text) {
@@ -36,18 +46,23 @@ Lanes Lanes::parse(std::string_view text) {
     throw Error(ErrorCode::kInvalidArgument, "batch levels", "SIZE:MASK;…",
                 "'" + std::string(text) + "'");
   };
+  if (text.ends_with(';')) fail();
   std::vector<std::int64_t> sizes, masks;
   for (std::string_view rest = text; !rest.empty();) {
     std::string_view level = rest.substr(0, rest.find(';'));
     rest.remove_prefix(std::min(rest.size(), level.size() + 1));
     std::int64_t size = 0;
     auto [end, error] = std::from_chars(level.data(), level.data() + level.size(), size);
-    if (error != std::errc() || size < 0 || end == level.data() + level.size() || *end != ':') fail();
+    if (error != std::errc() || level.front() == '-' || end == level.data() + level.size() ||
+        *end != ':')
+      fail();
     sizes.push_back(size);
     for (const char* digit = end + 1; digit != level.data() + level.size(); ++digit) {
       if (*digit != '0' && *digit != '1') fail();
       masks.push_back(*digit - '0');
     }
+    auto operands = static_cast<std::size_t>(level.data() + level.size() - (end + 1));
+    if (masks.size() != sizes.size() * operands) fail();  // a level before had another number
   }
   return Lanes(std::move(sizes), masks);
 }
@@ -79,10 +94,12 @@ void Lanes::select_results(std::int64_t lane_index, std::span<const ArrayView> w
 
 void Lanes::check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
   if (empty()) return;
-  auto fail = [](const char* what, std::size_t index, const ArrayView& view) {
+  auto fail = [](const char* what, std::size_t index, const ArrayView& view,
+                 const char* expected = "leading axes for the batch levels") {
     throw Error(ErrorCode::kInvalidArgument, std::string(what) + " " + std::to_string(index),
-                "leading axes for the batch levels", to_string(view));
+                expected, to_string(view));
   };
+  constexpr const char* kWholeBytes = "lanes of whole bytes";
   if (operands.size() != operand_count()) {
     throw Error(ErrorCode::kInvalidArgument, "batched call",
                 std::to_string(operand_count()) + " operands", std::to_string(operands.size()));
@@ -95,6 +112,7 @@ void Lanes::check(std::span<const ArrayView> operands, std::span<const ArrayView
         fail("operand", i, operands[i]);
       ++axis;
     }
+    if (axis > 0 && cuts_bytes(operands[i], axis)) fail("operand", i, operands[i], kWholeBytes);
   }
   for (std::size_t i = 0; i < results.size(); ++i) {
     for (std::size_t level = 0; level < sizes_.size(); ++level) {
@@ -102,6 +120,8 @@ void Lanes::check(std::span<const ArrayView> operands, std::span<const ArrayView
           results[i].dims[level] != sizes_[level])
         fail("result", i, results[i]);
     }
+    if (cuts_bytes(results[i], static_cast<std::int32_t>(sizes_.size())))
+      fail("result", i, results[i], kWholeBytes);
   }
 }
 

@@ -39,7 +39,8 @@ class Lanes {
   void select_results(std::int64_t lane_index, std::span<const ArrayView> whole,
                       std::span<ArrayView> lane) const noexcept;
 
-  // Throws Error unless every operand and result has the leading axes that the levels imply.
+  // Throws Error unless every operand and result has the leading axes that the levels imply, and
+  // lanes that start at a byte.
   void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const;
 
  private:

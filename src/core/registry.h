@@ -27,7 +27,7 @@ class Registry {
   // Frees the name if `callee` still has it. Executables that hold the callee go on calling it.
   void remove(const Callee& callee) noexcept;
 
-  // Throws Error(kNotFound), with the names that are close, when no live callee has the name.
+  // Throws Error(kNotFound), with names that are defined, when no live callee has the name.
   std::shared_ptr<Callee> find(std::string_view name) const;
 
   // The live names, sorted.

@@ -26,8 +26,9 @@ bool WorkerPool::submit(Job job) {
     std::lock_guard lock(mutex_);
     if (stopping_) return false;
     ended.swap(ended_);
+    // The thread first: where the system gives none this throws, and the job must not be queued.
+    if (jobs_.size() + 1 > idle_) threads_.emplace_back([this] { work(); });
     jobs_.push_back(std::move(job));
-    if (jobs_.size() > idle_) threads_.emplace_back([this] { work(); });
   }
   ready_.notify_one();
   return true;

@@ -1,8 +1,10 @@
 // See the header. State and calls are plain C++; the callee alone knows about Python.
 #include "xla/gate.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -24,6 +26,25 @@ namespace ffi = ::xla::ffi;
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;
+  // In a program over several devices an error returned by one of them leaves the others waiting in
+  // their next collective, until XLA aborts the process. There a failing call succeeds for XLA: its
+  // results are poisoned and the callee keeps the failure for the next who asks.
+  bool poison_on_error = false;
+
+  Outcome run(const Call& call) const {
+    Outcome outcome = site->run(call);
+    if (outcome.ok() || !poison_on_error) return outcome;
+    for (const ArrayView& view : call.results) poison(view);
+    callee->defer(outcome.error());
+    return Outcome::success();
+  }
+
+ private:
+  // All bits set is a NaN in every floating format that has one; integers and booleans become zero.
+  static void poison(const ArrayView& view) {
+    if (view.nbytes() == 0) return;
+    std::memset(view.data, is_inexact(view.dtype) ? 0xff : 0, view.nbytes());
+  }
 };
 
 // What XLA owns for the site, through the deleter in kStateInfo.
@@ -36,29 +57,31 @@ ffi::TypeId GateState::id = {};
 
 constexpr XLA_FFI_TypeInfo kStateInfo = ffi::MakeTypeInfo<GateState>();
 
-ffi::ErrorOr<std::unique_ptr<GateState>> instantiate(std::string_view name, std::string_view spec,
-                                                     std::string_view site,
-                                                     std::string_view batch) {
-  try {
-    auto state = std::make_unique<GateState>();
-    state->call_site = std::make_shared<CallSite>();
-    state->call_site->callee = Registry::instance().find(name);
-    state->call_site->site = state->call_site->callee->specialise(
-        SiteSpec{std::string(spec), std::string(site), Lanes::parse(batch)});
-    return state;
-  } catch (const Error& error) {
-    return ffi::Unexpected(ffi::Error(to_xla(error.code()), error.what()));
-  } catch (const std::exception& error) {
-    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInternal, error.what()));
+// The text of an attribute; "" where the call has none.
+std::string text(const ffi::Dictionary& attributes, std::string_view name) {
+  if (!attributes.contains(name)) return {};
+  auto value = attributes.get<std::string_view>(name);
+  if (!value.has_value()) {
+    throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'", "a string",
+                value.error().message());
   }
+  return std::string(*value);
+}
+
+// Throws; gate_instantiate() guards it.
+ffi::ErrorOr<std::unique_ptr<GateState>> instantiate(const ffi::Dictionary& attributes) {
+  auto state = std::make_unique<GateState>();
+  state->call_site = std::make_shared<CallSite>();
+  state->call_site->callee = Registry::instance().find(text(attributes, "name"));
+  state->call_site->poison_on_error = text(attributes, "on_error") == "poison";
+  state->call_site->site = state->call_site->callee->specialise(
+      SiteSpec{text(attributes, "spec"), text(attributes, "site"),
+               Lanes::parse(text(attributes, "batch"))});
+  return state;
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate,
-                       ffi::Ffi::BindInstantiate()
-                           .Attr<std::string_view>("name")
-                           .Attr<std::string_view>("spec")
-                           .Attr<std::string_view>("site")
-                           .Attr<std::string_view>("batch"));
+                       ffi::Ffi::BindInstantiate().Attrs());
 
 // Only ever asked for its metadata; gate_execute does the work on the raw frame.
 XLA_FFI_DEFINE_HANDLER(kExecuteMetadata, [](GateState*) { return ffi::Error::Success(); },
@@ -96,13 +119,13 @@ Outcome shutting_down(const Callee& callee) {
 class OwnedCall {
  public:
   OwnedCall(DecodedCall& decoded, const CallContext& context, bool private_memory)
-      : targets_(decoded.results().begin(), decoded.results().end()), context_(context) {
+      : context_(context) {
     keep(decoded.operands(), operands_);
     keep(decoded.results(), results_);
     keep(decoded.results(), targets_);
     if (!private_memory) return;
     for (ArrayView& view : operands_) copy_in(view);
-    for (ArrayView& view : results_) allocate(view);
+    for (ArrayView& view : results_) place(view, decoded.operands());
   }
 
   Call call() { return Call{operands_, results_, context_}; }
@@ -136,6 +159,15 @@ class OwnedCall {
     if (memory_.back() == nullptr) throw std::bad_alloc();
     view.data = memory_.back().get();
   }
+  // A result in the memory of an operand (an alias) goes to that operand's private copy.
+  void place(ArrayView& result, std::span<const ArrayView> operands) {
+    for (std::size_t i = 0; i < operands.size(); ++i) {
+      if (result.data != operands[i].data || result.nbytes() != operands[i].nbytes()) continue;
+      result.data = operands_[i].data;
+      return;
+    }
+    allocate(result);
+  }
   void copy_in(ArrayView& view) {
     const void* source = view.data;
     allocate(view);
@@ -148,9 +180,12 @@ class OwnedCall {
   CallContext context_;
 };
 
-void run_owned(const std::shared_ptr<CallSite>& site, OwnedCall& call, Promise& promise) {
+// On a worker. Nothing is thrown: a promise is settled whatever the site does.
+void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
   ActiveCall active;
-  Outcome outcome = active.entered() ? site->site->run(call.call()) : shutting_down(*site->callee);
+  Outcome outcome = guarded_outcome([&] {
+    return active.entered() ? site.run(call.call()) : shutting_down(*site.callee);
+  });
   if (outcome.ok()) {
     promise.succeed([&] { call.publish(); });
   } else {
@@ -158,8 +193,19 @@ void run_owned(const std::shared_ptr<CallSite>& site, OwnedCall& call, Promise& 
   }
 }
 
-XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame, std::shared_ptr<CallSite> site,
-                                     DecodedCall& decoded) {
+// On the watchdog's thread, when the time is over.
+void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
+  std::string report;
+  try {
+    report = site.callee->stall_report(call.describe(), /*timed_out=*/true);
+  } catch (const std::exception& error) {
+    report = "callgate: gate '" + site.callee->name() + "' is stalled; no report: " + error.what();
+  }
+  promise.fail(ErrorCode::kDeadlineExceeded, report);
+}
+
+XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
+                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded) {
   auto timeout = site->callee->timeout();
   auto call = std::make_shared<OwnedCall>(decoded, decode_context(*frame),
                                           /*private_memory=*/timeout.count() > 0);
@@ -167,19 +213,11 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame, std::shared_ptr<C
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
   if (timeout.count() > 0) {
-    ticket = Watchdog::instance().arm(timeout, [site, call, promise] {
-      std::string report = site->callee->stall_report(call->describe());
-      promise->fail(ErrorCode::kDeadlineExceeded, report);
-    });
+    ticket = Watchdog::instance().arm(
+        timeout, [site, call, promise] { give_up(*site, *call, *promise); });
   }
   bool taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
-    try {
-      run_owned(site, *call, *promise);
-    } catch (abi::__forced_unwind&) {
-      for (;;) pause();  // as guarded()
-    } catch (const std::exception& error) {
-      promise->fail(ErrorCode::kInternal, std::string("callgate: ") + error.what());
-    }
+    run_owned(*site, *call, *promise);
     if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
   });
   if (!taken) {
@@ -195,7 +233,7 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   DecodedCall decoded(*frame);
   if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
   ActiveCall active;
-  Outcome outcome = active.entered() ? site->site->run(Call{decoded.operands(), decoded.results(),
+  Outcome outcome = active.entered() ? site->run(Call{decoded.operands(), decoded.results(),
                                                             decode_context(*frame)})
                                      : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
@@ -205,8 +243,10 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
-  if (XLA_FFI_Error* error = register_state_type(frame->api)) return error;
-  return kInstantiate(frame);
+  return guarded(frame->api, [frame] {
+    if (XLA_FFI_Error* error = register_state_type(frame->api)) return error;
+    return kInstantiate(frame);
+  });
 }
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {

@@ -31,4 +31,20 @@ XLA_FFI_Error* guarded(const XLA_FFI_Api* api, Body&& body) {
   }
 }
 
+// The same for a `body` that returns an Outcome, on a thread of callgate's own.
+template <typename Body>
+Outcome guarded_outcome(Body&& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    return Outcome::failure(error.code(), error.what());
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  } catch (const std::exception& error) {
+    return Outcome::failure(ErrorCode::kInternal, std::string("callgate: ") + error.what());
+  } catch (...) {
+    return Outcome::failure(ErrorCode::kInternal, "callgate: unknown C++ exception");
+  }
+}
+
 }  // namespace callgate::xla_ffi

@@ -1,0 +1,90 @@
+"""vmap of `cond`, `switch` and `while_loop` around gates with effects, when the lanes part ways.
+
+JAX turns a `cond` with a batched predicate into a select, which runs every branch for every lane,
+and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would call an
+io gate for lanes that never reach it. Programs whose branches or body hold such a gate run lane
+after lane instead; all others are left to JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from callgate import _compat
+from callgate._primitive import GateEffect
+
+_Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+
+
+def start() -> None:
+  """Puts the rules around JAX's own; called once by `import callgate`."""
+  rules = batching.fancy_primitive_batchers
+  rules[jax.lax.cond_p] = _cond_rule(rules[jax.lax.cond_p])
+  rules[jax.lax.while_p] = _while_rule(rules[jax.lax.while_p])
+
+
+def _cond_rule(original: _Rule) -> _Rule:
+  def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    # A platform's index is the same for all lanes: JAX unbatches it.
+    apart = dims[0] is not None and "branches_platforms" not in params
+    if apart and _has_gate_effect(params["branches"]):
+      return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
+    return original(axis_data, args, dims, **params)
+
+  return rule
+
+
+def _while_rule(original: _Rule) -> _Rule:
+  def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    has_effect = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]))
+    if has_effect and _predicate_batched(axis_data, dims, **params):
+      return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
+    return original(axis_data, args, dims, **params)
+
+  return rule
+
+
+def _has_gate_effect(jaxprs: Sequence[Any]) -> bool:
+  return any(isinstance(effect, GateEffect) for jaxpr in jaxprs for effect in jaxpr.effects)
+
+
+def _predicate_batched(
+  axis_data: Any,
+  dims: Sequence[Any],
+  *,
+  cond_nconsts: int,
+  cond_jaxpr: Any,
+  body_nconsts: int,
+  body_jaxpr: Any,
+) -> bool:
+  """Whether lanes may end a `while_loop` at different times."""
+  batched = [dim is not None for dim in dims]
+  cond_consts, rest = batched[:cond_nconsts], batched[cond_nconsts:]
+  body_consts, carry = rest[:body_nconsts], rest[body_nconsts:]
+  while True:  # each round makes at least one more carry batched, or is the last
+    after = _compat.batched_results(body_jaxpr, axis_data, [*body_consts, *carry], carry)
+    if after == carry:
+      break
+    carry = [a or b for a, b in zip(after, carry, strict=True)]
+  return _compat.batched_results(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[0]
+
+
+def _lane_after_lane(
+  primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
+) -> tuple[Sequence[Any], Sequence[int]]:
+  """A scan over the lanes, each with control flow of its own."""
+  batched = [dim is not None for dim in dims]
+  rows = [jnp.moveaxis(x, d, 0) for x, d, b in zip(args, dims, batched, strict=True) if b]
+
+  def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
+    values = iter(row)
+    operands = [next(values) if b else x for x, b in zip(args, batched, strict=True)]
+    return carry, primitive.bind(*operands, **params)
+
+  _, results = jax.lax.scan(lane, None, rows, length=axis_data.size)
+  return results, [0] * len(results)

@@ -1,0 +1,56 @@
+"""`callgate.install()`: JAX's own `pure_callback` and `io_callback` on callgate's engine.
+
+One option of the process decides how CPU programs are lowered (`compat.callbacks`). It is part of
+the key of JAX's caches, so functions that were jitted under the other setting are traced again when
+next called, and nothing compiled is lost. Any thread may call these.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from callgate import _compat
+
+_everywhere: Any = _compat.define_bool(
+  "callgate_install",
+  False,
+  "Run jax.pure_callback and jax.experimental.io_callback on callgate's engine (callgate.install).",
+)
+
+
+def install() -> None:
+  """Runs `jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine from now on.
+
+  It counts for the whole process, for programs on the CPU, and for functions that were jitted
+  before, too: they are traced and compiled again when next called. Compiled objects that you hold
+  (`jit(f).lower(x).compile()`) stay as they are. What callbacks receive, return and raise stays
+  JAX's. Installing twice does nothing more.
+
+  Example:
+    >>> import callgate as cg, jax, numpy as np
+    >>> cg.install()
+    >>> float(jax.jit(lambda x: jax.pure_callback(np.square, x, x))(np.float32(3)))
+    9.0
+    >>> cg.uninstall()
+  """
+  importlib.import_module("callgate.compat.callbacks")  # registers the lowering: now it is needed
+  _compat.update_option("callgate_install", True)
+
+
+def uninstall() -> None:
+  """Puts JAX's own engine back for `jax.pure_callback` and `jax.experimental.io_callback`.
+
+  What was compiled before `install` serves again. Without a preceding `install`, does nothing.
+
+  Example:
+    >>> import callgate as cg
+    >>> cg.install()
+    >>> cg.uninstall()
+  """
+  _compat.update_option("callgate_install", False)
+
+
+def installed() -> bool:
+  """Whether `install` is in effect for what is traced now."""
+  return bool(_everywhere.value)
