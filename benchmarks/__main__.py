@@ -1,0 +1,65 @@
+"""`python -m benchmarks [subject ...] [--quick] [--rounds N]`: runs subjects and writes their JSON.
+
+Contestants of one subject share a process; several subjects run in one child process each, so that
+what one of them imports or installs does not reach the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.harness import Options, environment
+
+SUBJECTS = ("scalar", "identity", "vmap", "install", "dispatch", "import", "memory")
+
+
+def main() -> int:
+  """Runs what the command line asks for; non-zero when a subject could not be run."""
+  arguments = _parser().parse_args()
+  # Deviceless runs must not pick up an accelerator or probe for one.
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  subjects = arguments.subjects or list(SUBJECTS)
+  if len(subjects) == 1:
+    return _run(subjects[0], arguments)
+  return max(_run_in_child(subject, arguments) for subject in subjects)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+  parser.add_argument("subjects", nargs="*", metavar="subject", help=", ".join(SUBJECTS))
+  parser.add_argument("--quick", action="store_true", help="short run, for a smoke test")
+  parser.add_argument("--rounds", type=int, help="rounds, in place of each subject's own number")
+  parser.add_argument("--no-json", action="store_true", help="print only")
+  return parser
+
+
+def _run(subject: str, arguments: argparse.Namespace) -> int:
+  if subject not in SUBJECTS:
+    print(f"no benchmark named '{subject}'; there are {', '.join(SUBJECTS)}", file=sys.stderr)
+    return 2
+  module = importlib.import_module(f"benchmarks.bench_{subject}")
+  report = module.run(Options(quick=arguments.quick, rounds=arguments.rounds))
+  report.show()
+  where = environment()
+  versions = where["versions"]
+  print(f"{where['cpu']}, {where['cores']} cores, Python {where['python']}, jax {versions['jax']}")
+  if not arguments.no_json:
+    print(f"written: {report.write().relative_to(Path(__file__).parent.parent)}")
+  return 0
+
+
+def _run_in_child(subject: str, arguments: argparse.Namespace) -> int:
+  command = [sys.executable, "-m", "benchmarks", subject]
+  command += ["--quick"] if arguments.quick else []
+  command += ["--rounds", str(arguments.rounds)] if arguments.rounds else []
+  command += ["--no-json"] if arguments.no_json else []
+  return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,1 @@
+"""The contestants: one adapter per way of calling host code from a compiled JAX program."""

@@ -1,0 +1,72 @@
+"""Builds and loads `raw_ffi.cc`: the handlers that show what XLA's FFI itself costs.
+
+The library lies in `benchmarks/build/` under a name made from the source and the versions that it
+was compiled against, so a second run finds it and a changed one rebuilds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import NotInstalled
+
+SOURCE = Path(__file__).parent / "raw_ffi.cc"
+BUILD = Path(__file__).parent.parent / "build"
+TARGETS = ("bench_noop", "bench_memcpy", "bench_call_python")
+
+
+def raw_call(target: str, spec: jax.ShapeDtypeStruct, **options: Any) -> Callable[..., Any]:
+  """A traceable function of one array that runs one of `TARGETS`."""
+  library()
+  return jax.ffi.ffi_call(target, spec, **options)
+
+
+@functools.cache
+def library() -> ctypes.PyDLL:
+  """The compiled handlers, registered with JAX; the bare callable is a Python no-op."""
+  handle = ctypes.PyDLL(str(_compiled()))
+  for target in TARGETS:
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(handle, target)), platform="cpu")
+  handle.bench_set_callable.argtypes = [ctypes.py_object]
+  handle.bench_set_callable.restype = None
+  handle.bench_set_callable(_nothing)
+  return handle
+
+
+def _nothing() -> None:
+  """The least that Python can do."""
+
+
+def _compiled() -> Path:
+  """The shared library's path, compiled first where it is not there yet."""
+  include = jax.ffi.include_dir()
+  versions = f"{jax.lib.__version__} {sysconfig.get_config_var('SOABI')}"
+  digest = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:12]
+  path = BUILD / f"raw_ffi-{digest}.so"
+  if not path.exists():
+    BUILD.mkdir(exist_ok=True)
+    _compile(include, path)
+  return path
+
+
+def _compile(include: str, path: Path) -> None:
+  """One compiler run; written under another name first, so that a broken run leaves nothing."""
+  compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+  if compiler is None:
+    raise NotInstalled("no C++ compiler (c++, g++ or $CXX)")
+  partial = path.with_suffix(f".{os.getpid()}.tmp")
+  flags = ["-std=c++17", "-O3", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
+  command = [compiler, *flags, "-isystem", include, str(SOURCE), "-o", str(partial)]
+  subprocess.run(command, check=True, capture_output=True, text=True)
+  partial.replace(path)

@@ -1,0 +1,129 @@
+"""The README's and docs/performance.md's tables, from benchmarks/results/*.json.
+
+    python tools/benchmark_table.py            # prints the README's table
+    python tools/benchmark_table.py --write    # puts tables between the markers of both pages
+    python tools/benchmark_table.py --check    # fails when a page's table is not what the JSON says
+
+A page marks a table's place with `<!-- benchmark: NAME -->` and `<!-- end of benchmark -->`, where
+NAME is "summary" or a subject of the benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+MARKED = re.compile(r"(<!-- benchmark: ([\w-]+) -->\n).*?(<!-- end of benchmark -->)", re.DOTALL)
+UNITS = {"us": "µs", "ms": "ms", "MiB": "MiB"}
+
+# What is measured, (subject, JAX's row, callgate's row).
+SUMMARY = (
+  ("one call on an f32 scalar in a compiled loop", "scalar", "jax pure_callback",
+   "callgate in-place gate"),
+  ("the same, `jax.pure_callback` after `callgate.install()`", "install", "jax pure_callback",
+   "jax pure_callback after install()"),
+  ("f32[8,1024,1024], identity, in a compiled loop", "identity", "jax pure_callback",
+   "callgate in-place gate"),
+  ("one of 1,000 lanes under `vmap`", "vmap", "jax pure_callback, sequential",
+   'callgate in-place gate, vmap="each"'),
+)  # fmt: skip
+
+
+def subject(name: str) -> dict[str, Any] | None:
+  """The newest full run of a subject, or None."""
+  path = RESULTS / f"{name}.json"
+  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def minimum(report: dict[str, Any], row: str) -> float | None:
+  """A row's least time, or None where it was not measured."""
+  return next((r["minimum"] for r in report["rows"] if r["name"] == row), None)
+
+
+def quantity(value: float | None, unit: str) -> str:
+  """Three significant digits, or what is left of them before the point."""
+  if value is None:
+    return "not measured"
+  text = f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+  return f"{text} {UNITS.get(unit, unit)}"
+
+
+def summary() -> str:
+  """Before and after, a row for each of SUMMARY."""
+  lines = ["| | JAX | callgate | ratio |", "|---|---:|---:|---:|"]
+  for what, name, theirs, ours in SUMMARY:
+    report = subject(name)
+    if report is None:
+      continue
+    before, after = minimum(report, theirs), minimum(report, ours)
+    ratio = f"**{before / after:.3g}x**" if before and after else ""
+    unit = report["unit"]
+    lines.append(f"| {what} | {quantity(before, unit)} | {quantity(after, unit)} | {ratio} |")
+  return "\n".join(lines) + "\n"
+
+
+def full(name: str) -> str:
+  """All rows of a subject."""
+  report = subject(name)
+  if report is None:
+    return "Not measured yet.\n"
+  lines = [f"{report['title']}.", "", "| | minimum | median |", "|---|---:|---:|"]
+  for row in report["rows"]:
+    if row["status"] == "ok":
+      cells = [quantity(row[key], report["unit"]) for key in ("minimum", "median")]
+    else:
+      cells = [row["status"], ""]
+    lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} |")
+  return "\n".join(lines) + "\n"
+
+
+def environment() -> str:
+  """One line on the machine and the versions."""
+  report = subject("scalar")
+  if report is None:
+    return ""
+  where = report["environment"]
+  versions = where["versions"]
+  return (
+    f"{where['cpu']}, {where['cores']} cores, {where['system']}, Python {where['python']}, "
+    f"JAX {versions['jax']}, NumPy {versions['numpy']}.\n"
+  )
+
+
+def table(name: str) -> str:
+  """The text between two markers."""
+  return {"summary": summary, "environment": environment}.get(name, lambda: full(name))()
+
+
+def filled(text: str) -> str:
+  """A page with its tables as they should be."""
+  return MARKED.sub(lambda match: f"{match[1]}\n{table(match[2])}\n{match[3]}", text)
+
+
+def main(options: list[str]) -> int:
+  if options not in ([], ["--write"], ["--check"]):
+    print(__doc__, file=sys.stderr)
+    return 2
+  if not options:
+    print(summary() + "\n" + environment(), end="")
+  stale: list[str] = []
+  for page in PAGES if options else []:
+    text = page.read_text(encoding="utf-8")
+    if filled(text) != text:
+      stale.append(page.name)
+      if options == ["--write"]:
+        page.write_text(filled(text), encoding="utf-8")
+  if options == ["--check"] and stale:
+    print(f"stale tables in {', '.join(stale)}: run python tools/benchmark_table.py --write")
+    return 1
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
