@@ -1,4 +1,4 @@
-"""callgate: lets a compiled JAX program call anything, in microseconds, under every transformation."""
+"""callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
 from callgate import _control, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage

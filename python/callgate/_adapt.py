@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from callgate import _escape, _spec
-from callgate.errors import GateDefinitionError, ResultError
+from callgate.errors import GateDefinitionError
 
 ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy")
 STYLES = ("return", "inplace", "context")
@@ -148,79 +147,3 @@ def _writing(
     return function(where, out, *args, **kwargs)
 
   return inplace if style == "inplace" else context
-
-
-def run_on_host(
-  function: Function,
-  style: str,
-  arrays: str,
-  gate: str,
-  site: Any,
-  results: Sequence[tuple[tuple[int, ...], Any]],
-  inputs: Sequence[Any],
-  cast: bool,
-) -> tuple[Any, ...]:
-  """One call of the user's function without the runtime, for JAX's own callbacks.
-
-  Args:
-    function: the user's callable; `style` and `arrays` its form. Only "numpy" and "jax" arrays
-      exist outside the runtime: "buffer" and "torch" callables get NumPy arrays and tensors made
-      from them.
-    gate: the gate's name, for messages.
-    site: the CallSite.
-    results: (shape, dtype) of each result.
-    inputs: NumPy arrays.
-    cast: same-kind casts of results are allowed.
-
-  Returns:
-    The results, checked as the runtime checks them.
-  """
-  convert = _host_converter(arrays)
-  copies = [np.array(x) for x in inputs]
-  for copy in copies:
-    copy.setflags(write=False)
-  args, kwargs = jax.tree.unflatten(site.in_tree, [convert(x) for x in copies])
-  static = dict(site.static)
-  if style == "return":
-    value = function(*args, **kwargs, **static)
-    leaves = [to_numpy(leaf) for leaf in _spec.check_structure(site.out_tree, value, gate)]
-    return tuple(
-      _checked(gate, leaf, shape, dtype, index, cast)
-      for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, results, strict=True))
-    )
-  outs = [np.zeros(shape, dtype) for shape, dtype in results]
-  out = jax.tree.unflatten(site.out_tree, [convert(x) for x in outs])
-  lead = (HostContext(),) if style == "context" else ()
-  function(*lead, out, *args, **kwargs, **static)
-  return tuple(outs)
-
-
-class HostContext:
-  """`Context` for callables that JAX's own callbacks run."""
-
-  stage = "EXECUTE"
-  stream = 0
-  device = 0
-
-
-def _host_converter(arrays: str) -> Callable[[Any], Any]:
-  if arrays == "jax":
-    return jax.numpy.asarray
-  if arrays == "torch":
-    import torch
-
-    return torch.from_numpy
-  return _same
-
-
-def _checked(
-  gate: str, value: Any, shape: tuple[int, ...], dtype: Any, index: int, cast: bool
-) -> Any:
-  array = np.asarray(value)
-  same_kind = array.dtype == dtype or (cast and np.can_cast(array.dtype, dtype, "same_kind"))
-  if array.shape != shape or not same_kind:
-    raise ResultError(
-      f"gate '{gate}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
-      f"{array.dtype.name}{list(array.shape)}"
-    )
-  return array.astype(dtype, copy=False)

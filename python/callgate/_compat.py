@@ -6,6 +6,7 @@ replace it. A new JAX version that moves one of these is served here alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
 from jax._src import source_info_util as _source_info
+from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
@@ -167,6 +169,14 @@ def device_count(context: Any) -> int:
   return mesh.size if mesh is not None else 1
 
 
+def keep_with_program(context: Any, value: object) -> None:
+  """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
+
+  JAX's own keepalive would do, but makes `jax.export` refuse the program (0.10 to 0.12).
+  """
+  weakref.finalize(context.module_context.module, id, value).atexit = False
+
+
 def call_site(context: Any) -> tuple[str, int, str] | None:
   """(file, line, function) of the user's code that traced the operation being lowered.
 
@@ -202,6 +212,29 @@ def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
   _pxla.ExecuteReplicated.__init__ = __init__
 
 
+def keep_ordered_programs_off_cpp_path() -> None:
+  """Makes compiled (AOT) programs with ordered effects take JAX's Python dispatch, as jit does.
+
+  `MeshExecutable.create_cpp_call` looks at unordered effects and host callbacks, but not at ordered
+  effects (0.10 to 0.12): from its second call on such a program would get no token. JAX's own
+  ordered callbacks are host callbacks, so they never meet this.
+  """
+  original = _pxla.MeshExecutable.create_cpp_call
+
+  def create_cpp_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(self.unsafe_call, "ordered_effects", None):
+      return None
+    return original(self, *args, **kwargs)
+
+  _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+
+
+# -- caches --------------------------------------------------------------------------------------
+def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """An LRU cache that `jax.clear_caches()` empties (0.10 to 0.12); no public API."""
+  return _util.cache(max_size=max_size, trace_context_in_key=False)
+
+
 # -- waiting ---------------------------------------------------------------------------------------
 def live_arrays() -> Sequence[Any]:
   """All arrays of the CPU backend, or none when no backend has been started."""
@@ -235,17 +268,19 @@ def callback_sharding(
   partly automatic meshes and for a `sharding` that JAX doesn't support. Stands for
   `_callback_op_sharding` and for what `emit_python_callback` adds to it (0.10 to 0.12).
   """
+  from jax._src import named_sharding, sharding_impls
+
   axes = context.module_context.axis_context
   annotation: Any = _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
     axes, sharding, result_avals
   )
-  if not (token and result_avals and isinstance(annotation, _callback.SdyArrayList)):
+  if not (token and result_avals and isinstance(annotation, sharding_impls.SdyArrayList)):
     return annotation
   shardings: Any = annotation.shardings
-  of_token = _callback.SdyArray(
+  of_token = named_sharding.SdyArray(
     mesh_shape=(), dim_shardings=(), logical_device_ids=shardings[0].logical_device_ids
   )
-  return _callback.SdyArrayList((of_token, *shardings))
+  return sharding_impls.SdyArrayList((of_token, *shardings))
 
 
 def is_partitioned(context: Any) -> bool:
@@ -253,8 +288,10 @@ def is_partitioned(context: Any) -> bool:
 
   False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
   """
+  from jax._src import sharding_impls
+
   axes = context.module_context.axis_context
-  return isinstance(axes, _callback.sharding_impls.ShardingContext) and axes.num_devices > 1
+  return isinstance(axes, sharding_impls.ShardingContext) and axes.num_devices > 1
 
 
 def add_keepalive(context: Any, value: object) -> None:
@@ -284,11 +321,12 @@ def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
   What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
   when it is quick. The array's memory is shared where it is aligned, so it must never change again.
   """
-  from jaxlib import _jax
+  import importlib
 
-  put: Callable[..., Any] = _jax.batched_device_put
+  jaxlib: Any = importlib.import_module("jaxlib._jax")  # has no type stubs
   committed, force_copy, keep_x64 = True, False, True
-  return put, (committed, force_copy, _jax.HostBufferSemantics.ZERO_COPY, keep_x64)
+  semantics = jaxlib.HostBufferSemantics.ZERO_COPY
+  return jaxlib.batched_device_put, (committed, force_copy, semantics, keep_x64)
 
 
 def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

@@ -1,9 +1,15 @@
-"""vmap of `cond`, `switch` and `while_loop` around gates with effects, when the lanes part ways.
+"""Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
-JAX turns a `cond` with a batched predicate into a select, which runs every branch for every lane,
+vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every lane,
 and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would call an
 io gate for lanes that never reach it. Programs whose branches or body hold such a gate run lane
 after lane instead; all others are left to JAX.
+
+checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in the
+forward pass alone, and its results are kept.
+
+linearize: JAX runs all of a `while_loop` that carries a tangent again for each tangent, since it
+can't save a value of every round. With an io gate in it, that is refused; `jax.jvp` is not.
 """
 
 from __future__ import annotations
@@ -13,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching
+from jax.interpreters import batching, partial_eval
 
 from callgate import _compat
 from callgate._primitive import GateEffect
+from callgate.errors import GateDefinitionError
 
 _Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
 
@@ -26,6 +33,10 @@ def start() -> None:
   rules = batching.fancy_primitive_batchers
   rules[jax.lax.cond_p] = _cond_rule(rules[jax.lax.cond_p])
   rules[jax.lax.while_p] = _while_rule(rules[jax.lax.while_p])
+  linearize_rules = partial_eval.custom_partial_eval_rules
+  linearize_rules[jax.lax.while_p] = _linearize_rule(linearize_rules[jax.lax.while_p])
+  remat_rules = partial_eval.partial_eval_jaxpr_custom_rules
+  remat_rules[jax.lax.while_p] = _remat_rule(remat_rules[jax.lax.while_p])
 
 
 def _cond_rule(original: _Rule) -> _Rule:
@@ -47,6 +58,37 @@ def _while_rule(original: _Rule) -> _Rule:
     return original(axis_data, args, dims, **params)
 
   return rule
+
+
+def _linearize_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+  def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
+    unknown = [not tracer.pval.is_known() for tracer in tracers]
+    has_effect = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]))
+    if has_effect and any(unknown) and not all(unknown):
+      raise GateDefinitionError(_RUNS_TWICE)
+    return original(trace, *tracers, **params)
+
+  return rule
+
+
+def _remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+  def rule(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    has_effect = _has_gate_effect((eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
+    if not has_effect:
+      return original(saveable, unknown, instantiated, eqn)
+    if any(unknown):
+      raise GateDefinitionError(_RUNS_TWICE)
+    later = [False] * len(eqn.outvars)
+    return eqn, None, later, later, []
+
+  return rule
+
+
+_RUNS_TWICE = (
+  "a while_loop with a gate of effect 'io' or 'ordered' was linearized, and carries a tangent: the "
+  "gate would run again for each tangent. Expected: jax.jvp, jax.lax.scan instead of the loop, the "
+  "gate outside of it, or effect='pure'"
+)
 
 
 def _has_gate_effect(jaxprs: Sequence[Any]) -> bool:

@@ -1,7 +1,7 @@
 """Derivatives of gates: the user's rules, the reference's, or finite differences.
 
-Rules go through `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so that they compose with
-every transformation as any custom derivative of JAX's does.
+Rules go through `jax.custom_jvp` and `jax.custom_vjp` around the raw call, so that they compose
+with every transformation as any custom derivative of JAX's does.
 """
 
 from __future__ import annotations
@@ -63,6 +63,16 @@ def accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str
   if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
     return keywords
   return {key: value for key, value in keywords.items() if key in parameters}
+
+
+def no_derivative_message(gate: Any) -> str:
+  """What a user without derivative rules needs to know."""
+  return (
+    f"gate '{gate.name}' has no derivative. Define one in any of four ways: gate.defjvp(rule), "
+    "gate.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
+    "derivative then serves), or gradient='finite-difference'. A gate that is linear takes linear= "
+    "and gate.deftranspose(rule)."
+  )
 
 
 def apply(

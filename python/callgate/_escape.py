@@ -26,9 +26,7 @@ from callgate.errors import EscapedViewError
 Suspect = tuple[str, int, Any, int, int]
 
 
-def settle(
-  gate: str, spec: str, suspects: list[Suspect], exception: BaseException | None
-) -> None:
+def settle(gate: str, spec: str, suspects: list[Suspect], exception: BaseException | None) -> None:
   """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
 
   Args:

@@ -77,4 +77,12 @@ def emit(
 
 def is_packed(dtype: Any) -> bool:
   """True for dtypes of which XLA keeps several elements in a byte."""
-  return np.dtype(dtype).name in ("int4", "uint4", "int2", "uint2", "int1", "uint1", "float4_e2m1fn")
+  return np.dtype(dtype).name in (
+    "int4",
+    "uint4",
+    "int2",
+    "uint2",
+    "int1",
+    "uint1",
+    "float4_e2m1fn",
+  )

@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from callgate import _compat, _config, _spec
+from callgate import (
+  _batching,
+  _compat,
+  _derivatives,
+  _jax_engine,
+  _linear,
+  _names,
+  _spec,
+)
 from callgate._lowering import Level, emit
 from callgate.errors import GateDefinitionError
 
@@ -100,15 +106,16 @@ def _abstract_eval(
 def _jvp(
   primals: Sequence[Any], tangents: Sequence[Any], *, gate: Any, site: CallSite, **params: Any
 ) -> tuple[Any, Any]:
-  linear = gate.linear_leaves(site.in_tree)
+  linear = _linear.linear_leaves(gate, site.in_tree)
   if not linear:
-    raise GateDefinitionError(gate.no_derivative_message())
+    raise GateDefinitionError(_derivatives.no_derivative_message(gate))
   for index, tangent in enumerate(tangents):
     if index not in linear and type(tangent) is not ad.Zero:
       raise GateDefinitionError(
         f"gate '{gate.name}': differentiated with respect to argument "
-        f"{gate.argument_name(site.spec, index)}, in which it is not declared linear; expected a "
-        f"derivative in argument(s) {gate.linear_names(site)} alone. " + gate.no_derivative_message()
+        f"{_names.argument(gate.name, site.spec, index)}, in which it is not declared linear; expected "
+        f"a derivative in argument(s) {_linear.linear_names(gate, site)} alone. "
+        + _derivatives.no_derivative_message(gate)
       )
   results = gate_p.bind(*primals, gate=gate, site=site, **params)
   mixed = [
@@ -135,7 +142,8 @@ def _transpose(
   masks = [*levels, *(() if whole is None else (whole,))]
   core_avals = [
     jax.ShapeDtypeStruct(
-      x.aval.shape[sum(mask[i] for _, mask in masks) :] if i in linear else jnp.shape(x), x.aval.dtype
+      x.aval.shape[sum(mask[i] for _, mask in masks) :] if i in linear else jnp.shape(x),
+      x.aval.dtype,
     )
     if i in linear
     else None
@@ -146,7 +154,7 @@ def _transpose(
     flat: list[Any] = list(core_avals)
     for index, value in zip(residual, values, strict=True):
       flat[index] = value
-    return tuple(gate.transpose_leaves(site, cotangent, flat, linear))
+    return tuple(_linear.transpose_leaves(gate, site, cotangent, flat, linear))
 
   batched = rule
   for _, mask in reversed(masks):
@@ -190,61 +198,15 @@ def _batch(
   def bind(values: Sequence[Any], level: Level) -> Sequence[Any]:
     return gate_p.bind(*values, gate=gate, site=site, levels=(), whole=level)
 
-  results = batch_whole(bind, gate.vmap, (size, mask), moved, whole)
+  results = _batching.batch_whole(bind, gate.vmap, (size, mask), moved, whole)
   return results, (0,) * len(results)
 
 
 def _batch_by_rule(
   gate: Any, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-  results, batched = gate.apply_vmap_rule(site, size, mask, operands)
+  results, batched = _batching.apply_vmap_rule(gate, site, size, mask, operands)
   return results, [0 if flag else None for flag in batched]
-
-
-def batch_whole(
-  bind: Callable[[Sequence[Any], Level], Sequence[Any]],
-  method: str,
-  level: Level,
-  operands: Sequence[Any],
-  whole: Level | None,
-) -> Sequence[Any]:
-  """Folds a batch level into the one leading axis that a "whole" or "broadcast" callable gets.
-
-  Args:
-    bind: makes the call, from operands and their leading axis.
-    method: the gate's `vmap`.
-    level: the new level, outermost; batched operands have its axis first.
-    operands: the flat arguments.
-    whole: the leading axis so far.
-
-  Returns:
-    The results, with `level`'s axis first.
-  """
-  size, mask = level
-  inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
-  if method == "broadcast":
-    combined = (True,) * len(mask)
-  else:
-    combined = tuple(a or b for a, b in zip(mask, inner_mask, strict=True))
-  flat = [
-    _fold(x, size if outer else None, inner_size if inner else None, size, inner_size)
-    if both
-    else x
-    for x, outer, inner, both in zip(operands, mask, inner_mask, combined, strict=True)
-  ]
-  results = bind(flat, (size * inner_size, combined))
-  lead = (size,) if whole is None else (size, inner_size)
-  return [r.reshape((*lead, *r.shape[1:])) for r in results]
-
-
-def _fold(
-  x: Any, outer: int | None, inner: int | None, size: int, inner_size: int
-) -> Any:
-  """Gives `x`, which has the axes that are not None, both batch axes, folded into one."""
-  core = x.shape[(outer is not None) + (inner is not None) :]
-  lead = (size if outer is not None else 1, inner_size if inner is not None else 1)
-  full = jnp.broadcast_to(x.reshape((*lead, *core)), (size, inner_size, *core))
-  return full.reshape((size * inner_size, *core))
 
 
 batching.primitive_batchers[gate_p] = _batch
@@ -263,9 +225,8 @@ def _lower(
   if gate.effect != "pure" and _compat.is_partitioned(context):
     # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
     # which it runs once, on the whole arrays. Pure calls run so on every device.
-    return _lower_by_jax(
-      context, *operands, gate=gate, site=site, levels=levels, whole=whole
-    )
+    return _lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
+  _compat.keep_with_program(context, gate.callee)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
     context,
@@ -300,7 +261,7 @@ def _lower_by_jax(
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  function = gate.host_function(site, levels, whole, context.avals_out)
+  function = _jax_engine.host_function(gate, site, levels, whole, context.avals_out)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
 
   def call(*args: Any) -> Any:
@@ -318,15 +279,4 @@ mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
-
-
-def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
-  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
-  sizes = [size for size, _ in levels]
-  out: list[list[tuple[int, ...]]] = []
-  for lane in range(math.prod(sizes)):
-    index = np.unravel_index(lane, sizes) if sizes else ()
-    out.append(
-      [tuple(int(i) for i, (_, mask) in zip(index, levels, strict=True) if mask[k]) for k in range(count)]
-    )
-  return out
+_compat.keep_ordered_programs_off_cpp_path()

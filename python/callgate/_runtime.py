@@ -1,4 +1,4 @@
-"""The runtime's life in this process: registered once at import, closed before the interpreter ends.
+"""The runtime's life in this process: registered at import, closed before the interpreter ends.
 
 Nothing here starts a JAX backend.
 """
@@ -34,12 +34,13 @@ TARGETS: tuple[str, ...] = (GATE_TARGET,)
 _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
 _lock = threading.Lock()
+_process = os.getpid()
 
 
 def unique_name(function: Callable[..., Any]) -> str:
-  """A gate's name when the user gives none: module, qualified name and, from the second on, a number.
+  """A gate's name when the user gives none: module, qualified name and, from the second, a number.
 
-  Numbers count gates of the same name in order of creation, so that the next run of the same program
+  Numbers count gates of the same name in order of creation, so that the next run of the program
   gives the same names and finds its compiled programs in the persistent cache.
   """
   function = getattr(function, "func", function)  # functools.partial
@@ -78,8 +79,9 @@ def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> 
 
 def _input_written(gate: str, spec: str, index: int) -> None:
   raise InputWriteError(
-    f"gate '{gate}': {_names.of(gate, spec, 'argument', index)} was written to. Inputs are XLA's own "
-    "memory and shared with the rest of the program; declare aliases={input: output} to work in place"
+    f"gate '{gate}': {_names.of(gate, spec, 'argument', index)} was written to. Inputs are XLA's "
+    "own memory, shared with the rest of the program; declare aliases={input: output} to work in "
+    "place"
   )
 
 
@@ -117,9 +119,9 @@ def _set_dtypes() -> None:
 
 
 def _close() -> None:
-  """Before Python ends: let effects finish, refuse new calls, wait for those inside, join threads."""
-  if threading.current_thread() is not threading.main_thread():
-    return  # a fork's child, or an embedder's thread
+  """Before Python ends: lets effects finish, refuses new calls, waits for those inside."""
+  if os.getpid() != _process or threading.current_thread() is not threading.main_thread():
+    return  # a fork's child, which has none of the threads, or an embedder's thread
   try:
     jax.effects_barrier()
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit

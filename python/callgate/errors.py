@@ -1,7 +1,7 @@
 """Exceptions of gates: their types, how they are kept, and how they get back to the caller.
 
-A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The original
-exception object is kept here, in a bounded store, under the id that the text carries; `errors()`,
+A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The
+original exception object is kept here, in a bounded store, under the id that the text carries; `errors()`,
 `barrier()` and `last_error()` give it back. All functions run under the GIL, on any thread.
 """
 
@@ -97,8 +97,8 @@ _deferred: list[int] = []
 def defer(text: str) -> None:
   """The runtime's `deferred` hook: a failure that its program could not be told of.
 
-  In a program over several devices the failing call's results are poisoned instead (NaN, or zero for
-  integers), and the exception waits here for `errors()`, `barrier()` or the next call of a gate.
+  In a program over several devices the failing call's results are poisoned instead (NaN, or zero
+  for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a gate.
   """
   match = _ID.search(text)
   if match is not None:
@@ -119,15 +119,32 @@ def raise_deferred() -> None:
     _raise(kept[0].exception)
 
 
-def _original(error: BaseException) -> _Kept | None:
+def _id_of(error: BaseException) -> int | None:
   match = _ID.search(str(error))
-  if match is None:
-    return None
+  return int(match.group(1)) if match is not None else None
+
+
+def _original(error: BaseException) -> _Kept | None:
   with _lock:
-    kept = _store.get(int(match.group(1)))
+    kept = _store.get(_id_of(error) or 0)
     if kept is not None:
       kept.claimed = True
     return kept
+
+
+def _is_stale(failure: BaseException, first: int) -> bool:
+  """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
+  number = _id_of(failure)
+  if number is None:
+    return False
+  with _lock:
+    return number < first or (number in _store and _store[number].claimed)
+
+
+def _python_threads() -> set[int | None]:
+  """Threads that Python started. XLA's have an entry, too, once Python code asked for it there."""
+  dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
+  return {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
 
 
 def _raise(exception: BaseException) -> None:
@@ -148,7 +165,7 @@ def last_error() -> BaseException | None:
   The object is the one that was raised, with its traceback.
   """
   own = threading.get_ident()
-  python_threads = {thread.ident for thread in threading.enumerate()}
+  python_threads = _python_threads()
   with _lock:
     for kept in reversed(_store.values()):
       if kept.thread == own or kept.thread not in python_threads:
@@ -200,15 +217,19 @@ class errors:
     return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
+    if failure is not None and _is_stale(failure, self._first):
+      failure = None
     kept = _original(failure) if failure is not None else None
     if kept is None:
+      own, python_threads = threading.get_ident(), _python_threads()
       with _lock:
-        own = threading.get_ident()
         alone = _open_blocks == 1
         unseen = [
           k
           for k in _store.values()
-          if k.id >= self._first and not k.claimed and (alone or k.thread == own)
+          if k.id >= self._first
+          and not k.claimed
+          and (k.thread == own or (alone and k.thread not in python_threads))
         ]
         if unseen:
           kept = unseen[0]
@@ -234,7 +255,8 @@ def _wait_for_programs(timeout: float | None) -> BaseException | None:
     except TimeoutError:
       raise
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
-      failure = failure or error
+      if not array.is_deleted():  # donated by another thread meanwhile
+        failure = failure or error
   try:
     jax.effects_barrier()
   except Exception as error:  # noqa: BLE001 - as above
@@ -254,7 +276,7 @@ def barrier(timeout: float | None = None) -> None:
   """
   failure = _wait_for_programs(timeout)
   raise_deferred()
-  if failure is None:
+  if failure is None or _is_stale(failure, first=0):
     return
   kept = _original(failure)
   _raise(kept.exception if kept is not None else failure)

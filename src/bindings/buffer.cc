@@ -70,9 +70,9 @@ nb::object checked(PyObject* object) {
 nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   refuse_packed(buffer, "__array__");
-  bool other = !dtype.is_none() &&
-               !nb::cast<bool>(nb::module_::import_("numpy").attr("dtype")(dtype).attr("__eq__")(
-                   dtype_of(buffer)));
+  bool other =
+      !dtype.is_none() && !nb::cast<bool>(nb::module_::import_("numpy").attr("dtype")(dtype).attr(
+                              "__eq__")(dtype_of(buffer)));
   if (other && !copy.is_none() && !nb::cast<bool>(copy)) {
     throw nb::value_error("Buffer.__array__: a dtype other than the buffer's needs a copy");
   }
@@ -127,7 +127,8 @@ std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
   void* data = buffer.view().data;
   if (copied) {
     exported->copy = std::make_unique<char[]>(buffer.view().nbytes() + 1);
-    if (buffer.view().nbytes() != 0) std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
+    if (buffer.view().nbytes() != 0)
+      std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
     data = exported->copy.get();
   } else {
     Py_INCREF(self.ptr());
@@ -151,14 +152,14 @@ nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_vers
   const auto& buffer = nb::cast<const Buffer&>(self);
   refuse_packed(buffer, "__dlpack__");
   if (!dlpack::data_type(buffer.view().dtype))
-    throw nb::buffer_error(("Buffer.__dlpack__: DLPack has no type for " + type_text(buffer)).c_str());
+    throw nb::buffer_error(
+        ("Buffer.__dlpack__: DLPack has no type for " + type_text(buffer)).c_str());
   if (!stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
     throw nb::buffer_error("Buffer.__dlpack__: stream must be None for memory of the CPU");
   if (!dl_device.is_none() &&
       nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(dlpack::kCpu, 0))
     throw nb::buffer_error("Buffer.__dlpack__: dl_device must be None or (1, 0), the CPU");
-  bool versioned =
-      !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
+  bool versioned = !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
   bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
   bool forbid_copy = !copy.is_none() && !want_copy;
   if (versioned) {
@@ -243,15 +244,15 @@ nb::object unpack(nb::handle self) {
   nb::object made = nb::steal(PyArray_SimpleNew(
       view.rank, reinterpret_cast<npy_intp*>(const_cast<std::int64_t*>(view.dims)), NPY_UINT8));
   if (!made.is_valid()) nb::raise_python_error();
-  auto* out = static_cast<unsigned char*>(
-      PyArray_DATA(reinterpret_cast<PyArrayObject*>(made.ptr())));
+  auto* out =
+      static_cast<unsigned char*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(made.ptr())));
   const auto* in = static_cast<const unsigned char*>(view.data);
   int width = bits(view.dtype), per_byte = 8 / width;
   bool is_signed = name(view.dtype).starts_with("int");
   for (std::size_t i = 0; i < view.size(); ++i) {
     auto index = static_cast<std::size_t>(per_byte);
-    unsigned value = (in[i / index] >> (static_cast<int>(i % index) * width)) &
-                     ((1u << width) - 1u);
+    unsigned value =
+        (in[i / index] >> (static_cast<int>(i % index) * width)) & ((1u << width) - 1u);
     if (is_signed && (value >> (width - 1)) != 0) value |= 0xffu << width;
     out[i] = static_cast<unsigned char>(value);
   }
@@ -292,23 +293,28 @@ std::string repr(const Buffer& buffer) {
          (buffer.readonly() ? ", read-only)" : ")");
 }
 
-PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)}, {0, nullptr}};
+PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)},
+                              {0, nullptr}};
 
 }  // namespace
 
 void bind_buffer(nb::module_& module) {
   nb::class_<Buffer>(module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
                      "An array of the running call: XLA's own memory, for the length of the call.")
-      .def_prop_ro("shape", [](const Buffer& b) {
-        nb::list shape;
-        for (std::int64_t extent : b.dims()) shape.append(extent);
-        return nb::tuple(shape);
-      }, "Extents, outermost first; the layout is dense and row-major.")
+      .def_prop_ro(
+          "shape",
+          [](const Buffer& b) {
+            nb::list shape;
+            for (std::int64_t extent : b.dims()) shape.append(extent);
+            return nb::tuple(shape);
+          },
+          "Extents, outermost first; the layout is dense and row-major.")
       .def_prop_ro("dtype", &dtype_of, "The NumPy (or ml_dtypes) dtype.")
       .def_prop_ro("ndim", [](const Buffer& b) { return b.dims().size(); })
       .def_prop_ro("size", [](const Buffer& b) { return b.view().size(); })
-      .def_prop_ro("nbytes", [](const Buffer& b) { return b.view().nbytes(); },
-                   "Bytes of XLA's memory; sub-byte types count whole bytes.")
+      .def_prop_ro(
+          "nbytes", [](const Buffer& b) { return b.view().nbytes(); },
+          "Bytes of XLA's memory; sub-byte types count whole bytes.")
       .def_prop_ro("device", [](const Buffer& b) { return "cpu:" + std::to_string(b.device()); })
       .def_prop_ro("readonly", &Buffer::readonly, "True for inputs, False for results.")
       .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly(); })
@@ -318,12 +324,9 @@ void bind_buffer(nb::module_& module) {
            nb::arg("copy") = nb::none())
       .def("__dlpack_device__", [](const Buffer&) { return std::pair<int, int>(dlpack::kCpu, 0); })
       .def("_dlpack_unchecked", &dlpack_unchecked)
-      .def("_detach", [](Buffer& b) {
-        return reinterpret_cast<std::uintptr_t>(b.detach());
-      })
-      .def_prop_ro("_data", [](const Buffer& b) {
-        return reinterpret_cast<std::uintptr_t>(b.view().data);
-      })
+      .def("_detach", [](Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.detach()); })
+      .def_prop_ro("_data",
+                   [](const Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.view().data); })
       .def("unpack", &unpack,
            "A new array with one element a byte: for int4 and the other sub-byte types.")
       .def("pack", &pack, nb::arg("values"),

@@ -1,5 +1,5 @@
-// The lock guards the queue alone: objects are destroyed outside it, since their destructors may run
-// any Python code.
+// The lock guards the queue alone: objects are destroyed outside it, since their destructors may
+// run any Python code.
 #include "bindings/deferred.h"
 
 #include <mutex>

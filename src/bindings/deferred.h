@@ -1,9 +1,9 @@
 // Python references that die on threads without the GIL.
 //
-// XLA destroys executables, and with them the last reference to a callable, on whatever thread comes
-// by. Taking the GIL there could deadlock with a thread that holds it and waits for this one. So the
-// reference is queued and dropped later by a thread that has the GIL: the main thread, through a
-// pending call, or any binding that drains on its way.
+// XLA destroys executables, and with them the last reference to a callable, on whatever thread
+// comes by. Taking the GIL there could deadlock with a thread that holds it and waits for this one.
+// So the reference is queued and dropped later by a thread that has the GIL: the main thread,
+// through a pending call, or any binding that drains on its way.
 #pragma once
 
 #include "bindings/python.h"

@@ -1,5 +1,5 @@
-// The C structs of the DLPack exchange protocol, versions 0 and 1, and the type codes callgate uses.
-// Source of layout and codes: https://dmlc.github.io/dlpack/latest/c_api.html
+// The C structs of the DLPack exchange protocol, versions 0 and 1, and the type codes callgate
+// uses. Source of layout and codes: https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>

@@ -80,7 +80,8 @@ class PyGateSite final : public Site {
  private:
   Outcome run_watched(const Call& call, std::chrono::nanoseconds delay) {
     std::string text;
-    for (const ArrayView& view : call.operands) text += (text.empty() ? "" : ", ") + to_string(view);
+    for (const ArrayView& view : call.operands)
+      text += (text.empty() ? "" : ", ") + to_string(view);
     Watch watch(delay, [callee = callee_, text] {
       std::string report = callee->stall_report("(" + text + ")", /*timed_out=*/false);
       std::fprintf(stderr, "%s\n", report.c_str());
@@ -154,8 +155,8 @@ class PyGateSite final : public Site {
       for (const ArrayView& view : operands) sums.push_back(checksum(view));
     }
     nb::object result = invoke(inputs, outputs, context);
-    bool ok = result.is_valid() && (options_.style == Style::kReturn ? take(results, result)
-                                                                     : returned_none(result));
+    bool ok = result.is_valid() &&
+              (options_.style == Style::kReturn ? take(results, result) : returned_none(result));
     result.reset();
     if (!settle_views(inputs, outputs, operands, results, ok)) return false;
     if (check) ok = ok && unwritten(operands, sums);
@@ -174,7 +175,7 @@ class PyGateSite final : public Site {
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
   nb::object invoke(Arguments& inputs, Arguments& outputs, const CallContext& context) {
     if (options_.style == Style::kReturn) {
-      return nb::steal(PyObject_Vectorcall(target_, inputs.data(), inputs.size(), nullptr));
+      return vectorcall(inputs);
     }
     Arguments arguments(inputs.size() + 2);
     if (options_.style == Style::kContext) {
@@ -185,7 +186,12 @@ class PyGateSite final : public Site {
       Py_INCREF(input);
       arguments.push(input);
     }
-    return nb::steal(PyObject_Vectorcall(target_, arguments.data(), arguments.size(), nullptr));
+    return vectorcall(arguments);
+  }
+
+  nb::object vectorcall(Arguments& arguments) const {
+    return nb::steal(running_python(
+        [&] { return PyObject_Vectorcall(target_, arguments.data(), arguments.size(), nullptr); }));
   }
 
   PyObject* out_argument(Arguments& outputs) const {
@@ -212,7 +218,8 @@ class PyGateSite final : public Site {
   bool take(std::span<ArrayView> results, const nb::object& value) {
     if (!tuple_results_) return take_one(results[0], value.ptr(), 0);
     if (results.empty() && value.is_none()) return true;
-    bool sequence = PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
+    bool sequence =
+        PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
     if (!sequence || nb::len(value) != results.size()) {
       std::string got = nb::type_name(value.type()).c_str();
       if (sequence) got += " of " + std::to_string(nb::len(value));
@@ -246,9 +253,9 @@ class PyGateSite final : public Site {
   }
 
   bool mismatch(int index, const std::string& expected, const std::string& got) {
-    nb::object made = nb::steal(PyObject_CallFunction(
-        Hooks::instance().result_error, "ssiss", callee_->name().c_str(), spec_.spec.c_str(), index,
-        expected.c_str(), got.c_str()));
+    nb::object made =
+        nb::steal(call_python(Hooks::instance().result_error, "ssiss", callee_->name().c_str(),
+                              spec_.spec.c_str(), index, expected.c_str(), got.c_str()));
     return false;  // the hook raises
   }
 
@@ -289,11 +296,12 @@ class PyGateSite final : public Site {
                                        arrays[i].nbytes()));
       }
     };
-    if (!options_.owned_inputs || options_.arrays == Arrays::kBuffer) add("argument", inputs, operands);
+    if (!options_.owned_inputs || options_.arrays == Arrays::kBuffer)
+      add("argument", inputs, operands);
     add("result", outputs, results);
-    nb::object done = nb::steal(PyObject_CallFunction(
-        Hooks::instance().escaped, "ssOO", callee_->name().c_str(), spec_.spec.c_str(),
-        suspects.ptr(), ok ? Py_None : pending.ptr()));
+    nb::object done =
+        nb::steal(call_python(Hooks::instance().escaped, "ssOO", callee_->name().c_str(),
+                              spec_.spec.c_str(), suspects.ptr(), ok ? Py_None : pending.ptr()));
     if (ok) return done.is_valid();
     if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
 #if PY_VERSION_HEX >= 0x030C0000
@@ -307,9 +315,9 @@ class PyGateSite final : public Site {
   bool unwritten(std::span<const ArrayView> operands, const std::vector<std::size_t>& sums) {
     for (std::size_t i = 0; i < operands.size(); ++i) {
       if (checksum(operands[i]) == sums[i]) continue;
-      nb::object made = nb::steal(PyObject_CallFunction(
-          Hooks::instance().input_written, "ssi", callee_->name().c_str(), spec_.spec.c_str(),
-          static_cast<int>(i)));
+      nb::object made =
+          nb::steal(call_python(Hooks::instance().input_written, "ssi", callee_->name().c_str(),
+                                spec_.spec.c_str(), static_cast<int>(i)));
       return false;  // the hook raises
     }
     return true;
@@ -348,7 +356,7 @@ std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
     return std::make_shared<PyGateSite>(shared_from_this(), function_, tuple, std::move(spec));
   }
   // bind(spec) -> (callable, whether results come and go as a tuple)
-  nb::object bound = nb::steal(PyObject_CallFunction(bind_, "s", spec.spec.c_str()));
+  nb::object bound = nb::steal(call_python(bind_, "s", spec.spec.c_str()));
   if (!bound.is_valid()) {
     throw Error(ErrorCode::kInvalidArgument, take_exception(name_, spec.site));
   }
@@ -374,15 +382,15 @@ void PyCallee::clear() {
 
 void PyCallee::defer(const Failure& failure) {
   GilScope gil;
-  nb::object done = nb::steal(PyObject_CallFunction(Hooks::instance().deferred, "s",
-                                                    failure.message.c_str()));
+  nb::object done =
+      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
-  nb::object text = nb::steal(PyObject_CallFunction(Hooks::instance().stalled, "ssO", name_.c_str(),
-                                                    call.c_str(), timed_out ? Py_True : Py_False));
+  nb::object text = nb::steal(call_python(Hooks::instance().stalled, "ssO", name_.c_str(),
+                                          call.c_str(), timed_out ? Py_True : Py_False));
   if (text.is_valid()) return nb::cast<std::string>(text);
   PyErr_Clear();
   return "callgate: gate '" + name_ + "' called with " + call + " is stalled";
@@ -439,8 +447,8 @@ nb::dict stats_of(const CalleeHandle& handle) {
   return stats;
 }
 
-// Python's cycle collector sees through the handle: a callable may refer to its own gate. Only while
-// no executable shares the callee, since that one's reference is not Python's to follow.
+// Python's cycle collector sees through the handle: a callable may refer to its own gate. Only
+// while no executable shares the callee, since that one's reference is not Python's to follow.
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
@@ -466,13 +474,16 @@ void bind_context(nb::module_& module) {
       .value("EXECUTE", Stage::kExecute);
   nb::class_<Context>(module, "Context", "Where and when a style=\"context\" gate runs.")
       .def_prop_ro("stage", [](const Context&) { return Stage::kExecute; })
-      .def_prop_ro("stream", [](const Context& c) {
-        return reinterpret_cast<std::uintptr_t>(c.call.stream);
-      }, "The platform's stream as an integer; 0 on the CPU.")
-      .def_prop_ro("device", [](const Context& c) { return c.call.device; },
-                   "The device's global id (jax.Device.id).")
-      .def_prop_ro("run", [](const Context& c) { return c.call.run; },
-                   "XLA's id of this run, the same on all its devices.");
+      .def_prop_ro(
+          "stream",
+          [](const Context& c) { return reinterpret_cast<std::uintptr_t>(c.call.stream); },
+          "The platform's stream as an integer; 0 on the CPU.")
+      .def_prop_ro(
+          "device", [](const Context& c) { return c.call.device; },
+          "The device's global id (jax.Device.id).")
+      .def_prop_ro(
+          "run", [](const Context& c) { return c.call.run; },
+          "XLA's id of this run, the same on all its devices.");
 }
 
 }  // namespace
@@ -482,17 +493,21 @@ void bind_gate(nb::module_& module) {
   nb::class_<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
                            nb::is_weak_referenceable(),
                            "The runtime's handle on a Python callable, by name.")
-      .def("__init__", [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
-                          const std::string& style, const std::string& arrays, bool cast,
-                          bool owned_inputs, bool flat_results, bool own_thread, double timeout) {
-        drain_released();
-        new (self) CalleeHandle(std::make_shared<PyCallee>(
-            std::move(name), std::move(function), std::move(bind),
-            parse_options(style, arrays, cast, owned_inputs, flat_results, own_thread, timeout)));
-      }, nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
-           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("cast") = false,
-           nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
-           nb::arg("own_thread") = false, nb::arg("timeout") = 0.0)
+      .def(
+          "__init__",
+          [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
+             const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
+             bool flat_results, bool own_thread, double timeout) {
+            drain_released();
+            new (self) CalleeHandle(
+                std::make_shared<PyCallee>(std::move(name), std::move(function), std::move(bind),
+                                           parse_options(style, arrays, cast, owned_inputs,
+                                                         flat_results, own_thread, timeout)));
+          },
+          nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
+          nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("cast") = false,
+          nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
+          nb::arg("own_thread") = false, nb::arg("timeout") = 0.0)
       .def_prop_ro("name", [](const CalleeHandle& handle) { return handle.callee().name(); })
       .def("stats", &stats_of);
 }

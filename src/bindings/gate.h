@@ -1,9 +1,9 @@
 // A Python callable as a Callee: what a gate is at run time.
 //
 // PyCallee holds the callable and its options; PyGateSite is one call site of it. A call takes the
-// GIL once, makes one view per array and lane, vectorcalls, copies results (style return), and looks
-// at the views' reference counts for escapes. On the fast path nothing is allocated but the views,
-// and no lock is taken but the GIL.
+// GIL once, makes one view per array and lane, vectorcalls, copies results (style return), and
+// looks at the views' reference counts for escapes. On the fast path nothing is allocated but the
+// views, and no lock is taken but the GIL.
 #pragma once
 
 #include <atomic>
@@ -61,8 +61,8 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
 
 // Debug and watch settings of the process.
 struct Settings {
-  std::atomic<bool> check_writes{false};    // checksum inputs around each call
-  std::atomic<std::int64_t> stall_ns{0};    // report calls that take longer; 0 for never
+  std::atomic<bool> check_writes{false};  // checksum inputs around each call
+  std::atomic<std::int64_t> stall_ns{0};  // report calls that take longer; 0 for never
   static Settings& instance();
 };
 

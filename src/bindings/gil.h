@@ -1,12 +1,15 @@
 // Taking the GIL from threads that Python did not make, cheaply and safely.
 //
-// PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it: microseconds
-// a call, and the thread's Python-side locals are lost each time. So a foreign thread is attached
-// once, by an Ensure that is never released; from then on Ensure only swaps the state in. The state
-// is not destroyed when the thread ends: that would need the GIL, which a thread that joins this one
-// may hold. XLA's threads live as long as the process, so what is left behind is bounded by their
-// number.
+// PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it:
+// microseconds a call, and the thread's Python-side locals are lost each time. So a foreign thread
+// is attached once, by an Ensure that is never released; from then on Ensure only swaps the state
+// in. The state is not destroyed when the thread ends: that would need the GIL, which a thread that
+// joins this one may hold. XLA's threads live as long as the process, so what is left behind is
+// bounded by their number.
 #pragma once
+
+#include <cxxabi.h>
+#include <unistd.h>
 
 #include "bindings/python.h"
 
@@ -36,5 +39,24 @@ class GilScope {
  private:
   PyGILState_STATE state_;
 };
+
+// Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
+// finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
+// would drop references, and release the GIL, without having it; so the thread stops here for good,
+// as in Python 3.14 (see also xla/guard.h).
+template <typename Body>
+auto running_python(Body&& body) {
+  try {
+    return body();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
+// PyObject_CallFunction in that way.
+template <typename... Args>
+PyObject* call_python(PyObject* function, const char* format, Args... args) {
+  return running_python([&] { return PyObject_CallFunction(function, format, args...); });
+}
 
 }  // namespace callgate::bindings

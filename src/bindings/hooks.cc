@@ -3,6 +3,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include "bindings/gil.h"
+
 namespace callgate::bindings {
 
 Hooks& Hooks::instance() {
@@ -31,9 +33,9 @@ nb::object take_raised() {
 
 std::string take_exception(const std::string& gate, const std::string& site) {
   nb::object exception = take_raised();
-  nb::object text = nb::steal(PyObject_CallFunction(
-      Hooks::instance().failed, "Os#s#", exception.ptr(), gate.data(),
-      static_cast<Py_ssize_t>(gate.size()), site.data(), static_cast<Py_ssize_t>(site.size())));
+  nb::object text = nb::steal(call_python(Hooks::instance().failed, "Os#s#", exception.ptr(),
+                                          gate.data(), static_cast<Py_ssize_t>(gate.size()),
+                                          site.data(), static_cast<Py_ssize_t>(site.size())));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";

@@ -11,12 +11,12 @@
 namespace callgate::bindings {
 
 struct Hooks {
-  PyObject* failed = nullptr;        // (exception, gate, site) -> text for XLA's error
-  PyObject* escaped = nullptr;       // (gate, spec, leaks, raising) -> None, or raises
-  PyObject* result_error = nullptr;  // (gate, spec, index, expected, got) raises
-  PyObject* input_written = nullptr; // (gate, spec, index) raises
-  PyObject* deferred = nullptr;      // (text) keeps a failure for barrier() and errors()
-  PyObject* stalled = nullptr;       // (gate, call, timed_out) -> report text
+  PyObject* failed = nullptr;         // (exception, gate, site) -> text for XLA's error
+  PyObject* escaped = nullptr;        // (gate, spec, leaks, raising) -> None, or raises
+  PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
+  PyObject* input_written = nullptr;  // (gate, spec, index) raises
+  PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()
+  PyObject* stalled = nullptr;        // (gate, call, timed_out) -> report text
 
   static Hooks& instance();
 };

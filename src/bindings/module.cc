@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <thread>
+
 #include "bindings/buffer.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
@@ -55,16 +58,20 @@ nb::dict targets() {
   return all;
 }
 
-// Refuses further calls, waits for those inside, and joins callgate's threads. False when calls were
-// still running after `seconds`; their threads then stop at their next step in Python.
+// Refuses further calls, waits for those inside, and joins callgate's threads. False when calls
+// were still running after `seconds`; their threads then stop at their next step in Python.
 bool shut_down(double seconds) {
   bool quiet = false;
   {
     nb::gil_scoped_release unlocked;  // calls inside need it to finish
+    bool busy = Lifecycle::instance().active() != 0;
     quiet = Lifecycle::instance().close(
         std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
     if (quiet) WorkerPool::instance().stop();
     if (quiet) Watchdog::instance().stop();
+    // A daemon thread that was inside has to get through XLA and JAX, back into Python's own code:
+    // ended in between, for asking a finalizing interpreter for its GIL, it would end the process.
+    if (busy && quiet) std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   stop_releasing();
   return quiet;
@@ -95,19 +102,22 @@ NB_MODULE(_callgate, module) {
   bind_buffer(module);
   bind_gate(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
-  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"), nb::arg("escaped"),
-             nb::arg("result_error"), nb::arg("input_written"), nb::arg("stalled"));
+  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
+             nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
+             nb::arg("stalled"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));
     return codes;
   });
   module.def("set_dtype", &set_dtype);
-  module.def("repoint", [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data,
-                           nb::handle base) {
-    repoint(array.ptr(), reinterpret_cast<const void*>(old_data), reinterpret_cast<void*>(new_data),
-            base.is_none() ? nullptr : base.ptr());
-  }, nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
+  module.def(
+      "repoint",
+      [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data, nb::handle base) {
+        repoint(array.ptr(), reinterpret_cast<const void*>(old_data),
+                reinterpret_cast<void*>(new_data), base.is_none() ? nullptr : base.ptr());
+      },
+      nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
   module.def("set_timing", [](bool on) { Recorder::instance().set_timing(on); });
   module.def("start_trace", [] { Recorder::instance().start_trace(); });
   module.def("stop_trace", &stop_trace);

@@ -12,9 +12,8 @@
 #ifndef CALLGATE_IMPORT_NUMPY
 #define NO_IMPORT_ARRAY
 #endif
-#include <numpy/arrayobject.h>
-
 #include <nanobind/nanobind.h>
+#include <numpy/arrayobject.h>
 
 namespace callgate::bindings {
 namespace nb = nanobind;

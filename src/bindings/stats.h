@@ -18,8 +18,8 @@ struct Counters {
 
 struct TraceEvent {
   std::string gate;
-  std::int64_t thread;      // the system's thread id
-  std::int64_t start_ns;    // since the clock's epoch
+  std::int64_t thread;    // the system's thread id
+  std::int64_t start_ns;  // since the clock's epoch
   std::int64_t gil_wait_ns;
   std::int64_t duration_ns;  // GIL wait included
 };

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "bindings/gil.h"
+
 namespace callgate::bindings {
 
 std::array<PyArray_Descr*, kDTypeTableSize>& descriptors() {
@@ -89,7 +91,9 @@ PyObject* make_copy(const ArrayView& view) {
 Stored store(const ArrayView& target, PyObject* value, bool cast) {
   nb::object converted;
   if (!PyArray_Check(value)) {
-    converted = nb::steal(PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr));
+    // Runs the value's own conversion, such as __array__.
+    converted = nb::steal(
+        running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
     if (!converted.is_valid()) return Stored::kError;
     value = converted.ptr();
   }
@@ -113,8 +117,7 @@ Stored store(const ArrayView& target, PyObject* value, bool cast) {
 
 void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base) {
   auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
-  fields->data = static_cast<char*>(new_data) +
-                 (fields->data - static_cast<const char*>(old_data));
+  fields->data = static_cast<char*>(new_data) + (fields->data - static_cast<const char*>(old_data));
   if (base == nullptr) return;
   Py_INCREF(base);
   PyObject* before = fields->base;

@@ -1,8 +1,8 @@
 // ArrayViews as NumPy arrays over the same memory, and NumPy arrays back into XLA's memory.
 //
-// An input's array is read-only, and stays so: its base is an object without a buffer, so NumPy finds
-// nobody to ask for write access. Arrays derived from a view keep the view alive, which is how an
-// escape shows in its reference count. The GIL is held in all of these.
+// An input's array is read-only, and stays so: its base is an object without a buffer, so NumPy
+// finds nobody to ask for write access. Arrays derived from a view keep the view alive, which is
+// how an escape shows in its reference count. The GIL is held in all of these.
 #pragma once
 
 #include <array>
@@ -26,8 +26,8 @@ PyObject* make_copy(const ArrayView& view);
 
 enum class Stored { kYes, kMismatch, kError };
 
-// Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise dtype
-// and shape must be the view's. kError leaves a Python error; kMismatch does not.
+// Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise
+// dtype and shape must be the view's. kError leaves a Python error; kMismatch does not.
 Stored store(const ArrayView& target, PyObject* value, bool cast);
 
 // Points `array` (a view of `old_data`'s memory that may outlive it) to the same offset in

@@ -1,4 +1,5 @@
-// A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of callgate.
+// A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
+// callgate.
 //
 // The view owns nothing. `dims` and `data` point into XLA's call frame, or into a copy that whoever
 // made the view keeps alive; both are valid only for as long as that owner says.

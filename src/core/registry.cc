@@ -17,8 +17,9 @@ void Registry::add(const std::shared_ptr<Callee>& callee) {
   other = slot.lock();
   if (other != nullptr && other != callee) {
     throw Error(ErrorCode::kAlreadyExists,
-                "the name '" + callee->name() + "' is taken by another live gate; choose another "
-                "name=, or drop the other gate and the programs that call it");
+                "the name '" + callee->name() +
+                    "' is taken by another live gate; choose another "
+                    "name=, or drop the other gate and the programs that call it");
   }
   slot = callee;
 }
@@ -44,7 +45,8 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
                         "' is defined in this process; a program that calls it was loaded or is "
                         "still alive. Define the gate before the program is loaded: run the code "
                         "that creates it (the same module and order of creation), or give it "
-                        "name='" + std::string(name) + "'.";
+                        "name='" +
+                        std::string(name) + "'.";
   std::vector<std::string> live = names();
   if (!live.empty()) {
     message += " Defined here:";

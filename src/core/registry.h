@@ -1,8 +1,8 @@
 // The names that programs call by.
 //
 // A program holds names, never pointers. The registry maps a name to its live callee for as long as
-// somebody else keeps the callee alive (the gate in Python, or an executable that calls it); it owns
-// none of them. Two live callees never share a name. Any thread.
+// somebody else keeps the callee alive (the gate in Python, or an executable that calls it); it
+// owns none of them. Two live callees never share a name. Any thread.
 #pragma once
 
 #include <memory>

@@ -74,18 +74,17 @@ ffi::ErrorOr<std::unique_ptr<GateState>> instantiate(const ffi::Dictionary& attr
   state->call_site = std::make_shared<CallSite>();
   state->call_site->callee = Registry::instance().find(text(attributes, "name"));
   state->call_site->poison_on_error = text(attributes, "on_error") == "poison";
-  state->call_site->site = state->call_site->callee->specialise(
-      SiteSpec{text(attributes, "spec"), text(attributes, "site"),
-               Lanes::parse(text(attributes, "batch"))});
+  state->call_site->site = state->call_site->callee->specialise(SiteSpec{
+      text(attributes, "spec"), text(attributes, "site"), Lanes::parse(text(attributes, "batch"))});
   return state;
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate,
-                       ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs());
 
 // Only ever asked for its metadata; gate_execute does the work on the raw frame.
-XLA_FFI_DEFINE_HANDLER(kExecuteMetadata, [](GateState*) { return ffi::Error::Success(); },
-                       ffi::Ffi::Bind().Ctx<ffi::State<GateState>>());
+XLA_FFI_DEFINE_HANDLER(
+    kExecuteMetadata, [](GateState*) { return ffi::Error::Success(); },
+    ffi::Ffi::Bind().Ctx<ffi::State<GateState>>());
 
 // XLA asks each handler for its metadata when the target is registered with a backend, which is the
 // first time that a type id can be had without private API and without disturbing the backend.
@@ -183,9 +182,8 @@ class OwnedCall {
 // On a worker. Nothing is thrown: a promise is settled whatever the site does.
 void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
   ActiveCall active;
-  Outcome outcome = guarded_outcome([&] {
-    return active.entered() ? site.run(call.call()) : shutting_down(*site.callee);
-  });
+  Outcome outcome = guarded_outcome(
+      [&] { return active.entered() ? site.run(call.call()) : shutting_down(*site.callee); });
   if (outcome.ok()) {
     promise.succeed([&] { call.publish(); });
   } else {
@@ -213,8 +211,8 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
   if (timeout.count() > 0) {
-    ticket = Watchdog::instance().arm(
-        timeout, [site, call, promise] { give_up(*site, *call, *promise); });
+    ticket = Watchdog::instance().arm(timeout,
+                                      [site, call, promise] { give_up(*site, *call, *promise); });
   }
   bool taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
     run_owned(*site, *call, *promise);
@@ -233,9 +231,10 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   DecodedCall decoded(*frame);
   if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
   ActiveCall active;
-  Outcome outcome = active.entered() ? site->run(Call{decoded.operands(), decoded.results(),
-                                                            decode_context(*frame)})
-                                     : shutting_down(*site->callee);
+  Outcome outcome =
+      active.entered()
+          ? site->run(Call{decoded.operands(), decoded.results(), decode_context(*frame)})
+          : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
   return make_error(frame->api, outcome.error().code, outcome.error().message);
 }

@@ -1,8 +1,9 @@
 // The FFI handlers of the target `callgate.gate`: a call by name of whatever the name stands for.
 //
-// Instantiate runs once per call site and executable, also when one is loaded from a cache: it finds
-// the callee, binds it to the site and gives XLA the state to own. Execute decodes the frame and
-// runs the site, on XLA's thread or, for a callee with its own, on a worker that completes a future.
+// Instantiate runs once per call site and executable, also when one is loaded from a cache: it
+// finds the callee, binds it to the site and gives XLA the state to own. Execute decodes the frame
+// and runs the site, on XLA's thread or, for a callee with its own, on a worker that completes a
+// future.
 #pragma once
 
 #include <string_view>

@@ -1,9 +1,9 @@
 // Between callgate's code and XLA: no exception passes.
 //
 // XLA is built without exceptions and would not unwind. The one thing let through is glibc's forced
-// unwind: Python up to 3.13 ends a thread with pthread_exit when it asks for the GIL of a finalizing
-// interpreter. Unwinding on through XLA's frames would abort the process, so the thread stops here
-// for good, as Python 3.14 does; the process is about to end.
+// unwind: Python up to 3.13 ends a thread with pthread_exit when it asks for the GIL of a
+// finalizing interpreter. Unwinding on through XLA's frames would abort the process, so the thread
+// stops here for good, as Python 3.14 does; the process is about to end.
 #pragma once
 
 #include <cxxabi.h>

@@ -1,0 +1,179 @@
+"""Gates through JAX's own callbacks: `callgate.config(engine="jax")`, and platforms without FFI.
+
+The same calls, slower: arrays are copied, exceptions lose their type, sharded programs gather. It
+is what the tests compare callgate's runtime with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from callgate import _spec
+from callgate._adapt import to_numpy
+from callgate._batching import Level, apply_vmap_rule, batch_whole
+from callgate.errors import ResultError
+
+
+def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None) -> Sequence[Any]:
+  """Binds the call to JAX's own callbacks, batched as this gate is batched."""
+  lead = () if whole is None else (whole[0],)
+  types = [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in site.results]
+  function = host_function(gate, site, (), whole, types)
+
+  def call(*args: Any) -> Sequence[Any]:
+    if gate.effect == "pure":
+      return jax.pure_callback(function, types, *args, vmap_method="sequential")
+    return io_callback(function, types, *args, ordered=gate.effect == "ordered")
+
+  if gate.vmap_rule is None and gate.vmap == "each":
+    return call(*leaves)
+  with_rule = jax.custom_batching.custom_vmap(call)
+
+  @with_rule.def_vmap
+  def _(size: int, batched: Sequence[bool], *args: Any) -> Any:
+    if gate.vmap_rule is not None:
+      results, flags = apply_vmap_rule(gate, site, size, tuple(batched), args)
+      return list(results), list(flags)
+    inner = functools.partial(bind, gate, site)
+    results = batch_whole(inner, gate.vmap, (size, tuple(batched)), args, whole)
+    return list(results), [True] * len(results)
+
+  return with_rule(*leaves)
+
+
+def host_function(
+  gate: Any, site: Any, levels: tuple[Level, ...], whole: Level | None, results: Sequence[Any]
+) -> Callable[..., tuple[Any, ...]]:
+  """What JAX's own callbacks call for this gate: flat arrays in, a tuple of arrays out."""
+  del whole
+  function, style, arrays, name = gate.function, gate.style, gate.arrays, gate.name
+  types = [(tuple(r.shape), r.dtype) for r in results]
+
+  def call(*inputs: Any) -> tuple[Any, ...]:
+    return run_on_host(
+      function, style, arrays, name, site, types, [np.asarray(x) for x in inputs], gate.cast
+    )
+
+  if not levels:
+    return call
+
+  def loop(*inputs: Any) -> tuple[Any, ...]:
+    core = [(shape[len(levels) :], dtype) for shape, dtype in types]
+    arrays_in = [np.asarray(x) for x in inputs]
+    rows = [
+      run_on_host(
+        function,
+        style,
+        arrays,
+        name,
+        site,
+        core,
+        [x[i] for x, i in zip(arrays_in, index, strict=True)],
+        gate.cast,
+      )
+      for index in lanes(levels, len(inputs))
+    ]
+    return tuple(
+      np.stack([row[k] for row in rows]).reshape(shape) if rows else np.empty(shape, dtype)
+      for k, (shape, dtype) in enumerate(types)
+    )
+
+  return loop
+
+
+def run_on_host(
+  function: Callable[..., Any],
+  style: str,
+  arrays: str,
+  gate: str,
+  site: Any,
+  results: Sequence[tuple[tuple[int, ...], Any]],
+  inputs: Sequence[Any],
+  cast: bool,
+) -> tuple[Any, ...]:
+  """One call of the user's function without the runtime, for JAX's own callbacks.
+
+  Args:
+    function: the user's callable; `style` and `arrays` its form. Only "numpy" and "jax" arrays
+      exist outside the runtime: "buffer" and "torch" callables get NumPy arrays and tensors made
+      from them.
+    gate: the gate's name, for messages.
+    site: the CallSite.
+    results: (shape, dtype) of each result.
+    inputs: NumPy arrays.
+    cast: same-kind casts of results are allowed.
+
+  Returns:
+    The results, checked as the runtime checks them.
+  """
+  convert = _host_converter(arrays)
+  copies = [np.array(x) for x in inputs]
+  for copy in copies:
+    copy.setflags(write=False)
+  args, kwargs = jax.tree.unflatten(site.in_tree, [convert(x) for x in copies])
+  static = dict(site.static)
+  if style == "return":
+    value = function(*args, **kwargs, **static)
+    leaves = [to_numpy(leaf) for leaf in _spec.check_structure(site.out_tree, value, gate)]
+    return tuple(
+      _checked(gate, leaf, shape, dtype, index, cast)
+      for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, results, strict=True))
+    )
+  outs = [np.zeros(shape, dtype) for shape, dtype in results]
+  out = jax.tree.unflatten(site.out_tree, [convert(x) for x in outs])
+  lead = (HostContext(),) if style == "context" else ()
+  function(*lead, out, *args, **kwargs, **static)
+  return tuple(outs)
+
+
+class HostContext:
+  """`Context` for callables that JAX's own callbacks run."""
+
+  stage = "EXECUTE"
+  stream = 0
+  device = 0
+
+
+def _host_converter(arrays: str) -> Callable[[Any], Any]:
+  if arrays == "jax":
+    return jax.numpy.asarray
+  if arrays == "torch":
+    import torch
+
+    return torch.from_numpy
+  return lambda array: array
+
+
+def _checked(
+  gate: str, value: Any, shape: tuple[int, ...], dtype: Any, index: int, cast: bool
+) -> Any:
+  array = np.asarray(value)
+  same_kind = array.dtype == dtype or (cast and np.can_cast(array.dtype, dtype, "same_kind"))
+  if array.shape != shape or not same_kind:
+    raise ResultError(
+      f"gate '{gate}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
+      f"{array.dtype.name}{list(array.shape)}"
+    )
+  return array.astype(dtype, copy=False)
+
+
+def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
+  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
+  sizes = [size for size, _ in levels]
+  out: list[list[tuple[int, ...]]] = []
+  for lane in range(math.prod(sizes)):
+    index = np.unravel_index(lane, sizes) if sizes else ()
+    out.append(
+      [
+        tuple(int(i) for i, (_, mask) in zip(index, levels, strict=True) if mask[k])
+        for k in range(count)
+      ]
+    )
+  return out

@@ -1,0 +1,53 @@
+"""Linear gates: which arguments they are linear in, and their transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from callgate import _names
+from callgate._derivatives import accepted
+from callgate.errors import GateDefinitionError
+
+
+def linear_leaves(gate: Any, in_tree: Any) -> frozenset[int]:
+  """Flat positions of the arguments that the gate is declared linear in."""
+  if gate.linear is False:
+    return frozenset()
+  args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+  if gate.linear is True:
+    return frozenset(range(in_tree.num_leaves))
+  positions = (gate.linear,) if isinstance(gate.linear, int) else tuple(gate.linear)
+  del kwargs
+  return frozenset(i for p in positions for i in jax.tree.leaves(args[p]))
+
+
+def linear_names(gate: Any, site: Any) -> str:
+  """Names of the linear arguments, for messages."""
+  return ", ".join(
+    _names.argument(gate.name, site.spec, i) for i in sorted(linear_leaves(gate, site.in_tree))
+  )
+
+
+def transpose_leaves(
+  gate: Any, site: Any, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
+) -> list[Any]:
+  """Runs the transpose rule of one lane on flat values."""
+  if gate.rules.transpose is None:
+    raise GateDefinitionError(
+      f"gate '{gate.name}' is declared linear but has no transpose, which reverse-mode "
+      "differentiation needs; expected a rule given with gate.deftranspose"
+    )
+  cotangent = jax.tree.unflatten(site.out_tree, cotangents)
+  args, kwargs = jax.tree.unflatten(site.in_tree, flat)
+  rule = gate.rules.transpose
+  grads = rule(cotangent, *args, **kwargs, **accepted(rule, dict(site.static)))
+  leaves = jax.tree.leaves(grads)
+  if len(leaves) != len(linear):
+    raise GateDefinitionError(
+      f"gate '{gate.name}': the transpose rule returned {len(leaves)} cotangents; expected one for "
+      f"each of the linear arguments {linear_names(gate, site)}"
+    )
+  return leaves
