@@ -1,9 +1,7 @@
 // A Python callable as a Callee: what a gate is at run time.
 //
-// PyCallee holds the callable and its options; PyGateSite is one call site of it. A call takes the
-// GIL once, makes one view per array and lane, vectorcalls, copies results (style return), and
-// looks at the views' reference counts for escapes. On the fast path nothing is allocated but the
-// views, and no lock is taken but the GIL.
+// PyCallee holds the callable and its options, and outlives the Gate in Python for as long as some
+// executable can still call it; gate_site.h is one call site of it.
 #pragma once
 
 #include <atomic>
