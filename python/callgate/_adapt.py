@@ -62,7 +62,7 @@ def _to_jax(buffer: Any) -> Any:
 
 def _torch_converter() -> Callable[[Any], Any]:
   try:
-    from torch.utils.dlpack import from_dlpack
+    from torch.utils.dlpack import from_dlpack  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise GateDefinitionError(
       "arrays='torch' needs PyTorch, which is not installed: pip install 'callgate[torch]'"
@@ -82,7 +82,7 @@ def to_numpy(value: Any) -> Any:
   tensor = value.detach().cpu()
   if str(tensor.dtype) == "torch.bfloat16":
     import ml_dtypes
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
   return tensor.numpy()

@@ -108,8 +108,8 @@ def define_impl(primitive: Any) -> None:
 def batched_results(jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any) -> Any:
   """Which results of a jaxpr are batched when these arguments are, as a list (0.10 to 0.12).
 
-  `instantiate`: those that are to be batched in any case, or False. What JAX's own batching rules of
-  control flow ask; no public name.
+  `instantiate`: those that are to be batched in any case, or False. What JAX's own batching rules
+  of control flow ask; no public name.
   """
   return list(_batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)[1])
 
@@ -340,8 +340,9 @@ def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]
   restore_device = _config.default_device.set_local
   if jax.__version_info__ < (0, 12):
     return lambda: set_device(device), restore_device
-  from jax._src import mesh
+  from jax._src import mesh as _mesh
 
+  mesh: Any = _mesh  # these names are 0.12's
   concrete, abstract = mesh.device_context, mesh.abstract_mesh_context_manager
   no_mesh, no_abstract_mesh = mesh.empty_concrete_mesh, mesh.empty_abstract_mesh
 

@@ -1,12 +1,12 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
-vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every lane,
-and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would call an
-io gate for lanes that never reach it. Programs whose branches or body hold such a gate run lane
-after lane instead; all others are left to JAX.
+vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every
+lane, and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would
+call an io gate for lanes that never reach it. Programs whose branches or body hold such a gate run
+lane after lane instead; all others are left to JAX.
 
-checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in the
-forward pass alone, and its results are kept.
+checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in
+the forward pass alone, and its results are kept.
 
 linearize: JAX runs all of a `while_loop` that carries a tangent again for each tangent, since it
 can't save a value of every round. With an io gate in it, that is refused; `jax.jvp` is not.

@@ -8,6 +8,7 @@ slow path of a mistake (or of an exception whose frames hold the views); it may 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import sys
@@ -204,10 +205,9 @@ def _references(roots: list[Any]) -> Iterator[Any]:
 
 
 def _release_memoryview(view: memoryview) -> None:
-  try:
+  # BufferError: somebody reads it at this moment, through a pointer that nobody can change.
+  with contextlib.suppress(BufferError):
     view.release()
-  except BufferError:
-    pass  # somebody reads it at this moment, through a pointer that nobody can change
 
 
 def _tensor_types() -> tuple[type, ...]:

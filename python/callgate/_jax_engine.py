@@ -145,7 +145,7 @@ def _host_converter(arrays: str) -> Callable[[Any], Any]:
   if arrays == "jax":
     return jax.numpy.asarray
   if arrays == "torch":
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     return torch.from_numpy
   return lambda array: array

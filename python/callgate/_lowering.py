@@ -32,6 +32,7 @@ def emit(
   token: Any = None,
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
+  on_error: str | None = None,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
 
@@ -46,6 +47,9 @@ def emit(
     token: an hlo token that orders the call.
     aliases: flat operand position to flat result position: one memory.
     sharding: the operation's sharding annotation.
+    on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
+      error. Default: poison in programs over several devices, where an error that one of them
+      returns would leave the others waiting (src/xla/gate.cc).
   """
   platforms = context.module_context.platforms
   if "cpu" not in platforms:
@@ -57,8 +61,7 @@ def emit(
     "name": name,
     "spec": spec,
     "site": remember_site(_compat.call_site(context)),
-    # See src/xla/gate.cc: an error that one device returns would leave the others waiting.
-    "on_error": "poison" if _compat.device_count(context) > 1 else "return",
+    "on_error": on_error or ("poison" if _compat.device_count(context) > 1 else "return"),
     "batch": ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels),
   }
   return _compat.emit_ffi_call(

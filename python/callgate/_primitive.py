@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -113,8 +114,8 @@ def _jvp(
     if index not in linear and type(tangent) is not ad.Zero:
       raise GateDefinitionError(
         f"gate '{gate.name}': differentiated with respect to argument "
-        f"{_names.argument(gate.name, site.spec, index)}, in which it is not declared linear; expected "
-        f"a derivative in argument(s) {_linear.linear_names(gate, site)} alone. "
+        f"{_names.argument(gate.name, site.spec, index)}, in which it is not declared linear; "
+        f"expected a derivative in argument(s) {_linear.linear_names(gate, site)} alone. "
         + _derivatives.no_derivative_message(gate)
       )
   results = gate_p.bind(*primals, gate=gate, site=site, **params)
@@ -267,7 +268,7 @@ def _lower_by_jax(
   def call(*args: Any) -> Any:
     if gate.effect == "pure":
       return jax.pure_callback(function, types, *args, vmap_method="sequential")
-    return jax.experimental.io_callback(function, types, *args)
+    return io_callback(function, types, *args)
 
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 

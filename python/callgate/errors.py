@@ -1,8 +1,9 @@
 """Exceptions of gates: their types, how they are kept, and how they get back to the caller.
 
 A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The
-original exception object is kept here, in a bounded store, under the id that the text carries; `errors()`,
-`barrier()` and `last_error()` give it back. All functions run under the GIL, on any thread.
+original exception object is kept here, in a bounded store, under the id that the text carries;
+`errors()`, `barrier()` and `last_error()` give it back. All functions run under the GIL, on any
+thread.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def defer(text: str) -> None:
   """The runtime's `deferred` hook: a failure that its program could not be told of.
 
   In a program over several devices the failing call's results are poisoned instead (NaN, or zero
-  for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a gate.
+  for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a
+  gate.
   """
   match = _ID.search(text)
   if match is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -216,10 +216,31 @@ class Gate:
     return self.callee.stats()
 
 
+class _Options(TypedDict, total=False):
+  """The options of `gate`, for the overloads' sake."""
+
+  out: Any
+  like: Callable[..., Any] | None
+  name: str | None
+  effect: Effect
+  style: Style
+  arrays: Arrays
+  aliases: Mapping[int, int] | None
+  vmap: Vmap | Callable[..., Any]
+  sharding: Any
+  thread: Thread
+  timeout: float | None
+  cast: bool
+  linear: bool | int | Sequence[int]
+  gradient: Literal["finite-difference"] | None
+
+
 @overload
-def gate(fn: Callable[..., Any], /, **options: Any) -> Gate: ...
+def gate(fn: Callable[..., Any], /, **options: Unpack[_Options]) -> Gate: ...
 @overload
-def gate(fn: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], Gate]: ...
+def gate(
+  fn: None = None, /, **options: Unpack[_Options]
+) -> Callable[[Callable[..., Any]], Gate]: ...
 def gate(
   fn: Callable[..., Any] | None = None,
   /,
@@ -291,7 +312,7 @@ def gate(
     GateDefinitionError: an option is wrong, or shapes are not known.
     ValueError: the name is taken by another live gate.
   """
-  options = {
+  options: _Options = {
     "out": out,
     "like": like,
     "name": name,
@@ -309,7 +330,7 @@ def gate(
   }
   if fn is None:
     return lambda function: Gate(function, **options)
-  return Gate(fn, **options)  # pyright: ignore[reportArgumentType]
+  return Gate(fn, **options)
 
 
 def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any:

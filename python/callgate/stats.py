@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from callgate import _callgate, _names
@@ -33,7 +33,7 @@ def _readable(counters: dict[str, int]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+def trace(path: str | os.PathLike[str]) -> Generator[None]:
   """Writes a trace of all calls in the block, by thread, for Perfetto or chrome://tracing.
 
   Args:

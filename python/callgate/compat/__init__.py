@@ -1,0 +1,8 @@
+"""Other interfaces on callgate's engine, each a module of its own.
+
+- `callgate.compat.callbacks`: `pure_callback` and `io_callback` with JAX's signatures.
+- `callgate.compat.buffer_callback`: `jax.experimental.buffer_callback`, the interface of 2025.
+
+Nothing is imported here: `import callgate` stays quick, and each module registers its rules with
+JAX when it is first imported.
+"""

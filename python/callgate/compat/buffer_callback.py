@@ -1,0 +1,241 @@
+"""`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
+
+The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU,
+callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has one. New
+code is better off with `callgate.gate(style="context", arrays="buffer")`, which has derivatives,
+results that are checked for escapes, and the original exceptions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from callgate import _compat, _runtime
+from callgate._callgate import Buffer, Callee, Context, ExecutionStage
+from callgate.compat._call import emit_call
+
+__all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
+
+
+class ExecutionContext:
+  """Where a callback runs: its first argument.
+
+  Valid during the call. `stage` is always `ExecutionStage.EXECUTE` here.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from callgate.compat import buffer_callback as bc
+    >>> stages = []
+    >>> def callback(ctx, out, x):
+    ...   stages.append(ctx.stage)
+    >>> call = bc.buffer_callback(callback, jax.ShapeDtypeStruct((), jnp.float32))
+    >>> _ = call(1.0).block_until_ready()
+    >>> stages == [bc.ExecutionStage.EXECUTE]
+    True
+  """
+
+  __slots__ = ("_context",)
+
+  def __init__(self, context: Context) -> None:
+    self._context = context
+
+  @property
+  def stage(self) -> ExecutionStage:
+    """The stage of XLA's that runs."""
+    return self._context.stage
+
+  @property
+  def stream(self) -> int:
+    """The GPU stream as an integer. Raises jax.errors.JaxRuntimeError on the CPU."""
+    if not self._context.stream:
+      raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: XLA FFI GPU context is not available")
+    return self._context.stream
+
+
+def buffer_callback(
+  callback: Callable[..., None],
+  result_shape_dtypes: Any,
+  *,
+  has_side_effect: bool = False,
+  vmap_method: str | None = None,
+  input_output_aliases: dict[int, int] | None = None,
+  command_buffer_compatible: bool = False,
+) -> Callable[..., Any]:
+  """A callable that runs `callback` on XLA's own memory, in place.
+
+  Args:
+    callback: `callback(ctx, out, *args, **kwargs)` gets an ExecutionContext, a pytree of writable
+      Buffers like `result_shape_dtypes`, and the arguments with a read-only Buffer for every array.
+      It writes its results into `out` and returns None. Hashable.
+    result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
+    has_side_effect: keeps the call when its results are not used.
+    vmap_method: as for `jax.pure_callback`; None makes `jax.vmap` an error.
+    input_output_aliases: pairs of flat input and flat output that share their memory.
+    command_buffer_compatible: on GPUs, records the callback's work once and replays it.
+
+  Returns:
+    A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
+    What the callback doesn't write is undefined.
+
+  Raises:
+    ValueError: from the function, for aliases out of range or of different shapes or dtypes, and
+      when differentiated.
+    jax.errors.JaxRuntimeError: from the program, when the callback raises or returns a value.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from callgate.compat.buffer_callback import buffer_callback
+    >>> def add_one(ctx, out, x):
+    ...   np.add(x, 1, out=np.asarray(out))
+    >>> x = jnp.arange(3.0)
+    >>> buffer_callback(add_one, jax.ShapeDtypeStruct.like(x))(x)
+    Array([1., 2., 3.], dtype=float32)
+  """
+  results, out_tree = jax.tree.flatten(result_shape_dtypes)
+  result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
+
+  def call(*args: Any, **kwargs: Any) -> Any:
+    flat_args, in_tree = jax.tree.flatten((args, kwargs))
+    in_avals = [jax.typeof(x) for x in flat_args]
+    flat_results = buffer_callback_p.bind(
+      *flat_args,
+      callback=callback,
+      result_avals=result_avals,
+      in_tree=in_tree,
+      out_tree=out_tree,
+      vmap_method=vmap_method,
+      has_side_effect=has_side_effect,
+      input_output_aliases=_checked_aliases(input_output_aliases or {}, in_avals, result_avals),
+      command_buffer_compatible=command_buffer_compatible,
+    )
+    return jax.tree.unflatten(out_tree, flat_results)
+
+  return call
+
+
+def _checked_aliases(
+  aliases: dict[int, int], in_avals: Sequence[Any], out_avals: Sequence[Any]
+) -> tuple[tuple[int, int], ...]:
+  checked: list[tuple[int, int]] = []
+  for i, o in sorted((int(i), int(o)) for i, o in aliases.items()):
+    mapping = f"input_output_aliases contains the mapping '{i}:{o}' "
+    if i >= len(in_avals):
+      raise ValueError(f"{mapping}with input index {i} outside the range [0, {len(in_avals)}).")
+    if o >= len(out_avals):
+      raise ValueError(f"{mapping}with output index {o} outside the range [0, {len(out_avals)}).")
+    source, target = in_avals[i], out_avals[o]
+    if (source.shape, source.dtype) != (target.shape, target.dtype):
+      raise ValueError(
+        f"{mapping}referring to an input with abstract value {source} and an output with a "
+        f"different abstract value {target}."
+      )
+    checked.append((i, o))
+  return tuple(checked)
+
+
+class BufferCallbackEffect(_compat.Effect):
+  """Keeps a call whose results are not used."""
+
+  def __str__(self) -> str:
+    return "BufferCallback"
+
+
+_effect = BufferCallbackEffect()
+
+# The name is part of vmap's error text.
+buffer_callback_p = Primitive("buffer_callback")
+buffer_callback_p.multiple_results = True
+
+
+def _abstract_eval(
+  *_avals: Any, result_avals: tuple[Any, ...], has_side_effect: bool, **_params: Any
+) -> tuple[tuple[Any, ...], set[Any]]:
+  return result_avals, {_effect} if has_side_effect else set()
+
+
+def _jvp(*_args: Any, **_params: Any) -> Any:
+  raise ValueError(
+    "Buffer callbacks do not support JVP. "
+    "Please use `jax.custom_jvp` to use callbacks while taking gradients."
+  )
+
+
+def _transpose(*_args: Any, **_params: Any) -> Any:
+  raise ValueError(
+    "Buffer callbacks do not support transpose. "
+    "Please use `jax.custom_vjp` to use callbacks while taking gradients."
+  )
+
+
+def _cpu_lowering(
+  ctx: Any,
+  *operands: Any,
+  callback: Callable[..., None],
+  in_tree: Any,
+  out_tree: Any,
+  has_side_effect: bool,
+  input_output_aliases: tuple[tuple[int, int], ...],
+  **_params: Any,
+) -> Sequence[Any]:
+  if len(ctx.module_context.platforms) > 1:
+    raise NotImplementedError("multi-platform lowering for buffer_callback")
+  callee = Callee(
+    _runtime.unique_name(callback),
+    _flat_callback(callback, in_tree, out_tree),
+    style="context",
+    arrays="buffer",
+    flat_results=True,
+  )
+  results, _ = emit_call(
+    ctx,
+    callee,
+    operands,
+    ctx.avals_in,
+    ctx.avals_out,
+    has_side_effect=has_side_effect,
+    aliases=dict(input_output_aliases),
+  )
+  return results
+
+
+def _flat_callback(
+  callback: Callable[..., None], in_tree: Any, out_tree: Any
+) -> Callable[..., None]:
+  """`callback` as the runtime calls it: the context, a tuple of results, then flat inputs."""
+  one_result = out_tree == jax.tree.structure(0)
+  flat = in_tree == jax.tree.structure(((0,) * in_tree.num_leaves, {}))
+
+  def call(context: Context, outputs: tuple[Buffer, ...], *inputs: Buffer) -> None:
+    out = outputs[0] if one_result else jax.tree.unflatten(out_tree, outputs)
+    args, kwargs = (inputs, {}) if flat else jax.tree.unflatten(in_tree, inputs)
+    if callback(ExecutionContext(context), out, *args, **kwargs) is not None:
+      raise ValueError("buffer_callback callback must not return any values.")
+
+  return call
+
+
+def _other_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  rule = _compat.buffer_callback_lowering()
+  if rule is None:
+    platform = ctx.module_context.platforms[0]
+    raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
+  return rule(ctx, *operands, **params)
+
+
+_compat.allow_effect(BufferCallbackEffect, ordered=False)
+_compat.define_impl(buffer_callback_p)
+buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
+ad.primitive_jvps[buffer_callback_p] = _jvp
+ad.primitive_transposes[buffer_callback_p] = _transpose
+batching.primitive_batchers[buffer_callback_p] = functools.partial(
+  _compat.ffi_batching_rule, buffer_callback_p
+)
+mlir.register_lowering(buffer_callback_p, _other_lowering, cacheable=False)
+mlir.register_lowering(buffer_callback_p, _cpu_lowering, platform="cpu", cacheable=False)

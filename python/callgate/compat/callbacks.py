@@ -1,0 +1,214 @@
+"""`jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine.
+
+JAX's own two primitives stay what they are, with all their rules: abstract evaluation, effects,
+batching, differentiation's errors, tokens. Replaced is only what a CPU program holds for them: a
+call by name of callgate's gate instead of JAX's Python callback. `callgate.install()` does that for
+every callback of the process; the two functions here do it for their own calls, installed or not.
+
+JAX's own lowering serves on platforms other than the CPU, and in programs that XLA partitions over
+several devices (not inside `jax.shard_map`, where every device calls for itself).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import io_callback as _jax_io_callback
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from callgate import _compat, _config, _install, _runtime
+from callgate._callgate import Callee
+from callgate.compat._call import emit_call
+from callgate.compat._host import carrier, host_function
+
+__all__ = ["io_callback", "pure_callback"]
+
+
+def pure_callback(
+  callback: Callable[..., Any],
+  result_shape_dtypes: Any,
+  *args: Any,
+  sharding: jax.sharding.Sharding | None = None,
+  vmap_method: str | None = None,
+  **kwargs: Any,
+) -> Any:
+  """`jax.pure_callback` on callgate's engine, whether or not `callgate.install()` was called.
+
+  Args:
+    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), without
+      side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
+    result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
+    *args: pytrees of arrays for the callback.
+    sharding: a SingleDeviceSharding: the device that calls.
+    vmap_method: `"sequential"`, `"sequential_unrolled"`, `"expand_dims"`, `"broadcast_all"` or
+      `"legacy_vectorized"`; None makes `jax.vmap` an error.
+    **kwargs: pytrees of arrays for the callback, by name.
+
+  Returns:
+    A pytree of jax.Arrays like `result_shape_dtypes`.
+
+  Raises:
+    ValueError: for an unknown `vmap_method`, a 64-bit result without `jax_enable_x64`, or when
+      differentiated.
+    jax.errors.JaxRuntimeError: when the callback raises, or its results don't fit.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from callgate.compat.callbacks import pure_callback
+    >>> x = jnp.arange(3.0)
+    >>> jax.jit(lambda x: pure_callback(np.square, x, x))(x)
+    Array([0., 1., 4.], dtype=float32)
+  """
+  return jax.pure_callback(
+    _OnCallgate(callback),
+    result_shape_dtypes,
+    *args,
+    sharding=sharding,
+    vmap_method=vmap_method,
+    **kwargs,
+  )
+
+
+def io_callback(
+  callback: Callable[..., Any],
+  result_shape_dtypes: Any,
+  *args: Any,
+  sharding: jax.sharding.Sharding | None = None,
+  ordered: bool = False,
+  **kwargs: Any,
+) -> Any:
+  """`jax.experimental.io_callback` on callgate's engine, installed or not.
+
+  Args:
+    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device) that may
+      have side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
+    result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`; None for no result.
+    *args: pytrees of arrays for the callback.
+    sharding: a SingleDeviceSharding: the device that calls.
+    ordered: keeps calls in program order, also from one program to the next.
+    **kwargs: pytrees of arrays for the callback, by name.
+
+  Returns:
+    A pytree of jax.Arrays like `result_shape_dtypes`.
+
+  Raises:
+    ValueError: for a 64-bit result without `jax_enable_x64`, when differentiated, or when vmapped
+      with `ordered`.
+    jax.errors.JaxRuntimeError: when the callback raises, or its results don't fit.
+
+  Example:
+    >>> import jax
+    >>> from callgate.compat.callbacks import io_callback
+    >>> seen = []
+    >>> jax.jit(lambda x: io_callback(lambda x: seen.append(float(x)), None, x))(2.0)
+    >>> jax.effects_barrier()
+    >>> seen
+    [2.0]
+  """
+  return _jax_io_callback(
+    _OnCallgate(callback),
+    result_shape_dtypes,
+    *args,
+    sharding=sharding,
+    ordered=ordered,
+    **kwargs,
+  )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OnCallgate:
+  """Marks a callback for callgate's engine. Equal for equal functions, so that JAX's caches hit."""
+
+  function: Callable[..., Any]
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self.function(*args, **kwargs)
+
+
+def _is_ours(ctx: Any, callback: Any) -> bool:
+  # In a program that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA
+  # arranges that for JAX's own call targets alone: any other would run on every device.
+  if _config.engine() == "jax" or _compat.is_partitioned(ctx):
+    return False
+  return _install.installed() or isinstance(callback.callback_func, _OnCallgate)
+
+
+def _pure_callback_lowering(
+  ctx: Any, *operands: Any, callback: Any, sharding: Any, **params: Any
+) -> Any:
+  if not _is_ours(ctx, callback):
+    return _compat.pure_callback_lowering(
+      ctx, *operands, callback=callback, sharding=sharding, **params
+    )
+  results, _ = _lower(ctx, operands, callback, sharding, api="pure_callback", token=None)
+  return results
+
+
+def _io_callback_lowering(
+  ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **params: Any
+) -> Any:
+  if not _is_ours(ctx, callback):
+    return _compat.io_callback_lowering(
+      ctx, *operands, callback=callback, sharding=sharding, ordered=ordered, **params
+    )
+  effect = _compat.ordered_io_effect
+  token = _compat.token_before(ctx, effect) if ordered else None
+  results, token = _lower(ctx, operands, callback, sharding, api="io_callback", token=token)
+  if ordered:
+    _compat.set_token_after(ctx, effect, token)
+  return results
+
+
+def _lower(
+  ctx: Any, operands: Sequence[Any], callback: Any, sharding: Any, *, api: str, token: Any
+) -> tuple[Sequence[Any], Any]:
+  """Emits the call of a new callee around `callback`: (results, token or None)."""
+  if len(ctx.module_context.platforms) > 1:
+    raise NotImplementedError("multi-platform lowering for python_callback")
+  inputs = [carrier(aval) for aval in ctx.avals_in]
+  outputs = [carrier(aval) for aval in ctx.avals_out]
+  function = _unmarked(callback.callback_func)
+  callee = Callee(
+    _runtime.unique_name(function),
+    host_function(callback, inputs, outputs, api=api),
+    owned_inputs=True,
+    flat_results=True,
+  )
+  results, token = emit_call(
+    ctx,
+    callee,
+    [_convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
+    [it.aval for it in inputs],
+    [it.aval for it in outputs],
+    has_side_effect=api == "io_callback",
+    token=token,
+    sharding=_compat.callback_sharding(ctx, sharding, ctx.avals_out, token=token is not None),
+  )
+  avals = ctx.avals_out
+  return [_convert(ctx, value, aval) for value, aval in zip(results, avals, strict=True)], token
+
+
+def _unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
+  return function.function if isinstance(function, _OnCallgate) else function
+
+
+def _convert(ctx: Any, value: Any, aval: Any) -> Any:
+  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
+  target = mlir.aval_to_ir_type(ctx.module_context, aval)
+  return value if value.type == target else stablehlo.convert(target, value)
+
+
+def _register() -> None:
+  # JAX marks both as uncacheable, since each call site needs its own callback; so do we.
+  for primitive, rule in (
+    (_compat.pure_callback_p, _pure_callback_lowering),
+    (_compat.io_callback_p, _io_callback_lowering),
+  ):
+    mlir.register_lowering(primitive, rule, platform="cpu", cacheable=False)
+
+
+_register()

@@ -1,0 +1,331 @@
+// An XLA without XLA: the part of XLA_FFI_Api that callgate's handlers use, and call frames made of
+// the public C structs.
+//
+// XLA's opaque types are defined here, so only test programs may include this file. A `Program` is
+// one call site of one executable: it owns the state that instantiate made, as XLA does, and every
+// `execute` gets a frame of its own that dies before `execute` returns. Misuse of the interface (an
+// error that is never destroyed, a future that is settled twice) is counted or ends the test.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+#include "xla/gate.h"
+
+struct XLA_FFI_Error {
+  std::string message;
+  XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
+};
+
+struct XLA_FFI_Future {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int settled = 0;
+  XLA_FFI_Error error;
+};
+
+struct XLA_FFI_ExecutionContext {
+  std::int32_t device = 3;  // negative: this XLA has none
+  std::int64_t run = 77;    // as above
+  void* state = nullptr;
+  XLA_FFI_TypeId state_type = {0};
+};
+
+namespace callgate::fake {
+
+// What came back through the interface; the error itself is destroyed.
+struct Status {
+  XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
+  std::string message;
+  bool ok() const { return code == XLA_FFI_Error_Code_OK; }
+};
+
+struct Type {
+  std::int64_t id;
+  XLA_FFI_TypeInfo info;
+};
+
+// What XLA keeps for the whole process.
+struct Runtime {
+  std::mutex mutex;
+  std::map<std::string, Type, std::less<>> types;
+  std::list<XLA_FFI_Future> futures;  // none is freed: a late settler must find its future
+  std::atomic<int> live_errors{0};
+  std::atomic<bool> has_futures{true};
+
+  static Runtime& instance() {
+    static auto* runtime = new Runtime();
+    return *runtime;
+  }
+};
+
+inline XLA_FFI_Error* make_error(XLA_FFI_Error_Code code, std::string message) {
+  Runtime::instance().live_errors.fetch_add(1);
+  return new XLA_FFI_Error{std::move(message), code};
+}
+
+inline Status take(XLA_FFI_Error* error) {
+  if (error == nullptr) return {};
+  std::unique_ptr<XLA_FFI_Error> owner(error);
+  Runtime::instance().live_errors.fetch_sub(1);
+  return {error->code, error->message};
+}
+
+inline XLA_FFI_Error* register_type(XLA_FFI_Type_Register_Args* args) {
+  auto& runtime = Runtime::instance();
+  std::lock_guard lock(runtime.mutex);
+  std::string name(args->name.ptr, args->name.len);
+  auto next = static_cast<std::int64_t>(runtime.types.size()) + 1;
+  auto [it, added] = runtime.types.try_emplace(name, Type{next, *args->type_info});
+  if (!added && args->type_id->type_id != it->second.id) {
+    return make_error(XLA_FFI_Error_Code_ALREADY_EXISTS, "type '" + name + "' is registered");
+  }
+  args->type_id->type_id = it->second.id;
+  return nullptr;
+}
+
+inline XLA_FFI_Error* set_state(XLA_FFI_State_Set_Args* args) {
+  if (args->ctx->state != nullptr) {
+    return make_error(XLA_FFI_Error_Code_FAILED_PRECONDITION, "the state is set already");
+  }
+  args->ctx->state = args->state;
+  args->ctx->state_type = *args->type_id;
+  return nullptr;
+}
+
+inline XLA_FFI_Error* get_state(XLA_FFI_State_Get_Args* args) {
+  const XLA_FFI_ExecutionContext& ctx = *args->ctx;
+  if (ctx.state == nullptr || ctx.state_type.type_id != args->type_id->type_id) {
+    return make_error(XLA_FFI_Error_Code_NOT_FOUND, "no state of this type is set");
+  }
+  args->state = ctx.state;
+  return nullptr;
+}
+
+inline XLA_FFI_Error* create_future(XLA_FFI_Future_Create_Args* args) {
+  auto& runtime = Runtime::instance();
+  if (!runtime.has_futures) {
+    return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "futures are not supported");
+  }
+  std::lock_guard lock(runtime.mutex);
+  args->future = &runtime.futures.emplace_back();
+  return nullptr;
+}
+
+inline void settle(XLA_FFI_Future& future, Status status) {
+  std::lock_guard lock(future.mutex);
+  ++future.settled;
+  future.error = {std::move(status.message), status.code};
+  future.changed.notify_all();
+}
+
+// The table that every frame points to.
+inline const XLA_FFI_Api* api() {
+  static const XLA_FFI_Api table = [] {
+    XLA_FFI_Api api{};
+    api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+    api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
+                       XLA_FFI_API_MINOR};
+    api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
+      return make_error(args->errc, args->message);
+    };
+    api.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* args) {
+      args->message = args->error->message.c_str();
+    };
+    api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { take(args->error); };
+    api.XLA_FFI_Type_Register = register_type;
+    api.XLA_FFI_State_Set = set_state;
+    api.XLA_FFI_State_Get = get_state;
+    api.XLA_FFI_ExecutionContext_Get = [](XLA_FFI_ExecutionContext_Get_Args*) {
+      return make_error(XLA_FFI_Error_Code_NOT_FOUND, "no user data");
+    };
+    api.XLA_FFI_Future_Create = create_future;
+    api.XLA_FFI_Future_SetAvailable = [](XLA_FFI_Future_SetAvailable_Args* args) {
+      settle(*args->future, {});
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_Future_SetError = [](XLA_FFI_Future_SetError_Args* args) {
+      settle(*args->future, take(args->error));
+      return static_cast<XLA_FFI_Error*>(nullptr);
+    };
+    api.XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) -> XLA_FFI_Error* {
+      if (args->ctx->run < 0) return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no run id");
+      args->run_id = args->ctx->run;
+      return nullptr;
+    };
+    api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) -> XLA_FFI_Error* {
+      if (args->ctx->device < 0) return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no device");
+      args->device_ordinal = args->ctx->device;
+      return nullptr;
+    };
+    return api;
+  }();
+  return &table;
+}
+
+// An array for a frame to point to. The caller keeps `data` alive.
+struct Array {
+  XLA_FFI_DataType dtype;
+  std::vector<std::int64_t> dims;
+  void* data;
+};
+
+inline Array token() { return {XLA_FFI_DataType_TOKEN, {}, nullptr}; }
+
+// A call frame and all that it points to.
+class Frame {
+ public:
+  Frame(XLA_FFI_ExecutionStage stage, XLA_FFI_ExecutionContext* ctx, std::vector<Array> operands,
+        std::vector<Array> results, std::map<std::string, std::string> attributes = {})
+      : operands_(std::move(operands)),
+        results_(std::move(results)),
+        attributes_(std::move(attributes)) {
+    describe(operands_);
+    describe(results_);
+    for (XLA_FFI_Buffer& buffer : buffers_) {
+      (pointers_.size() < operands_.size() ? pointers_ : result_pointers_).push_back(&buffer);
+    }
+    arg_types_.assign(operands_.size(), XLA_FFI_ArgType_BUFFER);
+    ret_types_.assign(results_.size(), XLA_FFI_RetType_BUFFER);
+    for (const auto& [name, value] : attributes_) {  // sorted by name, as XLA promises
+      name_pointers_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{name.data(), name.size()}));
+      attr_pointers_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{value.data(), value.size()}));
+    }
+    attr_types_.assign(attributes_.size(), XLA_FFI_AttrType_STRING);
+    frame_.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+    frame_.api = api();
+    frame_.ctx = ctx;
+    frame_.stage = stage;
+    frame_.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, count(pointers_), arg_types_.data(),
+                   pointers_.data()};
+    frame_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, count(result_pointers_), ret_types_.data(),
+                   result_pointers_.data()};
+    frame_.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,
+                    count(attr_pointers_),     attr_types_.data(),
+                    name_pointers_.data(),     attr_pointers_.data()};
+  }
+  Frame(const Frame&) = delete;
+  Frame& operator=(const Frame&) = delete;
+
+  XLA_FFI_CallFrame* get() { return &frame_; }
+
+ private:
+  void describe(std::vector<Array>& arrays) {
+    for (Array& array : arrays) {
+      buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, array.data,
+                          static_cast<std::int64_t>(array.dims.size()), array.dims.data()});
+    }
+  }
+  static std::int64_t count(const std::vector<void*>& pointers) {
+    return static_cast<std::int64_t>(pointers.size());
+  }
+
+  std::vector<Array> operands_, results_;
+  std::map<std::string, std::string> attributes_;
+  std::list<XLA_FFI_Buffer> buffers_;
+  std::list<XLA_FFI_ByteSpan> spans_;
+  std::vector<XLA_FFI_ArgType> arg_types_;
+  std::vector<XLA_FFI_RetType> ret_types_;
+  std::vector<XLA_FFI_AttrType> attr_types_;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers_;
+  std::vector<void*> pointers_, result_pointers_, attr_pointers_;
+  XLA_FFI_CallFrame frame_{};
+};
+
+// The outcome of an execute: at once, or through a future.
+struct Execution {
+  Status at_once;
+  XLA_FFI_Future* future = nullptr;
+
+  // What the program sees in the end. Fails the test when the future is not settled in time.
+  Status wait(std::chrono::seconds limit = std::chrono::seconds(60)) const {
+    if (future == nullptr) return at_once;
+    std::unique_lock lock(future->mutex);
+    if (!future->changed.wait_for(lock, limit, [this] { return future->settled > 0; })) {
+      ADD_FAILURE() << "the future was never settled";
+      return {XLA_FFI_Error_Code_UNKNOWN, "never settled"};
+    }
+    return {future->error.code, future->error.message};
+  }
+
+  // How often the future has been settled so far.
+  int times_settled() const {
+    std::lock_guard lock(future->mutex);
+    return future->settled;
+  }
+};
+
+// One call site of one executable of the target `callgate.gate`.
+class Program {
+ public:
+  explicit Program(std::string name, std::string spec = "", std::string site = "",
+                   std::string batch = "")
+      : attributes_{{"name", std::move(name)},
+                    {"spec", std::move(spec)},
+                    {"site", std::move(site)},
+                    {"batch", std::move(batch)}} {}
+  ~Program() { unload(); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  XLA_FFI_ExecutionContext& context() { return context_; }
+
+  Status load() {
+    Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context_, {}, {}, attributes_);
+    return take(xla_ffi::gate_instantiate(frame.get()));
+  }
+
+  // Destroys the state, as XLA does with the executable.
+  void unload() {
+    if (context_.state == nullptr) return;
+    auto& runtime = Runtime::instance();
+    void (*deleter)(void*) = nullptr;
+    {
+      std::lock_guard lock(runtime.mutex);
+      for (const auto& [name, type] : runtime.types) {
+        if (type.id == context_.state_type.type_id) deleter = type.info.deleter;
+      }
+    }
+    deleter(std::exchange(context_.state, nullptr));
+  }
+
+  Execution execute(std::vector<Array> operands = {}, std::vector<Array> results = {}) {
+    Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context_, std::move(operands), std::move(results),
+                attributes_);
+    Status status = take(xla_ffi::gate_execute(frame.get()));
+    return {std::move(status), frame.get()->future};
+  }
+
+ private:
+  std::map<std::string, std::string> attributes_;
+  XLA_FFI_ExecutionContext context_;
+};
+
+// Asks a handler for its metadata, as XLA does when a target is registered.
+inline Status query_metadata(XLA_FFI_Handler* handler, XLA_FFI_Metadata& metadata) {
+  metadata = {};
+  metadata.struct_size = sizeof(XLA_FFI_Metadata);
+  XLA_FFI_Metadata_Extension extension{};
+  extension.extension_base = {XLA_FFI_Metadata_Extension_STRUCT_SIZE, XLA_FFI_Extension_Metadata,
+                              nullptr};
+  extension.metadata = &metadata;
+  Frame frame(XLA_FFI_ExecutionStage_EXECUTE, nullptr, {}, {});
+  frame.get()->extension_start = &extension.extension_base;
+  return take(handler(frame.get()));
+}
+
+}  // namespace callgate::fake

@@ -1,0 +1,43 @@
+// The two forms of errors.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace callgate {
+namespace {
+
+TEST(Error, SaysWhereWhatWasExpectedAndWhatCame) {
+  Error error(ErrorCode::kInvalidArgument, "argument 'x' of gate 'f'", "float32[3]", "int32[3]");
+  EXPECT_STREQ(error.what(),
+               "callgate: argument 'x' of gate 'f': expected float32[3], got int32[3]");
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+}
+
+TEST(Error, CarriesAPlainMessage) {
+  Error error(ErrorCode::kNotFound, "nothing here");
+  EXPECT_STREQ(error.what(), "callgate: nothing here");
+  EXPECT_EQ(error.code(), ErrorCode::kNotFound);
+}
+
+TEST(Error, IsAStandardException) {
+  EXPECT_THROW(throw Error(ErrorCode::kInternal, "x"), std::runtime_error);
+}
+
+TEST(Outcome, SuccessIsOk) {
+  EXPECT_TRUE(Outcome::success().ok());
+  EXPECT_EQ(sizeof(Outcome), sizeof(void*));
+}
+
+TEST(Outcome, FailureKeepsCodeAndMessageWhenMoved) {
+  Outcome outcome = Outcome::failure(ErrorCode::kAborted, std::string(200, 'm'));
+  Outcome moved = std::move(outcome);
+  ASSERT_FALSE(moved.ok());
+  EXPECT_EQ(moved.error().code, ErrorCode::kAborted);
+  EXPECT_EQ(moved.error().message, std::string(200, 'm'));
+}
+
+}  // namespace
+}  // namespace callgate

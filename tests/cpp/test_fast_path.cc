@@ -1,0 +1,89 @@
+// The fast path allocates nothing. This file replaces the test program's operator new to count.
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "core/registry.h"
+#include "fake_callee.h"
+#include "fake_xla.h"
+
+namespace {
+
+thread_local std::size_t allocations = 0;
+
+void* counted(std::size_t size, std::size_t alignment) {
+  ++allocations;
+  std::size_t rounded = (size + alignment) / alignment * alignment;
+  if (void* memory = std::aligned_alloc(alignment, rounded)) return memory;
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+// The other forms (array, nothrow) come down to these.
+void* operator new(std::size_t size) { return counted(size, alignof(std::max_align_t)); }
+void* operator new(std::size_t size, std::align_val_t alignment) {
+  return counted(size, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace callgate {
+namespace {
+
+template <typename Body>
+std::size_t count_allocations(Body&& body) {
+  std::size_t before = allocations;
+  body();
+  return allocations - before;
+}
+
+// Allocations of one call of a trivial site with so many operands and results.
+std::size_t allocations_of_a_call(std::size_t operands, std::size_t results) {
+  auto callee = std::make_shared<fake::FunctionCallee>(
+      "trivial", [](const Call&) { return Outcome::success(); }, fake::FunctionCallee::Options{});
+  Registry::instance().add(callee);
+  fake::Program program("trivial");
+  EXPECT_TRUE(program.load().ok());
+  float memory[6] = {};
+  fake::Array array{XLA_FFI_DataType_F32, {2, 3}, memory};
+  fake::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &program.context(),
+                    std::vector(operands, array), std::vector(results, array));
+  XLA_FFI_Error* error = nullptr;
+  std::size_t count = count_allocations([&] { error = xla_ffi::gate_execute(frame.get()); });
+  EXPECT_TRUE(fake::take(error).ok());
+  return count;
+}
+
+TEST(FastPath, TheCounterCounts) {
+  std::unique_ptr<int> kept;
+  EXPECT_EQ(count_allocations([&] { kept = std::make_unique<int>(1); }), 1U);
+  EXPECT_EQ(count_allocations([] {}), 0U);
+}
+
+TEST(FastPath, SuccessIsFree) {
+  EXPECT_EQ(count_allocations([] { EXPECT_TRUE(Outcome::success().ok()); }), 0U);
+}
+
+TEST(FastPath, ACallOfUpTo16BuffersASideAllocatesNothing) {
+  EXPECT_EQ(allocations_of_a_call(0, 0), 0U);
+  EXPECT_EQ(allocations_of_a_call(2, 1), 0U);
+  EXPECT_EQ(allocations_of_a_call(16, 16), 0U);
+}
+
+TEST(FastPath, ASideOfMoreBuffersAllocatesOnce) {
+  EXPECT_EQ(allocations_of_a_call(17, 1), 1U);
+  EXPECT_EQ(allocations_of_a_call(1, 40), 1U);
+  EXPECT_EQ(allocations_of_a_call(100, 100), 2U);
+}
+
+}  // namespace
+}  // namespace callgate

@@ -1,0 +1,352 @@
+"""`callgate.compat.buffer_callback` does what JAX's does, errors included.
+
+Every program takes the module as an argument and runs on JAX's first: that is the oracle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental import buffer_callback as jaxs
+
+from callgate.compat import buffer_callback as ours
+
+Program = Callable[[Any], Any]
+F32 = np.float32
+
+
+def assert_same(program: Program) -> Any:
+  expected = jax.block_until_ready(program(jaxs))
+  actual = jax.block_until_ready(program(ours))
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    assert np.asarray(got).dtype == np.asarray(want).dtype
+    np.testing.assert_array_equal(got, want)
+  return actual
+
+
+def failure(program: Program, module: Any) -> BaseException:
+  with pytest.raises(Exception) as info:  # noqa: PT012
+    jax.block_until_ready(program(module))
+    jax.effects_barrier()
+  with contextlib.suppress(Exception):
+    jax.effects_barrier()
+  return info.value
+
+
+def like(x: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def copy(_context: Any, out: Any, x: Any) -> None:
+  np.copyto(np.asarray(out), np.asarray(x))
+
+
+def test_the_program_holds_a_name_and_no_callback_of_jaxs() -> None:
+  text = jax.jit(ours.buffer_callback(copy, like(1.0))).lower(1.0).as_text()
+  assert "callgate.gate" in text
+  assert "xla_buffer_python_cpu_callback" not in text
+
+
+@pytest.mark.parametrize(
+  "dtype",
+  [
+    *(bool, np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32),
+    *(np.float16, np.float32, np.complex64),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+  ],
+  ids=lambda dtype: np.dtype(dtype).name,
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4)], ids=str)
+def test_every_dtype_and_shape_is_read_and_written_in_place(dtype: Any, shape: Any) -> None:
+  x = np.ones(shape).astype(dtype)
+
+  def program(module: Any) -> Any:
+    seen: list[Any] = []
+
+    def callback(context: Any, out: Any, x: Any) -> None:
+      for buffer in (out, x):
+        assert isinstance(buffer, module.Buffer)
+        seen.append((buffer.shape, buffer.dtype, buffer.ndim, buffer.writeable))
+      assert isinstance(context, module.ExecutionContext)
+      assert context.stage == module.ExecutionStage.EXECUTE
+      copy(context, out, x)
+
+    out = module.buffer_callback(callback, like(x))(x)
+    return out.block_until_ready(), [str(s) for s in seen]
+
+  expected, actual = program(jaxs), program(ours)
+  assert actual[1] == expected[1]
+  np.testing.assert_array_equal(actual[0], expected[0])
+
+
+def test_stages_are_jaxs_by_name() -> None:
+  assert [s.name for s in ours.ExecutionStage] == [s.name for s in jaxs.ExecutionStage]
+
+
+def test_the_stream_is_the_same_error_on_the_cpu() -> None:
+  def program(module: Any) -> Any:
+    texts: list[str] = []
+
+    def callback(context: Any, out: Any, x: Any) -> None:
+      with pytest.raises(jax.errors.JaxRuntimeError) as info:
+        _ = context.stream
+      texts.append(str(info.value))
+      copy(context, out, x)
+
+    module.buffer_callback(callback, like(1.0))(1.0).block_until_ready()
+    return texts
+
+  assert program(ours) == program(jaxs)
+
+
+def test_inputs_are_seen_without_a_copy_and_dlpack_sees_them_too() -> None:
+  def program(module: Any) -> Any:
+    def callback(_context: Any, out: Any, x: Any) -> None:
+      assert x.__dlpack_device__() == (1, 0)
+      assert np.from_dlpack(x).ctypes.data == np.asarray(x).ctypes.data
+      np.multiply(np.from_dlpack(x), 2, out=np.asarray(out))
+
+    return module.buffer_callback(callback, like(np.zeros(5, F32)))(jnp.arange(5.0))
+
+  assert_same(program)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_pytrees_and_keywords_keep_their_structure(jit: bool) -> None:
+  x = {"a": jnp.arange(3.0), "b": (jnp.ones((2, 2)),)}
+
+  def program(module: Any) -> Any:
+    def callback(_context: Any, out: Any, tree: Any, *, scale: Any) -> None:
+      np.multiply(np.asarray(tree["a"]), np.asarray(scale), out=np.asarray(out["double"]))
+      np.copyto(np.asarray(out["rest"][0]), np.asarray(tree["b"][0]))
+
+    results = {"double": like(x["a"]), "rest": [like(x["b"][0])]}
+    call = module.buffer_callback(callback, results)
+    return (jax.jit(call) if jit else call)(x, scale=np.float32(2))
+
+  assert_same(program)
+
+
+def test_a_callback_without_results_runs_for_its_side_effect() -> None:
+  calls: list[int] = []
+  call = ours.buffer_callback(
+    lambda _context, out, x: calls.append(len(out) + int(np.asarray(x))), (), has_side_effect=True
+  )
+  assert jax.jit(call)(5) == ()
+  jax.effects_barrier()
+  assert calls == [5]
+
+
+@pytest.mark.parametrize("has_side_effect", [False, True])
+def test_an_unused_call_runs_only_with_a_side_effect(has_side_effect: bool) -> None:
+  def program(module: Any) -> Any:
+    calls: list[int] = []
+
+    def callback(context: Any, out: Any, x: Any) -> None:
+      calls.append(1)
+      copy(context, out, x)
+
+    call = module.buffer_callback(callback, like(1.0), has_side_effect=has_side_effect)
+
+    @jax.jit
+    def f(x: Any) -> Any:
+      call(x)
+      return x
+
+    f(1.0).block_until_ready()
+    jax.effects_barrier()
+    return calls
+
+  assert program(ours) == program(jaxs) == [1] * has_side_effect
+
+
+# -- aliases ---------------------------------------------------------------------------------------
+
+
+def test_aliased_buffers_are_one() -> None:
+  def program(module: Any) -> Any:
+    def callback(_context: Any, out: Any, x: Any, y: Any) -> None:
+      assert np.asarray(out[1]).ctypes.data == np.asarray(x).ctypes.data
+      np.asarray(out[1])[...] += 1
+      copy(None, out[0], y)
+
+    x, y = jnp.arange(4.0), jnp.ones(3)
+    call = module.buffer_callback(callback, [like(y), like(x)], input_output_aliases={0: 1})
+    return jax.jit(call)(x, y), x
+
+  assert_same(program)
+
+
+@pytest.mark.parametrize(
+  "aliases", [{1: 0}, {0: 1}, {0: 0}], ids=["input range", "output range", "mismatch"]
+)
+def test_impossible_aliases_are_the_same_error(aliases: dict[int, int]) -> None:
+  def program(module: Any) -> Any:
+    result = jax.ShapeDtypeStruct((3,), np.int32)
+    return module.buffer_callback(copy, result, input_output_aliases=aliases)(jnp.ones(2))
+
+  expected, actual = failure(program, jaxs), failure(program, ours)
+  assert (type(actual), str(actual)) == (type(expected), str(expected))
+
+
+# -- transformations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "method",
+  ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all", "legacy_vectorized"],
+)
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, 0), (0, None)], ids=str)
+def test_vmap_shows_the_same_shapes(method: str, in_axes: tuple[Any, ...]) -> None:
+  x = jnp.arange(9.0).reshape(3, 3)
+  y = jnp.arange(9.0, 18.0).reshape(3, 3) if in_axes[1] is not None else jnp.arange(3.0)
+
+  def program(module: Any) -> Any:
+    shapes: list[Any] = []
+
+    def callback(_context: Any, out: Any, x: Any, y: Any) -> None:
+      shapes.append((out.shape, x.shape, y.shape))
+      np.add(np.asarray(x), np.asarray(y), out=np.asarray(out))
+
+    call = module.buffer_callback(callback, like(np.zeros(3, F32)), vmap_method=method)
+    return jax.jit(jax.vmap(call, in_axes=in_axes))(x, y).block_until_ready(), shapes
+
+  assert_same(program)
+
+
+@pytest.mark.parametrize(
+  "program",
+  [
+    lambda module: jax.vmap(module.buffer_callback(copy, like(1.0)))(jnp.ones(3)),
+    lambda module: jax.grad(module.buffer_callback(copy, like(1.0)))(1.0),
+    lambda module: jax.jvp(module.buffer_callback(copy, like(1.0)), (1.0,), (1.0,)),
+    lambda module: jax.linear_transpose(module.buffer_callback(copy, like(1.0)), 1.0)(1.0),
+  ],
+  ids=["vmap", "grad", "jvp", "transpose"],
+)
+def test_what_is_not_supported_is_the_same_error(program: Program) -> None:
+  expected, actual = failure(program, jaxs), failure(program, ours)
+  assert (type(actual), str(actual)) == (type(expected), str(expected))
+
+
+def test_control_flow_and_custom_derivatives_work_around_a_call() -> None:
+  def program(module: Any) -> Any:
+    def call(x: Any) -> Any:
+      return module.buffer_callback(
+        lambda _context, out, x: np.sin(np.asarray(x), out=np.asarray(out)) and None,
+        like(x),
+        has_side_effect=True,
+      )(x)
+
+    def sine(_context: Any, out: Any, x: Any) -> None:
+      np.sin(np.asarray(x), out=np.asarray(out))
+
+    @jax.custom_jvp
+    def sin(x: Any) -> Any:
+      return module.buffer_callback(sine, like(x), vmap_method="expand_dims")(x)
+
+    @sin.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+      return sin(*primals), tangents[0] * jnp.cos(primals[0])
+
+    @jax.jit
+    def f(x: Any) -> Any:
+      y, _ = jax.lax.scan(lambda c, _: (sin(c), None), x, None, length=3)
+      y = jax.lax.cond(y > 0, sin, lambda c: c, y)
+      return jax.lax.while_loop(lambda c: c > 0.5, sin, y)
+
+    return jax.vmap(jax.grad(sin))(jnp.arange(3.0)), f(1.0)
+
+  assert_same(program)
+
+
+# -- failures and lifetimes ------------------------------------------------------------------------
+
+
+def returns_a_value(_context: Any, _out: Any, _x: Any) -> Any:
+  return 1
+
+
+def raises(_context: Any, _out: Any, _x: Any) -> None:
+  raise KeyError("the reason")
+
+
+@pytest.mark.parametrize("has_side_effect", [False, True])
+@pytest.mark.parametrize(
+  ("callback", "text"),
+  [
+    (returns_a_value, "ValueError: buffer_callback callback must not return any values."),
+    (raises, "KeyError: 'the reason'"),
+    (lambda: None, "takes 0 positional arguments but 3 were given"),
+  ],
+  ids=["returns", "raises", "arguments"],
+)
+def test_failures_have_jaxs_type_and_text(callback: Any, text: str, has_side_effect: bool) -> None:
+  def program(module: Any) -> Any:
+    return module.buffer_callback(callback, like(1.0), has_side_effect=has_side_effect)(1.0)
+
+  expected, actual = failure(program, jaxs), failure(program, ours)
+  assert type(actual) is type(expected)
+  assert text in str(expected)
+  assert text in str(actual)
+  assert "Traceback (most recent call last)" in str(actual)
+
+
+def test_inputs_can_not_be_written_and_results_can() -> None:
+  flags: list[bool] = []
+
+  def callback(context: Any, out: Any, x: Any) -> None:
+    array = np.asarray(x)
+    with pytest.raises(ValueError, match="read-only"):
+      array[...] = 0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+      array.setflags(write=True)
+    flags.append(np.asarray(out).flags.writeable)
+    copy(context, out, x)
+
+  call = ours.buffer_callback(callback, like(np.zeros(4, F32)))
+  np.testing.assert_array_equal(call(jnp.arange(4.0)), np.arange(4.0))
+  assert flags == [True]
+
+
+def test_the_callback_lives_as_long_as_its_programs() -> None:
+  class Callback:
+    def __call__(self, context: Any, out: Any, x: Any) -> None:
+      copy(context, out, x)
+
+  callback = Callback()
+  alive = weakref.ref(callback)
+  f = jax.jit(ours.buffer_callback(callback, like(1.0)))
+  assert f(2.0) == 2
+  del callback
+  gc.collect()
+  assert f(3.0) == 3
+  del f
+  jax.clear_caches()
+  gc.collect()
+  assert alive() is None
+
+
+def test_equal_calls_share_one_compiled_program() -> None:
+  call = ours.buffer_callback(copy, like(1.0))
+  f = jax.jit(lambda x: call(call(x)))
+  assert f(1.0) == 1
+  assert f.lower(1.0).as_text().count("stablehlo.custom_call @callgate.gate") == 2
+
+
+def test_the_platforms_without_a_lowering_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+  from callgate import _compat
+
+  monkeypatch.setattr(_compat, "buffer_callback_lowering", lambda: None)
+  with pytest.raises(ValueError, match="`buffer_callback` not supported on tpu backend"):
+    jax.jit(ours.buffer_callback(copy, like(1.0))).trace(1.0).lower(lowering_platforms=("tpu",))

@@ -1,0 +1,354 @@
+"""What a gate raises reaches the caller as it was raised; the runtime goes on afterwards."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import inspect
+import threading
+import time
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import callgate as cg
+
+SCALAR = jax.ShapeDtypeStruct((), np.float32)
+X = np.float32(1)
+
+
+class Failure(Exception):
+  """An exception type of the user's, with state of its own."""
+
+  def __init__(self, message: str, code: int = 0) -> None:
+    super().__init__(message)
+    self.code = code
+
+
+def raiser(error: BaseException, **options: Any) -> cg.Gate:
+  def fail(x: Any) -> Any:
+    raise error
+
+  return cg.gate(fail, **{"out": SCALAR, "effect": "io", **options})
+
+
+def wait(program: Any, *args: Any) -> Any:
+  return jax.block_until_ready(program(*args))
+
+
+# -- the exception itself ---
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+@pytest.mark.parametrize("thread", ["xla", "own"])
+@pytest.mark.parametrize(
+  "error", [ValueError("bad"), Failure("worse", code=7), KeyboardInterrupt(), SystemExit(3)]
+)
+def test_errors_raises_the_very_object(error: BaseException, thread: str, effect: str) -> None:
+  program = jax.jit(raiser(error, thread=thread, effect=effect))
+  with pytest.raises(type(error)) as caught, cg.errors():
+    wait(program, X)
+  assert caught.value is error
+  assert cg.last_error() is error
+
+
+def test_the_traceback_ends_in_the_gates_function_and_the_note_says_where_it_was_called() -> None:
+  @cg.gate(out=SCALAR, name="deep", effect="io")
+  def deep(x: Any) -> Any:
+    return innermost(x)
+
+  def innermost(x: Any) -> Any:
+    raise ValueError("down here")
+
+  @jax.jit
+  def program(x: Any) -> Any:
+    return deep(x) + 1
+
+  with pytest.raises(ValueError, match="down here") as caught, cg.errors():
+    wait(program, X)
+  names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+  assert names[-2:] == ["deep", "innermost"]
+  line = inspect.getsourcelines(program.__wrapped__)[1] + 2
+  (note,) = caught.value.__notes__
+  assert "gate 'deep'" in note
+  assert f'File "{__file__}", line {line}, in ' in note
+  assert note.endswith("program")
+
+
+def test_a_gate_that_raises_twice_the_same_object_notes_the_place_once() -> None:
+  error = ValueError("again")
+  program = jax.jit(raiser(error))
+  for _ in range(2):
+    with pytest.raises(ValueError), cg.errors():
+      wait(program, X)
+  assert len(error.__notes__) == 1
+
+
+def test_without_errors_jaxs_own_error_has_the_full_python_traceback() -> None:
+  def cause() -> None:
+    raise KeyError("the cause")
+
+  @cg.gate(out=SCALAR, name="chained", effect="io")
+  def chained(x: Any) -> Any:
+    try:
+      cause()
+    except KeyError as error:
+      raise Failure("the effect") from error
+
+  with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+    wait(jax.jit(chained), X)
+  text = str(caught.value)
+  for part in (
+    "gate 'chained'",
+    "KeyError: 'the cause'",
+    "direct cause",
+    "Failure: the effect",
+    "in chained",
+    "in cause",
+    __file__,
+  ):
+    assert part in text
+  error = cg.last_error()
+  assert isinstance(error, Failure)
+  assert isinstance(error.__cause__, KeyError)
+
+
+def test_the_chain_that_the_user_built_is_kept() -> None:
+  inner, outer = KeyError("inner"), Failure("outer")
+
+  @cg.gate(out=SCALAR, effect="io")
+  def chained(x: Any) -> Any:
+    try:
+      raise inner
+    except KeyError:
+      raise outer  # noqa: B904 - implicit on purpose
+
+  with pytest.raises(Failure) as caught, cg.errors():
+    wait(jax.jit(chained), X)
+  assert caught.value.__context__ is inner
+  assert caught.value.__cause__ is None
+
+
+def test_an_exception_group_passes() -> None:
+  group = ExceptionGroup("many", [ValueError("a"), KeyError("b")])
+  with pytest.raises(ExceptionGroup) as caught, cg.errors():
+    wait(jax.jit(raiser(group)), X)
+  assert caught.value is group
+
+
+def test_an_exception_that_cannot_be_shown_does_no_harm() -> None:
+  class Unprintable(Exception):
+    def __str__(self) -> str:
+      raise RuntimeError("no text")
+
+  with pytest.raises(Unprintable), cg.errors():
+    wait(jax.jit(raiser(Unprintable())), X)
+
+
+# -- where it may be raised ---
+def test_a_nested_gates_error_passes_through_the_outer_one() -> None:
+  error = Failure("inner")
+  inner = jax.jit(raiser(error))
+
+  @cg.gate(out=SCALAR, thread="own", effect="io")
+  def outer(x: Any) -> Any:
+    with cg.errors():
+      return np.asarray(wait(inner, x))
+
+  with pytest.raises(Failure) as caught, cg.errors():
+    wait(jax.jit(outer), X)
+  assert caught.value is error
+  assert len(error.__notes__) == 2
+
+
+def fails_at_3(x: Any) -> Any:
+  if x == 3:
+    raise Failure("three", code=int(x))
+  return x
+
+
+@pytest.mark.parametrize(
+  "program",
+  [
+    lambda gate: lambda xs: jax.lax.scan(lambda c, x: (c, gate(x)), 0, xs)[1],
+    lambda gate: jax.vmap(gate),
+    lambda gate: lambda xs: jax.lax.map(gate, xs),
+    lambda gate: lambda xs: jax.lax.fori_loop(0, 8, lambda i, c: c + gate(xs[i]), 0.0),
+    lambda gate: lambda xs: jax.lax.cond(xs[3] == 3, gate, lambda x: x, xs[3]),
+    lambda gate: jax.checkpoint(lambda xs: gate(xs[3])),
+  ],
+  ids=["scan", "vmap", "map", "fori_loop", "cond", "checkpoint"],
+)
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_an_error_surfaces_from_control_flow(program: Any, thread: str) -> None:
+  gate = cg.gate(fails_at_3, out=lambda x: x, effect="io", thread=thread)
+  with pytest.raises(Failure) as caught, cg.errors():
+    wait(jax.jit(program(gate)), jnp.arange(8.0))
+  assert caught.value.code == 3
+
+
+def test_lanes_before_the_failing_one_have_run_and_later_ones_have_not() -> None:
+  seen: list[float] = []
+
+  @cg.gate(out=lambda x: x, effect="io")
+  def record(x: Any) -> Any:
+    seen.append(float(x))
+    return fails_at_3(x)
+
+  with pytest.raises(Failure), cg.errors():
+    wait(jax.jit(jax.vmap(record)), jnp.arange(8.0))
+  assert seen == [0, 1, 2, 3]
+
+
+def test_an_eager_gate_raises_too() -> None:
+  with pytest.raises(Failure), cg.errors():
+    wait(raiser(Failure("eager")), X)
+
+
+# -- afterwards ---
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_the_program_runs_again_after_a_failure(thread: str) -> None:
+  gate = cg.gate(fails_at_3, out=lambda x: x, effect="io", thread=thread)
+  program = jax.jit(lambda x: gate(x) + 1)
+  for _ in range(3):
+    with pytest.raises(Failure), cg.errors():
+      wait(program, np.float32(3))
+    with cg.errors():
+      assert wait(program, np.float32(4)) == 5
+
+
+def test_an_old_failure_is_not_raised_again() -> None:
+  program = jax.jit(raiser(Failure("old")))
+  try:
+    failed = program(X)
+    failed.block_until_ready()
+  except jax.errors.JaxRuntimeError:
+    pass
+  with cg.errors():
+    assert jax.jit(lambda x: x + 1)(X) == 2
+
+
+def test_a_failure_of_jaxs_own_passes_as_it_is() -> None:
+  def fail(x: Any) -> Any:
+    raise ValueError("not a gate")
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="not a gate"), cg.errors():
+    wait(jax.jit(lambda x: jax.pure_callback(fail, SCALAR, x)), X)
+
+
+def test_an_exception_of_the_block_itself_wins() -> None:
+  with pytest.raises(KeyError, match="mine"), cg.errors():  # noqa: PT012
+    jax.jit(raiser(Failure("the gate's")))
+    raise KeyError("mine")
+
+
+# -- programs that nobody waits for ---
+def slow_raiser(error: BaseException) -> Any:
+  def fail(x: Any) -> Any:
+    time.sleep(0.1)
+    raise error
+
+  gate = cg.gate(fail, out=lambda x: x, effect="io", thread="own")
+  return jax.jit(lambda x: gate(x) + 1)
+
+
+def test_the_end_of_the_block_raises_what_nobody_looked_at() -> None:
+  error = Failure("unseen")
+  with pytest.raises(Failure) as caught, cg.errors():
+    slow_raiser(error)(jnp.zeros((64, 64)))
+  assert caught.value is error
+
+
+def test_barrier_waits_and_raises() -> None:
+  error = Failure("at the barrier")
+  result = slow_raiser(error)(jnp.zeros((64, 64)))
+  with pytest.raises(Failure) as caught:
+    cg.barrier()
+  assert caught.value is error
+  del result
+  cg.barrier()
+
+
+def test_barrier_gives_up_after_its_timeout() -> None:
+  go_on = threading.Event()
+  gate = cg.gate(lambda x: (go_on.wait(30), x)[1], out=lambda x: x, effect="io", thread="own")
+  result = jax.jit(lambda x: gate(x) + 1)(jnp.zeros((64, 64)))
+  with pytest.raises(TimeoutError, match=r"0\.05 s"):
+    cg.barrier(timeout=0.05)
+  go_on.set()
+  cg.barrier(timeout=30)
+  assert result.is_ready()
+
+
+# -- many at once ---
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_threads_that_fail_at_once_get_their_own_errors_and_the_others_none(thread: str) -> None:
+  together = threading.Barrier(8)
+
+  def body(x: Any) -> Any:
+    if int(x) % 2:
+      raise Failure("odd", code=int(x))
+    return x
+
+  program = jax.jit(cg.gate(body, out=lambda x: x, effect="io", thread=thread))
+  wait(program, np.float32(0))
+
+  def call(number: int) -> int | None:
+    together.wait()
+    try:
+      with cg.errors():
+        wait(program, np.float32(number))
+    except Failure as error:
+      return error.code
+    return None
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    for _ in range(10):
+      assert list(pool.map(call, range(8))) == [n if n % 2 else None for n in range(8)]
+
+
+def test_last_error_of_a_thread_is_not_that_of_another() -> None:
+  mine, other = Failure("mine"), Failure("other")
+
+  def failing(error: Failure) -> None:
+    with cg.errors():
+      wait(jax.jit(raiser(error)), X)
+
+  program = jax.jit(raiser(mine))
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    wait(program, X)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    caught = pool.submit(lambda: pytest.raises(Failure, failing, other))  # noqa: RUF061
+    assert caught.result().value is other
+    assert pool.submit(cg.last_error).result() is other
+  assert cg.last_error() in (mine, other)  # "other" if XLA ran it on a thread of its own
+
+
+def test_last_error_knows_threads_of_xla_that_asked_python_who_they_are() -> None:
+  error = Failure("from a named thread")
+
+  @cg.gate(out=SCALAR, thread="own", effect="io")
+  def fail(x: Any) -> Any:
+    threading.current_thread()  # as logging does: makes an entry in threading.enumerate()
+    raise error
+
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    wait(jax.jit(fail), X)
+  assert cg.last_error() is error
+
+
+def test_the_store_of_errors_is_bounded() -> None:
+  class Counted(Exception):
+    pass
+
+  def fail(x: Any) -> Any:
+    raise Counted
+
+  program = jax.jit(cg.gate(fail, out=lambda x: x, effect="io"))
+  for _ in range(300):
+    with pytest.raises(jax.errors.JaxRuntimeError):
+      wait(program, np.float32(3))
+  gc.collect()
+  assert sum(type(o) is Counted for o in gc.get_objects()) <= 260

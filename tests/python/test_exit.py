@@ -1,0 +1,205 @@
+"""The end of the process: whatever runs in gates, it ends with an exit code and never a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from subprocesses import run_python
+
+PRELUDE = """
+import os, sys, threading, time
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+
+started = threading.Event()
+
+def sleep(x):
+  started.set()
+  time.sleep({seconds})
+  return x
+
+def spin(x):
+  started.set()
+  end = time.monotonic() + {seconds}
+  while time.monotonic() < end:
+    pass
+  return x
+
+def run(function, thread, **options):
+  gate = cg.gate(function, out=lambda x: x, effect="io", thread=thread, **options)
+  return jax.jit(lambda x: gate(x) + 1)
+"""
+WAYS = {
+  "dispatched": "y = program(jnp.zeros((300, 300)))",
+  "from a daemon thread": (
+    "threading.Thread(target=lambda: jax.block_until_ready(program(np.float32(0))), daemon=True)"
+    ".start()"
+  ),
+}
+
+
+def finish(
+  body: str, *, seconds: float = 0.5, **environment: str
+) -> subprocess.CompletedProcess[str]:
+  source = PRELUDE.format(seconds=seconds) + textwrap.dedent(body)
+  return run_python(source, timeout=60, **environment)
+
+
+@pytest.mark.parametrize(
+  ("way", "what", "thread"),
+  [
+    ("dispatched", "sleep", "xla"),
+    ("dispatched", "spin", "own"),
+    ("from a daemon thread", "sleep", "own"),
+    ("from a daemon thread", "spin", "xla"),
+  ],
+)
+def test_the_process_ends_normally_while_a_gate_runs(way: str, what: str, thread: str) -> None:
+  done = finish(f"program = run({what}, {thread!r})\n{WAYS[way]}\nstarted.wait(20)\n")
+  assert done.returncode == 0, done.stderr
+  assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("what", "thread"), [("spin", "xla"), ("spin", "own"), ("sleep", "own")])
+def test_a_gate_that_does_not_end_is_abandoned_after_a_while(what: str, thread: str) -> None:
+  done = finish(
+    f"program = run({what}, {thread!r})\n{WAYS['from a daemon thread']}\nstarted.wait(20)\n",
+    seconds=30,
+    CALLGATE_EXIT_SECONDS="0.3",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "1 call(s) still ran" in done.stderr
+
+
+@pytest.mark.parametrize(
+  ("thread", "end", "code", "text"),
+  [
+    ("xla", "sys.exit(7)", 7, ""),
+    ("own", "raise KeyError('of main')", 1, "KeyError: 'of main'"),
+  ],
+)
+def test_the_programs_own_exit_code_is_kept(thread: str, end: str, code: int, text: str) -> None:
+  done = finish(
+    f"program = run(sleep, {thread!r})\n{WAYS['dispatched']}\nstarted.wait(20)\n{end}\n"
+  )
+  assert done.returncode == code, done.stderr
+  assert text in done.stderr
+
+
+def test_a_gate_that_fails_during_the_exit_does_no_harm() -> None:
+  done = finish(
+    """
+    def fail(x):
+      sleep(x)
+      raise ValueError("late")
+    program = run(fail, "own")
+    y = program(jnp.zeros((300, 300)))
+    started.wait(20)
+    """
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> None:
+  done = finish(
+    """
+    import atexit
+    from callgate import _runtime
+    program = run(lambda x: x, "xla")
+    jax.block_until_ready(program(np.float32(0)))
+    atexit.unregister(_runtime._close)
+
+    @atexit.register
+    def late():
+      try:
+        jax.block_until_ready(program(np.float32(0)))
+      except jax.errors.JaxRuntimeError as error:
+        print("refused:", "process is ending" in str(error))
+
+    atexit.register(_runtime._close)
+    """
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip() == "refused: True"
+
+
+# sys.exit in a fork's child crashes with JAX alone: it must end, and without a wait of ours.
+@pytest.mark.parametrize(
+  ("child_ends", "codes"), [("os._exit(3)", {3}), ("sys.exit(3)", {3, -11, -6})]
+)
+def test_a_forks_child_ends(child_ends: str, codes: set[int]) -> None:
+  done = finish(
+    f"""
+    import warnings
+    warnings.simplefilter("ignore")  # JAX and Python warn about forks of processes with threads
+    program = run(sleep, "own", timeout=20)
+    jax.block_until_ready(program(np.float32(0)))  # a worker and the watchdog live
+    child = os.fork()
+    if child == 0:
+      {child_ends}
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+      pid, status = os.waitpid(child, os.WNOHANG)
+      if pid:
+        print(os.waitstatus_to_exitcode(status))
+        break
+      time.sleep(0.05)
+    else:
+      os.kill(child, 9)
+      print("the child hangs")
+    """,
+    seconds=0.01,
+  )
+  assert done.returncode == 0, done.stderr
+  assert "abandoned" not in done.stderr
+  assert int(done.stdout) in codes, done.stderr
+
+
+@pytest.mark.parametrize(("what", "thread"), [("spin", "xla"), ("spin", "own"), ("sleep", "own")])
+def test_ctrl_c_during_a_gate_ends_in_keyboard_interrupt(what: str, thread: str) -> None:
+  source = PRELUDE.format(seconds=1) + textwrap.dedent(
+    f"""
+    program = run({what}, {thread!r})
+    threading.Thread(target=lambda: (started.wait(), print("go", flush=True)), daemon=True).start()
+    jax.block_until_ready(program(jnp.zeros((300, 300))))
+    while True:
+      time.sleep(1)  # where the signal is seen if it came while only other threads ran Python
+    """
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", source],
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+  finally:
+    process.kill()
+  # 1 where JAX wraps the gate's KeyboardInterrupt; Python ends itself by SIGINT for its own.
+  assert process.returncode in (1, 130, -signal.SIGINT), errors
+  assert "KeyboardInterrupt" in errors
+
+
+def test_exit_with_a_gate_in_reference_cycles_and_programs_alive() -> None:
+  done = finish(
+    """
+    class Holder: pass
+    holder = Holder()
+    holder.me = holder
+    holder.program = run(lambda x: (holder, x)[1], "xla")
+    jax.block_until_ready(holder.program(np.float32(0)))
+    """
+  )
+  assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,92 @@
+"""The layer check of tests/check_layers.py, on this tree and on trees with planted violations."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = ROOT / "tests" / "check_layers.py"
+
+
+def run_check(root: Path) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, str(CHECK), str(root)], capture_output=True, text=True, check=False
+  )
+
+
+def plant(root: Path, name: str, text: str) -> None:
+  path = root / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text)
+
+
+def test_this_tree_has_no_violation():
+  result = run_check(ROOT)
+  assert result.returncode == 0, result.stdout + result.stderr
+
+
+ALLOWED = {
+  "src/core/a.cc": '#include "core/a.h"\n#include "a.h"\n#include <vector>\n',
+  "src/channel/ring.cc": '#include "core/a.h"\n#include "channel/ring.h"\n',
+  "src/cuda/driver.cc": '#include "core/a.h"\n#include <dlfcn.h>\n',
+  "src/xla/tap.cc": '#include "channel/ring.h"\n#include "xla/ffi/api/ffi.h"\n',
+  "src/bindings/m.cc": "#include <Python.h>\n#include <nanobind/nanobind.h>\n",
+  "src/bindings/n.cc": '#include <numpy/arrayobject.h>\n#include "xla/tap.h"\n',
+  "include/callgate/kernel.h": '#include "callgate/types.h"\n#include <span>\n',
+  "tests/cpp/test_tap.cc": '#include "xla/tap.h"\n#include <gtest/gtest.h>\n',
+  "python/callgate/_compat.py": "import jax._src.core\nfrom jaxlib import _jax\n",
+  "python/callgate/log.py": 'import logging\n\nlog = logging.getLogger("jax._src.callback")\n',
+  "python/callgate/gate.py": '"""Says jax._src in words."""\nimport jax  # not jax._src\n',
+}
+
+
+def test_what_the_design_allows_passes(tmp_path):
+  for name, text in ALLOWED.items():
+    plant(tmp_path, name, text)
+  result = run_check(tmp_path)
+  assert result.returncode == 0, result.stdout
+
+
+VIOLATIONS = [
+  ("src/core/a.cc", '#include "channel/ring.h"'),
+  ("src/core/a.cc", '#include "xla/gate.h"'),
+  ("src/core/a.cc", "#  include <xla/ffi/api/ffi.h>"),
+  ("src/core/a.h", "#include <Python.h>"),
+  ("src/core/a.cc", '#include "../bindings/gil.h"'),
+  ("src/channel/ring.cc", '#include "cuda/driver.h"'),
+  ("src/channel/sinks/jsonl.cc", '#include "xla/tap.h"'),
+  ("src/cuda/driver.cc", '#include "channel/ring.h"'),
+  ("src/cuda/driver.cc", '#include "xla/ffi/api/c_api.h"'),
+  ("src/xla/gate.cc", '#include "bindings/gil.h"'),
+  ("src/xla/gate.h", "#include <nanobind/nanobind.h>"),
+  ("src/xla/gate.cc", "#include <numpy/arrayobject.h>"),
+  ("src/strange/a.cc", "int x;"),
+  ("include/callgate/kernel.h", '#include "core/dtype.h"'),
+  ("include/callgate/kernel.h", '#include "xla/ffi/api/ffi.h"'),
+  ("tests/cpp/test_gate.cc", '#include "bindings/gil.h"'),
+  ("tests/cpp/test_gate.cc", "#include <Python.h>"),
+  ("python/callgate/gate.py", "import jax._src.core"),
+  ("python/callgate/gate.py", "from jax._src import core"),
+  ("python/callgate/gate.py", "from jax import _src"),
+  ("python/callgate/gate.py", "import jax; core = jax._src.core"),
+  ("python/callgate/sinks/plot.py", "from jaxlib import _jax"),
+  ("python/callgate/gate.py", "def f():\n  from jaxlib._jax import Client"),
+  ("python/callgate/gate.py", 'import importlib; m = importlib.import_module("jax._src.core")'),
+  ("python/callgate/gate.py", 'import sys; core = sys.modules["jax._src.core"]'),
+  ("python/callgate/gate.py", 'import sys; core = sys.modules.get("jax._src.core")'),
+  ("python/callgate/compat/_compat.py", "import jax._src"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), VIOLATIONS)
+def test_a_planted_violation_is_found_with_its_file_and_line(tmp_path, name, text):
+  for allowed, content in ALLOWED.items():
+    plant(tmp_path, allowed, content)
+  plant(tmp_path, name, "\n" * 2 + text + "\n")
+  result = run_check(tmp_path)
+  line = 1 if "strange" in name else 2 + len(text.splitlines())
+  assert result.returncode == 1
+  assert result.stdout.startswith(f"{name}:{line}: ")
+  assert len(result.stdout.splitlines()) == 1

@@ -1,0 +1,191 @@
+"""How long callables, names and memory live: as long as a program can call them, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from subprocesses import output_of
+
+import callgate as cg
+from callgate import _callgate
+
+X = np.float32(1)
+
+
+class Callable:
+  """A callable that a weak reference can watch."""
+
+  def __call__(self, x: Any) -> Any:
+    return x + x
+
+
+def collect() -> None:
+  gc.collect()
+  _callgate.drain()
+  gc.collect()
+
+
+def test_a_gate_that_was_never_compiled_dies_with_its_last_reference() -> None:
+  function = Callable()
+  watch = weakref.ref(function)
+  gate = cg.gate(function, out=lambda x: x)
+  del function
+  assert watch() is not None
+  del gate
+  collect()
+  assert watch() is None
+
+
+@pytest.mark.parametrize("thread", ["xla", "own"])
+@pytest.mark.parametrize("out", ["leaf", "tree"])
+def test_a_program_keeps_its_gate_and_frees_it(thread: str, out: str) -> None:
+  function = (lambda f: f if out == "leaf" else lambda x: {"y": f(x)})(Callable())
+  watch = weakref.ref(function)
+  gate = cg.gate(
+    function, out=(lambda x: x) if out == "leaf" else (lambda x: {"y": x}), thread=thread
+  )
+  compiled = jax.jit(lambda x: gate(x)).lower(X).compile()  # noqa: F821
+  del function, gate
+  jax.clear_caches()
+  collect()
+  assert watch() is not None
+  assert jax.tree.leaves(jax.block_until_ready(compiled(X))) == [2]
+  del compiled
+  jax.clear_caches()
+  collect()
+  assert watch() is None
+
+
+def test_clearing_jaxs_caches_frees_what_only_they_held() -> None:
+  function = Callable()
+  watch = weakref.ref(function)
+  jax.block_until_ready(jax.jit(cg.gate(function, out=lambda x: x))(X))
+  del function
+  jax.clear_caches()
+  collect()
+  assert watch() is None
+
+
+def test_the_arguments_of_a_call_do_not_outlive_it() -> None:
+  class Token:
+    pass
+
+  watch: list[Any] = []
+
+  @cg.gate(out=lambda x: x, effect="io")
+  def make(x: Any) -> Any:
+    token = Token()
+    watch.append(weakref.ref(token))
+    return x
+
+  jax.block_until_ready(jax.jit(make)(X))
+  assert watch[0]() is None
+
+
+def test_many_gates_created_and_dropped_leave_nothing_behind() -> None:
+  collect()
+  before = set(_callgate.registered_names())
+  for i in range(10_000):
+    cg.gate(Callable(), out=lambda x: x, name=f"short-lived {i}")
+  collect()
+  assert set(_callgate.registered_names()) <= before
+  assert not [name for name in cg.stats() if name.startswith("short-lived")]
+
+
+def test_compiled_gates_leave_nothing_behind() -> None:
+  jax.clear_caches()
+  collect()
+  before = set(_callgate.registered_names())
+  for i in range(30):
+    gate = cg.gate(Callable(), out=lambda x: x, name=f"compiled {i}")
+    jax.block_until_ready(jax.jit(gate)(X))
+  del gate
+  jax.clear_caches()
+  collect()
+  assert set(_callgate.registered_names()) <= before
+
+
+# -- names ---
+def test_a_name_of_a_live_gate_is_refused() -> None:
+  first = cg.gate(Callable(), out=lambda x: x, name="taken")
+  with pytest.raises(ValueError, match="'taken' is taken by another live gate"):
+    cg.gate(Callable(), out=lambda x: x, name="taken")
+  assert jax.jit(first)(X) == 2
+  assert "taken" in cg.stats()
+
+
+def test_a_name_is_free_again_when_its_gate_is_gone() -> None:
+  for factor in (2, 3):
+    gate = cg.gate(lambda x, factor=factor: factor * x, out=lambda x: x, name="reused")
+    assert jax.jit(gate)(X) == factor
+    del gate
+    jax.clear_caches()
+    collect()
+  assert "reused" not in _callgate.registered_names()
+
+
+def test_a_program_goes_on_calling_its_own_gate_when_the_name_has_a_new_owner() -> None:
+  def named(factor: int) -> cg.Gate:
+    return cg.gate(lambda x: np.float32(factor * x), out=lambda x: x, name="inherited")
+
+  old = named(2)
+  compiled = jax.jit(lambda x: old(x)).lower(X).compile()  # noqa: F821
+  del old
+  jax.clear_caches()
+  collect()
+  new = named(3)
+  assert jax.jit(new)(X) == 3
+  assert compiled(X) == 2
+
+
+def test_gates_without_a_name_are_numbered_in_order_of_creation() -> None:
+  printed = output_of(
+    """
+    import jax, callgate as cg
+    def make():
+      def inner(x): return x
+      return cg.gate(inner, out=lambda x: x)
+    gates = [make() for _ in range(3)]
+    print([g.name for g in gates])
+    """
+  )
+  base = "__main__.make.<locals>.inner"
+  assert printed.strip() == str([base, base + "#1", base + "#2"])
+
+
+# -- memory ---
+def growth(calls: int, warm_up: int) -> int:
+  """Bytes by which `calls` calls of a few kinds of gates raise the process's peak."""
+  x = jnp.zeros(16)
+  simple = cg.gate(lambda x: x + 1, out=lambda x: x)
+  tree = cg.gate(lambda t: {"y": t["x"]}, out=lambda t: {"y": t["x"]})
+
+  def fill(out: Any, x: Any) -> None:
+    np.add(x, 1, out=out)
+
+  inplace = cg.gate(fill, out=lambda x: x, style="inplace")
+
+  @jax.jit
+  def program(x: Any, n: Any) -> Any:
+    return jax.lax.fori_loop(0, n, lambda _, x: tree({"x": inplace(simple(x))})["y"], x)
+
+  jax.block_until_ready(program(x, warm_up // 3))
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  jax.block_until_ready(program(x, calls // 3))
+  return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_calls_do_not_grow_the_process() -> None:
+  assert growth(60_000, warm_up=30_000) < 1 << 20
+
+
+@pytest.mark.slow
+def test_a_million_calls_grow_the_process_by_less_than_a_mebibyte() -> None:
+  assert growth(1_000_000, warm_up=100_000) < 1 << 20

@@ -1,0 +1,282 @@
+"""Gates on threads of their own, on many threads at once, and against a busy GIL: nothing hangs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from subprocesses import output_of
+
+import callgate as cg
+
+
+def wait(program: Any, *args: Any) -> Any:
+  return jax.block_until_ready(program(*args))
+
+
+# -- thread="own" ---
+@pytest.mark.parametrize("size", [1, 300, 1500])
+def test_a_gate_may_run_jax_programs_of_any_size(size: int) -> None:
+  inner = jax.jit(lambda a: (a @ a).sum(axis=0))
+
+  @cg.gate(out=lambda a: jax.ShapeDtypeStruct(a.shape[:1], a.dtype), thread="own")
+  def product(a: Any) -> Any:
+    return np.asarray(inner(a.copy()))
+
+  a = np.random.default_rng(0).random((size, size), np.float32)
+  with cg.errors():
+    got = wait(jax.jit(lambda a: product(a) + 1), a)
+  np.testing.assert_allclose(got, (a.astype(float) @ a).sum(axis=0) + 1, rtol=1e-4)
+
+
+def test_gates_inside_gates_inside_gates() -> None:
+  def level(depth: int) -> Any:
+    if depth == 0:
+      return jax.jit(lambda x: x + 1)
+    below = level(depth - 1)
+    gate = cg.gate(lambda x: np.asarray(below(x.copy())), out=lambda x: x, thread="own")
+    return jax.jit(lambda x: gate(x) * 2)
+
+  with cg.errors():
+    assert wait(level(6), np.float32(1)) == 2 * 2**6
+
+
+def test_eight_independent_gates_at_once_do_not_hang_on_two_cores() -> None:
+  printed = output_of(
+    """
+    import os
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:2])
+    import threading
+    import jax, jax.numpy as jnp, numpy as np
+    import callgate as cg
+
+    together = threading.Barrier(8)
+    inner = jax.jit(lambda x: (x @ x).sum())
+
+    @cg.gate(out=jax.ShapeDtypeStruct((), np.float32), thread="own", effect="io")
+    def meet(x):
+      together.wait(60)  # passes only when all eight run at the same time
+      return np.asarray(inner(x.copy()))
+
+    program = jax.jit(lambda x: [meet(x + i) for i in range(8)])
+    for _ in range(3):
+      out = jax.block_until_ready(program(jnp.ones((200, 200))))
+    print([float(v) for v in out] == [200.0**3 * (1 + i) ** 2 for i in range(8)])
+    """,
+    timeout=100,
+  )
+  assert printed.strip() == "True"
+
+
+def test_own_threads_see_every_lane_and_step_in_order() -> None:
+  seen: list[tuple[int, ...]] = []
+
+  @cg.gate(out=lambda x: x, thread="own", effect="ordered")
+  def record(x: Any) -> Any:
+    seen.append((int(x),))
+    return x
+
+  program = jax.jit(lambda xs: jax.lax.scan(lambda c, x: (c, record(x)), 0, xs)[1])
+  np.testing.assert_array_equal(wait(program, jnp.arange(20)), np.arange(20))
+  cg.barrier()
+  assert seen == [(i,) for i in range(20)]
+
+
+# -- timeout and stalls ---
+def test_a_timeout_fails_the_program_with_a_report_and_the_runtime_goes_on() -> None:
+  release = threading.Event()
+
+  def wait_in_this_function(x: Any) -> Any:
+    release.wait(60)
+    return x
+
+  slow = cg.gate(wait_in_this_function, out=lambda x: x, name="slow one", timeout=0.2)
+  start = time.monotonic()
+  with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+    wait(jax.jit(lambda x: slow(x) + 1), jnp.zeros((2, 3)))
+  assert time.monotonic() - start < 30
+  text = str(caught.value)
+  for part in ("gate 'slow one'", "(float32[2,3])", "wait_in_this_function", "release.wait(60)"):
+    assert part in text
+  with cg.errors():
+    assert wait(jax.jit(cg.gate(lambda x: x + x, out=lambda x: x)), np.float32(2)) == 4
+  release.set()
+
+
+def test_a_timeout_is_raised_as_gate_timeout_error() -> None:
+  release = threading.Event()
+  slow = cg.gate(lambda x: (release.wait(60), x)[1], out=lambda x: x, timeout=0.2)
+  with pytest.raises(cg.GateTimeoutError), cg.errors():
+    wait(jax.jit(lambda x: slow(x) + 1), jnp.zeros(3))
+  release.set()
+
+
+def test_a_call_within_its_timeout_is_left_alone() -> None:
+  quick = cg.gate(lambda x: x + 1, out=lambda x: x, timeout=30)
+  with cg.errors():
+    np.testing.assert_array_equal(wait(jax.jit(quick), jnp.arange(3.0)), [1, 2, 3])
+
+
+def test_what_a_timed_out_call_still_does_is_harmless() -> None:
+  release, done = threading.Event(), threading.Event()
+  values: list[Any] = []
+
+  @cg.gate(out=lambda x: x, style="inplace", timeout=0.2)
+  def late(out: Any, x: Any) -> None:
+    release.wait(60)
+    out[...] = x + 1  # into memory of its own: the program's is long gone
+    values.append(float(x.sum()))
+    done.set()
+
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    wait(jax.jit(lambda x: late(x * 2) * 2), jnp.ones(1 << 20))
+  others = [jnp.full(1 << 20, i) for i in range(5)]
+  release.set()
+  assert done.wait(60)
+  assert values == [2.0 * (1 << 20)]
+  assert [float(o[-1]) for o in others] == [0, 1, 2, 3, 4]
+
+
+STALL = """
+  import time
+  import jax, numpy as np
+  import callgate as cg
+  {setup}
+
+  def sleep_in_here(x):
+    time.sleep(0.6)
+    return x
+
+  gate = cg.gate(sleep_in_here, out=lambda x: x, name="sleepy")
+  print(float(jax.jit(gate)(np.float32(5))))
+"""
+
+
+@pytest.mark.parametrize(
+  ("setup", "environment"),
+  [("", {"CALLGATE_STALL_SECONDS": "0.1"}), ("cg.config(stall_seconds=0.1)", {})],
+)
+def test_a_stall_is_reported_and_the_program_succeeds(setup: str, environment: Any) -> None:
+  from subprocesses import run_python
+
+  done = run_python(STALL.format(setup=setup), **environment)
+  assert (done.returncode, done.stdout.strip()) == (0, "5.0")
+  for part in ("gate 'sleepy'", "(float32[])", "in sleep_in_here", "Thread"):
+    assert part in done.stderr
+
+
+def test_without_a_limit_nothing_is_reported() -> None:
+  from subprocesses import run_python
+
+  done = run_python(STALL.format(setup=""))
+  assert (done.returncode, done.stdout.strip()) == (0, "5.0")
+  assert "sleepy" not in done.stderr
+
+
+# -- many threads ---
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_many_python_threads_call_gates_at_once(thread: str) -> None:
+  gate = cg.gate(lambda x: x + x, out=lambda x: x, effect="io", thread=thread)
+  program = jax.jit(lambda x: gate(x) + 1)
+
+  def work(seed: int) -> None:
+    for i in range(50):
+      assert wait(program, np.float32(seed + i)) == 2 * (seed + i) + 1
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    list(pool.map(work, range(8)))
+
+
+def test_programs_dispatched_without_waiting_all_finish() -> None:
+  gate = cg.gate(lambda x: x + 1, out=lambda x: x)
+  programs = [jax.jit(lambda x, k=k: gate(x) * k) for k in range(8)]
+  results = [p(jnp.full((256, 256), float(i))) for i in range(10) for p in programs]
+  expected = [(i + 1) * k for i in range(10) for k in range(8)]
+  assert [float(r[0, 0]) for r in results] == expected
+
+
+def test_a_long_c_call_that_holds_the_gil_is_waited_for() -> None:
+  gate = cg.gate(lambda x: x + 1, out=lambda x: x, effect="io")
+  program = jax.jit(lambda x: gate(x) + 1)
+  wait(program, np.float32(0))
+  usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
+  stop = threading.Event()
+
+  def hold() -> None:
+    while not stop.is_set():
+      usleep(20_000)
+
+  holder = threading.Thread(target=hold)
+  holder.start()
+  try:
+    results = [program(np.float32(i)) for i in range(10)]
+    assert [float(r) for r in results] == [i + 2 for i in range(10)]
+  finally:
+    stop.set()
+    holder.join()
+
+
+def test_a_gate_sees_its_own_thread_local_state() -> None:
+  local = threading.local()
+
+  @cg.gate(out=lambda x: x, effect="io")
+  def count(x: Any) -> Any:
+    local.calls = getattr(local, "calls", 0) + 1
+    return np.float32(local.calls)
+
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda _, c: count(c), x))
+  assert wait(program, np.float32(0)) == 10
+
+
+# -- soak ---
+@pytest.mark.soak
+def test_a_mix_of_everything_for_some_seconds() -> None:
+  pure = cg.gate(lambda x: x + 1, out=lambda x: x)
+  own = cg.gate(lambda x: np.asarray(jnp.sin(x.copy())), out=lambda x: x, thread="own")
+
+  def sometimes(x: Any) -> Any:
+    if x.flat[0] > 0.9:
+      raise OverflowError("too much")
+    return x
+
+  failing = cg.gate(sometimes, out=lambda x: x, effect="io")
+  programs = [
+    jax.jit(lambda x: pure(x) * 2),
+    jax.jit(lambda x: own(x) + pure(x)),
+    jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, c: pure(c), x)),
+    jax.jit(jax.vmap(lambda x: failing(x) + 1)),
+    jax.jit(lambda x: own(pure(x))),
+  ]
+  deadline = time.monotonic() + 4
+  counts: list[int] = []
+
+  def work(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    done = 0
+    while time.monotonic() < deadline:
+      x = random.random((4, int(random.integers(1, 3))), np.float32)
+      try:
+        with cg.errors():
+          wait(programs[random.integers(len(programs))], x)
+      except OverflowError:
+        assert x[:, 0].max() > 0.9
+      done += 1
+    counts.append(done)
+
+  interval = sys.getswitchinterval()
+  sys.setswitchinterval(1e-4)
+  try:
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+      list(pool.map(work, range(6)))
+  finally:
+    sys.setswitchinterval(interval)
+  assert len(counts) == 6
+  assert min(counts) > 0

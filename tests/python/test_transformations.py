@@ -1,0 +1,243 @@
+"""Every transformation of JAX around every other, with a gate in the middle.
+
+A transformation here maps a function R^3 -> R^3 to another one, so that any chain of them is a
+program. Each chain runs three times: with the gate, with the gate on JAX's own callbacks, and with
+the gate's reference, which is pure JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import callgate as cg
+
+F = Callable[[Any], Any]
+X = jnp.array([0.4, -0.7, 1.1])
+
+
+def reference(x: Any) -> Any:
+  return jnp.sin(x) * (1 + jnp.sum(x))
+
+
+def on_host(x: Any) -> Any:
+  return np.sin(x) * (1 + np.sum(x, dtype=np.float32))
+
+
+def scan(f: F) -> F:
+  return lambda x: jax.lax.scan(lambda c, i: (0.5 * f(c) + i, c), x, jnp.arange(2.0))[0]
+
+
+def while_loop(f: F) -> F:
+  return lambda x: jax.lax.while_loop(
+    lambda c: c[0] < 2, lambda c: (c[0] + 1, 0.5 * f(c[1]) + c[1]), (0, x)
+  )[1]
+
+
+def lanes_apart(f: F) -> F:
+  """A while loop that ends after a different number of rounds in each lane."""
+
+  def lane(n: Any, x: Any) -> Any:
+    body = lambda c: (c[0] + 1, 0.5 * f(c[1]))
+    return jax.lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+  return lambda x: jax.vmap(lane, (0, None))(jnp.array([2, 0, 1]), x).sum(0)
+
+
+def custom_jvp(f: F) -> F:
+  around = jax.custom_jvp(lambda x: f(x))
+  around.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+  return around
+
+
+def custom_vjp(f: F) -> F:
+  around = jax.custom_vjp(lambda x: f(x))
+  around.defvjp(lambda x: jax.vjp(f, x), lambda pullback, ct: pullback(ct))
+  return around
+
+
+def cond(f: F) -> F:
+  return lambda x: jax.lax.cond(x[0] > 0, lambda y: f(y) * 2, lambda y: y + f(-y), x)
+
+
+def switch(f: F) -> F:
+  branches = [f, lambda y: f(y + 1), lambda y: y]
+  return lambda x: jax.lax.switch((x[1] > 0).astype(int), branches, x)
+
+
+TRANSFORMATIONS: dict[str, Callable[[F], F]] = {
+  "jit": jax.jit,
+  "nested jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + jax.jit(f)(2 * x)),
+  "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, -x])).sum(0),
+  "vmap of axis 1": lambda f: lambda x: jax.vmap(f, 1, -1)(jnp.stack([x, x + 1], 1)).sum(-1),
+  "grad": lambda f: jax.grad(lambda x: (f(x) * X).sum()),
+  "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+  "linearize": lambda f: lambda x: jax.linearize(f, x)[1](X),
+  "checkpoint": jax.checkpoint,
+  "scan": scan,
+  "while": while_loop,
+  "while with lanes apart": lanes_apart,
+  "cond": cond,
+  "switch": switch,
+  "custom_jvp": custom_jvp,
+  "custom_vjp": custom_vjp,
+}
+FORWARD = {"jvp", "linearize"}
+LOOPS = {"while", "while with lanes apart"}
+
+
+def is_valid(chain: Sequence[str]) -> bool:
+  """Whether JAX itself takes the chain (outermost first), whatever is in the middle."""
+  for i, outer in enumerate(chain):
+    inside = set(chain[i + 1 :])
+    if outer == "grad" and inside & LOOPS:
+      return False  # no reverse mode through while_loop
+    if outer == "custom_vjp" and inside & LOOPS:
+      return False  # its rule is made with jax.vjp
+    if outer in FORWARD | {"custom_jvp"} and "custom_vjp" in inside:
+      return False  # no forward mode through custom_vjp
+  return True
+
+
+def build(chain: Sequence[str], f: F) -> F:
+  for name in reversed(chain):
+    f = TRANSFORMATIONS[name](f)
+  return f
+
+
+def run(chains: Sequence[Sequence[str]], f: F) -> list[np.ndarray]:
+  """All the chains as one program, which compiles faster than one each."""
+  program = jax.jit(
+    lambda x: [build(chain, f)(x) for chain in chains],
+    compiler_options={"xla_backend_optimization_level": 0},
+  )
+  return [np.asarray(y) for y in program(X)]
+
+
+@functools.cache
+def expected(chains: tuple[Sequence[str], ...]) -> list[np.ndarray]:
+  return run(chains, reference)
+
+
+def assert_chains_agree(chains: Sequence[Sequence[str]], effect: Any = "pure") -> None:
+  want = expected(tuple(chains))
+  results = {"callgate": run(chains, cg.gate(on_host, like=reference, effect=effect))}
+  if effect == "pure":
+    with cg.config(engine="jax"):
+      results["jax"] = run(chains, cg.gate(on_host, like=reference))
+  for engine, got in results.items():
+    for chain, a, b in zip(chains, got, want, strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"{engine}: {chain}")
+
+
+PAIRS = [pair for pair in itertools.product(TRANSFORMATIONS, repeat=2) if is_valid(pair)]
+TRIPLES = [chain for chain in itertools.product(TRANSFORMATIONS, repeat=3) if is_valid(chain)]
+
+
+@pytest.mark.parametrize("outer", TRANSFORMATIONS)
+def test_pairs_of_transformations_agree_with_jax(outer: str) -> None:
+  assert_chains_agree([pair for pair in PAIRS if pair[0] == outer])
+
+
+@pytest.mark.parametrize("effect", ["io", "ordered"])
+def test_pairs_of_transformations_take_effects(effect: Any) -> None:
+  assert_chains_agree(random.Random(effect).sample(PAIRS, 30), effect)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_triples_of_transformations_agree_with_jax(part: int) -> None:
+  assert_chains_agree(random.Random(part).sample(TRIPLES, 10))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_work_outside_jit(name: str) -> None:
+  gate = cg.gate(on_host, like=reference)
+  want = run([[name]], reference)[0]
+  np.testing.assert_allclose(TRANSFORMATIONS[name](gate)(X), want, rtol=1e-4, atol=1e-5)
+
+
+# -- properties ----------------------------------------------------------------------------------
+DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"]
+axes = st.one_of(st.none(), st.integers(-3, 2))
+
+
+def arrays(shape: tuple[int, ...], dtype: str) -> Any:
+  return (np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape).astype(jnp.dtype(dtype))
+
+
+@settings(max_examples=25, deadline=None)
+@given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3), st.sampled_from(DTYPES))
+def test_any_shape_and_dtype_comes_back_as_numpy_makes_it(shape: Any, dtype: str) -> None:
+  def halves(x: Any) -> Any:
+    return x.T.copy(), x.ravel()[::-1]
+
+  x = arrays(shape, dtype)
+  out = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in halves(x))
+  for got, want in zip(jax.jit(cg.gate(halves, out=out))(x), halves(x), strict=True):
+    np.testing.assert_array_equal(np.asarray(got), want)
+    assert got.dtype == want.dtype
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+  first=axes,
+  second=axes,
+  out=st.integers(-2, 1),
+  dtype=st.sampled_from(DTYPES),
+  method=st.sampled_from(["each", "whole", "broadcast"]),
+)
+def test_any_axis_and_dtype_can_be_mapped(
+  first: Any, second: Any, out: int, dtype: str, method: Any
+) -> None:
+  if first is None and second is None:
+    first = 0
+
+  def joined(x: Any, y: Any) -> Any:
+    lead = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    return np.where(np.broadcast_to(x, (*lead, 2, 2)) != 0, y, x)[..., 0]
+
+  x = arrays((2, 2, 2) if first is not None else (2, 2), dtype)
+  y = arrays((2, 2, 2) if second is not None else (2, 2), dtype)[::-1]
+  gate = cg.gate(joined, out=lambda x, y: jax.ShapeDtypeStruct(x.shape[:1], x.dtype), vmap=method)
+  got = jax.vmap(gate, (first, second), out)(x, y)
+  xs = [x] * 2 if first is None else np.moveaxis(x, first, 0)
+  ys = [y] * 2 if second is None else np.moveaxis(y, second, 0)
+  want = np.stack([joined(a, b) for a, b in zip(xs, ys, strict=True)], out)
+  np.testing.assert_array_equal(np.asarray(got), want)
+
+
+leaves = st.builds(
+  arrays, hnp.array_shapes(min_dims=0, max_dims=2, max_side=3), st.sampled_from(DTYPES)
+)
+trees = st.recursive(
+  leaves | st.none(),
+  lambda nodes: st.one_of(
+    st.lists(nodes, max_size=3),
+    st.tuples(nodes, nodes),
+    st.dictionaries(st.sampled_from("abc"), nodes, max_size=3),
+  ),
+  max_leaves=6,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tree=trees, keyword=trees)
+def test_any_pytree_makes_the_round_trip(tree: Any, keyword: Any) -> None:
+  gate = cg.gate(lambda t, k: {"out": (t, k)}, out=lambda t, k: {"out": (t, k)})
+  got = jax.jit(lambda t, k: gate(t, {"k": k}))(tree, keyword)
+  want = {"out": (tree, {"k": keyword})}
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(np.asarray(a), b)
+    assert a.dtype == b.dtype
