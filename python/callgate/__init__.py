@@ -1,6 +1,6 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _control, _runtime
+from callgate import _config, _control, _install, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -46,4 +46,6 @@ __all__ = [
 ]
 
 _runtime.start()
+_config.start()
+_install.start()
 _control.start()

@@ -56,8 +56,21 @@ def converter(arrays: str) -> Callable[[Any], Any] | None:
   )
 
 
+class _Immutable:
+  """A Buffer for a consumer whose arrays are immutable: zero copy whatever DLPack version it asks."""
+
+  def __init__(self, buffer: Any) -> None:
+    self.buffer = buffer
+
+  def __dlpack__(self, **options: Any) -> Any:
+    return self.buffer._dlpack_unchecked()
+
+  def __dlpack_device__(self) -> tuple[int, int]:
+    return self.buffer.__dlpack_device__()
+
+
 def _to_jax(buffer: Any) -> Any:
-  return _escape.track_jax_array(buffer, jax.dlpack.from_dlpack(buffer))
+  return _escape.track_jax_array(buffer, jax.dlpack.from_dlpack(_Immutable(buffer)))
 
 
 def _torch_converter() -> Callable[[Any], Any]:

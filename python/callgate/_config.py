@@ -111,16 +111,21 @@ def _current(name: str) -> Any:
   return _values[name]
 
 
-def _apply(changes: dict[str, Any]) -> None:
+def start() -> None:
+  """Puts the filter of fast_dispatch in place once it is on; at import by CALLGATE_FAST_DISPATCH."""
   global _filtered
+  if fast_dispatch() and not _filtered:
+    _filtered = True
+    _compat.filter_dispatch_effects(_keeps_dispatch_slow)
+
+
+def _apply(changes: dict[str, Any]) -> None:
   for name, value in changes.items():
     if name == "engine":
       _compat.update_option("callgate_engine", value)
     elif name == "fast_dispatch":
       _compat.update_option("callgate_fast_dispatch", value)
-      if value and not _filtered:
-        _filtered = True
-        _compat.filter_dispatch_effects(_keeps_dispatch_slow)
+      start()
     else:
       _values[name] = value
       _set = {

@@ -72,6 +72,8 @@ def _escaped_for_good(suspects: list[Suspect]) -> list[tuple[Suspect, int]]:
     if not _escaped(suspects):
       return []
   gc.collect()
+  for suspect in suspects:  # not its view by name: that would be one reference more
+    _await_xla(suspect[2], until_dropped=False)
   return _escaped(suspects)
 
 
@@ -231,3 +233,22 @@ def _delete_jax_array(buffer: Any) -> None:
   array = reference() if reference is not None else None
   if array is not None:
     array.delete()
+    del array
+    _await_xla(buffer, until_dropped=True)
+
+
+_XLA_SECONDS = 30.0
+
+
+def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
+  """Waits for computations that the callable started on its jax.Array and did not wait for.
+
+  They hold the memory without a Python reference. An array that Python still refers to holds it for
+  good, so with `until_dropped` it must have been deleted before.
+  """
+  reference = _jax_arrays.get(buffer) if not isinstance(buffer, np.ndarray) else None
+  if reference is None or (reference() is not None and not until_dropped):
+    return
+  deadline = time.monotonic() + _XLA_SECONDS
+  while buffer._exports and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
+    time.sleep(0.0005)

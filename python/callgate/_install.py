@@ -38,6 +38,12 @@ def install() -> None:
   _compat.update_option("callgate_install", True)
 
 
+def start() -> None:
+  """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `import callgate`."""
+  if installed():
+    install()
+
+
 def uninstall() -> None:
   """Puts JAX's own engine back for `jax.pure_callback` and `jax.experimental.io_callback`.
 

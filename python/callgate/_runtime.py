@@ -37,7 +37,7 @@ _lock = threading.Lock()
 _process = os.getpid()
 
 
-def unique_name(function: Callable[..., Any]) -> str:
+def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
   """A gate's name when the user gives none: module, qualified name and, from the second, a number.
 
   Numbers count gates of the same name in order of creation, so that the next run of the program
@@ -46,7 +46,7 @@ def unique_name(function: Callable[..., Any]) -> str:
   function = getattr(function, "func", function)  # functools.partial
   module = getattr(function, "__module__", None) or type(function).__module__
   qualname = getattr(function, "__qualname__", None) or type(function).__qualname__
-  base = f"{module}.{qualname}"
+  base = f"{prefix}{module}.{qualname}"
   taken = set(_callgate.registered_names())
   with _lock:
     while True:

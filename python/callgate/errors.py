@@ -77,6 +77,10 @@ def keep(exception: BaseException) -> int:
     return _next_id
 
 
+# The names of callees that stand for JAX's own callbacks (callgate.install) start so.
+JAX_CALLBACK = "jax:"
+
+
 def describe_failure(exception: BaseException, gate: str, site: str) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
@@ -85,6 +89,10 @@ def describe_failure(exception: BaseException, gate: str, site: str) -> str:
     gate: the gate's name.
     site: where the call was traced, "" when unknown.
   """
+  if gate.startswith(JAX_CALLBACK):
+    # The text of JAX's own callbacks, for programs that look at it.
+    text = "".join(_traceback.format_exception(exception)).rstrip()
+    return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
   where = f"callgate: raised in gate '{gate}'" + (f", called at {site}" if site else "")
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)

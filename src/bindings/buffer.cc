@@ -93,6 +93,7 @@ void release(Managed* managed) {
   auto* exported = static_cast<Export*>(managed->context);
   if (exported->buffer != nullptr && !Lifecycle::instance().closed()) {
     GilScope gil;  // consumers may drop their tensor on any thread
+    --nb::cast<Buffer&>(nb::handle(exported->buffer)).exports;
     Py_DECREF(exported->buffer);
   }
   delete exported;
@@ -131,6 +132,7 @@ std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
       std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
     data = exported->copy.get();
   } else {
+    ++nb::cast<Buffer&>(self).exports;
     Py_INCREF(self.ptr());
     exported->buffer = self.ptr();
   }
@@ -324,6 +326,7 @@ void bind_buffer(nb::module_& module) {
            nb::arg("copy") = nb::none())
       .def("__dlpack_device__", [](const Buffer&) { return std::pair<int, int>(dlpack::kCpu, 0); })
       .def("_dlpack_unchecked", &dlpack_unchecked)
+      .def_ro("_exports", &Buffer::exports)
       .def("_detach", [](Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.detach()); })
       .def_prop_ro("_data",
                    [](const Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.view().data); })

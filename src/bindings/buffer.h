@@ -25,6 +25,9 @@ class Buffer {
   const std::vector<std::int64_t>& strides() const noexcept { return strides_; }
   const std::vector<std::int64_t>& byte_strides() const noexcept { return byte_strides_; }
 
+  // DLPack tensors over this memory that are still in use. Changes under the GIL.
+  int exports = 0;
+
   // Leaves XLA's memory for a private copy. Returns where the data was.
   void* detach();
 

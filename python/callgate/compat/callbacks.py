@@ -24,6 +24,7 @@ from callgate import _compat, _config, _install, _runtime
 from callgate._callgate import Callee
 from callgate.compat._call import emit_call
 from callgate.compat._host import carrier, host_function
+from callgate.errors import JAX_CALLBACK
 
 __all__ = ["io_callback", "pure_callback"]
 
@@ -173,7 +174,7 @@ def _lower(
   outputs = [carrier(aval) for aval in ctx.avals_out]
   function = _unmarked(callback.callback_func)
   callee = Callee(
-    _runtime.unique_name(function),
+    _runtime.unique_name(function, prefix=JAX_CALLBACK),
     host_function(callback, inputs, outputs, api=api),
     owned_inputs=True,
     flat_results=True,
