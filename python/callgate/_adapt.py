@@ -57,7 +57,7 @@ def converter(arrays: str) -> Callable[[Any], Any] | None:
 
 
 class _Immutable:
-  """A Buffer for a consumer whose arrays are immutable: zero copy whatever DLPack version it asks."""
+  """A Buffer for a consumer with immutable arrays: zero copy whatever DLPack version it asks for."""
 
   def __init__(self, buffer: Any) -> None:
     self.buffer = buffer

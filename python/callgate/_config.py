@@ -112,7 +112,7 @@ def _current(name: str) -> Any:
 
 
 def start() -> None:
-  """Puts the filter of fast_dispatch in place once it is on; at import by CALLGATE_FAST_DISPATCH."""
+  """Puts fast_dispatch's filter in place once it is on; at import by CALLGATE_FAST_DISPATCH=1."""
   global _filtered
   if fast_dispatch() and not _filtered:
     _filtered = True
