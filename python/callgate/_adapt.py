@@ -57,7 +57,7 @@ def converter(arrays: str) -> Callable[[Any], Any] | None:
 
 
 class _Immutable:
-  """A Buffer for a consumer with immutable arrays: zero copy whatever DLPack version it asks for."""
+  """A Buffer for a consumer of immutable arrays: zero copy whatever DLPack version it asks."""
 
   def __init__(self, buffer: Any) -> None:
     self.buffer = buffer
