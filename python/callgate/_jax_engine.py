@@ -25,7 +25,7 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
   """Binds the call to JAX's own callbacks, batched as this gate is batched."""
   lead = () if whole is None else (whole[0],)
   types = [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in site.results]
-  function = host_function(gate, site, (), whole, types)
+  function = host_function(gate, site, (), types)
 
   def call(*args: Any) -> Sequence[Any]:
     if gate.effect == "pure":
@@ -49,17 +49,13 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
 
 
 def host_function(
-  gate: Any, site: Any, levels: tuple[Level, ...], whole: Level | None, results: Sequence[Any]
+  gate: Any, site: Any, levels: tuple[Level, ...], results: Sequence[Any]
 ) -> Callable[..., tuple[Any, ...]]:
   """What JAX's own callbacks call for this gate: flat arrays in, a tuple of arrays out."""
-  del whole
-  function, style, arrays, name = gate.function, gate.style, gate.arrays, gate.name
   types = [(tuple(r.shape), r.dtype) for r in results]
 
   def call(*inputs: Any) -> tuple[Any, ...]:
-    return run_on_host(
-      function, style, arrays, name, site, types, [np.asarray(x) for x in inputs], gate.cast
-    )
+    return _run_on_host(gate, site, types, inputs)
 
   if not levels:
     return call
@@ -68,16 +64,7 @@ def host_function(
     core = [(shape[len(levels) :], dtype) for shape, dtype in types]
     arrays_in = [np.asarray(x) for x in inputs]
     rows = [
-      run_on_host(
-        function,
-        style,
-        arrays,
-        name,
-        site,
-        core,
-        [x[i] for x, i in zip(arrays_in, index, strict=True)],
-        gate.cast,
-      )
+      _run_on_host(gate, site, core, [x[i] for x, i in zip(arrays_in, index, strict=True)])
       for index in lanes(levels, len(inputs))
     ]
     return tuple(
@@ -88,48 +75,40 @@ def host_function(
   return loop
 
 
-def run_on_host(
-  function: Callable[..., Any],
-  style: str,
-  arrays: str,
-  gate: str,
-  site: Any,
-  results: Sequence[tuple[tuple[int, ...], Any]],
-  inputs: Sequence[Any],
-  cast: bool,
+def _run_on_host(
+  gate: Any, site: Any, results: Sequence[tuple[tuple[int, ...], Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-  """One call of the user's function without the runtime, for JAX's own callbacks.
+  """One call of the gate's function without the runtime, for JAX's own callbacks.
 
   Args:
-    function: the user's callable; `style` and `arrays` its form. Only "numpy" and "jax" arrays
-      exist outside the runtime: "buffer" and "torch" callables get NumPy arrays and tensors made
-      from them.
-    gate: the gate's name, for messages.
+    gate: the Gate. Only "numpy", "jax" and "torch" arrays exist outside the runtime: "buffer"
+      callables get NumPy arrays.
     site: the CallSite.
     results: (shape, dtype) of each result.
-    inputs: NumPy arrays.
-    cast: same-kind casts of results are allowed.
+    inputs: arrays, copied.
 
   Returns:
     The results, checked as the runtime checks them.
   """
-  convert = _host_converter(arrays)
+  convert = _host_converter(gate.arrays)
   copies = [np.array(x) for x in inputs]
   for copy in copies:
     copy.setflags(write=False)
   args, kwargs = jax.tree.unflatten(site.in_tree, [convert(x) for x in copies])
   static = dict(site.static)
-  if style == "return":
-    value = function(*args, **kwargs, **static)
-    leaves = [to_numpy(leaf) for leaf in _spec.check_structure(site.out_tree, value, gate)]
+  if gate.style == "return":
+    value = gate.function(*args, **kwargs, **static)
+    leaves = [to_numpy(leaf) for leaf in _spec.check_structure(site.out_tree, value, gate.name)]
     return tuple(
-      _checked(gate, leaf, shape, dtype, index, cast)
+      _checked(gate, leaf, shape, dtype, index)
       for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, results, strict=True))
     )
   outs = [np.zeros(shape, dtype) for shape, dtype in results]
+  for i, o in gate.aliases.items():
+    outs[o][...] = copies[i]
   out = jax.tree.unflatten(site.out_tree, [convert(x) for x in outs])
-  lead = (HostContext(),) if style == "context" else ()
-  function(*lead, out, *args, **kwargs, **static)
+  lead = (HostContext(),) if gate.style == "context" else ()
+  gate.function(*lead, out, *args, **kwargs, **static)
   return tuple(outs)
 
 
@@ -151,14 +130,12 @@ def _host_converter(arrays: str) -> Callable[[Any], Any]:
   return lambda array: array
 
 
-def _checked(
-  gate: str, value: Any, shape: tuple[int, ...], dtype: Any, index: int, cast: bool
-) -> Any:
+def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:
   array = np.asarray(value)
-  same_kind = array.dtype == dtype or (cast and np.can_cast(array.dtype, dtype, "same_kind"))
+  same_kind = array.dtype == dtype or (gate.cast and np.can_cast(array.dtype, dtype, "same_kind"))
   if array.shape != shape or not same_kind:
     raise ResultError(
-      f"gate '{gate}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
+      f"gate '{gate.name}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
       f"{array.dtype.name}{list(array.shape)}"
     )
   return array.astype(dtype, copy=False)

@@ -192,6 +192,12 @@ def _batch(
   ]
   if gate.vmap_rule is not None:
     return _batch_by_rule(gate, site, size, mask, moved)
+  # An input that shares its memory with a result needs memory for every lane.
+  moved = [
+    jnp.broadcast_to(x, (size, *x.shape)) if i in gate.aliases and not mask[i] else x
+    for i, x in enumerate(moved)
+  ]
+  mask = tuple(flag or i in gate.aliases for i, flag in enumerate(mask))
   if gate.vmap == "each":
     results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=None)
     return results, (0,) * len(results)
@@ -239,7 +245,7 @@ def _lower(
     levels=levels,
     has_side_effect=gate.effect != "pure",
     token=token,
-    aliases=gate.aliases_of(levels, len(operands)),
+    aliases=gate.aliases,
   )
   if ordered:
     _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
@@ -262,7 +268,7 @@ def _lower_by_jax(
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  function = _jax_engine.host_function(gate, site, levels, whole, context.avals_out)
+  function = _jax_engine.host_function(gate, site, levels, context.avals_out)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
 
   def call(*args: Any) -> Any:

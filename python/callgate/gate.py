@@ -27,7 +27,6 @@ from callgate import (
   _runtime,
   _shapes,
 )
-from callgate._lowering import Level
 from callgate._primitive import CallSite, gate_p
 from callgate.errors import GateDefinitionError, raise_deferred
 
@@ -204,12 +203,6 @@ class Gate:
         atol=atol,
         err_msg=f"gate '{self.name}', result {_names.keystr(path)}",
       )
-
-  # -- what the primitive's lowering asks --------------------------------------------------------
-  def aliases_of(self, levels: Sequence[Level], operands: int) -> dict[int, int]:
-    """The aliases that hold with these batch levels: an unbatched input is shared by the lanes."""
-    del operands
-    return {i: o for i, o in self.aliases.items() if all(mask[i] for _, mask in levels)}
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""

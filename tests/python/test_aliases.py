@@ -117,3 +117,20 @@ def test_another_shape_or_dtype_cannot_share_memory(out: Any) -> None:
   gate = cg.gate(add_one, out=out, style="inplace", aliases={0: 0})
   with pytest.raises(cg.GateDefinitionError, match=r"input 0 is float32\[256, 256\].*same shape"):
     jax.jit(gate)(fresh())
+
+
+@pytest.mark.parametrize("vmap", ["each", "whole", "broadcast"])
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
+def test_under_vmap_every_lane_finds_its_input_in_the_aliased_result(
+  vmap: str, engine: str, axes: tuple[int | None, int | None]
+) -> None:
+  def add(out: np.ndarray, table: np.ndarray, row: np.ndarray) -> None:
+    out += row
+
+  gate = cg.gate(add, out=lambda table, row: table, style="inplace", aliases={0: 0}, vmap=vmap)
+  table = jnp.arange(12.0).reshape(3, 4) if axes[0] == 0 else jnp.arange(4.0)
+  row = jnp.arange(12.0, 24.0).reshape(3, 4) if axes[1] == 0 else jnp.ones(4)
+  with cg.config(engine=engine):
+    got = jax.jit(jax.vmap(gate, axes))(table, row)
+  np.testing.assert_array_equal(got, jax.vmap(jnp.add, axes)(table, row))
