@@ -246,7 +246,9 @@ def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
   They hold the memory without a Python reference. An array that Python still refers to holds it for
   good, so with `until_dropped` it must have been deleted before.
   """
-  reference = _jax_arrays.get(buffer) if not isinstance(buffer, np.ndarray) else None
+  if isinstance(buffer, np.ndarray):
+    return
+  reference = _jax_arrays.get(buffer)
   if reference is None or (reference() is not None and not until_dropped):
     return
   deadline = time.monotonic() + _XLA_SECONDS
