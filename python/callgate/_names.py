@@ -15,6 +15,8 @@ import jax
 
 from callgate import _spec
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
@@ -25,13 +27,23 @@ def register(name: str, gate: Any) -> None:
 
 def parameters_of(function: Callable[..., Any], skip: int) -> tuple[str, ...]:
   """Names of a callable's positional parameters after the first `skip`; () when unknown."""
+  signature = signature_of(function, skip)
+  if signature is None:
+    return ()
+  return tuple(p.name for p in signature.parameters.values() if p.kind in _POSITIONAL)
+
+
+def signature_of(function: Callable[..., Any], skip: int) -> inspect.Signature | None:
+  """The callable's signature without its first `skip` parameters; None when unknown."""
   try:
     signature = inspect.signature(function)
   except (TypeError, ValueError):
-    return ()
-  positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-  names = [p.name for p in signature.parameters.values() if p.kind in positional]
-  return tuple(names[skip:])
+    return None
+  parameters = list(signature.parameters.values())
+  leading = parameters[:skip]
+  # `*args` stands for any number of parameters, the first ones included.
+  dropped = [p for p in leading if p.kind in _POSITIONAL]
+  return signature.replace(parameters=parameters[len(dropped) :])
 
 
 def of(gate: str, spec: str, kind: str, index: int) -> str:

@@ -104,6 +104,9 @@ class Gate:
     )
     _names.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
+    signature = _names.signature_of(function, _LEADING_PARAMETERS[style])
+    if signature is not None:  # what callers see has no `out` and no `context`
+      self.__signature__ = signature
 
   def __repr__(self) -> str:
     return f"<gate '{self.name}'>"

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import inspect
 from typing import Any
 
 import jax
@@ -303,3 +304,16 @@ def test_check_compares_a_gate_with_its_reference() -> None:
     cg.gate(np.cos, like=jnp.sin).check(X)
   with pytest.raises(cg.GateDefinitionError, match="like="):
     cg.gate(np.sin, out=same).check(X)
+
+
+@pytest.mark.parametrize(
+  ("style", "function"),
+  [
+    ("return", lambda x, y: x),
+    ("inplace", lambda out, x, y: None),
+    ("context", lambda context, out, x, y: None),
+  ],
+)
+def test_a_gates_signature_is_that_of_its_calls(style: Any, function: Any) -> None:
+  gate = cg.gate(function, out=lambda x, y: x, style=style)
+  assert list(inspect.signature(gate).parameters) == ["x", "y"]
