@@ -45,7 +45,8 @@ def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
   """
   function = getattr(function, "func", function)  # functools.partial
   module = getattr(function, "__module__", None) or type(function).__module__
-  qualname = getattr(function, "__qualname__", None) or type(function).__qualname__
+  named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+  qualname = named or type(function).__qualname__
   base = f"{prefix}{module}.{qualname}"
   taken = set(_callgate.registered_names())
   with _lock:
