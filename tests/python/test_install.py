@@ -159,7 +159,8 @@ def test_switching_from_many_threads_ends_in_a_consistent_state() -> None:
     thread.join()
   assert errors == []
   cg.install()
-  assert engine_of(square, 1.0) == "callgate"
+  # A new function: `square` may have been compiled by one thread while another switched.
+  assert engine_of(lambda x: square(x), 1.0) == "callgate"
 
 
 def test_jax_export_refuses_callbacks_as_it_does_without_callgate() -> None:
