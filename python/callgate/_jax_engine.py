@@ -17,7 +17,8 @@ from jax.experimental import io_callback
 
 from callgate import _spec
 from callgate._adapt import to_numpy
-from callgate._batching import Level, apply_vmap_rule, batch_whole
+from callgate._batching import apply_vmap_rule, batch_whole
+from callgate._lowering import Level
 from callgate.errors import ResultError
 
 
