@@ -121,6 +121,11 @@ nb::object capsule(std::unique_ptr<Managed> managed, const char* name) {
 template <typename Managed>
 std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
   const auto& buffer = nb::cast<const Buffer&>(self);
+  auto type = dlpack::data_type(buffer.view().dtype);
+  if (!type) {
+    throw nb::buffer_error(
+        ("Buffer.__dlpack__: DLPack has no type for " + type_text(buffer)).c_str());
+  }
   auto exported = std::make_unique<Export>();
   auto managed = std::make_unique<Managed>();
   exported->shape = buffer.dims();
@@ -136,12 +141,8 @@ std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
     Py_INCREF(self.ptr());
     exported->buffer = self.ptr();
   }
-  managed->tensor = {data,
-                     {dlpack::kCpu, 0},
-                     buffer.view().rank,
-                     *dlpack::data_type(buffer.view().dtype),
-                     exported->shape.data(),
-                     exported->strides.data(),
+  managed->tensor = {data,  {dlpack::kCpu, 0},      buffer.view().rank,
+                     *type, exported->shape.data(), exported->strides.data(),
                      0};
   managed->context = exported.release();
   managed->deleter = &release<Managed>;
@@ -153,9 +154,6 @@ nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_vers
                          nb::object dl_device, nb::object copy) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   refuse_packed(buffer, "__dlpack__");
-  if (!dlpack::data_type(buffer.view().dtype))
-    throw nb::buffer_error(
-        ("Buffer.__dlpack__: DLPack has no type for " + type_text(buffer)).c_str());
   if (!stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
     throw nb::buffer_error("Buffer.__dlpack__: stream must be None for memory of the CPU");
   if (!dl_device.is_none() &&

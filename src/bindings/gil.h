@@ -28,15 +28,17 @@ inline void attach_thread() {
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.
 class GilScope {
  public:
-  GilScope() {
-    attach_thread();
-    state_ = PyGILState_Ensure();
-  }
+  GilScope() : state_(take()) {}
   ~GilScope() { PyGILState_Release(state_); }
   GilScope(const GilScope&) = delete;
   GilScope& operator=(const GilScope&) = delete;
 
  private:
+  static PyGILState_STATE take() {
+    attach_thread();
+    return PyGILState_Ensure();
+  }
+
   PyGILState_STATE state_;
 };
 
