@@ -15,13 +15,13 @@ import functools
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from callgate.errors import GateDefinitionError
+from callgate.errors import GateDefinitionError, ResultError
 
 PyTreeDef = Any
 Json = Any
@@ -199,13 +199,8 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
   """Flattens a returned pytree; raises unless its structure is the declared one."""
   leaves, tree = jax.tree.flatten(value)
   if tree != expected:
-    from callgate.errors import ResultError
-
     raise ResultError(
       f"gate '{gate}': expected results of structure {expected}, got {tree}: the function must "
       "return the pytree that `out` declares"
     )
   return leaves
-
-
-Target = Callable[..., Any]

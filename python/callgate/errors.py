@@ -15,7 +15,6 @@ import threading
 import time
 import traceback as _traceback
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -291,8 +290,3 @@ def barrier(timeout: float | None = None) -> None:
     return
   kept = _original(failure)
   _raise(kept.exception if kept is not None else failure)
-
-
-def as_text(error: Any) -> str:
-  """`type: message`, for logs."""
-  return "".join(_traceback.format_exception_only(error)).strip()
