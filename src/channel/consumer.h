@@ -1,0 +1,31 @@
+// What takes records out of a channel.
+//
+// A channel calls its consumers on its own thread, one after the other, with all records that are
+// there at once. A consumer that throws does not hurt the others: the channel keeps what it threw.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "channel/record.h"
+
+namespace callgate {
+
+class Consumer {
+ public:
+  virtual ~Consumer() = default;
+
+  // The records, in the order in which the channel got them; valid until this returns.
+  virtual void consume(std::span<const Record> records) = 0;
+
+  // Everything consumed so far is to be visible to others (files flushed). On the channel's thread.
+  virtual void flush() {}
+
+  // No record follows. On the channel's thread, or on the closing one when that has ended.
+  virtual void close() {}
+
+  // For messages.
+  virtual std::string description() const { return "a consumer"; }
+};
+
+}  // namespace callgate

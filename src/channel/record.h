@@ -1,0 +1,92 @@
+// One record of a channel: what a tap sent, as consumers see it.
+//
+// A record is a header and payloads, one payload a leaf of the tapped value, each aligned to 64
+// bytes. What is the same for all records of a tap (names, paths, dtypes, shapes, batch levels) is
+// its `Source`, which lives at least as long as any record that points to it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/array_view.h"
+#include "core/lanes.h"
+
+namespace callgate {
+
+inline constexpr std::size_t kRecordAlignment = 64;
+
+constexpr std::size_t align_record(std::size_t bytes) noexcept {
+  return (bytes + kRecordAlignment - 1) / kRecordAlignment * kRecordAlignment;
+}
+
+enum class Role : std::uint8_t { kPrimal = 0, kTangent = 1, kCotangent = 2 };
+
+enum RecordFlags : std::uint32_t {
+  kRepeated = 1,  // the tap ran before in this execution: the second pass of jax.checkpoint
+};
+
+// One leaf of a tapped value: where it is in the pytree, and what it is.
+struct LeafType {
+  std::string path;  // as jax.tree_util.keystr writes it: "['w'][0]"; "" for a lone leaf
+  DType dtype = DType::kInvalid;
+  std::vector<std::int64_t> dims;  // leading batch axes included
+  std::size_t offset = 0;          // of its payload, from the first payload
+  std::size_t nbytes = 0;
+};
+
+// What the records of one tap in one program have in common. Immutable once records exist.
+struct Source {
+  std::uint64_t id = 0;     // unique in the process
+  std::string name;         // the tap's name, as users see it
+  std::string description;  // JSON: tree, transforms and whatever Python wants to know of the tap
+  Role role = Role::kPrimal;
+  Lanes lanes;                    // batch levels; empty for a tap that no vmap met
+  std::vector<LeafType> leaves;   // value leaves, then the control leaves below
+  std::size_t value_leaves = 0;   // leaves that belong to the tapped value
+  bool has_where = false;         // leaf `value_leaves` is a bool for each lane: is it sent?
+  std::size_t payload_bytes = 0;  // of a whole record
+};
+
+struct Record {
+  const Source* source = nullptr;
+  std::uint64_t seq = 0;     // per channel and device, from 0, dropped records included
+  std::int64_t time_ns = 0;  // wall clock, since the Unix epoch
+  std::int64_t run = -1;     // XLA's id of the execution
+  std::int32_t device = -1;  // global device id
+  std::uint32_t flags = 0;   // RecordFlags
+  const char* payload = nullptr;
+
+  const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
+};
+
+// The leaves of a record as views into its payload, control leaves included.
+class RecordViews {
+ public:
+  explicit RecordViews(const Source& source) : views_(source.leaves.size()), lane_(views_) {}
+
+  // Views of the whole record.
+  std::span<const ArrayView> whole(const Record& record);
+
+  // Calls visit(lane index, value leaves of the lane) for each lane that is sent, in row-major
+  // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
+  template <typename Visit>
+  void each_lane(const Record& record, Visit&& visit) {
+    const Source& source = *record.source;
+    whole(record);
+    for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
+      if (!select(source, lane)) continue;
+      visit(lane, std::span<const ArrayView>(lane_.data(), source.value_leaves));
+    }
+  }
+
+ private:
+  // Makes lane_ the views of one lane; false when the lane is not sent.
+  bool select(const Source& source, std::int64_t lane);
+
+  std::vector<ArrayView> views_, lane_;
+};
+
+}  // namespace callgate
