@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "bindings/buffer.h"
+#include "bindings/consumer.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
@@ -100,6 +101,7 @@ NB_MODULE(_callgate, module) {
     }
   });
   bind_buffer(module);
+  bind_consumer(module);
   bind_gate(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
