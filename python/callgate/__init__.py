@@ -4,7 +4,11 @@ from callgate import _config, _control, _install, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
+from callgate._records import BatchInfo, Record, TapInfo
+from callgate.channel import Channel, channel
 from callgate.errors import (
+  CheckError,
+  ConsumerError,
   EscapedViewError,
   GateDefinitionError,
   GateError,
@@ -18,11 +22,16 @@ from callgate.errors import (
 from callgate.export import export_checks
 from callgate.gate import Gate, call, gate
 from callgate.stats import stats, trace
+from callgate.tap import channel_stats, tap
 
 __version__ = "0.1.0"
 
 __all__ = [
+  "BatchInfo",
   "Buffer",
+  "Channel",
+  "CheckError",
+  "ConsumerError",
   "Context",
   "EscapedViewError",
   "ExecutionStage",
@@ -31,9 +40,13 @@ __all__ = [
   "GateError",
   "GateTimeoutError",
   "InputWriteError",
+  "Record",
   "ResultError",
+  "TapInfo",
   "barrier",
   "call",
+  "channel",
+  "channel_stats",
   "config",
   "errors",
   "export_checks",
@@ -41,6 +54,7 @@ __all__ = [
   "install",
   "last_error",
   "stats",
+  "tap",
   "trace",
   "uninstall",
 ]

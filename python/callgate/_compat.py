@@ -6,6 +6,8 @@ replace it. A new JAX version that moves one of these is served here alone.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +44,53 @@ def allow_effect(effect: type[Any], *, ordered: bool) -> None:
     allowed += [_effects.ordered_effects, _effects.shardable_ordered_effects]
   for types in allowed:
     types.add_type(effect)
+
+
+# JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
+# for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
+_effect_tokens: dict[Any, Any] = {}
+
+
+def remember_effects() -> None:
+  """Keeps the newest token of each thread, device and ordered effect where all threads see it."""
+  tokens: Any = _dispatch.RuntimeTokenSet
+  set_output, set_result = tokens.set_output_runtime_token, tokens.set_token_result
+
+  def set_output_runtime_token(self: Any, device: Any, token: Any) -> None:
+    _effect_tokens[threading.get_ident(), device] = token
+    set_output(self, device, token)
+
+  def set_token_result(self: Any, effect: Any, token: Any) -> None:
+    _effect_tokens[threading.get_ident(), effect] = token
+    set_result(self, effect, token)
+
+  tokens.set_output_runtime_token = set_output_runtime_token
+  tokens.set_token_result = set_token_result
+
+
+def wait_for_effects(timeout: float | None) -> bool:
+  """Waits for the programs with effects that any thread dispatched; False when the time ran out.
+
+  Whatever they failed with is left to `jax.effects_barrier` in the thread that dispatched them.
+  """
+  if not _effect_tokens:
+    return True
+  if timeout is None:
+    _wait_for_tokens()
+    return True
+  # Tokens have no wait with a limit. The thread ends with the programs.
+  waiter = threading.Thread(target=_wait_for_tokens, name="callgate barrier", daemon=True)
+  waiter.start()
+  waiter.join(timeout)
+  return not waiter.is_alive()
+
+
+def _wait_for_tokens() -> None:
+  for key, token in list(_effect_tokens.items()):
+    with contextlib.suppress(Exception):
+      token.block_until_ready()
+    if _effect_tokens.get(key) is token:
+      _effect_tokens.pop(key, None)
 
 
 # -- configuration that is part of jit's cache key -------------------------------------------------
@@ -112,6 +161,20 @@ def batched_results(jaxpr: Any, axis_data: Any, batched: Sequence[bool], instant
   of control flow ask; no public name.
   """
   return list(_batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)[1])
+
+
+# -- jaxprs --------------------------------------------------------------------------------------
+def subjaxprs(eqn: Any) -> list[Any]:
+  """The jaxprs in an equation's parameters (0.10 to 0.12); `jax.extend` has no public walker."""
+  return list(_core.jaxprs_in_params(eqn.params))
+
+
+def is_saveable(saveable: Any, eqn: Any) -> bool:
+  """Whether a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
+  from jax._src.interpreters import partial_eval
+
+  says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
+  return says is True or says is partial_eval.Saveable or isinstance(says, partial_eval.Offloadable)
 
 
 # -- lowering --------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval
 
-from callgate import _compat
-from callgate._primitive import GateEffect
+from callgate import _compat, _tap_primitive
+from callgate._primitive import GateEffect, TapEffect
 from callgate.errors import GateDefinitionError
 
 _Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -63,8 +63,8 @@ def _while_rule(original: _Rule) -> _Rule:
 def _linearize_rule(original: Callable[..., Any]) -> Callable[..., Any]:
   def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
     unknown = [not tracer.pval.is_known() for tracer in tracers]
-    has_effect = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]))
-    if has_effect and any(unknown) and not all(unknown):
+    runs_once = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]), taps=False)
+    if runs_once and any(unknown) and not all(unknown):
       raise GateDefinitionError(_RUNS_TWICE)
     return original(trace, *tracers, **params)
 
@@ -77,6 +77,8 @@ def _remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     if not has_effect:
       return original(saveable, unknown, instantiated, eqn)
     if any(unknown):
+      if not _has_gate_effect((eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]), taps=False):
+        return original(saveable, unknown, instantiated, eqn)  # a tap may repeat
       raise GateDefinitionError(_RUNS_TWICE)
     later = [False] * len(eqn.outvars)
     return eqn, None, later, later, []
@@ -91,8 +93,13 @@ _RUNS_TWICE = (
 )
 
 
-def _has_gate_effect(jaxprs: Sequence[Any]) -> bool:
-  return any(isinstance(effect, GateEffect) for jaxpr in jaxprs for effect in jaxpr.effects)
+def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
+  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  return any(
+    isinstance(effect, GateEffect) and (taps or not isinstance(effect, TapEffect))
+    for jaxpr in jaxprs
+    for effect in jaxpr.effects
+  ) or (taps and _tap_primitive.dataflow_taps_in(jaxprs))
 
 
 def _predicate_batched(

@@ -33,6 +33,7 @@ def emit(
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
   on_error: str | None = None,
+  target: str = GATE_TARGET,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
 
@@ -50,6 +51,7 @@ def emit(
     on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
       error. Default: poison in programs over several devices, where an error that one of them
       returns would leave the others waiting (src/xla/gate.cc).
+    target: the call's FFI target.
   """
   platforms = context.module_context.platforms
   if "cpu" not in platforms:
@@ -62,11 +64,11 @@ def emit(
     "spec": spec,
     "site": remember_site(_compat.call_site(context)),
     "on_error": on_error or ("poison" if _compat.device_count(context) > 1 else "return"),
-    "batch": ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels),
+    "batch": encode_levels(levels),
   }
   return _compat.emit_ffi_call(
     context,
-    GATE_TARGET,
+    target,
     operands,
     avals_in,
     avals_out,
@@ -76,6 +78,11 @@ def emit(
     token=token,
     sharding=sharding,
   )
+
+
+def encode_levels(levels: Sequence[Level]) -> str:
+  """Batch levels as programs hold them (`Lanes::parse` in src/core/lanes.h)."""
+  return ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels)
 
 
 def is_packed(dtype: Any) -> bool:

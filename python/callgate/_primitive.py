@@ -48,13 +48,20 @@ class GateEffect(_compat.Effect):
     return hash(type(self))
 
 
+class TapEffect(GateEffect):
+  """Keeps a tap alive. It may run twice where a gate must not: a repeat is marked as one."""
+
+  __str__ = lambda self: "Tap"  # noqa: E731
+
+
 class OrderedGateEffect(GateEffect):
-  """Keeps ordered gates alive and in program order, also across calls of the program."""
+  """Keeps ordered gates and taps alive and in program order, also across calls of the program."""
 
   __str__ = lambda self: "OrderedGate"  # noqa: E731
 
 
 GATE_EFFECT = GateEffect()
+TAP_EFFECT = TapEffect()
 ORDERED_GATE_EFFECT = OrderedGateEffect()
 
 
@@ -285,5 +292,6 @@ mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)
+_compat.allow_effect(TapEffect, ordered=False)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
 _compat.keep_ordered_programs_off_cpp_path()

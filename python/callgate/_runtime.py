@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from callgate import _callgate, _compat, _escape, _names
+from callgate.channel import close_all
 from callgate.errors import (
   GateTimeoutError,
   InputWriteError,
@@ -26,10 +27,13 @@ from callgate.errors import (
   defer,
   describe_failure,
   keep,
+  keep_consumer_failure,
+  raise_consumer_errors,
 )
 
 GATE_TARGET = "callgate.gate"
-TARGETS: tuple[str, ...] = (GATE_TARGET,)
+TAP_TARGET = "callgate.tap"
+TARGETS: tuple[str, ...] = (GATE_TARGET, TAP_TARGET)
 
 _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
@@ -47,7 +51,11 @@ def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
   module = getattr(function, "__module__", None) or type(function).__module__
   named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
   qualname = named or type(function).__qualname__
-  base = f"{prefix}{module}.{qualname}"
+  return free_name(f"{prefix}{module}.{qualname}")
+
+
+def free_name(base: str) -> str:
+  """`base`, with a number from the second time it is asked for."""
   taken = set(_callgate.registered_names())
   with _lock:
     while True:
@@ -120,14 +128,25 @@ def _set_dtypes() -> None:
 
 
 def _close() -> None:
-  """Before Python ends: lets effects finish, refuses new calls, waits for those inside."""
+  """Before Python ends: lets effects finish, delivers taps, refuses new calls, waits for the rest.
+
+  In this order: taps are delivered while Python still runs, and after that handlers return without
+  touching it.
+  """
   if os.getpid() != _process or threading.current_thread() is not threading.main_thread():
     return  # a fork's child, which has none of the threads, or an embedder's thread
+  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
   try:
+    _compat.wait_for_effects(seconds)
     jax.effects_barrier()
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
     traceback.print_exc()
-  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
+  try:
+    for line in close_all(seconds):
+      print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
+    raise_consumer_errors()
+  except BaseException:  # noqa: BLE001 - as above; KeyboardInterrupt, too, must not end the exit
+    traceback.print_exc()
   if not _callgate.shut_down(seconds):
     print(
       f"callgate: {_callgate.active_calls()} call(s) still ran {seconds:g} s after the end of the "
@@ -152,4 +171,7 @@ def start() -> None:
   _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
   if stall := os.environ.get("CALLGATE_STALL_SECONDS"):
     _callgate.set_stall_seconds(float(stall))
+  _callgate.set_consumer_failed(keep_consumer_failure)
+  _compat.remember_effects()
+  os.register_at_fork(after_in_child=_callgate.abandon_channels)
   atexit.register(_close)  # runs before JAX's own, which was registered earlier

@@ -15,10 +15,11 @@ import threading
 import time
 import traceback as _traceback
 from types import TracebackType
+from typing import Any
 
 import jax
 
-from callgate import _compat
+from callgate import _callgate, _compat
 
 
 class GateError(Exception):
@@ -46,6 +47,27 @@ class GateTimeoutError(GateError, TimeoutError):
 
 class GateDefinitionError(GateError, TypeError):
   """A gate was defined or called in a way that can't work; raised while tracing."""
+
+
+class CheckError(GateError, AssertionError):
+  """A `callgate.check` in a compiled program found its predicate False.
+
+  Attributes:
+    message: the text given to `check`, formatted.
+    values: the values given to `check`, by name, as NumPy arrays.
+    site: where the check was traced.
+  """
+
+  def __init__(self, message: str, values: dict[str, Any], site: str) -> None:
+    shown = "".join(f"\n  {name} = {value}" for name, value in values.items())
+    super().__init__(f"{message}{shown}" + (f"\n  checked at {site}" if site else ""))
+    self.message = message
+    self.values = values
+    self.site = site
+
+
+class ConsumerError(GateError):
+  """A native consumer of a channel failed, or a sink's file did."""
 
 
 @dataclasses.dataclass
@@ -126,6 +148,52 @@ def raise_deferred() -> None:
       one.claimed = True
   if kept:
     _raise(kept[0].exception)
+
+
+# What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
+# consumer that raises for every record of a long run must not fill the memory.
+_CONSUMER_ERRORS = 64
+_consumer_errors: list[BaseException] = []
+_consumer_errors_more = 0
+
+
+def keep_consumer_error(error: BaseException, where: str) -> None:
+  """Keeps what a consumer raised; `where` names the consumer, the tap and the record."""
+  global _consumer_errors_more
+  error.add_note(where)
+  with _lock:
+    if len(_consumer_errors) < _CONSUMER_ERRORS:
+      _consumer_errors.append(error)
+    else:
+      _consumer_errors_more += 1
+
+
+def keep_consumer_failure(channel: str, consumer: str, message: str) -> None:
+  """The runtime's hook for native consumers."""
+  keep_consumer_error(ConsumerError(message), f"callgate: raised in {consumer} of '{channel}'")
+
+
+def raise_consumer_errors() -> None:
+  """Raises the oldest exception of a consumer, with the others attached, and forgets them.
+
+  The others are in its `callgate_others`, a tuple, and named in its notes.
+  """
+  global _consumer_errors_more
+  if not _consumer_errors:
+    return
+  with _lock:
+    errors, more = list(_consumer_errors), _consumer_errors_more
+    _consumer_errors.clear()
+    _consumer_errors_more = 0
+  if not errors:
+    return
+  first, others = errors[0], tuple(error for error in errors[1:] if error is not errors[0])
+  first.callgate_others = others  # pyright: ignore[reportAttributeAccessIssue]
+  for other in others[:10]:
+    first.add_note(f"callgate: then {type(other).__name__}: {other}")
+  if len(others) + more > 10:
+    first.add_note(f"callgate: and {len(others) + more - min(len(others), 10)} more")
+  _raise(first)
 
 
 def _id_of(error: BaseException) -> int | None:
@@ -214,9 +282,11 @@ class errors:
     global _open_blocks
     try:
       if error is None:
-        failure = _wait_for_programs(None)
+        failure = wait_for_programs(None)
+        _callgate.flush_channels(None)
         raise_deferred()
         self._raise_unseen(failure)
+        raise_consumer_errors()
       elif isinstance(error, jax.errors.JaxRuntimeError):
         kept = _original(error)
         if kept is not None:
@@ -250,8 +320,8 @@ class errors:
       raise failure
 
 
-def _wait_for_programs(timeout: float | None) -> BaseException | None:
-  """Waits until no program runs; returns the first failure met on the way."""
+def wait_for_programs(timeout: float | None) -> BaseException | None:
+  """Waits until no program runs, whoever dispatched it; returns the first failure met on the way."""
   deadline = None if timeout is None else time.monotonic() + timeout
   failure: BaseException | None = None
   for array in list(_compat.live_arrays()):
@@ -267,26 +337,49 @@ def _wait_for_programs(timeout: float | None) -> BaseException | None:
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
+  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
   try:
+    if not _compat.wait_for_effects(rest):
+      raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
     jax.effects_barrier()
+  except TimeoutError:
+    raise
   except Exception as error:  # noqa: BLE001 - as above
     failure = failure or error
   return failure
 
 
 def barrier(timeout: float | None = None) -> None:
-  """Waits until every program dispatched so far has run; raises what a gate raised in one of them.
+  """Waits until every program dispatched so far has run, and every tap's record is delivered.
+
+  Programs of all threads count, also those whose results were dropped. Raises what a gate raised in
+  one of them, else what a consumer of taps raised.
 
   Args:
     timeout: seconds to wait at most; None for no limit.
 
   Raises:
-    TimeoutError: programs still ran when the time was over.
-    BaseException: the original exception of a gate whose program failed during the wait.
+    TimeoutError: programs still ran, or records still waited, when the time was over.
+    BaseException: the original exception of a gate whose program failed during the wait, or of a
+      consumer, with those of other consumers attached (`callgate_others`).
   """
-  failure = _wait_for_programs(timeout)
+  if _callgate.channels_abandoned():
+    raise RuntimeError(
+      "callgate.barrier: this process was forked from one that had channels, whose threads are not "
+      "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+    )
+  deadline = None if timeout is None else time.monotonic() + timeout
+  failure = wait_for_programs(timeout)
+  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+  if not _callgate.flush_channels(rest):
+    pending = {
+      name: stats["pending"]
+      for name, stats in _callgate.channel_stats().items()
+      if stats["pending"]
+    }
+    raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
   raise_deferred()
-  if failure is None or _is_stale(failure, first=0):
-    return
-  kept = _original(failure)
-  _raise(kept.exception if kept is not None else failure)
+  if failure is not None and not _is_stale(failure, first=0):
+    kept = _original(failure)
+    _raise(kept.exception if kept is not None else failure)
+  raise_consumer_errors()

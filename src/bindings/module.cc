@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "bindings/buffer.h"
+#include "bindings/channel.h"
 #include "bindings/consumer.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
@@ -55,7 +56,8 @@ nb::dict targets() {
   gate["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_instantiate));
   gate["execute"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_execute));
   nb::dict all;
-  all[nb::str(xla_ffi::kGateTarget.data(), xla_ffi::kGateTarget.size())] = gate;
+  for (std::string_view target : {xla_ffi::kGateTarget, xla_ffi::kTapTarget})
+    all[nb::str(target.data(), target.size())] = gate;
   return all;
 }
 
@@ -102,6 +104,7 @@ NB_MODULE(_callgate, module) {
   });
   bind_buffer(module);
   bind_consumer(module);
+  bind_channel(module);
   bind_gate(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,6 +16,8 @@
 #include "core/lanes.h"
 
 namespace callgate {
+
+class Consumer;
 
 inline constexpr std::size_t kRecordAlignment = 64;
 
@@ -43,11 +46,12 @@ struct Source {
   std::string name;         // the tap's name, as users see it
   std::string description;  // JSON: tree, transforms and whatever Python wants to know of the tap
   Role role = Role::kPrimal;
-  Lanes lanes;                    // batch levels; empty for a tap that no vmap met
-  std::vector<LeafType> leaves;   // value leaves, then the control leaves below
-  std::size_t value_leaves = 0;   // leaves that belong to the tapped value
-  bool has_where = false;         // leaf `value_leaves` is a bool for each lane: is it sent?
-  std::size_t payload_bytes = 0;  // of a whole record
+  Lanes lanes;                         // batch levels; empty for a tap that no vmap met
+  std::vector<LeafType> leaves;        // value leaves, then the control leaves below
+  std::size_t value_leaves = 0;        // leaves that belong to the tapped value
+  bool has_where = false;              // leaf `value_leaves` is a bool for each lane: is it sent?
+  std::size_t payload_bytes = 0;       // of a whole record
+  std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
 };
 
 struct Record {

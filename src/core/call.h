@@ -57,6 +57,9 @@ class Callee {
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
 
+  // True when a call that comes while the process is ending succeeds without running.
+  virtual bool quiet_at_exit() const noexcept { return false; }
+
   // After this long the program fails with a report; zero for never.
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
 

@@ -1,0 +1,205 @@
+"""From what the runtime hands over to what a consumer is called with.
+
+Runs on a channel's thread, under the GIL. A consumer's exception is kept with its record for
+`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from callgate import _spec
+from callgate._records import BatchInfo, Record, TapInfo
+from callgate.errors import keep_consumer_error
+
+ROLES = ("primal", "tangent", "cotangent")
+REPEATED = 1  # kRepeated in src/channel/record.h
+
+# (id, name, role, description, has lanes), and (lane, seq, time_ns, device, run, flags, arrays)
+_RawSource = tuple[int, str, int, str, bool]
+_Row = tuple[int, int, int, int, int, int, tuple[np.ndarray, ...]]
+_Transforms = tuple[tuple[str, dict[str, Any]], ...]
+
+
+class Description:
+  """A tap's description, read from the text that its program holds (`_tap.describe`)."""
+
+  def __init__(self, text: str) -> None:
+    code = json.loads(text)
+    args, _ = _spec.Signature(code["spec"]).arguments(range(code["values"]))
+    self._tree = jax.tree.structure(args[0])
+    self._is_leaf = self._tree == jax.tree.structure(0)
+    self.values: int = code["values"]
+    self.sizes: tuple[int, ...] = tuple(code["sizes"])
+    self.dtypes: list[str | None] = code["dtypes"]
+    self.logical: list[int] = code["logical"]
+    self.transforms: _Transforms = tuple((name, dict(how)) for name, how in code["transforms"])
+    self._plain = not self.logical and not any(self.dtypes)
+
+  def value(self, arrays: Sequence[np.ndarray]) -> Any:
+    """The tapped pytree of one record's flat arrays."""
+    if not self._plain:
+      arrays = self._restored(arrays)
+    return arrays[0] if self._is_leaf else jax.tree.unflatten(self._tree, arrays)
+
+  def _restored(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The dtypes that had to travel as others, and arrays without their padding."""
+    values = list(arrays[: self.values])
+    for index, sizes in zip(self.logical, arrays[self.values :], strict=True):
+      # With a record of all lanes (`Tap.whole`), the logical sizes are for the last axes.
+      lead = values[index].ndim - sizes.shape[-1]
+      if sizes.ndim == 1:
+        trim = tuple(slice(0, int(size)) for size in sizes)
+        values[index] = values[index][(slice(None),) * lead + trim]
+    for index, name in enumerate(self.dtypes):
+      if name is not None:
+        values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
+    return values
+
+  def logical_shapes(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The logical sizes that came with a record, for each leaf that has them."""
+    return list(arrays[self.values :])
+
+  def stacked(self, arrays: Sequence[np.ndarray]) -> Any:
+    """The tapped pytree of stacked arrays; padding stays."""
+    values = list(arrays[: self.values])
+    for index, name in enumerate(self.dtypes):
+      if name is not None:
+        values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
+    return values[0] if self._is_leaf else jax.tree.unflatten(self._tree, values)
+
+  def lane(self, index: int) -> tuple[int, ...]:
+    """A lane's index in each level."""
+    if not self.sizes:
+      return ()
+    return tuple(int(i) for i in np.unravel_index(index, self.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def description(text: str) -> Description:
+  """The decoded description, cached."""
+  return Description(text)
+
+
+@functools.cache
+def process_index() -> int:
+  """This process's index, asked once: programs ran before, so the backend is there."""
+  return jax.process_index()
+
+
+def info_of(source: _RawSource, row: _Row) -> TapInfo:
+  """The `TapInfo` of a row."""
+  about = description(source[3])
+  lane, seq, time_ns, device, run, flags, _ = row
+  return TapInfo(
+    source[1],
+    seq,
+    time_ns,
+    process_index(),
+    device,
+    run,
+    None,
+    about.lane(lane),
+    ROLES[source[2]],
+    about.transforms,
+    bool(flags & REPEATED),
+  )
+
+
+def wants_info(function: Callable[..., Any]) -> bool:
+  """Whether a consumer takes (value, info): by a second positional parameter without a default."""
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except (TypeError, ValueError):
+    return False
+  positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+  return len(positional) >= 2 and (
+    positional[1].default is inspect.Parameter.empty or positional[1].name == "info"
+  )
+
+
+def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
+  """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
+  with_info = wants_info(function)
+
+  def consume(source: _RawSource, rows: list[_Row]) -> None:
+    value_of = description(source[3]).value
+    for row in rows:
+      try:
+        if with_info:
+          function(value_of(row[6]), info_of(source, row))
+        else:
+          function(value_of(row[6]))
+      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+        keep_consumer_error(error, _where(function, source, row))
+
+  return consume
+
+
+def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Callable[..., None]:
+  """A consumer of rows that calls `write(records)` with all that are there."""
+
+  def consume(source: _RawSource, rows: list[_Row]) -> None:
+    value_of = description(source[3]).value
+    try:
+      write([Record(value_of(row[6]), info_of(source, row)) for row in rows])
+    except BaseException as error:  # noqa: BLE001 - as above
+      keep_consumer_error(error, _where(owner, source, rows[0]))
+
+  return consume
+
+
+def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Callable[..., None]:
+  """A consumer of stacked arrays, with at most `limit` rows a call."""
+  with_info = wants_info(function)
+
+  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> None:
+    about = description(source[3])
+    total = len(numbers[0])
+    step = limit or total
+    for start in range(0, total, step):
+      part = slice(start, start + step)
+      try:
+        value = about.stacked([array[part] for array in arrays])
+        if with_info:
+          function(value, _batch_info(source, about, [n[part] for n in numbers]))
+        else:
+          function(value)
+      except BaseException as error:  # noqa: BLE001 - as above
+        row = (*(int(n[start]) for n in numbers), ())
+        keep_consumer_error(error, _where(function, source, row))
+
+  return consume
+
+
+def _batch_info(source: _RawSource, about: Description, numbers: Sequence[Any]) -> BatchInfo:
+  lane, seq, time_ns, device, run, flags = numbers
+  sizes = about.sizes
+  lanes = np.stack(np.unravel_index(lane, sizes), -1) if sizes else np.empty((len(lane), 0), int)
+  return BatchInfo(
+    source[1],
+    ROLES[source[2]],
+    about.transforms,
+    seq,
+    time_ns,
+    device,
+    run,
+    lanes,
+    (flags & REPEATED) != 0,
+    process_index(),
+  )
+
+
+def _where(consumer: object, source: _RawSource, row: Any) -> str:
+  named = getattr(consumer, "__qualname__", None) or repr(consumer)
+  lanes = description(source[3]).lane(row[0])
+  lane = f", lane {lanes}" if lanes else ""
+  return f"callgate: raised in consumer {named} of tap '{source[1]}', record {row[1]}{lane}"

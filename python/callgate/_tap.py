@@ -1,0 +1,168 @@
+"""What a tap is beyond its primitive: the runtime's handle, and the text that programs hold.
+
+A program names its tap, and says of it: name, role, which operands are values, and for Python a
+description in JSON (`_delivery.Description` reads it). Nothing of this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate import _callgate, _delivery, _runtime, _spec
+from callgate._lowering import Level, encode_levels, is_packed
+from callgate.channel import DEFAULT, start_default
+
+# As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
+Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+
+
+class Tap:
+  """Where a tap's records go: a channel, or a function by way of the default channel.
+
+  Held by the programs that are traced, as the runtime's callee is by those that are compiled.
+  """
+
+  def __init__(self, name: str, channel_name: str, consumer: Any = None) -> None:
+    self.name = name
+    self.handle = _callgate.Tap(name, channel=channel_name, consumer=consumer)
+
+  def __repr__(self) -> str:
+    return f"<tap '{self.name}'>"
+
+
+@dataclasses.dataclass(frozen=True)
+class TapSite:
+  """What is fixed about a tap when it is traced.
+
+  Operands are the value's leaves, then logical sizes (one vector for each leaf in `logical`), then
+  `where` if there is one, then `untapped` arrays that only pass through.
+  """
+
+  tree: Any
+  name: str
+  effect: str
+  every: int
+  where: bool
+  roles: tuple[str, ...]
+  dtypes: tuple[str | None, ...]  # of leaves that travel as another dtype
+  logical: tuple[int, ...] = ()
+  untapped: int = 0
+  whole: bool = False  # lanes stay together: records of all lanes of a vmap
+
+  @property
+  def values(self) -> int:
+    """Leaves of the tapped value."""
+    return len(self.dtypes)
+
+  @property
+  def returned(self) -> int:
+    """Operands that a tap in the flow of data gives back: its values and the untapped ones."""
+    return self.values + self.untapped
+
+
+_taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def of_channel(name: str) -> Tap:
+  """The tap to a channel, by its name; one for all who want it."""
+  return _shared(("channel", name), lambda: Tap(f"channel:{name}", name))
+
+
+def of_function(function: Callable[..., Any]) -> Tap:
+  """The tap to a function; the same for equal functions, so that JAX's caches hit."""
+  start_default()
+
+  def make() -> Tap:
+    consumer = _callgate.python_consumer(_delivery.rows_to_function(function))
+    return Tap(_runtime.unique_name(function, prefix="tap:"), DEFAULT, consumer)
+
+  try:
+    return _shared(("function", function), make)
+  except TypeError:  # not hashable
+    return make()
+
+
+def of_rows(key: Any, consume: Callable[..., None], name: str) -> Tap:
+  """A tap whose consumer gets rows as they are, for `callgate.compat`."""
+  start_default()
+
+  def make() -> Tap:
+    unique = _runtime.free_name(f"tap:{name}")
+    return Tap(unique, DEFAULT, _callgate.python_consumer(consume))
+
+  return _shared(("rows", key), make)
+
+
+def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
+  with _lock:
+    tap = _taps.get(key)
+    if tap is None:
+      tap = _taps[key] = make()
+    return tap
+
+
+def encode(
+  site: TapSite, transforms: Transforms, levels: Sequence[Level], role: str, repeated: bool
+) -> str:
+  """The text of `parse_tap_spec` in src/channel/tap.h."""
+  leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
+  paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+  paths += [f"logical_shape{paths[index]}" for index in site.logical]
+  tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
+  description = {
+    "spec": _spec.encode(tree, jax.tree.structure(None), ()),
+    "values": site.values,
+    "sizes": [size for size, _ in levels],
+    "dtypes": site.dtypes,
+    "logical": site.logical,
+    "transforms": transforms,
+  }
+  lines = [
+    f"name={site.name}",
+    f"role={role}",
+    f"repeated={int(repeated)}",
+    f"every={site.every}",
+    f"values={site.values + len(site.logical)}",
+    f"returned={site.values if site.effect == 'dataflow' else 0}",
+    f"where={int(site.where)}",
+    *(f"path={path}" for path in paths),
+    "",
+    json.dumps(description, separators=(",", ":")),
+  ]
+  return "\n".join(lines)
+
+
+def send_from_host(
+  tap: Tap, spec: str, levels: Sequence[Level], count: int, arrays: Sequence[Any]
+) -> None:
+  """Sends a record from Python: for programs that can't call the runtime.
+
+  Args:
+    tap: where to.
+    spec: the call site's text.
+    levels: its batch levels.
+    count: operands that make up the record; the rest passes through.
+    arrays: the operands.
+  """
+  contiguous = [np.array(array, order="C") for array in arrays[:count]]  # copies, never views
+  tap.handle.send(spec, encode_levels(levels), -1, contiguous)
+
+
+def carried(leaf: Any) -> tuple[Any, str | None]:
+  """A leaf as it travels, and the name of its own dtype where that is another."""
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(leaf), None
+  if not is_packed(leaf.dtype):
+    return leaf, None
+  name = np.dtype(leaf.dtype).name
+  wide = "float32" if name.startswith("float") else "uint8" if name.startswith("u") else "int8"
+  return leaf.astype(wide), name

@@ -1,0 +1,346 @@
+"""The primitives behind taps, with their rules.
+
+`tap_p` sends its operands (`TapSite` says which is what). With effect "io" or "ordered" it has no
+results; with "dataflow" its results are its values and untapped operands, and it has no effect: it
+lives as long as they are used. `cotangent_p` is the identity whose transpose taps the cotangent.
+
+Parameters of both, all hashable:
+  tap: the Tap: where records go.
+  site: the TapSite.
+  levels: batch levels, outermost first, as a gate's; consumers see lanes.
+  transforms: the transformations met so far, in order of application.
+  role: "primal", "tangent" or "cotangent".
+  repeated: marks the second pass of `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from callgate import _compat, _config, _runtime, _tap
+from callgate._lowering import Level, emit
+from callgate._primitive import ORDERED_GATE_EFFECT, TAP_EFFECT
+from callgate._tap import Tap, TapSite, Transforms
+from callgate.errors import GateDefinitionError
+
+tap_p = Primitive("tap")
+tap_p.multiple_results = True
+cotangent_p = Primitive("tap_cotangent")
+cotangent_p.multiple_results = True
+
+# Whether a tap in the flow of data was ever traced: looking for them costs time.
+_dataflow_traced = False
+
+
+# -- impl ----------------------------------------------------------------------------------------
+_compat.define_impl(tap_p)
+
+
+@cotangent_p.def_impl
+def _cotangent_impl(*operands: Any, **_: Any) -> Sequence[Any]:
+  return operands
+
+
+# -- abstract evaluation -------------------------------------------------------------------------
+def _returned(site: TapSite, operands: Sequence[Any]) -> list[Any]:
+  """Of the operands, or of anything in their order, what a tap gives back."""
+  return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
+
+
+@tap_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+  global _dataflow_traced
+  if site.effect == "dataflow":
+    _dataflow_traced = True
+    return _returned(site, avals), frozenset()
+  return [], frozenset({ORDERED_GATE_EFFECT if site.effect == "ordered" else TAP_EFFECT})
+
+
+@cotangent_p.def_abstract_eval
+def _cotangent_abstract_eval(*avals: Any, **_: Any) -> Sequence[Any]:
+  return avals
+
+
+# -- jvp -----------------------------------------------------------------------------------------
+def _dense(tangent: Any, primal: Any) -> Any:
+  """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
+  if type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0:
+    return jnp.zeros_like(primal)
+  return tangent
+
+
+def _has_tangents(primal: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(primal), jnp.inexact)
+
+
+def _jvp(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  *,
+  site: TapSite,
+  role: str,
+  transforms: Transforms,
+  **params: Any,
+) -> tuple[Any, Any]:
+  results = tap_p.bind(*primals, site=site, role=role, transforms=transforms, **params)
+  dense = [_dense(t, p) for t, p in zip(tangents[: site.values], primals, strict=False)]
+  operands = [*dense, *primals[site.values :]]
+  tangent_params = {"site": site, "transforms": (*transforms, ("jvp", ())), **params}
+  if site.effect != "dataflow":
+    if "tangent" in site.roles:
+      tap_p.bind(*operands, role="tangent", **tangent_params)
+    return results, []
+  out = dense
+  if "tangent" in site.roles:
+    out = tap_p.bind(*operands, role="tangent", **tangent_params)[: site.values]
+  elif "cotangent" in site.roles:
+    out = cotangent_p.bind(*operands, role="tangent", **tangent_params)[: site.values]
+  passed = [
+    new if _has_tangents(primal) else old
+    for new, old, primal in zip(out, tangents, primals[: site.values], strict=False)
+  ]
+  return results, [*passed, *tangents[len(tangents) - site.untapped :]]
+
+
+def _cotangent_jvp(
+  primals: Sequence[Any], tangents: Sequence[Any], *, transforms: Transforms, **params: Any
+) -> tuple[Any, Any]:
+  results = cotangent_p.bind(*primals, transforms=transforms, **params)
+  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+  out = cotangent_p.bind(*dense, transforms=(*transforms, ("jvp", ())), **params)
+  return results, [
+    new if _has_tangents(primal) else ad.Zero.from_primal_value(primal)
+    for new, primal in zip(out, primals, strict=True)
+  ]
+
+
+ad.primitive_jvps[tap_p] = _jvp
+ad.primitive_jvps[cotangent_p] = _cotangent_jvp
+
+
+# -- transpose -----------------------------------------------------------------------------------
+def _transpose(
+  cotangents: Sequence[Any],
+  *operands: Any,
+  site: TapSite,
+  role: str,
+  transforms: Transforms,
+  **params: Any,
+) -> list[Any]:
+  """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
+  if not cotangents:
+    return [None] * len(operands)  # with an effect: it has no results, and none to transpose
+  values = cotangents[: site.values]
+  dense = [ad.instantiate_zeros(ct) for ct in values]
+  dense = [
+    _like(x) if ct.dtype == jax.dtypes.float0 else ct
+    for ct, x in zip(dense, operands[: site.values], strict=True)
+  ]
+  if "cotangent" in site.roles:
+    # The untapped operands' own cotangents stand in for them: what counts is what is tapped.
+    rest = [_like(x) if ad.is_undefined_primal(x) else x for x in operands[site.values :]]
+    dense = tap_p.bind(
+      *dense,
+      *rest,
+      site=site,
+      role="cotangent",
+      transforms=(*transforms, ("transpose", ())),
+      **params,
+    )[: site.values]
+  out = [
+    ct if ad.is_undefined_primal(x) else None
+    for ct, x in zip(dense, operands[: site.values], strict=True)
+  ]
+  middle = len(operands) - site.values - site.untapped
+  return [*out, *([None] * middle), *cotangents[len(cotangents) - site.untapped :]]
+
+
+def _like(value: Any) -> Any:
+  aval = value.aval if ad.is_undefined_primal(value) else value
+  return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _cotangent_transpose(
+  cotangents: Sequence[Any], *operands: Any, site: TapSite, transforms: Transforms, **params: Any
+) -> list[Any]:
+  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
+  sent = [
+    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, operands, strict=True)
+  ]
+  results = tap_p.bind(
+    *sent,
+    site=site,
+    **{**params, "role": "cotangent"},
+    transforms=(*transforms, ("transpose", ())),
+  )
+  if site.effect == "dataflow":
+    dense = results
+  return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, operands, strict=True)]
+
+
+ad.primitive_transposes[tap_p] = _transpose
+ad.primitive_transposes[cotangent_p] = _cotangent_transpose
+
+
+# -- batching ------------------------------------------------------------------------------------
+def _batcher(primitive: Any) -> Any:
+  def batch(
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    site: TapSite,
+    levels: tuple[Level, ...],
+    transforms: Transforms,
+    **params: Any,
+  ) -> tuple[Sequence[Any], Sequence[Any]]:
+    tapped = (
+      dims[: site.values] + dims[len(dims) - site.untapped :]
+      if site.untapped
+      else (dims[: site.values])
+    )
+    transforms = (*transforms, ("batch", (("batch_dims", tuple(tapped)),)))
+    if not site.whole:
+      mask = tuple(dim is not None for dim in dims)
+      size: int = next(
+        x.shape[dim] for x, dim, flag in zip(operands, dims, mask, strict=True) if flag
+      )
+      operands = [
+        jnp.moveaxis(x, dim, 0) if flag else x
+        for x, dim, flag in zip(operands, dims, mask, strict=True)
+      ]
+      dims = [0 if flag else None for flag in mask]
+      levels = ((size, mask), *levels)
+    results = primitive.bind(*operands, site=site, levels=levels, transforms=transforms, **params)
+    out = dims if primitive is cotangent_p else _returned(site, dims)
+    return results, list(out)[: len(results)]
+
+  return batch
+
+
+batching.primitive_batchers[tap_p] = _batcher(tap_p)
+batching.primitive_batchers[cotangent_p] = _batcher(cotangent_p)
+
+
+# -- partial evaluation --------------------------------------------------------------------------
+def _remat(
+  saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+  """In `jax.checkpoint`: runs in both passes, and is marked in the second.
+
+  As JAX's own debug callbacks, it follows the policy: where the policy saves what it taps, there is
+  no second run.
+  """
+  outs = len(eqn.outvars)
+  if any(unknown):
+    needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
+    return None, eqn, [True] * outs, [True] * outs, needed
+  again = eqn.replace(params={**eqn.params, "repeated": True})
+  saved = _compat.is_saveable(saveable, eqn)
+  if saved and not all(instantiated):
+    return eqn, None, [False] * outs, [False] * outs, []
+  return eqn, again, [False] * outs, [True] * outs, []
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
+
+
+# -- lowering ------------------------------------------------------------------------------------
+def _lower(
+  context: Any,
+  *operands: Any,
+  tap: Tap,
+  site: TapSite,
+  levels: tuple[Level, ...],
+  transforms: Transforms,
+  role: str,
+  repeated: bool,
+) -> Sequence[Any]:
+  spec = _tap.encode(site, transforms, levels, role, repeated)
+  on_host = _compat.is_partitioned(context) or "cpu" not in context.module_context.platforms
+  if _config.engine() == "jax" or on_host:
+    return _lower_by_jax(context, operands, tap, site, levels, spec)
+  _compat.keep_with_program(context, tap)
+  ordered = site.effect == "ordered"
+  token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
+  results, after = emit(
+    context,
+    operands,
+    context.avals_in,
+    context.avals_out,
+    name=tap.name,
+    spec=spec,
+    levels=levels,
+    has_side_effect=True,
+    token=token,
+    aliases=_aliases(site, len(operands)),
+    target=_runtime.TAP_TARGET,
+  )
+  if ordered:
+    _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
+  return results
+
+
+def _aliases(site: TapSite, count: int) -> dict[int, int]:
+  if site.effect != "dataflow":
+    return {}
+  return {operand: result for result, operand in enumerate(_returned(site, range(count)))}
+
+
+def _lower_by_jax(
+  context: Any,
+  operands: Sequence[Any],
+  tap: Tap,
+  site: TapSite,
+  levels: tuple[Level, ...],
+  spec: str,
+) -> Sequence[Any]:
+  """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
+  if site.effect == "ordered" and _compat.is_partitioned(context):
+    raise GateDefinitionError(
+      f"tap '{site.name}': ordered=True works in programs for one CPU device, or inside "
+      "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
+    )
+  count = site.values + len(site.logical) + int(site.where)
+
+  def send(*arrays: Any) -> None:
+    _tap.send_from_host(tap, spec, levels, count, arrays)
+
+  def call(*args: Any) -> Sequence[Any]:
+    io_callback(send, None, *args, ordered=False)
+    return _returned(site, args) if site.effect == "dataflow" else []
+
+  ordered = site.effect == "ordered"
+  token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
+  results = mlir.lower_fun(call, multiple_results=True)(context, *operands)
+  if ordered:
+    _compat.set_token_after(context, ORDERED_GATE_EFFECT, token)
+  return results
+
+
+def _cotangent_lower(_: Any, *operands: Any, **__: Any) -> Sequence[Any]:
+  return operands
+
+
+# Not cached: a cached rule would know the source line of no more than one of its call sites.
+mlir.register_lowering(tap_p, _lower, cacheable=False)
+mlir.register_lowering(cotangent_p, _cotangent_lower)
+
+
+# -- taps in the flow of data --------------------------------------------------------------------
+def dataflow_taps_in(jaxprs: Sequence[Any]) -> bool:
+  """Whether the programs hold taps in the flow of data, which have no effect to tell."""
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr) for jaxpr in jaxprs)
+
+
+def _holds_tap(jaxpr: Any) -> bool:
+  return any(
+    eqn.primitive is tap_p or any(_holds_tap(inner) for inner in _compat.subjaxprs(eqn))
+    for eqn in jaxpr.eqns
+  )

@@ -1,0 +1,379 @@
+"""Channels: bounded streams of records from compiled programs to consumers.
+
+The stream itself lives in C++ (src/channel); here are the options, the consumers' adapters and
+what a user waits for.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from callgate import _callgate, _delivery
+from callgate._records import Record
+from callgate.errors import GateDefinitionError, keep_consumer_error, raise_consumer_errors
+
+OnFull = Literal["block", "drop_new", "drop_old", "sample"]
+DEFAULT = "default"  # the channel of taps to functions
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_default: Any = None
+_open: dict[str, Channel] = {}
+_lock = threading.Lock()
+
+
+class Channel:
+  """An open channel; made by `callgate.channel`. A context manager that closes it.
+
+  Attributes:
+    name: what taps send to it by.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    *,
+    capacity: str | int = "64MiB",
+    on_full: OnFull = "block",
+    rate: float = 100.0,
+    to: Any = (),
+    batch: int | bool | None = None,
+  ) -> None:
+    self.name = _check_name(name)
+    limit = _check_batch(name, batch)
+    self._batch = batch is not None and batch is not False
+    self._limit = limit
+    self._consumers: list[tuple[Any, Any]] = []
+    given = list(to) if isinstance(to, (list, tuple)) else [to]
+    adapted = [(one, self._adapt(one)) for one in given]
+    if on_full not in ("block", "drop_new", "drop_old", "sample"):
+      raise GateDefinitionError(
+        f"channel '{name}': on_full: expected 'block', 'drop_new', 'drop_old' or 'sample', got "
+        f"{on_full!r}"
+      )
+    if not rate > 0:
+      raise GateDefinitionError(
+        f"channel '{name}': rate: expected records a second, above 0, got {rate!r}"
+      )
+    check_not_forked()
+    self._closed = False
+    self._handle = _callgate.Channel(
+      name, capacity=parse_capacity(name, capacity), on_full=on_full, rate=float(rate)
+    )
+    # Programs that were exported, or loaded from a cache, find the channel by this callee.
+    self.tap = _tap_of_channel(name)
+    with _lock:
+      _open[name] = self
+    for one, consumer in adapted:
+      self._attach(one, consumer)
+
+  def __repr__(self) -> str:
+    return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
+
+  def __enter__(self) -> Channel:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    if error is not None:
+      self._close(None)  # what consumers raised must not hide the block's own exception
+      return
+    from callgate.errors import wait_for_programs
+
+    wait_for_programs(None)
+    self.close()
+
+  # -- consumers ---------------------------------------------------------------------------------
+  def add(self, consumer: Any) -> None:
+    """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
+    self._attach(consumer, self._adapt(consumer))
+
+  def remove(self, consumer: Any) -> None:
+    """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
+
+    Raises:
+      GateDefinitionError: it is not a consumer of this channel.
+    """
+    for index, (one, handle) in enumerate(self._consumers):
+      if one is consumer or one == consumer:
+        del self._consumers[index]
+        self._handle.remove(handle)
+        if hasattr(consumer, "close"):
+          consumer.close()
+        return
+    raise GateDefinitionError(f"channel '{self.name}': {consumer!r} is not one of its consumers")
+
+  def _attach(self, consumer: Any, handle: Any) -> None:
+    if hasattr(consumer, "open") and hasattr(consumer, "write"):
+      consumer.open(self.name)
+    self._consumers.append((consumer, handle))
+    self._handle.add(handle)
+
+  def _adapt(self, consumer: Any) -> Any:
+    if isinstance(consumer, _callgate.Consumer):
+      return consumer
+    native = getattr(consumer, "native", None)
+    if isinstance(native, _callgate.Consumer):
+      return native
+    if callable(getattr(consumer, "write", None)):
+      return _callgate.python_consumer(
+        _delivery.rows_to_records(consumer.write, consumer), control=_control_of(consumer)
+      )
+    if not callable(consumer):
+      raise GateDefinitionError(
+        f"channel '{self.name}': to: expected functions or sinks, got {consumer!r}"
+      )
+    if self._batch:
+      stacked = _delivery.stacks_to_function(consumer, self._limit)
+      return _callgate.python_consumer(stacked, stacked=True)
+    return _callgate.python_consumer(_delivery.rows_to_function(consumer))
+
+  def records(self) -> Iterator[Record]:
+    """Iterates over the records, from those that wait on; ends when the channel is closed.
+
+    Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
+    consumer.
+    """
+    return _Records(self)
+
+  # -- state -------------------------------------------------------------------------------------
+  def stats(self) -> dict[str, int]:
+    """Counters: at any time `sent == delivered + dropped + pending`.
+
+    Returns:
+      `sent`, `delivered`, `dropped`, `pending`: records (all lanes of a vmap are one). `bytes`:
+      payload sent. `high_water`: most bytes that waited at once.
+    """
+    return self._handle.stats()
+
+  def flush(self, timeout: float | None = None) -> None:
+    """Waits until every record sent so far is with the consumers, and in the sinks' files.
+
+    Args:
+      timeout: seconds to wait at most; None for no limit.
+
+    Raises:
+      TimeoutError: the consumers were not done in time.
+      BaseException: what a consumer raised.
+    """
+    check_not_forked()
+    if not self._closed and not self._handle.flush(timeout):
+      raise TimeoutError(
+        f"channel '{self.name}': {self.stats()['pending']} record(s) still wait after {timeout} s"
+      )
+    raise_consumer_errors()
+
+  def close(self, timeout: float | None = None) -> None:
+    """Delivers what is there, then closes the consumers. Later records wait for a new channel.
+
+    Args:
+      timeout: seconds to wait at most; None for no limit.
+
+    Raises:
+      TimeoutError: a consumer did not end in time; the message counts what it holds up.
+      BaseException: what a consumer raised.
+    """
+    if not self._close(timeout):
+      raise TimeoutError(
+        f"channel '{self.name}': closed with {self.stats()['pending']} record(s) not delivered "
+        f"after {timeout} s"
+      )
+    raise_consumer_errors()
+
+  def _close(self, timeout: float | None) -> bool:
+    if self._closed:
+      return True
+    self._closed = True
+    with _lock:
+      if _open.get(self.name) is self:
+        del _open[self.name]
+    for one, _ in self._consumers:
+      if isinstance(one, _Records):
+        one.end_soon()
+    return self._handle.close(timeout)
+
+
+class _Records(Iterator[Record]):
+  """An iterator that is a consumer: the channel's thread puts, the user's takes."""
+
+  _LIMIT = 1024
+
+  def __init__(self, channel: Channel) -> None:
+    self._channel = channel
+    self._waiting: collections.deque[Record] = collections.deque()
+    self._changed = threading.Condition()
+    self._ending = self._ended = False
+    if channel.stats() is not None and not _is_closed(channel):
+      channel.add(self)
+    else:
+      self._ended = True
+
+  def write(self, records: Sequence[Record]) -> None:
+    with self._changed:
+      self._changed.wait_for(lambda: len(self._waiting) < self._LIMIT or self._ending)
+      self._waiting.extend(records)
+      self._changed.notify_all()
+
+  def open(self, channel: str) -> None:
+    """Nothing to open."""
+
+  def end_soon(self) -> None:
+    """The channel is being closed: what is left comes at once."""
+    with self._changed:
+      self._ending = True
+      self._changed.notify_all()
+
+  def close(self) -> None:
+    with self._changed:
+      self._ending = self._ended = True
+      self._changed.notify_all()
+
+  def __next__(self) -> Record:
+    with self._changed:
+      self._changed.wait_for(lambda: self._waiting or self._ended)
+      if not self._waiting:
+        raise StopIteration
+      record = self._waiting.popleft()
+      self._changed.notify_all()
+      return record
+
+
+def _is_closed(channel: Channel) -> bool:
+  return channel._closed  # pyright: ignore[reportPrivateUsage]
+
+
+def channel(
+  name: str,
+  *,
+  capacity: str | int = "64MiB",
+  on_full: OnFull = "block",
+  rate: float = 100.0,
+  to: Any = (),
+  batch: int | bool | None = None,
+) -> Channel:
+  """Opens a channel: taps to `name` send their records to its consumers.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  seen = []
+  with cg.channel("loss", to=seen.append) as losses:
+    jax.jit(lambda x: cg.tap(x * 2, "loss"))(jnp.float32(3))
+  assert seen == [6.0] and losses.stats()["delivered"] == 1
+  ```
+
+  Leaving the block waits for the programs that run, delivers every record and closes the consumers.
+  While no channel of a name is open, its records wait for the next one (up to 1 MiB of them).
+
+  Args:
+    name: what taps send by. One open channel a name.
+    capacity: bytes that may wait, as a number or as "64MiB", "1GB". Larger records go one by one.
+    on_full: what a tap does that finds no room: "block" (the program waits), "drop_new" (its own
+      record is dropped), "drop_old" (the oldest are), "sample" (at most `rate` records a second of
+      each tap are taken at all).
+    rate: records a second, for "sample".
+    to: one consumer or several: functions `fn(value)` or `fn(value, info)`, called for each record
+      (each lane of a vmap) with NumPy arrays and a `TapInfo`; sinks (`callgate.sinks`). Without
+      any, records wait for `Channel.add` or `Channel.records`.
+    batch: functions get many records at once, as stacked arrays with a row a record, and a
+      `BatchInfo`: at most so many rows, or True for all that are there.
+
+  Returns:
+    The `Channel`.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    ValueError: a channel of that name is open already.
+  """
+  return Channel(name, capacity=capacity, on_full=on_full, rate=rate, to=to, batch=batch)
+
+
+def parse_capacity(name: str, capacity: str | int) -> int:
+  """Bytes of a capacity as users write it."""
+  if isinstance(capacity, str):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+  else:
+    size = capacity
+  if size < 1:
+    raise GateDefinitionError(
+      f"channel '{name}': capacity: expected bytes, as 65536 or '64MiB', got {capacity!r}"
+    )
+  return size
+
+
+def start_default() -> None:
+  """Opens the channel that taps to functions go through, once."""
+  global _default
+  with _lock:
+    if _default is None:
+      _default = _callgate.Channel(DEFAULT, capacity=64 << 20, on_full="block", rate=100.0)
+      _default.start()
+
+
+def close_all(timeout: float) -> list[str]:
+  """At the end of the process: closes every channel; returns what could not be delivered."""
+  left: list[str] = []
+  for one in list(_open.values()):
+    if not one._close(timeout):  # pyright: ignore[reportPrivateUsage]
+      left.append(f"channel '{one.name}': {one.stats()['pending']} record(s)")
+  if _default is not None and not _default.close(timeout):
+    left.append(f"taps to functions: {_default.stats()['pending']} record(s)")
+  for name, stats in _callgate.channel_stats().items():
+    if stats["pending"]:
+      left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")
+  return left
+
+
+def check_not_forked() -> None:
+  """Channels have no thread in a fork's child: a clear error instead of a hang."""
+  if _callgate.channels_abandoned():
+    raise RuntimeError(
+      "callgate: this process was forked from one that had channels, whose threads are not here; "
+      "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+    )
+
+
+def _tap_of_channel(name: str) -> Any:
+  from callgate import _tap
+
+  return _tap.of_channel(name)
+
+
+def _control_of(sink: Any) -> Callable[[str], None]:
+  def control(what: str) -> None:
+    method = getattr(sink, what, None)
+    if method is None:
+      return
+    try:
+      method()
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+      keep_consumer_error(error, f"callgate: raised in {what}() of consumer {sink!r}")
+
+  return control
+
+
+def _check_name(name: Any) -> str:
+  if not isinstance(name, str) or not name or "\n" in name:
+    raise GateDefinitionError(f"channel: name: expected a line of text, got {name!r}")
+  if name == DEFAULT:
+    raise GateDefinitionError(f"channel: the name '{DEFAULT}' is that of taps to functions")
+  return name
+
+
+def _check_batch(name: str, batch: int | bool | None) -> int | None:
+  if batch is None or isinstance(batch, bool):
+    return None
+  if batch < 1:
+    raise GateDefinitionError(
+      f"channel '{name}': batch: expected a number of rows or True, got {batch!r}"
+    )
+  return int(batch)

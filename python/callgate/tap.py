@@ -1,0 +1,245 @@
+"""`callgate.tap`: streams values out of compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from callgate import _callgate, _delivery, _tap
+from callgate._tap import Tap, TapSite
+from callgate._tap_primitive import cotangent_p, tap_p
+from callgate.channel import DEFAULT, Channel, check_not_forked
+from callgate.errors import GateDefinitionError, raise_deferred
+
+Effect = Literal["io", "dataflow"]
+Role = Literal["primal", "tangent", "cotangent"]
+
+
+def tap(
+  value: Any,
+  to: Callable[..., Any] | Channel | str,
+  *,
+  name: str | None = None,
+  where: Any = None,
+  every: int | None = None,
+  ordered: bool = False,
+  effect: Effect = "io",
+  roles: Sequence[Role] = ("primal",),
+  logical_shape: Any = None,
+  sharding: Literal["shard", "gather"] = "shard",
+  replicas: Literal["once", "all"] = "once",
+) -> Any:
+  """Sends a value out of a (compiled) program, and returns it.
+
+  The program goes on at once: it copies the value into the channel's ring. Consumers run on the
+  channel's thread.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  seen = []
+
+  @jax.jit
+  def norm(x):
+    return cg.tap(jnp.sqrt(jnp.sum(x**2)), seen.append, name="norm")
+
+  norm(jnp.array([3.0, 4.0]))
+  cg.barrier()
+  assert seen == [5.0]
+  ```
+
+  Args:
+    value: a pytree of arrays.
+    to: a function `fn(value)` or `fn(value, info)`, called on callgate's thread with NumPy arrays
+      of its own and a `TapInfo`; or a channel; or a channel's name.
+    name: the records' name. Default: the function's, or the channel's.
+    where: a traced bool: False sends nothing. Under vmap it is asked for each lane.
+    every: sends the first of each so many executions of this place in the program.
+    ordered: keeps the program order of all ordered taps and gates of a device, also from one
+      program to the next. Without it records have the order of execution.
+    effect: "io": runs once per execution and is never removed. "dataflow": lives as long as the
+      returned value is used, has no JAX effect and costs no dispatch time.
+    roles: what else to send under differentiation: "tangent", "cotangent" of the value.
+    logical_shape: sizes of the part of a padded array that counts, traced or not: consumers get
+      that part. A tuple for a lone array, else a pytree like `value` with tuples (or None).
+    sharding: "shard" or "gather". So far programs that XLA partitions over several devices send
+      one record of the whole value in both cases.
+    replicas: "once" or "all": whether each device's copy of the same data is sent.
+
+  Returns:
+    `value`.
+
+  Raises:
+    GateDefinitionError: an argument is wrong.
+
+  Under vmap consumers get each lane by itself (`info.lane`); under `jax.checkpoint` the second pass
+  sends again, marked `info.repeated`.
+  """
+  raise_deferred()
+  check_not_forked()
+  target = target_of(to)
+  label = _label(to, name)
+  _check_options(label, every, effect, ordered, roles, sharding, replicas)
+  leaves, tree = jax.tree.flatten(value)
+  arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
+  carried = [_tap.carried(x) for x in arrays]
+  sizes = _logical_sizes(label, logical_shape, value, arrays)
+  site = TapSite(
+    tree=tree,
+    name=label,
+    effect="ordered" if ordered else effect,
+    every=every or 1,
+    where=where is not None,
+    roles=tuple(roles),
+    dtypes=tuple(name for _, name in carried),
+    logical=tuple(index for index, _ in sizes),
+  )
+  extra = [size for _, size in sizes]
+  if where is not None:
+    extra.append(_predicate(label, where))
+  operands = [x for x, _ in carried]
+  if not operands:
+    return value
+  results = bind(target, site, operands, extra)
+  if effect == "io" and "cotangent" not in roles:
+    return value
+  return jax.tree.unflatten(tree, _uncarried(arrays, results))
+
+
+def bind(
+  target: Tap, site: TapSite, operands: Sequence[Any], extra: Sequence[Any] = ()
+) -> Sequence[Any]:
+  """Binds a tap; returns its values, and what passes through it, to be used from here on."""
+  params = {"tap": target, "levels": (), "transforms": (), "role": "primal", "repeated": False}
+  results = tap_p.bind(*operands, *extra, site=site, **params)
+  if site.effect == "dataflow":
+    return results
+  if "cotangent" not in site.roles:
+    return operands
+  plain = _without_extras(site)
+  return cotangent_p.bind(*operands, site=plain, **params)
+
+
+def _without_extras(site: TapSite) -> TapSite:
+  return dataclasses.replace(site, where=False, logical=())
+
+
+def target_of(to: Any) -> Tap:
+  """Where records for `to` go."""
+  if isinstance(to, Channel):
+    return to.tap
+  if isinstance(to, str):
+    if not to or "\n" in to or to == DEFAULT:
+      raise GateDefinitionError(f"tap: to: expected a channel's name, got {to!r}")
+    return _tap.of_channel(to)
+  if not callable(to):
+    raise GateDefinitionError(
+      f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
+    )
+  return _tap.of_function(to)
+
+
+def _label(to: Any, name: str | None) -> str:
+  if name is None:
+    if isinstance(to, str):
+      return to
+    if isinstance(to, Channel):
+      return to.name
+    name = getattr(to, "__name__", None) or type(to).__name__
+  if not isinstance(name, str) or not name or "\n" in name:
+    raise GateDefinitionError(f"tap: name: expected a line of text, got {name!r}")
+  return name
+
+
+def _check_options(
+  name: str, every: Any, effect: Any, ordered: Any, roles: Any, sharding: Any, replicas: Any
+) -> None:
+  def refuse(what: str, expected: str, got: object) -> None:
+    raise GateDefinitionError(f"tap '{name}': {what}: expected {expected}, got {got!r}")
+
+  if effect not in ("io", "dataflow"):
+    refuse("effect", "'io' or 'dataflow'", effect)
+  if ordered and effect == "dataflow":
+    refuse("ordered", "False with effect='dataflow', whose order is that of the data", ordered)
+  if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+    refuse("every", "a positive int", every)
+  if isinstance(roles, str) or not set(roles) <= set(_delivery.ROLES) or "primal" not in roles:
+    refuse("roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
+  if sharding not in ("shard", "gather"):
+    refuse("sharding", "'shard' or 'gather'", sharding)
+  if replicas not in ("once", "all"):
+    refuse("replicas", "'once' or 'all'", replicas)
+
+
+def _as_array(name: str, leaf: Any, index: int) -> Any:
+  if isinstance(leaf, jax.Array):
+    return leaf
+  try:
+    return jnp.asarray(leaf)
+  except (TypeError, ValueError) as error:
+    raise GateDefinitionError(
+      f"tap '{name}': leaf {index}: expected an array, got {type(leaf).__name__}"
+    ) from error
+
+
+def _predicate(name: str, where: Any) -> Any:
+  predicate = jnp.asarray(where)
+  if predicate.shape != () or predicate.dtype != jnp.bool_:
+    raise GateDefinitionError(
+      f"tap '{name}': where: expected a bool of shape (), got {predicate.dtype.name}"
+      f"{list(predicate.shape)}"
+    )
+  return jax.lax.stop_gradient(predicate)
+
+
+def _logical_sizes(
+  name: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
+) -> list[tuple[int, Any]]:
+  """(leaf index, vector of sizes) of each leaf that has logical sizes."""
+  if logical_shape is None:
+    return []
+  is_shape = lambda x: x is None or isinstance(x, tuple)
+  lone = jax.tree.structure(value) == jax.tree.structure(0)
+  shapes = [logical_shape] if lone else jax.tree.leaves(logical_shape, is_leaf=is_shape)
+  if len(shapes) != len(arrays):
+    raise GateDefinitionError(
+      f"tap '{name}': logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
+      f"got {len(shapes)}"
+    )
+  sizes: list[tuple[int, Any]] = []
+  for index, (shape, array) in enumerate(zip(shapes, arrays, strict=True)):
+    if shape is None:
+      continue
+    if len(shape) != array.ndim:
+      raise GateDefinitionError(
+        f"tap '{name}': logical_shape of leaf {index}: expected {array.ndim} sizes for "
+        f"{array.dtype.name}{list(array.shape)}, got {len(shape)}"
+      )
+    full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
+    if full:
+      sizes.append((index, jnp.stack([jnp.asarray(size, jnp.int32) for size in full])))
+  return sizes
+
+
+def _uncarried(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+  """The results in the dtypes that the user gave."""
+  out: list[Any] = []
+  for array, result in zip(arrays, results, strict=False):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      out.append(jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)))
+    else:
+      out.append(result if result.dtype == array.dtype else result.astype(array.dtype))
+  return out
+
+
+def channel_stats() -> dict[str, dict[str, int]]:
+  """Counters of every channel of the process, by name; see `Channel.stats`.
+
+  "default" is the channel of taps to functions. A name that no channel is open under has the
+  counters of the records that wait for one.
+  """
+  return _callgate.channel_stats()

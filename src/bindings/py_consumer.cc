@@ -1,0 +1,203 @@
+// See the header. `consume` runs on the channel's thread and takes the GIL once a batch.
+#include "bindings/py_consumer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings/deferred.h"
+#include "bindings/gil.h"
+#include "bindings/views.h"
+#include "core/lifecycle.h"
+
+namespace callgate::bindings {
+namespace {
+
+nb::tuple describe(const Source& source) {
+  return nb::make_tuple(
+      source.id, nb::str(source.name.data(), source.name.size()), static_cast<int>(source.role),
+      nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
+}
+
+nb::object copy_of(const ArrayView& view) {
+  nb::object array = nb::steal(make_copy(view));
+  if (!array.is_valid()) nb::raise_python_error();
+  return array;
+}
+
+nb::list rows_of(const Source& source, std::span<const Record> records) {
+  nb::list rows;
+  RecordViews views(source);
+  for (const Record& record : records) {
+    views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      nb::list arrays;
+      for (const ArrayView& leaf : leaves) arrays.append(copy_of(leaf));
+      rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
+                                 record.flags, nb::tuple(arrays)));
+    });
+  }
+  return rows;
+}
+
+// A new array of `count` numbers of a type that NumPy has under `type_num`.
+template <typename T>
+nb::object new_numbers(std::size_t count, int type_num, T*& data) {
+  npy_intp extent = static_cast<npy_intp>(count);
+  nb::object array = nb::steal(PyArray_SimpleNew(1, &extent, type_num));
+  if (!array.is_valid()) nb::raise_python_error();
+  data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
+  return array;
+}
+
+// The records of one source as stacked arrays, a row a lane that was sent.
+class Stack {
+ public:
+  Stack(const Source& source, std::span<const Record> records) : views_(source) {
+    for (const Record& record : records) {
+      views_.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+        if (rows_.empty()) first_.assign(leaves.begin(), leaves.end());
+        rows_.push_back({&record, lane});
+      });
+    }
+  }
+
+  bool empty() const { return rows_.empty(); }
+
+  nb::tuple numbers() const {
+    std::int64_t *lane = nullptr, *time = nullptr, *device = nullptr, *run = nullptr;
+    std::uint64_t *seq = nullptr, *flags = nullptr;
+    nb::tuple numbers = nb::make_tuple(
+        new_numbers(rows_.size(), NPY_INT64, lane), new_numbers(rows_.size(), NPY_UINT64, seq),
+        new_numbers(rows_.size(), NPY_INT64, time), new_numbers(rows_.size(), NPY_INT64, device),
+        new_numbers(rows_.size(), NPY_INT64, run), new_numbers(rows_.size(), NPY_UINT64, flags));
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const Record& record = *rows_[i].record;
+      lane[i] = rows_[i].lane;
+      seq[i] = record.seq;
+      time[i] = record.time_ns;
+      device[i] = record.device;
+      run[i] = record.run;
+      flags[i] = record.flags;
+    }
+    return numbers;
+  }
+
+  nb::tuple arrays() {
+    std::vector<char*> data;
+    nb::list arrays;
+    for (const ArrayView& leaf : first_) arrays.append(new_stack(leaf, data));
+    std::size_t row = 0;
+    const Record* last = nullptr;
+    for (const Row& one : rows_) {
+      if (one.record == last) continue;
+      last = one.record;
+      views_.each_lane(*one.record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+        for (std::size_t i = 0; i < leaves.size(); ++i) {
+          std::size_t bytes = leaves[i].nbytes();
+          if (bytes != 0) std::memcpy(data[i] + row * bytes, leaves[i].data, bytes);
+        }
+        ++row;
+      });
+    }
+    return nb::tuple(arrays);
+  }
+
+ private:
+  struct Row {
+    const Record* record;
+    std::int64_t lane;
+  };
+
+  nb::object new_stack(const ArrayView& leaf, std::vector<char*>& data) const {
+    PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(leaf.dtype)];
+    std::vector<npy_intp> dims{static_cast<npy_intp>(rows_.size())};
+    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
+    Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
+    nb::object array =
+        nb::steal(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()),
+                                       dims.data(), nullptr, nullptr, 0, nullptr));
+    if (!array.is_valid()) nb::raise_python_error();
+    auto* made = reinterpret_cast<PyArrayObject*>(array.ptr());
+    data.push_back(static_cast<char*>(PyArray_DATA(made)));
+    return array;
+  }
+
+  RecordViews views_;
+  std::vector<Row> rows_;
+  std::vector<ArrayView> first_;
+};
+
+class PyConsumer final : public Consumer {
+ public:
+  PyConsumer(nb::object function, Form form, nb::object control)
+      : function_(function.release().ptr()), control_(control.release().ptr()), form_(form) {}
+  ~PyConsumer() override {
+    release_later(function_);
+    release_later(control_);
+  }
+
+  void consume(std::span<const Record> records) override {
+    ActiveCall active;
+    if (!active.entered()) return;  // Python is ending: it must not be touched
+    GilScope gil;
+    while (!records.empty()) {
+      const Source* source = records.front().source;
+      auto end = std::ranges::find_if(
+          records, [&](const Record& record) { return record.source != source; });
+      auto count = static_cast<std::size_t>(end - records.begin());
+      try {
+        consume_some(*source, records.first(count));
+      } catch (nb::python_error& error) {
+        error.restore();
+        PyErr_WriteUnraisable(function_);
+      }
+      records = records.subspan(count);
+    }
+  }
+
+  void flush() override { tell("flush"); }
+  void close() override { tell("close"); }
+  std::string description() const override { return "a Python function"; }
+
+ private:
+  void tell(const char* what) {
+    ActiveCall active;
+    if (!active.entered() || control_ == Py_None) return;
+    GilScope gil;
+    nb::object done = nb::steal(call_python(control_, "s", what));
+    if (done.is_valid()) return;
+    nb::python_error error;  // takes the exception
+    throw std::runtime_error(error.what());
+  }
+
+  void consume_some(const Source& source, std::span<const Record> records) {
+    nb::object done;
+    if (form_ == Form::kRows) {
+      nb::list rows = rows_of(source, records);
+      if (nb::len(rows) == 0) return;
+      nb::tuple about = describe(source);
+      done = nb::steal(call_python(function_, "OO", about.ptr(), rows.ptr()));
+    } else {
+      Stack stack(source, records);
+      if (stack.empty()) return;
+      nb::tuple about = describe(source), numbers = stack.numbers(), arrays = stack.arrays();
+      done = nb::steal(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
+    }
+    if (!done.is_valid()) nb::raise_python_error();
+  }
+
+  PyObject* function_;
+  PyObject* control_;  // may be None
+  Form form_;
+};
+
+}  // namespace
+
+std::shared_ptr<Consumer> make_py_consumer(nb::object function, Form form, nb::object control) {
+  return std::make_shared<PyConsumer>(std::move(function), form, std::move(control));
+}
+
+}  // namespace callgate::bindings

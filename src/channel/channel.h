@@ -1,0 +1,211 @@
+// A channel: a bounded stream of records from programs to consumers.
+//
+// Programs send from any thread: they copy into the ring and go on. One thread of the channel's own
+// takes what is there and calls the consumers. What happens when the ring is full is the channel's
+// policy. At any time sent = delivered + dropped + pending.
+//
+// Lifetime of a source: a channel keeps every source that sent to it until `retire`, and then until
+// the last record that was sent before; or until it ends.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "channel/consumer.h"
+#include "channel/record.h"
+#include "channel/ring.h"
+#include "channel/staging.h"
+#include "core/call.h"
+
+namespace callgate {
+
+enum class OnFull : std::uint8_t {
+  kBlock,    // the sender waits
+  kDropNew,  // the record that finds no room is dropped
+  kDropOld,  // the oldest records make room
+  kSample,   // at most `rate` records a second of each source pass; full: as kDropNew
+};
+
+struct ChannelOptions {
+  std::string name;
+  std::size_t capacity = std::size_t{64} << 20;
+  OnFull on_full = OnFull::kBlock;
+  double rate = 100.0;  // records a second, for kSample
+};
+
+struct ChannelStats {
+  std::uint64_t sent = 0, delivered = 0, dropped = 0, pending = 0;
+  std::uint64_t bytes = 0;       // of payloads sent
+  std::uint64_t high_water = 0;  // most bytes that waited at once
+};
+
+// What a sender keeps from one record to the next.
+struct Sender {
+  std::shared_ptr<const Source> source;
+  std::uint32_t flags = 0;                   // RecordFlags
+  std::atomic<std::int64_t> last_passed{0};  // when, in ns, for kSample
+  std::atomic<std::uint64_t> enrolled{0};    // the id of the channel that keeps the source
+};
+
+// What is sent: a source's leaves, in memory that is valid during the call.
+struct Parcel {
+  Sender& sender;
+  std::span<const ArrayView> leaves;
+  CallContext context;
+};
+
+class Channel : public std::enable_shared_from_this<Channel> {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // Told of a consumer that threw: the consumer and what it said. On the channel's thread.
+  using OnError = std::function<void(const Channel&, const Consumer&, const std::string&)>;
+  // Asked now and then by a sender that waits: should it stop waiting?
+  using Interrupted = bool (*)();
+
+  Channel(ChannelOptions options, OnError on_error);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  const ChannelOptions& options() const noexcept { return options_; }
+
+  // Sends a record; false when the policy dropped it. Never throws. Any thread.
+  bool send(const Parcel& parcel) noexcept;
+
+  // Consumers come and go at any time; the channel's thread starts with the first. `remove` returns
+  // when the consumer is not in use any more.
+  void add(std::shared_ptr<Consumer> consumer);
+  void remove(const std::shared_ptr<Consumer>& consumer);
+
+  // Starts the thread without a consumer of the channel's: sources have their own.
+  void start();
+
+  // Waits until all that was sent before is with the consumers, and has been flushed by them. False
+  // when the time ran out. On the channel's own thread: true at once.
+  bool flush(std::optional<Clock::duration> timeout);
+
+  // No record is taken any more (senders' are counted as dropped); delivers what is there, closes
+  // the consumers, joins the thread. False when the time ran out: the thread is then left behind,
+  // and ends with the consumer that holds it up.
+  bool close(std::optional<Clock::duration> timeout);
+  bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
+
+  // Takes over the records that wait in `other`, which nobody sends to any more and which never had
+  // a consumer, and counts them as its own. Before start().
+  void adopt(std::shared_ptr<Channel> other);
+
+  // The source sends no more.
+  void retire(const Source& source);
+
+  // First step of close(), for those who must go on in between: senders are refused and woken.
+  void refuse() noexcept;
+
+  ChannelStats stats() const noexcept;
+
+  // The check that senders who wait for room make; for the whole process.
+  static void set_interrupted(Interrupted check) noexcept;
+
+  // In a fork's child, which has no thread to deliver: from now on every channel of the process
+  // drops what is sent and refuses to flush.
+  static void abandon_all() noexcept;
+  static bool abandoned() noexcept;
+
+ private:
+  static constexpr std::size_t kDevices = 256;  // the last counts for all devices from there on
+
+  struct Retired {
+    std::uint64_t position;  // of the tail when it was retired
+    std::shared_ptr<const Source> source;
+  };
+  // A record that the channel's own thread sent into a full ring: waiting would be for itself.
+  struct Overflow {
+    Record record;
+    std::unique_ptr<char[]> payload;
+  };
+
+  // Senders.
+  Entry* reserve(const Parcel& parcel) noexcept;
+  Entry* reserve_now(std::size_t payload) noexcept;
+  Entry* reserve_aside(std::size_t payload) noexcept;
+  Entry* wait_for_room(std::size_t payload) noexcept;
+  Entry* make_room(std::size_t payload) noexcept;
+  bool send_aside_of_ring(const Parcel& parcel, Record record) noexcept;
+  bool passes_sampling(Sender& sender) const noexcept;
+  void enrol(Sender& sender);
+  void note_high_water() noexcept;
+  void wake_consumer() noexcept;
+  bool on_own_thread() const noexcept;
+
+  // The channel's thread.
+  void run();
+  bool deliver_some();
+  std::uint64_t next() const noexcept {
+    return next_.load(std::memory_order_relaxed);  // late for kDropOld alone: one more round
+  }
+  std::uint64_t collect();
+  void take(Entry& entry);
+  void collect_overflow();
+  void deliver_inherited();
+  void deliver() noexcept;
+  void hand_over(Consumer& consumer, std::span<const Record> records) noexcept;
+  void settle(std::uint64_t position);
+  void serve_flushes();
+  void rest();
+  void finish();
+
+  std::uint64_t id_;  // unique in the process, from 1
+  ChannelOptions options_;
+  OnError on_error_;
+  Ring ring_;
+  SideMemory aside_;
+  std::shared_ptr<Channel> inherited_;
+
+  std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // their sum is what was sent
+  std::atomic<std::uint64_t> delivered_{0}, dropped_{0}, bytes_{0}, high_water_{0};
+
+  // Held while entries are taken from the head: by the consumer, and by senders that drop the
+  // oldest. Never while user code runs.
+  std::mutex head_mutex_;
+  // The entry to collect next; before it, entries are taken or dropped. Written under the mutex.
+  std::atomic<std::uint64_t> next_{0};
+
+  // The batch in delivery; the channel's thread only.
+  std::vector<Record> batch_;
+  std::vector<std::unique_ptr<char[]>> copies_;
+  std::vector<std::pair<char*, std::size_t>> taken_aside_;
+  std::vector<std::shared_ptr<Consumer>> current_;
+  int idle_naps_ = 0;
+
+  mutable std::mutex mutex_;  // of all below
+  std::condition_variable work_, room_, done_;
+  std::vector<std::shared_ptr<Consumer>> consumers_;
+  std::unordered_map<const Source*, std::shared_ptr<const Source>> sources_;
+  std::deque<Retired> retired_;
+  std::deque<Overflow> overflow_;
+  std::uint64_t flush_wanted_ = 0, flush_served_ = 0, flush_target_ = 0;
+  bool in_delivery_ = false, running_ = false, closing_ = false, finished_ = false;
+  std::thread thread_;
+
+  std::atomic<std::thread::id> thread_id_{};
+  std::atomic<std::uint64_t> settled_{0};  // everything before it has been delivered or dropped
+  std::atomic<bool> closed_{false};
+  std::atomic<int> senders_{0};
+  enum Rest : int { kAwake, kNapping, kAsleep };
+  std::atomic<int> rest_{kAwake};
+  std::atomic<int> waiting_{0};
+  std::atomic<bool> interrupted_{false};
+};
+
+}  // namespace callgate

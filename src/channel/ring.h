@@ -1,0 +1,101 @@
+// A bounded ring of entries of any size: many producers, one consumer, no lock.
+//
+// Memory is an array of 64-byte granules. Positions count bytes and only grow; an entry starts at a
+// granule and never wraps (a filler takes the rest of the ring instead). A producer moves `tail`
+// past its entry (compare-and-swap), writes it, and publishes it by storing the entry's lap into
+// its granule's mark. The consumer reads entries at `head` in order as long as their marks show the
+// current lap, and frees them by moving `head`. Marks are apart from the payload, so that no
+// payload can look like one.
+//
+//   memory   | entry 64 | payload ... | entry 64 | ...        | filler        |
+//   marks    | lap+1    | -  -        | lap+1    |            | lap+1         |
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "channel/record.h"
+
+namespace callgate {
+
+// The start of each entry; its payload follows, unless `record.payload` points elsewhere.
+struct alignas(kRecordAlignment) Entry {
+  enum class Kind : std::uint32_t { kInline, kAside, kFiller };
+
+  std::uint64_t position = 0;
+  std::uint32_t granules = 0;  // of the whole entry in the ring
+  Kind kind = Kind::kInline;
+  Record record;
+
+  char* inline_payload() noexcept { return reinterpret_cast<char*>(this + 1); }
+};
+static_assert(sizeof(Entry) == kRecordAlignment);
+
+class Ring {
+ public:
+  // `capacity` in bytes is rounded down to a power of two. Throws Error when it can't be had.
+  explicit Ring(std::size_t capacity);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Room for an entry with `payload` bytes after it, or null when the ring is too full now. At most
+  // max_payload(). Any thread.
+  Entry* reserve(std::size_t payload) noexcept;
+
+  // Hands a written entry to the consumer.
+  void publish(Entry& entry) noexcept;
+
+  // The entry at `position` if it is published, else null; fillers are entries, too. Consumer only.
+  Entry* at(std::uint64_t position) noexcept;
+
+  // Frees everything before `position`. Consumer only.
+  void release(std::uint64_t position) noexcept {
+    // Release: our reads of the freed memory are over before a producer writes to it.
+    head_.store(position, std::memory_order_release);
+  }
+
+  static std::uint64_t after(const Entry& entry) noexcept {
+    return entry.position + std::uint64_t{entry.granules} * kRecordAlignment;
+  }
+
+  // Positions, as any thread sees them: everything before head is freed, before tail reserved.
+  std::uint64_t head() const noexcept { return head_.load(std::memory_order_acquire); }
+  std::uint64_t tail() const noexcept {
+    return tail_.load(
+        std::memory_order_seq_cst);  // ordered with `publish` and the consumer's sleep
+  }
+  std::size_t used() const noexcept {
+    std::uint64_t head = this->head();  // first, so that the difference is never negative
+    return static_cast<std::size_t>(tail() - head);
+  }
+
+  std::size_t capacity() const noexcept { return capacity_; }
+
+  // Larger ones might wait for room for ever, since an entry does not wrap.
+  std::size_t max_payload() const noexcept { return capacity_ / 2 - sizeof(Entry); }
+
+ private:
+  Entry* entry_at(std::uint64_t position) noexcept {
+    return reinterpret_cast<Entry*>(memory_ + (position & (capacity_ - 1)));
+  }
+  std::atomic<std::uint32_t>& mark_of(std::uint64_t position) noexcept {
+    return marks_[(position & (capacity_ - 1)) / kRecordAlignment];
+  }
+  std::uint32_t lap_of(std::uint64_t position) const noexcept {
+    return static_cast<std::uint32_t>(position >> shift_) + 1;
+  }
+  void make(std::uint64_t position, std::size_t bytes, Entry::Kind kind) noexcept;
+
+  std::size_t capacity_;
+  int shift_;
+  char* memory_;
+  std::unique_ptr<std::atomic<std::uint32_t>[]> marks_;
+  // Apart, so that producers and the consumer do not share a cache line.
+  alignas(64) std::atomic<std::uint64_t> tail_{0};
+  alignas(64) std::atomic<std::uint64_t> head_{0};
+};
+
+}  // namespace callgate
