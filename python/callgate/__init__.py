@@ -5,7 +5,9 @@ from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
 from callgate._records import BatchInfo, Record, TapInfo
+from callgate._print import print  # noqa: A004 - jax.debug.print's name
 from callgate.channel import Channel, channel
+from callgate.check import check
 from callgate.errors import (
   CheckError,
   ConsumerError,
@@ -47,12 +49,14 @@ __all__ = [
   "call",
   "channel",
   "channel_stats",
+  "check",
   "config",
   "errors",
   "export_checks",
   "gate",
   "install",
   "last_error",
+  "print",
   "stats",
   "tap",
   "trace",

@@ -7,6 +7,7 @@ replace it. A new JAX version that moves one of these is served here alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import jax
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
@@ -46,9 +48,20 @@ def allow_effect(effect: type[Any], *, ordered: bool) -> None:
     types.add_type(effect)
 
 
+def keep_through_partial_evaluation(effect: type[Any]) -> None:
+  """Keeps calls with the effect in what is evaluated later, although nothing uses them."""
+  _effects.partial_eval_kept_effects.add_type(effect)
+
+
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
 _effect_tokens: dict[Any, Any] = {}
+_after_barrier: list[Callable[[], None]] = []
+
+
+def after_effects_barrier(function: Callable[[], None]) -> None:
+  """Has `jax.effects_barrier()` call a function when its programs are done (0.10 to 0.12)."""
+  _after_barrier.append(function)
 
 
 def remember_effects() -> None:
@@ -64,6 +77,13 @@ def remember_effects() -> None:
     _effect_tokens[threading.get_ident(), effect] = token
     set_result(self, effect, token)
 
+  def block_until_ready(self: Any) -> None:
+    wait(self)
+    for after in _after_barrier:
+      after()
+
+  wait = tokens.block_until_ready
+  tokens.block_until_ready = block_until_ready
   tokens.set_output_runtime_token = set_output_runtime_token
   tokens.set_token_result = set_token_result
 
@@ -316,6 +336,53 @@ io_callback_p: Any = _callback.io_callback_p
 pure_callback_lowering: Callable[..., Any] = _callback.pure_callback_lowering
 io_callback_lowering: Callable[..., Any] = _callback.io_callback_lowering
 ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPrivateUsage]
+
+# The primitives of `jax.debug.callback` and `jax.debug.print` and their own lowering rules (0.10 to
+# 0.12); no public name.
+debug_callback_p: Any = _debugging.debug_callback_p
+debug_print_p: Any = _debugging.debug_print_p
+debug_callback_lowering: Callable[..., Any] = _debugging.debug_callback_lowering
+debug_print_lowering: Callable[..., Any] = _debugging.debug_print_lowering_rule
+
+
+def is_ordered_effect(effect: Any) -> bool:
+  """Whether a JAX effect keeps program order (0.10 to 0.12)."""
+  return _effects.ordered_effects.contains(effect)
+
+
+def ordered_debug_effect() -> Any:
+  """The effect of ordered debug prints (0.10 to 0.12)."""
+  return _debugging.ordered_debug_effect
+
+
+def closes_over(function: Any, kind: type[Any]) -> bool:
+  """Whether a function that JAX made around a debug callback holds a value of the type."""
+  cells = getattr(function, "__closure__", None) or ()
+  return any(isinstance(cell.cell_contents, kind) for cell in cells)
+
+
+def debug_print_callback(
+  *,
+  fmt: str,
+  in_tree: Any,
+  static_args: Any,
+  np_printoptions: Any,
+  has_placeholders: bool,
+  logging_record: Any,
+  **_: Any,
+) -> Callable[..., Any]:
+  """The function of flat arrays that JAX calls for a `jax.debug.print` (0.10 to 0.12)."""
+  form = functools.partial(
+    _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
+    fmt,
+    dict(np_printoptions),
+    has_placeholders,
+    logging_record,
+  )
+  return _debugging._make_flat_callback(  # pyright: ignore[reportPrivateUsage]
+    in_tree, form, static_args
+  )
+
 
 # The batching rule of all of JAX's foreign calls, by `vmap_method` (0.10 to 0.12). No public name;
 # `jax.ffi.ffi_call` has it built in.

@@ -1,4 +1,4 @@
-"""`callgate.install()`: JAX's own `pure_callback` and `io_callback` on callgate's engine.
+"""`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
 
 One option of the process decides how CPU programs are lowered (`compat.callbacks`). It is part of
 the key of JAX's caches, so functions that were jitted under the other setting are traced again when
@@ -15,12 +15,16 @@ from callgate import _compat
 _everywhere: Any = _compat.define_bool(
   "callgate_install",
   False,
-  "Run jax.pure_callback and jax.experimental.io_callback on callgate's engine (callgate.install).",
+  "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
 )
 
 
 def install() -> None:
-  """Runs `jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine from now on.
+  """Runs JAX's own callbacks on callgate's engine from now on.
+
+  They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
+  `jax.debug.print`. For the two debug callbacks the program no longer waits: they run on callgate's
+  thread, `jax.effects_barrier()` waits for them and raises what they raised.
 
   It counts for the whole process, for programs on the CPU, and for functions that were jitted
   before, too: they are traced and compiled again when next called. Compiled objects that you hold
@@ -46,7 +50,7 @@ def start() -> None:
 
 
 def uninstall() -> None:
-  """Puts JAX's own engine back for `jax.pure_callback` and `jax.experimental.io_callback`.
+  """Puts JAX's own engine back for its callbacks.
 
   What was compiled before `install` serves again. Without a preceding `install`, does nothing.
 

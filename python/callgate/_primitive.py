@@ -240,14 +240,15 @@ def _lower(
     # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
     # which it runs once, on the whole arrays. Pure calls run so on every device.
     return _lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  _compat.keep_with_program(context, gate.callee)
+  called = getattr(gate, "called", gate.callee)  # a check stands before its gate
+  _compat.keep_with_program(context, called)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
     context,
     operands,
     context.avals_in,
     context.avals_out,
-    name=gate.name,
+    name=called.name,
     spec=site.spec,
     levels=levels,
     has_side_effect=gate.effect != "pure",
@@ -293,5 +294,6 @@ mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)
 _compat.allow_effect(TapEffect, ordered=False)
+_compat.keep_through_partial_evaluation(TapEffect)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
 _compat.keep_ordered_programs_off_cpp_path()

@@ -58,12 +58,16 @@ class CheckError(GateError, AssertionError):
     site: where the check was traced.
   """
 
-  def __init__(self, message: str, values: dict[str, Any], site: str) -> None:
-    shown = "".join(f"\n  {name} = {value}" for name, value in values.items())
-    super().__init__(f"{message}{shown}" + (f"\n  checked at {site}" if site else ""))
+  def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
     self.message = message
     self.values = values
+    self.at(site)
+
+  def at(self, site: str) -> None:
+    """Says where the check was traced."""
     self.site = site
+    shown = "".join(f"\n  {name} = {value}" for name, value in self.values.items())
+    self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
 
 
 class ConsumerError(GateError):
@@ -114,6 +118,8 @@ def describe_failure(exception: BaseException, gate: str, site: str) -> str:
     # The text of JAX's own callbacks, for programs that look at it.
     text = "".join(_traceback.format_exception(exception)).rstrip()
     return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
+  if isinstance(exception, CheckError) and not exception.site:
+    exception.at(site)
   where = f"callgate: raised in gate '{gate}'" + (f", called at {site}" if site else "")
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
@@ -171,6 +177,15 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
 def keep_consumer_failure(channel: str, consumer: str, message: str) -> None:
   """The runtime's hook for native consumers."""
   keep_consumer_error(ConsumerError(message), f"callgate: raised in {consumer} of '{channel}'")
+
+
+def take_consumer_error(where: str) -> BaseException | None:
+  """The oldest exception that was kept with just this note, taken out; or None."""
+  with _lock:
+    for index, error in enumerate(_consumer_errors):
+      if where in getattr(error, "__notes__", ()):
+        return _consumer_errors.pop(index)
+  return None
 
 
 def raise_consumer_errors() -> None:

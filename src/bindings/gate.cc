@@ -9,6 +9,7 @@
 #include "bindings/gate_site.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
+#include "core/check.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
@@ -93,9 +94,28 @@ class CalleeHandle {
   }
 
   PyCallee& callee() const { return *callee_; }
+  const std::shared_ptr<PyCallee>& shared() const { return callee_; }
 
  private:
   std::shared_ptr<PyCallee> callee_;
+};
+
+// The Python object `Check`: keeps the check, and its name, alive.
+class CheckHandle {
+ public:
+  CheckHandle(std::string name, const CalleeHandle& failed)
+      : callee_(std::make_shared<CheckCallee>(std::move(name), failed.shared())) {
+    Registry::instance().add(callee_);
+  }
+  CheckHandle(CheckHandle&&) = default;
+  ~CheckHandle() {
+    if (callee_ != nullptr) Registry::instance().remove(*callee_);
+  }
+
+  const std::string& name() const { return callee_->name(); }
+
+ private:
+  std::shared_ptr<CheckCallee> callee_;
 };
 
 GateOptions parse_options(const std::string& style, const std::string& arrays, bool cast,
@@ -190,6 +210,10 @@ void bind_gate(nb::module_& module) {
           nb::arg("own_thread") = false, nb::arg("timeout") = 0.0)
       .def_prop_ro("name", [](const CalleeHandle& handle) { return handle.callee().name(); })
       .def("stats", &stats_of);
+  nb::class_<CheckHandle>(module, "Check", nb::is_weak_referenceable(),
+                          "A callee that calls another one when its first operand is False.")
+      .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"))
+      .def_prop_ro("name", &CheckHandle::name);
 }
 
 }  // namespace callgate::bindings

@@ -22,11 +22,13 @@ from jax.interpreters import mlir
 
 from callgate import _compat, _config, _install, _runtime
 from callgate._callgate import Callee
+from callgate._print import print as cg_print
+from callgate.compat import _debug
 from callgate.compat._call import emit_call
 from callgate.compat._host import carrier, host_function
 from callgate.errors import JAX_CALLBACK
 
-__all__ = ["io_callback", "pure_callback"]
+__all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
 
 
 def pure_callback(
@@ -116,6 +118,85 @@ def io_callback(
     *args,
     sharding=sharding,
     ordered=ordered,
+    **kwargs,
+  )
+
+
+def debug_callback(
+  callback: Callable[..., None] | None = None,
+  *args: Any,
+  ordered: bool = False,
+  partitioned: bool = False,
+  **kwargs: Any,
+) -> Any:
+  """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
+
+  Args:
+    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), called
+      on callgate's thread. Left out: the result takes the callback and its arguments.
+    *args: pytrees of arrays for the callback; what is no array goes to it as it is.
+    ordered: keeps calls in program order, also from one program to the next.
+    partitioned: in a program over several devices: call with each device's part.
+    **kwargs: more of them, by name.
+
+  Raises:
+    TypeError: the callback is not callable.
+
+  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
+  `callgate.barrier()`, as it is.
+
+  Example:
+    >>> import jax
+    >>> from callgate.compat.callbacks import debug_callback
+    >>> seen = []
+    >>> jax.jit(lambda x: debug_callback(lambda x: seen.append(float(x)), x))(2.0)
+    >>> jax.effects_barrier()
+    >>> seen
+    [2.0]
+  """
+  two_calls = jax.debug.callback(ordered=ordered, partitioned=partitioned)
+
+  def call(callback: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    marked = _debug.OnCallgate(callback) if callable(callback) else callback
+    two_calls(marked, *args, **kwargs)
+
+  if callback is None:
+    return call
+  return call(callback, *args, **kwargs)
+
+
+def debug_print(
+  fmt: str,
+  /,
+  *args: Any,
+  ordered: bool = False,
+  partitioned: bool = False,
+  skip_format_check: bool = False,
+  **kwargs: Any,
+) -> None:
+  """`jax.debug.print` on callgate's engine, installed or not: see `callgate.print`.
+
+  Args:
+    fmt: text with fields, as `str.format`.
+    *args: values: pytrees of arrays, or anything else that can be formatted.
+    ordered: keeps program order with other ordered prints.
+    partitioned: in a program over several devices: print each device's part.
+    skip_format_check: do not check while tracing that every value has its field.
+    **kwargs: values by name.
+
+  Example:
+    >>> import jax
+    >>> from callgate.compat.callbacks import debug_print
+    >>> jax.jit(lambda x: debug_print("x = {}", x))(2.0)
+    >>> jax.effects_barrier()
+    x = 2.0
+  """
+  cg_print(
+    fmt,
+    *args,
+    ordered=ordered,
+    partitioned=partitioned,
+    skip_format_check=skip_format_check,
     **kwargs,
   )
 
@@ -210,6 +291,7 @@ def _register() -> None:
     (_compat.io_callback_p, _io_callback_lowering),
   ):
     mlir.register_lowering(primitive, rule, platform="cpu", cacheable=False)
+  _debug.register()
 
 
 _register()

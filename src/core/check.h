@@ -1,0 +1,32 @@
+// A check: a callee that runs another one only when a predicate is false.
+//
+// Its first operand is the predicate, a bool or one for each lane. As long as all are true, a call
+// costs a look at them; the other callee, which makes the error, is not touched.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/call.h"
+
+namespace callgate {
+
+class CheckCallee final : public Callee {
+ public:
+  CheckCallee(std::string name, std::shared_ptr<Callee> failed)
+      : name_(std::move(name)), failed_(std::move(failed)) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  const std::string& name() const noexcept override { return name_; }
+  void defer(const Failure& failure) override { failed_->defer(failure); }
+  std::string stall_report(const std::string& call, bool timed_out) override {
+    return failed_->stall_report(call, timed_out);
+  }
+  bool quiet_at_exit() const noexcept override { return true; }
+
+ private:
+  std::string name_;
+  std::shared_ptr<Callee> failed_;
+};
+
+}  // namespace callgate
