@@ -294,6 +294,7 @@ mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)
 _compat.allow_effect(TapEffect, ordered=False)
-_compat.keep_through_partial_evaluation(TapEffect)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
+for effect in (GateEffect, TapEffect, OrderedGateEffect):
+  _compat.keep_through_partial_evaluation(effect)
 _compat.keep_ordered_programs_off_cpp_path()

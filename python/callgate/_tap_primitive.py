@@ -116,8 +116,8 @@ def _cotangent_jvp(
   dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
   out = cotangent_p.bind(*dense, transforms=(*transforms, ("jvp", ())), **params)
   return results, [
-    new if _has_tangents(primal) else ad.Zero.from_primal_value(primal)
-    for new, primal in zip(out, primals, strict=True)
+    new if _has_tangents(primal) else old
+    for new, old, primal in zip(out, tangents, primals, strict=True)
   ]
 
 

@@ -174,11 +174,11 @@ class TapHandle {
       throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a contiguous NumPy array",
                   nb::type_name(object.type()).c_str());
     }
-    nb::object text = nb::str(object.attr("dtype"));
-    auto dtype = dtype_from_name(nb::cast<std::string>(text));
+    nb::object descr = object.attr("dtype");
+    std::string text = nb::cast<std::string>(nb::str(descr));
+    auto dtype = dtype_from_name(text);
     if (!dtype) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a dtype that JAX has",
-                  nb::cast<std::string>(text));
+      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a dtype that JAX has", text);
     }
     static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
     return ArrayView{PyArray_DATA(array),
