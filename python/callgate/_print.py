@@ -35,7 +35,8 @@ def print(
   ```
 
   Args:
-    fmt: text with fields, as `str.format`; without any, the values follow it.
+    fmt: text with fields, as `str.format`; without any, and with `skip_format_check`, the values
+      follow it.
     *args: values: pytrees of arrays, or anything else that can be formatted.
     ordered: keeps program order with other ordered prints, taps and gates of the device.
     partitioned: as of `jax.debug.print`. So far a program that XLA partitions prints the whole
@@ -50,9 +51,9 @@ def print(
   if not isinstance(fmt, str):
     raise GateDefinitionError(f"print: fmt: expected text, got {type(fmt).__name__}")
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
-  if has_fields and not skip_format_check:
+  if not skip_format_check:
     _Checker().vformat(fmt, args, kwargs)
-  if kwargs and not has_fields:
+  if kwargs and not has_fields:  # with skip_format_check
     raise GateDefinitionError(
       f"print: values by name ({sorted(kwargs)}) need fields in fmt, got {fmt!r}"
     )
@@ -113,8 +114,8 @@ class _Printer:
     values = iter(arrays)
     leaves = [self._static[i] if i in self._static else next(values) for i in range(self._count)]
     args, kwargs = jax.tree.unflatten(self._tree, leaves)
-    args = [_shown(value) for value in args]
-    kwargs = {name: _shown(value) for name, value in kwargs.items()}
+    args = [self._shown(value) for value in args]
+    kwargs = {name: self._shown(value) for name, value in kwargs.items()}
     with np.printoptions(**self._options):
       if self._has_fields:
         text = self._fmt.format(*args, **kwargs)
@@ -122,11 +123,11 @@ class _Printer:
         text = " ".join((self._fmt, *map(str, args)))
     sys.stdout.write(text + "\n")
 
-
-def _shown(value: Any) -> Any:
-  """Arrays inside containers show their dtype, as jax.Arrays do."""
-  if isinstance(value, (np.ndarray, np.generic)) or not jax.tree.leaves(value):
-    return value
-  return jax.tree.map(
-    lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
-  )
+  def _shown(self, value: Any) -> Any:
+    """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
+    bare = isinstance(value, (np.ndarray, np.generic))
+    if (bare and "!r" not in self._fmt) or not jax.tree.leaves(value):
+      return value
+    return jax.tree.map(
+      lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
+    )

@@ -360,7 +360,7 @@ def wait_for_programs(timeout: float | None) -> BaseException | None:
   except TimeoutError:
     raise
   except Exception as error:  # noqa: BLE001 - as above
-    failure = failure or error
+    failure = failure or getattr(error, "callgate_original", error)
   return failure
 
 

@@ -78,7 +78,9 @@ def test_equal_taps_are_not_merged_and_constant_ones_not_hoisted(engine, seen):
 
 
 def test_a_tap_in_a_scan_runs_for_each_step(engine, seen):
-  program = jax.jit(lambda x: jax.lax.scan(lambda c, y: (cg.tap(c + y, seen), y), x, jnp.arange(4.0)))
+  program = jax.jit(
+    lambda x: jax.lax.scan(lambda c, y: (cg.tap(c + y, seen), y), x, jnp.arange(4.0))
+  )
   carry, _ = program(0.0)
   assert float(carry) == 6.0
   assert seen.values() == [0.0, 1.0, 3.0, 6.0]

@@ -1,0 +1,191 @@
+"""The end of a process with taps in it: everything is delivered, or said not to be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from subprocesses import run_python
+
+PRELUDE = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+
+seen = []
+def slow(value):
+  time.sleep(0.002)
+  seen.append(int(value))
+
+def sender(to):
+  body = lambda i, c: (cg.tap(i, to), c)[1]
+  return jax.jit(lambda n: jax.lax.fori_loop(0, n, body, 0))
+"""
+# Runs after callgate has closed: atexit calls in reverse order of registration.
+REPORT = """
+import atexit
+def report():
+  import sys
+  module = sys.modules["__main__"]
+  print("delivered", len(module.seen), flush=True)
+atexit.register(report)
+"""
+
+
+def finish(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+  return run_python(REPORT + PRELUDE + textwrap.dedent(body), timeout=90, **environment)
+
+
+def test_at_a_normal_end_everything_is_delivered():
+  done = finish("sender(slow)(200)")
+  assert done.returncode == 0, done.stderr
+  assert (done.stdout.strip(), done.stderr) == ("delivered 200", "")
+
+
+def test_after_an_exception_everything_is_delivered():
+  done = finish("sender(slow)(200)\nraise KeyError('of main')")
+  assert done.returncode == 1
+  assert done.stdout.strip() == "delivered 200"
+  assert done.stderr.rstrip().endswith("KeyError: 'of main'")
+
+
+def test_open_channels_are_closed_and_their_consumers_too():
+  done = finish(
+    """
+    class Sink:
+      def write(self, records):
+        seen.extend(records)
+      def close(self):
+        print("closed", len(seen), flush=True)
+    channel = cg.channel("t", to=Sink())
+    sender("t")(100)
+    """
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+  assert done.stdout.split("\n")[:2] == ["closed 100", "delivered 100"]
+
+
+def test_after_ctrl_c_everything_that_ran_is_delivered():
+  source = (
+    REPORT
+    + PRELUDE
+    + textwrap.dedent(
+      """
+    jax.block_until_ready(sender(slow)(300))
+    print("go", flush=True)
+    while True:
+      time.sleep(0.1)
+    """
+    )
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", source],
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert "KeyboardInterrupt" in errors
+  assert out.strip() == "delivered 300"
+
+
+def test_ctrl_c_frees_a_program_that_waits_for_a_stuck_consumer():
+  source = PRELUDE + textwrap.dedent(
+    """
+    def stuck(value):
+      print("go", flush=True)
+      time.sleep(1000)
+    channel = cg.channel("t", capacity=1024, to=stuck)
+    jax.block_until_ready(sender("t")(10_000))
+    time.sleep(1000)
+    """
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", source],
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert "KeyboardInterrupt" in errors
+  assert "not delivered at the end of the program: channel 't'" in errors
+
+
+def test_a_consumer_that_hangs_is_left_behind_with_a_report():
+  done = finish(
+    """
+    def stuck(value):
+      time.sleep(1000)
+    jax.block_until_ready(sender(stuck)(5))
+    """,
+    CALLGATE_EXIT_SECONDS="0.3",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "not delivered at the end of the program: taps to functions: 5 record(s)" in done.stderr
+
+
+def test_records_for_a_channel_that_was_never_open_are_reported():
+  done = finish("jax.block_until_ready(sender('nobody')(3))")
+  assert done.returncode == 0
+  assert "channel 'nobody', which was not open: 3 record(s)" in done.stderr
+
+
+def test_what_consumers_raised_is_shown_at_the_end():
+  done = finish(
+    """
+    def bad(value):
+      raise ValueError("nobody asked")
+    jax.block_until_ready(sender(bad)(1))
+    """
+  )
+  assert done.returncode == 0
+  assert "ValueError: nobody asked" in done.stderr
+  assert "of tap 'bad', record 0" in done.stderr
+
+
+@pytest.mark.parametrize("use", ["cg.barrier()", "cg.tap(1.0, seen.append)", "channel.flush()"])
+def test_in_a_forks_child_taps_are_a_clear_error(use):
+  done = finish(
+    f"""
+    import warnings
+    warnings.simplefilter("ignore")  # JAX and Python warn about forks of processes with threads
+    channel = cg.channel("t", to=slow)
+    jax.block_until_ready(sender("t")(3))
+    child = os.fork()
+    if child == 0:
+      try:
+        {use}
+      except RuntimeError as error:
+        os._exit(3 if "forked" in str(error) else 4)
+      os._exit(5)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+      pid, status = os.waitpid(child, os.WNOHANG)
+      if pid:
+        print("child", os.waitstatus_to_exitcode(status), flush=True)
+        break
+      time.sleep(0.02)
+    else:
+      os.kill(child, 9)
+    """
+  )
+  assert done.stdout.split("\n")[:2] == ["child 3", "delivered 3"], done.stderr
