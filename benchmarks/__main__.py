@@ -15,7 +15,17 @@ from pathlib import Path
 
 from benchmarks.harness import Options, environment
 
-SUBJECTS = ("scalar", "identity", "vmap", "install", "dispatch", "import", "memory")
+SUBJECTS = (
+  "scalar",
+  "identity",
+  "vmap",
+  "install",
+  "dispatch",
+  "taps",
+  "channels",
+  "import",
+  "memory",
+)
 
 
 def main() -> int:

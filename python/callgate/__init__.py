@@ -4,8 +4,8 @@ from callgate import _config, _control, _install, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
+from callgate._print import print
 from callgate._records import BatchInfo, Record, TapInfo
-from callgate._print import print  # noqa: A004 - jax.debug.print's name
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.errors import (

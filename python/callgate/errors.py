@@ -336,7 +336,7 @@ class errors:
 
 
 def wait_for_programs(timeout: float | None) -> BaseException | None:
-  """Waits until no program runs, whoever dispatched it; returns the first failure met on the way."""
+  """Waits until no program of any thread runs; returns the first failure met on the way."""
   deadline = None if timeout is None else time.monotonic() + timeout
   failure: BaseException | None = None
   for array in list(_compat.live_arrays()):

@@ -202,9 +202,8 @@ def _logical_sizes(
   """(leaf index, vector of sizes) of each leaf that has logical sizes."""
   if logical_shape is None:
     return []
-  is_shape = lambda x: x is None or isinstance(x, tuple)
   lone = jax.tree.structure(value) == jax.tree.structure(0)
-  shapes = [logical_shape] if lone else jax.tree.leaves(logical_shape, is_leaf=is_shape)
+  shapes = [logical_shape] if lone else jax.tree.leaves(logical_shape, is_leaf=_is_shape)
   if len(shapes) != len(arrays):
     raise GateDefinitionError(
       f"tap '{name}': logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
@@ -223,6 +222,10 @@ def _logical_sizes(
     if full:
       sizes.append((index, jnp.stack([jnp.asarray(size, jnp.int32) for size in full])))
   return sizes
+
+
+def _is_shape(value: Any) -> bool:
+  return value is None or isinstance(value, tuple)
 
 
 def _uncarried(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:

@@ -166,9 +166,13 @@ def test_the_blocks_own_exception_is_not_hidden_by_a_consumers():
   def bad(value: Any) -> None:
     raise ValueError("of the consumer")
 
-  with pytest.raises(RuntimeError, match="of the block"), cg.channel("t", to=bad):
-    sender("t")(1)
-    raise RuntimeError("of the block")
+  def block() -> None:
+    with cg.channel("t", to=bad):
+      sender("t")(1)
+      raise RuntimeError("of the block")
+
+  with pytest.raises(RuntimeError, match="of the block"):
+    block()
   with pytest.raises(ValueError, match="of the consumer"):
     cg.barrier()
 

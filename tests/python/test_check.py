@@ -33,7 +33,7 @@ def test_a_check_that_fails_stops_the_program_and_says_why(engine):
 
 
 def test_without_errors_jax_raises_with_the_text():
-  with pytest.raises(jax.errors.JaxRuntimeError, match="expected x >= 0, got -2.0"):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"expected x >= 0, got -2\.0"):
     jax.block_until_ready(root(-2.0))
   assert isinstance(cg.last_error(), cg.CheckError)
 

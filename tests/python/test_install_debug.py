@@ -164,9 +164,12 @@ def test_the_barrier_raises_what_a_callback_raised(installed, caplog):
   def bad(x):
     raise ValueError("of the callback")
 
-  with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: of the callback"):
+  def run() -> None:
     jax.block_until_ready(jax.jit(lambda x: (jax.debug.callback(bad, x), x)[1])(1.0))
     jax.effects_barrier()
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: of the callback"):
+    run()
   assert "failed" in caplog.text
   if installed:
     jax.jit(lambda x: jax.debug.callback(bad, x))(1.0)

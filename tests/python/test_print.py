@@ -32,7 +32,7 @@ def lines(program: Callable[[Any], Any], capsys: Any) -> list[list[str]]:
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
   "scalars": lambda p: jax.jit(lambda x: p("x = {}, {y:.3f} {x!r:>9}", x, x=x, y=x * 2))(1.5),
   "arrays": lambda p: jax.jit(lambda x: p("{} and {}", x, x > 2))(jnp.arange(5.0)),
-  "no fields": lambda p: jax.jit(lambda x: p("values", x, x + 1, skip_format_check=True))(jnp.int32(3)),
+  "no fields": lambda p: jax.jit(lambda x: p("values", x, x + 1, skip_format_check=True))(3),
   "nothing": lambda p: jax.jit(lambda x: (p("only text"), x)[1])(1),
   "pytrees": lambda p: jax.jit(lambda x: p("{t} {l}", t={"a": (x, None)}, l=[x, 2]))(1.0),
   "static": lambda p: jax.jit(lambda x: p("{} {} {o}", "text", x, o=None))(2.0),
@@ -40,7 +40,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
   "complex": lambda p: jax.jit(lambda x: p("{}", x * 1j))(jnp.float32(2)),
   "bool and int8": lambda p: jax.jit(lambda x: p("{} {}", x > 0, x.astype(jnp.int8)))(3.0),
   "vmap": lambda p: jax.vmap(lambda x: p("lane {}", x))(jnp.arange(3)),
-  "scan": lambda p: jax.lax.scan(lambda c, x: (p("{}", x, ordered=True), (c, x))[1], 0, jnp.arange(3)),
+  "scan": lambda p: jax.lax.map(lambda x: (p("{}", x, ordered=True), x)[1], jnp.arange(3)),
   "grad": lambda p: jax.grad(lambda x: (p("{}", x), x**2)[1])(3.0),
   "cond": lambda p: jax.lax.cond(True, lambda x: p("yes {}", x), lambda x: p("no {}", x), 1),
   "eager": lambda p: p("{} {}", 1, np.float32(2)),

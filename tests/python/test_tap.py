@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -363,13 +364,13 @@ def test_a_consumer_dies_with_the_last_program_that_can_call_it(clean_caches):
 
   consumer = Consumer()
   alive = weakref.ref(consumer)
-  program = jax.jit(lambda x: cg.tap(x, consumer))
-  program(1.0)
+  programs = [jax.jit(functools.partial(cg.tap, to=consumer))]
+  programs[0](1.0)
   cg.barrier()
   del consumer
   gc.collect()
   assert alive() is not None
-  del program
+  programs.clear()
   jax.clear_caches()
   gc.collect()
   cg.barrier()

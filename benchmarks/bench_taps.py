@@ -1,0 +1,186 @@
+"""What a tap costs the program that it leaves, beside JAX's debug callbacks and a copy.
+
+Every contestant sends one value a round of a compiled loop, and is timed until the program is done,
+while its consumer takes what came before. "loop only" is the same loop around one
+addition; it is reported, not subtracted. The step of a training program is a chain of matrix
+products of about a millisecond, with and without ten taps. Unit: microseconds per tap, or per step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.harness import (
+  Contestant,
+  Options,
+  Report,
+  Target,
+  Thunk,
+  Work,
+  check,
+  fitted,
+  measure,
+  require,
+)
+from benchmarks.peers import adapters
+
+SCALAR, KIB4, MIB4 = "callgate tap, f32 scalar", "callgate tap, 4 KiB", "callgate tap, 4 MiB"
+DEBUG = "jax debug.callback, f32 scalar"
+COPY = "C++ FFI handler that copies 4 MiB"
+LANES = "callgate tap under vmap, 1,024 lanes"
+CHECK = "callgate check that holds"
+PLAIN, TEN = "a step of about 1 ms", "the same with ten taps"
+
+TARGETS = (
+  Target("tap of a scalar, microseconds", SCALAR, at_most=0.4),
+  Target("debug.callback over it", DEBUG, SCALAR, at_least=100.0),
+  Target("tap of 4 KiB, microseconds", KIB4, at_most=0.6),
+  Target("tap of 4 MiB over a copy", MIB4, COPY, at_most=1.3),
+  Target("vmap of 1,024 lanes, microseconds", LANES, at_most=3.0),
+  Target("check that holds, microseconds", CHECK, at_most=0.2),
+  Target("ten taps in a step of 1 ms", TEN, PLAIN, at_most=1.01),
+)
+
+Body = Callable[[Any], Any]
+
+
+def run(options: Options) -> Report:
+  """Measures the program's side of taps."""
+  most = options.pick(2000, 200)
+  scalar, kib4 = jnp.float32(1), jnp.ones(1024)
+  contestants = [
+    *_loops("loop only (one addition)", lambda x: x + 1.0, scalar, most),
+    *_loops("C++ FFI handler, empty", adapters.raw_noop(_spec(scalar)), scalar, most),
+    *_loops(SCALAR, _tapped, scalar, most),
+    *_loops("callgate tap, ordered", functools.partial(_tapped, ordered=True), scalar, most),
+    *_loops(
+      "callgate tap, in the flow of data",
+      functools.partial(_tapped, effect="dataflow"),
+      scalar,
+      most,
+    ),
+    *_loops(DEBUG, _debug_callback, scalar, most),
+    *_loops("jax debug.print, f32 scalar", _debug_print, scalar, most),
+    *_loops("jax io_callback, f32 scalar", adapters.io_callback(_spec(scalar)), scalar, most),
+    Contestant("jax-tap, every step", functools.partial(_jax_tap, most)),
+    *_loops(KIB4, _tapped, kib4, most),
+    *_loops(LANES, lambda x: jax.vmap(_tapped)(x), kib4, most),
+    *_loops(CHECK, _checked, scalar, most),
+  ]
+  rows = measure(contestants, rounds=options.rounds_or(60))
+  size = options.pick(1 << 20, 1 << 14)
+  large = [
+    Contestant(MIB4, functools.partial(_large, _tapped, size)),
+    Contestant(COPY, functools.partial(_large, adapters.raw_memcpy(_spec(jnp.ones(size))), size)),
+  ]
+  rows += measure(large, rounds=options.rounds_or(60))
+  steps = [
+    Contestant(PLAIN, functools.partial(_step, lambda x: x, options.pick(8, 1))),
+    Contestant(TEN, functools.partial(_step, _ten_taps, options.pick(8, 1))),
+  ]
+  rows += measure(steps, rounds=options.rounds_or(150))
+  title = "One tap, in a compiled loop, as the program pays for it"
+  references = {MIB4: COPY, COPY: COPY, PLAIN: PLAIN, TEN: PLAIN}
+  return Report(
+    "taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick, references=references
+  )
+
+
+def _spec(x: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _loops(name: str, body: Body, operand: Any, most: int) -> list[Contestant]:
+  build = lambda: fitted(functools.partial(_loop, body, operand), most, least=20)
+  return [Contestant(name, build)]
+
+
+def _loop(body: Body, operand: Any, calls: int) -> Thunk:
+  program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: body(carry), x))
+  compiled = program.lower(operand).compile()
+
+  return lambda: jax.block_until_ready(compiled(operand))
+
+
+@functools.cache
+def _channel() -> Any:
+  """A channel whose consumer takes the records in batches and does nothing with them."""
+  cg = adapters.callgate()
+  return cg.channel("benchmark", to=lambda values: None, batch=True)
+
+
+def _tapped(x: Any, **options: Any) -> Any:
+  return adapters.callgate().tap(x, _channel(), **options)
+
+
+def _checked(x: Any) -> Any:
+  adapters.callgate().check(x > 0, "expected more than 0")
+  return x
+
+
+def _debug_callback(x: Any) -> Any:
+  jax.debug.callback(lambda x: None, x)
+  return x
+
+
+def _debug_print(x: Any) -> Any:
+  jax.debug.print("", skip_format_check=True)
+  return x
+
+
+def _jax_tap(most: int) -> Work:
+  module = require("jaxtap", "jax-tap")
+  seen: list[Any] = []
+
+  def loop(steps: int) -> Thunk:
+    function = lambda x: lax.scan(lambda c, _: (c + 1.0, None), x, length=steps)[0]
+    program = jax.jit(module.verbose(function, on_step=seen.append))
+    operand = jnp.float32(1)
+    jax.block_until_ready(program(operand))
+    jax.effects_barrier()
+    check(len(seen) == steps, f"{len(seen)} events of {steps} steps")
+
+    def thunk() -> None:
+      jax.block_until_ready(program(operand))
+      seen.clear()
+
+    seen.clear()
+    return thunk
+
+  return fitted(loop, min(most, 200), least=20)
+
+
+def _large(body: Body, size: int) -> Work:
+  """Sixteen at a time: that many fit into the channel."""
+  calls = 8
+  program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: body(carry), x))
+  operand = jnp.ones(size)
+  compiled = program.lower(operand).compile()
+  return Work(lambda: jax.block_until_ready(compiled(operand)), calls)
+
+
+def _ten_taps(x: Any) -> Any:
+  for i in range(10):
+    _tapped(x[0, i])
+  return x
+
+
+def _step(body: Body, steps: int) -> Work:
+  """Steps of products of matrices, about a millisecond each on one core."""
+  matrix = jnp.eye(256) * 0.999
+
+  def step(carry: Any, _: Any) -> tuple[Any, None]:
+    for _ in range(3):
+      carry = carry @ matrix
+    return body(carry), None
+
+  program = jax.jit(lambda x: lax.scan(step, x, length=steps)[0])
+  operand = jnp.ones((256, 256))
+  compiled = program.lower(operand).compile()
+  return Work(lambda: jax.block_until_ready(compiled(operand)), steps)
