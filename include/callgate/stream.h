@@ -165,17 +165,14 @@ inline Leaf parse_leaf(Cursor& in) {
   if (rank > in.left() / 8) in.fail("a leaf with more dims than its frame holds");
   leaf.dims.resize(rank);
   std::uint64_t elements = 1;
-  bool overflow = false, empty = false;
   for (std::int64_t& dim : leaf.dims) {
     dim = in.get<std::int64_t>();
-    if (dim < 0) in.fail("a leaf with a negative dim");
     auto extent = static_cast<std::uint64_t>(dim);
-    empty = empty || dim == 0;
-    overflow = overflow || (extent != 0 && elements > kMaxBytes / 1024 / extent);
-    if (!overflow && dim != 0) elements *= extent;
+    if (dim < 0 || (extent != 0 && elements > kMaxBytes / 1024 / extent))
+      in.fail("a leaf with a negative dim, or larger than any memory");
+    elements *= extent;
   }
-  if (overflow && !empty) in.fail("a leaf larger than any memory");
-  leaf.nbytes = empty ? 0 : static_cast<std::size_t>((elements * leaf.bits + 7) / 8);
+  leaf.nbytes = static_cast<std::size_t>((elements * leaf.bits + 7) / 8);
   leaf.dtype = in.text(dtype);
   leaf.path = in.text(path);
   return leaf;
@@ -235,8 +232,6 @@ inline std::shared_ptr<const Source> parse_source(Cursor& in, std::size_t number
     source->payload_bytes += pad8(leaf.nbytes);
     if (source->payload_bytes > kMaxBytes) in.fail("a source larger than any memory");
   }
-  if (source->has_where && source->leaves[source->value_leaves].nbytes == 0 && lanes == 0)
-    in.fail("a source whose `where` is empty");
   parse_levels(in, *source);
   return source;
 }
@@ -282,7 +277,11 @@ class Reader {
       std::memcpy(&crc, frame + 4, sizeof(crc));
       if (crc != crc32c(frame + kHeaderBytes, length - kHeaderBytes))
         body.fail("a damaged frame: its checksum is another");
-      std::optional<Record> record = parse(frame[3], body);
+      std::optional<Record> record;
+      if (frame[3] == 'R') record = parse_record(body);
+      if (frame[3] == 'S') start(body);
+      if (frame[3] == 'D') sources_.push_back(internal::parse_source(body, sources_.size()));
+      closed_ = frame[3] == 'E';
       begin_ += length;
       offset_ += length;
       if (record) return record;
@@ -349,25 +348,16 @@ class Reader {
   // The length of a frame.
   std::uint64_t check_header(const char* head) const {
     internal::Cursor in(head, kHeaderBytes, offset_);
-    bool known = std::memcmp(head, "cgs", 3) == 0 && std::strchr("SDRE", head[3]) != nullptr;
+    bool known = std::memcmp(head, "cgs", 3) == 0 && std::memchr("SDRE", head[3], 4) != nullptr;
     if (!known && offset_ == 0) in.fail("not a stream of callgate");
     in.get<std::uint64_t>();
     auto length = in.get<std::uint64_t>();
-    if (!known || head[3] == 0 || in.get<std::uint32_t>() != crc32c(head, 16))
+    if (!known || in.get<std::uint32_t>() != crc32c(head, 16))
       in.fail("a damaged frame: no valid header");
     if (length < kHeaderBytes || length % 8 != 0 || length > kMaxBytes)
       in.fail("a frame of a length that none has");
     if (head[3] != 'S' && session_.version == 0) in.fail("a frame before any session");
     return length;
-  }
-
-  // Takes in one frame; a record when it is one.
-  std::optional<Record> parse(char kind, internal::Cursor& in) {
-    if (kind == 'R') return parse_record(in);
-    if (kind == 'S') start(in);
-    if (kind == 'D') sources_.push_back(internal::parse_source(in, sources_.size()));
-    if (kind == 'E') closed_ = true;
-    return std::nullopt;
   }
 
   void start(internal::Cursor& in) {
@@ -377,7 +367,6 @@ class Reader {
     session_.process = in.get<std::uint32_t>();
     session_.time_ns = in.get<std::int64_t>();
     sources_.clear();
-    closed_ = false;
   }
 
   Record parse_record(internal::Cursor& in) const {
