@@ -55,7 +55,8 @@ StreamFile::StreamFile(std::string path)
   if (!fd_ || fstat(fd_.get(), &status) != 0) fail("opening");
   bool is_regular = S_ISREG(status.st_mode);  // a device or a named pipe is only written to
   if (is_regular) {
-    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0) fail("locking, which another writer may have");
+    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0)
+      fail(errno == EWOULDBLOCK ? "locking, while another writer has it open" : "locking");
     if (!may_be_stream(fd_.get())) {
       throw Error(ErrorCode::kInvalidArgument, "stream file '" + path_ + "'",
                   "a new file or a stream to append to", "a file of another kind");

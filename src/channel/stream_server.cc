@@ -52,17 +52,14 @@ StreamServer::StreamServer(StreamAddress address, Limits limits, std::string pre
 
 StreamServer::~StreamServer() { close(); }
 
-bool StreamServer::has_readers() const {
-  std::lock_guard lock(mutex_);
-  return !readers_.empty();
-}
-
-void StreamServer::send(std::string bytes, const std::string& preamble) {
+// Under the lock as a whole: a reader that connects meanwhile gets either the new preamble or the
+// batch, in which new sources are described.
+void StreamServer::send(const StreamBatch& batch, const std::string& preamble) {
   {
     std::lock_guard lock(mutex_);
     if (preamble != *preamble_) preamble_ = std::make_shared<const std::string>(preamble);
-    if (readers_.empty() || bytes.empty()) return;
-    auto chunk = std::make_shared<const std::string>(std::move(bytes));
+    if (readers_.empty()) return;
+    auto chunk = std::make_shared<const std::string>(batch.flat());
     for (const auto& reader : readers_) push(*reader, chunk);
   }
   wake();

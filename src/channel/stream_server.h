@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "channel/stream_address.h"
+#include "channel/stream_encoder.h"
 #include "channel/unique_fd.h"
 
 namespace callgate {
@@ -33,11 +34,8 @@ class StreamServer {
   StreamServer(const StreamServer&) = delete;
   StreamServer& operator=(const StreamServer&) = delete;
 
-  // Whether anybody is connected: else there is nothing to encode.
-  bool has_readers() const;
-
-  // Sends `bytes` to all readers; those that connect from now on get `preamble` first.
-  void send(std::string bytes, const std::string& preamble);
+  // Sends the batch to all readers; those that connect from now on get `preamble` first.
+  void send(const StreamBatch& batch, const std::string& preamble);
 
   // Waits a bounded time for what was sent to arrive, disconnects all and joins the thread.
   void close();
@@ -67,7 +65,7 @@ class StreamServer {
   StreamAddress address_;
   Limits limits_;
   UniqueFd listener_, wake_read_, wake_write_;
-  mutable std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards what follows
   Chunk preamble_;
   std::vector<std::unique_ptr<Reader>> readers_;
   bool closing_ = false;

@@ -48,7 +48,7 @@ void StreamSink::write() {
   if (batch_.empty()) return;
   try {
     if (file_) file_->write(batch_);
-    if (server_) server_->send(server_->has_readers() ? batch_.flat() : "", encoder_.preamble());
+    if (server_) server_->send(batch_, encoder_.preamble());
     batch_.clear();
   } catch (...) {
     batch_.clear();
