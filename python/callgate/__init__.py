@@ -4,6 +4,7 @@ from callgate import _config, _control, _install, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
+from callgate._stream import StreamReader, StreamRecord, open_stream
 from callgate.errors import (
   EscapedViewError,
   GateDefinitionError,
@@ -32,6 +33,8 @@ __all__ = [
   "GateTimeoutError",
   "InputWriteError",
   "ResultError",
+  "StreamReader",
+  "StreamRecord",
   "barrier",
   "call",
   "config",
@@ -40,6 +43,7 @@ __all__ = [
   "gate",
   "install",
   "last_error",
+  "open_stream",
   "stats",
   "trace",
   "uninstall",

@@ -51,13 +51,12 @@ def _tail(arguments: argparse.Namespace) -> int:
   show = json_line if arguments.json else text_line
   is_live = any(str(one).startswith(("unix:", "tcp://")) for one in arguments.where)
   with open_stream(arguments.where, follow=arguments.follow) as stream:
-    wanted = (r for r in _there(stream) if arguments.name in (None, r.name))
-    if is_live:  # what has been sent before this reader came is gone: print all from now on
-      _print(wanted, show)
-    else:
-      _print(collections.deque(wanted, maxlen=arguments.lines), show)
+    wanted = (record for record in stream if arguments.name in (None, record.name))
+    if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
+      there = (record for record in _there(stream) if arguments.name in (None, record.name))
+      _print(collections.deque(there, maxlen=arguments.lines), show)
     if is_live or arguments.follow:
-      _print((r for r in stream if arguments.name in (None, r.name)), show)
+      _print(wanted, show)
   return 0
 
 

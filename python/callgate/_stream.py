@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import heapq
 import json
 import os
 import time
@@ -157,9 +156,9 @@ class _Input:
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
-    if self.native.closed:
-      return self.is_file or self.native.ended or follow
-    return self.native.ended if not self.is_file else not follow
+    if self.is_file:
+      return self.native.closed or not follow
+    return self.native.closed or self.native.ended
 
   def order(self) -> tuple[int, int, int]:
     head = self.ready[-1]
@@ -274,17 +273,14 @@ class StreamReader:
     return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
 
   def _all(self, name: str | None) -> list[StreamRecord]:
-    streams = [
-      StreamReader([one.address], follow=False) if one.is_file else self for one in self._inputs
-    ]
-    with_name = [[r for r in stream if name in (None, r.name)] for stream in dict.fromkeys(streams)]
-    for stream in streams:
-      if stream is not self:
-        stream.close()
-    records = list(heapq.merge(*with_name, key=lambda r: (r.time_ns, r.device, r.seq)))
+    if all(one.is_file for one in self._inputs):
+      with StreamReader(self._addresses, follow=False) as fresh:
+        records = [record for record in fresh if name in (None, record.name)]
+    else:
+      records = [record for record in self if name in (None, record.name)]
     names = sorted({record.name for record in records})
     if len(names) > 1:
-      raise ValueError(f"callgate: columns() of one tap by its name, expected one of {names}")
+      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
     if not names and name is not None and name not in self.names():
       raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
     return records
@@ -328,6 +324,8 @@ def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
 
 
 def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:
+  if len(column) and not column.size:  # lists without elements don't say how many they are
+    return pyarrow.array(column.tolist())
   try:
     array = pyarrow.array(column.reshape(-1))
   except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
