@@ -9,8 +9,8 @@
 //   frame     0  u8[4]  "cgs" and the kind: 'S' session, 'D' description, 'R' record, 'E' end
 //             4  u32    CRC-32C (Castagnoli) of the body, that is, of the bytes [24, length)
 //             8  u64    length of the whole frame, these 24 bytes included, a multiple of 8
-//            16  u32    CRC-32C of the bytes [0, 16)
-//            20  u32    0
+//            16  u32    0
+//            20  u32    CRC-32C of the bytes [0, 20)
 //            24         body, by kind; a reader skips what is beyond the fields it knows
 //
 //   'S'      24  u32    version, 1                    A writer's first frame. One that appends to
@@ -352,7 +352,8 @@ class Reader {
     if (!known && offset_ == 0) in.fail("not a stream of callgate");
     in.get<std::uint64_t>();
     auto length = in.get<std::uint64_t>();
-    if (!known || in.get<std::uint32_t>() != crc32c(head, 16))
+    in.get<std::uint32_t>();
+    if (!known || in.get<std::uint32_t>() != crc32c(head, 20))
       in.fail("a damaged frame: no valid header");
     if (length < kHeaderBytes || length % 8 != 0 || length > kMaxBytes)
       in.fail("a frame of a length that none has");

@@ -49,8 +49,8 @@ void seal(std::string& out, std::size_t start, std::uint64_t length, std::uint32
   char* head = out.data() + start;
   std::memcpy(head + 4, &body_crc, sizeof(body_crc));
   std::memcpy(head + 8, &length, sizeof(length));
-  std::uint32_t head_crc = stream::crc32c(head, 16);
-  std::memcpy(head + 16, &head_crc, sizeof(head_crc));
+  std::uint32_t head_crc = stream::crc32c(head, 20);
+  std::memcpy(head + 20, &head_crc, sizeof(head_crc));
 }
 
 // Seals a frame that lies in `out` as a whole.

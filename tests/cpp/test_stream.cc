@@ -194,10 +194,9 @@ TEST(Stream, EveryDamagedByteIsFoundAndItsPlaceSaid) {
     std::string damaged = whole;
     damaged[at] = static_cast<char>(damaged[at] ^ 0x10);
     stream::Reader reader(damaged.data(), damaged.size());
-    bool unused = at % 8 >= 4 && std::memcmp(whole.data() + at - at % 8 - 16, "cgs", 3) == 0;
     try {
       sequence(reader);
-      EXPECT_TRUE(at >= 20 && unused) << at;  // the zero word of a header is no one's
+      ADD_FAILURE() << "not found: byte " << at;
     } catch (const stream::FormatError& error) {
       EXPECT_LE(error.offset(), at);
       EXPECT_EQ(error.offset(), reader.offset());

@@ -46,8 +46,8 @@ void reseal(std::string& bytes) {
     if (length < stream::kHeaderBytes || length > bytes.size() - at) length = bytes.size() - at;
     std::uint32_t body = stream::crc32c(bytes.data() + at + 24, length - 24);
     std::memcpy(bytes.data() + at + 4, &body, 4);
-    std::uint32_t head = stream::crc32c(bytes.data() + at, 16);
-    std::memcpy(bytes.data() + at + 16, &head, 4);
+    std::uint32_t head = stream::crc32c(bytes.data() + at, 20);
+    std::memcpy(bytes.data() + at + 20, &head, 4);
     at += length;
   }
 }
@@ -115,8 +115,8 @@ TEST(StreamFuzz, RandomBytesAreNoStream) {
 std::string claim(std::uint64_t length) {
   std::string head = sample().substr(0, 24);
   std::memcpy(head.data() + 8, &length, 8);
-  std::uint32_t crc = stream::crc32c(head.data(), 16);
-  std::memcpy(head.data() + 16, &crc, 4);
+  std::uint32_t crc = stream::crc32c(head.data(), 20);
+  std::memcpy(head.data() + 20, &crc, 4);
   return head + std::string(100, 'x');
 }
 
