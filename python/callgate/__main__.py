@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   Returns:
     0, 1 after an error, 130 after an interrupt.
   """
-  parser = argparse.ArgumentParser(prog="python -m callgate", description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(
+    prog="python -m callgate", description="Streams of tapped values"
+  )
   subparsers = parser.add_subparsers(dest="command", required=True)
   for add in _COMMANDS:
     add(subparsers)

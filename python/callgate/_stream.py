@@ -14,14 +14,11 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from callgate import _callgate
-
-if TYPE_CHECKING:
-  import pyarrow
 
 Address = str | os.PathLike[str]
 
@@ -97,9 +94,10 @@ class _Source:
     self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
     sizes: list[tuple[int, str]] = fields["levels"]
     self.sizes = tuple(size for size, _ in sizes)
+    leaves: list[tuple[str, str, int, tuple[int, ...]]] = fields["leaves"]
     self.leaves = [
-      _Leaf(*leaf, tuple(level for level, (_, mask) in enumerate(sizes) if mask[index] == "1"))
-      for index, leaf in enumerate(fields["leaves"])
+      _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
+      for index, leaf in enumerate(leaves)
     ]
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
@@ -145,7 +143,7 @@ class _Input:
   def fill(self, timeout: float) -> bool:
     """Whether a record is ready; reads one, and waits for it up to `timeout` seconds."""
     while not self.ready:
-      whole = self.native.next(timeout)
+      whole: Any = self.native.next(timeout)
       if whole is None:
         return False
       key = id(whole[0])
@@ -250,21 +248,22 @@ class StreamReader:
       columns[column] = _stack(records, path)
     return columns
 
-  def table(self, name: str | None = None) -> pyarrow.Table:
+  def table(self, name: str | None = None) -> Any:
     """The records of one tap as an Arrow table, with the columns of `columns`.
 
     Args:
       name: as for `columns`.
 
     Returns:
-      A table; arrays with dims become columns of fixed-size lists, nested for more than one.
+      A `pyarrow.Table`; arrays with dims become columns of fixed-size lists, nested for more
+      than one.
 
     Raises:
       ImportError: pyarrow is not installed.
       ValueError: as for `columns`; or a dtype that Arrow lacks.
     """
     try:
-      import pyarrow
+      import pyarrow  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
       raise ImportError(
         "callgate: StreamReader.table needs pyarrow: pip install callgate[arrow]"

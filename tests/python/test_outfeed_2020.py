@@ -15,22 +15,9 @@ from callgate import _callgate
 msgpack = pytest.importorskip("msgpack")
 
 NAMES = [
-  "int8",
-  "int16",
-  "int32",
-  "int64",
-  "uint8",
-  "uint16",
-  "uint32",
-  "uint64",
-  "float16",
-  "float32",
-  "float64",
-  "bfloat16",
-  "bool",
-  "complex64",
-  "complex128",
-]
+  "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+  "float64", "bfloat16", "bool", "complex64", "complex128",
+]  # fmt: skip
 
 
 def dtype_of(name: str) -> np.dtype:
