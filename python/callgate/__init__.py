@@ -6,6 +6,7 @@ from callgate._config import config
 from callgate._install import install, uninstall
 from callgate._print import print
 from callgate._records import BatchInfo, Record, TapInfo
+from callgate._stream import StreamReader, StreamRecord, open_stream
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.errors import (
@@ -44,6 +45,8 @@ __all__ = [
   "InputWriteError",
   "Record",
   "ResultError",
+  "StreamReader",
+  "StreamRecord",
   "TapInfo",
   "barrier",
   "call",
@@ -56,6 +59,7 @@ __all__ = [
   "gate",
   "install",
   "last_error",
+  "open_stream",
   "print",
   "stats",
   "tap",

@@ -15,6 +15,7 @@
 #include "bindings/hooks.h"
 #include "bindings/python.h"
 #include "bindings/stats.h"
+#include "bindings/stream.h"
 #include "bindings/views.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
@@ -106,6 +107,7 @@ NB_MODULE(_callgate, module) {
   bind_consumer(module);
   bind_channel(module);
   bind_gate(module);
+  bind_stream(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),

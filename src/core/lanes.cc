@@ -67,6 +67,16 @@ Lanes Lanes::parse(std::string_view text) {
   return Lanes(std::move(sizes), masks);
 }
 
+std::string Lanes::text() const {
+  std::string text;
+  for (std::size_t level = 0; level < sizes_.size(); ++level) {
+    if (level != 0) text += ';';
+    text += std::to_string(sizes_[level]) + ':';
+    for (std::size_t i = 0; i < operand_count(); ++i) text += batched(level, i) ? '1' : '0';
+  }
+  return text;
+}
+
 void Lanes::select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
                             std::span<ArrayView> lane) const noexcept {
   for (std::size_t i = 0; i < whole.size(); ++i) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -26,6 +27,9 @@ class Lanes {
   // Reads the form that programs hold: "SIZE:MASK;SIZE:MASK", the mask one digit per operand, as
   // "3:10;4:11"; "" for no levels. Throws Error on anything else.
   static Lanes parse(std::string_view text);
+
+  // The form that parse() reads.
+  std::string text() const;
 
   bool empty() const noexcept { return sizes_.empty(); }
 

@@ -1,0 +1,308 @@
+// Readers release the GIL while they read and wait; arrays handed out are copies.
+#include "bindings/stream.h"
+
+#include <fcntl.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/consumer.h"
+#include "bindings/views.h"
+#include "callgate/stream.h"
+#include "channel/outfeed_2020_file.h"
+#include "channel/stream_address.h"
+#include "channel/stream_sink.h"
+#include "core/error.h"
+
+namespace callgate::bindings {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+struct StreamSinkHandle : ConsumerHandle {};
+
+nb::object checked(PyObject* made) {
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
+}
+
+// A copy of the bytes as uint8: what dtypes that pack their elements, or that this version does not
+// know, are handed out as. callgate._stream makes arrays of the former.
+nb::object raw_bytes(const char* data, std::size_t size) {
+  auto length = static_cast<npy_intp>(size);
+  nb::object array = checked(PyArray_SimpleNew(1, &length, NPY_UINT8));
+  if (size != 0)
+    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())), data, size);
+  return array;
+}
+
+nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
+  std::optional<DType> dtype = dtype_from_code(static_cast<int>(leaf.code & 0xFFFFU));
+  // The file says both; the element size is what its frames have been checked with.
+  bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
+               name(*dtype) == leaf.dtype;
+  if (!known || is_packed(*dtype)) return raw_bytes(record.data(leaf), leaf.nbytes);
+  return checked(make_copy({const_cast<char*>(record.data(leaf)), leaf.dims.data(),
+                            static_cast<std::int32_t>(leaf.dims.size()), *dtype}));
+}
+
+// Text of a file: whatever is no UTF-8 is replaced.
+nb::object text_of(const std::string& text) {
+  return checked(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+nb::dict source_dict(const stream::Source& source) {
+  nb::list leaves, levels;
+  for (const stream::Leaf& leaf : source.leaves) {
+    nb::list dims;
+    for (std::int64_t dim : leaf.dims) dims.append(dim);
+    leaves.append(
+        nb::make_tuple(text_of(leaf.path), text_of(leaf.dtype), leaf.bits, nb::tuple(dims)));
+  }
+  for (const stream::Level& level : source.levels)
+    levels.append(nb::make_tuple(level.size, text_of(level.mask)));
+  nb::dict dict;
+  dict["id"] = source.id;
+  dict["name"] = text_of(source.name);
+  dict["description"] = text_of(source.description);
+  dict["role"] = source.role;
+  dict["levels"] = levels;
+  dict["leaves"] = leaves;
+  dict["value_leaves"] = source.value_leaves;
+  dict["has_where"] = source.has_where;
+  return dict;
+}
+
+// A reader that any thread may use: the lock is taken without the GIL, never the other way round.
+class StreamReader {
+ public:
+  explicit StreamReader(std::string address) : address_(std::move(address)) {
+    StreamAddress parsed = parse_stream_address(address_);
+    is_file_ = parsed.transport == StreamTransport::kFile;
+    nb::gil_scoped_release unlocked;
+    if (is_file_) {
+      reader_ = guarded([&] { return std::make_unique<stream::Reader>(parsed.path); });
+    } else {
+      int fd = connect_stream(parsed).release();
+      fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+      reader_ = std::make_unique<stream::Reader>(fd);
+    }
+  }
+
+  nb::object next(double timeout) {
+    auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                       std::chrono::duration<double>(std::min(timeout, 1e9)));
+    for (;;) {
+      {
+        nb::gil_scoped_release unlocked;
+        std::unique_lock lock(mutex_);
+        std::optional<stream::Record> record = guarded([&] { return open().next(); });
+        if (record) {
+          nb::gil_scoped_acquire locked;
+          return tuple_of(*record);
+        }
+        bool over = reader_->ended() && !is_file_;
+        auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+        if (over || left.count() <= 0) break;
+        int fd = reader_->fd();
+        lock.unlock();
+        wait(fd, std::min(left, milliseconds(is_file_ ? 20 : 100)));
+      }
+      if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+    }
+    return nb::none();
+  }
+
+  // Reads all that is there, for its descriptions alone.
+  void scan() {
+    nb::gil_scoped_release unlocked;
+    std::lock_guard lock(mutex_);
+    guarded([&] {
+      while (open().next()) remember_sources();
+      remember_sources();
+      return 0;
+    });
+  }
+
+  // Those of this session, and those that scan() met in earlier ones.
+  nb::list sources() {
+    std::vector<std::shared_ptr<const stream::Source>> all;
+    {
+      nb::gil_scoped_release unlocked;
+      std::lock_guard lock(mutex_);
+      remember_sources();
+      all = seen_;
+    }
+    nb::list dicts;
+    for (const auto& source : all) dicts.append(source_dict(*source));
+    return dicts;
+  }
+
+  // What `read` says of the reader, or `otherwise` once it is closed.
+  template <typename T, typename Read>
+  T ask(T otherwise, Read&& read) {
+    nb::gil_scoped_release unlocked;
+    std::lock_guard lock(mutex_);
+    return reader_ == nullptr ? otherwise : static_cast<T>(read(*reader_));
+  }
+
+  bool closed() {
+    return ask(false, [](const stream::Reader& reader) { return reader.closed(); });
+  }
+  bool ended() {
+    return ask(true, [](const stream::Reader& reader) { return reader.ended(); });
+  }
+  std::uint64_t offset() {
+    return ask(std::uint64_t{0}, [](const stream::Reader& reader) { return reader.offset(); });
+  }
+  std::uint32_t process() {
+    return ask(0U, [](const stream::Reader& reader) { return reader.session().process; });
+  }
+  const std::string& address() const noexcept { return address_; }
+
+  void close() {
+    nb::gil_scoped_release unlocked;
+    std::lock_guard lock(mutex_);
+    reader_.reset();
+  }
+
+ private:
+  stream::Reader& open() {
+    if (reader_ == nullptr) {
+      throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': it has been closed");
+    }
+    return *reader_;
+  }
+
+  // Names the stream in what the reader throws.
+  template <typename Step>
+  auto guarded(Step&& step) -> decltype(step()) {
+    try {
+      return step();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::runtime_error& error) {
+      throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': " + error.what());
+    }
+  }
+
+  void wait(int fd, milliseconds time) const {
+    if (is_file_) {
+      std::this_thread::sleep_for(time);
+      return;
+    }
+    pollfd polled{fd, POLLIN, 0};
+    poll(&polled, 1, static_cast<int>(time.count()));
+  }
+
+  void remember_sources() {
+    if (reader_ == nullptr || reader_->sources().empty()) return;
+    if (!seen_.empty() && seen_.back() == reader_->sources().back()) return;
+    for (const auto& source : reader_->sources()) {
+      if (std::find(seen_.rbegin(), seen_.rend(), source) == seen_.rend()) seen_.push_back(source);
+    }
+  }
+
+  // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
+  nb::object tuple_of(const stream::Record& record) {
+    auto& entry = dicts_[record.source.get()];
+    if (entry.first == nullptr) entry = {record.source, source_dict(*record.source)};
+    nb::list arrays;
+    for (const stream::Leaf& leaf : record.source->leaves) arrays.append(leaf_array(record, leaf));
+    return nb::make_tuple(entry.second, record.seq, record.time_ns, record.run, record.device,
+                          record.flags, arrays);
+  }
+
+  std::string address_;
+  bool is_file_ = false;
+  std::mutex mutex_;  // guards what follows
+  std::unique_ptr<stream::Reader> reader_;
+  std::vector<std::shared_ptr<const stream::Source>> seen_;
+  std::unordered_map<const stream::Source*,
+                     std::pair<std::shared_ptr<const stream::Source>, nb::dict>>
+      dicts_;
+};
+
+nb::list read_outfeed(const std::string& path) {
+  Outfeed2020Reader reader(path);
+  nb::list messages;
+  while (auto message = reader.next()) {
+    nb::list arrays;
+    const char* data = message->data.data();
+    for (const outfeed_2020::ArrayType& array : message->arrays) {
+      arrays.append(
+          checked(make_copy({const_cast<char*>(data), array.dims.data(),
+                             static_cast<std::int32_t>(array.dims.size()), array.dtype})));
+      data += array.nbytes();
+    }
+    messages.append(nb::make_tuple(message->consumer, arrays));
+  }
+  return messages;
+}
+
+nb::bytes outfeed_header(
+    std::uint64_t consumer,
+    const std::vector<std::pair<std::string, std::vector<std::int64_t>>>& types) {
+  std::vector<outfeed_2020::ArrayType> arrays;
+  for (const auto& [dtype, dims] : types)
+    arrays.push_back({dtype_from_name(dtype).value_or(DType::kInvalid), dims});
+  std::string header = outfeed_2020::encode_header(consumer, outfeed_2020::encode_metadata(arrays));
+  return nb::bytes(header.data(), header.size());
+}
+
+}  // namespace
+
+void bind_stream(nb::module_& module) {
+  nb::class_<StreamSinkHandle, ConsumerHandle>(module, "StreamSink",
+                                               "A native consumer that writes a stream.")
+      .def_prop_ro("address", [](const StreamSinkHandle& handle) {
+        return static_cast<const StreamSink&>(*handle.consumer).address();
+      });
+  module.def(
+      "stream_sink",
+      [](const std::string& destination, std::size_t lag_bytes) {
+        nb::gil_scoped_release unlocked;
+        StreamServer::Limits limits;
+        limits.lag_bytes = lag_bytes;
+        return StreamSinkHandle{{std::make_shared<StreamSink>(destination, limits)}};
+      },
+      nb::arg("destination"), nb::kw_only(),
+      nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes,
+      "Writes a stream to a file's path, unix:PATH or tcp://HOST:PORT.");
+  module.def(
+      "outfeed_2020_sink",
+      [](const std::string& path) {
+        return ConsumerHandle{std::make_shared<Outfeed2020Sink>(path)};
+      },
+      nb::arg("path"), "Writes the framing of 2020 to a new file.");
+  module.def("read_outfeed_2020", &read_outfeed, nb::arg("path"),
+             "The messages of a file in the framing of 2020, as (consumer, arrays).");
+  module.def("outfeed_2020_header", &outfeed_header, nb::arg("consumer"), nb::arg("types"),
+             "The header, as bytes, of arrays of the types (dtype's name, dims).");
+  nb::class_<StreamReader>(module, "StreamReader", "Reads a stream; see callgate.open_stream.")
+      .def(nb::init<std::string>(), nb::arg("address"))
+      .def("next", &StreamReader::next, nb::arg("timeout") = 0.0,
+           "(source, seq, time_ns, run, device, flags, arrays), or None when none is there yet.")
+      .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
+      .def("sources", &StreamReader::sources)
+      .def("close", &StreamReader::close)
+      .def_prop_ro("closed", &StreamReader::closed, "Whether the writer has closed the stream.")
+      .def_prop_ro("ended", &StreamReader::ended, "Whether the last read met the end.")
+      .def_prop_ro("offset", &StreamReader::offset, "Where the next frame begins.")
+      .def_prop_ro("process", &StreamReader::process, "The writer's process id.")
+      .def_prop_ro("address", &StreamReader::address);
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,162 @@
+// See the header.
+#include "channel/outfeed_2020_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <string_view>
+#include <utility>
+
+#include "core/error.h"
+
+namespace callgate {
+namespace {
+
+constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
+
+[[noreturn]] void fail(const std::string& path, const std::string& step) {
+  throw Error(ErrorCode::kInvalidArgument,
+              "outfeed file '" + path + "': " + step + ": " + std::strerror(errno));
+}
+
+bool sends_a_lane(const Record& record) {
+  if (!record.source->has_where) return true;
+  bool sends = false;
+  RecordViews(*record.source).each_lane(record, [&](std::int64_t, auto) { sends = true; });
+  return sends;
+}
+
+}  // namespace
+
+Outfeed2020Sink::Outfeed2020Sink(std::string path)
+    : path_(std::move(path)),
+      fd_(open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
+  if (!fd_) fail(path_, "opening");
+}
+
+Outfeed2020Sink::~Outfeed2020Sink() {
+  try {
+    close();
+  } catch (const Error&) {  // nobody is left to tell; what was written before is whole
+  }
+}
+
+const std::string& Outfeed2020Sink::header_of(const Source& source) {
+  auto found = headers_.find(source.id);
+  if (found != headers_.end()) return found->second;
+  std::vector<outfeed_2020::ArrayType> arrays;
+  for (std::size_t i = 0; i < source.value_leaves; ++i)
+    arrays.push_back({source.leaves[i].dtype, source.leaves[i].dims});
+  std::string header;
+  try {
+    header = outfeed_2020::encode_header(source.id, outfeed_2020::encode_metadata(arrays));
+  } catch (const Error& error) {
+    throw Error(error.code(), "outfeed file '" + path_ + "': the values of '" + source.name +
+                                  "' can't be written: " + error.what());
+  }
+  return headers_.emplace(source.id, std::move(header)).first->second;
+}
+
+void Outfeed2020Sink::add(const Record& record) {
+  const Source& source = *record.source;
+  const std::string& header = header_of(source);
+  if (!sends_a_lane(record)) return;
+  buffer_.append(header);
+  for (std::size_t i = 0; i < source.value_leaves; ++i) {
+    const LeafType& leaf = source.leaves[i];
+    if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
+  }
+  if (buffer_.size() >= kWriteBytes) write();
+}
+
+void Outfeed2020Sink::consume(std::span<const Record> records) {
+  if (closed_) return;
+  std::exception_ptr first;
+  for (const Record& record : records) {
+    try {
+      add(record);
+    } catch (const Error&) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  }
+  write();
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
+void Outfeed2020Sink::write() {
+  std::string bytes = std::exchange(buffer_, {});
+  std::string_view rest = bytes;
+  while (!rest.empty()) {
+    ssize_t written = pwrite(fd_.get(), rest.data(), rest.size(),
+                             static_cast<off_t>(size_ + bytes.size() - rest.size()));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      int reason = errno;
+      // What is left of the batch would stand between this message and the next.
+      [[maybe_unused]] int cut = ftruncate(fd_.get(), static_cast<off_t>(size_));
+      errno = reason;
+      fail(path_, "writing");
+    }
+    rest.remove_prefix(static_cast<std::size_t>(written));
+  }
+  size_ += bytes.size();
+  bytes.clear();
+  buffer_ = std::move(bytes);  // with its memory
+}
+
+void Outfeed2020Sink::close() {
+  if (closed_) return;
+  closed_ = true;
+  buffer_ = outfeed_2020::encode_header(0, "");
+  write();
+}
+
+Outfeed2020Reader::Outfeed2020Reader(std::string path)
+    : path_(std::move(path)), fd_(open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+  if (!fd_) fail(path_, "opening");
+}
+
+bool Outfeed2020Reader::read(std::uint64_t offset, std::uint64_t size, std::string& bytes) const {
+  struct stat status{};
+  if (fstat(fd_.get(), &status) != 0) fail(path_, "reading");
+  auto there = static_cast<std::uint64_t>(status.st_size);
+  if (offset > there || size > there - offset) return false;  // before memory is taken for it
+  bytes.resize(static_cast<std::size_t>(size));
+  for (std::size_t have = 0; have < bytes.size();) {
+    ssize_t got = pread(fd_.get(), bytes.data() + have, bytes.size() - have,
+                        static_cast<off_t>(offset + have));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(path_, "reading");
+    if (got == 0) return false;
+    have += static_cast<std::size_t>(got);
+  }
+  return true;
+}
+
+std::optional<Outfeed2020Reader::Message> Outfeed2020Reader::next() {
+  try {
+    std::string blocks;
+    if (!read(offset_, outfeed_2020::kBlockBytes, blocks)) return std::nullopt;
+    outfeed_2020::Header header = outfeed_2020::decode_header(blocks);
+    if (!read(offset_, header.size(), blocks)) return std::nullopt;
+    Message message{header.consumer, {}, "", false};
+    message.arrays = outfeed_2020::decode_metadata(outfeed_2020::metadata_of(header, blocks));
+    std::uint64_t bytes = 0;
+    for (const outfeed_2020::ArrayType& array : message.arrays) {
+      bytes += array.nbytes();
+      if (bytes > (std::uint64_t{1} << 60)) return std::nullopt;  // more than any file has
+    }
+    if (!read(offset_ + header.size(), bytes, message.data)) return std::nullopt;
+    message.end = header.consumer == 0 && message.arrays.empty();
+    offset_ += header.size() + bytes;
+    return message;
+  } catch (const Error& error) {
+    throw Error(error.code(), "outfeed file '" + path_ + "', at byte " + std::to_string(offset_) +
+                                  ": " + error.what());
+  }
+}
+
+}  // namespace callgate

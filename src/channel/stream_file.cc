@@ -1,0 +1,107 @@
+// See the header.
+#include "channel/stream_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "callgate/stream.h"
+#include "core/error.h"
+
+namespace callgate {
+namespace {
+
+constexpr std::size_t kMaxPieces = 1024;  // IOV_MAX of Linux and macOS
+
+// Where the last whole frame ends.
+std::uint64_t whole_bytes(const std::string& path) {
+  try {
+    stream::Reader reader(path);
+    while (reader.next()) {
+    }
+    return reader.offset();
+  } catch (const std::exception& error) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "stream file '" + path + "': can't be appended to: " + error.what());
+  }
+}
+
+// Whether the few bytes of a file could be the beginning of a stream.
+bool may_be_stream(int fd) {
+  char head[4];
+  ssize_t got = pread(fd, head, sizeof(head), 0);
+  return got >= 0 && std::memcmp(head, "cgsS", static_cast<std::size_t>(got)) == 0;
+}
+
+// Drops the first `written` bytes from the pieces [first, end).
+void advance(std::vector<iovec>& pieces, std::size_t& first, std::size_t written) {
+  while (first < pieces.size() && written >= pieces[first].iov_len)
+    written -= pieces[first++].iov_len;
+  if (written == 0) return;
+  pieces[first].iov_base = static_cast<char*>(pieces[first].iov_base) + written;
+  pieces[first].iov_len -= written;
+}
+
+}  // namespace
+
+StreamFile::StreamFile(std::string path)
+    : path_(std::move(path)), fd_(open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+  struct stat status{};
+  if (!fd_ || fstat(fd_.get(), &status) != 0) fail("opening");
+  bool is_regular = S_ISREG(status.st_mode);  // a device or a named pipe is only written to
+  if (is_regular) {
+    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0)
+      fail(errno == EWOULDBLOCK ? "locking, while another writer has it open" : "locking");
+    if (!may_be_stream(fd_.get())) {
+      throw Error(ErrorCode::kInvalidArgument, "stream file '" + path_ + "'",
+                  "a new file or a stream to append to", "a file of another kind");
+    }
+    size_ = whole_bytes(path_);
+    cut();
+  }
+}
+
+void StreamFile::cut() {
+  if (ftruncate(fd_.get(), static_cast<off_t>(size_)) != 0) fail("cutting off its torn end");
+  if (lseek(fd_.get(), static_cast<off_t>(size_), SEEK_SET) < 0) fail("seeking");
+  torn_ = false;
+}
+
+void StreamFile::write(const StreamBatch& batch) {
+  if (torn_) cut();
+  pieces_.clear();
+  std::uint64_t total = 0;
+  batch.each_piece([&](const char* data, std::size_t size) {
+    pieces_.push_back({const_cast<char*>(data), size});  // iovec has no const form
+    total += size;
+  });
+  torn_ = true;
+  for (std::size_t first = 0; first < pieces_.size();) {
+    auto count = static_cast<int>(std::min(pieces_.size() - first, kMaxPieces));
+    ssize_t written = writev(fd_.get(), pieces_.data() + first, count);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      int reason = errno;
+      if (ftruncate(fd_.get(), static_cast<off_t>(size_)) == 0 &&
+          lseek(fd_.get(), static_cast<off_t>(size_), SEEK_SET) >= 0)
+        torn_ = false;
+      errno = reason;
+      fail("writing");
+    }
+    advance(pieces_, first, static_cast<std::size_t>(written));
+  }
+  size_ += total;
+  torn_ = false;
+}
+
+void StreamFile::fail(const std::string& step) const {
+  throw Error(ErrorCode::kInvalidArgument,
+              "stream file '" + path_ + "': " + step + ": " + std::strerror(errno));
+}
+
+}  // namespace callgate

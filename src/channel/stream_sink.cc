@@ -1,0 +1,79 @@
+// See the header.
+#include "channel/stream_sink.h"
+
+#include "core/error.h"
+
+namespace callgate {
+namespace {
+
+// What is gathered before it is written, so that a large batch needs no second copy in memory.
+constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
+
+}  // namespace
+
+StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limits) {
+  StreamAddress address = parse_stream_address(destination);
+  if (address.transport == StreamTransport::kFile) {
+    file_.emplace(address.path);
+    encoder_.start(batch_);
+    write();
+  } else {
+    encoder_.start(batch_);
+    batch_.clear();  // readers get the preamble when they connect
+    server_.emplace(address, limits, encoder_.preamble());
+  }
+  in_session_ = true;
+}
+
+StreamSink::~StreamSink() {
+  try {
+    close();
+  } catch (const Error&) {  // nobody is left to tell; what was written before is whole
+  }
+}
+
+void StreamSink::consume(std::span<const Record> records) {
+  if (closed_) return;
+  // After a write that failed: readers have seen nothing of it, descriptions included.
+  if (!in_session_) encoder_.start(batch_);
+  in_session_ = true;
+  for (const Record& record : records) {
+    encoder_.add(record, batch_);
+    if (batch_.bytes.size() >= kWriteBytes) write();
+  }
+  write();
+}
+
+void StreamSink::write() {
+  if (batch_.empty()) return;
+  try {
+    if (file_) file_->write(batch_);
+    if (server_) server_->send(batch_, encoder_.preamble());
+    batch_.clear();
+  } catch (...) {
+    batch_.clear();
+    in_session_ = false;
+    throw;
+  }
+}
+
+void StreamSink::close() {
+  if (closed_) return;
+  closed_ = true;
+  try {
+    if (in_session_) {
+      encoder_.finish(batch_);
+      write();
+    }
+  } catch (...) {
+    server_.reset();
+    throw;
+  }
+  if (server_) server_->close();
+}
+
+std::string StreamSink::address() const {
+  return file_ ? file_->path() : server_->address().text();
+}
+
+}  // namespace callgate

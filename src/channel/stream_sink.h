@@ -1,0 +1,47 @@
+// A consumer that writes records in the format of include/callgate/stream.h: to a file, or to those
+// who read from a socket.
+//
+// consume(), flush() and close() are called as Consumer says. A file is appended to in one system
+// call a batch; a socket's readers are served by a thread of their own and never hold up the
+// channel (stream_server.h). What another process reads is what was consumed: nothing is buffered
+// beyond a call.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "channel/consumer.h"
+#include "channel/stream_encoder.h"
+#include "channel/stream_file.h"
+#include "channel/stream_server.h"
+
+namespace callgate {
+
+class StreamSink final : public Consumer {
+ public:
+  // `destination`: a file's path (appended to), unix:PATH or tcp://HOST:PORT (see
+  // stream_address.h). Throws Error naming it: a bad path, a port that is taken, a damaged file.
+  explicit StreamSink(const std::string& destination, StreamServer::Limits limits = {});
+  ~StreamSink() override;
+
+  void consume(std::span<const Record> records) override;
+  void close() override;
+  std::string description() const override { return "stream to " + address(); }
+
+  // The destination, with the port in use for port 0.
+  std::string address() const;
+
+ private:
+  void write();
+
+  StreamEncoder encoder_;
+  StreamBatch batch_;
+  std::optional<StreamFile> file_;  // one of the two
+  std::optional<StreamServer> server_;
+  bool in_session_ = false;
+  bool closed_ = false;
+};
+
+}  // namespace callgate

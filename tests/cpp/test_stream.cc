@@ -1,0 +1,317 @@
+// Stream files: what is written is read, whatever happens between.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "callgate/stream.h"
+#include "channel/stream_sink.h"
+#include "core/error.h"
+#include "stream_records.h"
+
+namespace callgate {
+namespace {
+
+using testing::contents;
+using ::testing::HasSubstr;
+using testing::OwnedRecord;
+using testing::record_of;
+using testing::TemporaryFolder;
+using testing::write_contents;
+
+std::shared_ptr<const Source> rich_source() {
+  Source source;
+  source.id = 41;
+  source.name = "gradients";
+  source.description = R"({"transforms": ["batch"]})";
+  source.role = Role::kCotangent;
+  source.lanes = Lanes::parse("3:111;2:011");
+  source.leaves = {testing::leaf("['b']", DType::kBF16, {3, 5}),
+                   testing::leaf("['w']", DType::kC64, {3, 2, 1, 2}),
+                   testing::leaf("", DType::kPred, {3, 2})};
+  source.value_leaves = 2;
+  source.has_where = true;
+  return testing::finished(std::move(source));
+}
+
+std::vector<std::uint64_t> sequence(stream::Reader& reader) {
+  std::vector<std::uint64_t> seqs;
+  while (auto record = reader.next()) seqs.push_back(record->seq);
+  return seqs;
+}
+
+std::vector<std::uint64_t> count_to(std::uint64_t end) {
+  std::vector<std::uint64_t> counts(end);
+  for (std::uint64_t i = 0; i < end; ++i) counts[i] = i;
+  return counts;
+}
+
+void write_scalars(const std::string& path, std::uint64_t begin, std::uint64_t end) {
+  StreamSink sink(path);
+  auto source = testing::scalar_source();
+  for (std::uint64_t i = begin; i < end; ++i) {
+    OwnedRecord owned = record_of(*source, i);
+    sink.consume({&owned.record, 1});
+  }
+  sink.close();
+}
+
+TEST(Stream, ChecksumsAreThoseOfTheStandard) {
+  // RFC 3720, B.4, and the usual check value; both implementations.
+  std::string zeros(32, '\0'), ones(32, '\xff');
+  EXPECT_EQ(stream::crc32c("123456789", 9), 0xE3069283U);
+  EXPECT_EQ(stream::crc32c(zeros.data(), 32), 0x8A9136AAU);
+  EXPECT_EQ(stream::crc32c(ones.data(), 32), 0x62A8AB43U);
+  const auto* digits = reinterpret_cast<const unsigned char*>("123456789");
+  EXPECT_EQ(~stream::crc::crc32c_tables(~0U, digits, 9), 0xE3069283U);
+  EXPECT_EQ(stream::crc32c("6789", 4, stream::crc32c("12345", 5)), 0xE3069283U);
+}
+
+TEST(Stream, EveryFieldOfARecordAndItsSourceComesBack) {
+  TemporaryFolder folder;
+  auto source = rich_source();
+  OwnedRecord owned = record_of(*source, 9);
+  owned.record.flags = kRepeated;
+  {
+    StreamSink sink(folder / "all.cgs");
+    sink.consume({&owned.record, 1});
+  }
+  stream::Reader reader(folder / "all.cgs");
+  auto record = reader.next();
+  ASSERT_TRUE(record);
+  EXPECT_EQ(record->seq, 9U);
+  EXPECT_EQ(record->time_ns, 1009);
+  EXPECT_EQ(record->run, 5);
+  EXPECT_EQ(record->device, 2);
+  EXPECT_EQ(record->flags, 1U);
+  const stream::Source& read = *record->source;
+  EXPECT_EQ(read.id, 41U);
+  EXPECT_EQ(read.name, "gradients");
+  EXPECT_EQ(read.description, source->description);
+  EXPECT_EQ(read.role, 2);
+  EXPECT_TRUE(read.has_where);
+  EXPECT_EQ(read.value_leaves, 2U);
+  EXPECT_EQ(read.lanes, "3:111;2:011");
+  ASSERT_EQ(read.levels.size(), 2U);
+  EXPECT_EQ(read.levels[1].size, 2);
+  EXPECT_EQ(read.levels[1].mask, "011");
+  ASSERT_EQ(read.leaves.size(), 3U);
+  for (std::size_t i = 0; i < 3; ++i) {
+    const LeafType& want = source->leaves[i];
+    const stream::Leaf& got = read.leaves[i];
+    EXPECT_EQ(got.path, want.path);
+    EXPECT_EQ(got.dtype, name(want.dtype));
+    EXPECT_EQ(got.code, static_cast<std::uint32_t>(want.dtype));
+    EXPECT_EQ(got.dims, want.dims);
+    EXPECT_EQ(std::string(record->data(got), got.nbytes),
+              std::string(owned.record.data(want), want.nbytes));
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(record->data(got)) % 8, 0U);
+  }
+  EXPECT_FALSE(reader.next());
+  EXPECT_TRUE(reader.closed());
+  EXPECT_EQ(reader.session().process, static_cast<std::uint32_t>(getpid()));
+}
+
+TEST(Stream, LargeLeavesAreWrittenFromWhereTheyLie) {
+  TemporaryFolder folder;
+  Source large;
+  large.id = 3;
+  large.leaves = {testing::leaf("a", DType::kS8, {200'001}), testing::leaf("b", DType::kS8, {3}),
+                  testing::leaf("c", DType::kF32, {1 << 20}), testing::leaf("d", DType::kF32, {0})};
+  auto source = testing::finished(std::move(large));
+  std::vector<OwnedRecord> owned{record_of(*source, 0), record_of(*source, 1)};
+  std::vector<Record> records{owned[0].record, owned[1].record};
+  StreamSink sink(folder / "large.cgs");
+  sink.consume(records);
+  stream::Reader reader(folder / "large.cgs");
+  for (const Record& want : records) {
+    auto got = reader.next();
+    ASSERT_TRUE(got);
+    for (std::size_t i = 0; i < source->leaves.size(); ++i) {
+      const stream::Leaf& leaf = got->source->leaves[i];
+      ASSERT_EQ(leaf.nbytes, source->leaves[i].nbytes);
+      EXPECT_EQ(std::memcmp(got->data(leaf), want.data(source->leaves[i]), leaf.nbytes), 0);
+    }
+  }
+}
+
+TEST(Stream, AFileIsReadWhileItIsWritten) {
+  TemporaryFolder folder;
+  StreamSink sink(folder / "live.cgs");
+  stream::Reader reader(folder / "live.cgs");
+  EXPECT_FALSE(reader.next());
+  auto source = testing::scalar_source();
+  for (std::uint64_t i = 0; i < 50; ++i) {
+    OwnedRecord owned = record_of(*source, i);
+    sink.consume({&owned.record, 1});
+    auto record = reader.next();
+    ASSERT_TRUE(record);
+    EXPECT_EQ(record->seq, i);
+    EXPECT_FALSE(reader.next());
+  }
+  EXPECT_FALSE(reader.closed());
+  sink.close();
+  EXPECT_FALSE(reader.next());
+  EXPECT_TRUE(reader.closed());
+}
+
+TEST(Stream, AFileCutAnywhereGivesItsWholeRecordsAndIsAppendedTo) {
+  TemporaryFolder folder;
+  write_scalars(folder / "whole.cgs", 0, 4);
+  std::string whole = contents(folder / "whole.cgs");
+  stream::Reader all(whole.data(), whole.size());
+  std::vector<std::size_t> ends;  // of each record
+  while (all.next()) ends.push_back(all.offset());
+  for (std::size_t cut = 0; cut < whole.size(); ++cut) {
+    auto kept = static_cast<std::uint64_t>(
+        std::count_if(ends.begin(), ends.end(), [&](std::size_t end) { return end <= cut; }));
+    std::string path = folder / "cut.cgs";
+    write_contents(path, whole.substr(0, cut));
+    stream::Reader reader(path);
+    EXPECT_EQ(sequence(reader), count_to(kept)) << cut;
+    EXPECT_FALSE(reader.closed());
+    write_scalars(path, kept, 6);  // while the reader stands in the torn frame
+    auto rest = sequence(reader);
+    EXPECT_EQ(rest.size(), 6 - kept) << cut;
+    EXPECT_TRUE(reader.closed());
+    stream::Reader again(path);
+    EXPECT_EQ(sequence(again), count_to(6)) << cut;
+  }
+}
+
+TEST(Stream, EveryDamagedByteIsFoundAndItsPlaceSaid) {
+  TemporaryFolder folder;
+  write_scalars(folder / "whole.cgs", 0, 3);
+  std::string whole = contents(folder / "whole.cgs");
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    std::string damaged = whole;
+    damaged[at] = static_cast<char>(damaged[at] ^ 0x10);
+    stream::Reader reader(damaged.data(), damaged.size());
+    try {
+      sequence(reader);
+      ADD_FAILURE() << "not found: byte " << at;
+    } catch (const stream::FormatError& error) {
+      EXPECT_LE(error.offset(), at);
+      EXPECT_EQ(error.offset(), reader.offset());
+      EXPECT_THAT(error.what(), HasSubstr("at byte " + std::to_string(error.offset())));
+      EXPECT_THROW(reader.next(), stream::FormatError);
+    }
+  }
+}
+
+TEST(Stream, WhatIsNoStreamOrDamagedIsNotAppendedTo) {
+  TemporaryFolder folder;
+  for (const std::string text : {"x", "a diary that is longer than any header of a frame"}) {
+    write_contents(folder / "diary.txt", text);
+    EXPECT_THROW(StreamSink(folder / "diary.txt"), Error);
+    EXPECT_EQ(contents(folder / "diary.txt"), text);
+  }
+  write_scalars(folder / "damaged.cgs", 0, 3);
+  std::string damaged = contents(folder / "damaged.cgs");
+  damaged[damaged.size() / 2] = static_cast<char>(damaged[damaged.size() / 2] ^ 1);
+  write_contents(folder / "damaged.cgs", damaged);
+  try {
+    StreamSink sink(folder / "damaged.cgs");
+    FAIL() << "appended to a damaged file";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("damaged.cgs"));
+    EXPECT_THAT(error.what(), HasSubstr("at byte"));
+  }
+  EXPECT_EQ(contents(folder / "damaged.cgs"), damaged);
+}
+
+TEST(Stream, AFileHasOneWriterAtATime) {
+  TemporaryFolder folder;
+  StreamSink sink(folder / "one.cgs");
+  try {
+    StreamSink other(folder / "one.cgs");
+    FAIL() << "two writers";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("another writer"));
+  }
+}
+
+TEST(Stream, BadDestinationsAreNamed) {
+  TemporaryFolder folder;
+  for (const std::string& bad : {folder / "no/such/folder.cgs", folder / ".", std::string()}) {
+    try {
+      StreamSink sink(bad);
+      FAIL() << bad;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(bad));
+    }
+  }
+}
+
+// Runs `body` in a child; its exit status, or minus the signal that ended it.
+template <typename Body>
+int in_child(Body&& body) {
+  pid_t child = fork();
+  if (child == 0) _exit(body());
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+TEST(Stream, AKilledWriterLosesNothingThatWasConsumed) {
+  TemporaryFolder folder;
+  std::string path = folder / "killed.cgs";
+  int status = in_child([&] {
+    StreamSink sink(path);
+    auto source = testing::scalar_source();
+    for (std::uint64_t i = 0; i < 1000; ++i) {
+      OwnedRecord owned = record_of(*source, i);
+      sink.consume({&owned.record, 1});
+    }
+    return raise(SIGKILL);
+  });
+  EXPECT_EQ(status, -SIGKILL);
+  stream::Reader reader(path);
+  EXPECT_EQ(sequence(reader), count_to(1000));
+  EXPECT_FALSE(reader.closed());
+  write_scalars(path, 1000, 1003);
+  EXPECT_EQ(sequence(reader), (std::vector<std::uint64_t>{1000, 1001, 1002}));
+}
+
+TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
+  TemporaryFolder folder;
+  std::string path = folder / "full.cgs";
+  // A limit on the size of files stands for the disk; it fails writes part of the way.
+  int status = in_child([&] {
+    signal(SIGXFSZ, SIG_IGN);
+    StreamSink sink(path);
+    auto source = testing::scalar_source();
+    OwnedRecord owned = record_of(*source, 0);
+    sink.consume({&owned.record, 1});
+    rlimit limit{};
+    getrlimit(RLIMIT_FSIZE, &limit);
+    rlim_t before = limit.rlim_cur;
+    limit.rlim_cur = static_cast<rlim_t>(contents(path).size() + 100);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    std::vector<Record> many(10, owned.record);
+    bool threw = false;
+    try {
+      sink.consume(many);
+    } catch (const Error& error) {
+      threw = std::string(error.what()).find("full.cgs") != std::string::npos;
+    }
+    limit.rlim_cur = before;
+    setrlimit(RLIMIT_FSIZE, &limit);
+    OwnedRecord later = record_of(*source, 1);
+    sink.consume({&later.record, 1});  // there is room again
+    return threw ? 0 : 1;
+  });
+  EXPECT_EQ(status, 0);
+  stream::Reader reader(path);
+  EXPECT_EQ(sequence(reader), count_to(2));
+}
+
+}  // namespace
+}  // namespace callgate

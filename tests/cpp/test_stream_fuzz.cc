@@ -1,0 +1,140 @@
+// A reader of hostile bytes: it reads, or throws FormatError; it never reads beyond the bytes, and
+// takes no memory for what they only claim. Bounded and seeded; the sanitizers watch it in CI.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "callgate/stream.h"
+#include "channel/stream_encoder.h"
+#include "stream_records.h"
+
+namespace callgate {
+namespace {
+
+using testing::record_of;
+
+std::string sample() {
+  StreamEncoder encoder;
+  StreamBatch batch;
+  Source many;
+  many.id = 1;
+  many.name = "many";
+  many.lanes = Lanes::parse("2:11");
+  many.leaves = {testing::leaf("x", DType::kF32, {2, 3}), testing::leaf("", DType::kPred, {2})};
+  many.value_leaves = 1;
+  many.has_where = true;
+  auto first = testing::finished(std::move(many)), second = testing::scalar_source();
+  encoder.start(batch);
+  std::vector<testing::OwnedRecord> owned;
+  for (std::uint64_t i = 0; i < 6; ++i) {
+    owned.push_back(record_of(i % 2 == 0 ? *first : *second, i));
+    encoder.add(owned.back().record, batch);
+  }
+  encoder.finish(batch);
+  return batch.flat();
+}
+
+// Makes the checksums of all frames right that lie within the bytes, so that fields are looked at.
+void reseal(std::string& bytes) {
+  for (std::size_t at = 0; at + stream::kHeaderBytes <= bytes.size();) {
+    std::uint64_t length = 0;
+    std::memcpy(&length, bytes.data() + at + 8, 8);
+    if (length < stream::kHeaderBytes || length > bytes.size() - at) length = bytes.size() - at;
+    std::uint32_t body = stream::crc32c(bytes.data() + at + 24, length - 24);
+    std::memcpy(bytes.data() + at + 4, &body, 4);
+    std::uint32_t head = stream::crc32c(bytes.data() + at, 20);
+    std::memcpy(bytes.data() + at + 20, &head, 4);
+    at += length;
+  }
+}
+
+// Reads all, touching every byte that is handed out. The bytes lie in memory of exactly their size,
+// so that the address sanitizer sees a step beyond.
+std::size_t read_all(const std::string& bytes) {
+  auto exact = std::make_unique<char[]>(bytes.size() + 1);
+  char* start = exact.get() + 1;  // not aligned either
+  std::memcpy(start, bytes.data(), bytes.size());
+  stream::Reader reader(start, bytes.size());
+  std::size_t records = 0, sum = 0;
+  try {
+    while (auto record = reader.next()) {
+      ++records;
+      for (const stream::Leaf& leaf : record->source->leaves) {
+        for (std::size_t i = 0; i < leaf.nbytes; ++i)
+          sum += static_cast<unsigned char>(record->data(leaf)[i]);
+      }
+    }
+  } catch (const stream::FormatError&) {
+  }
+  return records + 0 * sum;
+}
+
+std::uint64_t hostile_number(std::mt19937_64& random) {
+  switch (random() % 6) {
+    case 0: return 0;
+    case 1: return ~std::uint64_t{0};
+    case 2: return std::uint64_t{1} << (random() % 64);
+    case 3: return (std::uint64_t{1} << (random() % 64)) - 1;
+    case 4: return random() % 64;
+    default: return random();
+  }
+}
+
+TEST(StreamFuzz, HostileFieldsBehindRightChecksumsAreRefusedOrRead) {
+  const std::string valid = sample();
+  ASSERT_EQ(read_all(valid), 6U);
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 20'000; ++round) {
+    std::string bytes = valid;
+    for (std::uint64_t changes = 1 + random() % 3; changes > 0; --changes) {
+      std::uint64_t value = hostile_number(random);
+      std::size_t width = std::size_t{1} << (random() % 4);
+      std::size_t at = random() % (bytes.size() - width) / width * width;
+      std::memcpy(bytes.data() + at, &value, width);
+    }
+    if (random() % 8 == 0) bytes.resize(random() % bytes.size());
+    if (random() % 8 != 0) reseal(bytes);
+    EXPECT_LE(read_all(bytes), 6U);
+  }
+}
+
+TEST(StreamFuzz, RandomBytesAreNoStream) {
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 2'000; ++round) {
+    std::string bytes(random() % 200, '\0');
+    for (char& byte : bytes) byte = static_cast<char>(random());
+    EXPECT_EQ(read_all(bytes), 0U);
+  }
+}
+
+// Sealed, and of the length that it claims; its other bytes never come.
+std::string claim(std::uint64_t length) {
+  std::string head = sample().substr(0, 24);
+  std::memcpy(head.data() + 8, &length, 8);
+  std::uint32_t crc = stream::crc32c(head.data(), 20);
+  std::memcpy(head.data() + 20, &crc, 4);
+  return head + std::string(100, 'x');
+}
+
+TEST(StreamFuzz, AClaimedLengthTakesNoMemoryFromFilesOrPipes) {
+  testing::TemporaryFolder folder;
+  const std::uint64_t length = std::uint64_t{1} << 59;  // more than any machine has
+  testing::write_contents(folder / "long.cgs", claim(length));
+  stream::Reader file(folder / "long.cgs");
+  EXPECT_FALSE(file.next());
+  EXPECT_TRUE(file.ended());
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  ASSERT_EQ(write(ends[1], claim(length).data(), 124), 124);
+  close(ends[1]);
+  stream::Reader piped(ends[0]);
+  EXPECT_FALSE(piped.next());
+  EXPECT_TRUE(piped.ended());
+}
+
+}  // namespace
+}  // namespace callgate
