@@ -1,10 +1,11 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _config, _control, _install, _runtime
+from callgate import _config, _control, _install, _producer, _runtime
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
 from callgate.errors import (
+  EndOfFeed,
   EscapedViewError,
   GateDefinitionError,
   GateError,
@@ -16,6 +17,7 @@ from callgate.errors import (
   last_error,
 )
 from callgate.export import export_checks
+from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
 from callgate.stats import stats, trace
 
@@ -24,8 +26,10 @@ __version__ = "0.1.0"
 __all__ = [
   "Buffer",
   "Context",
+  "EndOfFeed",
   "EscapedViewError",
   "ExecutionStage",
+  "Feed",
   "Gate",
   "GateDefinitionError",
   "GateError",
@@ -37,6 +41,7 @@ __all__ = [
   "config",
   "errors",
   "export_checks",
+  "feed",
   "gate",
   "install",
   "last_error",
@@ -46,6 +51,7 @@ __all__ = [
 ]
 
 _runtime.start()
+_producer.start()  # after the runtime: what is registered last runs first at the end
 _config.start()
 _install.start()
 _control.start()
