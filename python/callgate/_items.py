@@ -9,8 +9,9 @@ iterator may fill one buffer again and again while its earlier items wait in the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from callgate._adapt import to_numpy
 from callgate._lowering import is_packed
 from callgate.errors import GateDefinitionError, ResultError
 
-Arrays = list["np.ndarray[Any, Any]"]
-Defaults = dict[type, "np.dtype[Any]"]
+Arrays = list[np.ndarray[Any, Any]]
+Defaults = dict[type, np.dtype[Any]]
 
 _PYTHON_SCALARS = (bool, int, float, complex)
 
@@ -62,19 +63,24 @@ class ItemTypes:
     Raises:
       ResultError: its structure, a shape or a dtype differs from what the feed expects.
     """
-    tree = jax.tree.structure(item)
+    leaves, tree = jax.tree.flatten(item)
     if tree != self.tree:
       raise ResultError(
         f"feed '{self.feed}': item {number}: expected the structure {self.tree}, got {tree}"
       )
-    arrays = to_arrays(self.feed, item, f"item {number}", self.defaults)
-    for index, (array, (shape, dtype)) in enumerate(zip(arrays, self.types, strict=True)):
+    arrays: Arrays = []
+    for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, self.types, strict=True)):
+      if type(leaf) is np.ndarray and leaf.shape == shape and leaf.dtype == dtype:
+        arrays.append(leaf.copy())  # the usual case, quickly
+        continue
+      where = functools.partial(_where, f"item {number}", item, index)
+      array = _to_array(self.feed, where, leaf, self.defaults)
       if array.shape != shape or array.dtype != dtype:
         raise ResultError(
-          f"feed '{self.feed}': item {number}{_leaf(item, index)}: expected "
-          f"{_describe(shape, dtype)}, got {_describe(array.shape, array.dtype)} (items are never "
-          "cast silently)"
+          f"feed '{self.feed}': {where()}: expected {_describe(shape, dtype)}, got "
+          f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
         )
+      arrays.append(array)
     return arrays
 
   def broadcast(self, value: Any) -> Arrays:
@@ -101,7 +107,7 @@ class ItemTypes:
 
   def _broadcast_leaf(self, value: Any, full: Any, index: int) -> np.ndarray[Any, Any]:
     shape, dtype = self.types[index]
-    where = f"default{_leaf(full, index)}"
+    where = functools.partial(_where, "default", full, index)
     array = _to_array(self.feed, where, value, self.defaults)
     try:
       if type(value) in _PYTHON_SCALARS and jnp.result_type(value, dtype) == dtype:
@@ -111,8 +117,8 @@ class ItemTypes:
     except (ValueError, OverflowError):
       pass  # said below
     raise GateDefinitionError(
-      f"feed '{self.feed}': {where}: expected {_describe(shape, dtype)} or what broadcasts to it, "
-      f"got {_describe(array.shape, array.dtype)}"
+      f"feed '{self.feed}': {where()}: expected {_describe(shape, dtype)} or what broadcasts to "
+      f"it, got {_describe(array.shape, array.dtype)}"
     )
 
 
@@ -129,7 +135,7 @@ def from_structs(feed: str, shape: Any) -> ItemTypes:
   leaves, tree = jax.tree.flatten(shape, is_leaf=_shapes.is_type)
   for index, leaf in enumerate(leaves):
     if not _shapes.is_type(leaf):
-      where = f"shape{_leaf(shape, index)}"
+      where = _where("shape", shape, index)
       raise GateDefinitionError(
         f"feed '{feed}': {where}: expected a value with .shape and .dtype, got {leaf!r}"
       )
@@ -147,21 +153,17 @@ def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   Raises:
     GateDefinitionError: a leaf can't be in an item.
   """
-  arrays = to_arrays(feed, item, what, default_dtypes())
-  return _checked(feed, what, jax.tree.structure(item), arrays)
-
-
-def to_arrays(feed: str, item: Any, what: str, defaults: Defaults) -> Arrays:
-  """The leaves of a pytree as arrays that nobody else writes to."""
-  leaves = jax.tree.leaves(item)
-  return [
-    _to_array(feed, lambda i=i: f"{what}{_leaf(item, i)}", leaf, defaults)
-    for i, leaf in enumerate(leaves)
+  leaves, tree = jax.tree.flatten(item)
+  defaults = default_dtypes()
+  arrays = [
+    _to_array(feed, functools.partial(_where, what, item, index), leaf, defaults)
+    for index, leaf in enumerate(leaves)
   ]
+  return _checked(feed, what, tree, arrays)
 
 
 def _to_array(
-  feed: str, where: str | Callable[[], str], value: Any, defaults: Defaults
+  feed: str, where: Callable[[], str], value: Any, defaults: Defaults
 ) -> np.ndarray[Any, Any]:
   if isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
     return np.asarray(value)  # immutable: a view does
@@ -182,13 +184,12 @@ def _is_number(dtype: Any) -> bool:
   return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
-def _no_array(feed: str, where: str | Callable[[], str], value: Any) -> ResultError:
-  place = where if isinstance(where, str) else where()
+def _no_array(feed: str, where: Callable[[], str], value: Any) -> ResultError:
   got = f"{type(value).__name__} {value!r}" if isinstance(value, int) else type(value).__name__
   if isinstance(value, jax.Array):
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
   return ResultError(
-    f"feed '{feed}': {place}: expected an array or a number that JAX can hold, got {got}"
+    f"feed '{feed}': {where()}: expected an array or a number that JAX can hold, got {got}"
   )
 
 
@@ -197,12 +198,13 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   if not leaves:
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
-    where = f"feed '{feed}': {what}{_keystr(tree, index)}"
+    item = jax.tree.unflatten(tree, range(tree.num_leaves))
+    where = f"feed '{feed}': {_where(what, item, index)}"
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
       raise GateDefinitionError(
         f"{where}: expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
       )
-    dtype = cast("np.dtype[Any]", np.dtype(leaf.dtype))
+    dtype = np.dtype(leaf.dtype)
     canonical = np.dtype(_compat.canonical_dtype(dtype))
     if canonical != dtype:
       raise GateDefinitionError(
@@ -217,14 +219,10 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   return ItemTypes(feed, tree, tuple(types), default_dtypes())
 
 
-def _leaf(item: Any, index: int) -> str:
-  """The path of a leaf inside its item; "" for an item that is one array."""
+def _where(what: str, item: Any, index: int) -> str:
+  """An item and the path of one of its leaves; the item alone where it is one array."""
   paths = jax.tree_util.tree_flatten_with_path(item, is_leaf=_shapes.is_type)[0]
-  return _names.keystr(paths[index][0])
-
-
-def _keystr(tree: Any, index: int) -> str:
-  return _leaf(jax.tree.unflatten(tree, range(tree.num_leaves)), index)
+  return what + _names.keystr(paths[index][0])
 
 
 def _describe(shape: tuple[int, ...], dtype: Any) -> str:

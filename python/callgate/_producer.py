@@ -41,6 +41,9 @@ class Producer:
     self.name = name
     self.first: Any = None
     self._prefetch = prefetch
+    # A full queue is refilled once it is half empty, so that the threads don't wake each other for
+    # every item.
+    self._refill = prefetch // 2
     # Its lock is reentrant: the collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
     self._queue: collections.deque[Item] = collections.deque()
@@ -81,7 +84,8 @@ class Producer:
 
   def _wait_for_room(self) -> bool:
     with self._changed:
-      self._changed.wait_for(lambda: self._closed or len(self._queue) < self._prefetch)
+      if len(self._queue) >= self._prefetch:
+        self._changed.wait_for(lambda: self._closed or len(self._queue) <= self._refill)
       return not self._closed
 
   def _put(self, item: Any, number: int) -> bool:
@@ -98,7 +102,7 @@ class Producer:
     return True
 
   def _offer_first(self, item: Any) -> bool:
-    """Shows the first item to the thread that makes the feed, where it derives the types from it."""
+    """Shows the first item to the thread that makes the feed, which takes the types from it."""
     with self._changed:
       self._has_first = True
       self.first = item
@@ -157,7 +161,8 @@ class Producer:
         return self._after_the_last()
       item = self._queue.popleft()
       self._served += 1
-      self._changed.notify_all()
+      if len(self._queue) <= self._refill:
+        self._changed.notify_all()
       return item
 
   def _wait_for_item(self) -> None:
@@ -249,7 +254,7 @@ def _exit_seconds() -> float:
 
 
 def _limit_all() -> None:
-  """Programs that run may take further items, but none waits for ever for an iterator that hangs."""
+  """Running programs may take further items, but don't wait for ever for an iterator that hangs."""
   for producer in list(_alive):
     producer.limit_patience(_exit_seconds())
 

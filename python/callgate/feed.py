@@ -260,9 +260,7 @@ def _abstract_eval(
   *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
 ) -> tuple[tuple[Any, ...], frozenset[Any]]:
   effect = _compat.ordered_io_effect if engine == "jax" else _primitive.ORDERED_GATE_EFFECT
-  results = tuple(
-    _compat.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results
-  )
+  results = tuple(_compat.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
   return results, frozenset({effect})
 
 
