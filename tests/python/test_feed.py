@@ -194,8 +194,8 @@ def test_a_cached_program_goes_on_where_it_ended(engine: str) -> None:
       traced.append(1)
       return scan(feed, 3)
 
-    got = [program().tolist() for _ in range(4)] + [[float(feed.next())]]
-  assert sum(got, []) == list(range(13))
+    got = [x for _ in range(4) for x in program().tolist()]
+    assert [*got, float(feed.next())] == list(range(13))
   assert len(traced) == 1
 
 
