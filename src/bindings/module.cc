@@ -13,6 +13,7 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/python.h"
+#include "bindings/sinks.h"
 #include "bindings/stats.h"
 #include "bindings/views.h"
 #include "core/lifecycle.h"
@@ -102,6 +103,7 @@ NB_MODULE(_callgate, module) {
   });
   bind_buffer(module);
   bind_consumer(module);
+  bind_sinks(module);
   bind_gate(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),

@@ -101,6 +101,7 @@ JsonlSink::Layout& JsonlSink::layout(const Source& source) {
 }
 
 void JsonlSink::consume(std::span<const Record> records) {
+  std::lock_guard lock(mutex_);
   if (!file_) open(FileMode::kAppend);
   consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
 }
@@ -155,6 +156,7 @@ void JsonlSink::write_out() {
 }
 
 void JsonlSink::close() {
+  std::lock_guard lock(mutex_);
   if (!file_) return;
   File file = std::move(*file_);
   file_.reset();

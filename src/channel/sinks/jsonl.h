@@ -7,12 +7,14 @@
 // where the tap ran before in the same execution. "value" is a number or nested lists for a lone
 // leaf, else an object from each leaf's path ("w/0") to these. json.h says how numbers are written.
 //
-// Runs on its channel's thread, without the GIL. Whole lines reach the system with every batch of
-// records, so a process that dies leaves a file that can be read.
+// Runs on its channel's thread, without the GIL; other threads may use it as well. Whole lines
+// reach the system with every batch of records, so a process that dies leaves a file that can be
+// read.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -54,6 +56,7 @@ class JsonlSink final : public Consumer {
                    std::span<const ArrayView> leaves);
   void write_out();
 
+  std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
   std::optional<File> file_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id

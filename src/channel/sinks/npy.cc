@@ -201,10 +201,12 @@ void NpySink::write_out() {
 }
 
 void NpySink::consume(std::span<const Record> records) {
+  std::lock_guard lock(mutex_);
   consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
 }
 
 void NpySink::close() {
+  std::lock_guard lock(mutex_);
   layouts_.clear();
   auto columns = std::exchange(columns_, {});
   for (auto& [path, column] : columns) {

@@ -4,12 +4,13 @@
 // the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
 // header does not count yet are written over. dtypes that NumPy lacks are widened (npy_header.h).
 //
-// Runs on its channel's thread, without the GIL.
+// Runs on its channel's thread, without the GIL; other threads may use it as well.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <span>
 #include <string>
@@ -52,6 +53,7 @@ class NpySink final : public Consumer {
   void append_record(const Record& record);
   void write_out();
 
+  std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
   FileMode mode_;
   std::set<std::string> made_;  // by this sink: opened again they grow on

@@ -79,7 +79,7 @@ std::string npy_descr(DType dtype) {
 
 std::string NpyHeader::text() const {
   std::string shape = std::to_string(rows) + ",";
-  for (std::int64_t extent : row) shape += " " + std::to_string(extent) + ",";
+  for (std::int64_t extent : row) ((shape += ' ') += std::to_string(extent)) += ',';
   if (!row.empty()) shape.pop_back();  // only a tuple of one needs the comma
   std::string dict =
       "{'descr': '" + descr + "', 'fortran_order': False, 'shape': (" + shape + "), }";

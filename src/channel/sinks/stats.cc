@@ -96,6 +96,7 @@ StatsSink::Layout::Layout(const Source& source) : views(source) {
 }
 
 void StatsSink::consume(std::span<const Record> records) {
+  std::lock_guard lock(consuming_);
   consume_each(records, [&](const Record& record) { add_record(record); }, [] {});
 }
 

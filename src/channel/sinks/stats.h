@@ -75,7 +75,8 @@ class StatsSink final : public Consumer {
   void add_record(const Record& record);
   void add(const std::string& name, const ArrayView& view);
 
-  Histogram empty_;
+  const Histogram empty_;
+  std::mutex consuming_;  // guards the next two lines: Python may write beside a channel
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
   std::vector<double> values_, finite_;                                 // of the current leaf
 
