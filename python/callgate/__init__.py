@@ -1,6 +1,6 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _config, _control, _install, _runtime
+from callgate import _config, _control, _install, _runtime, sinks
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -40,6 +40,7 @@ __all__ = [
   "gate",
   "install",
   "last_error",
+  "sinks",
   "stats",
   "trace",
   "uninstall",

@@ -91,7 +91,7 @@ def tap_key(info: TapInfo) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def leaf_paths(tree: jax.tree_util.PyTreeDef) -> tuple[tuple[str, str], ...]:
+def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
   indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(indexed)]

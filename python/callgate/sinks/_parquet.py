@@ -21,8 +21,8 @@ _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 1 << 26
 class Parquet(LibrarySink):
   """A Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
 
-  Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value` or a column
-  for each leaf, as "w/0". Arrays are nested lists, complex numbers structs of `re` and `im`.
+  Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or a
+  column for each leaf, as "w/0". Arrays are nested lists, complex numbers structs of `re` and `im`.
 
   Args:
     path: the file, which appears when the sink is closed; with "{name}" in it, a file for each tap,
@@ -106,7 +106,7 @@ class Parquet(LibrarySink):
     """Rows as an Arrow array: nested fixed-size lists for the axes after the first."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if array.dtype.kind == "c":
-      parts = [self._arrow.array(part) for part in (flat.real.copy(), flat.imag.copy())]
+      parts = [self._arrow.array(part) for part in (np.real(flat).copy(), np.imag(flat).copy())]
       column = self._arrow.StructArray.from_arrays(parts, ["re", "im"])
     else:
       column = self._arrow.array(flat)

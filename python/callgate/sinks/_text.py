@@ -15,7 +15,6 @@ import numpy as np
 from callgate._records import Record, columns, leaf_paths, tap_key
 from callgate.sinks._base import (
   LibrarySink,
-  Sink,
   StrPath,
   file_for,
   lane_suffix,
@@ -30,8 +29,8 @@ class Print(LibrarySink):
   Args:
     file: an open text file, which stays open; None for what `sys.stdout` is at the time.
     format: a function from the `Record` to text, or text for `str.format` with the fields `value`,
-      `name`, `seq`, `time` (a `datetime`), `time_ns`, `process`, `device`, `run`, `lane`, `role` and
-      `repeated`, as "{name} {value:.3f}". None for lines such as "loss #3: 0.25".
+      `name`, `seq`, `time` (a `datetime`), `time_ns`, `process`, `device`, `run`, `lane`, `role`
+      and `repeated`, as "{name} {value:.3f}". None for lines such as "loss #3: 0.25".
   """
 
   def __init__(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 import re
-import warnings
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ def _parts(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
   """Real columns: two of a complex one."""
   if array.dtype.kind != "c":
     return [(name, array)]
-  return [(f"{name}/re", array.real), (f"{name}/im", array.imag)]
+  return [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
 
 
 class TensorBoard(LibrarySink):
@@ -99,15 +101,15 @@ class MLflow(LibrarySink):
     step: str | None = None,
   ) -> None:
     super().__init__(experiment)
+    # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     library("mlflow", sink="MLflow", extra="mlflow")
     tracking = library("mlflow.tracking", sink="MLflow", extra="mlflow")
     self._metric = library("mlflow.entities", sink="MLflow", extra="mlflow").Metric
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(uri).absolute().as_uri()
-    with warnings.catch_warnings():
-      # MLflow recommends its server's database; a folder is what this sink is for.
-      warnings.filterwarnings("ignore", "The filesystem", FutureWarning)
+    with _file_store_allowed():
       self._client: Any = tracking.MlflowClient(tracking_uri=uri)
     self._run_name = run_name
     self._step = step
@@ -143,3 +145,18 @@ class MLflow(LibrarySink):
 
   def _stop(self) -> None:
     self._client.set_terminated(self.run_id)
+
+
+@contextlib.contextmanager
+def _file_store_allowed() -> Generator[None]:
+  """MLflow opens a store in a folder, which the sink is for, only where this is asked for."""
+  name = "MLFLOW_ALLOW_FILE_STORE"
+  before = os.environ.get(name)
+  os.environ[name] = "true"
+  try:
+    yield
+  finally:
+    if before is None:
+      del os.environ[name]
+    else:
+      os.environ[name] = before
