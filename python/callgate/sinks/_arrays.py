@@ -122,8 +122,10 @@ class HDF5(_GrowingArrays):
     return self._h5py.File(self._target, "a" if keep else "w")
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
+    # HDF5 has chunks of at least one element, and none beyond an extent that is fixed.
+    limits = (None, *(extent or None for extent in field.shape))
     return group.create_dataset(
-      name, shape=(0, *field.shape), maxshape=(None, *field.shape), dtype=field.dtype,
+      name, shape=(0, *field.shape), maxshape=limits, dtype=field.dtype,
       chunks=_chunks(field),
     )  # fmt: skip
 

@@ -191,7 +191,10 @@ def plain(leaf: Any) -> np.ndarray:
     return array
   if array.dtype.name.startswith("int"):
     return array.astype(np.int8)
-  return array.astype(np.uint8 if array.dtype.name.startswith("uint") else np.float32)
+  if array.dtype.name.startswith("uint"):
+    return array.astype(np.uint8)
+  with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+    return array.astype(np.float32)
 
 
 def plain_leaves(record: Record) -> list[np.ndarray]:

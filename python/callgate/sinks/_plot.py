@@ -86,13 +86,11 @@ class Plot(LibrarySink):
     axes = figure.add_subplot(xlabel="record", title=self._title or "")
     if self._log:
       axes.set_yscale("log", nonpositive="mask")
-    for name, curve in self._curves.items():
-      axes.plot(curve.steps, curve.values, label=name.replace("$", r"\$"), linewidth=1.2)
+    lines = [axes.plot(c.steps, c.values, linewidth=1.2)[0] for c in self._curves.values()]
     axes.grid(alpha=0.3)
     if 0 < len(self._curves) <= 20:
-      legend = axes.legend(loc="best", fontsize="small")
-      for text, name in zip(legend.get_texts(), self._curves, strict=True):
-        text.set_text(name.replace("$", r"\$"))  # names that begin with "_" have a label as well
+      names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
+      axes.legend(lines, names, loc="best", fontsize="small")
     self._replace(figure)
     self._changed = False
     self._next_drawing = time.monotonic() + self._every_seconds

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from callgate._records import Record, columns
-from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, library, plain, scalar
+from callgate.sinks._base import LibrarySink, StrPath, library, plain, scalar
 
 
 def _step(record: Record, named: dict[str, np.ndarray], leaf: str | None) -> int:
@@ -35,6 +35,12 @@ def _parts(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
   if array.dtype.kind != "c":
     return [(name, array)]
   return [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
+
+
+def _lane(record: Record) -> str:
+  """What tells the lanes of a tap apart, of characters that both trackers take."""
+  lane = record.info.lane
+  return f"/lane_{'.'.join(map(str, lane))}" if lane else ""
 
 
 class TensorBoard(LibrarySink):
@@ -60,7 +66,7 @@ class TensorBoard(LibrarySink):
     step = _step(record, named, self._step)
     seconds = record.info.time_ns * 1e-9
     for name, array in named.items():
-      for tag, part in _parts(name + lane_suffix(record.info.lane), array):
+      for tag, part in _parts(name + _lane(record), array):
         if part.ndim == 0:
           self._writer.add_scalar(tag, float(part), step, walltime=seconds)
           continue
@@ -133,9 +139,7 @@ class MLflow(LibrarySink):
       # MLflow's names hold letters, digits and these marks.
       self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(part), milliseconds, step)
       for name, array in named.items()
-      for tag, part in _parts(
-        name + lane_suffix(record.info.lane).replace(",", "."), scalar(name, array)
-      )
+      for tag, part in _parts(name + _lane(record), scalar(name, array))
     ]
 
   def _commit(self) -> None:
