@@ -16,12 +16,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callgate as cg
 from callgate import sinks
 from callgate._records import leaf_paths
+from callgate.sinks._base import plain
 
 TIME = 1_700_000_000_000_000_000
 
@@ -131,6 +132,15 @@ def test_jsonl_and_npy_hold_every_value_of_every_small_dtype(name, tmp_path):
   np.testing.assert_array_equal(np.load(tmp_path / "a.npy")[0].astype(np.float32), expected)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_the_dtypes_that_files_of_arrays_hold_are_exact(name):
+  values = all_values(small_dtype(name))
+  held = plain(values)
+  assert held.dtype.isbuiltin == 1
+  with np.errstate(invalid="ignore"):
+    np.testing.assert_array_equal(held.astype(values.dtype).astype(np.float32), held)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int64", "uint64", "float64", "complex64", "complex128"])
 def test_npy_holds_numpys_dtypes_as_they_are(dtype, tmp_path):
   values = [np.array([[0, 1], [i, 2**40 % 97]]).astype(dtype) for i in range(3)]
@@ -141,6 +151,7 @@ def test_npy_holds_numpys_dtypes_as_they_are(dtype, tmp_path):
   np.testing.assert_array_equal(loaded, values)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=64), min_size=1, max_size=8))
 def test_jsonl_floats_round_trip(values):
   expected = np.array(values)
@@ -154,6 +165,7 @@ def test_jsonl_floats_round_trip(values):
 keys = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(keys, st.lists(st.integers(-5, 5), max_size=2), max_size=4))
 def test_native_sinks_name_leaves_as_columns_does(tree):
   """Paths go to C++ as `keystr` writes them; both sides make the same names of them."""
@@ -609,6 +621,8 @@ def test_a_closed_sink_goes_on_and_a_new_one_appends_when_asked(file_sink, tmp_p
 def test_a_record_that_cannot_be_written_leaves_the_others_and_the_file(file_sink, tmp_path):
   sink = FILES[file_sink](tmp_path)
   bad = record("loss", np.array(["text"]), 1)
+  with pytest.raises(sinks.SinkError):
+    sink.write([bad])
   with pytest.raises(
     sinks.SinkError, match=rf"callgate\.sinks\.{file_sink}\(.*tap 'loss', record 1"
   ):

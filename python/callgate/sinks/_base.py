@@ -12,7 +12,6 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from callgate._records import Record, TapInfo
@@ -195,11 +194,6 @@ def plain(leaf: Any) -> np.ndarray:
     return array.astype(np.uint8)
   with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
     return array.astype(np.float32)
-
-
-def plain_leaves(record: Record) -> list[np.ndarray]:
-  """All leaves of a record's value, as `plain` makes them."""
-  return [plain(leaf) for leaf in jax.tree.leaves(record.value)]
 
 
 def scalar(name: str, array: np.ndarray) -> np.ndarray:

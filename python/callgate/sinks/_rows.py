@@ -72,6 +72,8 @@ def fields_of(record: Record) -> dict[str, Field]:
     if name in fields:
       raise ValueError(f"expected leaves with names of their own, got two leaves {path!r}")
     array = plain(leaf)
+    if array.dtype.kind not in "biufc":
+      raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of {name}")
     fields[name] = Field(array.shape, array.dtype)
   return fields
 

@@ -76,11 +76,12 @@ void unravel(std::int64_t lane, std::span<const std::int64_t> sizes,
 
 }  // namespace
 
-JsonlSink::Layout::Layout(const Source& source) : views(source) {
-  head = "{\"name\":";
+JsonlSink::Layout::Layout(const Source& source)
+    : head(R"({"name":)"),
+      role(R"(,"role":")" + std::string(role_name(source.role)) + '"'),
+      lone(source.value_leaves == 1 && source.leaves.front().path.empty()),
+      views(source) {
   append_json_string(head, source.name);
-  ((role = ",\"role\":\"") += role_name(source.role)) += '"';
-  lone = source.value_leaves == 1 && source.leaves.front().path.empty();
   for (std::size_t i = 0; i < source.value_leaves; ++i) {
     append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
     keys.back() += ':';
@@ -90,7 +91,7 @@ JsonlSink::Layout::Layout(const Source& source) : views(source) {
 JsonlSink::JsonlSink(std::string path, FileMode mode) : path_(std::move(path)) { open(mode); }
 
 void JsonlSink::open(FileMode mode) {
-  file_.emplace("JSONL", path_, mode);
+  file_ = std::make_unique<File>("JSONL", path_, mode);
   if (mode == FileMode::kAppend && file_->regular()) mend_end(*file_);
 }
 
@@ -102,7 +103,7 @@ JsonlSink::Layout& JsonlSink::layout(const Source& source) {
 
 void JsonlSink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  if (!file_) open(FileMode::kAppend);
+  if (file_ == nullptr) open(FileMode::kAppend);
   consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
 }
 
@@ -157,10 +158,9 @@ void JsonlSink::write_out() {
 
 void JsonlSink::close() {
   std::lock_guard lock(mutex_);
-  if (!file_) return;
-  File file = std::move(*file_);
-  file_.reset();
-  file.close();
+  if (file_ == nullptr) return;
+  const std::unique_ptr<File> file = std::move(file_);
+  file->close();
 }
 
 }  // namespace callgate

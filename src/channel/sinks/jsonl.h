@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -58,7 +57,7 @@ class JsonlSink final : public Consumer {
 
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
-  std::optional<File> file_;
+  std::unique_ptr<File> file_;                                          // none while closed
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
   std::string lines_;                                                   // not yet in the file
 };

@@ -16,13 +16,13 @@ constexpr std::size_t kPrefix = 10;  // the magic and the length
 constexpr std::size_t kAlignment = 64;
 constexpr std::size_t kRowDigits = 20;  // of the greatest number of rows
 
-// What follows `key` and a colon in the dict's text, without the space before it.
-std::optional<std::string_view> value_of(std::string_view text, std::string_view key) {
+// What follows `key` and a colon in the dict's text, without the space before it; "" where it is
+// not there.
+std::string_view value_of(std::string_view text, std::string_view key) {
   std::size_t at = text.find(key);
-  if (at == std::string_view::npos) return std::nullopt;
+  if (at == std::string_view::npos) return {};
   at = text.find_first_not_of(": ", at + key.size());
-  if (at == std::string_view::npos) return std::nullopt;
-  return text.substr(at);
+  return at == std::string_view::npos ? std::string_view() : text.substr(at);
 }
 
 // The numbers of "(3, 4)"; nothing for anything else.
@@ -101,24 +101,23 @@ std::string NpyHeader::text() const {
 }
 
 NpyHeader NpyHeader::parse(std::string_view file, const std::string& path) {
-  auto fail = [&](const std::string& got) {
-    throw Error(ErrorCode::kInvalidArgument, "the sink Npy cannot append to '" + path + "'",
-                "a .npy file of version 1.0, in C order, with a first axis", got);
+  auto error = [&](const std::string& got) {
+    return Error(ErrorCode::kInvalidArgument, "the sink Npy cannot append to '" + path + "'",
+                 "a .npy file of version 1.0, in C order, with a first axis", got);
   };
-  if (!file.starts_with(kMagic) || file.size() < kPrefix) fail("another kind of file");
+  if (!file.starts_with(kMagic) || file.size() < kPrefix) throw error("another kind of file");
   auto byte = [&](std::size_t at) { return std::size_t{static_cast<unsigned char>(file[at])}; };
   NpyHeader header;
   header.bytes = kPrefix + byte(8) + 256 * byte(9);
-  if (file.size() < header.bytes) fail("a file that ends in its header");
+  if (file.size() < header.bytes) throw error("a file that ends in its header");
   const std::string_view dict = file.substr(kPrefix, header.bytes - kPrefix);
-  auto descr = value_of(dict, "'descr'"), order = value_of(dict, "'fortran_order'");
-  auto shape_text = value_of(dict, "'shape'");
-  auto shape = shape_text ? parse_shape(*shape_text) : std::nullopt;
-  if (!descr || !descr->starts_with('\'') || !order || !order->starts_with("False") || !shape ||
-      shape->empty()) {
-    fail(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
+  const std::string_view descr = value_of(dict, "'descr'");
+  const auto shape = parse_shape(value_of(dict, "'shape'"));
+  if (!descr.starts_with('\'') || !value_of(dict, "'fortran_order'").starts_with("False") ||
+      !shape || shape->empty()) {
+    throw error(std::string(dict.substr(0, dict.find_last_not_of(" \n") + 1)));
   }
-  header.descr = descr->substr(1, descr->find('\'', 1) - 1);
+  header.descr = descr.substr(1, descr.find('\'', 1) - 1);
   header.rows = static_cast<std::uint64_t>(shape->front());
   header.row.assign(shape->begin() + 1, shape->end());
   return header;

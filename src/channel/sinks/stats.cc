@@ -5,6 +5,7 @@
 #include <cmath>
 #include <complex>
 #include <cstddef>
+#include <ranges>
 #include <utility>
 
 #include "channel/sinks/consume_each.h"
@@ -51,7 +52,7 @@ Histogram Histogram::powers_of_two() {
   }
   positive.push_back(std::numeric_limits<double>::infinity());
   std::vector<double> edges;
-  for (auto edge = positive.rbegin(); edge != positive.rend(); ++edge) edges.push_back(-*edge);
+  for (double edge : std::views::reverse(positive)) edges.push_back(-edge);
   edges.insert(edges.end(), positive.begin(), positive.end());
   return of(std::move(edges));
 }
