@@ -1,6 +1,6 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _config, _control, _install, _producer, _runtime
+from callgate import _config, _control, _install, _producer, _runtime, sinks
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -66,6 +66,7 @@ __all__ = [
   "last_error",
   "open_stream",
   "print",
+  "sinks",
   "stats",
   "tap",
   "trace",
