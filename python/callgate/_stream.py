@@ -333,14 +333,17 @@ def column_name(path: str) -> str:
 
 def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
   arrays = [record.leaves.get(path) for record in records]
-  kinds = {None if a is None else (str(a.dtype), a.shape) for a in arrays}
+  kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
   if len(kinds) > 1:
     what = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
     raise ValueError(
       f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
       f"column: expected one dtype and shape, got {what}"
     )
-  return np.stack([a for a in arrays if a is not None])
+  column = np.empty((len(arrays), *records[0].leaves[path].shape), records[0].leaves[path].dtype)
+  for row, array in enumerate(arrays):
+    column[row] = array
+  return column
 
 
 def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:
