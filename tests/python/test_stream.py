@@ -22,6 +22,7 @@ import pytest
 import stream_bytes as sb
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from subprocesses import run_python
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -330,6 +331,57 @@ def test_reading_without_waiting_says_that_none_is_there(tmp_path):
     assert stream.read(0.01) is None
   with pytest.raises(ValueError, match="closed"):
     stream.read(0)
+
+
+def test_closing_ends_the_wait_of_another_thread(losses):
+  losses.write_bytes(sb.losses([1.0]))  # not closed by its writer
+  stream = cg.open_stream(losses, follow=True)
+  waits, ended = threading.Event(), []
+
+  def follow():
+    next(stream)
+    waits.set()
+    with pytest.raises(ValueError, match="has been closed"):
+      next(stream)
+    ended.append(True)
+
+  reader = threading.Thread(target=follow)
+  reader.start()
+  assert waits.wait(100)
+  stream.close()
+  reader.join(100)
+  assert ended == [True]
+
+
+def test_a_process_ends_while_a_daemon_thread_waits_for_records(tmp_path):
+  path = tmp_path / "live.cgs"
+  path.write_bytes(sb.losses([1.0]))
+  done = run_python(
+    f"""
+    import threading
+    import callgate as cg
+
+    stream, waits = cg.open_stream({str(path)!r}, follow=True), threading.Event()
+
+    def follow():
+      for record in stream:
+        waits.set()
+
+    threading.Thread(target=follow, daemon=True).start()
+    assert waits.wait(100)
+
+    class Last:  # goes late in the interpreter's end, which takes longer than a slice of the wait
+      def __init__(self):
+        import time
+        self.sleep = time.sleep
+
+      def __del__(self):
+        self.sleep(0.3)
+
+    threading.last = Last()
+    """
+  )
+  assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_several_files_are_merged_by_time(tmp_path):
