@@ -35,6 +35,7 @@ _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
 _lock = threading.Lock()
 _process = os.getpid()
+_at_close: list[Callable[[], None]] = []
 
 
 def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
@@ -127,6 +128,8 @@ def _close() -> None:
     jax.effects_barrier()
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
     traceback.print_exc()
+  for end in _at_close:
+    end()
   seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
   if not _callgate.shut_down(seconds):
     print(
@@ -134,6 +137,11 @@ def _close() -> None:
       "program and were abandoned",
       file=sys.stderr,
     )
+
+
+def at_close(end: Callable[[], None]) -> None:
+  """Has `end` called before Python ends, when effects have finished and calls still come in."""
+  _at_close.append(end)
 
 
 def start() -> None:

@@ -95,10 +95,11 @@ std::int32_t ProgressBoard::begin(const std::string& spec, const ProgressStart& 
     slot->run = context.run;
     slot->device = context.device;
     slot->total = start.total;
+    slot->began_ns = now();
     // Relaxed: all of it is published by the handle's release below.
     slot->every.store(start.every, std::memory_order_relaxed);
     slot->count.store(0, std::memory_order_relaxed);
-    slot->updated_ns.store(now(), std::memory_order_relaxed);
+    slot->updated_ns.store(slot->began_ns, std::memory_order_relaxed);
     slot->phase.store(Phase::kLive, std::memory_order_relaxed);
     slot->handle.store(handle, std::memory_order_release);
     first = !std::exchange(drawn_, true);
@@ -143,6 +144,7 @@ void ProgressBoard::end(std::int32_t handle, std::uint32_t count) noexcept {
   Slot* slot = find(handle);
   if (slot == nullptr) return;
   store_count(*slot, count);
+  slot->updated_ns.store(now(), std::memory_order_relaxed);  // published by the phase below
   Phase live = Phase::kLive;
   // Release: who reads the end reads the last count, too. A failed bar stays failed.
   slot->phase.compare_exchange_strong(live, Phase::kEnded, std::memory_order_release,
@@ -191,12 +193,15 @@ std::vector<ProgressState> ProgressBoard::poll() const {
     // Acquire: pairs with end(), so that an ended bar has its last count.
     Phase phase = slot.phase.load(std::memory_order_acquire);
     if (phase == Phase::kFree) continue;
+    std::int64_t until =
+        phase == Phase::kLive ? now() : slot.updated_ns.load(std::memory_order_relaxed);
     states.push_back({.handle = slot.handle.load(std::memory_order_relaxed),
                       .bar = slot.bar,
                       .spec = slot.spec,
                       .run = slot.run,
                       .total = slot.total,
                       .count = slot.count.load(std::memory_order_relaxed),
+                      .elapsed_ns = until - slot.began_ns,
                       .phase = phase});
   }
   return states;

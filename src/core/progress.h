@@ -31,6 +31,7 @@ struct ProgressState {
   std::int64_t run = -1;
   std::int64_t total = -1;  // -1 when unknown
   std::int64_t count = 0;
+  std::int64_t elapsed_ns = 0;  // since it began, until now or its end
   Phase phase = Phase::kFree;
 };
 
@@ -85,9 +86,10 @@ class ProgressBoard {
     std::atomic<std::int32_t> handle{0};
     std::atomic<ProgressState::Phase> phase{ProgressState::Phase::kFree};
     std::atomic<std::int64_t> count{0};
-    std::atomic<std::int64_t> updated_ns{0};
+    std::atomic<std::int64_t> updated_ns{0};  // or ended
     // The rest changes under the lock, before `handle` does.
     std::atomic<std::int64_t> every{0};  // read by updates, so atomic
+    std::int64_t began_ns = 0;
     std::int64_t bar = 0;
     std::int64_t site = 0;
     std::int64_t run = -1;
