@@ -237,8 +237,8 @@ def keep_ordered_programs_off_cpp_path() -> None:
 
 
 # -- loops -----------------------------------------------------------------------------------------
-# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes the
-# parameters of the primitive, whatever they are called. No public name.
+# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
+# the parameters of the primitive, whatever they are called. No public name.
 scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
 
 

@@ -4,8 +4,8 @@ It starts with the first bar that begins while nobody draws, and ends a while af
 gone; `stop` ends it before Python does. It alone touches the bars. Programs never wait for it.
 
 `_make` may be replaced (`use`) to draw by other means: a function with tqdm's own arguments
-(total, desc, file, position, leave, mininterval) that gives an object with `n`, `start_t`, `update`,
-`reset`, `set_postfix`, `refresh` and `close`.
+(total, desc, file, position, leave, mininterval) that gives an object with `n`, `start_t`,
+`update`, `reset`, `set_postfix`, `refresh` and `close`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import jax
 
 from callgate import _callgate, _runtime
 from callgate._progress import file_of
+from callgate.errors import at_barrier
 
 _PERIOD = 0.1
+_BARRIER_SECONDS = 1.0  # that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
@@ -260,3 +262,4 @@ def start() -> None:
   """Lets the board wake the thread; called once by `import callgate`."""
   _callgate.progress_set_wake(_drawer.start)
   _runtime.at_close(stop)
+  at_barrier(lambda: flush(_BARRIER_SECONDS))

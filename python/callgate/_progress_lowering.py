@@ -236,7 +236,7 @@ def _run_steps(feed: _Feed, cond: Rule, body: Rule, carry: Sequence[Any]) -> tup
 def _loop_functions(
   params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Rule, Rule, list[Any]]:
-  """(condition, body, first carry). A batched loop runs until its last lane's condition is false."""
+  """(condition, body, first carry). A batched loop runs until its last lane has ended."""
   first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
   predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *operands[:first])
   one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *operands[first:second])

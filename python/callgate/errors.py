@@ -14,6 +14,7 @@ import re
 import threading
 import time
 import traceback as _traceback
+from collections.abc import Callable
 from types import TracebackType
 
 import jax
@@ -274,6 +275,14 @@ def _wait_for_programs(timeout: float | None) -> BaseException | None:
   return failure
 
 
+_at_barrier: list[Callable[[], object]] = []
+
+
+def at_barrier(settle: Callable[[], object]) -> None:
+  """Has `settle` called by each barrier, when the programs have run."""
+  _at_barrier.append(settle)
+
+
 def barrier(timeout: float | None = None) -> None:
   """Waits until every program dispatched so far has run; raises what a gate raised in one of them.
 
@@ -285,6 +294,8 @@ def barrier(timeout: float | None = None) -> None:
     BaseException: the original exception of a gate whose program failed during the wait.
   """
   failure = _wait_for_programs(timeout)
+  for settle in _at_barrier:
+    settle()
   raise_deferred()
   if failure is None or _is_stale(failure, first=0):
     return
