@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness import Options, environment
 
-SUBJECTS = ("scalar", "identity", "vmap", "install", "dispatch", "import", "memory")
+SUBJECTS = ("scalar", "identity", "vmap", "install", "dispatch", "progress", "import", "memory")
 
 
 def main() -> int:

@@ -31,16 +31,13 @@ _BARRIER_SECONDS = 1.0  # that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
-# The latest value under each name, with a number that grows. Written by whoever consumes taps.
-_noted: dict[str, tuple[int, Any]] = {}
-_notes = 0
+# The latest value under each name, and when it came. Written by whoever consumes taps.
+_noted: dict[str, tuple[float, Any]] = {}
 
 
 def note(name: str, value: Any) -> None:
   """Keeps a scalar as the latest of its name; bars show it behind the count."""
-  global _notes
-  _notes += 1
-  _noted[name] = (_notes, value)
+  _noted[name] = (time.monotonic(), value)
 
 
 class _State(NamedTuple):
@@ -63,7 +60,7 @@ class _Drawn:
   handle: int
   bar: Any
   show: list[str] | None
-  since: int  # number of the last note before it
+  began: float  # on the clock of notes
   depth: int
   shown: str = ""
 
@@ -207,7 +204,7 @@ def _open(state: _State, total: int | None) -> _Drawn:
     leave=bool(options.get("leave", True)) and depth == 0,
     mininterval=float(options.get("mininterval", 0.1)),
   )
-  return _Drawn(state.handle, bar, options.get("show"), _notes, depth)
+  return _Drawn(state.handle, bar, options.get("show"), time.monotonic() - state.seconds, depth)
 
 
 def _show_notes(drawn: _Drawn) -> None:
@@ -216,7 +213,7 @@ def _show_notes(drawn: _Drawn) -> None:
   if drawn.show is not None:
     names = [name for name in drawn.show if name in noted]
   else:
-    names = [name for name, (number, _) in noted.items() if number > drawn.since][:_MOST_SHOWN]
+    names = [name for name, (when, _) in noted.items() if when >= drawn.began][:_MOST_SHOWN]
   if not names:
     return
   values = {name: _text_of(noted[name][1]) for name in names}

@@ -55,7 +55,8 @@ void bind_progress(nb::module_& module) {
   register_callee();
   module.def("progress_set_wake", &set_wake, nb::arg("wake"),
              "Called by the first bar that begins while nobody draws.");
-  module.def("progress_poll", &poll, "(handle, bar, text, run, total, count, seconds, phase) of each bar.");
+  module.def("progress_poll", &poll,
+             "(handle, bar, text, run, total, count, seconds, phase) of each bar.");
   module.def("progress_release",
              [](std::int32_t handle) { ProgressBoard::instance().release(handle); });
   module.def(

@@ -15,6 +15,8 @@ constexpr std::int64_t kUpdateNs = 5'000'000;
 constexpr std::int64_t kGrowth = 8;  // a first, slow step must not decide for long
 constexpr std::int64_t kMostSteps = std::int64_t{1} << 30;
 
+constexpr std::int64_t kNoRun = -1;  // any other number may be a run's, a negative one, too
+
 constexpr std::int32_t kIndexBits = 8;  // of a handle; the rest is its generation
 constexpr std::int32_t kGenerations = std::int32_t{1} << (31 - kIndexBits);
 
@@ -50,7 +52,7 @@ ProgressBoard::Slot* ProgressBoard::find(std::int32_t handle) noexcept {
 
 // One device of a run draws; a run without an id, or with one device, always does.
 bool ProgressBoard::owns(const CallContext& context) {
-  if (context.run < 0) return true;
+  if (context.run == kNoRun) return true;
   for (const Owner& owner : owners_) {
     if (owner.run == context.run) return owner.device == context.device;
   }
@@ -176,7 +178,7 @@ void ProgressBoard::step(const std::string& spec, const ProgressStart& start,
 }
 
 void ProgressBoard::fail(std::int64_t run) noexcept {
-  if (run < 0) return;
+  if (run == kNoRun) return;
   std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     if (slot.run != run) continue;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +89,7 @@ XS = jnp.arange(100, dtype=jnp.float32)
 
 
 # -- results are JAX's -----------------------------------------------------------------------------
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
   length=st.sampled_from([0, 1, 2, 3, 7, 16, 61]),
   reverse=st.booleans(),
@@ -284,9 +285,7 @@ def test_each_run_of_a_program_has_a_bar_of_its_own() -> None:
   assert counts(bars) == [("again", 100, 100)] * 3
 
 
-def test_sixteen_devices_worth_of_programs_at_once_keep_their_counts() -> None:
-  import threading
-
+def test_several_programs_at_once_keep_their_counts() -> None:
   f = [
     jax.jit(summed(cg.scan, progress=cg.Progress(f"program {i}", every=1 + i))) for i in range(6)
   ]
@@ -478,7 +477,7 @@ def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixtur
 def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
   done = run_python(
     """
-    import jax, jax.numpy as jnp, numpy as np, threading, time
+    import contextlib, jax, jax.numpy as jnp, numpy as np, threading, time
     import callgate as cg
     entered = threading.Event()
     def wait(x):
@@ -488,7 +487,10 @@ def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
     gate = cg.gate(wait, out=lambda x: x, effect="io", thread="own")
     body = lambda c, x: (c + gate(x), None)
     f = jax.jit(lambda c: cg.scan(body, c, jnp.arange(100), progress="cut"))
-    threading.Thread(target=f, args=(0,), daemon=True).start()
+    def run():
+      with contextlib.suppress(Exception):  # the runtime has closed
+        jax.block_until_ready(f(0))
+    threading.Thread(target=run, daemon=True).start()
     assert entered.wait(60)
     print("end")
     """
