@@ -24,6 +24,7 @@ SUBJECTS = (
   "dispatch",
   "taps",
   "channels",
+  "progress",
   "import",
   "memory",
 )

@@ -1,10 +1,20 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _config, _control, _install, _producer, _runtime, sinks
+from callgate import (
+  _config,
+  _control,
+  _install,
+  _producer,
+  _progress_draw,
+  _progress_lowering,
+  _runtime,
+  sinks,
+)
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
 from callgate._print import print
+from callgate._progress import Progress, progress
 from callgate._records import BatchInfo, Record, TapInfo
 from callgate._stream import StreamReader, StreamRecord, open_stream
 from callgate.channel import Channel, channel
@@ -26,6 +36,7 @@ from callgate.errors import (
 from callgate.export import export_checks
 from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
+from callgate.loops import fori_loop, scan, while_loop
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 
@@ -47,6 +58,7 @@ __all__ = [
   "GateError",
   "GateTimeoutError",
   "InputWriteError",
+  "Progress",
   "Record",
   "ResultError",
   "StreamReader",
@@ -61,16 +73,20 @@ __all__ = [
   "errors",
   "export_checks",
   "feed",
+  "fori_loop",
   "gate",
   "install",
   "last_error",
   "open_stream",
   "print",
+  "progress",
+  "scan",
   "sinks",
   "stats",
   "tap",
   "trace",
   "uninstall",
+  "while_loop",
 ]
 
 _runtime.start()
@@ -78,3 +94,5 @@ _producer.start()  # after the runtime: what is registered last runs first at th
 _config.start()
 _install.start()
 _control.start()
+_progress_lowering.start()
+_progress_draw.start()

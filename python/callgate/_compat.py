@@ -27,6 +27,7 @@ from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax.control_flow import loops as _loops
 
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
@@ -34,14 +35,20 @@ from jax._src.interpreters import pxla as _pxla
 Effect = _effects.Effect
 
 
-def allow_effect(effect: type[Any], *, ordered: bool) -> None:
-  """Lets an effect class of ours through every transformation of JAX."""
+def allow_effect(effect: type[Any], *, ordered: bool, kept: bool = False) -> None:
+  """Lets an effect class of ours through every transformation of JAX.
+
+  With `kept` linearization keeps a call of which nothing is used, as it does JAX's own debug
+  callbacks.
+  """
   allowed = [
     _effects.lowerable_effects,
     _effects.control_flow_allowed_effects,
     _effects.remat_allowed_effects,
     _effects.custom_derivatives_allowed_effects,
   ]
+  if kept:
+    allowed.append(_effects.partial_eval_kept_effects)
   if ordered:
     allowed += [_effects.ordered_effects, _effects.shardable_ordered_effects]
   for types in allowed:
@@ -322,6 +329,17 @@ def keep_ordered_programs_off_cpp_path() -> None:
     return original(self, *args, **kwargs)
 
   _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+
+
+# -- loops -----------------------------------------------------------------------------------------
+# What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
+# the parameters of the primitive, whatever they are called. No public name.
+scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
+
+
+def lowering_rule(primitive: Any) -> Callable[..., Any]:
+  """A primitive's lowering rule for all platforms (0.10 to 0.12); none of them is public."""
+  return _mlir._lowerings[primitive].rule  # pyright: ignore[reportPrivateUsage]
 
 
 # -- caches --------------------------------------------------------------------------------------

@@ -113,8 +113,14 @@ def _current(name: str) -> Any:
 
 def start() -> None:
   """Puts fast_dispatch's filter in place once it is on; at import by CALLGATE_FAST_DISPATCH=1."""
+  if fast_dispatch():
+    filter_dispatch()
+
+
+def filter_dispatch() -> None:
+  """Puts the filter of dispatch effects in place, once for the process."""
   global _filtered
-  if fast_dispatch() and not _filtered:
+  if not _filtered:
     _filtered = True
     _compat.filter_dispatch_effects(_keeps_dispatch_slow)
 
@@ -138,5 +144,8 @@ def _apply(changes: dict[str, Any]) -> None:
 
 def _keeps_dispatch_slow(effect: Any) -> bool:
   from callgate._primitive import GateEffect
+  from callgate._progress_primitive import ProgressEffect
 
+  if isinstance(effect, ProgressEffect):
+    return False
   return not (fast_dispatch() and isinstance(effect, GateEffect))

@@ -39,6 +39,7 @@ _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
 _lock = threading.Lock()
 _process = os.getpid()
+_at_close: list[Callable[[], None]] = []
 
 
 def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
@@ -141,6 +142,8 @@ def _close() -> None:
     jax.effects_barrier()
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
     traceback.print_exc()
+  for end in _at_close:
+    end()
   try:
     for line in close_all(seconds):
       print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
@@ -153,6 +156,11 @@ def _close() -> None:
       "program and were abandoned",
       file=sys.stderr,
     )
+
+
+def at_close(end: Callable[[], None]) -> None:
+  """Has `end` called before Python ends, when effects have finished and calls still come in."""
+  _at_close.append(end)
 
 
 def start() -> None:

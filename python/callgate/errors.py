@@ -14,6 +14,7 @@ import re
 import threading
 import time
 import traceback as _traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -368,6 +369,14 @@ def wait_for_programs(timeout: float | None) -> BaseException | None:
   return failure
 
 
+_at_barrier: list[Callable[[], object]] = []
+
+
+def at_barrier(settle: Callable[[], object]) -> None:
+  """Has `settle` called by each barrier, when the programs have run."""
+  _at_barrier.append(settle)
+
+
 def barrier(timeout: float | None = None) -> None:
   """Waits until every program dispatched so far has run, and every tap's record is delivered.
 
@@ -389,6 +398,8 @@ def barrier(timeout: float | None = None) -> None:
     )
   deadline = None if timeout is None else time.monotonic() + timeout
   failure = wait_for_programs(timeout)
+  for settle in _at_barrier:
+    settle()
   rest = None if deadline is None else max(0.0, deadline - time.monotonic())
   if not _callgate.flush_channels(rest):
     pending = {

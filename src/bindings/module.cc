@@ -13,6 +13,7 @@
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
+#include "bindings/progress.h"
 #include "bindings/python.h"
 #include "bindings/sinks.h"
 #include "bindings/stats.h"
@@ -110,6 +111,7 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_stream(module);
+  bind_progress(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/lifecycle.h"
+#include "core/progress.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
@@ -138,6 +139,8 @@ class OwnedCall {
     }
   }
 
+  const CallContext& context() const noexcept { return context_; }
+
   std::string describe() const {
     std::string text;
     for (const ArrayView& view : operands_) text += (text.empty() ? "" : ", ") + to_string(view);
@@ -188,6 +191,7 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
   if (outcome.ok()) {
     promise.succeed([&] { call.publish(); });
   } else {
+    ProgressBoard::instance().fail(call.context().run);
     promise.fail(outcome.error().code, outcome.error().message);
   }
 }
@@ -200,6 +204,7 @@ void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
   } catch (const std::exception& error) {
     report = "callgate: gate '" + site.callee->name() + "' is stalled; no report: " + error.what();
   }
+  ProgressBoard::instance().fail(call.context().run);
   promise.fail(ErrorCode::kDeadlineExceeded, report);
 }
 
@@ -232,11 +237,12 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   DecodedCall decoded(*frame);
   if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
   ActiveCall active;
-  Outcome outcome =
-      active.entered()
-          ? site->run(Call{decoded.operands(), decoded.results(), decode_context(*frame)})
-          : shutting_down(*site->callee);
+  CallContext context = decode_context(*frame);
+  Outcome outcome = active.entered()
+                        ? site->run(Call{decoded.operands(), decoded.results(), context})
+                        : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
+  ProgressBoard::instance().fail(context.run);  // the program ends here, and so do its bars
   return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 

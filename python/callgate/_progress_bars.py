@@ -1,0 +1,117 @@
+"""The bars themselves: tqdm's where they can be redrawn, lines where they can't.
+
+Imported with the first bar that is drawn, and used by the drawing thread alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from tqdm.std import tqdm
+
+_LINE_SECONDS = 60.0
+_LINE_FORMAT = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}"
+_LINE_FORMAT += "{postfix}]"
+
+
+class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+  """tqdm's bar, without its thread that looks after slow bars: ours draws all the time."""
+
+  monitor_interval = 0
+
+
+class Lines:
+  """A bar in a log file: a line a minute, and one at the end."""
+
+  def __init__(
+    self, total: int | None, desc: str | None, file: TextIO, leave: bool, seconds: float
+  ) -> None:
+    self.n = 0
+    self._total = total
+    self._desc = f"{desc}: " if desc else ""
+    self._file = file
+    self._leave = leave
+    self._seconds = seconds
+    self._postfix = ""
+    self._written = time.monotonic()
+    self.start_t = time.time()  # set by who draws, as tqdm's own
+
+  def update(self, steps: int) -> None:
+    """Counts, and writes when the last line is a minute old."""
+    self.n += steps
+    if time.monotonic() - self._written >= self._seconds:
+      self.refresh()
+
+  def reset(self, total: int | None) -> None:
+    """Begins again: a nested loop in its next turn."""
+    self.n = 0
+    self._total = total
+
+  def set_postfix(self, values: dict[str, str], refresh: bool = True) -> None:
+    """Sets the values behind the count."""
+    self._postfix = ", ".join(f"{name}={text}" for name, text in values.items())
+    if refresh:
+      self.refresh()
+
+  def refresh(self) -> None:
+    """Writes a line now."""
+    self._written = time.monotonic()
+    text = tqdm.format_meter(
+      self.n,
+      self._total,
+      max(time.time() - self.start_t, 0.0),
+      prefix=self._desc,
+      postfix=self._postfix or None,
+      bar_format=None if self._total is None else _LINE_FORMAT,
+    )
+    self._file.write(text.strip() + "\n")
+    self._file.flush()
+
+  def close(self) -> None:
+    """Writes the last line, unless the bar is to go."""
+    if self._leave:
+      self.refresh()
+
+
+def make(
+  *,
+  total: int | None,
+  desc: str | None,
+  file: TextIO,
+  position: int | None,
+  leave: bool,
+  mininterval: float,
+) -> Any:
+  """The kind of bar that suits the file, and the place where Python runs."""
+  if _in_notebook():
+    if file is sys.stderr and (bar := _notebook_bar(total, desc, leave, mininterval)) is not None:
+      return bar
+  elif not _is_terminal(file):
+    return Lines(total, desc, file, leave, _LINE_SECONDS)
+  return Redrawn(
+    total=total, desc=desc, file=file, position=position, leave=leave, mininterval=mininterval,
+    miniters=0, dynamic_ncols=True,
+  )  # fmt: skip
+
+
+def _is_terminal(file: TextIO) -> bool:
+  isatty = getattr(file, "isatty", None)
+  return bool(isatty and isatty())
+
+
+def _in_notebook() -> bool:
+  ipython: Any = sys.modules.get("IPython")
+  shell = ipython.get_ipython() if ipython is not None else None
+  return shell is not None and hasattr(shell, "kernel")
+
+
+def _notebook_bar(total: int | None, desc: str | None, leave: bool, mininterval: float) -> Any:
+  """tqdm's widget; None without ipywidgets."""
+  try:
+    from tqdm.notebook import tqdm as widget
+
+    return widget(total=total, desc=desc, leave=leave, mininterval=mininterval, miniters=0)
+  except ImportError:
+    return None

@@ -1,0 +1,10 @@
+// The board of progress bars, for the Python thread that draws them.
+#pragma once
+
+#include "bindings/python.h"
+
+namespace callgate::bindings {
+
+void bind_progress(nb::module_& module);
+
+}  // namespace callgate::bindings

@@ -1,0 +1,236 @@
+// See the header. The lock is held for a scan of the slots at most, and never while waking.
+#include "core/progress.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace callgate {
+namespace {
+
+using Phase = ProgressState::Phase;
+
+// Time between two updates of a bar that chooses by time: far below what an eye sees, far above
+// what an update costs.
+constexpr std::int64_t kUpdateNs = 5'000'000;
+constexpr std::int64_t kGrowth = 8;  // a first, slow step must not decide for long
+constexpr std::int64_t kMostSteps = std::int64_t{1} << 30;
+
+constexpr std::int64_t kNoRun = -1;  // any other number may be a run's, a negative one, too
+
+constexpr std::int32_t kIndexBits = 8;  // of a handle; the rest is its generation
+constexpr std::int32_t kGenerations = std::int32_t{1} << (31 - kIndexBits);
+
+std::int64_t next_chunk(std::int64_t steps, std::int64_t elapsed_ns) noexcept {
+  steps = std::clamp<std::int64_t>(steps, 1, kMostSteps);
+  double wanted = static_cast<double>(steps) * kUpdateNs /
+                  static_cast<double>(std::max<std::int64_t>(elapsed_ns, 1));
+  double most = static_cast<double>(std::min(steps * kGrowth, kMostSteps));
+  return static_cast<std::int64_t>(std::clamp(wanted, 1.0, most));
+}
+
+}  // namespace
+
+ProgressBoard& ProgressBoard::instance() {
+  static auto* board = new ProgressBoard();  // leaked on purpose: see the header
+  return *board;
+}
+
+ProgressBoard::ProgressBoard(Clock clock) : clock_(std::move(clock)) {}
+
+std::int64_t ProgressBoard::now() const {
+  if (clock_) return clock_().count();
+  auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
+
+ProgressBoard::Slot* ProgressBoard::find(std::int32_t handle) noexcept {
+  if (handle <= 0) return nullptr;
+  Slot& slot = slots_[static_cast<std::size_t>(handle) % kSlots];
+  // Acquire: pairs with the store in begin(), behind the slot's other fields.
+  return slot.handle.load(std::memory_order_acquire) == handle ? &slot : nullptr;
+}
+
+// One device of a run draws; a run without an id, or with one device, always does.
+bool ProgressBoard::owns(const CallContext& context) {
+  if (context.run == kNoRun) return true;
+  for (const Owner& owner : owners_) {
+    if (owner.run == context.run) return owner.device == context.device;
+  }
+  owners_[next_owner_] = {context.run, context.device};
+  next_owner_ = (next_owner_ + 1) % kOwners;
+  return true;
+}
+
+// The slot of the same bar, which has ended; else a free one; else the one that ended first.
+ProgressBoard::Slot* ProgressBoard::take(const ProgressStart& start, const CallContext& context) {
+  Slot* found = nullptr;
+  Slot* oldest = nullptr;
+  for (Slot& slot : slots_) {
+    // Relaxed: phases change to live or free under the lock alone.
+    Phase phase = slot.phase.load(std::memory_order_relaxed);
+    if (phase == Phase::kLive) continue;
+    if (phase == Phase::kFree) {
+      if (found == nullptr) found = &slot;
+      continue;
+    }
+    if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site) return &slot;
+    if (oldest == nullptr || slot.bar < oldest->bar) oldest = &slot;
+  }
+  if (found == nullptr) found = oldest;
+  if (found != nullptr) found->bar = next_bar_++;
+  return found;
+}
+
+std::int32_t ProgressBoard::begin(const std::string& spec, const ProgressStart& start,
+                                  const CallContext& context) {
+  std::int32_t handle = 0;
+  bool first = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (!owns(context)) return 0;
+    Slot* slot = take(start, context);
+    if (slot == nullptr) return 0;
+    generation_ = generation_ % (kGenerations - 1) + 1;
+    handle = (generation_ << kIndexBits) | static_cast<std::int32_t>(slot - slots_.data());
+    slot->spec = spec;
+    slot->site = start.site;
+    slot->run = context.run;
+    slot->device = context.device;
+    slot->total = start.total;
+    slot->began_ns = now();
+    // Relaxed: all of it is published by the handle's release below.
+    slot->every.store(start.every, std::memory_order_relaxed);
+    slot->count.store(0, std::memory_order_relaxed);
+    slot->updated_ns.store(slot->began_ns, std::memory_order_relaxed);
+    slot->phase.store(Phase::kLive, std::memory_order_relaxed);
+    slot->handle.store(handle, std::memory_order_release);
+    first = !std::exchange(drawn_, true);
+  }
+  if (first) wake();
+  return handle;
+}
+
+void ProgressBoard::wake() {
+  std::function<void()> wake;
+  {
+    std::lock_guard lock(mutex_);
+    wake = wake_;
+  }
+  if (wake) wake();
+}
+
+void ProgressBoard::store_count(Slot& slot, std::uint32_t count) noexcept {
+  // Relaxed: one program's loop is the only writer, and whoever draws takes any recent value.
+  std::int64_t before = slot.count.load(std::memory_order_relaxed);
+  auto more = static_cast<std::int32_t>(count - static_cast<std::uint32_t>(before));
+  if (more > 0) slot.count.store(before + more, std::memory_order_relaxed);
+}
+
+std::int32_t ProgressBoard::update(std::int32_t handle, std::uint32_t count) noexcept {
+  Slot* slot = find(handle);
+  // Relaxed: see store_count().
+  if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive) {
+    return static_cast<std::int32_t>(kMostSteps);
+  }
+  std::int64_t before = slot->count.load(std::memory_order_relaxed);
+  store_count(*slot, count);
+  std::int64_t every = slot->every.load(std::memory_order_relaxed);
+  if (every > 0) return static_cast<std::int32_t>(std::min(every, kMostSteps));
+  std::int64_t time = now();
+  std::int64_t elapsed = time - slot->updated_ns.exchange(time, std::memory_order_relaxed);
+  std::int64_t steps = slot->count.load(std::memory_order_relaxed) - before;
+  return static_cast<std::int32_t>(next_chunk(steps, elapsed));
+}
+
+void ProgressBoard::end(std::int32_t handle, std::uint32_t count) noexcept {
+  Slot* slot = find(handle);
+  if (slot == nullptr) return;
+  store_count(*slot, count);
+  slot->updated_ns.store(now(), std::memory_order_relaxed);  // published by the phase below
+  Phase live = Phase::kLive;
+  // Release: who reads the end reads the last count, too. A failed bar stays failed.
+  slot->phase.compare_exchange_strong(live, Phase::kEnded, std::memory_order_release,
+                                      std::memory_order_relaxed);
+}
+
+void ProgressBoard::step(const std::string& spec, const ProgressStart& start,
+                         const CallContext& context) {
+  if (start.total <= 0) return;  // its end could not be told
+  std::int32_t handle = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (const Slot& slot : slots_) {
+      // Relaxed: see take().
+      bool live = slot.phase.load(std::memory_order_relaxed) == Phase::kLive;
+      if (live && slot.run == context.run && slot.site == start.site &&
+          slot.device == context.device) {
+        handle = slot.handle.load(std::memory_order_relaxed);
+      }
+    }
+  }
+  if (handle == 0) handle = begin(spec, start, context);
+  Slot* slot = find(handle);
+  if (slot == nullptr) return;
+  // Relaxed: see store_count().
+  auto count = static_cast<std::uint32_t>(slot->count.load(std::memory_order_relaxed)) + 1;
+  store_count(*slot, count);
+  if (slot->count.load(std::memory_order_relaxed) >= start.total) end(handle, count);
+}
+
+void ProgressBoard::fail(std::int64_t run) noexcept {
+  if (run == kNoRun) return;
+  std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) {
+    if (slot.run != run) continue;
+    Phase live = Phase::kLive;
+    // Relaxed: the count stands since its last update, whoever reads it.
+    slot.phase.compare_exchange_strong(live, Phase::kFailed, std::memory_order_relaxed);
+  }
+}
+
+std::vector<ProgressState> ProgressBoard::poll() const {
+  std::lock_guard lock(mutex_);
+  std::vector<ProgressState> states;
+  for (const Slot& slot : slots_) {
+    // Acquire: pairs with end(), so that an ended bar has its last count.
+    Phase phase = slot.phase.load(std::memory_order_acquire);
+    if (phase == Phase::kFree) continue;
+    std::int64_t until =
+        phase == Phase::kLive ? now() : slot.updated_ns.load(std::memory_order_relaxed);
+    states.push_back({.handle = slot.handle.load(std::memory_order_relaxed),
+                      .bar = slot.bar,
+                      .spec = slot.spec,
+                      .run = slot.run,
+                      .total = slot.total,
+                      .count = slot.count.load(std::memory_order_relaxed),
+                      .elapsed_ns = until - slot.began_ns,
+                      .phase = phase});
+  }
+  return states;
+}
+
+void ProgressBoard::release(std::int32_t handle) noexcept {
+  std::lock_guard lock(mutex_);
+  Slot* slot = find(handle);
+  // Relaxed: under the lock.
+  if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) == Phase::kLive) return;
+  slot->handle.store(0, std::memory_order_relaxed);
+  slot->phase.store(Phase::kFree, std::memory_order_relaxed);
+}
+
+void ProgressBoard::set_wake(std::function<void()> wake) {
+  std::lock_guard lock(mutex_);
+  wake_ = std::move(wake);
+}
+
+bool ProgressBoard::retire() {
+  std::lock_guard lock(mutex_);
+  bool empty = std::ranges::all_of(slots_, [](const Slot& slot) {
+    // Relaxed: under the lock.
+    return slot.phase.load(std::memory_order_relaxed) == Phase::kFree;
+  });
+  if (empty) drawn_ = false;
+  return empty;
+}
+
+}  // namespace callgate

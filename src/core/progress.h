@@ -1,0 +1,124 @@
+// Progress bars as programs feed them: numbers in slots, which somebody else draws.
+//
+// A program that runs a loop begins a bar, updates it now and then, and ends it
+// (progress_callee.h). That stores numbers in a slot of the process's `ProgressBoard`. Who draws (a
+// Python thread) polls the board, and releases what it has drawn for the last time.
+//
+// An update is lock-free, on any XLA thread. Beginning takes a lock, once a loop. The board owns
+// the slots; a handle names a slot and its generation, so that a late update finds nobody.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+
+namespace callgate {
+
+// One bar as of now.
+struct ProgressState {
+  enum class Phase { kFree, kLive, kEnded, kFailed };
+
+  std::int32_t handle = 0;  // changes when the bar begins again
+  std::int64_t bar = 0;     // stays the same until the bar is released
+  std::string spec;         // what the program says of the bar; the board doesn't read it
+  std::int64_t run = -1;
+  std::int64_t total = -1;  // -1 when unknown
+  std::int64_t count = 0;
+  std::int64_t elapsed_ns = 0;  // since it began, until now or its end
+  Phase phase = Phase::kFree;
+};
+
+// What identifies a bar that begins.
+struct ProgressStart {
+  std::int64_t site = 0;    // its call site; a bar of the same run and site is taken up again
+  std::int64_t every = 0;   // steps between updates; 0 to choose by time
+  std::int64_t total = -1;  // -1 when unknown
+};
+
+class ProgressBoard {
+ public:
+  // The board of this process; never destroyed, since programs may run until the very end.
+  static ProgressBoard& instance();
+
+  using Clock = std::function<std::chrono::nanoseconds()>;
+  explicit ProgressBoard(Clock clock = {});
+
+  // The bar's handle, or 0 for none: another device of the run draws, or there are too many bars.
+  std::int32_t begin(const std::string& spec, const ProgressStart& start,
+                     const CallContext& context);
+
+  // Sets the count, of which only the lowest 32 bits come. Returns the number of steps until the
+  // next update: such that updates come every few milliseconds, or `every`.
+  std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept;
+
+  void end(std::int32_t handle, std::uint32_t count) noexcept;
+
+  // Counts one step of a bar that begins with its first step and ends with its last.
+  void step(const std::string& spec, const ProgressStart& start, const CallContext& context);
+
+  // The bars of the run end where they stand: its program failed.
+  void fail(std::int64_t run) noexcept;
+
+  // All bars that have begun and have not been released.
+  std::vector<ProgressState> poll() const;
+
+  // Frees the bar's slot, unless it began again or still lives.
+  void release(std::int32_t handle) noexcept;
+
+  // `wake` is called, without a lock held, by the first bar that begins while nobody draws.
+  void set_wake(std::function<void()> wake);
+
+  // Whoever draws stops, if there are no bars; false when there are.
+  bool retire();
+
+ private:
+  static constexpr std::size_t kSlots = 256;
+  static constexpr std::size_t kOwners = 256;
+
+  struct Slot {
+    std::atomic<std::int32_t> handle{0};
+    std::atomic<ProgressState::Phase> phase{ProgressState::Phase::kFree};
+    std::atomic<std::int64_t> count{0};
+    std::atomic<std::int64_t> updated_ns{0};  // or ended
+    // The rest changes under the lock, before `handle` does.
+    std::atomic<std::int64_t> every{0};  // read by updates, so atomic
+    std::int64_t began_ns = 0;
+    std::int64_t bar = 0;
+    std::int64_t site = 0;
+    std::int64_t run = -1;
+    std::int64_t device = -1;
+    std::int64_t total = -1;
+    std::string spec;
+  };
+
+  Slot* find(std::int32_t handle) noexcept;
+  Slot* take(const ProgressStart& start, const CallContext& context);
+  bool owns(const CallContext& context);
+  void store_count(Slot& slot, std::uint32_t count) noexcept;
+  std::int64_t now() const;
+  void wake();
+
+  Clock clock_;
+  mutable std::mutex mutex_;
+  std::array<Slot, kSlots> slots_;
+  // The device that draws, by run: the first of the run that began a bar. The latest runs alone.
+  struct Owner {
+    std::int64_t run = -1;
+    std::int64_t device = -1;
+  };
+  std::array<Owner, kOwners> owners_{};
+  std::size_t next_owner_ = 0;
+  std::int32_t generation_ = 0;
+  std::int64_t next_bar_ = 1;
+  bool drawn_ = false;
+  std::function<void()> wake_;
+};
+
+}  // namespace callgate

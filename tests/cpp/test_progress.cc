@@ -1,0 +1,297 @@
+// The board of progress bars: counts, chunks, devices, runs, and who is woken.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/progress.h"
+#include "core/progress_callee.h"
+
+namespace callgate {
+namespace {
+
+using ::testing::HasSubstr;
+using Phase = ProgressState::Phase;
+
+CallContext on(std::int64_t run, std::int64_t device = 0) {
+  return {.device = device, .run = run, .stream = nullptr};
+}
+
+ProgressStart start_of(std::int64_t site, std::int64_t total = -1, std::int64_t every = 0) {
+  return {.site = site, .every = every, .total = total};
+}
+
+// A board on a clock that the test sets.
+struct Timed {
+  std::chrono::nanoseconds time{0};
+  ProgressBoard board{[this] { return time; }};
+};
+
+TEST(ProgressBoard, ABarIsSeenFromItsBeginToItsRelease) {
+  Timed t;
+  EXPECT_TRUE(t.board.poll().empty());
+  std::int32_t handle = t.board.begin("text", start_of(1, 10), on(7));
+  ASSERT_GT(handle, 0);
+  t.board.update(handle, 4);
+  t.time = std::chrono::seconds(2);
+  auto bars = t.board.poll();
+  ASSERT_EQ(bars.size(), 1U);
+  EXPECT_EQ(bars[0].handle, handle);
+  EXPECT_EQ(bars[0].spec, "text");
+  EXPECT_EQ(bars[0].run, 7);
+  EXPECT_EQ(bars[0].total, 10);
+  EXPECT_EQ(bars[0].count, 4);
+  EXPECT_EQ(bars[0].elapsed_ns, 2'000'000'000);
+  EXPECT_EQ(bars[0].phase, Phase::kLive);
+  t.board.release(handle);
+  EXPECT_EQ(t.board.poll().size(), 1U) << "a live bar was released";
+  t.board.end(handle, 9);
+  t.time = std::chrono::seconds(5);
+  bars = t.board.poll();
+  EXPECT_EQ(bars[0].count, 9);
+  EXPECT_EQ(bars[0].elapsed_ns, 2'000'000'000) << "an ended bar's time went on";
+  EXPECT_EQ(bars[0].phase, Phase::kEnded);
+  t.board.release(handle);
+  EXPECT_TRUE(t.board.poll().empty());
+}
+
+TEST(ProgressBoard, ALateUpdateFindsNobody) {
+  Timed t;
+  std::int32_t handle = t.board.begin("", start_of(1), on(1));
+  t.board.end(handle, 3);
+  EXPECT_EQ(t.board.update(handle, 8), 1 << 30);
+  EXPECT_EQ(t.board.poll()[0].count, 3);
+  t.board.release(handle);
+  EXPECT_EQ(t.board.update(handle, 8), 1 << 30);
+  std::int32_t next = t.board.begin("", start_of(2), on(2));
+  EXPECT_NE(next, handle);
+  t.board.update(handle, 8);
+  EXPECT_EQ(t.board.poll()[0].count, 0);
+  EXPECT_EQ(t.board.update(0, 1), 1 << 30);
+  EXPECT_EQ(t.board.update(-5, 1), 1 << 30);
+}
+
+TEST(ProgressBoard, CountsGoOnBeyond32Bits) {
+  Timed t;
+  std::int32_t handle = t.board.begin("", start_of(1), on(1));
+  std::int64_t count = 0;
+  for (int i = 0; i < 10; ++i) {
+    count += 1'000'000'000;
+    t.board.update(handle, static_cast<std::uint32_t>(count));
+  }
+  EXPECT_EQ(t.board.poll()[0].count, 10'000'000'000);
+}
+
+TEST(ProgressBoard, UpdatesComeEveryFewMillisecondsWhateverAStepTakes) {
+  for (std::int64_t step_ns : {1, 1000, 1'000'000, 100'000'000}) {
+    Timed t;
+    std::int32_t handle = t.board.begin("", start_of(1), on(1));
+    std::uint32_t count = 0;
+    std::int32_t chunk = 1;
+    for (int i = 0; i < 40; ++i) {
+      count += static_cast<std::uint32_t>(chunk);
+      t.time += std::chrono::nanoseconds(step_ns * chunk);
+      std::int32_t next = t.board.update(handle, count);
+      EXPECT_LE(next, std::int64_t{chunk} * 8);
+      chunk = next;
+    }
+    EXPECT_EQ(chunk, std::max<std::int64_t>(5'000'000 / step_ns, 1)) << step_ns;
+  }
+}
+
+TEST(ProgressBoard, AClockThatStandsStillLimitsNothing) {
+  Timed t;
+  std::int32_t handle = t.board.begin("", start_of(1), on(1));
+  EXPECT_EQ(t.board.update(handle, 1), 8);
+  EXPECT_EQ(t.board.update(handle, 1), 8);
+}
+
+TEST(ProgressBoard, EveryIsKeptTo) {
+  Timed t;
+  std::int32_t handle = t.board.begin("", start_of(1, -1, 25), on(1));
+  EXPECT_EQ(t.board.update(handle, 1), 25);
+}
+
+TEST(ProgressBoard, OneDeviceOfARunDrawsAlsoWhenARunsNumberIsNegative) {
+  Timed t;
+  for (std::int64_t run : {5, -932}) {
+    std::int32_t handle = t.board.begin("", start_of(1), on(run, 2));
+    EXPECT_GT(handle, 0);
+    EXPECT_EQ(t.board.begin("", start_of(1), on(run, 0)), 0);
+    t.board.end(handle, 1);
+    EXPECT_EQ(t.board.begin("", start_of(1), on(run, 1)), 0) << "after the first has ended";
+    EXPECT_GT(t.board.begin("", start_of(2), on(run, 2)), 0);
+  }
+  EXPECT_GT(t.board.begin("", start_of(1), on(-1, 0)), 0);
+  EXPECT_GT(t.board.begin("", start_of(1), on(-1, 1)), 0) << "without a run there is no other";
+}
+
+TEST(ProgressBoard, ALoopThatBeginsAgainInItsRunKeepsItsBar) {
+  Timed t;
+  std::int32_t first = t.board.begin("", start_of(1, 5), on(1));
+  std::int64_t bar = t.board.poll()[0].bar;
+  t.board.end(first, 5);
+  std::int32_t second = t.board.begin("", start_of(1, 6), on(1));
+  EXPECT_NE(first, second);
+  auto bars = t.board.poll();
+  ASSERT_EQ(bars.size(), 1U);
+  EXPECT_EQ(bars[0].bar, bar);
+  EXPECT_EQ(bars[0].total, 6);
+  EXPECT_EQ(bars[0].count, 0);
+  t.board.begin("", start_of(1), on(2));
+  EXPECT_EQ(t.board.poll().size(), 2U) << "another run has a bar of its own";
+}
+
+TEST(ProgressBoard, AFailedRunEndsItsBarsAlone) {
+  Timed t;
+  std::int32_t failing = t.board.begin("", start_of(1), on(1));
+  std::int32_t other = t.board.begin("", start_of(1), on(2));
+  t.board.update(failing, 3);
+  t.board.fail(1);
+  t.board.fail(-1);
+  t.board.end(failing, 9);
+  auto bars = t.board.poll();
+  EXPECT_EQ(bars[0].phase, Phase::kFailed);
+  EXPECT_EQ(bars[1].phase, Phase::kLive);
+  EXPECT_EQ(bars[1].handle, other);
+}
+
+TEST(ProgressBoard, WithAllSlotsTakenTheOldestEndedBarGivesWay) {
+  Timed t;
+  std::vector<std::int32_t> handles;
+  while (std::int32_t handle = t.board.begin("", start_of(std::int64_t(handles.size())), on(1))) {
+    handles.push_back(handle);
+  }
+  EXPECT_EQ(handles.size(), 256U);
+  t.board.end(handles[20], 1);
+  t.board.end(handles[10], 1);
+  EXPECT_GT(t.board.begin("new", start_of(1000), on(1)), 0);
+  EXPECT_EQ(t.board.update(handles[10], 5), 1 << 30);
+  EXPECT_EQ(t.board.poll()[10].spec, "new");
+  EXPECT_EQ(t.board.poll()[20].phase, Phase::kEnded);
+}
+
+TEST(ProgressBoard, WhoeverDrawsIsWokenOnceUntilItRetires) {
+  Timed t;
+  int woken = 0;
+  t.board.set_wake([&] {
+    ++woken;
+    EXPECT_FALSE(t.board.retire()) << "called with a bar, and without the lock";
+  });
+  std::int32_t first = t.board.begin("", start_of(1), on(1));
+  std::int32_t second = t.board.begin("", start_of(2), on(1));
+  EXPECT_EQ(woken, 1);
+  t.board.end(first, 0);
+  t.board.release(first);
+  EXPECT_FALSE(t.board.retire());
+  t.board.end(second, 0);
+  t.board.release(second);
+  EXPECT_TRUE(t.board.retire());
+  t.board.begin("", start_of(1), on(2));
+  EXPECT_EQ(woken, 2);
+}
+
+TEST(ProgressBoard, LoneStepsBeginAndEndABar) {
+  Timed t;
+  for (int i = 0; i < 3; ++i) t.board.step("lone", start_of(1, 3), on(1));
+  auto bars = t.board.poll();
+  ASSERT_EQ(bars.size(), 1U);
+  EXPECT_EQ(bars[0].count, 3);
+  EXPECT_EQ(bars[0].phase, Phase::kEnded);
+  t.board.step("unknown", start_of(2, -1), on(1));
+  EXPECT_EQ(t.board.poll().size(), 1U);
+}
+
+TEST(ProgressBoard, ManyProgramsAndADrawerAtOnce) {
+  ProgressBoard board;
+  std::atomic<bool> done{false};
+  std::thread drawer([&] {
+    while (!done.load(std::memory_order_acquire)) {  // pairs with the store below
+      for (const ProgressState& state : board.poll()) {
+        EXPECT_GE(state.count, 0);
+        EXPECT_LE(state.count, 100);
+        if (state.phase != Phase::kLive) board.release(state.handle);
+      }
+    }
+  });
+  std::vector<std::thread> programs;
+  for (std::int64_t run = 0; run < 4; ++run) {
+    programs.emplace_back([&board, run] {
+      for (int turn = 0; turn < 200; ++turn) {
+        std::int32_t handle = board.begin("b", start_of(run, 100), on(run * 1000 + turn));
+        ASSERT_GT(handle, 0);
+        for (std::uint32_t i = 1; i <= 100; ++i) board.update(handle, i);
+        board.end(handle, 100);
+      }
+    });
+  }
+  for (std::thread& program : programs) program.join();
+  done.store(true, std::memory_order_release);  // after all ends
+  drawer.join();
+}
+
+// -- the callee -----------------------------------------------------------------------------------
+
+ArrayView scalar(std::int32_t& value) { return {&value, nullptr, 0, DType::kS32}; }
+
+std::int32_t call(ProgressCallee& callee, const std::string& spec,
+                  std::vector<std::int32_t> values) {
+  std::vector<ArrayView> operands;
+  for (std::int32_t& value : values) operands.push_back(scalar(value));
+  std::int32_t answer = -1;
+  std::vector<ArrayView> results{scalar(answer)};
+  auto site = callee.specialise({.spec = spec, .site = "", .lanes = {}});
+  EXPECT_TRUE(site->run({operands, results, on(3)}).ok()) << spec;
+  return answer;
+}
+
+TEST(ProgressCallee, BeginsUpdatesAndEndsABar) {
+  Timed t;
+  ProgressCallee callee(t.board);
+  EXPECT_EQ(callee.name(), "callgate.progress");
+  std::int32_t handle = call(callee, "begin 7 100 {\"desc\": \"a b\"}", {});
+  EXPECT_EQ(call(callee, "update 7 100 ", {handle, 50}), 7);
+  call(callee, "end 7 100 ", {handle, 100, 12345});
+  std::int32_t other = call(callee, "begin_of 0 -1 text", {-4});
+  EXPECT_NE(handle, other);
+  auto bars = t.board.poll();
+  ASSERT_EQ(bars.size(), 2U);
+  EXPECT_EQ(bars[0].spec, "{\"desc\": \"a b\"}");
+  EXPECT_EQ(bars[0].total, 100);
+  EXPECT_EQ(bars[0].count, 100);
+  EXPECT_EQ(bars[0].phase, Phase::kEnded);
+  EXPECT_EQ(bars[1].total, 0);
+}
+
+TEST(ProgressCallee, RefusesSpecsThatItDoesNotKnow) {
+  Timed t;
+  ProgressCallee callee(t.board);
+  for (const char* spec : {"", "begin", "begin 1", "begin x 1 t", "start 1 1 t", "begin 1 2x t"}) {
+    try {
+      callee.specialise({.spec = spec, .site = "", .lanes = {}});
+      ADD_FAILURE() << "'" << spec << "' was taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_THAT(error.what(), HasSubstr(std::string("'") + spec + "'"));
+    }
+  }
+}
+
+TEST(ProgressCallee, RefusesOperandsOfAnotherType) {
+  Timed t;
+  ProgressCallee callee(t.board);
+  auto site = callee.specialise({.spec = "update 0 1 t", .site = "", .lanes = {}});
+  float value = 0;
+  ArrayView real{&value, nullptr, 0, DType::kF32};
+  EXPECT_FALSE(site->run({std::vector{real, real}, {}, on(1)}).ok());
+  EXPECT_FALSE(site->run({{}, {}, on(1)}).ok());
+}
+
+}  // namespace
+}  // namespace callgate

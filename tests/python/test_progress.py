@@ -1,0 +1,523 @@
+"""Loops with progress bars: JAX's own results, and bars that tell what the loop did.
+
+Bars are recorded by a stand-in for tqdm, put in by `_progress_draw.use`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from subprocesses import output_of, run_python
+
+import callgate as cg
+from callgate import _progress_draw
+
+
+class FakeBar:
+  """What tqdm is asked to draw."""
+
+  def __init__(self, **arguments: Any) -> None:
+    self.total = arguments["total"]
+    self.desc = arguments["desc"]
+    self.leave = arguments["leave"]
+    self.arguments = arguments
+    self.n = 0
+    self.start_t = 0.0
+    self.resets = 0
+    self.closed = 0
+    self.postfix: dict[str, str] = {}
+
+  def update(self, steps: int) -> None:
+    assert not self.closed
+    self.n += steps
+
+  def reset(self, total: int | None) -> None:
+    self.n = 0
+    self.total = total
+    self.resets += 1
+
+  def set_postfix(self, values: dict[str, str], refresh: bool = True) -> None:
+    self.postfix = values
+
+  def refresh(self) -> None: ...
+
+  def close(self) -> None:
+    self.closed += 1
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[FakeBar]]:
+  """The bars of the block, all closed behind it."""
+  bars: list[FakeBar] = []
+
+  def make(**arguments: Any) -> FakeBar:
+    bars.append(FakeBar(**arguments))
+    return bars[-1]
+
+  _progress_draw.flush()
+  with _progress_draw.use(make):
+    yield bars
+  assert all(bar.closed == 1 for bar in bars)
+
+
+def counts(bars: list[FakeBar]) -> list[tuple[str | None, int, int | None]]:
+  return [(bar.desc, bar.n, bar.total) for bar in bars]
+
+
+def same(got: Any, expected: Any) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def add(carry: Any, x: Any) -> tuple[Any, Any]:
+  return carry * 0.5 + x, jnp.sin(carry)
+
+
+XS = jnp.arange(100, dtype=jnp.float32)
+
+
+# -- results are JAX's -----------------------------------------------------------------------------
+@settings(max_examples=15, deadline=None)
+@given(
+  length=st.sampled_from([0, 1, 2, 3, 7, 16, 61]),
+  reverse=st.booleans(),
+  unroll=st.sampled_from([1, 2, 3, 5, 100, True, False]),
+  with_xs=st.booleans(),
+  every=st.sampled_from([None, 1, 4]),
+)
+def test_a_scan_gives_what_jax_gives_whatever_its_options(
+  length: int, reverse: bool, unroll: int | bool, with_xs: bool, every: int | None
+) -> None:
+  rows = np.random.default_rng(length).normal(size=(length, 3)).astype(np.float32)
+
+  def body(carry: Any, x: Any) -> Any:
+    step, state = carry
+    step_input = 1.0 if x is None else x["row"] + x["number"]
+    return (step + 1, jnp.cos(state) * step_input), {"state": state, "step": (step, state[:1])}
+
+  init = (np.int32(3), jnp.linspace(0, 1, 3))
+  xs = {"row": rows, "number": np.arange(length)} if with_xs else None
+  options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll}
+  run = lambda scan, **more: jax.jit(lambda i, x: scan(body, i, x, **options, **more))(init, xs)
+  progress = cg.Progress("scan", every=every)
+  with recorded() as bars:
+    got = run(cg.scan, progress=progress)
+  same(got, run(jax.lax.scan))
+  assert counts(bars) == [("scan", length, length)]
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_without_progress_the_program_is_jaxs_own(progress: bool | None) -> None:
+  ours = jax.make_jaxpr(lambda c: cg.scan(add, c, XS, progress=progress))(0.0)
+  assert str(ours) == str(jax.make_jaxpr(lambda c: jax.lax.scan(add, c, XS))(0.0))
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(0, 10), (3, 4), (5, 5), (7, 2), (-4, 9)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_fori_loop_gives_what_jax_gives(lower: int, upper: int, traced: bool) -> None:
+  body = lambda i, value: value * 1.5 + i
+  run = lambda loop, **more: (
+    jax.jit(lambda a, b: loop(a, b, body, 1.0, **more))(lower, upper)
+    if traced
+    else jax.jit(lambda: loop(lower, upper, body, 1.0, **more))()
+  )
+  with recorded() as bars:
+    got = run(cg.fori_loop, progress="fori")
+  same(got, run(jax.lax.fori_loop))
+  steps = max(upper - lower, 0)
+  assert counts(bars) == [("fori", steps, steps)]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 1000])
+def test_a_while_loop_that_ends_early_closes_its_bar_at_the_count_reached(limit: int) -> None:
+  cond = lambda c: c[0] < limit
+  body = lambda c: (c[0] + 1, c[1] * 0.99)
+  run = lambda loop, **more: jax.jit(lambda: loop(cond, body, (0, 2.0), **more))()
+  with recorded() as bars:
+    got = run(cg.while_loop, progress=cg.Progress("while", total=2000))
+  same(got, run(jax.lax.while_loop))
+  assert counts(bars) == [("while", limit, 2000)]
+
+
+def test_a_while_loop_without_a_total_counts_only() -> None:
+  with recorded() as bars:
+    jax.jit(lambda: cg.while_loop(lambda c: c < 30, lambda c: c + 1, 0, progress=True))()
+  assert counts(bars) == [(None, 30, None)]
+
+
+def test_a_condition_with_effects_is_asked_as_often_as_by_jax() -> None:
+  asked: list[int] = []
+
+  def ask(x: np.ndarray) -> np.ndarray:
+    asked.append(int(x))
+    return x < 5
+
+  gate = cg.gate(ask, out=jax.ShapeDtypeStruct((), bool), effect="io")
+  with recorded() as bars:
+    jax.jit(lambda: cg.while_loop(gate, lambda c: c + 1, np.int32(0), progress="asked"))()
+  assert asked == [0, 1, 2, 3, 4, 5]
+  assert counts(bars) == [("asked", 5, None)]
+
+
+def test_large_ys_are_not_copied_once_more() -> None:
+  xs = jnp.zeros((64, 1 << 16))
+  body = lambda carry, x: (carry + 1, x + carry)
+  sizes = [
+    jax.jit(lambda x, f=f: f(x)).lower(xs).compile().memory_analysis().temp_size_in_bytes
+    for f in (
+      lambda x: jax.lax.scan(body, 0.0, x),
+      lambda x: cg.scan(body, 0.0, x, progress="large"),
+    )
+  ]
+  assert sizes[1] - sizes[0] < xs.nbytes // 8
+
+
+# -- bars under transformations --------------------------------------------------------------------
+def summed(scan: Callable[..., Any], **more: Any) -> Callable[[Any], Any]:
+  return lambda c: scan(add, c, XS, **more)[1].sum()
+
+
+TRANSFORMED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+  "eager": lambda f: f(1.0),
+  "jit": lambda f: jax.jit(f)(1.0),
+  "grad": lambda f: jax.grad(f)(1.0),
+  "value_and_grad": lambda f: jax.jit(jax.value_and_grad(f))(1.0),
+  "jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(1.0),
+  "linearize": lambda f: jax.linearize(f, 1.0)[1](2.0),
+  "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(lambda x: jnp.sin(f(jnp.sin(x))))))(1.0),
+  "second order": lambda f: jax.jit(jax.grad(jax.grad(f)))(1.0),
+  "vmap": lambda f: jax.jit(jax.vmap(f))(jnp.arange(3.0)),
+  "vmap of grad": lambda f: jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)),
+  "grad of vmap": lambda f: jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum()))(jnp.arange(3.0)),
+  "cond": lambda f: jax.jit(lambda x: jax.lax.cond(x > 0, f, lambda x: x, x))(1.0),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_one_bar_for_the_primal_pass_under(name: str) -> None:
+  expected = TRANSFORMED[name](summed(jax.lax.scan))
+  with recorded() as bars:
+    got = TRANSFORMED[name](summed(cg.scan, progress=name))
+    jax.block_until_ready(got)
+  same(got, expected)
+  assert counts(bars) == [(name, 100, 100)]
+
+
+def test_a_custom_vjp_may_hold_a_loop_with_a_bar() -> None:
+  @jax.custom_vjp
+  def f(x: Any) -> Any:
+    return summed(cg.scan, progress="custom")(x)
+
+  f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct * x,))
+  with recorded() as bars:
+    assert float(jax.jit(jax.grad(f))(3.0)) == 3.0
+  assert counts(bars) == [("custom", 100, 100)]
+
+
+def test_lanes_that_end_at_different_times_share_a_bar() -> None:
+  lanes = np.array([3, 40, 5])
+  cond_free = lambda n: cg.fori_loop(0, n, lambda i, c: c + i, 0, progress="lanes")
+  with recorded() as bars:
+    got = jax.jit(jax.vmap(cond_free))(lanes)
+  np.testing.assert_array_equal(got, [sum(range(n)) for n in lanes])
+  assert counts(bars) == [("lanes", 40, 40)]
+
+
+def test_a_checkpointed_while_loop_draws_in_the_forward_pass_alone() -> None:
+  def f(x: Any) -> Any:
+    steps = cg.while_loop(lambda c: c < 20, lambda c: c + 1, 0, progress="steps")
+    return jnp.sin(jnp.sin(x) * steps)
+
+  with recorded() as bars:
+    jax.jit(jax.grad(jax.checkpoint(f)))(1.0)
+  assert counts(bars) == [("steps", 20, None)]
+
+
+def test_an_inner_loops_bar_is_one_bar_and_starts_again_each_time() -> None:
+  def outer(carry: Any, x: Any) -> Any:
+    return cg.scan(add, carry, XS, progress="inner")[0] + x, None
+
+  with recorded() as bars:
+    got = jax.jit(lambda: cg.scan(outer, 0.0, XS[:7], progress="outer"))()
+  same(got, jax.jit(lambda: jax.lax.scan(
+    lambda c, x: (jax.lax.scan(add, c, XS)[0] + x, None), 0.0, XS[:7]))())  # fmt: skip
+  assert counts(bars)[0] == ("outer", 7, 7)
+  assert [bar.desc for bar in bars[1:]] in ([], ["inner"])  # a short one may be gone unseen
+  assert all(not bar.leave for bar in bars[1:])
+
+
+def test_an_inner_bar_is_seen_while_the_outer_loop_runs() -> None:
+  seen: list[bool] = []
+  look = cg.gate(
+    lambda: (_progress_draw.flush(), seen.append(True), np.int32(0))[2],
+    out=jax.ShapeDtypeStruct((), np.int32),
+    effect="io",
+  )
+
+  def outer(carry: Any, x: Any) -> Any:
+    carry = cg.scan(lambda c, y: (c + y, None), carry, jnp.arange(4), progress="inner")[0]
+    return carry + look(), None
+
+  with recorded() as bars:
+    jax.block_until_ready(jax.jit(lambda: cg.scan(outer, 0, jnp.arange(3), progress="outer"))())
+  assert len(seen) == 3
+  assert [(b.desc, b.n) for b in bars] == [("outer", 3), ("inner", 4)]
+  assert bars[1].resets == 2
+
+
+def test_each_run_of_a_program_has_a_bar_of_its_own() -> None:
+  f = jax.jit(summed(cg.scan, progress="again"))
+  with recorded() as bars:
+    for _ in range(3):
+      jax.block_until_ready(f(1.0))
+  assert counts(bars) == [("again", 100, 100)] * 3
+
+
+def test_several_programs_at_once_keep_their_counts() -> None:
+  f = [
+    jax.jit(summed(cg.scan, progress=cg.Progress(f"program {i}", every=1 + i))) for i in range(6)
+  ]
+  with recorded() as bars:
+    threads = [threading.Thread(target=lambda g=g: jax.block_until_ready(g(1.0))) for g in f]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert sorted(counts(bars)) == [(f"program {i}", 100, 100) for i in range(6)]
+
+
+def test_shard_map_over_four_devices_draws_once() -> None:
+  printed = output_of(
+    """
+    import io, jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, PartitionSpec as P
+    import callgate as cg
+    out = io.StringIO()
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    def f(x):
+      body = lambda c, y: (c + jax.lax.psum(y, "d"), None)
+      return cg.scan(body, x, jnp.arange(50.0) + x[0] * 0, progress=cg.Progress("s", file=out))[0]
+    spec = dict(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    y = jax.jit(jax.shard_map(f, **spec))(jnp.zeros(4))
+    np.testing.assert_array_equal(y, [4 * sum(range(50))] * 4)
+    cg.barrier()
+    sharding = jax.sharding.NamedSharding(mesh, P("d"))
+    x = jax.device_put(jnp.zeros(4), sharding)
+    auto = jax.jit(lambda x: cg.scan(lambda c, _: (c + 1, None), x, length=9,
+                                     progress=cg.Progress("auto", file=out))[0])
+    np.testing.assert_array_equal(auto(x), [9] * 4)
+    cg.barrier()
+    print(out.getvalue().count("s: 100% 50/50"), out.getvalue().count("auto: 100% 9/9"))
+    """,
+    XLA_FLAGS="--xla_force_host_platform_device_count=4",
+  )
+  assert printed.split() == ["1", "1"]
+
+
+def test_other_engines_draw_by_jaxs_callbacks() -> None:
+  with cg.config(engine="jax"), recorded() as bars:
+    got = jax.block_until_ready(jax.jit(summed(cg.scan, progress="jax"))(1.0))
+    jax.effects_barrier()
+  same(got, jax.jit(summed(jax.lax.scan))(1.0))
+  assert counts(bars) == [("jax", 100, 100)]
+
+
+def test_a_program_with_a_bar_keeps_jaxs_fast_dispatch() -> None:
+  f = jax.jit(summed(cg.scan, progress="fast"))
+  with recorded():
+    f(1.0)
+    compiled = f.lower(1.0).compile()
+    assert not compiled._executable.unsafe_call.has_unordered_effects
+
+
+def test_under_disable_jit_loops_run_without_bars() -> None:
+  with jax.disable_jit(), recorded() as bars:
+    carry, _ = cg.scan(add, jnp.float32(0), XS[:3], progress="none")
+  assert float(carry) == 2.5
+  assert bars == []
+
+
+# -- the decorator ---------------------------------------------------------------------------------
+def test_the_decorator_gives_any_loop_of_jax_a_bar() -> None:
+  @cg.progress("scanned", every=3)
+  def step(carry: Any, x: Any) -> Any:
+    return carry + x, None
+
+  @cg.progress
+  def index_step(i: Any, value: Any) -> Any:
+    return value + i
+
+  @cg.progress("limited", total=99)
+  def value_step(value: Any) -> Any:
+    return value + 1
+
+  with recorded() as bars:
+    assert float(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))()[0]) == 4950
+    assert int(jax.jit(lambda: jax.lax.fori_loop(0, 10, index_step, 0))()) == 45
+    assert int(jax.jit(lambda n: jax.lax.while_loop(lambda c: c < n, value_step, 0))(12)) == 12
+  assert counts(bars) == [("scanned", 100, 100), (None, 10, 10), ("limited", 12, 99)]
+
+
+def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
+  step = jax.checkpoint(cg.progress("deep", total=100)(add))
+  with recorded() as bars:
+    got = jax.jit(lambda: jax.lax.scan(step, 0.0, XS))()
+  same(got, jax.jit(lambda: jax.lax.scan(jax.checkpoint(add), 0.0, XS))())
+  assert counts(bars) == [("deep", 100, 100)]
+
+
+# -- what bars show --------------------------------------------------------------------------------
+def test_noted_values_stand_behind_the_bar() -> None:
+  def note(step: np.ndarray) -> np.ndarray:
+    _progress_draw.note("loss", np.float32(1 / (1 + step)))
+    _progress_draw.note("step", int(step))
+    return step
+
+  gate = cg.gate(note, out=lambda x: x, effect="io")
+  body = lambda c, x: (c + gate(x), None)
+  with recorded() as bars:
+    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress="all"))()
+    _progress_draw.flush()
+    named = cg.Progress("named", show=["loss", "absent"])
+    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=named))()
+    _progress_draw.flush()
+    quiet = cg.Progress("none", show=())
+    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=quiet))()
+  assert bars[0].postfix == {"loss": "0.125", "step": "7"}
+  assert bars[1].postfix == {"loss": "0.125"}
+  assert bars[2].postfix == {}
+
+
+def test_a_log_file_gets_one_line_of_a_short_loop() -> None:
+  file = io.StringIO()
+  jax.block_until_ready(jax.jit(summed(cg.scan, progress=cg.Progress("logged", file=file)))(1.0))
+  cg.barrier()
+  lines = file.getvalue().splitlines()
+  assert len(lines) == 1
+  assert lines[0].startswith("logged: 100% 100/100 [")
+  assert "\r" not in file.getvalue()
+
+
+def test_a_terminal_gets_tqdms_bar() -> None:
+  class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+      return True
+
+  file = Terminal()
+  jax.block_until_ready(jax.jit(summed(cg.scan, progress=cg.Progress("drawn", file=file)))(1.0))
+  cg.barrier()
+  assert "drawn: 100%|" in file.getvalue()
+  assert "100/100" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"desc": 3}, "Progress: desc: expected a string, got 3"),
+    ({"every": 0}, "Progress: every: expected an integer of at least 1, got 0"),
+    ({"total": -1}, "Progress: total: expected an integer of at least 0, got -1"),
+    ({"show": "loss"}, "Progress: show: expected a sequence of names, got 'loss'"),
+    ({"file": 1}, "Progress: file: expected an object with write(), got 1"),
+    ({"mininterval": -1.0}, "Progress: mininterval: expected 0 or more seconds, got -1.0"),
+  ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+  with pytest.raises(cg.GateDefinitionError) as caught:
+    cg.Progress(**options)
+  assert str(caught.value) == message
+
+
+def test_progress_of_another_type_is_refused() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="expected None, a bool, a description"):
+    cg.scan(add, 0.0, XS, progress=3)  # type: ignore[arg-type]
+
+
+# -- ends ------------------------------------------------------------------------------------------
+def test_a_program_that_fails_closes_its_bar_where_it_stood() -> None:
+  def fail(x: np.ndarray) -> np.ndarray:
+    if x == 6:
+      raise ValueError("six")
+    return x
+
+  gate = cg.gate(fail, out=lambda x: x, effect="io")
+  body = lambda c, x: (c + gate(x), None)
+  failing = cg.Progress("failing", every=1)
+  with recorded() as bars:
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="six"):
+      jax.block_until_ready(jax.jit(lambda: cg.scan(body, 0, jnp.arange(10), progress=failing))())
+    _progress_draw.flush()
+    jax.block_until_ready(jax.jit(summed(cg.scan, progress="next"))(1.0))
+  assert counts(bars) == [("failing", 6, 10), ("next", 100, 100)]
+
+
+def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixture[str]) -> None:
+  def make(**arguments: Any) -> Any:
+    raise RuntimeError("no ink")
+
+  _progress_draw.flush()
+  with _progress_draw.use(make):
+    got = jax.jit(summed(cg.scan, progress="unseen"))(1.0)
+    jax.block_until_ready(got)
+  assert "no ink" in capfd.readouterr().err
+  same(got, jax.jit(summed(jax.lax.scan))(1.0))
+
+
+def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
+  done = run_python(
+    """
+    import contextlib, jax, jax.numpy as jnp, numpy as np, threading, time
+    import callgate as cg
+    entered = threading.Event()
+    def wait(x):
+      entered.set()
+      time.sleep(0.01)
+      return x
+    gate = cg.gate(wait, out=lambda x: x, effect="io", thread="own")
+    body = lambda c, x: (c + gate(x), None)
+    f = jax.jit(lambda c: cg.scan(body, c, jnp.arange(100), progress="cut"))
+    def run():
+      with contextlib.suppress(Exception):  # the runtime has closed
+        jax.block_until_ready(f(0))
+    threading.Thread(target=run, daemon=True).start()
+    assert entered.wait(60)
+    print("end")
+    """
+  )
+  assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+  assert "Traceback" not in done.stderr
+
+
+def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() -> None:
+  printed = output_of(
+    """
+    import io, threading, jax, jax.numpy as jnp
+    import callgate as cg
+    from callgate import _progress_draw
+    _progress_draw._LINGER = 1
+    file = io.StringIO()
+    bar = cg.Progress("t", file=file)
+    f = jax.jit(lambda c: cg.scan(lambda c, x: (c + x, None), c, jnp.arange(5.0), progress=bar))
+    def drawing():
+      return [t for t in threading.enumerate() if t.name == "callgate-progress"]
+    assert not drawing()
+    for turn in range(3):
+      jax.block_until_ready(f(0.0))
+      for thread in drawing():
+        thread.join(30)
+        assert not thread.is_alive()
+    print(file.getvalue().count("t: 100% 5/5"))
+    """
+  )
+  assert printed.strip() == "3"
