@@ -233,6 +233,20 @@ def emit_ffi_call(
   return results[1:], results[0]
 
 
+def lower_in_order(
+  context: Any, function: Callable[..., Any], operands: Sequence[Any], effect: Any
+) -> Sequence[Any]:
+  """Lowers `function`, with one ordered callback of JAX's in it, in the order of our `effect`.
+
+  `jax.interpreters.mlir.lower_fun` is public, tokens are not (0.10 to 0.12).
+  """
+  token = token_before(context, effect)
+  inner = context.replace(tokens_in=_mlir.TokenSet({ordered_io_effect: token}))
+  results = _mlir.lower_fun(function, multiple_results=True)(inner, *operands)
+  set_token_after(context, effect, inner.tokens_out.get(ordered_io_effect))
+  return results
+
+
 def token_before(context: Any, effect: Any) -> Any:
   """The token that orders the call being lowered after the earlier calls with this effect."""
   return context.tokens_in.get(effect)
@@ -310,6 +324,29 @@ def keep_ordered_programs_off_cpp_path() -> None:
     return original(self, *args, **kwargs)
 
   _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+
+
+def ask_before_execution(kind: type[Any]) -> None:
+  """Programs that keep a `kind` (`add_keepalive`) call it with their devices before each execution.
+
+  What it raises reaches the caller. Such programs take JAX's Python dispatch and give a runtime
+  token, as those with effects do (0.10 to 0.12). JAX has no public hook at execution.
+  """
+  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
+
+  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
+      self.has_unordered_effects = True
+
+  def __call__(self: Any, *args: Any) -> Any:
+    for kept in self.keepalive or ():
+      if isinstance(kept, kind):
+        kept(self._local_devices)  # pyright: ignore[reportCallIssue]
+    return call(self, *args)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
+  _pxla.ExecuteReplicated.__call__ = __call__
 
 
 # -- caches --------------------------------------------------------------------------------------

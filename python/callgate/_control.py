@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching, partial_eval
 
 from callgate import _compat, _tap_primitive
-from callgate._primitive import GateEffect, TapEffect
+from callgate._primitive import GateEffect, TapEffect, WholeTapEffect
 from callgate.errors import GateDefinitionError
 
 _Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -94,9 +94,13 @@ _RUNS_TWICE = (
 
 
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps.
+
+  Taps of all lanes at once don't count: they send what JAX's own control flow computes.
+  """
+  ignored = WholeTapEffect if taps else TapEffect
   return any(
-    isinstance(effect, GateEffect) and (taps or not isinstance(effect, TapEffect))
+    isinstance(effect, GateEffect) and not isinstance(effect, ignored)
     for jaxpr in jaxprs
     for effect in jaxpr.effects
   ) or (taps and _tap_primitive.dataflow_taps_in(jaxprs))
