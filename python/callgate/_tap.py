@@ -62,6 +62,7 @@ class TapSite:
   untapped: int = 0
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
+  kept: Any = None  # programs keep it (`_compat.ask_before_execution`)
 
   @property
   def values(self) -> int:

@@ -282,6 +282,8 @@ def _lower(
   repeated: bool,
 ) -> Sequence[Any]:
   spec = _tap.encode(site, transforms, levels, role, repeated)
+  if site.kept is not None:
+    _compat.add_keepalive(context, site.kept)
   on_host = _compat.is_partitioned(context) or "cpu" not in context.module_context.platforms
   if _config.engine() == "jax" or on_host:
     return _lower_by_jax(context, operands, tap, site, levels, spec)

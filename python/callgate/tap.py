@@ -87,7 +87,7 @@ def tap(
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
-  sizes = _logical_sizes(label, logical_shape, value, arrays)
+  sizes = logical_sizes(label, logical_shape, value, arrays)
   site = TapSite(
     tree=tree,
     name=label,
@@ -214,7 +214,7 @@ def _predicate(name: str, where: Any) -> Any:
   return jax.lax.stop_gradient(predicate)
 
 
-def _logical_sizes(
+def logical_sizes(
   name: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
 ) -> list[tuple[int, Any]]:
   """(leaf index, vector of sizes) of each leaf that has logical sizes."""
