@@ -174,13 +174,16 @@ def define_impl(primitive: Any) -> None:
 
 
 # -- batching --------------------------------------------------------------------------------------
-def batched_results(jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any) -> Any:
-  """Which results of a jaxpr are batched when these arguments are, as a list (0.10 to 0.12).
+def batched(
+  jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any
+) -> tuple[Any, list[bool]]:
+  """A jaxpr with these arguments batched, on axis 0, and which results are (0.10 to 0.12).
 
-  `instantiate`: those that are to be batched in any case, or False. What JAX's own batching rules
-  of control flow ask; no public name.
+  `instantiate`: those that are to be batched in any case, or a flag for all. What JAX's own
+  batching rules of control flow use; no public name.
   """
-  return list(_batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)[1])
+  result, flags = _batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)
+  return result, list(flags)
 
 
 # -- jaxprs --------------------------------------------------------------------------------------

@@ -353,17 +353,19 @@ mlir.register_lowering(cotangent_p, _cotangent_lower)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------
-def dataflow_taps_in(jaxprs: Sequence[Any]) -> bool:
+def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
   """Whether the programs hold taps in the flow of data, which have no effect to tell.
 
-  Those of all lanes at once (`TapSite.whole`) don't count.
+  Args:
+    jaxprs: the programs, closed.
+    whole: look for those of all lanes at once (`TapSite.whole`), instead of all others.
   """
-  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr) for jaxpr in jaxprs)
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
 
 
-def _holds_tap(jaxpr: Any) -> bool:
+def _holds_tap(jaxpr: Any, whole: bool) -> bool:
   return any(
-    (eqn.primitive is tap_p and not eqn.params["site"].whole)
-    or any(_holds_tap(inner) for inner in _compat.subjaxprs(eqn))
+    (eqn.primitive is tap_p and eqn.params["site"].whole == whole)
+    or any(_holds_tap(inner, whole) for inner in _compat.subjaxprs(eqn))
     for eqn in jaxpr.eqns
   )
