@@ -174,9 +174,7 @@ def _transpose(
       transforms=(*transforms, ("transpose", ())),
       **params,
     )
-  out = [
-    ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, passing, strict=True)
-  ]
+  out = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, passing, strict=True)]
   return [*out[: site.values], *([None] * len(middle)), *out[site.values :]]
 
 

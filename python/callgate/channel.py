@@ -319,9 +319,7 @@ def start_channel(name: str) -> Any:
   with _lock:
     handle = _own.get(name)
     if handle is None:
-      handle = _own[name] = _callgate.Channel(
-        name, capacity=64 << 20, on_full="block", rate=100.0
-      )
+      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
       handle.start()
     return handle
 

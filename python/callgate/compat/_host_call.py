@@ -8,7 +8,6 @@ the GIL, while the program waits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _compat
+from callgate import _compat, _runtime
+from callgate._callgate import Context
 from callgate.compat._tapped import Arrays, name_of
 from callgate.errors import ResultError
 from callgate.gate import Gate
@@ -55,7 +55,7 @@ def call(
   """
   given = Arrays("call: arg", arg)
   structs, tree = _result_types(result_shape)
-  paths = tuple(jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(result_shape)[0])
+  paths = tuple(_paths(result_shape))
   types = tuple((struct.shape, np.dtype(struct.dtype)) for struct in structs)
   key = (function, given.tree, given.dtypes, tree, types, options)
 
@@ -90,7 +90,9 @@ def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
   if body.options.with_device:
 
     def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
-      for view, result in zip(out, body(leaves, context.device), strict=True):
+      # JAX's own callback, which serves partitioned programs, doesn't say which device calls.
+      device = context.device if isinstance(context, Context) else None
+      for view, result in zip(out, body(leaves, device), strict=True):
         view[...] = result
 
     function: Callable[..., Any] = in_context
@@ -100,10 +102,11 @@ def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
       return body(leaves, None)
 
     function = returning
-  functools.update_wrapper(function, body.function, assigned=("__module__", "__qualname__", "__name__"), updated=())
-  del function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+  name = _runtime.unique_name(body.function, prefix="call:")
   style = "context" if body.options.with_device else "return"
-  gate = Gate(function, out=structs, effect="io", style=style, thread="own", vmap=_no_vmap)
+  gate = Gate(
+    function, name=name, out=structs, effect="io", style=style, thread="own", vmap=_no_vmap
+  )
   gate.defjvp(_no_jvp)
   return gate
 
@@ -170,7 +173,7 @@ def _own(view: Any, dtype: str | None) -> np.ndarray:
 
 def _result_types(result_shape: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
   leaves, tree = jax.tree.flatten(result_shape)
-  paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(result_shape)[0]]
+  paths = _paths(result_shape)
   structs: list[jax.ShapeDtypeStruct] = []
   for leaf, path in zip(leaves, paths, strict=True):
     try:
@@ -184,3 +187,7 @@ def _result_types(result_shape: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
       ) from error
   return structs, tree
+
+
+def _paths(tree: Any) -> list[str]:
+  return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

@@ -1,7 +1,7 @@
 """What both forms of `host_callback` share: from a pytree to a tap of callgate's, and back.
 
-A tap is keyed by what it calls and by the pytree's structure, so that equal calls share one and JAX's
-caches hit. Its records go through a channel of their own, `CHANNEL`, and are unpacked on that
+A tap is keyed by what it calls and by the pytree's structure, so that equal calls share one and
+JAX's caches hit. Its records go through a channel of their own, `CHANNEL`, and are unpacked on that
 channel's thread, under the GIL.
 """
 
@@ -108,7 +108,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def exact(value: Any) -> tuple[Any, ...]:
-  """A key that tells values apart which are equal but not the same: 1, 1.0 and True; 0.0 and -0.0."""
+  """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
   if isinstance(value, (tuple, frozenset)):
     return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
   if isinstance(value, (int, float, complex, np.generic)):
@@ -148,6 +148,4 @@ def _as_array(api: str, leaf: Any, index: int) -> Any:
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
-    raise TypeError(
-      f"{api}: leaf {index}: expected an array, got {type(leaf).__name__}"
-    ) from error
+    raise TypeError(f"{api}: leaf {index}: expected an array, got {type(leaf).__name__}") from error

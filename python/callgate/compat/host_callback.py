@@ -1,8 +1,8 @@
 """The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
 
-`id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs stay
-free of JAX's effects. Outside compiled code it calls at once, in the caller's thread; inside, the
-program goes on and the function is called on callgate's thread, while an `outfeed_receiver` is
+`id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs
+stay free of JAX's effects. Outside compiled code it calls at once, in the caller's thread; inside,
+the program goes on and the function is called on callgate's thread, while an `outfeed_receiver` is
 started for the device.
 
 ```python

@@ -1,8 +1,8 @@
 """The API of `jax.experimental.host_callback` in its last form (2021 to 2024), on callgate.
 
 `id_tap` is a tap with an effect: it runs even if its result is unused, in program order on each
-device, and the program goes on meanwhile. Functions are called on callgate's thread; what they raise
-is kept for `barrier_wait`. `call` is a gate: the program waits for its result.
+device, and the program goes on meanwhile. Functions are called on callgate's thread; what they
+raise is kept for `barrier_wait`. `call` is a gate: the program waits for its result.
 
 ```python
 import jax
@@ -148,8 +148,8 @@ def id_print(
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, if there are keywords, a device or transformations, then
-  the value: on one line where it fits.
+  First comes a line of sorted `key: value`, if there are keywords, a device or transformations,
+  then the value: on one line where it fits.
 
   Args:
     arg: a pytree of arrays.
