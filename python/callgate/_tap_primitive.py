@@ -87,9 +87,9 @@ def _cotangent_abstract_eval(*avals: Any, **_: Any) -> Sequence[Any]:
 # -- jvp -----------------------------------------------------------------------------------------
 def _dense(tangent: Any, primal: Any) -> Any:
   """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
-  if type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0:
+  if type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0:
     return jnp.zeros_like(primal)
-  return tangent
+  return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
 def _has_tangents(primal: Any) -> bool:

@@ -39,7 +39,7 @@ class Receiver:
 
   def __init__(self, name: str, timeout: float, devices: Sequence[Any]) -> None:
     self._name = name
-    self._timeout = timeout
+    self.timeout = timeout
     self._devices = tuple(devices)
     self._raised: list[BaseException] = []
 
@@ -89,11 +89,11 @@ class Receiver:
 
   def _end(self) -> str:
     """Lets programs and consumers finish; says what was left when the time ran out, or ""."""
-    deadline = time.monotonic() + self._timeout
-    whose = f"{self!r}: after {self._timeout:g} s"
+    deadline = time.monotonic() + self.timeout
+    whose = f"{self!r}: after {self.timeout:g} s"
     try:
       # What a program failed with is for those who look at its results.
-      wait_for_programs(self._timeout)
+      wait_for_programs(self.timeout)
     except TimeoutError:
       return f"{whose} programs still ran"
     handle = start_channel(CHANNEL)
@@ -132,6 +132,19 @@ class calling:
 
   def __exit__(self, *_: object) -> None:
     _calling.remove(self._name)
+
+
+def wait_for_earlier() -> None:
+  """Lets the functions of compiled taps finish whose records are there already.
+
+  What is called at once, outside compiled code, may depend on their values. Waits no longer than a
+  receiver would: a function may itself wait for the caller.
+  """
+  with _lock:
+    receiver = next(iter(_started.values()), None)
+  handle = start_channel(CHANNEL)
+  if receiver is not None and handle.stats()["pending"]:
+    handle.flush(receiver.timeout)
 
 
 def report(error: BaseException, device: int, where: str) -> None:

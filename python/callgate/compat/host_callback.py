@@ -134,6 +134,7 @@ class _Consumer:
   def __call__(self, tapped: Tapped, device: int | None) -> None:
     name = name_of(self.function)
     if device is None:
+      _receiver.wait_for_earlier()
       try:
         self._call(tapped)
       except Exception as error:
