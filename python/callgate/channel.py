@@ -324,6 +324,11 @@ def start_channel(name: str) -> Any:
     return handle
 
 
+def start_default() -> None:
+  """Opens the channel that taps to functions go through, once."""
+  start_channel(DEFAULT)
+
+
 def close_all(timeout: float) -> list[str]:
   """At the end of the process: closes every channel; returns what could not be delivered."""
   left: list[str] = []

@@ -46,7 +46,8 @@ def test_the_function_gets_the_pytree_and_its_keywords(apply):
   assert kwargs == {"what": "a", "n": 3}
   assert jax.tree.structure(arg) == jax.tree.structure(value)
   for got, want in zip(jax.tree.leaves(arg), jax.tree.leaves(value), strict=True):
-    assert type(got) is np.ndarray and got.dtype == want.dtype
+    assert type(got) is np.ndarray
+    assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
 
 
@@ -91,9 +92,10 @@ def test_keywords_that_are_equal_but_not_the_same_are_told_apart():
   def take(_, k):
     seen.append(repr(k))
 
-  for k in (1, 1.0, True, 0.0, -0.0, (1,), (1.0,), [1], {"a": np.float32(1)}):
+  values = [1, 1.0, True, 0.0, -0.0, (1,), (1.0,), [1], {"a": np.float32(1)}]
+  for k in values:
     run(lambda x, k=k: hcb.id_tap(take, x, k=k), 0)
-  assert seen == ["1", "1.0", "True", "0.0", "-0.0", "(1,)", "(1.0,)", "[1]", repr({"a": np.float32(1)})]  # fmt: skip
+  assert seen == [repr(k) for k in values]
 
 
 def test_order_is_that_of_the_data():
@@ -133,7 +135,8 @@ def test_every_dtype_passes(dtype):
   value = [np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype)) for shape in shapes]
   out = run(lambda x: hcb.id_tap(seen.append, x), value)
   for got, back, want in zip(seen[0], out, value, strict=True):
-    assert got.dtype == back.dtype == want.dtype and got.shape == want.shape
+    assert got.dtype == back.dtype == want.dtype
+    assert got.shape == want.shape
     np.testing.assert_array_equal(got.astype("complex64"), want.astype("complex64"))
 
 
@@ -278,9 +281,13 @@ def test_the_blocks_own_exception_comes_first_with_the_others_noted():
   def bad(_):
     raise ValueError("of the tap")
 
-  with pytest.raises(KeyError, match="of the block") as caught, hcb.outfeed_receiver():
-    jax.jit(lambda x: hcb.id_tap(bad, x))(1.0)
-    raise KeyError("of the block")
+  def block():
+    with hcb.outfeed_receiver():
+      jax.jit(lambda x: hcb.id_tap(bad, x))(1.0)
+      raise KeyError("of the block")
+
+  with pytest.raises(KeyError, match="of the block") as caught:
+    block()
   assert any("of the tap" in note for note in caught.value.__notes__)
 
 
@@ -301,10 +308,14 @@ def test_compiled_exceptions_are_postponed_and_all_of_them_attached():
     raise NotImplementedError(what, int(x))
 
   results = []
-  with pytest.raises(hcb.TapFunctionException, match=r"2 tap\(s\)") as caught:  # noqa: SIM117
+
+  def block():
     with hcb.outfeed_receiver():
       f = jax.jit(_chain(stream, bad))
-      results += [f(0), f(10)]
+      results.extend([f(0), f(10)])
+
+  with pytest.raises(hcb.TapFunctionException, match=r"2 tap\(s\)") as caught:
+    block()
   assert results == [3, 13]
   assert stream.taken() == lines("what: x1\n1\nwhat: x3\n3\nwhat: x1\n11\nwhat: x3\n13")
   assert [e.args for e in caught.value.exceptions] == [("err", 2), ("err", 12)]
@@ -327,9 +338,13 @@ def test_an_eager_exception_stops_at_that_call():
 def test_an_unknown_consumer_is_postponed_too():
   stream = Stream()
   results = []
-  with pytest.raises(hcb.TapFunctionException, match="not known here"):  # noqa: SIM117
+
+  def block():
     with hcb.outfeed_receiver():
       results.append(jax.jit(_chain(stream, hcb._unknown_testing_consumer))(0))
+
+  with pytest.raises(hcb.TapFunctionException, match="not known here"):
+    block()
   assert results == [3]
   assert stream.taken() == lines("what: x1\n1\nwhat: x3\n3")
 

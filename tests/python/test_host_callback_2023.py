@@ -91,7 +91,8 @@ def test_every_dtype_passes(dtype):
   out = jax.jit(lambda x: hcb.id_tap(lambda v, _: seen.append(v), x))(value)
   hcb.barrier_wait()
   for got, back, want in zip(seen[0], out, value, strict=True):
-    assert got.dtype == back.dtype == want.dtype and got.shape == want.shape
+    assert got.dtype == back.dtype == want.dtype
+    assert got.shape == want.shape
     np.testing.assert_array_equal(got.astype("complex64"), want.astype("complex64"))
 
 

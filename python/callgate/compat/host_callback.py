@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -215,7 +215,7 @@ def outfeed_receiver(
   receiver_name: str = "",
   timeout_sec: float = 10,
   backends: Sequence[str] | None = None,
-  devices: Sequence[jax.Device] | None = None,
+  devices: Sequence[Any] | None = None,
 ) -> _receiver.Receiver:
   """A context in which compiled programs may run taps on the devices.
 
@@ -249,7 +249,7 @@ def outfeed_receiver(
 
 
 @contextlib.contextmanager
-def outfeed_stream(path: str | os.PathLike[str]) -> Iterator[None]:
+def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   """Writes what taps send to a file, in the framing of the outfeed of 2020.
 
   Everything that compiled programs tap inside the block is in the file when the block ends, with
@@ -267,3 +267,4 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Iterator[None]:
     _compat.wait_for_effects(None)
     handle.flush(None)
     handle.remove(sink)
+    sink.close()  # with the end marker
