@@ -106,7 +106,7 @@ def test_random_keys_pass():
 
 def test_the_device_comes_on_request(show, stream):
   seen = []
-  f = lambda x: hcb.id_tap(lambda v, t, *, device: seen.append(device), x, tap_with_device=True)  # noqa: E731
+  f = lambda x: hcb.id_tap(lambda v, t, *, device: seen.append(device), x, tap_with_device=True)
   jax.jit(f)(1)
   show(1, tap_with_device=True, what="x")
   hcb.barrier_wait()
@@ -118,7 +118,7 @@ def test_of_many_programs_none_is_lost():
   seen = []
 
   def f(x, count):
-    for i in range(count):
+    for _ in range(count):
       x = hcb.id_tap(lambda v, _: seen.append(len(v)), [x + k for k in range(5)])[-1]
     return x
 

@@ -62,7 +62,8 @@ def test_empty_arrays_no_argument_and_no_result(jit):
 
 
 def test_scalars_describe_a_result_and_python_numbers_are_results():
-  out = jax.jit(lambda x: hcb.call(lambda x: {"a": 2.5, "b": 3}, x, result_shape={"a": 0.0, "b": 0}))(1)  # fmt: skip
+  shape = {"a": 0.0, "b": 0}
+  out = jax.jit(lambda x: hcb.call(lambda x: {"a": 2.5, "b": 3}, x, result_shape=shape))(1)
   assert out == {"a": 2.5, "b": 3}
 
 
@@ -117,7 +118,8 @@ def test_the_device_comes_on_request():
     seen.append(device)
     return x
 
-  jax.jit(lambda x: hcb.call(host, x, result_shape=x, call_with_device=True))(1.0).block_until_ready()  # fmt: skip
+  f = jax.jit(lambda x: hcb.call(host, x, result_shape=x, call_with_device=True))
+  f(1.0).block_until_ready()
   assert seen == [jax.devices()[0]]
 
 
@@ -134,10 +136,16 @@ def test_a_bad_result_shape_is_an_error_that_names_the_leaf(shape, leaf):
   ("result", "message"),
   [
     ((1.0,), r"expected a result of structure .*'a'.*got PyTreeDef\(\(\*,\)\)"),
-    ({"a": 1.0, "b": [np.zeros(3, np.float32)]}, r"result\['b'\]\[0\]: expected float32\[2\], got float32\[3\]"),
-    ({"a": 1, "b": [np.zeros(2, np.float32)]}, r"result\['a'\]: expected float32\[\], got int32\[\]"),
+    (
+      {"a": 1.0, "b": [np.zeros(3, np.float32)]},
+      r"result\['b'\]\[0\]: expected float32\[2\], got float32\[3\]",
+    ),
+    (
+      {"a": 1, "b": [np.zeros(2, np.float32)]},
+      r"result\['a'\]: expected float32\[\], got int32\[\]",
+    ),
   ],
-)  # fmt: skip
+)
 def test_another_result_is_an_error_that_names_the_leaf(result, message, caplog):
   caplog.set_level("CRITICAL", logger="callgate")
   shape = {"a": 1.0, "b": [empty(2)]}
@@ -161,8 +169,8 @@ def test_what_the_function_raises_fails_the_program_and_reaches_the_barrier(capl
 
 
 def test_vmap_and_differentiation_are_not_implemented():
-  f = lambda x: hcb.call(lambda x: x, x, result_shape=x)  # noqa: E731
-  with pytest.raises(NotImplementedError, match="batching .* only for id_tap, not for call"):
+  f = lambda x: hcb.call(lambda x: x, x, result_shape=x)
+  with pytest.raises(NotImplementedError, match=r"batching .* only for id_tap, not for call"):
     jax.vmap(f)(jnp.ones(3))
-  with pytest.raises(NotImplementedError, match="derivatives .* only for id_tap, not for call"):
+  with pytest.raises(NotImplementedError, match=r"derivatives .* only for id_tap, not for call"):
     jax.grad(f)(1.0)

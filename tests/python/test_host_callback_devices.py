@@ -75,7 +75,8 @@ def test_of_2023_each_device_sends_its_own_in_order():
   on_four_devices("""
 def f(x):
   for i in range(5):
-    hcb.id_tap(lambda v, t, *, device, i=i: seen.append((device.id, i, v.tolist())), x, tap_with_device=True)
+    note = lambda v, t, *, device, i=i: seen.append((device.id, i, v.tolist()))
+    hcb.id_tap(note, x, tap_with_device=True)
   return x
 for run in (lambda: jax.pmap(f)(jnp.arange(8.0).reshape(4, 2)), lambda: shard(f)(x)):
   run()

@@ -247,7 +247,6 @@ def barrier_wait(name: str | None = None) -> None:
   check_not_forked()
   wait_for_programs(None)  # what they failed with is for those who look at their results
   _callgate.flush_channels(None)
-  jax.effects_barrier()
   with _lock:
     count, last, text = _raised.count, _raised.last, _raised.text
     _raised.count, _raised.last, _raised.text = 0, None, ""
