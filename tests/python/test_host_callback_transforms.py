@@ -250,7 +250,8 @@ def test_lanes_of_one_logical_shape_come_trimmed_together(apply, axis):
   ((value, keywords),) = seen
   assert value == [[0, 1], [4, 5]]
   assert keywords["transforms"] == ("mask", "batch")
-  assert keywords["logical_shapes"] == ((2,),) and keywords["batch_dims"] == (0,)
+  assert keywords["logical_shapes"] == ((2,),)
+  assert keywords["batch_dims"] == (0,)
 
 
 @both

@@ -31,8 +31,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from callgate import _callgate
 from callgate.channel import check_not_forked
 from callgate.compat import _host_call, _layout
