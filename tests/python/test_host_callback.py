@@ -370,7 +370,7 @@ def test_the_wire_has_what_was_tapped(tmp_path):
   with hcb.outfeed_receiver(), hcb.outfeed_stream(path):
     f = jax.jit(lambda x: hcb.id_tap(lambda _: None, (x, x.astype(jnp.float32) / 2)))
     jax.block_until_ready([f(x), f(x + 1)])
-    jax.block_until_ready(jax.jit(jax.vmap(lambda x: hcb.id_tap(lambda _: None, x)))(x))
+    jax.block_until_ready(jax.jit(jax.vmap(lambda x: hcb.id_tap(lambda _, **__: None, x)))(x))
   messages = [m for m in _callgate.read_outfeed_2020(str(path)) if m[0] != 0]
   assert len(messages) == 3
   for (_, (a, b)), want in zip(messages, [x, x + 1], strict=False):
