@@ -3,6 +3,7 @@
 from callgate import (
   _config,
   _control,
+  _delivery,
   _install,
   _producer,
   _progress_draw,
@@ -96,3 +97,4 @@ _install.start()
 _control.start()
 _progress_lowering.start()
 _progress_draw.start()
+_delivery.listen(_progress_draw.note)

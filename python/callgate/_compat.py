@@ -181,13 +181,16 @@ def define_impl(primitive: Any) -> None:
 
 
 # -- batching --------------------------------------------------------------------------------------
-def batched_results(jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any) -> Any:
-  """Which results of a jaxpr are batched when these arguments are, as a list (0.10 to 0.12).
+def batched(
+  jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any
+) -> tuple[Any, list[bool]]:
+  """A jaxpr with these arguments batched, on axis 0, and which results are (0.10 to 0.12).
 
-  `instantiate`: those that are to be batched in any case, or False. What JAX's own batching rules
-  of control flow ask; no public name.
+  `instantiate`: those that are to be batched in any case, or a flag for all. What JAX's own
+  batching rules of control flow use; no public name.
   """
-  return list(_batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)[1])
+  result, flags = _batching.batch_jaxpr(jaxpr, axis_data, batched, instantiate)
+  return result, list(flags)
 
 
 # -- jaxprs --------------------------------------------------------------------------------------
@@ -250,6 +253,20 @@ def emit_ffi_call(
   if token is None:
     return results, None
   return results[1:], results[0]
+
+
+def lower_in_order(
+  context: Any, function: Callable[..., Any], operands: Sequence[Any], effect: Any
+) -> Sequence[Any]:
+  """Lowers `function`, with one ordered callback of JAX's in it, in the order of our `effect`.
+
+  `jax.interpreters.mlir.lower_fun` is public, tokens are not (0.10 to 0.12).
+  """
+  token = token_before(context, effect)
+  inner = context.replace(tokens_in=_mlir.TokenSet({ordered_io_effect: token}))
+  results = _mlir.lower_fun(function, multiple_results=True)(inner, *operands)
+  set_token_after(context, effect, inner.tokens_out.get(ordered_io_effect))
+  return results
 
 
 def token_before(context: Any, effect: Any) -> Any:
@@ -329,6 +346,29 @@ def keep_ordered_programs_off_cpp_path() -> None:
     return original(self, *args, **kwargs)
 
   _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+
+
+def ask_before_execution(kind: type[Any]) -> None:
+  """Programs that keep a `kind` (`add_keepalive`) call it with their devices before each execution.
+
+  What it raises reaches the caller. Such programs take JAX's Python dispatch and give a runtime
+  token, as those with effects do (0.10 to 0.12). JAX has no public hook at execution.
+  """
+  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
+
+  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
+      self.has_unordered_effects = True
+
+  def __call__(self: Any, *args: Any) -> Any:
+    for kept in self.keepalive or ():
+      if isinstance(kept, kind):
+        kept(self._local_devices)  # pyright: ignore[reportCallIssue]
+    return call(self, *args)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
+  _pxla.ExecuteReplicated.__call__ = __call__
 
 
 # -- loops -----------------------------------------------------------------------------------------

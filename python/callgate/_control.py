@@ -3,7 +3,8 @@
 vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every
 lane, and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would
 call an io gate for lanes that never reach it. Programs whose branches or body hold such a gate run
-lane after lane instead; all others are left to JAX.
+lane after lane instead; all others are left to JAX. But for loops with taps of all lanes at once
+(`TapSite.whole`), which are to see each round once.
 
 checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in
 the forward pass alone, and its results are kept.
@@ -24,10 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import batching, partial_eval
 
 from callgate import _compat, _tap_primitive
-from callgate._primitive import GateEffect, TapEffect
+from callgate._primitive import GateEffect, TapEffect, WholeTapEffect
 from callgate.errors import GateDefinitionError
 
 _Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -61,9 +63,11 @@ def _cond_rule(original: _Rule) -> _Rule:
 
 def _while_rule(original: _Rule) -> _Rule:
   def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    has_effect = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]))
-    if has_effect and _predicate_batched(axis_data, dims, **params):
+    jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
+    if _has_gate_effect(jaxprs) and _predicate_batched(axis_data, dims, **params):
       return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
+    if _holds_whole_taps(jaxprs) and _predicate_batched(axis_data, dims, **params):
+      return _all_lanes(axis_data, args, dims, **params)
     return original(axis_data, args, dims, **params)
 
   return rule
@@ -148,12 +152,23 @@ _RUNS_TWICE = (
 
 
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps.
+
+  Taps of all lanes at once don't count: they send what JAX's own control flow computes.
+  """
+  ignored = WholeTapEffect if taps else TapEffect
   return any(
-    isinstance(effect, GateEffect) and (taps or not isinstance(effect, TapEffect))
+    isinstance(effect, GateEffect) and not isinstance(effect, ignored)
     for jaxpr in jaxprs
     for effect in jaxpr.effects
   ) or (taps and _tap_primitive.dataflow_taps_in(jaxprs))
+
+
+def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
+  """Whether taps of all lanes at once are in there."""
+  return any(
+    isinstance(effect, WholeTapEffect) for jaxpr in jaxprs for effect in jaxpr.effects
+  ) or _tap_primitive.dataflow_taps_in(jaxprs, whole=True)
 
 
 def _predicate_batched(
@@ -170,11 +185,54 @@ def _predicate_batched(
   cond_consts, rest = batched[:cond_nconsts], batched[cond_nconsts:]
   body_consts, carry = rest[:body_nconsts], rest[body_nconsts:]
   while True:  # each round makes at least one more carry batched, or is the last
-    after = _compat.batched_results(body_jaxpr, axis_data, [*body_consts, *carry], carry)
+    after = _compat.batched(body_jaxpr, axis_data, [*body_consts, *carry], carry)[1]
     if after == carry:
       break
     carry = [a or b for a, b in zip(after, carry, strict=True)]
-  return _compat.batched_results(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[0]
+  return _compat.batched(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[1][0]
+
+
+def _all_lanes(
+  axis_data: Any,
+  args: Sequence[Any],
+  dims: Sequence[Any],
+  *,
+  cond_nconsts: int,
+  cond_jaxpr: Any,
+  body_nconsts: int,
+  body_jaxpr: Any,
+) -> tuple[Sequence[Any], Sequence[int]]:
+  """A loop over all lanes at once until the last has finished; finished lanes keep their values.
+
+  JAX's own runs the condition twice a round, and with ordered effects in it doesn't keep the values
+  of finished lanes (0.10 to 0.12).
+  """
+  flags = [dim is not None for dim in dims]
+  moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+  consts = cond_nconsts + body_nconsts
+  carry = [
+    x if flag else jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x)))
+    for x, flag in zip(moved[consts:], flags[consts:], strict=True)
+  ]
+  every = [True] * len(carry)
+  cond, _ = _compat.batched(cond_jaxpr, axis_data, [*flags[:cond_nconsts], *every], True)
+  body, _ = _compat.batched(body_jaxpr, axis_data, [*flags[cond_nconsts:consts], *every], True)
+
+  def going_on(carry: Sequence[Any]) -> Any:
+    return jaxpr_as_fun(cond)(*moved[:cond_nconsts], *carry)[0]
+
+  def step(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
+    going, carry = state
+    new = jaxpr_as_fun(body)(*moved[cond_nconsts:consts], *carry)
+    shapes = [(-1,) + (1,) * (x.ndim - 1) for x in carry]
+    carry = [
+      jnp.where(going.reshape(shape), x, old)
+      for x, old, shape in zip(new, carry, shapes, strict=True)
+    ]
+    return going_on(carry), carry
+
+  _, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), step, (going_on(carry), carry))
+  return carry, [0] * len(carry)
 
 
 def _lane_after_lane(

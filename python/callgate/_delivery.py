@@ -114,6 +114,21 @@ def info_of(source: _RawSource, row: _Row) -> TapInfo:
   )
 
 
+# Told the newest scalar of each tap, once a batch: progress bars show it.
+_listener: Callable[[str, Any], None] | None = None
+
+
+def listen(listener: Callable[[str, Any], None]) -> None:
+  """Has `listener(name, value)` told the newest scalar of each tap."""
+  global _listener
+  _listener = listener
+
+
+def _tell(source: _RawSource, arrays: Sequence[np.ndarray]) -> None:
+  if _listener is not None and len(arrays) == 1 and arrays[0].ndim == 0 and source[2] == 0:
+    _listener(source[1], arrays[0].item())
+
+
 def wants_info(function: Callable[..., Any]) -> bool:
   """Whether a consumer takes (value, info): by a second positional parameter without a default."""
   try:
@@ -132,6 +147,7 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
     value_of = description(source[3]).value
+    _tell(source, rows[-1][6])
     for row in rows:
       try:
         if with_info:
@@ -149,6 +165,7 @@ def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Call
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
     value_of = description(source[3]).value
+    _tell(source, rows[-1][6])
     try:
       write([Record(value_of(row[6]), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
@@ -163,6 +180,7 @@ def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Calla
 
   def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> None:
     about = description(source[3])
+    _tell(source, [array[-1, ...] for array in arrays])
     total = len(numbers[0])
     step = limit or total
     for start in range(0, total, step):

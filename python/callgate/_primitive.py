@@ -54,6 +54,15 @@ class TapEffect(GateEffect):
   __str__ = lambda self: "Tap"  # noqa: E731
 
 
+class WholeTapEffect(TapEffect):
+  """Keeps taps of all lanes at once (`TapSite.whole`) alive and in program order.
+
+  Under vmap their control flow is left to JAX, as in `callgate.compat.host_callback_2023`.
+  """
+
+  __str__ = lambda self: "WholeTap"  # noqa: E731
+
+
 class OrderedGateEffect(GateEffect):
   """Keeps ordered gates and taps alive and in program order, also across calls of the program."""
 
@@ -62,6 +71,7 @@ class OrderedGateEffect(GateEffect):
 
 GATE_EFFECT = GateEffect()
 TAP_EFFECT = TapEffect()
+WHOLE_TAP_EFFECT = WholeTapEffect()
 ORDERED_GATE_EFFECT = OrderedGateEffect()
 
 
@@ -294,6 +304,7 @@ mlir.register_lowering(gate_p, lower, platform="cpu", cacheable=False)
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)
 _compat.allow_effect(TapEffect, ordered=False)
+_compat.allow_effect(WholeTapEffect, ordered=True)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
 for effect in (GateEffect, TapEffect, OrderedGateEffect):
   _compat.keep_through_partial_evaluation(effect)

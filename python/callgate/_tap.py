@@ -18,10 +18,12 @@ import numpy as np
 
 from callgate import _callgate, _delivery, _runtime, _spec
 from callgate._lowering import Level, encode_levels, is_packed
-from callgate.channel import DEFAULT, start_default
+from callgate.channel import DEFAULT, start_channel
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+# What takes a record that no program sends: (description, the arrays that are sent).
+Eager = Callable[[str, Sequence[Any]], None]
 
 
 class Tap:
@@ -30,8 +32,11 @@ class Tap:
   Held by the programs that are traced, as the runtime's callee is by those that are compiled.
   """
 
-  def __init__(self, name: str, channel_name: str, consumer: Any = None) -> None:
+  def __init__(
+    self, name: str, channel_name: str, consumer: Any = None, eager: Eager | None = None
+  ) -> None:
     self.name = name
+    self.eager = eager  # called in the caller's thread where no program is compiled
     self.handle = _callgate.Tap(name, channel=channel_name, consumer=consumer)
 
   def __repr__(self) -> str:
@@ -56,6 +61,8 @@ class TapSite:
   logical: tuple[int, ...] = ()
   untapped: int = 0
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
+  transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
+  kept: Any = None  # programs keep it (`_compat.ask_before_execution`)
 
   @property
   def values(self) -> int:
@@ -79,7 +86,7 @@ def of_channel(name: str) -> Tap:
 
 def of_function(function: Callable[..., Any]) -> Tap:
   """The tap to a function; the same for equal functions, so that JAX's caches hit."""
-  start_default()
+  start_channel(DEFAULT)
 
   def make() -> Tap:
     consumer = _callgate.python_consumer(_delivery.rows_to_function(function))
@@ -91,15 +98,33 @@ def of_function(function: Callable[..., Any]) -> Tap:
     return make()
 
 
-def of_rows(key: Any, consume: Callable[..., None], name: str) -> Tap:
-  """A tap whose consumer gets rows as they are, for `callgate.compat`."""
-  start_default()
+def of_rows(
+  key: Any,
+  consume: Callable[..., None],
+  name: str,
+  *,
+  channel: str = DEFAULT,
+  eager: Eager | None = None,
+) -> Tap:
+  """A tap whose consumer gets rows as they are, for `callgate.compat`.
+
+  Args:
+    key: equal for taps that are the same; may be unhashable, then each is its own.
+    consume: the consumer, `consume(source, rows)`.
+    name: for messages.
+    channel: the channel of callgate's own that the records go through.
+    eager: takes the records that no compiled program sends.
+  """
+  start_channel(channel)
 
   def make() -> Tap:
     unique = _runtime.free_name(f"tap:{name}")
-    return Tap(unique, DEFAULT, _callgate.python_consumer(consume))
+    return Tap(unique, channel, _callgate.python_consumer(consume), eager)
 
-  return _shared(("rows", key), make)
+  try:
+    return _shared(("rows", key), make)
+  except TypeError:  # not hashable
+    return make()
 
 
 def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
@@ -117,15 +142,6 @@ def encode(
   leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
   paths = [jax.tree_util.keystr(path) for path, _ in leaves]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
-  tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
-  description = {
-    "spec": _spec.encode(tree, jax.tree.structure(None), ()),
-    "values": site.values,
-    "sizes": [size for size, _ in levels],
-    "dtypes": site.dtypes,
-    "logical": site.logical,
-    "transforms": transforms,
-  }
   lines = [
     f"name={site.name}",
     f"role={role}",
@@ -136,9 +152,23 @@ def encode(
     f"where={int(site.where)}",
     *(f"path={path}" for path in paths),
     "",
-    json.dumps(description, separators=(",", ":")),
+    describe(site, transforms, levels),
   ]
   return "\n".join(lines)
+
+
+def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> str:
+  """What `_delivery.Description` reads."""
+  tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
+  description = {
+    "spec": _spec.encode(tree, jax.tree.structure(None), ()),
+    "values": site.values,
+    "sizes": [size for size, _ in levels],
+    "dtypes": site.dtypes,
+    "logical": site.logical,
+    "transforms": transforms,
+  }
+  return json.dumps(description, separators=(",", ":"))
 
 
 def send_from_host(

@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate import _compat, _config, _runtime, _tap
 from callgate._lowering import Level, emit
-from callgate._primitive import ORDERED_GATE_EFFECT, TAP_EFFECT
+from callgate._primitive import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
 from callgate._tap import Tap, TapSite, Transforms
 from callgate.errors import GateDefinitionError
 
@@ -41,6 +41,17 @@ _dataflow_traced = False
 
 # -- impl ----------------------------------------------------------------------------------------
 _compat.define_impl(tap_p)
+_compiled_impl: Any = tap_p.impl
+
+
+@tap_p.def_impl
+def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
+  tap, site = params["tap"], params["site"]
+  if tap.eager is None:
+    return _compiled_impl(*operands, **params)
+  sent = operands[: site.values + len(site.logical)]
+  tap.eager(_tap.describe(site, params["transforms"], params["levels"]), sent)
+  return _returned(site, operands) if site.effect == "dataflow" else []
 
 
 @cotangent_p.def_impl
@@ -60,7 +71,12 @@ def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any],
   if site.effect == "dataflow":
     _dataflow_traced = True
     return _returned(site, avals), frozenset()
-  return [], frozenset({ORDERED_GATE_EFFECT if site.effect == "ordered" else TAP_EFFECT})
+  return [], frozenset({_order_of(site) if site.effect == "ordered" else TAP_EFFECT})
+
+
+def _order_of(site: TapSite) -> Any:
+  """The effect whose token an ordered tap takes and gives."""
+  return WHOLE_TAP_EFFECT if site.whole else ORDERED_GATE_EFFECT
 
 
 @cotangent_p.def_abstract_eval
@@ -71,9 +87,9 @@ def _cotangent_abstract_eval(*avals: Any, **_: Any) -> Sequence[Any]:
 # -- jvp -----------------------------------------------------------------------------------------
 def _dense(tangent: Any, primal: Any) -> Any:
   """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
-  if type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0:
+  if type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0:
     return jnp.zeros_like(primal)
-  return tangent
+  return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
 def _has_tangents(primal: Any) -> bool:
@@ -90,29 +106,34 @@ def _jvp(
   **params: Any,
 ) -> tuple[Any, Any]:
   results = tap_p.bind(*primals, site=site, role=role, transforms=transforms, **params)
-  dense = [_dense(t, p) for t, p in zip(tangents[: site.values], primals, strict=False)]
-  operands = [*dense, *primals[site.values :]]
+  tail = len(primals) - site.untapped
+  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+  # What passes through passes its tangents, too, so that the tap lives as long as one is used.
+  operands = [*dense[: site.values], *primals[site.values : tail], *dense[tail:]]
   tangent_params = {"site": site, "transforms": (*transforms, ("jvp", ())), **params}
   if site.effect != "dataflow":
     if "tangent" in site.roles:
       tap_p.bind(*operands, role="tangent", **tangent_params)
     return results, []
-  out = dense
+  out = _returned(site, dense)
   if "tangent" in site.roles:
-    out = tap_p.bind(*operands, role="tangent", **tangent_params)[: site.values]
+    out = tap_p.bind(*operands, role="tangent", **tangent_params)
   elif "cotangent" in site.roles:
-    out = cotangent_p.bind(*operands, role="tangent", **tangent_params)[: site.values]
-  passed = [
+    out = _returned(site, cotangent_p.bind(*operands, role="tangent", **tangent_params))
+  return results, [
     new if _has_tangents(primal) else old
-    for new, old, primal in zip(out, tangents, primals[: site.values], strict=False)
+    for new, old, primal in zip(
+      out, _returned(site, tangents), _returned(site, primals), strict=True
+    )
   ]
-  return results, [*passed, *tangents[len(tangents) - site.untapped :]]
 
 
 def _cotangent_jvp(
   primals: Sequence[Any], tangents: Sequence[Any], *, transforms: Transforms, **params: Any
 ) -> tuple[Any, Any]:
   results = cotangent_p.bind(*primals, transforms=transforms, **params)
+  if "cotangent" not in params["site"].roles:
+    return results, list(tangents)
   dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
   out = cotangent_p.bind(*dense, transforms=(*transforms, ("jvp", ())), **params)
   return results, [
@@ -137,29 +158,24 @@ def _transpose(
   """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
   if not cotangents:
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
-  values = cotangents[: site.values]
-  dense = [ad.instantiate_zeros(ct) for ct in values]
+  middle = operands[site.values : len(operands) - site.untapped]
+  passing = _returned(site, operands)
+  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
   dense = [
-    _like(x) if ct.dtype == jax.dtypes.float0 else ct
-    for ct, x in zip(dense, operands[: site.values], strict=True)
+    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, passing, strict=True)
   ]
   if "cotangent" in site.roles:
-    # The untapped operands' own cotangents stand in for them: what counts is what is tapped.
-    rest = [_like(x) if ad.is_undefined_primal(x) else x for x in operands[site.values :]]
     dense = tap_p.bind(
-      *dense,
-      *rest,
+      *dense[: site.values],
+      *middle,
+      *dense[site.values :],
       site=site,
       role="cotangent",
       transforms=(*transforms, ("transpose", ())),
       **params,
-    )[: site.values]
-  out = [
-    ct if ad.is_undefined_primal(x) else None
-    for ct, x in zip(dense, operands[: site.values], strict=True)
-  ]
-  middle = len(operands) - site.values - site.untapped
-  return [*out, *([None] * middle), *cotangents[len(cotangents) - site.untapped :]]
+    )
+  out = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, passing, strict=True)]
+  return [*out[: site.values], *([None] * len(middle)), *out[site.values :]]
 
 
 def _like(value: Any) -> Any:
@@ -200,11 +216,12 @@ def _batcher(primitive: Any) -> Any:
     transforms: Transforms,
     **params: Any,
   ) -> tuple[Sequence[Any], Sequence[Any]]:
-    tapped = (
-      dims[: site.values] + dims[len(dims) - site.untapped :]
-      if site.untapped
-      else (dims[: site.values])
-    )
+    if site.whole and site.logical:  # logical sizes are for the last axes
+      operands = [
+        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
+      ]
+      dims = [None if dim is None else 0 for dim in dims]
+    tapped = _returned(site, dims)
     transforms = (*transforms, ("batch", (("batch_dims", tuple(tapped)),)))
     if not site.whole:
       mask = tuple(dim is not None for dim in dims)
@@ -263,12 +280,14 @@ def _lower(
   repeated: bool,
 ) -> Sequence[Any]:
   spec = _tap.encode(site, transforms, levels, role, repeated)
+  if site.kept is not None:
+    _compat.add_keepalive(context, site.kept)
   on_host = _compat.is_partitioned(context) or "cpu" not in context.module_context.platforms
   if _config.engine() == "jax" or on_host:
     return _lower_by_jax(context, operands, tap, site, levels, spec)
   _compat.keep_with_program(context, tap)
   ordered = site.effect == "ordered"
-  token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
+  token = _compat.token_before(context, _order_of(site)) if ordered else None
   results, after = emit(
     context,
     operands,
@@ -283,7 +302,7 @@ def _lower(
     target=_runtime.TAP_TARGET,
   )
   if ordered:
-    _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
+    _compat.set_token_after(context, _order_of(site), after)
   return results
 
 
@@ -302,7 +321,8 @@ def _lower_by_jax(
   spec: str,
 ) -> Sequence[Any]:
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
-  if site.effect == "ordered" and _compat.is_partitioned(context):
+  ordered = site.effect == "ordered"
+  if ordered and not site.whole and _compat.is_partitioned(context):
     raise GateDefinitionError(
       f"tap '{site.name}': ordered=True works in programs for one CPU device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
@@ -313,15 +333,12 @@ def _lower_by_jax(
     _tap.send_from_host(tap, spec, levels, count, arrays)
 
   def call(*args: Any) -> Sequence[Any]:
-    io_callback(send, None, *args, ordered=False)
+    io_callback(send, None, *args, ordered=ordered)
     return _returned(site, args) if site.effect == "dataflow" else []
 
-  ordered = site.effect == "ordered"
-  token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
-  results = mlir.lower_fun(call, multiple_results=True)(context, *operands)
   if ordered:
-    _compat.set_token_after(context, ORDERED_GATE_EFFECT, token)
-  return results
+    return _compat.lower_in_order(context, call, operands, _order_of(site))
+  return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
 def _cotangent_lower(_: Any, *operands: Any, **__: Any) -> Sequence[Any]:
@@ -334,13 +351,19 @@ mlir.register_lowering(cotangent_p, _cotangent_lower)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------
-def dataflow_taps_in(jaxprs: Sequence[Any]) -> bool:
-  """Whether the programs hold taps in the flow of data, which have no effect to tell."""
-  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr) for jaxpr in jaxprs)
+def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
+  """Whether the programs hold taps in the flow of data, which have no effect to tell.
+
+  Args:
+    jaxprs: the programs, closed.
+    whole: look for those of all lanes at once (`TapSite.whole`), instead of all others.
+  """
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
 
 
-def _holds_tap(jaxpr: Any) -> bool:
+def _holds_tap(jaxpr: Any, whole: bool) -> bool:
   return any(
-    eqn.primitive is tap_p or any(_holds_tap(inner) for inner in _compat.subjaxprs(eqn))
+    (eqn.primitive is tap_p and eqn.params["site"].whole == whole)
+    or any(_holds_tap(inner, whole) for inner in _compat.subjaxprs(eqn))
     for eqn in jaxpr.eqns
   )

@@ -21,7 +21,7 @@ OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 DEFAULT = "default"  # the channel of taps to functions
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_default: Any = None
+_own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
 _open: dict[str, Channel] = {}
 _lock = threading.Lock()
 
@@ -310,13 +310,23 @@ def parse_capacity(name: str, capacity: str | int) -> int:
   return size
 
 
+def start_channel(name: str) -> Any:
+  """Opens a channel of callgate's own, once, such as the one that taps to functions go through.
+
+  Returns:
+    The runtime's handle on it.
+  """
+  with _lock:
+    handle = _own.get(name)
+    if handle is None:
+      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
+      handle.start()
+    return handle
+
+
 def start_default() -> None:
   """Opens the channel that taps to functions go through, once."""
-  global _default
-  with _lock:
-    if _default is None:
-      _default = _callgate.Channel(DEFAULT, capacity=64 << 20, on_full="block", rate=100.0)
-      _default.start()
+  start_channel(DEFAULT)
 
 
 def open_channels() -> dict[str, Channel]:
@@ -330,8 +340,10 @@ def close_all(timeout: float) -> list[str]:
   for one in open_channels().values():
     if not one._close(timeout):  # pyright: ignore[reportPrivateUsage]
       left.append(f"channel '{one.name}': {one.stats()['pending']} record(s)")
-  if _default is not None and not _default.close(timeout):
-    left.append(f"taps to functions: {_default.stats()['pending']} record(s)")
+  for name, handle in list(_own.items()):
+    if not handle.close(timeout):
+      what = "taps to functions" if name == DEFAULT else name
+      left.append(f"{what}: {handle.stats()['pending']} record(s)")
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
       left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from callgate import _callgate, _delivery, _tap
-from callgate._tap import Tap, TapSite
+from callgate._tap import Tap, TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
 from callgate.channel import DEFAULT, Channel, check_not_forked
 from callgate.errors import GateDefinitionError, raise_deferred
@@ -87,7 +87,7 @@ def tap(
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
-  sizes = _logical_sizes(label, logical_shape, value, arrays)
+  sizes = logical_sizes(label, logical_shape, value, arrays)
   site = TapSite(
     tree=tree,
     name=label,
@@ -111,14 +111,32 @@ def tap(
 
 
 def bind(
-  target: Tap, site: TapSite, operands: Sequence[Any], extra: Sequence[Any] = ()
+  target: Tap,
+  site: TapSite,
+  operands: Sequence[Any],
+  extra: Sequence[Any] = (),
+  transforms: Transforms = (),
 ) -> Sequence[Any]:
-  """Binds a tap; returns its values, and what passes through it, to be used from here on."""
-  params = {"tap": target, "levels": (), "transforms": (), "role": "primal", "repeated": False}
+  """Binds a tap; returns its values, and what passes through it, to be used from here on.
+
+  Args:
+    target: where records go.
+    site: what is fixed about the tap.
+    operands: the value's leaves.
+    extra: logical sizes, the predicate and untapped arrays, as `site` says.
+    transforms: what counts as met before all transformations.
+  """
+  params = {
+    "tap": target,
+    "levels": (),
+    "transforms": transforms,
+    "role": "primal",
+    "repeated": False,
+  }
   results = tap_p.bind(*operands, *extra, site=site, **params)
   if site.effect == "dataflow":
     return results
-  if "cotangent" not in site.roles:
+  if "cotangent" not in site.roles and not site.transposed:
     return operands
   plain = _without_extras(site)
   return cotangent_p.bind(*operands, site=plain, **params)
@@ -196,7 +214,7 @@ def _predicate(name: str, where: Any) -> Any:
   return jax.lax.stop_gradient(predicate)
 
 
-def _logical_sizes(
+def logical_sizes(
   name: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
 ) -> list[tuple[int, Any]]:
   """(leaf index, vector of sizes) of each leaf that has logical sizes."""

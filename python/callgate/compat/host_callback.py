@@ -1,0 +1,270 @@
+"""The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
+
+`id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs
+stay free of JAX's effects. Outside compiled code it calls at once, in the caller's thread; inside,
+the program goes on and the function is called on callgate's thread, while an `outfeed_receiver` is
+started for the device.
+
+```python
+import jax, jax.numpy as jnp
+from callgate.compat import host_callback as hcb
+
+seen = []
+
+@jax.jit
+def f(x):
+  return hcb.id_tap(lambda value, what: seen.append((what, float(value))), x * 2, what="x * 2") + 1
+
+with hcb.outfeed_receiver():
+  f(3.0)
+assert seen == [("x * 2", 6.0)]
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+
+from callgate import _callgate, _compat
+from callgate.channel import start_channel
+from callgate.compat import _layout, _receiver
+from callgate.compat._receiver import TapFunctionException
+from callgate.compat._tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
+from callgate.tap import bind, logical_sizes
+
+__all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
+
+_compat.ask_before_execution(_receiver.NeedsReceiver)
+
+
+class Transform(str):
+  """The name of a transformation that a tap met; equal to that text.
+
+  Its parameters are looked up by name: `transform["batch_dims"]`, `transform["logical_shapes"]`,
+  and `transform["name"]`.
+  """
+
+  def __new__(cls, name: str, parameters: dict[str, Any]) -> Transform:
+    self = super().__new__(cls, name)
+    self.parameters = parameters
+    return self
+
+  parameters: dict[str, Any]
+
+  def __getitem__(self, key: Any) -> Any:
+    if key == "name":
+      return str(self)
+    return self.parameters[key] if isinstance(key, str) else super().__getitem__(key)
+
+
+def id_tap(
+  func: Callable[..., Any],
+  arg: Any,
+  *,
+  result: Any = None,
+  logical_shape: Any = None,
+  **kwargs: Any,
+) -> Any:
+  """Calls `func(arg, **kwargs)` on the host, and returns `arg`, or `result` if given.
+
+  The call happens as soon as the value is there; it is left out of a compiled program that uses
+  nothing of what this returns.
+
+  Args:
+    func: called with the pytree of NumPy arrays. Under transformations it gets more keywords:
+      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask';
+      with 'batch' also `batch_dims`, the batched axis of each leaf of `arg` and of `result` (None:
+      unbatched), the value coming whole; with 'mask' also `logical_shapes`, a shape for each leaf
+      of `arg`. Of several 'batch' the keyword is that of the outermost; each entry of `transforms`
+      has its own (`transforms[0]["batch_dims"]`). The last two are passed if `func` takes them.
+    arg: a pytree of arrays.
+    result: what to return instead: a pytree of arrays.
+    logical_shape: sizes of the part of padded arrays that counts, as in `callgate.tap`: `func` gets
+      that part, and the transformation 'mask'.
+    **kwargs: passed to `func` as they are; they never enter the program.
+
+  Returns:
+    `arg` or `result`. Use it, or the call may be left out.
+
+  Raises:
+    TapFunctionException: outside compiled code, from what `func` raised.
+    ValueError: a compiled program runs on a device without an outfeed receiver.
+    TypeError: `func` is not callable, or a leaf is not an array.
+  """
+  if not callable(func):
+    raise TypeError(f"id_tap: func: expected a callable, got {func!r}")
+  given = Arrays("id_tap: arg", arg)
+  rest = Arrays("id_tap: result", result)
+  sizes = logical_sizes("id_tap", logical_shape, arg, given.arrays)
+  site = given.site(
+    name_of(func),
+    effect="dataflow",
+    roles=("primal", "tangent", "cotangent"),
+    logical=tuple(index for index, _ in sizes),
+    untapped=len(rest.operands),
+    kept=_receiver.NEEDS_RECEIVER,
+  )
+  consumer = _Consumer(func, tuple(sorted(kwargs.items())))
+  target = tap_of(consumer.key(), given.tree, consumer, func, eager=True)
+  extra = [*(size for _, size in sizes), *rest.operands]
+  mask = (("mask", ()),) if sizes else ()
+  results = bind(target, site, given.operands, extra, mask)
+  count = len(given.operands)
+  return given.rebuild(results) if result is None else rest.rebuild(results[count:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+  """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
+
+  function: Callable[..., Any]
+  kwargs: tuple[tuple[str, Any], ...]
+
+  def key(self) -> tuple[Any, ...]:
+    named = tuple((name, exact(value)) for name, value in self.kwargs)
+    return "host_callback", self.function, named
+
+  def __call__(self, tapped: Tapped, device: int | None) -> None:
+    name = name_of(self.function)
+    if device is None:
+      _receiver.wait_for_earlier()
+      try:
+        self._call(tapped)
+      except Exception as error:
+        raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
+      return
+    try:
+      with _receiver.calling(name):
+        self._call(tapped)
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
+      _receiver.report(error, device, f"callgate: raised in tap function {name}")
+
+  def _call(self, tapped: Tapped) -> None:
+    if self.function is _unknown_testing_consumer:
+      raise LookupError("host_callback: a record came for a tap function that is not known here")
+    keywords = dict(self.kwargs)
+    if tapped.transforms:
+      keywords["transforms"] = tuple(Transform(name, how) for name, how in tapped.transforms)
+      for _, how in tapped.transforms:
+        for key, value in how.items():
+          if _takes(self.function, key):
+            keywords[key] = value
+    self.function(tapped.value, **keywords)
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+  try:
+    parameters = inspect.signature(function).parameters
+  except (TypeError, ValueError):
+    return True
+  return keyword in parameters or any(
+    one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+  )
+
+
+def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
+  """Stands for a function that the receiver doesn't know; for tests."""
+
+
+def id_print(
+  arg: Any,
+  *,
+  result: Any = None,
+  output_stream: Any = None,
+  threshold: int = 1024,
+  **kwargs: Any,
+) -> Any:
+  """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
+
+  First comes a line of sorted `key: value`, if there are keywords or transformations, then the
+  value.
+
+  Args:
+    arg: a pytree of arrays.
+    result: what to return instead.
+    output_stream: where to `write`; None for standard output.
+    threshold: elements above which `numpy.array2string` summarises an array.
+    **kwargs: printed as they are.
+
+  Returns:
+    `arg` or `result`.
+  """
+  return id_tap(
+    _print_consumer, arg, result=result, output_stream=output_stream, threshold=threshold, **kwargs
+  )
+
+
+def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
+  first = _layout.header(entries)
+  text = (first + "\n" if first else "") + _layout.stacked(arg, threshold) + "\n"
+  if output_stream is not None:
+    output_stream.write(text)
+  else:
+    print(text, end="", flush=True)
+
+
+def outfeed_receiver(
+  *,
+  receiver_name: str = "",
+  timeout_sec: float = 10,
+  backends: Sequence[str] | None = None,
+  devices: Sequence[Any] | None = None,
+) -> _receiver.Receiver:
+  """A context in which compiled programs may run taps on the devices.
+
+  Leaving it waits for the programs and for the functions of their taps.
+
+  Args:
+    receiver_name: for messages.
+    timeout_sec: seconds to wait at most when the block ends.
+    backends: names of platforms whose local devices are meant.
+    devices: the devices that are meant. Default: all local ones.
+
+  Returns:
+    The context manager.
+
+  Raises:
+    ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a
+      receiver already.
+    TapFunctionException: where the block ends: functions raised. Its `exceptions` has all that they
+      raised; the programs and the other taps were not held up.
+    TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
+  """
+  if backends is not None and devices is not None:
+    raise ValueError(
+      "outfeed_receiver: expected at most one of `backends` and `devices`, got both: "
+      f"{backends!r} and {devices!r}"
+    )
+  if devices is None:
+    platforms = [None] if backends is None else list(backends)
+    devices = [device for name in platforms for device in jax.local_devices(backend=name)]
+  return _receiver.Receiver(receiver_name, timeout_sec, devices)
+
+
+@contextlib.contextmanager
+def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
+  """Writes what taps send to a file, in the framing of the outfeed of 2020.
+
+  Everything that compiled programs tap inside the block is in the file when the block ends, with
+  the end marker behind it.
+
+  Args:
+    path: the file; it is replaced.
+  """
+  sink: Any = _callgate.outfeed_2020_sink(os.fspath(path))  # pyright: ignore
+  handle = start_channel(CHANNEL)
+  handle.add(sink)
+  try:
+    yield
+  finally:
+    _compat.wait_for_effects(None)
+    handle.flush(None)
+    handle.remove(sink)
+    sink.close()  # with the end marker
