@@ -368,7 +368,7 @@ def ask_before_execution(kind: type[Any]) -> None:
     return call(self, *args)
 
   _pxla.ExecuteReplicated.__init__ = __init__
-  _pxla.ExecuteReplicated.__call__ = __call__
+  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # -- loops -----------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def print(
   """
   del partitioned
   raise_deferred()
-  if not isinstance(fmt, str):
+  if not isinstance(fmt, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's mistake
     raise GateDefinitionError(f"print: fmt: expected text, got {type(fmt).__name__}")
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
   if not skip_format_check:

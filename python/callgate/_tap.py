@@ -189,7 +189,7 @@ def send_from_host(
 
 def carried(leaf: Any) -> tuple[Any, str | None]:
   """A leaf as it travels, and the name of its own dtype where that is another."""
-  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+  if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.random.key_data(leaf), None
   if not is_packed(leaf.dtype):
     return leaf, None

@@ -211,7 +211,7 @@ class _Records(Iterator[Record]):
     self._waiting: collections.deque[Record] = collections.deque()
     self._changed = threading.Condition()
     self._ending = self._ended = False
-    if channel.stats() is not None and not _is_closed(channel):
+    if not _is_closed(channel):
       channel.add(self)
     else:
       self._ended = True

@@ -62,8 +62,8 @@ void watch_sigint() {
   sigaction(SIGINT, &now, nullptr);
 }
 
-// Whether Ctrl-C came within the last second: earlier ones have been dealt with. A sender that waits
-// asks many times a second.
+// Whether Ctrl-C came within the last second: earlier ones have been dealt with. A sender that
+// waits asks many times a second.
 bool interrupted() {
   watch_sigint();
   std::int64_t came = g_signal_ns.load(std::memory_order_relaxed);  // as above

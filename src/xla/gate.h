@@ -1,5 +1,5 @@
-// The FFI handlers of the targets `callgate.gate` and `callgate.tap`: a call by name of whatever the
-// name stands for. Taps have a target of their own, since they are partitioned in another way.
+// The FFI handlers of the targets `callgate.gate` and `callgate.tap`: a call by name of whatever
+// the name stands for. Taps have a target of their own, since they are partitioned in another way.
 //
 // Instantiate runs once per call site and executable, also when one is loaded from a cache: it
 // finds the callee, binds it to the site and gives XLA the state to own. Execute decodes the frame
