@@ -50,7 +50,7 @@ def run(options: Options) -> Report:
   contestants = [
     Contestant(name, functools.partial(_program, make, steps)) for name, make in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(50))
+  rows = measure(contestants, rounds=options.rounds_or(50), unit="ns")
   rows += _beyond(rows, OURS, BEYOND) + _beyond(rows, PEER, PEER_BEYOND)
   title = f"One step of a trivial scan of {steps} steps, with a progress bar"
   settings = {"steps": steps}

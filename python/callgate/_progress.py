@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from callgate import _compat, _config
 from callgate._progress_primitive import UNKNOWN, Bar, progress_p
@@ -55,12 +56,15 @@ class Progress:
   mininterval: float = 0.1
 
   def __post_init__(self) -> None:
-    _expect(self.desc is None or isinstance(self.desc, str), "desc", "a string", self.desc)
+    desc: object = self.desc
+    _expect(desc is None or isinstance(desc, str), "desc", "a string", desc)
     for name in ("total", "every", "position"):
       value = getattr(self, name)
       least = 1 if name == "every" else 0
-      fits = value is None or (
-        isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+      fits: bool = value is None or (
+        isinstance(value, (int, np.integer))
+        and not isinstance(value, bool)
+        and bool(value >= least)
       )
       _expect(fits, name, f"an integer of at least {least}", value)
     _expect(not isinstance(self.show, str), "show", "a sequence of names", self.show)
@@ -128,7 +132,7 @@ def mark(bar: Bar, operands: Sequence[Any]) -> None:
 
 
 @contextmanager
-def nested() -> Iterator[None]:
+def nested() -> Generator[None]:
   """Around the tracing of a body: bars of loops inside are one deeper."""
   _nesting.depth = getattr(_nesting, "depth", 0) + 1
   try:
@@ -139,7 +143,7 @@ def nested() -> Iterator[None]:
 
 def _changing(arguments: Any) -> list[Any]:
   """Of a body's arguments, arrays that change from step to step: counters where there are any."""
-  leaves = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.core.Tracer)]
+  leaves = [x for x in jax.tree.leaves(arguments) if isinstance(x, Tracer)]
   counters = [x for x in leaves if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
   return counters or [x for x in leaves if jnp.issubdtype(x.dtype, np.number)]
 

@@ -12,8 +12,9 @@ from typing import Any, TextIO
 from tqdm.std import tqdm
 
 _LINE_SECONDS = 60.0
-_LINE_FORMAT = "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}"
-_LINE_FORMAT += "{postfix}]"
+_LINE_FORMAT = (
+  "{desc}{percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+)
 
 
 class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
@@ -58,7 +59,8 @@ class Lines:
   def refresh(self) -> None:
     """Writes a line now."""
     self._written = time.monotonic()
-    text = tqdm.format_meter(
+    meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
+    text: str = meter(
       self.n,
       self._total,
       max(time.time() - self.start_t, 0.0),

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from callgate._progress import file_of
 from callgate.errors import at_barrier
 
 _PERIOD = 0.1
-_BARRIER_SECONDS = 1.0  # that a barrier waits for bars at most
+_BARRIER_SECONDS = 10.0  # that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
@@ -48,7 +48,7 @@ class _State(NamedTuple):
   text: str
   run: int
   total: int
-  count: int
+  steps: int
   seconds: float  # since it began, until now or its end
   phase: str
 
@@ -161,7 +161,7 @@ class _Drawer:
       drawn.handle = state.handle
     _show_notes(drawn)
     drawn.bar.start_t = time.time() - state.seconds
-    drawn.bar.update(max(state.count - drawn.bar.n, 0))
+    drawn.bar.update(max(state.steps - drawn.bar.n, 0))
 
   def _is_parked(self, state: _State, states: list[_State]) -> bool:
     """Whether a nested loop's bar waits for its next turn."""
@@ -244,7 +244,7 @@ stop = _drawer.stop
 
 
 @contextmanager
-def use(make: Callable[..., Any]) -> Iterator[None]:
+def use(make: Callable[..., Any]) -> Generator[None]:
   """Draws bars that begin in the block by `make`; see the top of this file."""
   global _make
   before, _make = _make, make

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from callgate import _compat
 from callgate._progress import Progress, bar_of, mark, marked, nested, options_of
@@ -90,7 +91,7 @@ def fori_loop(
     return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
   if not callable(body_fun):
     raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
-  if not any(isinstance(bound, jax.core.Tracer) for bound in (lower, upper)):
+  if not any(isinstance(bound, Tracer) for bound in (lower, upper)):
     body = marked(body_fun, bar_of(options))
     return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
   bar = bar_of(options, has_total=True)

@@ -57,7 +57,7 @@ class FakeBar:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[FakeBar]]:
-  """The bars of the block, all closed behind it."""
+  """The bars of the block, all closed behind it. Programs in it are to be waited for."""
   bars: list[FakeBar] = []
 
   def make(**arguments: Any) -> FakeBar:
@@ -85,13 +85,14 @@ def add(carry: Any, x: Any) -> tuple[Any, Any]:
   return carry * 0.5 + x, jnp.sin(carry)
 
 
+done = jax.block_until_ready
 XS = jnp.arange(100, dtype=jnp.float32)
 
 
 # -- results are JAX's -----------------------------------------------------------------------------
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-  length=st.sampled_from([0, 1, 2, 3, 7, 16, 61]),
+  length=st.sampled_from([0, 1, 2, 3, 7, 16]),
   reverse=st.booleans(),
   unroll=st.sampled_from([1, 2, 3, 5, 100, True, False]),
   with_xs=st.booleans(),
@@ -113,7 +114,7 @@ def test_a_scan_gives_what_jax_gives_whatever_its_options(
   run = lambda scan, **more: jax.jit(lambda i, x: scan(body, i, x, **options, **more))(init, xs)
   progress = cg.Progress("scan", every=every)
   with recorded() as bars:
-    got = run(cg.scan, progress=progress)
+    got = done(run(cg.scan, progress=progress))
   same(got, run(jax.lax.scan))
   assert counts(bars) == [("scan", length, length)]
 
@@ -134,7 +135,7 @@ def test_a_fori_loop_gives_what_jax_gives(lower: int, upper: int, traced: bool) 
     else jax.jit(lambda: loop(lower, upper, body, 1.0, **more))()
   )
   with recorded() as bars:
-    got = run(cg.fori_loop, progress="fori")
+    got = done(run(cg.fori_loop, progress="fori"))
   same(got, run(jax.lax.fori_loop))
   steps = max(upper - lower, 0)
   assert counts(bars) == [("fori", steps, steps)]
@@ -146,14 +147,14 @@ def test_a_while_loop_that_ends_early_closes_its_bar_at_the_count_reached(limit:
   body = lambda c: (c[0] + 1, c[1] * 0.99)
   run = lambda loop, **more: jax.jit(lambda: loop(cond, body, (0, 2.0), **more))()
   with recorded() as bars:
-    got = run(cg.while_loop, progress=cg.Progress("while", total=2000))
+    got = done(run(cg.while_loop, progress=cg.Progress("while", total=2000)))
   same(got, run(jax.lax.while_loop))
   assert counts(bars) == [("while", limit, 2000)]
 
 
 def test_a_while_loop_without_a_total_counts_only() -> None:
   with recorded() as bars:
-    jax.jit(lambda: cg.while_loop(lambda c: c < 30, lambda c: c + 1, 0, progress=True))()
+    done(jax.jit(lambda: cg.while_loop(lambda c: c < 30, lambda c: c + 1, 0, progress=True))())
   assert counts(bars) == [(None, 30, None)]
 
 
@@ -166,7 +167,7 @@ def test_a_condition_with_effects_is_asked_as_often_as_by_jax() -> None:
 
   gate = cg.gate(ask, out=jax.ShapeDtypeStruct((), bool), effect="io")
   with recorded() as bars:
-    jax.jit(lambda: cg.while_loop(gate, lambda c: c + 1, np.int32(0), progress="asked"))()
+    done(jax.jit(lambda: cg.while_loop(gate, lambda c: c + 1, np.int32(0), progress="asked"))())
   assert asked == [0, 1, 2, 3, 4, 5]
   assert counts(bars) == [("asked", 5, None)]
 
@@ -210,7 +211,7 @@ def test_one_bar_for_the_primal_pass_under(name: str) -> None:
   expected = TRANSFORMED[name](summed(jax.lax.scan))
   with recorded() as bars:
     got = TRANSFORMED[name](summed(cg.scan, progress=name))
-    jax.block_until_ready(got)
+    done(got)
   same(got, expected)
   assert counts(bars) == [(name, 100, 100)]
 
@@ -230,7 +231,7 @@ def test_lanes_that_end_at_different_times_share_a_bar() -> None:
   lanes = np.array([3, 40, 5])
   cond_free = lambda n: cg.fori_loop(0, n, lambda i, c: c + i, 0, progress="lanes")
   with recorded() as bars:
-    got = jax.jit(jax.vmap(cond_free))(lanes)
+    got = done(jax.jit(jax.vmap(cond_free))(lanes))
   np.testing.assert_array_equal(got, [sum(range(n)) for n in lanes])
   assert counts(bars) == [("lanes", 40, 40)]
 
@@ -241,7 +242,7 @@ def test_a_checkpointed_while_loop_draws_in_the_forward_pass_alone() -> None:
     return jnp.sin(jnp.sin(x) * steps)
 
   with recorded() as bars:
-    jax.jit(jax.grad(jax.checkpoint(f)))(1.0)
+    done(jax.jit(jax.grad(jax.checkpoint(f)))(1.0))
   assert counts(bars) == [("steps", 20, None)]
 
 
@@ -250,7 +251,7 @@ def test_an_inner_loops_bar_is_one_bar_and_starts_again_each_time() -> None:
     return cg.scan(add, carry, XS, progress="inner")[0] + x, None
 
   with recorded() as bars:
-    got = jax.jit(lambda: cg.scan(outer, 0.0, XS[:7], progress="outer"))()
+    got = done(jax.jit(lambda: cg.scan(outer, 0.0, XS[:7], progress="outer"))())
   same(got, jax.jit(lambda: jax.lax.scan(
     lambda c, x: (jax.lax.scan(add, c, XS)[0] + x, None), 0.0, XS[:7]))())  # fmt: skip
   assert counts(bars)[0] == ("outer", 7, 7)
@@ -271,7 +272,7 @@ def test_an_inner_bar_is_seen_while_the_outer_loop_runs() -> None:
     return carry + look(), None
 
   with recorded() as bars:
-    jax.block_until_ready(jax.jit(lambda: cg.scan(outer, 0, jnp.arange(3), progress="outer"))())
+    done(jax.jit(lambda: cg.scan(outer, 0, jnp.arange(3), progress="outer"))())
   assert len(seen) == 3
   assert [(b.desc, b.n) for b in bars] == [("outer", 3), ("inner", 4)]
   assert bars[1].resets == 2
@@ -281,7 +282,7 @@ def test_each_run_of_a_program_has_a_bar_of_its_own() -> None:
   f = jax.jit(summed(cg.scan, progress="again"))
   with recorded() as bars:
     for _ in range(3):
-      jax.block_until_ready(f(1.0))
+      done(f(1.0))
   assert counts(bars) == [("again", 100, 100)] * 3
 
 
@@ -290,7 +291,7 @@ def test_several_programs_at_once_keep_their_counts() -> None:
     jax.jit(summed(cg.scan, progress=cg.Progress(f"program {i}", every=1 + i))) for i in range(6)
   ]
   with recorded() as bars:
-    threads = [threading.Thread(target=lambda g=g: jax.block_until_ready(g(1.0))) for g in f]
+    threads = [threading.Thread(target=lambda g=g: done(g(1.0))) for g in f]
     for thread in threads:
       thread.start()
     for thread in threads:
@@ -328,7 +329,7 @@ def test_shard_map_over_four_devices_draws_once() -> None:
 
 def test_other_engines_draw_by_jaxs_callbacks() -> None:
   with cg.config(engine="jax"), recorded() as bars:
-    got = jax.block_until_ready(jax.jit(summed(cg.scan, progress="jax"))(1.0))
+    got = done(jax.jit(summed(cg.scan, progress="jax"))(1.0))
     jax.effects_barrier()
   same(got, jax.jit(summed(jax.lax.scan))(1.0))
   assert counts(bars) == [("jax", 100, 100)]
@@ -337,7 +338,7 @@ def test_other_engines_draw_by_jaxs_callbacks() -> None:
 def test_a_program_with_a_bar_keeps_jaxs_fast_dispatch() -> None:
   f = jax.jit(summed(cg.scan, progress="fast"))
   with recorded():
-    f(1.0)
+    done(f(1.0))
     compiled = f.lower(1.0).compile()
     assert not compiled._executable.unsafe_call.has_unordered_effects
 
@@ -373,7 +374,7 @@ def test_the_decorator_gives_any_loop_of_jax_a_bar() -> None:
 def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
   step = jax.checkpoint(cg.progress("deep", total=100)(add))
   with recorded() as bars:
-    got = jax.jit(lambda: jax.lax.scan(step, 0.0, XS))()
+    got = done(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))())
   same(got, jax.jit(lambda: jax.lax.scan(jax.checkpoint(add), 0.0, XS))())
   assert counts(bars) == [("deep", 100, 100)]
 
@@ -388,13 +389,13 @@ def test_noted_values_stand_behind_the_bar() -> None:
   gate = cg.gate(note, out=lambda x: x, effect="io")
   body = lambda c, x: (c + gate(x), None)
   with recorded() as bars:
-    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress="all"))()
+    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress="all"))())
     _progress_draw.flush()
     named = cg.Progress("named", show=["loss", "absent"])
-    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=named))()
+    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=named))())
     _progress_draw.flush()
     quiet = cg.Progress("none", show=())
-    jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=quiet))()
+    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=quiet))())
   assert bars[0].postfix == {"loss": "0.125", "step": "7"}
   assert bars[1].postfix == {"loss": "0.125"}
   assert bars[2].postfix == {}
@@ -402,7 +403,7 @@ def test_noted_values_stand_behind_the_bar() -> None:
 
 def test_a_log_file_gets_one_line_of_a_short_loop() -> None:
   file = io.StringIO()
-  jax.block_until_ready(jax.jit(summed(cg.scan, progress=cg.Progress("logged", file=file)))(1.0))
+  done(jax.jit(summed(cg.scan, progress=cg.Progress("logged", file=file)))(1.0))
   cg.barrier()
   lines = file.getvalue().splitlines()
   assert len(lines) == 1
@@ -416,7 +417,7 @@ def test_a_terminal_gets_tqdms_bar() -> None:
       return True
 
   file = Terminal()
-  jax.block_until_ready(jax.jit(summed(cg.scan, progress=cg.Progress("drawn", file=file)))(1.0))
+  done(jax.jit(summed(cg.scan, progress=cg.Progress("drawn", file=file)))(1.0))
   cg.barrier()
   assert "drawn: 100%|" in file.getvalue()
   assert "100/100" in file.getvalue()
@@ -456,9 +457,9 @@ def test_a_program_that_fails_closes_its_bar_where_it_stood() -> None:
   failing = cg.Progress("failing", every=1)
   with recorded() as bars:
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="six"):
-      jax.block_until_ready(jax.jit(lambda: cg.scan(body, 0, jnp.arange(10), progress=failing))())
+      done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(10), progress=failing))())
     _progress_draw.flush()
-    jax.block_until_ready(jax.jit(summed(cg.scan, progress="next"))(1.0))
+    done(jax.jit(summed(cg.scan, progress="next"))(1.0))
   assert counts(bars) == [("failing", 6, 10), ("next", 100, 100)]
 
 
@@ -469,13 +470,13 @@ def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixtur
   _progress_draw.flush()
   with _progress_draw.use(make):
     got = jax.jit(summed(cg.scan, progress="unseen"))(1.0)
-    jax.block_until_ready(got)
+    done(got)
   assert "no ink" in capfd.readouterr().err
   same(got, jax.jit(summed(jax.lax.scan))(1.0))
 
 
 def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
-  done = run_python(
+  process = run_python(
     """
     import contextlib, jax, jax.numpy as jnp, numpy as np, threading, time
     import callgate as cg
@@ -495,8 +496,8 @@ def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
     print("end")
     """
   )
-  assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
-  assert "Traceback" not in done.stderr
+  assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr
+  assert "Traceback" not in process.stderr
 
 
 def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() -> None:
