@@ -89,20 +89,49 @@ class Receiver:
 
   def _end(self) -> str:
     """Lets programs and consumers finish; says what was left when the time ran out, or ""."""
-    deadline = time.monotonic() + self.timeout
     whose = f"{self!r}: after {self.timeout:g} s"
+    handle = start_channel(CHANNEL)
     try:
-      # What a program failed with is for those who look at its results.
-      wait_for_programs(self.timeout)
+      if finish(self.timeout):
+        return ""
     except TimeoutError:
       return f"{whose} programs still ran"
-    handle = start_channel(CHANNEL)
-    # The marker behind all that was sent: the channel says when it is through.
-    if handle.flush(max(0.0, deadline - time.monotonic())):
-      return ""
     calling = f"; {_calling[-1]} was being called" if _calling else ""
     pending = handle.stats()["pending"]
     return f"{whose} {pending} record(s) still waited for their functions{calling}"
+
+
+def finish(timeout: float | None) -> bool:
+  """Lets all programs and the functions of their taps finish, also those that functions started.
+
+  What programs failed with is for those who look at their results.
+
+  Args:
+    timeout: seconds to wait at most; None for no limit.
+
+  Returns:
+    Whether all that was sent was delivered in time.
+
+  Raises:
+    TimeoutError: programs still ran.
+  """
+  deadline = None if timeout is None else time.monotonic() + timeout
+  handle = start_channel(CHANNEL)
+  sent = -1
+  while sent != (sent := _sent_by_now(handle, deadline)):
+    # The marker behind all that was sent: the channel says when it is through.
+    if not handle.flush(_rest(deadline)):
+      return False
+  return True
+
+
+def _sent_by_now(handle: Any, deadline: float | None) -> int:
+  wait_for_programs(_rest(deadline))
+  return handle.stats()["sent"]
+
+
+def _rest(deadline: float | None) -> float | None:
+  return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 class NeedsReceiver:

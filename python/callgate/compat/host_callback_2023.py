@@ -31,12 +31,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from callgate import _callgate
 from callgate.channel import check_not_forked
 from callgate.compat import _host_call, _layout
 from callgate.compat._host_call import device_of
+from callgate.compat._receiver import finish
 from callgate.compat._tapped import Arrays, Tapped, exact, name_of, tap_of
-from callgate.errors import wait_for_programs
 from callgate.tap import bind
 
 __all__ = ["CallbackException", "barrier_wait", "call", "id_print", "id_tap"]
@@ -243,8 +242,7 @@ def barrier_wait(name: str | None = None) -> None:
     CallbackException: functions raised since the last barrier.
   """
   check_not_forked()
-  wait_for_programs(None)  # what they failed with is for those who look at their results
-  _callgate.flush_channels(None)
+  finish(None)
   with _lock:
     count, last, text = _raised.count, _raised.last, _raised.text
     _raised.count, _raised.last, _raised.text = 0, None, ""
