@@ -56,8 +56,7 @@ class Progress:
   mininterval: float = 0.1
 
   def __post_init__(self) -> None:
-    desc: object = self.desc
-    _expect(desc is None or isinstance(desc, str), "desc", "a string", desc)
+    _expect(_is_text(self.desc), "desc", "a string", self.desc)
     for name in ("total", "every", "position"):
       value = getattr(self, name)
       least = 1 if name == "every" else 0
@@ -71,6 +70,10 @@ class Progress:
     writes = self.file is None or hasattr(self.file, "write")
     _expect(writes, "file", "an object with write()", self.file)
     _expect(self.mininterval >= 0, "mininterval", "0 or more seconds", self.mininterval)
+
+
+def _is_text(value: object) -> bool:
+  return value is None or isinstance(value, str)
 
 
 def _expect(holds: bool, name: str, expected: str, got: object) -> None:

@@ -140,10 +140,11 @@ class _Drawer:
   def _poll(self) -> None:
     try:
       draws = jax.process_index() == 0
+      polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
       for state in sorted(states, key=lambda s: s.bar):
         if draws:
-          self._draw(state)
+          self._draw(state, polled)
       for state in states:
         if state.phase != "live" and not self._is_parked(state, states):
           self._finish(state)
@@ -151,11 +152,11 @@ class _Drawer:
       traceback.print_exc()
       self._give_up()
 
-  def _draw(self, state: _State) -> None:
+  def _draw(self, state: _State, polled: float) -> None:
     drawn = self._bars.get(state.bar)
     total = None if state.total < 0 else state.total
     if drawn is None:
-      drawn = self._bars[state.bar] = _open(state, total)
+      drawn = self._bars[state.bar] = _open(state, total, polled - state.seconds)
     elif drawn.handle != state.handle:  # a nested loop, begun again
       drawn.bar.reset(total)
       drawn.handle = state.handle
@@ -193,7 +194,7 @@ def _depth(state: _State) -> int:
   return int(json.loads(state.text).get("depth", 0))
 
 
-def _open(state: _State, total: int | None) -> _Drawn:
+def _open(state: _State, total: int | None, began: float) -> _Drawn:
   options = json.loads(state.text)
   depth = int(options.get("depth", 0))
   bar = _make(
@@ -204,7 +205,7 @@ def _open(state: _State, total: int | None) -> _Drawn:
     leave=bool(options.get("leave", True)) and depth == 0,
     mininterval=float(options.get("mininterval", 0.1)),
   )
-  return _Drawn(state.handle, bar, options.get("show"), time.monotonic() - state.seconds, depth)
+  return _Drawn(state.handle, bar, options.get("show"), began, depth)
 
 
 def _show_notes(drawn: _Drawn) -> None:

@@ -1,14 +1,9 @@
-"""Loops with progress bars: JAX's own results, and bars that tell what the loop did.
-
-Bars are recorded by a stand-in for tqdm, put in by `_progress_draw.use`.
-"""
+"""Loops with progress bars: JAX's own results, and one bar for the primal pass of each loop."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,76 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subprocesses import output_of, run_python
+from recorded_bars import XS, add, counts, done, recorded, same, summed
+from subprocesses import output_of
 
 import callgate as cg
 from callgate import _progress_draw
-
-
-class FakeBar:
-  """What tqdm is asked to draw."""
-
-  def __init__(self, **arguments: Any) -> None:
-    self.total = arguments["total"]
-    self.desc = arguments["desc"]
-    self.leave = arguments["leave"]
-    self.arguments = arguments
-    self.n = 0
-    self.start_t = 0.0
-    self.resets = 0
-    self.closed = 0
-    self.postfix: dict[str, str] = {}
-
-  def update(self, steps: int) -> None:
-    assert not self.closed
-    self.n += steps
-
-  def reset(self, total: int | None) -> None:
-    self.n = 0
-    self.total = total
-    self.resets += 1
-
-  def set_postfix(self, values: dict[str, str], refresh: bool = True) -> None:
-    self.postfix = values
-
-  def refresh(self) -> None: ...
-
-  def close(self) -> None:
-    self.closed += 1
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[FakeBar]]:
-  """The bars of the block, all closed behind it. Programs in it are to be waited for."""
-  bars: list[FakeBar] = []
-
-  def make(**arguments: Any) -> FakeBar:
-    bars.append(FakeBar(**arguments))
-    return bars[-1]
-
-  _progress_draw.flush()
-  with _progress_draw.use(make):
-    yield bars
-  assert all(bar.closed == 1 for bar in bars)
-
-
-def counts(bars: list[FakeBar]) -> list[tuple[str | None, int, int | None]]:
-  return [(bar.desc, bar.n, bar.total) for bar in bars]
-
-
-def same(got: Any, expected: Any) -> None:
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def add(carry: Any, x: Any) -> tuple[Any, Any]:
-  return carry * 0.5 + x, jnp.sin(carry)
-
-
-done = jax.block_until_ready
-XS = jnp.arange(100, dtype=jnp.float32)
 
 
 # -- results are JAX's -----------------------------------------------------------------------------
@@ -186,10 +116,6 @@ def test_large_ys_are_not_copied_once_more() -> None:
 
 
 # -- bars under transformations --------------------------------------------------------------------
-def summed(scan: Callable[..., Any], **more: Any) -> Callable[[Any], Any]:
-  return lambda c: scan(add, c, XS, **more)[1].sum()
-
-
 TRANSFORMED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
   "eager": lambda f: f(1.0),
   "jit": lambda f: jax.jit(f)(1.0),
@@ -348,177 +274,3 @@ def test_under_disable_jit_loops_run_without_bars() -> None:
     carry, _ = cg.scan(add, jnp.float32(0), XS[:3], progress="none")
   assert float(carry) == 2.5
   assert bars == []
-
-
-# -- the decorator ---------------------------------------------------------------------------------
-def test_the_decorator_gives_any_loop_of_jax_a_bar() -> None:
-  @cg.progress("scanned", every=3)
-  def step(carry: Any, x: Any) -> Any:
-    return carry + x, None
-
-  @cg.progress
-  def index_step(i: Any, value: Any) -> Any:
-    return value + i
-
-  @cg.progress("limited", total=99)
-  def value_step(value: Any) -> Any:
-    return value + 1
-
-  with recorded() as bars:
-    assert float(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))()[0]) == 4950
-    assert int(jax.jit(lambda: jax.lax.fori_loop(0, 10, index_step, 0))()) == 45
-    assert int(jax.jit(lambda n: jax.lax.while_loop(lambda c: c < n, value_step, 0))(12)) == 12
-  assert counts(bars) == [("scanned", 100, 100), (None, 10, 10), ("limited", 12, 99)]
-
-
-def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
-  step = jax.checkpoint(cg.progress("deep", total=100)(add))
-  with recorded() as bars:
-    got = done(jax.jit(lambda: jax.lax.scan(step, 0.0, XS))())
-  same(got, jax.jit(lambda: jax.lax.scan(jax.checkpoint(add), 0.0, XS))())
-  assert counts(bars) == [("deep", 100, 100)]
-
-
-# -- what bars show --------------------------------------------------------------------------------
-def test_noted_values_stand_behind_the_bar() -> None:
-  def note(step: np.ndarray) -> np.ndarray:
-    _progress_draw.note("loss", np.float32(1 / (1 + step)))
-    _progress_draw.note("step", int(step))
-    return step
-
-  gate = cg.gate(note, out=lambda x: x, effect="io")
-  body = lambda c, x: (c + gate(x), None)
-  with recorded() as bars:
-    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress="all"))())
-    _progress_draw.flush()
-    named = cg.Progress("named", show=["loss", "absent"])
-    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=named))())
-    _progress_draw.flush()
-    quiet = cg.Progress("none", show=())
-    done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=quiet))())
-  assert bars[0].postfix == {"loss": "0.125", "step": "7"}
-  assert bars[1].postfix == {"loss": "0.125"}
-  assert bars[2].postfix == {}
-
-
-def test_a_log_file_gets_one_line_of_a_short_loop() -> None:
-  file = io.StringIO()
-  done(jax.jit(summed(cg.scan, progress=cg.Progress("logged", file=file)))(1.0))
-  cg.barrier()
-  lines = file.getvalue().splitlines()
-  assert len(lines) == 1
-  assert lines[0].startswith("logged: 100% 100/100 [")
-  assert "\r" not in file.getvalue()
-
-
-def test_a_terminal_gets_tqdms_bar() -> None:
-  class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-      return True
-
-  file = Terminal()
-  done(jax.jit(summed(cg.scan, progress=cg.Progress("drawn", file=file)))(1.0))
-  cg.barrier()
-  assert "drawn: 100%|" in file.getvalue()
-  assert "100/100" in file.getvalue()
-
-
-@pytest.mark.parametrize(
-  ("options", "message"),
-  [
-    ({"desc": 3}, "Progress: desc: expected a string, got 3"),
-    ({"every": 0}, "Progress: every: expected an integer of at least 1, got 0"),
-    ({"total": -1}, "Progress: total: expected an integer of at least 0, got -1"),
-    ({"show": "loss"}, "Progress: show: expected a sequence of names, got 'loss'"),
-    ({"file": 1}, "Progress: file: expected an object with write(), got 1"),
-    ({"mininterval": -1.0}, "Progress: mininterval: expected 0 or more seconds, got -1.0"),
-  ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-  with pytest.raises(cg.GateDefinitionError) as caught:
-    cg.Progress(**options)
-  assert str(caught.value) == message
-
-
-def test_progress_of_another_type_is_refused() -> None:
-  with pytest.raises(cg.GateDefinitionError, match="expected None, a bool, a description"):
-    cg.scan(add, 0.0, XS, progress=3)  # type: ignore[arg-type]
-
-
-# -- ends ------------------------------------------------------------------------------------------
-def test_a_program_that_fails_closes_its_bar_where_it_stood() -> None:
-  def fail(x: np.ndarray) -> np.ndarray:
-    if x == 6:
-      raise ValueError("six")
-    return x
-
-  gate = cg.gate(fail, out=lambda x: x, effect="io")
-  body = lambda c, x: (c + gate(x), None)
-  failing = cg.Progress("failing", every=1)
-  with recorded() as bars:
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="six"):
-      done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(10), progress=failing))())
-    _progress_draw.flush()
-    done(jax.jit(summed(cg.scan, progress="next"))(1.0))
-  assert counts(bars) == [("failing", 6, 10), ("next", 100, 100)]
-
-
-def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixture[str]) -> None:
-  def make(**arguments: Any) -> Any:
-    raise RuntimeError("no ink")
-
-  _progress_draw.flush()
-  with _progress_draw.use(make):
-    got = jax.jit(summed(cg.scan, progress="unseen"))(1.0)
-    done(got)
-  assert "no ink" in capfd.readouterr().err
-  same(got, jax.jit(summed(jax.lax.scan))(1.0))
-
-
-def test_a_process_that_ends_in_the_middle_of_a_loop_ends_cleanly() -> None:
-  process = run_python(
-    """
-    import contextlib, jax, jax.numpy as jnp, numpy as np, threading, time
-    import callgate as cg
-    entered = threading.Event()
-    def wait(x):
-      entered.set()
-      time.sleep(0.01)
-      return x
-    gate = cg.gate(wait, out=lambda x: x, effect="io", thread="own")
-    body = lambda c, x: (c + gate(x), None)
-    f = jax.jit(lambda c: cg.scan(body, c, jnp.arange(100), progress="cut"))
-    def run():
-      with contextlib.suppress(Exception):  # the runtime has closed
-        jax.block_until_ready(f(0))
-    threading.Thread(target=run, daemon=True).start()
-    assert entered.wait(60)
-    print("end")
-    """
-  )
-  assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr
-  assert "Traceback" not in process.stderr
-
-
-def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() -> None:
-  printed = output_of(
-    """
-    import io, threading, jax, jax.numpy as jnp
-    import callgate as cg
-    from callgate import _progress_draw
-    _progress_draw._LINGER = 1
-    file = io.StringIO()
-    bar = cg.Progress("t", file=file)
-    f = jax.jit(lambda c: cg.scan(lambda c, x: (c + x, None), c, jnp.arange(5.0), progress=bar))
-    def drawing():
-      return [t for t in threading.enumerate() if t.name == "callgate-progress"]
-    assert not drawing()
-    for turn in range(3):
-      jax.block_until_ready(f(0.0))
-      for thread in drawing():
-        thread.join(30)
-        assert not thread.is_alive()
-    print(file.getvalue().count("t: 100% 5/5"))
-    """
-  )
-  assert printed.strip() == "3"
