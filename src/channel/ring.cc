@@ -14,19 +14,29 @@ namespace {
 
 constexpr std::size_t kSmallest = 1024;
 
+using Mark = std::atomic<std::uint32_t>;
+
+[[noreturn]] void no_memory(std::size_t capacity) {
+  throw Error(ErrorCode::kInternal, "a channel's memory", std::to_string(capacity) + " bytes",
+              "none from the system");
+}
+
+std::unique_ptr<Mark[]> make_marks(std::size_t capacity) try {
+  return std::make_unique<Mark[]>(capacity / kRecordAlignment);
+} catch (const std::bad_alloc&) {
+  no_memory(capacity);
+}
+
 }  // namespace
 
 Ring::Ring(std::size_t capacity)
     : capacity_(std::bit_floor(capacity < kSmallest ? kSmallest : capacity)),
       shift_(std::countr_zero(capacity_)),
-      marks_(std::make_unique<std::atomic<std::uint32_t>[]>(capacity_ / kRecordAlignment)) {
+      marks_(make_marks(capacity_)) {
   // Pages come with their first use, so a ring that is never full never costs its capacity.
   void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(ErrorCode::kInternal, "a channel's memory", std::to_string(capacity_) + " bytes",
-                "none from the system");
-  }
+  if (memory == MAP_FAILED) no_memory(capacity_);
 #ifdef MADV_HUGEPAGE
   madvise(memory, capacity_, MADV_HUGEPAGE);  // fewer page faults in the first lap; may be refused
 #endif

@@ -67,9 +67,14 @@ class Ring {
     return tail_.load(
         std::memory_order_seq_cst);  // ordered with `publish` and the consumer's sleep
   }
+  // Bytes between the two. Exact for a moment in the call, however long the call is held up.
   std::size_t used() const noexcept {
-    std::uint64_t head = this->head();  // first, so that the difference is never negative
-    return static_cast<std::size_t>(tail() - head);
+    for (std::uint64_t head = this->head();;) {
+      std::uint64_t tail = this->tail();  // after the head, so that the difference is not negative
+      std::uint64_t now = this->head();
+      if (now == head) return static_cast<std::size_t>(tail - head);
+      head = now;
+    }
   }
 
   std::size_t capacity() const noexcept { return capacity_; }
