@@ -124,7 +124,8 @@ Entry* Channel::reserve_now(std::size_t payload, bool starves) noexcept {
   if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return nullptr;
   if (payload > ring_.max_payload()) return reserve_aside(payload);
   std::size_t aside = aside_.claimed();
-  if (aside != 0 && aside + ring_.used() + payload > ring_.capacity()) return nullptr;
+  if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity())
+    return nullptr;
   Entry* entry = ring_.reserve(payload);
   if (entry == nullptr) return nullptr;
   entry->record.payload = entry->inline_payload();

@@ -59,6 +59,7 @@ inline bool intact(const char* payload, std::size_t bytes) {
 inline std::shared_ptr<Source> make_source(std::size_t bytes,
                                            std::shared_ptr<Consumer> consumer = nullptr) {
   static std::atomic<std::uint64_t> next{1};
+  EXPECT_TRUE(bytes >= 8 && bytes % 8 == 0);
   auto source = std::make_shared<Source>();
   source->id = next.fetch_add(1);
   source->name = "source" + std::to_string(source->id);
