@@ -142,12 +142,14 @@ ChannelStats Channel::stats() const noexcept {
   stats.dropped = dropped_.load(std::memory_order_acquire);
   for (const auto& count : sequence_) stats.sent += count.load(std::memory_order_acquire);
   stats.pending = stats.sent - stats.delivered - stats.dropped;
-  stats.bytes = bytes_.load(std::memory_order_relaxed);  // gauges
+  // Relaxed: gauges.
+  stats.bytes = bytes_.load(std::memory_order_relaxed);
   stats.high_water = high_water_.load(std::memory_order_relaxed);
   if (abandoned()) return stats;  // the mutex may be held for ever
   std::lock_guard lock(head_mutex_);
   std::uint64_t waits = ring_.used();  // before the rest: while we hold the mutex, both only grow
-  stats.high_water = std::max(stats.high_water, waits + aside_.in_use());
+  stats.high_water = std::max<std::uint64_t>(high_water_.load(std::memory_order_relaxed),
+                                             waits + aside_.in_use());
   return stats;
 }
 

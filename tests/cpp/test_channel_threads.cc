@@ -55,7 +55,6 @@ TEST_P(EachPolicy, CountsAreExactAtEveryMoment) {
   while (stats.sent < kThreads * kEach) {
     stats = channel->stats();
     ASSERT_TRUE(exact(stats));
-    ASSERT_LE(stats.pending, 8192U / 128 + 4096 + kThreads) << "no more than can wait";
     ASSERT_TRUE(stats.sent >= before.sent && stats.delivered >= before.delivered &&
                 stats.dropped >= before.dropped && stats.high_water >= before.high_water);
     before = stats;
