@@ -37,7 +37,6 @@ class Ring {
  public:
   // `capacity` in bytes is rounded down to a power of two. Throws Error when it can't be had.
   explicit Ring(std::size_t capacity);
-  ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
@@ -83,8 +82,13 @@ class Ring {
   std::size_t max_payload() const noexcept { return capacity_ / 2 - sizeof(Entry); }
 
  private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(char* memory) const noexcept;
+  };
+
   Entry* entry_at(std::uint64_t position) noexcept {
-    return reinterpret_cast<Entry*>(memory_ + (position & (capacity_ - 1)));
+    return reinterpret_cast<Entry*>(memory_.get() + (position & (capacity_ - 1)));
   }
   std::atomic<std::uint32_t>& mark_of(std::uint64_t position) noexcept {
     return marks_[(position & (capacity_ - 1)) / kRecordAlignment];
@@ -96,7 +100,7 @@ class Ring {
 
   std::size_t capacity_;
   int shift_;
-  char* memory_;
+  std::unique_ptr<char, Unmap> memory_;
   std::unique_ptr<std::atomic<std::uint32_t>[]> marks_;
   // Apart, so that producers and the consumer do not share a cache line.
   alignas(64) std::atomic<std::uint64_t> tail_{0};
