@@ -170,10 +170,14 @@ class TapHandle {
   // A record from Python: what programs that cannot call the runtime send through JAX's callbacks.
   void send(const std::string& spec, const std::string& batch, std::int64_t device,
             const std::vector<nb::object>& arrays) {
-    std::shared_ptr<Site>& site = sites_[spec + '\n' + batch];
-    if (site == nullptr) site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch)});
     std::vector<ArrayView> views;
-    for (const nb::object& array : arrays) views.push_back(view_of(array));
+    std::string key = spec + '\n' + batch;
+    for (const nb::object& array : arrays) {
+      views.push_back(view_of(array));
+      key += '\n' + to_string(views.back());  // a site's shapes are those of its first call
+    }
+    std::shared_ptr<Site>& site = sites_[key];
+    if (site == nullptr) site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch)});
     CallContext context;
     context.device = device;
     nb::gil_scoped_release unlocked;  // the channel may be full
@@ -227,8 +231,10 @@ void bind_handles(nb::module_& module) {
       .def(
           "flush",
           [](ChannelHandle& handle, std::optional<double> timeout) {
-            return wait_in_slices(
-                timeout, [&](Clock::duration slice) { return handle.channel().flush(slice); });
+            std::uint64_t request = handle.channel().request_flush();
+            return wait_in_slices(timeout, [&](Clock::duration slice) {
+              return handle.channel().flushed(request, slice);
+            });
           },
           nb::arg("timeout").none() = nb::none())
       .def("close", &ChannelHandle::close, nb::arg("timeout").none() = nb::none())
@@ -269,10 +275,12 @@ void bind_channel(nb::module_& module) {
   module.def(
       "flush_channels",
       [](std::optional<double> timeout) {
-        auto channels = Channels::instance().all();
+        std::vector<std::pair<std::shared_ptr<Channel>, std::uint64_t>> requests;
+        for (const auto& channel : Channels::instance().all())
+          requests.emplace_back(channel, channel->request_flush());
         return wait_in_slices(timeout, [&](Clock::duration slice) {
-          return std::ranges::all_of(channels,
-                                     [&](const auto& channel) { return channel->flush(slice); });
+          return std::ranges::all_of(
+              requests, [&](const auto& one) { return one.first->flushed(one.second, slice); });
         });
       },
       nb::arg("timeout").none() = nb::none());

@@ -1,4 +1,5 @@
-// Senders, then set-up and waiting; the channel's own thread is in channel_thread.cc.
+// What senders do, on their threads. Set-up and waiting are in channel_control.cc, the channel's
+// own thread in channel_thread.cc.
 #include "channel/channel.h"
 
 #include <algorithm>
@@ -9,6 +10,9 @@ namespace callgate {
 namespace {
 
 constexpr auto kRecheck = std::chrono::milliseconds(20);
+// After so long a sender that waits is not overtaken any more. Before, it may be: taking turns
+// would cost a switch of threads a record.
+constexpr auto kPatience = std::chrono::milliseconds(100);
 
 std::atomic<Channel::Interrupted> g_interrupted{nullptr};
 std::atomic<bool> g_abandoned{false};
@@ -19,9 +23,9 @@ std::int64_t now_ns() noexcept {
       .count();
 }
 
-// Relaxed: each is a sum that nobody orders anything by, but for what `stats` says.
+// Release: who reads it (see stats()) also sees that what it counts was sent.
 void count_up(std::atomic<std::uint64_t>& counter, std::uint64_t count) noexcept {
-  counter.fetch_add(count, std::memory_order_relaxed);
+  counter.fetch_add(count, std::memory_order_release);
 }
 
 std::uint64_t next_id() noexcept {
@@ -47,6 +51,7 @@ Channel::Channel(ChannelOptions options, OnError on_error)
       aside_(options_.capacity) {}
 
 Channel::~Channel() {
+  drop_the_rest();
   if (!thread_.joinable()) return;
   if (abandoned() || thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();
@@ -72,9 +77,9 @@ bool Channel::send(const Parcel& parcel) noexcept {
   record.flags = parcel.sender.flags;
   bool sent = false;
   if (!closed_.load(std::memory_order_seq_cst) && !abandoned() && passes_sampling(parcel.sender)) {
-    // Relaxed: only this source's senders write it, and enrolling twice does no harm.
-    if (parcel.sender.enrolled.load(std::memory_order_relaxed) != id_) enrol(parcel.sender);
     if (Entry* entry = reserve(parcel)) {
+      // Relaxed: only this source's senders write it, and enrolling twice does no harm.
+      if (parcel.sender.enrolled.load(std::memory_order_relaxed) != id_) enrol(parcel.sender);
       record.payload = entry->record.payload;
       entry->record = record;
       host_staging().copy(source, parcel.leaves, const_cast<char*>(record.payload));
@@ -107,16 +112,20 @@ bool Channel::passes_sampling(Sender& sender) const noexcept {
 
 Entry* Channel::reserve(const Parcel& parcel) noexcept {
   std::size_t payload = parcel.sender.source->payload_bytes;
+  if (overflows()) return nullptr;
   if (Entry* entry = reserve_now(payload)) return entry;
   if (options_.on_full == OnFull::kBlock) return wait_for_room(payload);
   if (options_.on_full == OnFull::kDropOld) return make_room(payload);
   return nullptr;
 }
 
-Entry* Channel::reserve_now(std::size_t payload) noexcept {
+Entry* Channel::reserve_now(std::size_t payload, bool starves) noexcept {
+  // Relaxed: who is late to see it overtakes once more.
+  if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return nullptr;
   if (payload > ring_.max_payload()) return reserve_aside(payload);
-  std::size_t aside = aside_.in_use();
-  if (aside != 0 && aside + ring_.used() + payload > ring_.capacity()) return nullptr;
+  std::size_t aside = aside_.claimed();
+  if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity())
+    return nullptr;
   Entry* entry = ring_.reserve(payload);
   if (entry == nullptr) return nullptr;
   entry->record.payload = entry->inline_payload();
@@ -124,7 +133,7 @@ Entry* Channel::reserve_now(std::size_t payload) noexcept {
 }
 
 Entry* Channel::reserve_aside(std::size_t payload) noexcept {
-  char* block = aside_.take(payload, ring_.used());
+  char* block = aside_.take(payload, ring_);
   if (block == nullptr) return nullptr;
   Entry* entry = ring_.reserve(0);
   if (entry == nullptr) {
@@ -140,24 +149,39 @@ Entry* Channel::reserve_aside(std::size_t payload) noexcept {
 Entry* Channel::wait_for_room(std::size_t payload) noexcept {
   if (on_own_thread()) return nullptr;
   Entry* entry = nullptr;
+  bool starves = false;
+  auto patience = Clock::now() + kPatience;
   waiting_.fetch_add(1, std::memory_order_seq_cst);  // before we look, so that room is announced
   for (;;) {
     // Relaxed: a late answer costs one more round.
     if (interrupted_.load(std::memory_order_relaxed) || closed()) break;
     {
       std::unique_lock lock(mutex_);
-      entry = reserve_now(payload);
+      entry = reserve_now(payload, starves);
       if (entry != nullptr) break;
       work_.notify_one();
       room_.wait_for(lock, kRecheck);
     }
-    entry = reserve_now(payload);
+    entry = reserve_now(payload, starves);
     if (entry != nullptr) break;
     Interrupted check = g_interrupted.load(std::memory_order_acquire);  // see set_interrupted
-    if (check != nullptr && check()) interrupted_.store(true, std::memory_order_relaxed);
+    if (check != nullptr && check()) interrupt();
+    if (!starves && Clock::now() > patience) {
+      starves = true;
+      starving_.fetch_add(1, std::memory_order_relaxed);  // see reserve_now()
+    }
   }
+  if (starves) starving_.fetch_sub(1, std::memory_order_relaxed);  // see reserve_now()
   waiting_.fetch_sub(1, std::memory_order_relaxed);  // an early notice more does no harm
   return entry;
+}
+
+// Nobody waits for room any more until the channel's thread has found nothing to do.
+void Channel::interrupt() noexcept {
+  interrupted_.store(true, std::memory_order_relaxed);  // a late look costs a round more
+  std::lock_guard lock(mutex_);
+  room_.notify_all();
+  work_.notify_one();
 }
 
 // Drops the oldest records until there is room.
@@ -174,11 +198,9 @@ Entry* Channel::make_room(std::size_t payload) noexcept {
       std::this_thread::yield();  // another sender is writing it
       continue;
     }
+    note_high_water();
     if (oldest->kind != Entry::Kind::kFiller) count_up(dropped_, 1);
-    if (oldest->kind == Entry::Kind::kAside) {
-      aside_.give_back(const_cast<char*>(oldest->record.payload),
-                       oldest->record.source->payload_bytes);
-    }
+    if (oldest->kind == Entry::Kind::kAside) give_back_aside(oldest->record);
     next = Ring::after(*oldest);
     next_.store(next, std::memory_order_relaxed);  // as above
     ring_.release(next);
@@ -188,11 +210,16 @@ Entry* Channel::make_room(std::size_t payload) noexcept {
 bool Channel::send_aside_of_ring(const Parcel& parcel, Record record) noexcept {
   try {
     const Source& source = *parcel.sender.source;
-    Overflow one{record, std::make_unique<char[]>(source.payload_bytes)};
+    Overflow one{0, record, std::make_unique_for_overwrite<char[]>(source.payload_bytes)};
     one.record.payload = one.payload.get();
     host_staging().copy(source, parcel.leaves, one.payload.get());
+    enrol(parcel.sender);
     std::lock_guard lock(mutex_);
+    one.position = ring_.tail();
     overflow_.push_back(std::move(one));
+    ++overflowed_;
+    overflow_bytes_ += source.payload_bytes;
+    overflowing_.store(true, std::memory_order_relaxed);  // for this thread alone
     return true;
   } catch (const std::bad_alloc&) {
     return false;
@@ -204,6 +231,22 @@ bool Channel::on_own_thread() const noexcept {
   return thread_id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
+// Is this the channel's thread, and do records that it sent before still wait beside the ring?
+bool Channel::overflows() const noexcept {
+  return overflowing_.load(std::memory_order_relaxed) && on_own_thread();  // its own flag
+}
+
+// The source stays for as long as its records.
+void Channel::enrol(Sender& sender) {
+  std::lock_guard lock(mutex_);
+  sources_[sender.source.get()] = sender.source;
+  sender.enrolled.store(id_, std::memory_order_relaxed);  // see send()
+}
+
+void Channel::give_back_aside(const Record& record) noexcept {
+  aside_.give_back(const_cast<char*>(record.payload), record.source->payload_bytes);
+}
+
 void Channel::wake_consumer() noexcept {
   // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees us.
   int rest = rest_.load(std::memory_order_seq_cst);
@@ -211,121 +254,6 @@ void Channel::wake_consumer() noexcept {
   std::lock_guard lock(mutex_);
   rest_.store(kAwake, std::memory_order_relaxed);  // others need not notify, too
   work_.notify_one();
-}
-
-// -- set-up --------------------------------------------------------------------------------------
-
-void Channel::add(std::shared_ptr<Consumer> consumer) {
-  {
-    std::lock_guard lock(mutex_);
-    consumers_.push_back(std::move(consumer));
-  }
-  start();
-}
-
-void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
-  std::unique_lock lock(mutex_);
-  std::erase(consumers_, consumer);
-  if (!on_own_thread()) done_.wait(lock, [&] { return !in_delivery_; });
-}
-
-void Channel::start() {
-  std::lock_guard lock(mutex_);
-  if (running_ || closing_) return;
-  running_ = true;
-  thread_ = std::thread([self = shared_from_this()] { self->run(); });
-}
-
-void Channel::adopt(std::shared_ptr<Channel> other) {
-  for (std::size_t i = 0; i < kDevices; ++i) {
-    // Nobody else counts: the other's senders are gone, ours not there yet.
-    count_up(sequence_[i], other->sequence_[i].load(std::memory_order_relaxed));
-  }
-  count_up(dropped_, other->dropped_.load(std::memory_order_relaxed));
-  count_up(bytes_, other->bytes_.load(std::memory_order_relaxed));
-  // `other` keeps its sources until its records are delivered.
-  inherited_ = std::move(other);
-}
-
-void Channel::enrol(Sender& sender) {
-  std::lock_guard lock(mutex_);
-  sources_[sender.source.get()] = sender.source;
-  sender.enrolled.store(id_, std::memory_order_relaxed);  // see send()
-}
-
-void Channel::retire(const Source& source) {
-  std::shared_ptr<const Source> kept;  // may be the last reference: dropped after the lock
-  std::lock_guard lock(mutex_);
-  auto found = sources_.find(&source);
-  if (found == sources_.end()) return;
-  kept = std::move(found->second);
-  sources_.erase(found);
-  std::uint64_t tail = ring_.tail();
-  // Acquire: pairs with settle(). Settled that far, no record of the source is left.
-  bool settled = settled_.load(std::memory_order_acquire) >= tail && overflow_.empty();
-  if (!settled || inherited_ != nullptr) retired_.push_back({tail, std::move(kept)});
-}
-
-bool Channel::flush(std::optional<Clock::duration> timeout) {
-  if (on_own_thread()) return true;
-  if (abandoned()) return false;
-  std::unique_lock lock(mutex_);
-  if (!running_ || finished_) return true;
-  std::uint64_t ticket = ++flush_wanted_;
-  flush_target_ = ring_.tail();
-  work_.notify_one();
-  auto served = [&] { return flush_served_ >= ticket || finished_; };
-  if (timeout) return done_.wait_for(lock, *timeout, served);
-  done_.wait(lock, served);
-  return true;
-}
-
-void Channel::refuse() noexcept {
-  closed_.store(true, std::memory_order_seq_cst);  // see send()
-  std::lock_guard lock(mutex_);
-  room_.notify_all();
-}
-
-bool Channel::close(std::optional<Clock::duration> timeout) {
-  if (abandoned()) {
-    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
-    return false;
-  }
-  refuse();
-  while (senders_.load(std::memory_order_acquire) != 0) {
-    std::unique_lock lock(mutex_);
-    room_.notify_all();
-    room_.wait_for(lock, std::chrono::milliseconds(1));
-  }
-  {
-    std::unique_lock lock(mutex_);
-    closing_ = true;
-    work_.notify_one();
-    if (!running_) return true;
-    if (on_own_thread()) return true;  // it ends when it gets back to its loop
-    auto ended = [&] { return finished_; };
-    if (!timeout) {
-      done_.wait(lock, ended);
-    } else if (!done_.wait_for(lock, *timeout, ended)) {
-      if (thread_.joinable()) thread_.detach();
-      return false;
-    }
-  }
-  if (thread_.joinable()) thread_.join();
-  return true;
-}
-
-ChannelStats Channel::stats() const noexcept {
-  ChannelStats stats;
-  // What leaves is read before what comes, so that `pending` is never negative. Acquire keeps the
-  // reads in this order.
-  stats.delivered = delivered_.load(std::memory_order_acquire);
-  stats.dropped = dropped_.load(std::memory_order_acquire);
-  for (const auto& count : sequence_) stats.sent += count.load(std::memory_order_acquire);
-  stats.pending = stats.sent - stats.delivered - stats.dropped;
-  stats.bytes = bytes_.load(std::memory_order_relaxed);  // gauges
-  stats.high_water = high_water_.load(std::memory_order_relaxed);
-  return stats;
 }
 
 }  // namespace callgate

@@ -92,13 +92,20 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Starts the thread without a consumer of the channel's: sources have their own.
   void start();
 
-  // Waits until all that was sent before is with the consumers, and has been flushed by them. False
-  // when the time ran out. On the channel's own thread: true at once.
-  bool flush(std::optional<Clock::duration> timeout);
+  // Waits until all that was sent before is with the consumers, and has been flushed by them:
+  // the channel's, and those of sources that are not retired. False when the time ran out. On the
+  // channel's own thread: true at once.
+  bool flush(std::optional<Clock::duration> timeout) { return flushed(request_flush(), timeout); }
+
+  // The same in two steps, for who waits in slices: what is sent after the request is not waited
+  // for, however long the wait.
+  std::uint64_t request_flush();
+  bool flushed(std::uint64_t request, std::optional<Clock::duration> timeout);
 
   // No record is taken any more (senders' are counted as dropped); delivers what is there, closes
-  // the consumers, joins the thread. False when the time ran out: the thread is then left behind,
-  // and ends with the consumer that holds it up.
+  // the consumers, joins the thread. False when the time ran out: the thread then goes on, and ends
+  // with the consumer that holds it up; close() again waits again. Without a thread, what is there
+  // is dropped.
   bool close(std::optional<Clock::duration> timeout);
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
@@ -125,42 +132,70 @@ class Channel : public std::enable_shared_from_this<Channel> {
  private:
   static constexpr std::size_t kDevices = 256;  // the last counts for all devices from there on
 
+  // A moment in the stream: what was sent before it.
+  struct Moment {
+    std::uint64_t position = 0;    // of the ring's tail
+    std::uint64_t overflowed = 0;  // records that had not found room there
+    bool covers(const Moment& other) const noexcept {
+      return position >= other.position && overflowed >= other.overflowed;
+    }
+  };
   struct Retired {
-    std::uint64_t position;  // of the tail when it was retired
+    Moment moment;
     std::shared_ptr<const Source> source;
   };
-  // A record that the channel's own thread sent into a full ring: waiting would be for itself.
+  struct Flush {
+    std::uint64_t request;
+    Moment moment;
+  };
+  // A record that the channel's own thread sent into a full ring: waiting would be for itself. It
+  // follows what was in the ring then, and everything that the thread sends goes here until this
+  // has been taken. Counted in high_water, but not bounded.
   struct Overflow {
+    std::uint64_t position;
     Record record;
     std::unique_ptr<char[]> payload;
   };
 
   // Senders.
   Entry* reserve(const Parcel& parcel) noexcept;
-  Entry* reserve_now(std::size_t payload) noexcept;
+  Entry* reserve_now(std::size_t payload, bool starves = false) noexcept;
   Entry* reserve_aside(std::size_t payload) noexcept;
   Entry* wait_for_room(std::size_t payload) noexcept;
   Entry* make_room(std::size_t payload) noexcept;
+  void interrupt() noexcept;
   bool send_aside_of_ring(const Parcel& parcel, Record record) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
   void enrol(Sender& sender);
-  void note_high_water() noexcept;
+  bool overflows() const noexcept;
   void wake_consumer() noexcept;
   bool on_own_thread() const noexcept;
+  Moment moment() const noexcept { return {ring_.tail(), overflowed_}; }  // under the mutex
+
+  // Both.
+  void give_back_aside(const Record& record) noexcept;
+  void note_high_water() noexcept;
+  void drop_the_rest() noexcept;
 
   // The channel's thread.
   void run();
+  void begin_delivery();
   bool deliver_some();
   std::uint64_t next() const noexcept {
     return next_.load(std::memory_order_relaxed);  // late for kDropOld alone: one more round
   }
   std::uint64_t collect();
   void take(Entry& entry);
-  void collect_overflow();
+  void collect_overflow(std::uint64_t position);
   void deliver_inherited();
   void deliver() noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records) noexcept;
   void settle(std::uint64_t position);
+  void give_room(std::uint64_t position);
+  void end_delivery();
+  template <typename Action>
+  void tell(Consumer& consumer, Action&& action) noexcept;
+  std::vector<std::shared_ptr<Consumer>> all_consumers() const;
   void serve_flushes();
   void rest();
   void finish();
@@ -175,17 +210,20 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // their sum is what was sent
   std::atomic<std::uint64_t> delivered_{0}, dropped_{0}, bytes_{0}, high_water_{0};
 
-  // Held while entries are taken from the head: by the consumer, and by senders that drop the
-  // oldest. Never while user code runs.
-  std::mutex head_mutex_;
+  // Held while entries are taken from the head and while room is given back: by the consumer, and
+  // by senders that drop the oldest. Never while user code runs.
+  mutable std::mutex head_mutex_;
   // The entry to collect next; before it, entries are taken or dropped. Written under the mutex.
   std::atomic<std::uint64_t> next_{0};
 
   // The batch in delivery; the channel's thread only.
   std::vector<Record> batch_;
   std::vector<std::unique_ptr<char[]>> copies_;
+  std::size_t copied_bytes_ = 0;  // of them, those that count against the capacity
   std::vector<std::pair<char*, std::size_t>> taken_aside_;
   std::vector<std::shared_ptr<Consumer>> current_;
+  std::uint64_t overflow_taken_ = 0;
+  std::size_t overflow_bytes_ = 0, overflow_bytes_taken_ = 0;
   int idle_naps_ = 0;
 
   mutable std::mutex mutex_;  // of all below
@@ -194,12 +232,17 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources_;
   std::deque<Retired> retired_;
   std::deque<Overflow> overflow_;
-  std::uint64_t flush_wanted_ = 0, flush_served_ = 0, flush_target_ = 0;
+  std::deque<Flush> flushes_;
+  std::uint64_t flush_wanted_ = 0, flush_served_ = 0;
+  Moment settled_;                // everything before it has been delivered or dropped
+  std::uint64_t overflowed_ = 0;  // records, in all
+  std::uint64_t deliveries_ = 0;  // that ended
   bool in_delivery_ = false, running_ = false, closing_ = false, finished_ = false;
   std::thread thread_;
 
   std::atomic<std::thread::id> thread_id_{};
-  std::atomic<std::uint64_t> settled_{0};  // everything before it has been delivered or dropped
+  std::atomic<bool> overflowing_{false};  // records of the thread itself wait in `overflow_`
+  std::atomic<int> starving_{0};          // senders that others may not overtake
   std::atomic<bool> closed_{false};
   std::atomic<int> senders_{0};
   enum Rest : int { kAwake, kNapping, kAsleep };

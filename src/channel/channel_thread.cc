@@ -32,19 +32,21 @@ void Channel::run() {
     rest();
   }
   finish();
+  thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same
+}
+
+void Channel::begin_delivery() {
+  std::lock_guard lock(mutex_);
+  in_delivery_ = true;
+  current_ = consumers_;
 }
 
 bool Channel::deliver_some() {
-  note_high_water();
   // Relaxed: others move it only for kDropOld, where a late value costs one more round.
   std::uint64_t before = next_.load(std::memory_order_relaxed);
-  {
-    std::lock_guard lock(mutex_);
-    in_delivery_ = true;
-    current_ = consumers_;
-  }
+  begin_delivery();
   std::uint64_t position = collect();
-  if (batch_.empty() && position == before) collect_overflow();
+  if (overflows()) collect_overflow(position);
   bool some = !batch_.empty() || position != before;
   if (!batch_.empty()) deliver();
   settle(position);
@@ -53,17 +55,23 @@ bool Channel::deliver_some() {
 
 // Takes what is there into the batch; returns the position after it.
 std::uint64_t Channel::collect() {
+  bool copies = options_.on_full == OnFull::kDropOld;
+  // A batch that is copied takes memory besides the ring's, so it is smaller.
+  std::size_t limit = ring_.capacity() / (copies ? 16 : 4);
   std::lock_guard lock(head_mutex_);
+  if (copies) note_high_water();
   std::uint64_t first = next_.load(std::memory_order_relaxed);  // the mutex orders it
   std::uint64_t next = first;
-  while (batch_.size() < kBatchRecords && next - first <= ring_.capacity() / 4) {
+  while (batch_.size() < kBatchRecords) {
     Entry* entry = ring_.at(next);
     if (entry == nullptr) break;
-    next = Ring::after(*entry);
+    std::uint64_t after = Ring::after(*entry);
+    if (after - first > limit && !batch_.empty()) break;
     if (entry->kind != Entry::Kind::kFiller) take(*entry);
+    next = after;
   }
   // The oldest can only be dropped by others when we do not hold on to them.
-  if (options_.on_full == OnFull::kDropOld) ring_.release(next);
+  if (copies) ring_.release(next);
   next_.store(next, std::memory_order_relaxed);  // as above
   return next;
 }
@@ -75,44 +83,47 @@ void Channel::take(Entry& entry) {
   if (entry.kind == Entry::Kind::kAside) {
     taken_aside_.emplace_back(const_cast<char*>(record.payload), bytes);
   } else if (options_.on_full == OnFull::kDropOld) {
+    // Counted as the ring's memory is that it leaves.
     copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
     std::memcpy(copies_.back().get(), record.payload, bytes);
     record.payload = copies_.back().get();
+    aside_.hold(bytes);
+    copied_bytes_ += bytes;
   }
 }
 
-void Channel::collect_overflow() {
+// What this thread sent while the ring was full, as far as it is its turn.
+void Channel::collect_overflow(std::uint64_t position) {
   std::lock_guard lock(mutex_);
-  for (Overflow& one : overflow_) {
-    batch_.push_back(one.record);
-    copies_.push_back(std::move(one.payload));
+  while (!overflow_.empty() && overflow_.front().position <= position) {
+    batch_.push_back(overflow_.front().record);
+    copies_.push_back(std::move(overflow_.front().payload));
+    overflow_bytes_taken_ += batch_.back().source->payload_bytes;
+    overflow_.pop_front();
+    ++overflow_taken_;
   }
-  overflow_.clear();
+  // Relaxed: this thread's own. From here on it sends to the ring again, where nothing of what it
+  // sent before is left.
+  if (overflow_.empty()) overflowing_.store(false, std::memory_order_relaxed);
 }
 
 void Channel::deliver_inherited() {
   if (inherited_ == nullptr) return;
   Channel& other = *inherited_;
-  {
-    std::lock_guard lock(mutex_);
-    current_ = consumers_;
-  }
+  begin_delivery();
   std::uint64_t next = other.next_.load(std::memory_order_relaxed);  // nobody else moves it
   while (Entry* entry = other.ring_.at(next)) {
     next = Ring::after(*entry);
     if (entry->kind != Entry::Kind::kFiller) batch_.push_back(entry->record);
-    if (entry->kind == Entry::Kind::kAside) {
-      taken_aside_.emplace_back(const_cast<char*>(entry->record.payload),
-                                entry->record.source->payload_bytes);
-    }
   }
   deliver();
-  for (auto& [block, bytes] : taken_aside_) other.aside_.give_back(block, bytes);
-  taken_aside_.clear();
-  delivered_.fetch_add(batch_.size(), std::memory_order_release);  // as in settle()
+  // Release: as in settle().
+  delivered_.fetch_add(batch_.size(), std::memory_order_release);
   batch_.clear();
-  std::shared_ptr<Channel> done;
+  current_.clear();
+  std::shared_ptr<Channel> done;  // ends without the mutex, and gives its memory back then
   std::lock_guard lock(mutex_);
+  end_delivery();
   done.swap(inherited_);
 }
 
@@ -131,70 +142,109 @@ void Channel::deliver() noexcept {
 }
 
 void Channel::hand_over(Consumer& consumer, std::span<const Record> records) noexcept {
+  tell(consumer, [&] { consumer.consume(records); });
+}
+
+// What one consumer throws is nobody else's business.
+template <typename Action>
+void Channel::tell(Consumer& consumer, Action&& action) noexcept {
+  auto report = [&](const char* what) {
+    try {
+      on_error_(*this, consumer, what);
+    } catch (...) {  // nobody is left to be told
+    }
+  };
   try {
-    consumer.consume(records);
+    action();
   } catch (const std::exception& error) {
-    on_error_(*this, consumer, error.what());
+    report(error.what());
   } catch (...) {
-    on_error_(*this, consumer, "an unknown C++ exception");
+    report("an unknown C++ exception");
   }
 }
 
-// Everything before `position` is done with.
+// Everything before `position`, and what was taken besides, is done with.
 void Channel::settle(std::uint64_t position) {
-  if (options_.on_full != OnFull::kDropOld) ring_.release(position);
-  for (auto& [block, bytes] : taken_aside_) aside_.give_back(block, bytes);
-  taken_aside_.clear();
+  give_room(position);
   copies_.clear();
   // Release: the consumers' work is seen by who reads the counts; see stats().
   delivered_.fetch_add(batch_.size(), std::memory_order_release);
   batch_.clear();
   current_.clear();
-  std::deque<Retired> gone;
+  std::deque<Retired> gone;  // ends without the mutex
+  std::lock_guard lock(mutex_);
+  settled_ = {position, overflow_taken_};
+  while (!retired_.empty() && settled_.covers(retired_.front().moment)) {
+    gone.push_back(std::move(retired_.front()));
+    retired_.pop_front();
+  }
+  end_delivery();
+}
+
+void Channel::give_room(std::uint64_t position) {
   {
-    std::lock_guard lock(mutex_);
-    in_delivery_ = false;
-    settled_.store(position, std::memory_order_release);  // see retire()
-    while (!retired_.empty() && retired_.front().position <= position && overflow_.empty()) {
-      gone.push_back(std::move(retired_.front()));
-      retired_.pop_front();
-    }
+    std::lock_guard lock(head_mutex_);
+    note_high_water();
+    if (options_.on_full != OnFull::kDropOld) ring_.release(position);
+    for (auto& [block, bytes] : taken_aside_) aside_.give_back(block, bytes);
+    if (copied_bytes_ != 0) aside_.let_go(std::exchange(copied_bytes_, 0));
+    overflow_bytes_ -= std::exchange(overflow_bytes_taken_, 0);
   }
+  taken_aside_.clear();
+}
+
+// Wakes who waits for the end of a delivery, or for room. The mutex is held.
+void Channel::end_delivery() {
+  in_delivery_ = false;
+  ++deliveries_;
   done_.notify_all();
-  // Sequentially consistent: after the release of the room; see wait_for_room().
-  if (waiting_.load(std::memory_order_seq_cst) != 0) {
-    std::lock_guard lock(mutex_);
-    room_.notify_all();
+  // Relaxed: a sender counts itself and then looks for room under the mutex. It did so before we
+  // got the mutex, which shows us its count; or it does so now, and sees the room.
+  if (waiting_.load(std::memory_order_relaxed) != 0) room_.notify_all();
+}
+
+// The channel's, and those of sources. The mutex is held.
+std::vector<std::shared_ptr<Consumer>> Channel::all_consumers() const {
+  std::vector<std::shared_ptr<Consumer>> all;
+  for (const auto& [key, source] : sources_) {
+    if (source->consumer != nullptr) all.push_back(source->consumer);
   }
+  std::ranges::sort(all);
+  auto twice = std::ranges::unique(all);
+  all.erase(twice.begin(), twice.end());
+  all.insert(all.begin(), consumers_.begin(), consumers_.end());
+  return all;
 }
 
 void Channel::serve_flushes() {
-  std::uint64_t wanted = 0;
-  std::vector<std::shared_ptr<Consumer>> all;
+  std::uint64_t served = 0;
   {
     std::lock_guard lock(mutex_);
-    if (flush_wanted_ == flush_served_ || next() < flush_target_ || !overflow_.empty()) return;
-    wanted = flush_wanted_;
-    all = consumers_;
-  }
-  for (const auto& consumer : all) {
-    try {
-      consumer->flush();
-    } catch (const std::exception& error) {
-      on_error_(*this, *consumer, error.what());
+    while (!flushes_.empty() && settled_.covers(flushes_.front().moment)) {
+      served = flushes_.front().request;
+      flushes_.pop_front();
     }
+    if (served == 0) return;
+    in_delivery_ = true;
+    current_ = all_consumers();
   }
+  for (const auto& consumer : current_) tell(*consumer, [&] { consumer->flush(); });
+  current_.clear();
   std::lock_guard lock(mutex_);
-  flush_served_ = wanted;
-  done_.notify_all();
+  flush_served_ = served;
+  end_delivery();
 }
 
 // Until there may be something to do. Short naps first, from which senders need not wake us: a
 // wake-up costs them microseconds. Then sleep, from which they do.
 void Channel::rest() {
   std::unique_lock lock(mutex_);
-  if (closing_ || flush_wanted_ != flush_served_) {
-    if (closing_ || next() < flush_target_) work_.wait_for(lock, std::chrono::microseconds(200));
+  if (closing_) return;
+  if (!flushes_.empty()) {
+    // If it is not due yet, a sender is about to publish.
+    if (!settled_.covers(flushes_.front().moment)) {
+      work_.wait_for(lock, std::chrono::microseconds(200));
+    }
     return;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
@@ -216,32 +266,33 @@ void Channel::rest() {
 }
 
 void Channel::finish() {
-  std::vector<std::shared_ptr<Consumer>> all;
-  {
-    std::lock_guard lock(mutex_);
-    all = consumers_;
-  }
-  for (const auto& consumer : all) {
-    try {
-      consumer->close();
-    } catch (const std::exception& error) {
-      on_error_(*this, *consumer, error.what());
-    }
-  }
   std::deque<Retired> gone;
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources;
-  std::vector<std::shared_ptr<Consumer>> left;
-  std::lock_guard lock(mutex_);
-  gone.swap(retired_);
-  sources.swap(sources_);
-  left.swap(consumers_);
-  finished_ = true;
-  done_.notify_all();
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (consumers_.empty()) {
+        gone.swap(retired_);
+        sources.swap(sources_);
+        finished_ = true;
+        done_.notify_all();
+        return;
+      }
+      current_.swap(consumers_);  // others may come meanwhile
+      in_delivery_ = true;
+    }
+    for (const auto& consumer : current_) tell(*consumer, [&] { consumer->close(); });
+    current_.clear();
+    std::lock_guard lock(mutex_);
+    end_delivery();
+  }
 }
 
+// While all that leaves does so by this thread's hand, or under the head's mutex, which is held.
 void Channel::note_high_water() noexcept {
-  auto now = static_cast<std::uint64_t>(ring_.used() + aside_.in_use());
-  // Relaxed: only this thread writes it.
+  std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
+  now += aside_.in_use() + overflow_bytes_;
+  // Relaxed: written under the mutex alone.
   if (now > high_water_.load(std::memory_order_relaxed)) {
     high_water_.store(now, std::memory_order_relaxed);
   }

@@ -14,26 +14,39 @@ namespace {
 
 constexpr std::size_t kSmallest = 1024;
 
+using Mark = std::atomic<std::uint32_t>;
+
+[[noreturn]] void no_memory(std::size_t capacity) {
+  throw Error(ErrorCode::kInternal, "a channel's memory", std::to_string(capacity) + " bytes",
+              "none from the system");
+}
+
+char* map_memory(std::size_t capacity) {
+  // Pages come with their first use, so a ring that is never full never costs its capacity.
+  void* memory = mmap(nullptr, capacity, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) no_memory(capacity);
+#ifdef MADV_HUGEPAGE
+  madvise(memory, capacity, MADV_HUGEPAGE);  // fewer page faults in the first lap; may be refused
+#endif
+  return static_cast<char*>(memory);
+}
+
+std::unique_ptr<Mark[]> make_marks(std::size_t capacity) try {
+  return std::make_unique<Mark[]>(capacity / kRecordAlignment);
+} catch (const std::bad_alloc&) {
+  no_memory(capacity);
+}
+
 }  // namespace
+
+void Ring::Unmap::operator()(char* memory) const noexcept { munmap(memory, bytes); }
 
 Ring::Ring(std::size_t capacity)
     : capacity_(std::bit_floor(capacity < kSmallest ? kSmallest : capacity)),
       shift_(std::countr_zero(capacity_)),
-      marks_(std::make_unique<std::atomic<std::uint32_t>[]>(capacity_ / kRecordAlignment)) {
-  // Pages come with their first use, so a ring that is never full never costs its capacity.
-  void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(ErrorCode::kInternal, "a channel's memory", std::to_string(capacity_) + " bytes",
-                "none from the system");
-  }
-#ifdef MADV_HUGEPAGE
-  madvise(memory, capacity_, MADV_HUGEPAGE);  // fewer page faults in the first lap; may be refused
-#endif
-  memory_ = static_cast<char*>(memory);
-}
-
-Ring::~Ring() { munmap(memory_, capacity_); }
+      memory_(map_memory(capacity_), Unmap{capacity_}),
+      marks_(make_marks(capacity_)) {}
 
 Entry* Ring::reserve(std::size_t payload) noexcept {
   std::size_t bytes = sizeof(Entry) + align_record(payload);

@@ -37,7 +37,6 @@ class Ring {
  public:
   // `capacity` in bytes is rounded down to a power of two. Throws Error when it can't be had.
   explicit Ring(std::size_t capacity);
-  ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
@@ -67,9 +66,14 @@ class Ring {
     return tail_.load(
         std::memory_order_seq_cst);  // ordered with `publish` and the consumer's sleep
   }
+  // Bytes between the two. Exact for a moment in the call, however long the call is held up.
   std::size_t used() const noexcept {
-    std::uint64_t head = this->head();  // first, so that the difference is never negative
-    return static_cast<std::size_t>(tail() - head);
+    for (std::uint64_t head = this->head();;) {
+      std::uint64_t tail = this->tail();  // after the head, so that the difference is not negative
+      std::uint64_t now = this->head();
+      if (now == head) return static_cast<std::size_t>(tail - head);
+      head = now;
+    }
   }
 
   std::size_t capacity() const noexcept { return capacity_; }
@@ -78,8 +82,13 @@ class Ring {
   std::size_t max_payload() const noexcept { return capacity_ / 2 - sizeof(Entry); }
 
  private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(char* memory) const noexcept;
+  };
+
   Entry* entry_at(std::uint64_t position) noexcept {
-    return reinterpret_cast<Entry*>(memory_ + (position & (capacity_ - 1)));
+    return reinterpret_cast<Entry*>(memory_.get() + (position & (capacity_ - 1)));
   }
   std::atomic<std::uint32_t>& mark_of(std::uint64_t position) noexcept {
     return marks_[(position & (capacity_ - 1)) / kRecordAlignment];
@@ -91,7 +100,7 @@ class Ring {
 
   std::size_t capacity_;
   int shift_;
-  char* memory_;
+  std::unique_ptr<char, Unmap> memory_;
   std::unique_ptr<std::atomic<std::uint32_t>[]> marks_;
   // Apart, so that producers and the consumer do not share a cache line.
   alignas(64) std::atomic<std::uint64_t> tail_{0};

@@ -28,32 +28,59 @@ Staging& host_staging() {
 
 SideMemory::~SideMemory() { std::free(kept_); }
 
-char* SideMemory::take(std::size_t bytes, std::size_t used) noexcept {
-  std::size_t now = in_use_.load(std::memory_order_relaxed);  // confirmed by the exchange
-  do {
-    if (now != 0 && now + used + bytes > budget_) return nullptr;
-    // Relaxed: the count alone matters; blocks pass under the mutex or through the ring.
-  } while (!in_use_.compare_exchange_weak(now, now + bytes, std::memory_order_relaxed));
+bool SideMemory::claim(std::size_t bytes, const Ring& ring) noexcept {
+  auto fits = [&](std::size_t before) {
+    std::size_t in_use = before + ring.used();
+    return in_use == 0 || in_use + bytes <= budget_;
+  };
+  if (!fits(claimed())) return false;
+  // Claimed first, then looked at once more: a sender that comes to the ring from here on sees the
+  // claim. One that is past its look may still take the room for its record besides.
+  std::size_t before = claimed_.fetch_add(bytes, std::memory_order_seq_cst);  // see claimed()
+  if (fits(before)) return true;
+  claimed_.fetch_sub(bytes, std::memory_order_seq_cst);
+  return false;
+}
+
+char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
+  if (!claim(bytes, ring)) return nullptr;
+  char* other = nullptr;
   {
     std::lock_guard lock(mutex_);
-    if (kept_bytes_ == bytes) {
-      kept_bytes_ = 0;
-      return std::exchange(kept_, nullptr);
+    std::swap(other, kept_);
+    if (std::exchange(kept_bytes_, 0) == bytes && other != nullptr) {
+      in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
+      return other;
     }
   }
+  std::free(other);  // before more is taken, so that the budget is kept
   auto* block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
-  if (block == nullptr) in_use_.fetch_sub(bytes, std::memory_order_relaxed);  // as above
+  if (block != nullptr) {
+    in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
+  } else {
+    claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
+  }
   return block;
 }
 
 void SideMemory::give_back(char* block, std::size_t bytes) noexcept {
-  in_use_.fetch_sub(bytes, std::memory_order_relaxed);  // as above
-  {
+  if (bytes <= budget_) {
     std::lock_guard lock(mutex_);
     std::swap(block, kept_);
     kept_bytes_ = bytes;
   }
   std::free(block);
+  let_go(bytes);
+}
+
+void SideMemory::hold(std::size_t bytes) noexcept {
+  claimed_.fetch_add(bytes, std::memory_order_seq_cst);  // see claimed()
+  in_use_.fetch_add(bytes, std::memory_order_relaxed);   // a gauge
+}
+
+void SideMemory::let_go(std::size_t bytes) noexcept {
+  in_use_.fetch_sub(bytes, std::memory_order_relaxed);   // a gauge
+  claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
 }
 
 }  // namespace callgate

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "channel/record.h"
+#include "channel/ring.h"
 
 namespace callgate {
 
@@ -22,8 +23,9 @@ class Staging {
 // The host's.
 Staging& host_staging();
 
-// Memory for payloads that are too large for the ring, within a budget. The last block that came
-// back is kept for the next of its size: fresh memory costs more than the copy into it.
+// Memory besides the ring, within a budget that the two share: payloads that are too large for the
+// ring, and copies of what a consumer reads. The last block that came back is kept for the next of
+// its size: fresh memory costs more than the copy into it.
 class SideMemory {
  public:
   explicit SideMemory(std::size_t budget) : budget_(budget) {}
@@ -31,18 +33,25 @@ class SideMemory {
   SideMemory(const SideMemory&) = delete;
   SideMemory& operator=(const SideMemory&) = delete;
 
-  // Null while less than `bytes` of the budget is left, `used` bytes of it being in use elsewhere.
-  // One block is granted whatever its size: nothing is too large to be sent.
-  char* take(std::size_t bytes, std::size_t used) noexcept;
+  // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
+  // else is in use, a block is granted whatever its size: nothing is too large to be sent.
+  char* take(std::size_t bytes, const Ring& ring) noexcept;
   void give_back(char* block, std::size_t bytes) noexcept;
 
-  std::size_t in_use() const noexcept {
-    return in_use_.load(std::memory_order_relaxed);
-  }  // a gauge
+  // Counts memory that is not ours, and no more.
+  void hold(std::size_t bytes) noexcept;
+  void let_go(std::size_t bytes) noexcept;
+
+  // Sequentially consistent: a sender to the ring looks here, take() looks there.
+  std::size_t claimed() const noexcept { return claimed_.load(std::memory_order_seq_cst); }
+  // Without what take() is about to refuse. Relaxed: a gauge.
+  std::size_t in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
 
  private:
+  bool claim(std::size_t bytes, const Ring& ring) noexcept;
+
   std::size_t budget_;
-  std::atomic<std::size_t> in_use_{0};
+  std::atomic<std::size_t> claimed_{0}, in_use_{0};
   std::mutex mutex_;
   char* kept_ = nullptr;
   std::size_t kept_bytes_ = 0;

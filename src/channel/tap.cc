@@ -30,14 +30,25 @@ ChannelSlot::ChannelSlot(std::string name)
     : name_(std::move(name)), channel_(holding_channel(name_)), sending_to_(channel_.get()) {}
 
 bool ChannelSlot::send(const Parcel& parcel) noexcept {
-  // Sequentially consistent, both: replace() stores the pointer and then looks who is inside.
-  inside_.fetch_add(1, std::memory_order_seq_cst);
-  bool sent = sending_to_.load(std::memory_order_seq_cst)->send(parcel);
-  inside_.fetch_sub(1, std::memory_order_release);  // our use of the channel is over
-  return sent;
+  for (;;) {
+    // Sequentially consistent, both: take_out() stores null and then looks who is inside.
+    inside_.fetch_add(1, std::memory_order_seq_cst);
+    Channel* channel = sending_to_.load(std::memory_order_seq_cst);
+    bool sent = channel != nullptr && channel->send(parcel);
+    inside_.fetch_sub(1, std::memory_order_release);  // our use of the channel is over
+    if (channel != nullptr) return sent;
+    // Not inside meanwhile, or take_out() might never end. Relaxed: the pointer is not used.
+    while (sending_to_.load(std::memory_order_relaxed) == nullptr) {
+      if (Channel::abandoned()) return false;  // who was to put one in is not in this process
+      std::this_thread::yield();
+    }
+  }
 }
 
-void ChannelSlot::retire(const Source& source) { current()->retire(source); }
+void ChannelSlot::retire(const Source& source) {
+  if (Channel::abandoned()) return;  // the mutex may be held for ever
+  current()->retire(source);
+}
 
 std::shared_ptr<Channel> ChannelSlot::open_channel() const {
   std::lock_guard lock(mutex_);
@@ -56,9 +67,8 @@ void ChannelSlot::open(std::shared_ptr<Channel> channel) {
                                                "' is open already; close "
                                                "it first, or give this one another name");
   }
-  std::shared_ptr<Channel> held = channel_;
-  replace(channel);
-  channel->adopt(std::move(held));
+  channel->adopt(take_out());
+  put_in(std::move(channel));
   is_open_ = true;
 }
 
@@ -66,24 +76,26 @@ void ChannelSlot::vacate(const Channel& channel) {
   std::lock_guard lock(mutex_);
   if (!is_open_ || channel_.get() != &channel) return;
   is_open_ = false;
-  std::shared_ptr<Channel> before = channel_;
-  replace(holding_channel(name_));
+  std::shared_ptr<Channel> holding = holding_channel(name_);  // may throw: before we begin
+  take_out()->refuse();
+  put_in(std::move(holding));
 }
 
-// The mutex is held. Returns when nobody uses the channel before any more. A sender that waits for
-// room in the new one, which is not started yet, may look as if it did: hence the limit.
-void ChannelSlot::replace(std::shared_ptr<Channel> channel) {
-  sending_to_.store(channel.get(), std::memory_order_seq_cst);  // see send()
-  std::shared_ptr<Channel> before = std::exchange(channel_, std::move(channel));
-  if (before->options().on_full == OnFull::kBlock) before->refuse();  // wakes those who wait
-  auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-  while (inside_.load(std::memory_order_acquire) != 0) {
-    if (std::chrono::steady_clock::now() > limit) {
-      still_used_.push_back(std::move(before));
-      return;
-    }
+// The mutex is held, in both. Returns the channel when nobody sends to it any more; senders wait
+// until the next is put in, which is not long: those who waited for room are sent away.
+std::shared_ptr<Channel> ChannelSlot::take_out() {
+  sending_to_.store(nullptr, std::memory_order_seq_cst);                  // see send()
+  if (channel_->options().on_full == OnFull::kBlock) channel_->refuse();  // wakes those who wait
+  while (inside_.load(std::memory_order_seq_cst) != 0) {                  // see send()
+    if (Channel::abandoned()) break;  // who is inside is not in this process
     std::this_thread::yield();
   }
+  return std::move(channel_);
+}
+
+void ChannelSlot::put_in(std::shared_ptr<Channel> channel) {
+  channel_ = std::move(channel);
+  sending_to_.store(channel_.get(), std::memory_order_seq_cst);  // see send()
 }
 
 Channels& Channels::instance() {
@@ -114,7 +126,7 @@ std::uint64_t next_source_id() noexcept {
 }
 
 bool any_true(const ArrayView& mask) noexcept {
-  return std::memchr(mask.data, 1, mask.size()) != nullptr;
+  return mask.size() != 0 && std::memchr(mask.data, 1, mask.size()) != nullptr;
 }
 
 // One call site of one executable.
@@ -135,7 +147,7 @@ class TapSite final : public Site {
     std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
     if (wanted(call)) slot_.send(Parcel{sender_, call.operands.first(sent), call.context});
     for (std::size_t i = 0; i < call.results.size(); ++i) {
-      const ArrayView& from = call.operands[i < spec_.returned ? i : sent + i - spec_.returned];
+      const ArrayView& from = operand_of(call, i);
       const ArrayView& to = call.results[i];  // the same memory already where XLA kept the alias
       if (to.data != from.data && to.nbytes() != 0) std::memcpy(to.data, from.data, to.nbytes());
     }
@@ -151,15 +163,32 @@ class TapSite final : public Site {
   }
 
   void check(const Call& call) const {
-    lanes_.check(call.operands, {});  // sent from the host, a record comes without results
-    std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
-    std::size_t passing = call.results.size() - std::min(spec_.returned, call.results.size());
-    bool short_of_results = !call.results.empty() && spec_.returned > call.results.size();
-    if (call.operands.size() < sent + passing || short_of_results) {
-      throw Error(ErrorCode::kInvalidArgument, "tap '" + spec_.name + "'",
-                  std::to_string(sent + passing) + " operands",
-                  std::to_string(call.operands.size()));
+    lanes_.check(call.operands, {});
+    std::string tap = "tap '" + spec_.name + "'";
+    auto fail = [&](const std::string& expected, const std::string& got) {
+      throw Error(ErrorCode::kInvalidArgument, tap, expected, got);
+    };
+    std::size_t sent = spec_.values + (spec_.where ? 1 : 0), results = call.results.size();
+    if (results != 0 && results < spec_.returned)  // sent from the host, a record has none
+      fail("at least " + std::to_string(spec_.returned) + " results", std::to_string(results));
+    std::size_t operands = std::max(sent + results - spec_.returned, spec_.returned);
+    if (call.operands.size() < operands)
+      fail("at least " + std::to_string(operands) + " operands",
+           std::to_string(call.operands.size()));
+    if (spec_.where && call.operands[spec_.values].dtype != DType::kPred)
+      fail("bool as its predicate", to_string(call.operands[spec_.values]));
+    for (std::size_t i = 0; i < results; ++i) {
+      const ArrayView& from = operand_of(call, i);
+      if (call.results[i].nbytes() != from.nbytes())
+        fail("result " + std::to_string(i) + " as its operand, " + to_string(from),
+             to_string(call.results[i]));
     }
+  }
+
+  // What result `i` is.
+  const ArrayView& operand_of(const Call& call, std::size_t i) const noexcept {
+    std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
+    return call.operands[i < spec_.returned ? i : sent + i - spec_.returned];
   }
 
   // Shapes are known from the first call on.
@@ -178,7 +207,7 @@ class TapSite final : public Site {
     check(call);
     for (std::size_t i = 0; i < spec_.values + (spec_.where ? 1 : 0); ++i) {
       const ArrayView& view = call.operands[i];
-      LeafType leaf{i < spec_.paths.size() ? spec_.paths[i] : "",
+      LeafType leaf{i < spec_.values ? spec_.paths[i] : "",
                     view.dtype,
                     {view.shape().begin(), view.shape().end()},
                     source->payload_bytes,
@@ -211,6 +240,12 @@ std::int64_t number(std::string_view key, std::string_view text) {
   return value;
 }
 
+bool yes_or_no(std::string_view key, std::string_view text) {
+  if (text == "0" || text == "1") return text == "1";
+  throw Error(ErrorCode::kInvalidArgument, "a tap's '" + std::string(key) + "'", "0 or 1",
+              "'" + std::string(text) + "'");
+}
+
 Role role_of(std::string_view text) {
   if (text == "primal") return Role::kPrimal;
   if (text == "tangent") return Role::kTangent;
@@ -225,7 +260,7 @@ void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
   } else if (key == "role") {
     spec.role = role_of(value);
   } else if (key == "repeated") {
-    spec.repeated = number(key, value) != 0;
+    spec.repeated = yes_or_no(key, value);
   } else if (key == "every") {
     spec.every = number(key, value);
   } else if (key == "values") {
@@ -233,7 +268,7 @@ void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
   } else if (key == "returned") {
     spec.returned = static_cast<std::size_t>(number(key, value));
   } else if (key == "where") {
-    spec.where = number(key, value) != 0;
+    spec.where = yes_or_no(key, value);
   } else if (key == "path") {
     spec.paths.emplace_back(value);
   } else {
@@ -257,6 +292,11 @@ TapSpec parse_tap_spec(const std::string& text) {
                   "'" + std::string(line) + "'");
     }
     set_field(spec, line.substr(0, equals), line.substr(equals + 1));
+  }
+  if (spec.paths.size() != spec.values) {
+    throw Error(ErrorCode::kInvalidArgument, "a tap's description",
+                std::to_string(spec.values) + " lines path=..., one a value",
+                std::to_string(spec.paths.size()));
   }
   spec.description = rest;
   return spec;

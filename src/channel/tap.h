@@ -33,20 +33,22 @@ class ChannelSlot {
   // The one that takes records now: the open one, or the one that holds them.
   std::shared_ptr<Channel> current() const;
 
-  // Puts `channel` in place; it takes over what was held. Throws Error when one is open.
+  // Puts `channel` in place; it takes over what was held, and goes on with its sequence numbers.
+  // Not started yet. Throws Error when one is open.
   void open(std::shared_ptr<Channel> channel);
   // From now on records are held, and `channel` refuses them. It is still to be closed.
   void vacate(const Channel& channel);
 
  private:
-  void replace(std::shared_ptr<Channel> channel);
+  std::shared_ptr<Channel> take_out();
+  void put_in(std::shared_ptr<Channel> channel);
 
   std::string name_;
   mutable std::mutex mutex_;
   std::shared_ptr<Channel> channel_;
   bool is_open_ = false;
-  std::vector<std::shared_ptr<Channel>> still_used_;
-  // What senders use. `inside_` counts those who may be using the pointer.
+  // What senders use; null for the moment between two. `inside_` counts those who may be using the
+  // pointer.
   std::atomic<Channel*> sending_to_{nullptr};
   std::atomic<int> inside_{0};
 };

@@ -1,0 +1,156 @@
+// Set-up and waiting: what those do who own a channel, on their threads.
+#include <algorithm>
+#include <utility>
+
+#include "channel/channel.h"
+
+namespace callgate {
+
+void Channel::add(std::shared_ptr<Consumer> consumer) {
+  {
+    std::lock_guard lock(mutex_);
+    if (finished_) return;
+    consumers_.push_back(std::move(consumer));
+  }
+  start();
+}
+
+void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
+  if (abandoned()) return;  // nobody delivers, and the mutex may be held for ever
+  std::unique_lock lock(mutex_);
+  std::erase(consumers_, consumer);
+  if (on_own_thread()) return;
+  // The delivery that is under way: on a busy channel the next begins at once.
+  std::uint64_t ended = deliveries_;
+  done_.wait(lock, [&] { return !in_delivery_ || deliveries_ != ended; });
+}
+
+void Channel::start() {
+  std::lock_guard lock(mutex_);
+  if (running_ || closing_) return;
+  thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  running_ = true;
+}
+
+void Channel::adopt(std::shared_ptr<Channel> other) {
+  // Relaxed: nobody else counts, the other's senders are gone and ours not there yet.
+  auto add = [](std::atomic<std::uint64_t>& ours, const std::atomic<std::uint64_t>& theirs) {
+    ours.fetch_add(theirs.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  };
+  for (std::size_t i = 0; i < kDevices; ++i) add(sequence_[i], other->sequence_[i]);
+  add(dropped_, other->dropped_);
+  add(bytes_, other->bytes_);
+  // `other` keeps its sources until its records are delivered.
+  inherited_ = std::move(other);
+}
+
+void Channel::retire(const Source& source) {
+  if (abandoned()) return;             // the mutex may be held for ever
+  std::shared_ptr<const Source> kept;  // may be the last reference: dropped after the lock
+  std::lock_guard lock(mutex_);
+  auto found = sources_.find(&source);
+  if (found == sources_.end()) return;
+  kept = std::move(found->second);
+  sources_.erase(found);
+  if (settled_.covers(moment())) return;  // no record of it is left
+  retired_.push_back({moment(), std::move(kept)});
+  work_.notify_one();  // what is left may have been dropped behind its back
+}
+
+std::uint64_t Channel::request_flush() {
+  if (abandoned() || on_own_thread()) return 0;
+  std::lock_guard lock(mutex_);
+  if (!running_ || finished_) return 0;
+  flushes_.push_back({++flush_wanted_, moment()});
+  work_.notify_one();
+  return flush_wanted_;
+}
+
+bool Channel::flushed(std::uint64_t request, std::optional<Clock::duration> timeout) {
+  if (on_own_thread()) return true;
+  if (abandoned()) return false;
+  std::unique_lock lock(mutex_);
+  auto served = [&] { return flush_served_ >= request || finished_; };
+  if (timeout) return done_.wait_for(lock, *timeout, served);
+  done_.wait(lock, served);
+  return true;
+}
+
+void Channel::refuse() noexcept {
+  closed_.store(true, std::memory_order_seq_cst);  // see send()
+  std::lock_guard lock(mutex_);
+  room_.notify_all();
+}
+
+bool Channel::close(std::optional<Clock::duration> timeout) {
+  if (abandoned()) {
+    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
+    return false;
+  }
+  refuse();
+  while (senders_.load(std::memory_order_seq_cst) != 0) {  // see send()
+    std::unique_lock lock(mutex_);
+    room_.notify_all();
+    room_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  std::thread ended;
+  {
+    std::unique_lock lock(mutex_);
+    closing_ = true;
+    work_.notify_one();
+    if (running_ && on_own_thread()) return true;  // it ends when it gets back to its loop
+    auto finished = [&] { return finished_ || !running_; };
+    if (!timeout) {
+      done_.wait(lock, finished);
+    } else if (!done_.wait_for(lock, *timeout, finished)) {
+      return false;
+    }
+    ended = std::move(thread_);  // two may close at once
+  }
+  if (ended.joinable()) ended.join();
+  drop_the_rest();
+  return true;
+}
+
+// Where nobody is left to deliver to.
+void Channel::drop_the_rest() noexcept {
+  if (abandoned()) return;  // the mutex may be held for ever
+  std::lock_guard lock(head_mutex_);
+  // Relaxed: the mutex orders it.
+  std::uint64_t next = next_.load(std::memory_order_relaxed);
+  std::uint64_t dropped = 0;
+  while (Entry* entry = ring_.at(next)) {
+    next = Ring::after(*entry);
+    if (entry->kind != Entry::Kind::kFiller) ++dropped;
+    if (entry->kind == Entry::Kind::kAside) give_back_aside(entry->record);
+  }
+  next_.store(next, std::memory_order_relaxed);  // as above
+  ring_.release(next);
+  if (inherited_ != nullptr) {
+    std::uint64_t before = inherited_->stats().dropped;
+    inherited_->drop_the_rest();
+    dropped += inherited_->stats().dropped - before;
+  }
+  dropped_.fetch_add(dropped, std::memory_order_release);  // see stats()
+}
+
+ChannelStats Channel::stats() const noexcept {
+  ChannelStats stats;
+  // What leaves is read before what comes, so that `pending` is never negative. Acquire keeps the
+  // reads in this order.
+  stats.delivered = delivered_.load(std::memory_order_acquire);
+  stats.dropped = dropped_.load(std::memory_order_acquire);
+  for (const auto& count : sequence_) stats.sent += count.load(std::memory_order_acquire);
+  stats.pending = stats.sent - stats.delivered - stats.dropped;
+  // Relaxed: gauges.
+  stats.bytes = bytes_.load(std::memory_order_relaxed);
+  stats.high_water = high_water_.load(std::memory_order_relaxed);
+  if (abandoned()) return stats;  // the mutex may be held for ever
+  std::lock_guard lock(head_mutex_);
+  std::uint64_t waits = ring_.used();  // before the rest: while we hold the mutex, both only grow
+  stats.high_water =
+      std::max<std::uint64_t>(high_water_.load(std::memory_order_relaxed), waits + aside_.in_use());
+  return stats;
+}
+
+}  // namespace callgate

@@ -1,0 +1,323 @@
+// Taps as programs call them: the text that describes a call site, and callees behind the FFI
+// handlers, driven by the fake XLA.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "channel/tap.h"
+#include "channel_fixtures.h"
+#include "core/registry.h"
+#include "fake_xla.h"
+
+namespace callgate {
+namespace {
+
+using fake::kLimit;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// -- the text ------------------------------------------------------------------------------------
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(TapSpec, EveryFieldIsRead) {
+  TapSpec spec = parse_tap_spec(
+      "name=loss\nrole=cotangent\nrepeated=1\nevery=10\nvalues=2\nreturned=1\nwhere=1\n"
+      "path=['w']\npath=a=b\n\n{\"tree\":1}\n\nleft as it is");
+  EXPECT_EQ(spec.name, "loss");
+  EXPECT_EQ(spec.role, Role::kCotangent);
+  EXPECT_TRUE(spec.repeated);
+  EXPECT_EQ(spec.every, 10);
+  EXPECT_EQ(spec.values, 2U);
+  EXPECT_EQ(spec.returned, 1U);
+  EXPECT_TRUE(spec.where);
+  EXPECT_THAT(spec.paths, ElementsAre("['w']", "a=b"));
+  EXPECT_EQ(spec.description, "{\"tree\":1}\n\nleft as it is");
+}
+
+TEST(TapSpec, WhatIsNotThereHasItsDefault) {
+  for (const char* text : {"", "\n", "role=primal", "role=primal\n", "role=primal\n\n"}) {
+    TapSpec spec = parse_tap_spec(text);
+    EXPECT_EQ(spec.every, 1);
+    EXPECT_EQ(spec.values, 0U);
+    EXPECT_EQ(spec.role, Role::kPrimal);
+    EXPECT_THAT(spec.description, IsEmpty());
+  }
+}
+
+TEST(TapSpec, BadTextIsAnErrorThatShowsIt) {
+  struct Case {
+    const char *text, *shown;
+  };
+  const Case cases[] = {
+      {"loss", "'loss'"},
+      {"name=a\nnonsense\n", "'nonsense'"},
+      {"colour=red", "'colour'"},
+      {"=1", "''"},
+      {"role=adjoint", "'adjoint'"},
+      {"role=", "primal, tangent or cotangent"},
+      {"every=-1", "'-1'"},
+      {"every=1.5", "'1.5'"},
+      {"every=", "''"},
+      {"values= 1", "' 1'"},
+      {"values=99999999999999999999", "'99999999999999999999'"},
+      {"where=2", "0 or 1"},
+      {"repeated=yes", "'yes'"},
+      {"values=2\npath=a\n\n{}", "2 lines path"},
+      {"path=a", "0 lines path"},
+  };
+  for (const auto& [text, shown] : cases)
+    EXPECT_THAT(message_of([&] { parse_tap_spec(text); }), HasSubstr(shown)) << text;
+}
+
+// -- the call ------------------------------------------------------------------------------------
+
+// What a record held, leaf by leaf, and lane by lane.
+struct Seen {
+  std::string name, description;
+  std::vector<std::string> paths;
+  std::vector<float> first;  // of the first leaf, whole
+  std::vector<std::pair<std::int64_t, float>> lanes;
+  Record record;
+};
+
+class Reader final : public Consumer {
+ public:
+  void consume(std::span<const Record> records) override {
+    for (const Record& record : records) {
+      const Source& source = *record.source;
+      Seen one{source.name, source.description, {}, {}, {}, record};
+      for (const LeafType& leaf : source.leaves) one.paths.push_back(leaf.path);
+      RecordViews views(source);
+      ArrayView first = views.whole(record)[0];
+      one.first.resize(first.size());
+      if (first.nbytes() != 0) std::memcpy(one.first.data(), first.data, first.nbytes());
+      views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+        EXPECT_EQ(leaves.size(), source.value_leaves);
+        one.lanes.emplace_back(lane, *static_cast<const float*>(leaves[0].data));
+      });
+      seen.push_back(std::move(one));
+    }
+  }
+  std::vector<Seen> seen;
+};
+
+// A tap with an open channel; `records()` waits for what was sent.
+class Taps : public ::testing::Test {
+ protected:
+  Taps() {
+    slot_.open(channel_);
+    channel_->add(reader_);
+    Registry::instance().add(tap_);
+  }
+  ~Taps() override {
+    slot_.vacate(*channel_);
+    EXPECT_TRUE(channel_->close(kLimit));
+    Registry::instance().remove(*tap_);
+    EXPECT_EQ(fake::Runtime::instance().live_errors.load(), 0);
+  }
+  const std::vector<Seen>& records() {
+    EXPECT_TRUE(channel_->flush(kLimit));
+    return reader_->seen;
+  }
+
+  ChannelSlot& slot_ = Channels::instance().slot("test.taps");
+  std::shared_ptr<Channel> channel_ = fake::make_channel(OnFull::kBlock, 1 << 16);
+  std::shared_ptr<Reader> reader_ = std::make_shared<Reader>();
+  std::shared_ptr<TapCallee> tap_ = std::make_shared<TapCallee>("tap", "test.taps", nullptr);
+};
+
+fake::Array floats(std::vector<float>& memory, std::vector<std::int64_t> dims) {
+  return {XLA_FFI_DataType_F32, std::move(dims), memory.data()};
+}
+
+TEST_F(Taps, ARecordIsACopyOfTheOperands) {
+  fake::Program program("tap", "name=loss\nvalues=2\npath=['a']\npath=['b']\n\n{}");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> a = {1, 2, 3}, b = {4};
+  ASSERT_TRUE(program.execute({floats(a, {3}), floats(b, {})}).wait().ok());
+  a = {7, 8, 9};  // the program goes on
+  ASSERT_EQ(records().size(), 1U);
+  const Seen& seen = records()[0];
+  EXPECT_THAT(seen.first, ElementsAre(1, 2, 3));
+  EXPECT_EQ(seen.name, "loss");
+  EXPECT_EQ(seen.description, "{}");
+  EXPECT_THAT(seen.paths, ElementsAre("['a']", "['b']"));
+  EXPECT_EQ(seen.record.device, 3) << "as the fake XLA says";
+  EXPECT_EQ(seen.record.run, 77);
+  EXPECT_EQ(seen.record.flags, 0U);
+}
+
+TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
+  fake::Program program("tap", "name=e\nrepeated=1\nrole=tangent\nvalues=1\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  ASSERT_TRUE(program.execute({{XLA_FFI_DataType_F32, {2, 0}, nullptr}}).wait().ok());
+  // No lane of an empty array is read: the reader above would.
+  EXPECT_TRUE(channel_->flush(kLimit));
+  ASSERT_EQ(records().size(), 1U);
+  EXPECT_EQ(records()[0].record.flags, std::uint32_t{kRepeated});
+  EXPECT_THAT(records()[0].first, IsEmpty());
+}
+
+TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
+  fake::Program program("tap", "name=w\nvalues=1\nwhere=1\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {0};
+  for (int i = 0; i < 6; ++i) {
+    x[0] = static_cast<float>(i);
+    char yes = i % 3 == 0;
+    ASSERT_TRUE(program.execute({floats(x, {}), {XLA_FFI_DataType_PRED, {}, &yes}}).wait().ok());
+  }
+  ASSERT_EQ(records().size(), 2U);
+  EXPECT_THAT(records()[1].lanes, ElementsAre(std::pair{0, 3.0F}));
+  EXPECT_EQ(channel_->stats().sent, 2U) << "what is not asked for is not dropped";
+}
+
+TEST_F(Taps, EverySendsTheFirstOfEachSoMany) {
+  fake::Program program("tap", "name=e\nvalues=1\nevery=3\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {0};
+  for (int i = 0; i < 8; ++i) {
+    x[0] = static_cast<float>(i);
+    ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+  }
+  std::vector<float> sent;
+  for (const Seen& seen : records()) sent.push_back(seen.first[0]);
+  EXPECT_THAT(sent, ElementsAre(0, 3, 6));
+}
+
+TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
+  fake::Program program("tap", "name=v\nvalues=1\nwhere=1\npath=\n", "", "2:10;3:11");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x(6);
+  std::iota(x.begin(), x.end(), 0.0F);
+  char mask[3] = {1, 0, 1};  // of the inner level alone
+  fake::Array where = {XLA_FFI_DataType_PRED, {3}, mask};
+  ASSERT_TRUE(program.execute({floats(x, {2, 3}), where}).wait().ok());
+  std::memset(mask, 0, sizeof(mask));
+  ASSERT_TRUE(program.execute({floats(x, {2, 3}), where}).wait().ok()) << "no lane: no record";
+  ASSERT_EQ(records().size(), 1U);
+  EXPECT_EQ(records()[0].first.size(), 6U);
+  EXPECT_THAT(records()[0].lanes, ElementsAre(std::pair{0, 0.0F}, std::pair{2, 2.0F},
+                                              std::pair{3, 3.0F}, std::pair{5, 5.0F}));
+}
+
+TEST_F(Taps, InTheFlowOfDataResultsAreTheOperands) {
+  // One value, returned; a predicate; an untapped operand that passes through.
+  fake::Program program("tap", "name=f\nvalues=1\nreturned=1\nwhere=1\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {1, 2}, untapped = {3, 4, 5}, y(2), passed(3);
+  char yes = 0;
+  fake::Array where = {XLA_FFI_DataType_PRED, {}, &yes};
+  auto run = [&] {
+    return program.execute({floats(x, {2}), where, floats(untapped, {3})},
+                           {floats(y, {2}), floats(passed, {3})});
+  };
+  ASSERT_TRUE(run().wait().ok());
+  EXPECT_EQ(y, x) << "sent or not";
+  EXPECT_EQ(passed, untapped);
+  yes = 1;
+  x = {6, 7};
+  ASSERT_TRUE(run().wait().ok());
+  EXPECT_EQ(y, x);
+  ASSERT_EQ(records().size(), 1U);
+  EXPECT_THAT(records()[0].first, ElementsAre(6, 7));
+}
+
+TEST_F(Taps, AResultInItsOperandsMemoryIsLeftAlone) {
+  fake::Program program("tap", "name=f\nvalues=1\nreturned=1\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {1, 2};
+  ASSERT_TRUE(program.execute({floats(x, {2})}, {floats(x, {2})}).wait().ok());
+  EXPECT_THAT(x, ElementsAre(1, 2));
+  EXPECT_EQ(records().size(), 1U);
+}
+
+TEST_F(Taps, CallsThatDoNotFitTheirDescriptionAreErrors) {
+  std::vector<float> x = {1, 2}, y(1);
+  auto message = [&](const char* spec, std::vector<fake::Array> operands,
+                     std::vector<fake::Array> results, const char* batch = "") {
+    fake::Program program("tap", spec, "", batch);
+    EXPECT_TRUE(program.load().ok());
+    return program.execute(std::move(operands), std::move(results)).wait().message;
+  };
+  EXPECT_THAT(message("name=a\nvalues=2\npath=\npath=\n", {floats(x, {2})}, {}),
+              HasSubstr("tap 'a': expected at least 2 operands, got 1"));
+  EXPECT_THAT(message("name=b\nvalues=1\nreturned=1\npath=\n", {floats(x, {2})}, {}),
+              HasSubstr("tap 'b': expected at least 1 results, got 0"));
+  EXPECT_THAT(message("name=c\nvalues=1\nreturned=1\npath=\n", {floats(x, {2})}, {floats(y, {})}),
+              HasSubstr("float32[2], got float32[]"));
+  EXPECT_THAT(message("name=d\nvalues=1\nwhere=1\npath=\n", {floats(x, {2}), floats(y, {})}, {}),
+              HasSubstr("expected bool as its predicate, got float32[]"));
+  EXPECT_THAT(message("name=e\nvalues=1\npath=\n", {floats(x, {2})}, {}, "3:1"),
+              HasSubstr("float32[2]"));
+  EXPECT_THAT(records(), IsEmpty());
+}
+
+TEST_F(Taps, BadTextIsAnErrorAtLoad) {
+  fake::Program program("tap", "name=a\nevery=often\n");
+  fake::Status status = program.load();
+  EXPECT_EQ(status.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+  EXPECT_THAT(status.message, HasSubstr("'often'"));
+}
+
+TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
+  auto own = std::make_shared<Reader>();
+  auto callee = std::make_shared<TapCallee>("own", "test.taps", own);
+  Registry::instance().add(callee);
+  std::weak_ptr<Reader> watch = own;
+  {
+    fake::Program to_function("own", "name=f\nvalues=1\npath=\n");
+    fake::Program to_channel("tap", "name=c\nvalues=1\npath=\n");
+    ASSERT_TRUE(to_function.load().ok() && to_channel.load().ok());
+    std::vector<float> x = {5};
+    ASSERT_TRUE(to_function.execute({floats(x, {})}).wait().ok());
+    ASSERT_TRUE(to_channel.execute({floats(x, {})}).wait().ok());
+    EXPECT_EQ(records().size(), 2U);
+    EXPECT_EQ(own->seen.size(), 1U);
+  }
+  Registry::instance().remove(*callee);
+  callee.reset();
+  own.reset();
+  EXPECT_TRUE(fake::eventually([&] { return watch.expired(); }))
+      << "the program is gone, and so is the function";
+}
+
+TEST_F(Taps, AProgramOutlivesItsChannelAndFindsTheNext) {
+  fake::Program program("tap", "name=p\nvalues=1\npath=\n");
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {1};
+  ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+  EXPECT_EQ(records().size(), 1U);
+  slot_.vacate(*channel_);
+  ASSERT_TRUE(channel_->close(kLimit));
+  x = {2};
+  ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());
+  channel_ = fake::make_channel();
+  slot_.open(channel_);
+  channel_->add(reader_);
+  ASSERT_EQ(records().size(), 2U);
+  EXPECT_THAT(records()[1].first, ElementsAre(2));
+}
+
+TEST_F(Taps, TapsAreQuietWhenTheProcessEnds) { EXPECT_TRUE(tap_->quiet_at_exit()); }
+
+}  // namespace
+}  // namespace callgate
