@@ -195,7 +195,9 @@ def test_unhashable_keywords_are_refused_by_name() -> None:
     cg.gate(lambda x, option: x, out=same)(X, option=[1])
 
 
-@pytest.mark.parametrize("rules", [{}, {"like": lambda x, *, scale=1: x * scale["s"]}], ids=repr)
+@pytest.mark.parametrize(
+  "rules", [{}, {"like": lambda x, *, scale=1: x * scale["s"]}], ids=["plain", "like"]
+)
 def test_array_keywords_are_arguments(rules: Any, engine: str) -> None:
   def scaled(x: Any, scale: Any) -> Any:
     return x * scale["s"]
