@@ -95,7 +95,7 @@ TEST(ChannelThreads, ALoneRecordIsNeverLeftBehindWhateverTheThreadWasAboutToDo) 
   auto consumer = std::make_shared<Collector>();
   channel->add(consumer);
   Feed feed;
-  for (std::uint64_t id = 0; id < 3000; ++id) {
+  for (std::uint64_t id = 0; id < 1200; ++id) {
     for (std::uint64_t i = 0; i < id % 64 * 20; ++i)
       std::atomic_signal_fence(std::memory_order_seq_cst);
     ASSERT_TRUE(feed.send(*channel, id));
