@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 import webbrowser
@@ -30,8 +31,8 @@ def add_watch(subparsers: Subparsers) -> None:
                       help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
   parser.add_argument("--port", type=int, default=5007, metavar="N",
                       help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
-  parser.add_argument("--points", type=_at_least_two, default=2000, metavar="N",
-                      help="points a curve is drawn with, at most (default: 2000)")  # fmt: skip
+  parser.add_argument("--points", type=_at_least_two, default=1000, metavar="N",
+                      help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
   parser.add_argument("--plots", type=int, default=12, metavar="N",
                       help="plots to begin with, at most (default: 12)")  # fmt: skip
   parser.add_argument("--wait", action="store_true",
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace) -> None:
   server, port = make_server(model, feeds, port=arguments.port, plots=arguments.plots)
   server.start()
+  logging.getLogger("bokeh.server.views.ws").setLevel(logging.ERROR)  # a closed tab is no news
   address = f"http://127.0.0.1:{port}/"
   print(f"callgate watch: {address} (Ctrl-C ends it)", flush=True)
   if not arguments.no_browser and _has_display():

@@ -108,16 +108,21 @@ class _Rate:
     self._marks: collections.deque[tuple[float, int]] = collections.deque()
     self._count = 0
 
-  def add(self, seconds: float, records: int) -> None:
-    """Counts records that came up to a time.
+  def add(self, seconds: np.ndarray[Any, Any]) -> None:
+    """Counts records.
 
     Args:
-      seconds: of the last of them.
-      records: how many.
+      seconds: their times.
     """
-    self._count += records
-    self._marks.append((seconds, self._count))
-    while len(self._marks) > 2 and self._marks[1][0] < seconds - _RECENT_SECONDS:
+    last = float(seconds.max())
+    older = int((seconds < last - _RECENT_SECONDS).sum())
+    if older:
+      self._marks.append((last - _RECENT_SECONDS, self._count + older))
+    elif not self._marks:
+      self._marks.append((float(seconds.min()), 1))  # the rate is that of the ones behind it
+    self._count += len(seconds)
+    self._marks.append((last, self._count))
+    while len(self._marks) > 2 and self._marks[1][0] <= last - _RECENT_SECONDS:
       self._marks.popleft()
 
   @property
@@ -183,7 +188,7 @@ class _Source:
 class Model:
   """Curves, counts and latest values of any number of streams."""
 
-  def __init__(self, points: int = 2000) -> None:
+  def __init__(self, points: int = 1000) -> None:
     """Makes an empty one.
 
     Args:
@@ -254,7 +259,7 @@ class Model:
     panel.is_array = panel.is_array or repeats or bool((elements != 1).any())
     panel.records += rows.shape[1]
     panel.nonfinite += int((elements - finite).sum())
-    panel.rate.add(float(rows[1].max()), rows.shape[1])
+    panel.rate.add(rows[1])
     panel.version += 1
 
   def _count(self, times: Mapping[int, Sequence[float]], records: int, latest_ns: int) -> None:
@@ -262,7 +267,7 @@ class Model:
       self._lanes.add(device, np.asarray(seconds))
     self._records += records
     self._latest_ns = max(self._latest_ns, latest_ns)
-    self._rate.add(max(map(max, times.values())), records)
+    self._rate.add(np.concatenate([np.asarray(seconds) for seconds in times.values()]))
 
   # -- what the page shows -----------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:

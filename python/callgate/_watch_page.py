@@ -34,6 +34,7 @@ from callgate._watch_model import Key, Model
 _WINDOWS: tuple[Window, ...] = ("whole", "recent")
 _AXES = ("record", "seconds")
 _DEVICES = 10  # curves in one plot, at most
+_DOTS = 100  # points up to which a curve shows each of them
 _COLUMNS = {
   "tap": "tap",
   "leaf": "leaf",
@@ -51,13 +52,14 @@ class _Plot:
   """A leaf's curves, and its latest values if it is an array."""
 
   def __init__(self, label: str) -> None:
-    options: dict[str, Any] = {"width": 440, "height": 270, "output_backend": "canvas"}
+    options: dict[str, Any] = {"width": 440, "height": 270, "min_border_left": 62}
     self.curves: Any = figure(title=label, name=f"curves:{label}", **options)
     self.curves.toolbar.autohide = True
     self.latest: Any = figure(title=f"{label}: latest", name=f"latest:{label}", **options)
     self.latest.toolbar.autohide = True
     self.latest.xaxis.axis_label = "element"
     self._sources: dict[int, Any] = {}
+    self._dots: dict[int, Any] = {}
     self._values: Any = ColumnDataSource({"x": [], "y": []})
     self.latest.line("x", "y", source=self._values, color=Category10_10[0])
     self.latest.scatter("x", "y", source=self._values, size=3, color=Category10_10[0])
@@ -79,6 +81,7 @@ class _Plot:
     for device, points in list(model.curves(key, window).items())[:_DEVICES]:
       columns = {"x": points[axis], **{name: points[name] for name in ("low", "mean", "high")}}
       self._source(device).data = columns
+      self._dots[device].visible = len(columns["x"]) <= _DOTS
     values = model.ask(key, lambda panel: panel.latest)
     self._values.data = {"x": np.arange(len(values)), "y": values}
 
@@ -87,10 +90,10 @@ class _Plot:
       color = Category10_10[len(self._sources) % 10]
       source: Any = ColumnDataSource({"x": [], "low": [], "mean": [], "high": []})
       self._sources[device] = source
-      label = {"legend_label": f"device {device}"}
+      label = f"device {device}"
       self.curves.varea("x", "low", "high", source=source, color=color, alpha=0.2)
-      self.curves.line("x", "mean", source=source, color=color, width=1.5, **label)
-      self.curves.scatter("x", "mean", source=source, color=color, size=2, **label)
+      self.curves.line("x", "mean", source=source, color=color, width=1.5, legend_label=label)
+      self._dots[device] = self.curves.scatter("x", "mean", source=source, color=color, size=4)
       self.curves.legend.visible = len(self._sources) > 1
       self.curves.legend.location = "top_right"
       self.curves.legend.background_fill_alpha = 0.6
@@ -141,7 +144,7 @@ class Page:
   def _make_controls(self) -> None:
     def group(name: str, labels: list[str]) -> Any:
       made: Any = RadioButtonGroup(name=name, labels=labels, active=0)
-      made.on_change("active", lambda *_: self.update())
+      made.on_change("active", lambda attr, old, new: self.update())
       return made
 
     self._window = group("window", ["whole run", "recent"])
@@ -156,7 +159,7 @@ class Page:
     self._devices: Any = FactorRange()
     self._lanes: Any = figure(
       name="lanes", title="records per second, by device", y_range=self._devices, height=150,
-      sizing_mode="stretch_width", tools="hover", x_axis_label="seconds",
+      sizing_mode="stretch_width", tools="hover", toolbar_location=None, x_axis_label="seconds",
       tooltips=[("device", "@device"), ("seconds", "@left"), ("records/s", "@rate")],
     )  # fmt: skip
     self._lanes.x_range.start = 0
@@ -168,7 +171,7 @@ class Page:
     )  # fmt: skip
     self._lanes.add_layout(ColorBar(color_mapper=self._colors, width=8), "right")
 
-  def _on_choice(self, *_: Any) -> None:
+  def _on_choice(self, attr: str, old: Any, new: Any) -> None:
     if not self._following:
       self._chosen = True
       self.update()
