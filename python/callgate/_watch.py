@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 import webbrowser
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def _at_least_two(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-  """Serves the page until an interrupt.
+  """Serves the page until an interrupt, or until the process is asked to terminate.
 
   Args:
     arguments: the parsed ones of `watch`.
@@ -88,8 +89,10 @@ async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace)
   print(f"callgate watch: {address} (Ctrl-C ends it)", flush=True)
   if not arguments.no_browser and _has_display():
     webbrowser.open(address)
+  ended = asyncio.Event()
+  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
   try:
-    await asyncio.Event().wait()
+    await ended.wait()
   finally:
     server.stop()
 
