@@ -19,6 +19,8 @@ JAX ?=
 WHEEL ?=
 PRESET ?= debug
 PYTEST_ARGS ?= tests/python
+# On every core, one file's tests in one process: files may share expensive programs.
+PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -84,7 +86,7 @@ cpp-test: build/xla-headers/jaxlib-version system-packages
 	ctest --preset $(PRESET)
 
 python-test: $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-torch-cpu $(VENV)/.stamp-package
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:

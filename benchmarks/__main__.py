@@ -19,6 +19,7 @@ SUBJECTS = (
   "scalar",
   "identity",
   "vmap",
+  "feed",
   "install",
   "dispatch",
   "taps",

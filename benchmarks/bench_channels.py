@@ -21,7 +21,7 @@ from benchmarks.peers import adapters
 NATIVE = "native sink (statistics), f32 scalars"
 BATCH = "batch consumer, f32 scalars"
 EACH = "function called for each record, f32 scalars"
-LARGE = "native sink, records of 64 MiB"
+LARGE = "batch consumer, records of 64 MiB"
 COPY = "numpy copy of 64 MiB"
 HIGH_WATER = "most bytes in a channel of 1 MiB, over its capacity"
 DEBUG = "jax debug.callback, f32 scalars"
@@ -94,7 +94,7 @@ def _debug(count: int) -> Work:
 
 def _large(size: int) -> Work:
   channel = adapters.callgate().channel(
-    "benchmark large", capacity="256MiB", to=adapters.callgate().sinks.Discard()
+    "benchmark large", capacity="256MiB", to=lambda values: None, batch=1
   )
   calls = 4
   program = _sender(channel.name, calls)

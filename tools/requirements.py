@@ -8,6 +8,7 @@
 tools/fetch_xla_headers.py and the environment's own jaxlib may be a newer one.
 """
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -23,7 +24,16 @@ def requirements(group: str) -> list[str]:
   if group == "build":
     listed = config["build-system"]["requires"]
     return [r for r in listed if not r.startswith("jaxlib")] + ["cmake>=3.26", "ninja>=1.11"]
-  return config["project"]["optional-dependencies"][group]
+  listed = config["project"]["optional-dependencies"][group]
+  return [one for requirement in listed for one in _expanded(requirement)]
+
+
+def _expanded(requirement: str) -> list[str]:
+  """An extra that names other extras of callgate, as "callgate[sinks]", stands for theirs."""
+  match = re.fullmatch(r"callgate\[([\w,-]+)\]", requirement)
+  if match is None:
+    return [requirement]
+  return [one for group in match[1].split(",") for one in requirements(group)]
 
 
 def main(groups: list[str]) -> int:

@@ -68,8 +68,8 @@ __attribute__((target("sse4.2"))) inline std::uint32_t crc32c_sse(std::uint32_t 
 inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t before = 0) {
   const auto* bytes = static_cast<const unsigned char*>(data);
 #if defined(__x86_64__) && defined(__GNUC__)
-  static const bool kHasSse = __builtin_cpu_supports("sse4.2") != 0;
-  if (kHasSse) return ~crc::crc32c_sse(~before, bytes, size);
+  static const bool has_sse = __builtin_cpu_supports("sse4.2") != 0;
+  if (has_sse) return ~crc::crc32c_sse(~before, bytes, size);
 #endif
   return ~crc::crc32c_tables(~before, bytes, size);
 }

@@ -59,6 +59,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -201,8 +202,9 @@ inline void parse_levels(const Cursor& in, Source& source) {
     const std::vector<std::int64_t>& dims = source.leaves[i].dims;
     for (const Level& level : source.levels) {
       if (level.mask[i] == '0') continue;
-      if (axis == dims.size() || dims[axis++] != level.size)
+      if (axis == dims.size() || dims[axis] != level.size)
         in.fail("lanes that are not leading axes of the leaves");
+      ++axis;
     }
   }
 }
@@ -348,7 +350,8 @@ class Reader {
   // The length of a frame.
   std::uint64_t check_header(const char* head) const {
     internal::Cursor in(head, kHeaderBytes, offset_);
-    bool known = std::memcmp(head, "cgs", 3) == 0 && std::memchr("SDRE", head[3], 4) != nullptr;
+    bool known = std::memcmp(head, "cgs", 3) == 0 &&
+                 std::string_view("SDRE").find(head[3]) != std::string_view::npos;
     if (!known && offset_ == 0) in.fail("not a stream of callgate");
     in.get<std::uint64_t>();
     auto length = in.get<std::uint64_t>();

@@ -1,6 +1,6 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _config, _control, _install, _runtime
+from callgate import _config, _control, _install, _producer, _runtime, sinks
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -12,6 +12,7 @@ from callgate.check import check
 from callgate.errors import (
   CheckError,
   ConsumerError,
+  EndOfFeed,
   EscapedViewError,
   GateDefinitionError,
   GateError,
@@ -23,6 +24,7 @@ from callgate.errors import (
   last_error,
 )
 from callgate.export import export_checks
+from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
@@ -36,8 +38,10 @@ __all__ = [
   "CheckError",
   "ConsumerError",
   "Context",
+  "EndOfFeed",
   "EscapedViewError",
   "ExecutionStage",
+  "Feed",
   "Gate",
   "GateDefinitionError",
   "GateError",
@@ -56,11 +60,13 @@ __all__ = [
   "config",
   "errors",
   "export_checks",
+  "feed",
   "gate",
   "install",
   "last_error",
   "open_stream",
   "print",
+  "sinks",
   "stats",
   "tap",
   "trace",
@@ -68,6 +74,7 @@ __all__ = [
 ]
 
 _runtime.start()
+_producer.start()  # after the runtime: what is registered last runs first at the end
 _config.start()
 _install.start()
 _control.start()

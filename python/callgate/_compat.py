@@ -197,6 +197,18 @@ def is_saveable(saveable: Any, eqn: Any) -> bool:
   return says is True or says is partial_eval.Saveable or isinstance(says, partial_eval.Offloadable)
 
 
+# -- loops -----------------------------------------------------------------------------------------
+def loop_modules() -> tuple[Any, Any]:
+  """JAX's modules of `scan` and of partial evaluation, whose hoisting `_control` guards.
+
+  For `_scan_known_hoisting` and `partial_eval_jaxpr_nounits` (0.10 to 0.12); no public names.
+  """
+  from jax._src.interpreters import partial_eval
+  from jax._src.lax.control_flow import loops
+
+  return loops, partial_eval
+
+
 # -- lowering --------------------------------------------------------------------------------------
 # `jax.ffi.ffi_lowering` is public but takes no token and gives no operation to annotate.
 def emit_ffi_call(

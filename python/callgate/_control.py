@@ -8,12 +8,17 @@ lane after lane instead; all others are left to JAX.
 checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in
 the forward pass alone, and its results are kept.
 
+scan under grad: JAX computes what its backward pass needs of the constants alone once, before the
+loop. A call with an effect whose arguments don't change would run once instead of in every step, so
+nothing is moved out of a loop that holds one.
+
 linearize: JAX runs all of a `while_loop` that carries a tangent again for each tangent, since it
 can't save a value of every round. With an io gate in it, that is refused; `jax.jvp` is not.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +42,10 @@ def start() -> None:
   linearize_rules[jax.lax.while_p] = _linearize_rule(linearize_rules[jax.lax.while_p])
   remat_rules = partial_eval.partial_eval_jaxpr_custom_rules
   remat_rules[jax.lax.while_p] = _remat_rule(remat_rules[jax.lax.while_p])
+  remat_rules[jax.lax.scan_p] = _scan_remat_rule(remat_rules[jax.lax.scan_p])
+  loops, evaluation = _compat.loop_modules()
+  loops._scan_known_hoisting = _hoisting(loops._scan_known_hoisting)
+  evaluation.partial_eval_jaxpr_nounits = _split(evaluation)
 
 
 def _cond_rule(original: _Rule) -> _Rule:
@@ -84,6 +93,51 @@ def _remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     return eqn, None, later, later, []
 
   return rule
+
+
+def _hoisting(original: Callable[..., Any]) -> Callable[..., Any]:
+  def hoist(jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
+    if _has_gate_effect([jaxpr]):
+      return jaxpr, consts, [False] * residuals, []
+    return original(jaxpr, consts, residuals, *rest)
+
+  return hoist
+
+
+class _Thread(threading.local):
+  """Whether this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
+
+  in_scan = False
+
+
+_thread = _Thread()
+
+
+def _scan_remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+  def rule(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
+    before, _thread.in_scan = _thread.in_scan, _has_gate_effect([eqn.params["jaxpr"]])
+    try:
+      return original(saveable, unknown, instantiated, eqn)
+    finally:
+      _thread.in_scan = before
+
+  return rule
+
+
+def _split(evaluation: Any) -> Callable[..., Any]:
+  original = evaluation.partial_eval_jaxpr_nounits
+
+  def split(jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
+    """What of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
+    if not (_thread.in_scan and _has_gate_effect([jaxpr])):
+      return original(jaxpr, unknown, instantiate)
+    known = [not flag for flag in unknown]
+    avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
+    same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
+    rest = evaluation.move_binders_to_front(jaxpr, known)
+    return same, rest, [True] * len(jaxpr.out_avals), avals
+
+  return split
 
 
 _RUNS_TWICE = (

@@ -227,7 +227,7 @@ batching.primitive_batchers[gate_p] = _batch
 
 
 # -- lowering ------------------------------------------------------------------------------------
-def _lower(
+def lower(
   context: Any,
   *operands: Any,
   gate: Any,
@@ -239,7 +239,7 @@ def _lower(
   if gate.effect != "pure" and _compat.is_partitioned(context):
     # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
     # which it runs once, on the whole arrays. Pure calls run so on every device.
-    return _lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
+    return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
   called = getattr(gate, "called", gate.callee)  # a check stands before its gate
   _compat.keep_with_program(context, called)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
@@ -262,7 +262,7 @@ def _lower(
 
 # Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their
 # effect was decided when the call was traced.
-def _lower_by_jax(
+def lower_by_jax(
   context: Any,
   *operands: Any,
   gate: Any,
@@ -288,8 +288,8 @@ def _lower_by_jax(
 
 
 # Not cached: a cached rule would know the source line of no more than one of its call sites.
-mlir.register_lowering(gate_p, _lower_by_jax, cacheable=False)
-mlir.register_lowering(gate_p, _lower, platform="cpu", cacheable=False)
+mlir.register_lowering(gate_p, lower_by_jax, cacheable=False)
+mlir.register_lowering(gate_p, lower, platform="cpu", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -29,14 +31,14 @@ class TapInfo:
   name: str
   seq: int
   time_ns: int
-  process: int
-  device: int
-  run: int
-  shard: tuple[slice, ...] | None
-  lane: tuple[int, ...]
-  role: str
-  transforms: tuple[tuple[str, dict[str, Any]], ...]
-  repeated: bool
+  process: int = 0
+  device: int = 0
+  run: int = -1
+  shard: tuple[slice, ...] | None = None
+  lane: tuple[int, ...] = ()
+  role: str = "primal"
+  transforms: tuple[tuple[str, dict[str, Any]], ...] = ()
+  repeated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,3 +81,47 @@ class BatchInfo:
   lane: np.ndarray
   repeated: np.ndarray
   process: int
+
+
+def columns(record: Record) -> dict[str, np.ndarray]:
+  """The leaves of a record by name: what sinks call the columns of their files.
+
+  Args:
+    record: any record.
+
+  Returns:
+    For a lone leaf of the tap "loss" one entry, "loss"; else one a leaf, named by its path, as
+    "loss/w/0" of `{"w": [x]}`. Tangents and cotangents are apart: "loss:cotangent/w/0".
+
+  Raises:
+    ValueError: two leaves have the same name, as in `{"a": {"b": x}, "a/b": y}`.
+  """
+  root = tap_key(record.info)
+  leaves, tree = jax.tree.flatten(record.value)
+  named = {
+    f"{root}/{path}" if path else root: np.asarray(leaf)
+    for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)
+  }
+  if len(named) != len(leaves):
+    paths = [path for _, path in leaf_paths(tree)]
+    twice = next(path for path in paths if paths.count(path) > 1)
+    raise ValueError(
+      f"expected leaves of the tap {root!r} with names of their own, got two leaves {twice!r}"
+    )
+  return named
+
+
+def tap_key(info: TapInfo) -> str:
+  """The tap's name, with the role of what is no primal: "loss", "loss:cotangent"."""
+  return info.name if info.role == "primal" else f"{info.name}:{info.role}"
+
+
+@functools.lru_cache(maxsize=1024)
+def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
+  """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
+  indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(indexed)]
+  return tuple(
+    (jax.tree_util.keystr(path), jax.tree_util.keystr(path, simple=True, separator="/"))
+    for path in paths
+  )

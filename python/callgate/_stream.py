@@ -1,14 +1,15 @@
 """Reads streams of tapped values: from files, and from processes that serve one on a socket.
 
 The format is that of include/callgate/stream.h, read in C++ without the GIL. Here whole records
-become one `StreamRecord` for each lane that was sent, and columns and tables of these. A
-`StreamReader` may be used by one thread at a time.
+become one `StreamRecord` for each lane that was sent, and columns and tables of these. One thread
+reads a `StreamReader` at a time; another may close it, which ends the wait of the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import time
@@ -23,6 +24,7 @@ from callgate import _callgate
 Address = str | os.PathLike[str]
 
 ROLES = ("primal", "tangent", "cotangent")
+_AT_ONCE = 256  # records read in one go
 _REPEATED = 1  # RecordFlags of src/channel/record.h
 _NUMBERS = {"seq": np.uint64, "time_ns": np.int64, "device": np.int32, "lane": np.int64}
 
@@ -101,23 +103,33 @@ class _Source:
     ]
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
+    self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
+    self.paths = [leaf.path for leaf in self.leaves[: self.value_leaves]]
 
-  def records(self, whole: Sequence[Any]) -> Iterator[StreamRecord]:
+  def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
     """The records of the lanes that were sent, from what the native reader gives."""
-    _, seq, time_ns, run, device, flags, stored = whole
-    arrays = [leaf.array(array) for leaf, array in zip(self.leaves, stored, strict=True)]
-    for lane, index in enumerate(np.ndindex(self.sizes)):
-      lanes = [
-        array[(*(index[level] for level in leaf.levels), ...)] if leaf.levels else array
-        for leaf, array in zip(self.leaves, arrays, strict=True)
-      ]
-      if self.has_where and not lanes[self.value_leaves].any():
-        continue
-      values = {leaf.path: lanes[i] for i, leaf in enumerate(self.leaves[: self.value_leaves])}
-      yield StreamRecord(
-        self.name, seq, time_ns, device, run, self.role, lane, values, self.description,
-        bool(flags & _REPEATED),
-      )  # fmt: skip
+    _, seq, time_ns, run, device, flags, arrays = whole
+    if self.has_packed:
+      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
+    repeated = bool(flags & _REPEATED)
+    return [
+      StreamRecord(
+        self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description, repeated
+      )
+      for lane, leaves in self._lanes(arrays)
+    ]
+
+  def _lanes(self, arrays: list[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the value leaves of each lane that was sent."""
+    for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
+      selected = arrays
+      if index:
+        selected = [
+          array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
+          for leaf, array in zip(self.leaves, arrays, strict=True)
+        ]
+      if not self.has_where or selected[self.value_leaves].any():
+        yield lane, dict(zip(self.paths, selected, strict=False))  # without the control leaves
 
 
 def _parse_description(text: str) -> Mapping[str, Any]:
@@ -141,16 +153,24 @@ class _Input:
     self._sources: dict[int, tuple[Any, _Source]] = {}  # by id() of what the native reader gives
 
   def fill(self, timeout: float) -> bool:
-    """Whether a record is ready; reads one, and waits for it up to `timeout` seconds."""
+    """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
     while not self.ready:
-      whole: Any = self.native.next(timeout)
-      if whole is None:
+      read: list[Any] = self.native.read(timeout, _AT_ONCE)
+      if not read:
         return False
-      key = id(whole[0])
-      if key not in self._sources:
-        self._sources[key] = (whole[0], _Source(whole[0]))  # holds it, so its id stays its own
-      self.ready = list(self._sources[key][1].records(whole))[::-1]
+      for whole in read:
+        self.ready.extend(self._source(whole[0]).records(whole))
+      self.ready.reverse()
     return True
+
+  def _source(self, fields: Mapping[str, Any]) -> _Source:
+    known = self._sources.get(id(fields))
+    if known is None:
+      known = self._sources[id(fields)] = (
+        fields,
+        _Source(fields),
+      )  # holds it: its id stays its own
+    return known[1]
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
@@ -192,9 +212,10 @@ class StreamReader:
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-      ready = [one for one in self._inputs if one.fill(0.0)]
+      ready = [one for one in self._inputs if one.ready or one.fill(0.0)]
       if ready:
-        return min(ready, key=_Input.order).ready.pop()
+        first = ready[0] if len(ready) == 1 else min(ready, key=_Input.order)
+        return first.ready.pop()
       waiting = [one for one in self._inputs if not self._over(one)]
       left = np.inf if deadline is None else deadline - time.monotonic()
       if not waiting or left <= 0:
@@ -293,7 +314,7 @@ class StreamReader:
     return records
 
   def close(self) -> None:
-    """Closes the files and connections; iterating further is an error."""
+    """Closes the files and connections; reading on is an error, also for a thread that waits."""
     for one in self._inputs:
       one.native.close()
 
@@ -320,14 +341,17 @@ def column_name(path: str) -> str:
 
 def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
   arrays = [record.leaves.get(path) for record in records]
-  kinds = {None if a is None else (str(a.dtype), a.shape) for a in arrays}
+  kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
   if len(kinds) > 1:
     what = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
     raise ValueError(
       f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
       f"column: expected one dtype and shape, got {what}"
     )
-  return np.stack([a for a in arrays if a is not None])
+  column = np.empty((len(arrays), *records[0].leaves[path].shape), records[0].leaves[path].dtype)
+  for row, array in enumerate(arrays):
+    column[row] = array
+  return column
 
 
 def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:

@@ -319,10 +319,15 @@ def start_default() -> None:
       _default.start()
 
 
+def open_channels() -> dict[str, Channel]:
+  """The channels that are open now, by name."""
+  return dict(_open)
+
+
 def close_all(timeout: float) -> list[str]:
   """At the end of the process: closes every channel; returns what could not be delivered."""
   left: list[str] = []
-  for one in list(_open.values()):
+  for one in open_channels().values():
     if not one._close(timeout):  # pyright: ignore[reportPrivateUsage]
       left.append(f"channel '{one.name}': {one.stats()['pending']} record(s)")
   if _default is not None and not _default.close(timeout):

@@ -45,6 +45,10 @@ class GateTimeoutError(GateError, TimeoutError):
   """A gate ran longer than its `timeout`."""
 
 
+class EndOfFeed(GateError):
+  """A program asked a feed for an item after the last one; see `callgate.feed`."""
+
+
 class GateDefinitionError(GateError, TypeError):
   """A gate was defined or called in a way that can't work; raised while tracing."""
 

@@ -42,6 +42,26 @@ class GilScope {
   PyGILState_STATE state_;
 };
 
+// Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back
+// in a destructor, where the end of a daemon thread in a finalizing interpreter, a forced unwind,
+// ends the process; here the thread stops for good, as below. What it then holds is held for ever,
+// so `body` returns with nothing locked.
+template <typename Body>
+auto without_gil(Body&& body) -> decltype(body()) {
+  struct Unlocked {
+    Unlocked() : state(PyEval_SaveThread()) {}
+    ~Unlocked() {
+      try {
+        PyEval_RestoreThread(state);
+      } catch (abi::__forced_unwind&) {
+        for (;;) pause();
+      }
+    }
+    PyThreadState* state;
+  } unlocked;
+  return body();
+}
+
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
 // would drop references, and release the GIL, without having it; so the thread stops here for good,

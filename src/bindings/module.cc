@@ -14,6 +14,7 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/python.h"
+#include "bindings/sinks.h"
 #include "bindings/stats.h"
 #include "bindings/stream.h"
 #include "bindings/views.h"
@@ -106,6 +107,7 @@ NB_MODULE(_callgate, module) {
   bind_buffer(module);
   bind_consumer(module);
   bind_channel(module);
+  bind_sinks(module);
   bind_gate(module);
   bind_stream(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");

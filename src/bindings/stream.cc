@@ -11,12 +11,12 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "bindings/consumer.h"
+#include "bindings/gil.h"
 #include "bindings/views.h"
 #include "callgate/stream.h"
 #include "channel/outfeed_2020_file.h"
@@ -85,130 +85,134 @@ nb::dict source_dict(const stream::Source& source) {
   return dict;
 }
 
-// A reader that any thread may use: the lock is taken without the GIL, never the other way round.
+// What is known of a reader without touching it, for any thread that has the GIL.
+struct ReaderState {
+  bool closed = false, ended = false;
+  std::uint64_t offset = 0;
+  std::uint32_t process = 0;
+};
+
+// A reader that one thread uses at a time: a second one gets an error, but may close it, which ends
+// the first one's wait. All members are touched under the GIL, but `reader_` by the thread in use.
 class StreamReader {
  public:
   explicit StreamReader(std::string address) : address_(std::move(address)) {
     StreamAddress parsed = parse_stream_address(address_);
     is_file_ = parsed.transport == StreamTransport::kFile;
-    nb::gil_scoped_release unlocked;
-    if (is_file_) {
-      reader_ = guarded([&] { return std::make_unique<stream::Reader>(parsed.path); });
-    } else {
-      int fd = connect_stream(parsed).release();
-      fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-      reader_ = std::make_unique<stream::Reader>(fd);
-    }
+    reader_ = without_gil([&] { return guarded([&] { return connect(parsed); }); });
   }
 
-  nb::object next(double timeout) {
+  // At most `limit` records that are there; waits for the first one.
+  nb::list read(double timeout, std::size_t limit) {
+    Use use(*this);
     auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                        std::chrono::duration<double>(std::min(timeout, 1e9)));
-    for (;;) {
-      {
-        nb::gil_scoped_release unlocked;
-        std::unique_lock lock(mutex_);
-        std::optional<stream::Record> record = guarded([&] { return open().next(); });
-        if (record) {
-          nb::gil_scoped_acquire locked;
-          return tuple_of(*record);
-        }
-        bool over = reader_->ended() && !is_file_;
-        auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-        if (over || left.count() <= 0) break;
-        int fd = reader_->fd();
-        lock.unlock();
-        wait(fd, std::min(left, milliseconds(is_file_ ? 20 : 100)));
+    nb::list records;
+    while (records.size() < limit) {
+      std::optional<stream::Record> record =
+          without_gil([&] { return guarded([&] { return reader_->next(); }); });
+      note_state();
+      if (record) {
+        records.append(tuple_of(*record));
+        continue;
       }
+      auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+      if (records.size() != 0 || (state_.ended && !is_file_) || left.count() <= 0) break;
+      without_gil([&] { wait(std::min(left, milliseconds(is_file_ ? 20 : 100))); });
       if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+      if (close_requested_) refuse("it has been closed");
     }
-    return nb::none();
+    return records;
   }
 
   // Reads all that is there, for its descriptions alone.
   void scan() {
-    nb::gil_scoped_release unlocked;
-    std::lock_guard lock(mutex_);
-    guarded([&] {
-      while (open().next()) remember_sources();
-      remember_sources();
-      return 0;
+    Use use(*this);
+    without_gil([&] {
+      guarded([&] {
+        while (reader_->next()) remember_sources();
+        remember_sources();
+      });
     });
+    note_state();
   }
 
   // Those of this session, and those that scan() met in earlier ones.
   nb::list sources() {
-    std::vector<std::shared_ptr<const stream::Source>> all;
-    {
-      nb::gil_scoped_release unlocked;
-      std::lock_guard lock(mutex_);
-      remember_sources();
-      all = seen_;
-    }
+    Use use(*this);
+    remember_sources();
     nb::list dicts;
-    for (const auto& source : all) dicts.append(source_dict(*source));
+    for (const auto& source : seen_) dicts.append(source_dict(*source));
     return dicts;
   }
 
-  // What `read` says of the reader, or `otherwise` once it is closed.
-  template <typename T, typename Read>
-  T ask(T otherwise, Read&& read) {
-    nb::gil_scoped_release unlocked;
-    std::lock_guard lock(mutex_);
-    return reader_ == nullptr ? otherwise : static_cast<T>(read(*reader_));
+  void close() {
+    close_requested_ = true;
+    if (!in_use_) reader_.reset();
   }
 
-  bool closed() {
-    return ask(false, [](const stream::Reader& reader) { return reader.closed(); });
-  }
-  bool ended() {
-    return ask(true, [](const stream::Reader& reader) { return reader.ended(); });
-  }
-  std::uint64_t offset() {
-    return ask(std::uint64_t{0}, [](const stream::Reader& reader) { return reader.offset(); });
-  }
-  std::uint32_t process() {
-    return ask(0U, [](const stream::Reader& reader) { return reader.session().process; });
-  }
+  const ReaderState& state() const noexcept { return state_; }
   const std::string& address() const noexcept { return address_; }
 
-  void close() {
-    nb::gil_scoped_release unlocked;
-    std::lock_guard lock(mutex_);
-    reader_.reset();
+ private:
+  // The time in which a thread uses the reader.
+  class Use {
+   public:
+    explicit Use(StreamReader& reader) : reader_(reader) {
+      if (reader.close_requested_) reader.refuse("it has been closed");
+      if (reader.in_use_) reader.refuse("another thread is reading it");
+      reader.in_use_ = true;
+    }
+    ~Use() {
+      reader_.in_use_ = false;
+      if (reader_.close_requested_) reader_.reader_.reset();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    StreamReader& reader_;
+  };
+
+  static std::unique_ptr<stream::Reader> connect(const StreamAddress& address) {
+    if (address.transport == StreamTransport::kFile)
+      return std::make_unique<stream::Reader>(address.path);
+    int fd = connect_stream(address).release();
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    return std::make_unique<stream::Reader>(fd);
   }
 
- private:
-  stream::Reader& open() {
-    if (reader_ == nullptr) {
-      throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': it has been closed");
-    }
-    return *reader_;
+  [[noreturn]] void refuse(const std::string& reason) const {
+    throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': " + reason);
   }
 
   // Names the stream in what the reader throws.
   template <typename Step>
-  auto guarded(Step&& step) -> decltype(step()) {
+  auto guarded(Step&& step) const -> decltype(step()) {
     try {
       return step();
     } catch (const Error&) {
       throw;
     } catch (const std::runtime_error& error) {
-      throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': " + error.what());
+      refuse(error.what());
     }
   }
 
-  void wait(int fd, milliseconds time) const {
+  void wait(milliseconds time) const {
     if (is_file_) {
       std::this_thread::sleep_for(time);
       return;
     }
-    pollfd polled{fd, POLLIN, 0};
+    pollfd polled{reader_->fd(), POLLIN, 0};
     poll(&polled, 1, static_cast<int>(time.count()));
   }
 
+  void note_state() {
+    state_ = {reader_->closed(), reader_->ended(), reader_->offset(), reader_->session().process};
+  }
+
   void remember_sources() {
-    if (reader_ == nullptr || reader_->sources().empty()) return;
+    if (reader_->sources().empty()) return;
     if (!seen_.empty() && seen_.back() == reader_->sources().back()) return;
     for (const auto& source : reader_->sources()) {
       if (std::find(seen_.rbegin(), seen_.rend(), source) == seen_.rend()) seen_.push_back(source);
@@ -226,8 +230,8 @@ class StreamReader {
   }
 
   std::string address_;
-  bool is_file_ = false;
-  std::mutex mutex_;  // guards what follows
+  bool is_file_ = false, in_use_ = false, close_requested_ = false;
+  ReaderState state_;
   std::unique_ptr<stream::Reader> reader_;
   std::vector<std::shared_ptr<const stream::Source>> seen_;
   std::unordered_map<const stream::Source*,
@@ -273,10 +277,10 @@ void bind_stream(nb::module_& module) {
   module.def(
       "stream_sink",
       [](const std::string& destination, std::size_t lag_bytes) {
-        nb::gil_scoped_release unlocked;
         StreamServer::Limits limits;
         limits.lag_bytes = lag_bytes;
-        return StreamSinkHandle{{std::make_shared<StreamSink>(destination, limits)}};
+        return StreamSinkHandle{
+            {without_gil([&] { return std::make_shared<StreamSink>(destination, limits); })}};
       },
       nb::arg("destination"), nb::kw_only(),
       nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes,
@@ -293,15 +297,23 @@ void bind_stream(nb::module_& module) {
              "The header, as bytes, of arrays of the types (dtype's name, dims).");
   nb::class_<StreamReader>(module, "StreamReader", "Reads a stream; see callgate.open_stream.")
       .def(nb::init<std::string>(), nb::arg("address"))
-      .def("next", &StreamReader::next, nb::arg("timeout") = 0.0,
-           "(source, seq, time_ns, run, device, flags, arrays), or None when none is there yet.")
+      .def("read", &StreamReader::read, nb::arg("timeout") = 0.0, nb::arg("limit") = 1,
+           "(source, seq, time_ns, run, device, flags, arrays) of each record that is there.")
       .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_prop_ro("closed", &StreamReader::closed, "Whether the writer has closed the stream.")
-      .def_prop_ro("ended", &StreamReader::ended, "Whether the last read met the end.")
-      .def_prop_ro("offset", &StreamReader::offset, "Where the next frame begins.")
-      .def_prop_ro("process", &StreamReader::process, "The writer's process id.")
+      .def_prop_ro(
+          "closed", [](const StreamReader& reader) { return reader.state().closed; },
+          "Whether the writer has closed the stream.")
+      .def_prop_ro(
+          "ended", [](const StreamReader& reader) { return reader.state().ended; },
+          "Whether the last read met the end.")
+      .def_prop_ro(
+          "offset", [](const StreamReader& reader) { return reader.state().offset; },
+          "Where the next frame begins.")
+      .def_prop_ro(
+          "process", [](const StreamReader& reader) { return reader.state().process; },
+          "The writer's process id.")
       .def_prop_ro("address", &StreamReader::address);
 }
 

@@ -31,8 +31,8 @@
 namespace callgate::outfeed_2020 {
 
 inline constexpr std::uint32_t kStart = 2178;
-inline constexpr std::size_t kBlockBytes = 32 * 4;
-inline constexpr std::size_t kFirstMetadataBytes = 28 * 4;
+inline constexpr std::size_t kBlockBytes = 128;
+inline constexpr std::size_t kFirstMetadataBytes = 112;
 
 struct ArrayType {
   DType dtype = DType::kInvalid;

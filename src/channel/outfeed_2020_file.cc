@@ -40,7 +40,7 @@ Outfeed2020Sink::Outfeed2020Sink(std::string path)
 Outfeed2020Sink::~Outfeed2020Sink() {
   try {
     close();
-  } catch (const Error&) {  // nobody is left to tell; what was written before is whole
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
   }
 }
 
@@ -48,6 +48,7 @@ const std::string& Outfeed2020Sink::header_of(const Source& source) {
   auto found = headers_.find(source.id);
   if (found != headers_.end()) return found->second;
   std::vector<outfeed_2020::ArrayType> arrays;
+  arrays.reserve(source.value_leaves);
   for (std::size_t i = 0; i < source.value_leaves; ++i)
     arrays.push_back({source.leaves[i].dtype, source.leaves[i].dims});
   std::string header;

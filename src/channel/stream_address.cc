@@ -45,12 +45,14 @@ sockaddr_un unix_name(const StreamAddress& address) {
   return name;
 }
 
-UniqueFd connect_unix(const StreamAddress& address) {
+// Without a connection `reason` is the errno of the attempt.
+UniqueFd connect_unix(const StreamAddress& address, int& reason) {
   sockaddr_un name = unix_name(address);
   UniqueFd fd(socket(AF_UNIX, SOCK_STREAM, 0));
   if (!fd) fail(address, "making a socket");
   set_flags(fd.get(), /*nonblocking=*/false);
   if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0) return fd;
+  reason = errno;
   return UniqueFd();
 }
 
@@ -59,8 +61,9 @@ void clear_unix_path(const StreamAddress& address) {
   struct stat status{};
   if (lstat(address.path.c_str(), &status) != 0) return;
   if (!S_ISSOCK(status.st_mode)) fail(address, "listening", "a file of another kind is there");
-  if (connect_unix(address)) fail(address, "listening", "another process listens there");
-  if (errno == ECONNREFUSED) unlink(address.path.c_str());
+  int reason = 0;
+  if (connect_unix(address, reason)) fail(address, "listening", "another process listens there");
+  if (reason == ECONNREFUSED) unlink(address.path.c_str());
 }
 
 UniqueFd listen_unix(const StreamAddress& address) {
@@ -109,13 +112,14 @@ UniqueFd listen_tcp(StreamAddress& address) {
   return fd;
 }
 
-UniqueFd connect_tcp(const StreamAddress& address) {
+UniqueFd connect_tcp(const StreamAddress& address, int& reason) {
   Found found = look_up(address);
   for (const addrinfo* one = found.get(); one != nullptr; one = one->ai_next) {
     UniqueFd fd(socket(one->ai_family, SOCK_STREAM, 0));
     if (!fd) continue;
     set_flags(fd.get(), /*nonblocking=*/false);
     if (connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0) return fd;
+    reason = errno;
   }
   return UniqueFd();
 }
@@ -159,9 +163,10 @@ UniqueFd listen_stream(StreamAddress& address) {
 }
 
 UniqueFd connect_stream(const StreamAddress& address) {
-  UniqueFd fd =
-      address.transport == StreamTransport::kUnix ? connect_unix(address) : connect_tcp(address);
-  if (!fd) fail(address, "connecting");
+  int reason = 0;
+  UniqueFd fd = address.transport == StreamTransport::kUnix ? connect_unix(address, reason)
+                                                            : connect_tcp(address, reason);
+  if (!fd) fail(address, "connecting", std::strerror(reason));
   return fd;
 }
 

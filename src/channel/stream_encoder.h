@@ -50,7 +50,7 @@ struct StreamBatch {
 class StreamEncoder {
  public:
   // Payloads of fewer bytes than `external_from` are copied into the batch.
-  explicit StreamEncoder(std::size_t external_from = 64 * 1024) : external_from_(external_from) {}
+  explicit StreamEncoder(std::size_t external_from = 65'536) : external_from_(external_from) {}
 
   // Begins a session: the sources are forgotten, and described again before their next record.
   void start(StreamBatch& batch);

@@ -28,7 +28,7 @@ StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limi
 StreamSink::~StreamSink() {
   try {
     close();
-  } catch (const Error&) {  // nobody is left to tell; what was written before is whole
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
   }
 }
 
@@ -73,7 +73,8 @@ void StreamSink::close() {
 }
 
 std::string StreamSink::address() const {
-  return file_ ? file_->path() : server_->address().text();
+  if (file_) return file_->path();
+  return server_ ? server_->address().text() : "";
 }
 
 }  // namespace callgate

@@ -33,6 +33,9 @@ class Lanes {
 
   bool empty() const noexcept { return sizes_.empty(); }
 
+  // The extent of each level, outermost first.
+  std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
+
   // Number of lanes: the product of the levels' extents, 1 without levels.
   std::int64_t count() const noexcept { return count_; }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -14,6 +16,11 @@ import pytest
 import callgate as cg
 
 jax.config.update("jax_enable_x64", False)
+
+# In a job that a shell started in the background SIGINT is ignored, and so in its children. Tests
+# send it to processes of their own.
+if threading.current_thread() is threading.main_thread():
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["callgate", "jax"])

@@ -175,6 +175,20 @@ ROUND = {
     lambda g: jax.grad(lambda x: jax.lax.scan(lambda c, i: (c * g(i), None), x, LANES)[0])(1.0),
     [0, 1, 2, 3],
   ),
+  "grad of scan, the same argument in each step": Program(
+    lambda g: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c * g(1.0), None), x, LANES)[0])(1.0),
+    [1, 1, 1, 1],
+  ),
+  "grad of scan of jit, the same argument in each step": Program(
+    lambda g: jax.grad(lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c * jax.jit(g)(1.0), x))(1.0),
+    [1, 1, 1],
+  ),
+  "grad of remat of scan, the same argument in each step": Program(
+    lambda g: jax.grad(
+      jax.checkpoint(lambda x: jax.lax.scan(lambda c, _: (c * g(1.0) * c, None), x, LANES)[0])
+    )(1.0),
+    [1, 1, 1, 1],
+  ),
   "grad of vmap of remat": Program(
     lambda g: jax.grad(lambda x: jax.vmap(jax.checkpoint(lambda y: g(y) ** 2))(x).sum())(LANES),
     [0, 1, 2, 3],

@@ -87,3 +87,12 @@ def test_export_forest_runs_in_a_process_that_never_traced_it(tmp_path):
   decided, right = numbers(run("export_forest.py", "run", program, cwd=tmp_path))[-2:]
   assert decided > 70
   assert right > 97
+
+
+def test_feed_trains_on_every_batch_that_it_takes(tmp_path):
+  text = run("feed.py", cwd=tmp_path)
+  losses = [numbers(line)[-1] for line in text.splitlines() if line.startswith("epoch")]
+  assert losses[-1] < losses[0] / 2
+  batches = (1797 - 400) // 32
+  assert numbers(line_with(text, "batches taken")) == [30 * batches]
+  assert numbers(line_with(text, "held-out"))[-1] > 0.93

@@ -1,4 +1,4 @@
-"""Streams as `open_stream` and `python -m callgate tail` read them.
+"""Streams as `open_stream` reads them.
 
 The bytes come from `stream_bytes`, an encoder that shares nothing with callgate's own; what the
 native sink writes is held to the same reader in tests/cpp.
@@ -7,13 +7,7 @@ native sink writes is held to the same reader in tests/cpp.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -24,10 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callgate as cg
-from callgate import __main__ as cli
-from callgate import _callgate
-
-FOLDER = Path(__file__).parent
 
 
 @pytest.fixture
@@ -248,90 +238,6 @@ def test_a_newer_version_and_what_is_no_stream_are_refused(tmp_path):
     cg.open_stream([])
 
 
-def test_the_native_sink_appends_behind_what_a_killed_writer_left(tmp_path):
-  path = tmp_path / "torn.cgs"
-  torn = sb.losses([1.0]) + sb.record(0, [np.float32(2)])[:-3]
-  path.write_bytes(torn)
-  sink = _callgate.stream_sink(str(path))
-  assert str(path) in repr(sink)
-  with pytest.raises(ValueError, match="another writer"):
-    _callgate.stream_sink(str(path))
-  del sink
-  with path.open("ab") as file:
-    file.write(sb.losses([5.0], begin=7))
-  assert seqs(path) == [0, 7]
-  assert path.read_bytes().startswith(sb.losses([1.0]) + b"cgsS")
-
-
-def test_a_writer_killed_at_any_time_leaves_its_whole_records(tmp_path):
-  """The child writes without end; the parent kills it once some records are there."""
-  path = tmp_path / "killed.cgs"
-  writer = f"""
-import sys; sys.path.insert(0, {str(FOLDER)!r})
-import numpy as np, stream_bytes as sb
-with open({str(path)!r}, "wb", buffering=0) as file:
-  file.write(sb.session() + sb.source(0, "x", [("", "int64", (9,))]))
-  for step in range(10**9):
-    whole = sb.record(0, [np.full(9, step, np.int64)], seq=step)
-    file.write(whole[:50])
-    file.write(whole[50:])
-"""
-  path.touch()
-  child = subprocess.Popen([sys.executable, "-c", writer])
-  try:
-    with cg.open_stream(path, follow=True) as stream:
-      for step in range(20):
-        assert stream.read(timeout=100).seq == step
-      child.send_signal(signal.SIGKILL)
-      assert child.wait(timeout=100) == -signal.SIGKILL
-  finally:
-    child.kill()
-    child.wait()
-  records = list(cg.open_stream(path))
-  assert [r.seq for r in records] == list(range(len(records)))
-  assert all((r.leaves[""] == r.seq).all() for r in records)
-  assert len(records) >= 20
-  _callgate.stream_sink(str(path))  # cuts what is torn, begins and ends a session
-  assert seqs(path) == list(range(len(records)))
-
-
-def test_following_a_file_waits_for_records_and_for_its_writer_to_close(tmp_path):
-  path = tmp_path / "live.cgs"
-  path.write_bytes(sb.losses([1.0]))
-  got: list[int] = []
-  seen = [threading.Event() for _ in range(2)]
-
-  def follow():
-    with cg.open_stream(path, follow=True) as stream:
-      for record in stream:
-        got.append(record.seq)
-        seen[record.seq].set()
-
-  reader = threading.Thread(target=follow)
-  reader.start()
-  assert seen[0].wait(100)
-  late = sb.record(0, [np.float32(2)], seq=1)
-  with path.open("ab", buffering=0) as file:
-    file.write(late[:30])
-    file.write(late[30:])
-    assert seen[1].wait(100)
-    file.write(sb.end(2))
-  reader.join(100)
-  assert not reader.is_alive()
-  assert got == [0, 1]
-
-
-def test_reading_without_waiting_says_that_none_is_there(tmp_path):
-  path = tmp_path / "live.cgs"
-  path.write_bytes(sb.losses([1.0]))
-  with cg.open_stream(path, follow=True) as stream:
-    assert stream.read(0).seq == 0
-    assert stream.read(0) is None
-    assert stream.read(0.01) is None
-  with pytest.raises(ValueError, match="closed"):
-    stream.read(0)
-
-
 def test_several_files_are_merged_by_time(tmp_path):
   for begin in (0, 1):
     body = sb.session() + sb.source(0, "loss", sb.LOSS)
@@ -341,123 +247,3 @@ def test_several_files_are_merged_by_time(tmp_path):
   for where in (str(tmp_path / "*.cgs"), sorted(tmp_path.glob("*.cgs"))):
     assert seqs(where) == list(range(10))
     assert list(cg.open_stream(where).columns()["device"]) == [0, 1] * 5
-
-
-def serve(listener: socket.socket, data: bytes) -> threading.Thread:
-  def run():
-    connection, _ = listener.accept()
-    with connection:
-      for start in range(0, len(data), 7):
-        connection.sendall(data[start : start + 7])
-
-  thread = threading.Thread(target=run)
-  thread.start()
-  return thread
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def listener(request, tmp_path):
-  """A listening socket and its address."""
-  if request.param == "unix":
-    with socket.socket(socket.AF_UNIX) as listener:
-      listener.bind(str(tmp_path / "s"))
-      listener.listen()
-      yield listener, f"unix:{tmp_path / 's'}"
-  else:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-      yield listener, f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def test_a_connection_is_read_until_the_stream_ends(listener):
-  server = serve(listener[0], sb.losses([1.0, 2.0, 3.0]) + sb.end(3))
-  assert seqs(listener[1]) == [0, 1, 2]
-  server.join(100)
-  server = serve(listener[0], sb.losses([1.0, 2.0, 3.0]) + sb.end(3))
-  with cg.open_stream(listener[1]) as stream:
-    assert list(stream.columns()["value"]) == [1, 2, 3]
-    assert stream.names() == ["loss"]
-  server.join(100)
-
-
-def test_a_connection_that_breaks_off_is_an_error_after_its_records(listener):
-  server = serve(listener[0], sb.losses([1.0]) + sb.record(0, [np.float32(2)])[:40])
-  with cg.open_stream(listener[1]) as stream:
-    assert next(stream).seq == 0
-    with pytest.raises(ConnectionError, match="ended before the stream did"):
-      next(stream)
-  server.join(100)
-
-
-def test_the_native_sink_serves_sockets(tmp_path):
-  for wanted in ("tcp://127.0.0.1:0", "tcp://:0", f"unix:{tmp_path / 'native'}"):
-    sink = _callgate.stream_sink(wanted)
-    address = sink.address
-    assert not address.endswith(":0")
-    with pytest.raises(ValueError, match=address):
-      _callgate.stream_sink(address)
-    with cg.open_stream(address) as stream:
-      assert stream.read(0.01) is None
-      first = stream._inputs[0].native
-      while first.process == 0:  # the server has taken this reader in
-        assert stream.read(0.05) is None
-      assert first.process == os.getpid()
-      del sink
-      assert list(stream) == []
-    with pytest.raises(ValueError, match="connecting"):
-      cg.open_stream(address)
-
-
-def tail(capsys, *arguments: str) -> list[str]:
-  assert cli.main(["tail", *map(str, arguments)]) == 0
-  return capsys.readouterr().out.splitlines()
-
-
-def test_tail_prints_the_last_records(losses, capsys):
-  lines = tail(capsys, losses, "-n", "2")
-  assert len(lines) == 2
-  assert "device 0 loss #1 2." in lines[0]
-  assert "device 0 loss #2 1." in lines[1]
-  assert tail(capsys, losses, "-n", "0") == []
-  assert tail(capsys, losses, "--name", "other") == []
-  assert len(tail(capsys, losses, "--follow")) == 3
-
-
-def test_tail_prints_json_that_reads_back(tmp_path, capsys):
-  path = tmp_path / "json.cgs"
-  leaves = [("c", "complex64", (1,)), ("h", "bfloat16", ()), ("b", "bool", (2,))]
-  values = [np.complex64([1 - 2j]), np.array(0.5, ml_dtypes.bfloat16), np.array([True, False])]
-  path.write_bytes(sb.session() + sb.source(0, "x", leaves, role=1) + sb.record(0, values, seq=4))
-  (line,) = tail(capsys, path, "--json")
-  read = json.loads(line)
-  assert read["leaves"] == {"c": [[1, -2]], "h": 0.5, "b": [True, False]}
-  assert (read["name"], read["seq"], read["role"]) == ("x", 4, "tangent")
-
-
-def test_tail_sums_large_arrays_up(tmp_path, capsys):
-  path = tmp_path / "large.cgs"
-  values = np.arange(100, dtype=np.float32).reshape(10, 10)
-  body = sb.session() + sb.source(0, "w", [("['w']", "float32", (10, 10))], lanes="10:1")
-  path.write_bytes(body + sb.record(0, [values], flags=1))
-  assert len(tail(capsys, path, "-n", "100")) == 10
-  (line,) = tail(capsys, path, "-n", "1")
-  assert "w[9] #0 (repeated) ['w']=float32[10] min 90 mean 94.5 max 99" in line
-
-
-def test_tail_reads_connections_to_their_end(listener, capsys):
-  server = serve(listener[0], sb.losses([1.0, 2.0]) + sb.end(2))
-  assert len(tail(capsys, listener[1], "-n", "1")) == 2
-  server.join(100)
-
-
-def test_tail_reports_errors_without_a_traceback(tmp_path):
-  done = subprocess.run(
-    [sys.executable, "-m", "callgate", "tail", str(tmp_path / "none.cgs")],
-    capture_output=True,
-    text=True,
-    timeout=100,
-    check=False,
-  )
-  assert done.returncode == 1
-  assert done.stdout == ""
-  assert done.stderr.startswith("python -m callgate tail: ")
-  assert "Traceback" not in done.stderr

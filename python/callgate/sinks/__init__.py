@@ -1,0 +1,34 @@
+"""Where a channel's records go: files, trackers, plots, statistics.
+
+`JSONL`, `Npy` and `Stats` are native: the channel hands them records without Python. The others are
+thin layers over libraries, which are imported when a sink is made; each has an extra of its name,
+and `pip install 'callgate[sinks]'` brings them all. A sink of your own is a subclass of `Sink`.
+"""
+
+from callgate._records import Record, TapInfo, columns
+from callgate.sinks._arrays import HDF5, Zarr
+from callgate.sinks._base import Sink, SinkError
+from callgate.sinks._native import JSONL, Npy, Stats
+from callgate.sinks._parquet import Parquet
+from callgate.sinks._plot import Plot
+from callgate.sinks._text import CSV, Print
+from callgate.sinks._trackers import MLflow, TensorBoard
+
+__all__ = [
+  "CSV",
+  "HDF5",
+  "JSONL",
+  "MLflow",
+  "Npy",
+  "Parquet",
+  "Plot",
+  "Print",
+  "Record",
+  "Sink",
+  "SinkError",
+  "Stats",
+  "TapInfo",
+  "TensorBoard",
+  "Zarr",
+  "columns",
+]

@@ -1,0 +1,228 @@
+"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports.
+
+A sink belongs to one channel at a time, which calls it on its own thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._records import Record, TapInfo
+
+StrPath = str | os.PathLike[str]
+
+
+class SinkError(RuntimeError):
+  """A sink cannot write a record; the message names the sink, the tap and what was expected."""
+
+
+class Sink:
+  """A consumer of records that a channel opens, feeds, flushes and closes.
+
+  Subclass it and override `write`; the other methods do nothing here. `with sink:` opens and closes
+  it where there is no channel.
+  """
+
+  def open(self, channel: str) -> None:
+    """Called before the first records, and again when a closed sink is used anew.
+
+    Args:
+      channel: name of the channel, for messages.
+    """
+
+  def write(self, records: Sequence[Record]) -> None:
+    """Takes records.
+
+    Args:
+      records: in the order in which the channel got them; those of a `vmap` one for each lane.
+    """
+    raise NotImplementedError(f"{type(self).__name__}.write")
+
+  def flush(self) -> None:
+    """Makes what was written visible to others."""
+
+  def close(self) -> None:
+    """Writes out and releases everything, also after an error. May be called again."""
+
+  def __enter__(self) -> Sink:
+    self.open("")
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def __repr__(self) -> str:
+    return f"{type(self).__name__}()"
+
+
+class LibrarySink(Sink):
+  """A sink with a state: subclasses say how to start, take one record, write out and stop.
+
+  A record that cannot be written does not take the others of its batch along: they are written,
+  then the first error is raised.
+  """
+
+  def __init__(self, target: str) -> None:
+    self._target = target  # what repr shows: a path, mostly
+    self._channel: str | None = None  # of the channel that has it open
+    self._started_before = False
+
+  def __repr__(self) -> str:
+    return f"{type(self).__name__}({self._target!r})"
+
+  def open(self, channel: str) -> None:
+    if self._channel is not None:
+      raise SinkError(
+        f"callgate.sinks.{self!r}: expected a sink of one channel, got {channel!r} while"
+        f" {self._channel!r} has it open"
+      )
+    with self._naming("cannot be opened"):
+      self._start(resume=self._started_before)
+    self._started_before = True
+    self._channel = channel
+
+  def write(self, records: Sequence[Record]) -> None:
+    if self._channel is None:
+      self.open("")
+    first: Exception | None = None
+    for record in records:
+      try:
+        with self._naming(_where(record.info)):
+          self._take(record)
+      except SinkError as error:
+        first = first or error
+    try:
+      with self._naming("cannot write"):
+        self._commit()
+    except SinkError as error:
+      first = first or error
+    if first is not None:
+      raise first
+
+  def flush(self) -> None:
+    if self._channel is not None:
+      with self._naming("cannot flush"):
+        self._flush()
+
+  def close(self) -> None:
+    if self._channel is None:
+      return
+    self._channel = None
+    with self._naming("cannot be closed properly"):
+      self._stop()
+
+  def _naming(self, what: str) -> _Naming:
+    return _Naming(f"callgate.sinks.{self!r}: {what}")
+
+  def _start(self, *, resume: bool) -> None:
+    """Opens files. `resume`: this sink wrote to them before, so they are continued."""
+    raise NotImplementedError
+
+  def _take(self, record: Record) -> None:
+    """Checks one record and takes it, or raises and takes nothing of it."""
+    raise NotImplementedError
+
+  def _commit(self) -> None:
+    """Called after each batch."""
+
+  def _flush(self) -> None:
+    """Makes everything visible."""
+
+  def _stop(self) -> None:
+    """Writes out and releases, also when writing fails."""
+    raise NotImplementedError
+
+
+class _Naming:
+  """Turns errors of the block into SinkErrors that begin with a place."""
+
+  def __init__(self, where: str) -> None:
+    self._where = where
+
+  def __enter__(self) -> None:
+    return None
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: types.TracebackType | None,
+  ) -> None:
+    if isinstance(error, Exception) and not isinstance(error, SinkError):
+      raise SinkError(f"{self._where}: {type(error).__name__}: {error}") from error
+
+
+def _where(info: TapInfo) -> str:
+  return f"tap {info.name!r}, record {info.seq} of device {info.device}"
+
+
+def library(module: str, *, sink: str, extra: str) -> Any:
+  """Imports what a sink is made of.
+
+  Args:
+    module: the module's name.
+    sink: the sink's, for the message.
+    extra: the extra of callgate that brings it.
+  """
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise ImportError(
+      f"callgate.sinks.{sink} needs {module.partition('.')[0]}, which cannot be imported ({error});"
+      f" install it with: pip install 'callgate[{extra}]'"
+    ) from error
+
+
+def plain(leaf: Any) -> np.ndarray:
+  """A leaf as an array of a dtype that NumPy has, exactly.
+
+  bfloat16 and smaller floats become float32, int4 and its like int8 or uint8.
+  """
+  array = np.asarray(leaf)
+  if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
+    return array
+  if array.dtype.name.startswith("int"):
+    return array.astype(np.int8)
+  if array.dtype.name.startswith("uint"):
+    return array.astype(np.uint8)
+  with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+    return array.astype(np.float32)
+
+
+def scalar(name: str, array: np.ndarray) -> np.ndarray:
+  """The array, which must be a scalar.
+
+  Args:
+    name: the column, for the message.
+    array: its value.
+  """
+  if array.ndim != 0:
+    raise ValueError(f"expected scalars, got {name!r} of shape {array.shape}")
+  return array
+
+
+def lane_suffix(lane: tuple[int, ...]) -> str:
+  """What tells the lanes of a tap apart in names: "[2,0]"; nothing without `vmap`."""
+  return f"[{','.join(map(str, lane))}]" if lane else ""
+
+
+def file_for(path: str, name: str) -> pathlib.Path:
+  """The file of a tap or leaf, with its folder made.
+
+  Args:
+    path: may hold "{name}", which is replaced.
+    name: what by; characters that do not belong into a file's name become "_".
+  """
+  part = "".join("_" if c in '/\\:*?"<>|' or ord(c) < 32 else c for c in name)
+  if part.startswith("."):
+    part = "_" + part[1:]
+  file = pathlib.Path(path.replace("{name}", part))
+  file.parent.mkdir(parents=True, exist_ok=True)
+  return file

@@ -1,0 +1,193 @@
+"""The native sinks: their consumers are C++ (src/channel/sinks) and run without the GIL.
+
+A channel takes `native` and never calls `write`; `write` is for records made in Python, and may be
+called beside a channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate import _callgate
+from callgate._records import Record, leaf_paths
+from callgate.sinks._base import Sink, SinkError, StrPath
+
+_ROLES = ("primal", "tangent", "cotangent")  # the codes of src/channel/record.h
+_PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
+
+
+class NativeSink(Sink):
+  """A sink in C++.
+
+  Attributes:
+    native: what a channel takes.
+  """
+
+  native: _callgate.Consumer
+
+  def __init__(self, native: _callgate.Consumer) -> None:
+    self.native = native
+    self._writer = _callgate.RecordWriter(native)
+
+  def write(self, records: Sequence[Record]) -> None:
+    first: SinkError | None = None
+    for record in records:
+      try:
+        self._write_one(record)
+      except ValueError as error:
+        first = first or SinkError(
+          f"callgate.sinks.{self!r}: tap {record.info.name!r}, record {record.info.seq}: {error}"
+        )
+    if first is not None:
+      raise first
+
+  def _write_one(self, record: Record) -> None:
+    info = record.info
+    if info.role not in _ROLES:
+      raise ValueError(f"expected a role of {', '.join(_ROLES)}, got {info.role!r}")
+    leaves, tree = jax.tree.flatten(record.value)
+    self._writer.write(
+      name=info.name,
+      role=_ROLES.index(info.role),
+      leaves=[
+        _leaf(path, np.asarray(leaf))
+        for (path, _), leaf in zip(leaf_paths(tree), leaves, strict=True)
+      ],
+      seq=info.seq,
+      time_ns=info.time_ns,
+      run=info.run,
+      device=info.device,
+      repeated=info.repeated,
+      lane=list(info.lane),
+    )
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class JSONL(NativeSink):
+  """A line of JSON for each record: https://jsonlines.org
+
+  A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`,
+  `repeated` where it is true, and `value`: a number or nested lists for a lone leaf, else an object
+  from paths ("w/0") to these. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity",
+  which `float()` reads; a complex number is `[real, imaginary]`. Lines are in the file as soon as
+  the channel has delivered them.
+
+  Args:
+    path: the file; its folder is made. It is emptied now, unless `append`.
+    append: continue an existing file; a last line that a crash left unfinished is cut off.
+  """
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    self._path = os.fspath(path)
+    super().__init__(_callgate.jsonl_sink(self._path, append))
+
+  def __repr__(self) -> str:
+    return f"JSONL({self._path!r})"
+
+
+class Npy(NativeSink):
+  """A `.npy` file for each leaf, with a row for each record: `np.load` reads it at any time.
+
+  bfloat16 and smaller floats are stored as float32, int4 and its like as int8 or uint8. A change of
+  shape or dtype is an error, and the file stays as it is.
+
+  Args:
+    path: the file, "{name}" in it replaced by the leaf's name ("loss", "grad_w_0"); needed where
+      there is more than one leaf. Folders are made.
+    append: continue existing files; a last row that a crash left unfinished is cut off.
+  """
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    self._path = os.fspath(path)
+    super().__init__(_callgate.npy_sink(self._path, append))
+
+  def __repr__(self) -> str:
+    return f"Npy({self._path!r})"
+
+
+class Stats(NativeSink):
+  """Running statistics of each leaf, in constant memory, to be read at any time with `result`.
+
+  Args:
+    bins: increasing edges of the histograms' bins; None for powers of two.
+  """
+
+  def __init__(self, bins: Sequence[float] | np.ndarray | None = None) -> None:
+    self._trim = bins is None
+    edges = [] if bins is None else [float(edge) for edge in bins]
+    if bins is not None and not edges:
+      raise ValueError("callgate.sinks.Stats: expected edges of bins, or None, got no edge")
+    native, self._reader = _callgate.stats_sink(edges)
+    super().__init__(native)
+
+  def result(self) -> dict[str, dict[str, Any]]:
+    """What has been counted, by column (`callgate.sinks.columns`); from any thread.
+
+    Returns:
+      For each column: `records`; of their elements `count` (finite ones), `nan`, `inf`, and of the
+      finite ones `mean`, `variance` (as `np.var`), `min`, `max` (NaN without any), and `histogram`,
+      a dict of `edges`, `counts`, and how many are `below` and `above`; and `last`, the value of
+      the last record as float64. A complex element counts with its absolute value.
+    """
+    return {name: self._readable(summary) for name, summary in self._reader.read().items()}
+
+  def clear(self) -> None:
+    """Forgets everything."""
+    self._reader.clear()
+
+  def _readable(self, summary: dict[str, Any]) -> dict[str, Any]:
+    some = summary["count"] > 0
+    edges, counts = np.array(summary["edges"]), np.array(summary["counts"], np.uint64)
+    if self._trim and some:
+      used = np.flatnonzero(counts)
+      counts = counts[used[0] : used[-1] + 1]
+      edges = edges[used[0] : used[-1] + 2]
+    elif self._trim:
+      edges, counts = edges[:0], counts[:0]
+    moments = {key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")}
+    return {
+      **{key: summary[key] for key in ("records", "count", "nan", "inf")},
+      **moments,
+      "last": np.array(summary["last"]).reshape(summary["last_shape"]),
+      "histogram": {
+        "edges": edges,
+        "counts": counts,
+        "below": summary["below"],
+        "above": summary["above"],
+      },
+    }
+
+
+@functools.cache
+def _codes() -> dict[str, int]:
+  return {name: code for code, name in _callgate.dtype_codes()}
+
+
+def _leaf(path: str, array: np.ndarray) -> tuple[str, int, list[int], bytes]:
+  """A leaf in the form that `RecordWriter.write` takes."""
+  code = _codes().get(array.dtype.name)
+  if code is None:
+    raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
+  if not array.dtype.isnative:
+    array = array.astype(array.dtype.newbyteorder("="))
+  bits = _PACKED_BITS.get(array.dtype.name)
+  data = array.tobytes() if bits is None else _pack(array, bits)
+  return path, code, list(array.shape), data
+
+
+def _pack(array: np.ndarray, bits: int) -> bytes:
+  """Sub-byte elements as XLA has them: the first in the low bits of a byte."""
+  raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  spread = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, :bits]
+  return np.packbits(spread.reshape(-1), bitorder="little").tobytes()

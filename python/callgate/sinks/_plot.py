@@ -1,0 +1,136 @@
+"""The sink Plot: learning curves as a picture that is drawn anew as they grow.
+
+Matplotlib's object interface alone: neither pyplot's state nor a display nor the backend that the
+program has chosen. A drawing replaces the file at once, so a viewer never sees half of one.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+
+from callgate._records import Record, columns
+from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, library, plain
+
+
+class Plot(LibrarySink):
+  """Curves of all scalar taps against `seq`, one picture.
+
+  Leaves that are arrays are left out; a complex one is drawn by its absolute value. Beyond
+  `max_points` every second point of a curve is dropped, and so on.
+
+  Args:
+    path: the picture, of a suffix that matplotlib can write: .png, .svg, .pdf. Folders are made.
+    every_seconds: the least time between two drawings; `flush` and `close` draw at once.
+    title: above the curves.
+    log: a logarithmic vertical axis.
+    size: width and height in inches.
+    max_points: of each curve.
+  """
+
+  def __init__(
+    self,
+    path: StrPath,
+    *,
+    every_seconds: float = 5.0,
+    title: str | None = None,
+    log: bool = False,
+    size: tuple[float, float] = (8.0, 5.0),
+    max_points: int = 4000,
+  ) -> None:
+    super().__init__(str(path))
+    self._figure: Any = library("matplotlib.figure", sink="Plot", extra="plot").Figure
+    if max_points < 2:
+      raise ValueError(f"callgate.sinks.Plot: expected max_points of 2 or more, got {max_points}")
+    self._every_seconds = every_seconds
+    self._title = title
+    self._log = log
+    self._size = size
+    self._max_points = max_points
+    self._curves: dict[str, _Curve] = {}
+    self._changed = False
+    self._next_drawing = 0.0
+
+  def _start(self, *, resume: bool) -> None:
+    pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
+
+  def _take(self, record: Record) -> None:
+    for name, leaf in columns(record).items():
+      value = plain(leaf)
+      if value.ndim != 0:
+        continue
+      name += lane_suffix(record.info.lane)
+      curve = self._curves.setdefault(name, _Curve(self._max_points))
+      number = abs(complex(value)) if value.dtype.kind == "c" else float(value)
+      curve.add(record.info.seq, number)
+      self._changed = True
+
+  def _commit(self) -> None:
+    if self._changed and time.monotonic() >= self._next_drawing:
+      self._draw()
+
+  def _flush(self) -> None:
+    if self._changed:
+      self._draw()
+
+  def _stop(self) -> None:
+    self._flush()
+
+  def _draw(self) -> None:
+    figure = self._figure(figsize=self._size, layout="constrained")
+    axes = figure.add_subplot(xlabel="record", title=self._title or "")
+    if self._log:
+      axes.set_yscale("log", nonpositive="mask")
+    lines = [axes.plot(c.steps, c.values, linewidth=1.2)[0] for c in self._curves.values()]
+    axes.grid(alpha=0.3)
+    if 0 < len(self._curves) <= 20:
+      names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
+      axes.legend(lines, names, loc="best", fontsize="small")
+    self._replace(figure)
+    self._changed = False
+    self._next_drawing = time.monotonic() + self._every_seconds
+
+  def _replace(self, figure: Any) -> None:
+    path = pathlib.Path(self._target)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+      figure.savefig(partial, format=path.suffix.removeprefix(".") or "png")
+      os.replace(partial, path)
+    finally:
+      partial.unlink(missing_ok=True)
+
+
+class _Curve:
+  """Points of a curve in bounded memory."""
+
+  def __init__(self, max_points: int) -> None:
+    self._max_points = max_points
+    self._stride = 1  # of the points that came, each stride-th is kept
+    self._count = 0
+    self._last = (0.0, 0.0)
+    self._steps, self._values = array.array("d"), array.array("d")
+
+  def add(self, step: int, value: float) -> None:
+    """Adds a point to the right end."""
+    self._last = (step, value)
+    if self._count % self._stride == 0:
+      if len(self._steps) >= self._max_points:
+        self._steps, self._values = self._steps[::2], self._values[::2]
+        self._stride *= 2
+      if self._count % self._stride == 0:
+        self._steps.append(step)
+        self._values.append(value)
+    self._count += 1
+
+  @property
+  def steps(self) -> np.ndarray:
+    return np.append(np.array(self._steps), self._last[0])
+
+  @property
+  def values(self) -> np.ndarray:
+    return np.append(np.array(self._values), self._last[1])

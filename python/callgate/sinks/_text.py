@@ -1,0 +1,211 @@
+"""Sinks of text: lines for people, and CSV tables of scalars. Python's own library does it."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from callgate._records import Record, columns, leaf_paths, tap_key
+from callgate.sinks._base import (
+  LibrarySink,
+  StrPath,
+  file_for,
+  lane_suffix,
+  plain,
+  scalar,
+)
+
+
+class Print(LibrarySink):
+  """Prints each record.
+
+  Args:
+    file: an open text file, which stays open; None for what `sys.stdout` is at the time.
+    format: a function from the `Record` to text, or text for `str.format` with the fields `value`,
+      `name`, `seq`, `time` (a `datetime`), `time_ns`, `process`, `device`, `run`, `lane`, `role`
+      and `repeated`, as "{name} {value:.3f}". None for lines such as "loss #3: 0.25".
+  """
+
+  def __init__(
+    self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
+  ) -> None:
+    super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
+    self._file = file
+    self._format = format
+    self._lines: list[str] = []
+
+  def _start(self, *, resume: bool) -> None:
+    pass
+
+  def _take(self, record: Record) -> None:
+    if self._format is None:
+      line = _line(record)
+    elif callable(self._format):
+      line = self._format(record)
+    else:
+      line = self._format.format(**_fields(record))
+    self._lines.append(line + "\n")
+
+  def _commit(self) -> None:
+    text, self._lines = "".join(self._lines), []
+    self._out().write(text)
+
+  def _flush(self) -> None:
+    self._out().flush()
+
+  def _stop(self) -> None:
+    if not self._out().closed:  # its owner may have been faster
+      self._out().flush()
+
+  def _out(self) -> TextIO:
+    return sys.stdout if self._file is None else self._file
+
+
+def _line(record: Record) -> str:
+  leaves, tree = jax.tree.flatten(record.value)
+  texts = [
+    f"{path}={_text(leaf)}" if path else _text(leaf)
+    for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)
+  ]
+  info = record.info
+  head = f"{tap_key(info)}{lane_suffix(info.lane)} #{info.seq}:"
+  if any("\n" in text for text in texts):
+    return "\n".join([head, *texts])
+  return " ".join([head, *texts])
+
+
+def _text(leaf: Any) -> str:
+  array = np.asarray(leaf)
+  return str(array[()]) if array.ndim == 0 else np.array2string(array)
+
+
+def _fields(record: Record) -> dict[str, Any]:
+  def formattable(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    return array[()] if array.ndim == 0 else array  # a 0-d array takes no format
+
+  info = record.info
+  return {
+    "value": jax.tree.map(formattable, record.value),
+    "time": datetime.datetime.fromtimestamp(info.time_ns * 1e-9),
+    **{
+      name: getattr(info, name)
+      for name in
+      ("name", "seq", "time_ns", "process", "device", "run", "lane", "role", "repeated")
+    },
+  }  # fmt: skip
+
+
+class CSV(LibrarySink):
+  """A table of scalars: `seq`, `time_ns`, `device`, `lane`, then a column for each leaf.
+
+  The header comes from the first record. A column that appears later is an error; one that is
+  missing leaves its cell empty.
+
+  Args:
+    path: the file; with "{name}" in it, a file for each tap. Folders are made.
+    append: continue existing files, whose headers then hold; a torn last line is cut off.
+    columns: names of the columns, for one table of several taps (`callgate.sinks.columns`).
+  """
+
+  _META = ("seq", "time_ns", "device", "lane")
+
+  def __init__(
+    self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
+  ) -> None:
+    super().__init__(str(path))
+    self._append = append
+    self._columns = columns
+    self._resume = False
+    self._tables: dict[pathlib.Path, _Table] = {}
+    self._made: set[pathlib.Path] = set()
+
+  def _start(self, *, resume: bool) -> None:
+    if "{name}" not in self._target:
+      self._table(pathlib.Path(self._target))  # a path that cannot be written is an error now
+
+  def _table(self, file: pathlib.Path) -> _Table:
+    table = self._tables.get(file)
+    if table is None:
+      file.parent.mkdir(parents=True, exist_ok=True)
+      table = _Table(file, keep=self._append or file in self._made)
+      self._tables[file] = table
+      self._made.add(file)
+    return table
+
+  def _take(self, record: Record) -> None:
+    info = record.info
+    row = {name: str(scalar(name, plain(leaf))[()]) for name, leaf in columns(record).items()}
+    table = self._table(file_for(self._target, tap_key(info)))
+    table.begin([*self._META, *(self._columns or row)])
+    for name in row:
+      if name not in table.header:
+        raise ValueError(
+          f"expected the columns {', '.join(table.header)} of {str(table.path)!r}, got {name!r};"
+          ' name all with columns=, or put "{name}" in the path for a file each tap'
+        )
+    meta = (info.seq, info.time_ns, info.device, ";".join(map(str, info.lane)))
+    table.write({**dict(zip(self._META, meta, strict=True)), **row})
+
+  def _commit(self) -> None:
+    self._flush()
+
+  def _flush(self) -> None:
+    for table in self._tables.values():
+      table.file.flush()
+
+  def _stop(self) -> None:
+    tables, self._tables = self._tables, {}
+    close_all([table.file for table in tables.values()])
+
+
+class _Table:
+  """An open CSV file. Used by its sink alone."""
+
+  def __init__(self, path: pathlib.Path, *, keep: bool) -> None:
+    self.path = path
+    self.header: list[str] = []
+    self.file = open(path, "a+" if keep else "w+", newline="", encoding="utf-8")  # noqa: SIM115
+    if keep:
+      self._resume()
+
+  def _resume(self) -> None:
+    data = self.path.read_bytes()
+    if not data.endswith(b"\n"):
+      self.file.truncate(data.rfind(b"\n") + 1)
+    self.file.seek(0)
+    self.header = next(csv.reader(self.file), [])
+    self.file.seek(0, 2)
+
+  def begin(self, header: list[str]) -> None:
+    """Writes the header, unless there is one."""
+    if not self.header:
+      self.header = header
+      csv.writer(self.file, lineterminator="\n").writerow(header)
+
+  def write(self, row: dict[str, Any]) -> None:
+    cells = [row.get(name, "") for name in self.header]
+    csv.writer(self.file, lineterminator="\n").writerow(cells)
+
+
+def close_all(files: Sequence[Any]) -> None:
+  """Closes all, then raises the first error.
+
+  Args:
+    files: anything with a `close` method.
+  """
+  first: Exception | None = None
+  for file in files:
+    try:
+      file.close()
+    except Exception as error:  # noqa: BLE001 - the others are closed all the same
+      first = first or error
+  if first is not None:
+    raise first

@@ -1,0 +1,107 @@
+// Python calls these with the GIL; files are opened, written and closed without it.
+#include "bindings/sinks.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/consumer.h"
+#include "bindings/record_writer.h"
+#include "channel/sinks/jsonl.h"
+#include "channel/sinks/npy.h"
+#include "channel/sinks/stats.h"
+
+namespace callgate::bindings {
+namespace {
+
+// Reads what a Stats sink has counted, from any thread, for as long as either of them lives.
+struct StatsReader {
+  std::shared_ptr<StatsSink> sink;
+};
+
+FileMode mode_of(bool append) { return append ? FileMode::kAppend : FileMode::kCreate; }
+
+ConsumerHandle jsonl_sink(std::string path, bool append) {
+  nb::gil_scoped_release unlocked;
+  return {std::make_shared<JsonlSink>(std::move(path), mode_of(append))};
+}
+
+ConsumerHandle npy_sink(std::string path, bool append) {
+  return {std::make_shared<NpySink>(std::move(path), mode_of(append))};
+}
+
+std::pair<ConsumerHandle, StatsReader> stats_sink(std::vector<double> edges) {
+  auto sink = std::make_shared<StatsSink>(std::move(edges));
+  return {ConsumerHandle{sink}, StatsReader{sink}};
+}
+
+template <typename T>
+nb::list to_list(const std::vector<T>& values) {
+  nb::list list;
+  for (const T& value : values) list.append(value);
+  return list;
+}
+
+nb::dict to_dict(const Summary& summary) {
+  nb::dict out;
+  out["records"] = summary.records;
+  out["count"] = summary.count;
+  out["nan"] = summary.nan;
+  out["inf"] = summary.inf;
+  out["mean"] = summary.mean;
+  out["variance"] = summary.variance();
+  out["min"] = summary.min;
+  out["max"] = summary.max;
+  out["last"] = to_list(summary.last);
+  out["last_shape"] = to_list(summary.last_dims);
+  out["edges"] = to_list(summary.histogram.edges);
+  out["counts"] = to_list(summary.histogram.counts);
+  out["below"] = summary.histogram.below;
+  out["above"] = summary.histogram.above;
+  return out;
+}
+
+nb::dict read(const StatsReader& reader) {
+  std::map<std::string, Summary> summaries;
+  {
+    nb::gil_scoped_release unlocked;  // the lock may be held while values are merged
+    summaries = reader.sink->read();
+  }
+  nb::dict out;
+  for (const auto& [name, summary] : summaries)
+    out[nb::str(name.c_str(), name.size())] = to_dict(summary);
+  return out;
+}
+
+void clear(const StatsReader& reader) {
+  nb::gil_scoped_release unlocked;
+  reader.sink->clear();
+}
+
+}  // namespace
+
+void bind_sinks(nb::module_& module) {
+  nb::class_<StatsReader>(module, "StatsReader", "What a Stats sink has counted.")
+      .def("read", &read)
+      .def("clear", &clear);
+  nb::class_<RecordWriter>(module, "RecordWriter",
+                           "Hands records made in Python to a native consumer.")
+      .def(nb::init<const ConsumerHandle&>(), nb::arg("consumer"))
+      .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
+           nb::arg("leaves"), nb::arg("seq"), nb::arg("time_ns"), nb::arg("run"), nb::arg("device"),
+           nb::arg("repeated"), nb::arg("lane"))
+      .def("flush", &RecordWriter::flush)
+      .def("close", &RecordWriter::close);
+  module.def("jsonl_sink", &jsonl_sink, nb::arg("path"), nb::arg("append"));
+  module.def("npy_sink", &npy_sink, nb::arg("path"), nb::arg("append"));
+  module.def("stats_sink", &stats_sink, nb::arg("edges"));
+}
+
+}  // namespace callgate::bindings

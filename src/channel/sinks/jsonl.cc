@@ -1,0 +1,166 @@
+// See the header.
+#include "channel/sinks/jsonl.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstddef>
+#include <string_view>
+#include <utility>
+
+#include "channel/sinks/consume_each.h"
+#include "channel/sinks/json.h"
+#include "channel/sinks/names.h"
+
+namespace callgate {
+namespace {
+
+constexpr std::size_t kWriteBytes = std::size_t{1} << 20;  // larger writes gain nothing
+constexpr std::size_t kReadBytes = std::size_t{1} << 16;
+
+void append_integer(std::string& out, std::string_view key, std::int64_t value) {
+  std::array<char, 24> text;
+  auto [end, error] = std::to_chars(text.data(), text.data() + text.size(), value);
+  (out += key).append(text.data(), end);
+}
+
+// True for one whole JSON object, or nothing but space: what a file of another program may end with
+// when that wrote no newline at the end.
+bool is_whole(std::string_view line) {
+  std::int64_t depth = 0;
+  bool quoted = false, escaped = false;
+  for (char c : line) {
+    if (quoted) {
+      if (!std::exchange(escaped, false)) {
+        escaped = c == '\\';
+        quoted = c != '"';
+      }
+      continue;
+    }
+    quoted = c == '"';
+    depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+  }
+  std::size_t last = line.find_last_not_of(" \t\r");
+  return !quoted && depth == 0 && (last == std::string_view::npos || line[last] == '}');
+}
+
+// Makes the file end with a whole line.
+void mend_end(File& file) {
+  const std::uint64_t size = file.size();
+  std::string tail;  // after the last newline
+  for (std::uint64_t start = size; start > 0;) {
+    const std::uint64_t count = std::min<std::uint64_t>(start, kReadBytes);
+    start -= count;
+    std::string bytes = file.read_at(start, count);
+    const std::size_t newline = bytes.rfind('\n');
+    tail.insert(0, newline == std::string::npos ? bytes : bytes.substr(newline + 1));
+    if (newline != std::string::npos) break;
+  }
+  if (tail.empty()) return;
+  if (is_whole(tail)) {
+    file.append("\n");
+  } else {
+    file.truncate(size - tail.size());
+  }
+}
+
+// Row-major position `lane` as an index of each level.
+void unravel(std::int64_t lane, std::span<const std::int64_t> sizes,
+             std::vector<std::int64_t>& index) {
+  index.resize(sizes.size());
+  for (std::size_t level = sizes.size(); level-- > 0;) {
+    index[level] = lane % sizes[level];
+    lane /= sizes[level];
+  }
+}
+
+}  // namespace
+
+JsonlSink::Layout::Layout(const Source& source)
+    : head(R"({"name":)"),
+      role(R"(,"role":")" + std::string(role_name(source.role)) + '"'),
+      lone(source.value_leaves == 1 && source.leaves.front().path.empty()),
+      views(source) {
+  append_json_string(head, source.name);
+  for (std::size_t i = 0; i < source.value_leaves; ++i) {
+    append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
+    keys.back() += ':';
+  }
+}
+
+JsonlSink::JsonlSink(std::string path, FileMode mode) : path_(std::move(path)) { open(mode); }
+
+void JsonlSink::open(FileMode mode) {
+  file_ = std::make_unique<File>("JSONL", path_, mode);
+  if (mode == FileMode::kAppend && file_->regular()) mend_end(*file_);
+}
+
+JsonlSink::Layout& JsonlSink::layout(const Source& source) {
+  auto& found = layouts_[source.id];
+  if (found == nullptr) found = std::make_unique<Layout>(source);
+  return *found;
+}
+
+void JsonlSink::consume(std::span<const Record> records) {
+  std::lock_guard lock(mutex_);
+  if (file_ == nullptr) open(FileMode::kAppend);
+  consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
+}
+
+void JsonlSink::append_record(const Record& record) {
+  Layout& shared = layout(*record.source);
+  shared.views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+    const std::size_t start = lines_.size();
+    try {
+      append_line(record, shared, lane, leaves);
+    } catch (...) {
+      lines_.resize(start);  // no half of a line
+      throw;
+    }
+    if (lines_.size() >= kWriteBytes) write_out();
+  });
+}
+
+void JsonlSink::append_line(const Record& record, Layout& layout, std::int64_t lane,
+                            std::span<const ArrayView> leaves) {
+  lines_ += layout.head;
+  append_integer(lines_, ",\"seq\":", static_cast<std::int64_t>(record.seq));
+  append_integer(lines_, ",\"time_ns\":", record.time_ns);
+  append_integer(lines_, ",\"device\":", record.device);
+  append_integer(lines_, ",\"run\":", record.run);
+  lines_ += layout.role;
+  if (const Lanes& lanes = record.source->lanes; !lanes.empty()) {
+    unravel(lane, lanes.sizes(), layout.lane);
+    std::string_view mark = ",\"lane\":[";
+    for (std::int64_t index : layout.lane) append_integer(lines_, std::exchange(mark, ","), index);
+    lines_ += ']';
+  }
+  if ((record.flags & kRepeated) != 0) lines_ += ",\"repeated\":true";
+  lines_ += layout.lone ? ",\"value\":" : ",\"value\":{";
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    if (i != 0) lines_ += ',';
+    if (!layout.lone) lines_ += layout.keys[i];
+    append_json_array(lines_, leaves[i]);
+  }
+  lines_ += layout.lone ? "}\n" : "}}\n";
+}
+
+void JsonlSink::write_out() {
+  try {
+    file_->append(lines_);
+  } catch (...) {
+    lines_.clear();  // written later they would be out of order
+    throw;
+  }
+  lines_.clear();
+  if (lines_.capacity() > 2 * kWriteBytes) lines_.shrink_to_fit();  // after one great record
+}
+
+void JsonlSink::close() {
+  std::lock_guard lock(mutex_);
+  if (file_ == nullptr) return;
+  const std::unique_ptr<File> file = std::move(file_);
+  file->close();
+}
+
+}  // namespace callgate

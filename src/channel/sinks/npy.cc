@@ -1,0 +1,217 @@
+// See the header.
+#include "channel/sinks/npy.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <exception>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include "channel/sinks/consume_each.h"
+#include "channel/sinks/elements.h"
+#include "channel/sinks/names.h"
+#include "core/error.h"
+
+namespace callgate {
+namespace {
+
+constexpr std::size_t kWriteBytes = std::size_t{1} << 20;  // larger writes gain nothing
+constexpr std::string_view kPlaceholder = "{name}";
+
+template <typename T>
+void append_bytes(std::string& out, T value) {
+  out.append(reinterpret_cast<const char*>(&value), sizeof(T));
+}
+
+// The elements as the file holds them.
+void append_row(std::string& out, const ArrayView& view) {
+  if (npy_stores_as_is(view.dtype)) {
+    out.append(static_cast<const char*>(view.data), view.nbytes());
+    return;
+  }
+  each_element(view, [&](auto value) {
+    using T = decltype(value);
+    if constexpr (std::is_same_v<T, float>) append_bytes(out, value);
+    if constexpr (std::is_same_v<T, std::int64_t>)
+      append_bytes(out, static_cast<std::int8_t>(value));
+    if constexpr (std::is_same_v<T, std::uint64_t>)
+      append_bytes(out, static_cast<std::uint8_t>(value));
+  });
+}
+
+std::string to_text(const std::string& descr, std::span<const std::int64_t> row) {
+  std::string text = "rows of " + descr + "[";
+  for (std::size_t axis = 0; axis < row.size(); ++axis) {
+    if (axis != 0) text += ',';
+    text += std::to_string(row[axis]);
+  }
+  return text + "]";
+}
+
+// A name as a part of a file's name.
+std::string file_part(std::string_view name) {
+  std::string part(name);
+  for (char& c : part) {
+    const bool odd = std::string_view("/\\:*?\"<>|").find(c) != std::string_view::npos;
+    if (odd || static_cast<unsigned char>(c) < 0x20) c = '_';
+  }
+  if (part.starts_with('.')) part.front() = '_';
+  return part;
+}
+
+}  // namespace
+
+// One file. Rows wait in memory until the batch ends or they are many.
+class NpySink::Column {
+ public:
+  Column(std::string name, const std::string& path, FileMode mode, const LeafType& leaf,
+         std::span<const std::int64_t> row)
+      : name_(std::move(name)), file_("Npy", path, mode) {
+    if (!file_.regular()) {
+      throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "a regular file", "'" + path + "'");
+    }
+    header_.descr = npy_descr(leaf.dtype);
+    header_.row.assign(row.begin(), row.end());
+    row_bytes_ = std::stoul(header_.descr.substr(2));
+    for (std::int64_t extent : row) row_bytes_ *= static_cast<std::size_t>(extent);
+    if (file_.size() == 0) {
+      header_.bytes = header_.text().size();
+      file_.write_at(0, header_.text());
+    } else {
+      resume(leaf);
+    }
+  }
+
+  // Throws Error unless `leaf` of the column `name` fits this file.
+  void check(const std::string& name, const LeafType& leaf,
+             std::span<const std::int64_t> row) const {
+    const std::string where = "the sink Npy writes '" + file_.path() + "'";
+    if (name != name_) {
+      throw Error(ErrorCode::kInvalidArgument, where,
+                  "the leaf '" + name_ + "' alone, or a path with {name} for a file each",
+                  "'" + name + "' as well");
+    }
+    std::string have = to_text(header_.descr, header_.row);
+    std::string got = to_text(npy_descr(leaf.dtype), row);
+    if (have != got) {
+      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' to be " + have, got);
+    }
+  }
+
+  void append(const ArrayView& view) {
+    append_row(rows_, view);
+    ++waiting_;
+    if (rows_.size() >= kWriteBytes) write_rows();
+  }
+
+  // Rows first, then the header that counts them.
+  void write_out() {
+    write_rows();
+    if (counted_ == header_.rows) return;
+    file_.write_at(0, header_.text());
+    counted_ = header_.rows;
+  }
+
+  void close() { file_.close(); }
+
+ private:
+  // Goes on after the rows that the file counts and has; what a crash left behind them is cut off.
+  void resume(const LeafType& leaf) {
+    const std::vector<std::int64_t> row = header_.row;
+    header_ = NpyHeader::parse(file_.read_at(0, kNpyHeaderLimit), file_.path());
+    check(name_, leaf, row);
+    const std::uint64_t bytes = file_.size() - header_.bytes;
+    counted_ = header_.rows;
+    if (row_bytes_ != 0) header_.rows = std::min(header_.rows, bytes / row_bytes_);
+    file_.truncate(header_.bytes + header_.rows * row_bytes_);
+  }
+
+  void write_rows() {
+    std::string rows = std::exchange(rows_, {});
+    const std::uint64_t count = std::exchange(waiting_, 0);
+    file_.write_at(header_.bytes + header_.rows * row_bytes_, rows);
+    header_.rows += count;
+  }
+
+  std::string name_;
+  File file_;
+  NpyHeader header_;
+  std::size_t row_bytes_ = 0;
+  std::uint64_t counted_ = 0;  // rows, by the header in the file
+  std::uint64_t waiting_ = 0;  // rows in rows_
+  std::string rows_;
+};
+
+NpySink::NpySink(std::string path, FileMode mode) : path_(std::move(path)), mode_(mode) {}
+
+NpySink::~NpySink() = default;
+
+std::string NpySink::file_of(const std::string& name) const {
+  std::string file = path_;
+  const std::string part = file_part(name);
+  for (std::size_t at = file.find(kPlaceholder); at != std::string::npos;
+       at = file.find(kPlaceholder, at + part.size())) {
+    file.replace(at, kPlaceholder.size(), part);
+  }
+  return file;
+}
+
+NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
+                                 std::span<const std::int64_t> row) {
+  const std::string file = file_of(name);
+  std::unique_ptr<Column>& found = columns_[file];
+  if (found == nullptr) {
+    const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
+    found = std::make_unique<Column>(name, file, mode, leaf, row);
+    made_.insert(file);
+  }
+  found->check(name, leaf, row);
+  return *found;
+}
+
+// Finds all columns before any of them gets a row. `leaves`: those of one lane.
+void NpySink::resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves) {
+  std::vector<Column*> columns;
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    const std::string name = column_name(source, source.leaves[i]);
+    Column* next = &column(name, source.leaves[i], leaves[i].shape());
+    if (std::find(columns.begin(), columns.end(), next) != columns.end()) {
+      throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "leaves with names of their own",
+                  "two leaves '" + name + "'");
+    }
+    columns.push_back(next);
+  }
+  layout.columns = std::move(columns);
+}
+
+void NpySink::append_record(const Record& record) {
+  std::unique_ptr<Layout>& layout = layouts_[record.source->id];
+  if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
+  layout->views.each_lane(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+    if (layout->columns.empty()) resolve(*layout, *record.source, leaves);
+    for (std::size_t i = 0; i < leaves.size(); ++i) layout->columns[i]->append(leaves[i]);
+  });
+}
+
+void NpySink::write_out() {
+  for (auto& [path, column] : columns_) {
+    if (column != nullptr) column->write_out();
+  }
+}
+
+void NpySink::consume(std::span<const Record> records) {
+  std::lock_guard lock(mutex_);
+  consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
+}
+
+void NpySink::close() {
+  std::lock_guard lock(mutex_);
+  layouts_.clear();
+  auto columns = std::exchange(columns_, {});
+  for (auto& [path, column] : columns) {
+    if (column != nullptr) column->close();
+  }
+}
+
+}  // namespace callgate

@@ -1,0 +1,64 @@
+// The sink Npy: each leaf a .npy file that grows by a row for each lane of each record.
+//
+// The header's first extent is rewritten in place after the rows that it counts are in the file, at
+// the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
+// header does not count yet are written over. dtypes that NumPy lacks are widened (npy_header.h).
+//
+// Runs on its channel's thread, without the GIL; other threads may use it as well.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "channel/consumer.h"
+#include "channel/sinks/file.h"
+#include "channel/sinks/npy_header.h"
+
+namespace callgate {
+
+class NpySink final : public Consumer {
+ public:
+  // `path` may hold "{name}", which is replaced by the leaf's name (names.h) with '_' for what does
+  // not belong into a file's name; without it there is one leaf, and a second one is an error. With
+  // kAppend, files that exist grow on. After close(), further records open the files again.
+  NpySink(std::string path, FileMode mode);
+  ~NpySink() override;
+
+  // Throws Error for a leaf whose dtype or shape is not the file's; a record is taken whole or not
+  // at all.
+  void consume(std::span<const Record> records) override;
+  void close() override;
+  std::string description() const override { return "Npy('" + path_ + "')"; }
+
+ private:
+  class Column;
+
+  // The columns of the leaves of one source, and its views.
+  struct Layout {
+    explicit Layout(const Source& source) : views(source) {}
+    RecordViews views;
+    std::vector<Column*> columns;
+  };
+
+  Column& column(const std::string& name, const LeafType& leaf, std::span<const std::int64_t> row);
+  std::string file_of(const std::string& name) const;
+  void resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves);
+  void append_record(const Record& record);
+  void write_out();
+
+  std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
+  std::string path_;
+  FileMode mode_;
+  std::set<std::string> made_;  // by this sink: opened again they grow on
+  std::map<std::string, std::unique_ptr<Column>> columns_;              // by path
+  std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
+};
+
+}  // namespace callgate

@@ -1,0 +1,109 @@
+"""Feeds at the end of a process, in a fork's child and under Ctrl-C: nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from subprocesses import output_of, run_python
+
+PRELUDE = """
+import itertools, os, sys, threading, time
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+asked = threading.Event()
+def hang():
+  yield np.float32(0)
+  asked.set()
+  threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+  "body",
+  [
+    "feed = cg.feed(map(float, itertools.count()))",
+    "feed = cg.feed(map(float, itertools.count())); p = jax.jit(feed.next); p(); p()",
+    "feed = cg.feed(hang()); asked.wait()",
+    "with cg.feed(map(float, itertools.count())) as feed: feed.next()",
+  ],
+)
+def test_the_process_ends_with_feeds_open(body: str) -> None:
+  done = run_python(PRELUDE + body, timeout=60, CALLGATE_EXIT_SECONDS="0.5")
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_process_ends_though_a_program_waits_for_an_item_that_never_comes() -> None:
+  body = """
+feed = cg.feed(hang())
+read = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed.next()), 0, length=3)[1])
+threading.Thread(target=lambda: jax.block_until_ready(read()), daemon=True).start()
+asked.wait()
+while not feed.stats()["waited"]:
+  time.sleep(0.01)
+"""
+  done = run_python(PRELUDE + body, timeout=90, CALLGATE_EXIT_SECONDS="0.5")
+  assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_s_child_is_told_that_it_has_no_feed() -> None:
+  printed = output_of(
+    PRELUDE
+    + textwrap.dedent(
+      """
+      import warnings
+      warnings.simplefilter("ignore")
+      feed = cg.feed(map(float, itertools.count()), name="parents")
+      child = os.fork()
+      if child == 0:
+        try:
+          feed.next()
+        except cg.GateError as error:
+          print(str(error).replace(str(os.getpid()), "CHILD"), feed.close(), flush=True)
+        os._exit(0)
+      os.waitpid(child, 0)
+      print(float(feed.next()))
+      """
+    )
+  )
+  first, second = printed.splitlines()
+  assert first.startswith("feed 'parents' was made in process")
+  assert first.endswith("forked process CHILD; expected a feed that is made after the fork True")
+  assert second == "0.0"
+
+
+def test_ctrl_c_ends_a_program_that_waits_for_an_item() -> None:
+  source = PRELUDE + textwrap.dedent(
+    """
+    import signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    feed = cg.feed(hang())
+    read = jax.jit(lambda: jax.lax.scan(lambda c, _: (c, feed.next()), 0, length=3)[1])
+    def tell():
+      while not feed.stats()["waited"]:
+        time.sleep(0.01)
+      print("go", flush=True)
+    threading.Thread(target=tell, daemon=True).start()
+    jax.block_until_ready(read())
+    """
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", source],
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode in (1, 130, -signal.SIGINT), errors
+  assert "KeyboardInterrupt" in errors

@@ -1,0 +1,199 @@
+"""Sinks over libraries: each file is read back by its own library."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sink_records import EXPECTED, TIME, C, W, grads, losses, record
+
+from callgate import sinks
+
+
+def test_zarr_has_an_array_for_each_leaf(tmp_path):
+  zarr = pytest.importorskip("zarr")
+  with sinks.Zarr(tmp_path / "a.zarr") as sink:
+    sink.write(losses(4) + grads(3))
+    sink.write(losses(2, start=4) + grads(6)[3:])
+    root = zarr.open_group(tmp_path / "a.zarr", mode="r")
+    np.testing.assert_array_equal(root["loss/value"][:], EXPECTED)  # while it is written
+  np.testing.assert_array_equal(root["loss/seq"][:], np.arange(6))
+  np.testing.assert_array_equal(root["loss/time_ns"][:], TIME + np.arange(6) * 10**9)
+  np.testing.assert_array_equal(root["grad/device"][:], np.arange(6) % 2)
+  np.testing.assert_array_equal(root["grad/value/w/0"][:], W)
+  np.testing.assert_array_equal(root["grad/value/c"][:], C)
+
+
+def test_hdf5_has_a_dataset_for_each_leaf(tmp_path):
+  h5py = pytest.importorskip("h5py")
+  with sinks.HDF5(tmp_path / "new" / "a.h5") as sink:
+    sink.write(losses(6) + grads(6))
+    sink.write([record("v", np.float16(i), i, lane=(i, 1)) for i in range(2)])
+    sink.write([record("big", np.zeros((0, 5)), 0)])
+  with h5py.File(tmp_path / "new" / "a.h5") as file:
+    np.testing.assert_array_equal(file["loss/value"][:], EXPECTED)
+    np.testing.assert_array_equal(file["loss/seq"][:], np.arange(6))
+    np.testing.assert_array_equal(file["grad/value/w/0"][:], W)
+    np.testing.assert_array_equal(file["grad/value/c"][:], C)
+    np.testing.assert_array_equal(file["v/lane"][:], [[0, 1], [1, 1]])
+    assert file["v/value"].dtype == np.float16
+    assert file["big/value"].shape == (1, 0, 5)
+
+
+def test_parquet_has_a_table_for_each_tap(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  with sinks.Parquet(tmp_path / "{name}.parquet") as sink:
+    sink.write(losses(3))
+    sink.flush()
+    sink.write(losses(3, start=3) + grads(6))
+    assert not (tmp_path / "loss.parquet").exists()  # not yet readable, so not yet there
+  table = parquet.read_table(tmp_path / "loss.parquet")
+  np.testing.assert_array_equal(table["value"].to_numpy(), EXPECTED)
+  np.testing.assert_array_equal(table["seq"].to_numpy(), np.arange(6))
+  table = parquet.read_table(tmp_path / "grad.parquet")
+  np.testing.assert_array_equal(np.array(table["w/0"].to_pylist()), W)
+  assert table["c"].to_pylist()[3] == {"re": 3.0, "im": 2.0}
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["grad.parquet", "loss.parquet"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 2), (2, 3, 4), (1, 1)])
+def test_parquet_holds_arrays_of_any_shape(shape, tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  values = [np.full(shape, i, np.int16) for i in range(3)]
+  with sinks.Parquet(tmp_path / "a.parquet") as sink:
+    sink.write([record("x", value, i) for i, value in enumerate(values)])
+  found = parquet.read_table(tmp_path / "a.parquet")["value"].to_pylist()
+  assert found == [value.tolist() for value in values]
+
+
+def test_parquet_of_two_taps_needs_their_names_in_the_path(tmp_path):
+  pytest.importorskip("pyarrow")
+  with sinks.Parquet(tmp_path / "a.parquet") as sink:
+    sink.write(losses(1))
+    with pytest.raises(sinks.SinkError, match=r"expected the tap 'loss' alone in .*\{name\}"):
+      sink.write(grads(1))
+
+
+def events_of(folder: Path) -> dict[str, list[Any]]:
+  """Summaries of all event files, by tag, as (step, wall time, value)."""
+  from tensorboardX.event_file_writer import EventFileWriter  # noqa: F401 - its protos are loaded
+  from tensorboardX.proto import event_pb2
+
+  found: dict[str, list[Any]] = {}
+  for file in sorted(folder.iterdir()):
+    data = file.read_bytes()
+    while data:  # length, its checksum, the event, its checksum
+      length = int.from_bytes(data[:8], "little")
+      event = event_pb2.Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
+      for value in event.summary.value:
+        found.setdefault(value.tag, []).append((event.step, event.wall_time, value))
+  return found
+
+
+def test_tensorboard_has_scalars_and_histograms(tmp_path):
+  pytest.importorskip("tensorboardX")
+  with sinks.TensorBoard(tmp_path / "run") as sink:
+    sink.write(losses(6) + grads(6))
+    sink.write([record("v", np.array([1.0, np.nan, 2.0]), lane=(3,))])
+  events = events_of(tmp_path / "run")
+  assert [step for step, _, _ in events["loss"]] == list(range(6))
+  assert [value.simple_value for _, _, value in events["loss"]] == EXPECTED.tolist()
+  assert events["loss"][2][1] == pytest.approx(TIME * 1e-9 + 2)
+  assert [value.simple_value for _, _, value in events["grad/c/im"]] == [2.0] * 6
+  assert events["grad/w/0"][4][2].histo.num == 6
+  assert events["grad/w/0"][4][2].histo.max == 4.0
+  assert events["v/lane_3"][0][2].histo.num == 2  # the finite ones
+
+
+def test_tensorboard_takes_the_step_from_a_leaf(tmp_path):
+  pytest.importorskip("tensorboardX")
+  with sinks.TensorBoard(tmp_path, step="step") as sink:
+    sink.write([record("t", {"step": np.int32(100), "loss": 0.5})])
+    with pytest.raises(sinks.SinkError, match="expected a leaf 'step' for the step, got t/loss"):
+      sink.write([record("t", {"loss": 0.5})])
+    with pytest.raises(sinks.SinkError, match=r"expected the step 't/step' to be an integer"):
+      sink.write([record("t", {"step": 0.5, "loss": 0.5})])
+  events = events_of(tmp_path)
+  assert list(events) == ["t/loss"]
+  assert events["t/loss"][0][0] == 100
+
+
+def test_mlflow_has_metrics(tmp_path, monkeypatch):
+  pytest.importorskip("mlflow")
+  sink = sinks.MLflow("experiment", tracking_uri=tmp_path / "store", run_name="first")
+  with sink:
+    sink.write(losses(6))
+    sink.write([record("odd, name", np.complex64(1 + 2j), lane=(1, 0))])
+    with pytest.raises(sinks.SinkError, match="expected scalars"):
+      sink.write([record("v", np.ones(2))])
+  with sink:
+    sink.write([record("loss", np.nan, 6)])
+  monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+  client = importlib.import_module("mlflow.tracking").MlflowClient((tmp_path / "store").as_uri())
+  experiment = client.get_experiment_by_name("experiment")
+  (run,) = client.search_runs([experiment.experiment_id])
+  assert run.info.run_id == sink.run_id
+  assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+  history = sorted(client.get_metric_history(sink.run_id, "loss"), key=lambda metric: metric.step)
+  np.testing.assert_array_equal([metric.value for metric in history], [*EXPECTED, np.nan])
+  assert history[2].timestamp == TIME // 10**6 + 2000
+  assert run.data.metrics["odd_ name/lane_1.0/im"] == 2.0
+
+
+def test_plot_draws_a_picture_that_its_library_reads(tmp_path):
+  image = pytest.importorskip("matplotlib.image")
+  with sinks.Plot(tmp_path / "new" / "p.png", title="x", size=(4, 3)) as sink:
+    sink.write(losses(6) + grads(6))
+  picture = image.imread(tmp_path / "new" / "p.png")
+  assert picture.shape[:2] == (300, 400)
+  assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 20
+  assert [p.name for p in (tmp_path / "new").iterdir()] == ["p.png"]
+
+
+def test_plot_names_its_curves(tmp_path):
+  pytest.importorskip("matplotlib")
+  import matplotlib as mpl
+
+  with mpl.rc_context({"svg.fonttype": "none"}), sinks.Plot(tmp_path / "p.svg", log=True) as sink:
+    sink.write(losses(6) + grads(6))
+    sink.write([record("_v$1", 1.0, lane=(2,))])
+  text = (tmp_path / "p.svg").read_text()
+  for name in ("loss", "grad/c", "grad/n", "_v$1[2]"):
+    assert f">{name}<" in text
+  assert "grad/w/0" not in text  # an array
+
+
+def test_plot_redraws_when_time_has_passed_and_at_close(tmp_path, monkeypatch):
+  pytest.importorskip("matplotlib")
+  now = 100.0
+  monkeypatch.setattr("callgate.sinks._plot.time.monotonic", lambda: now)
+  drawn: list[int] = []
+  sink = sinks.Plot(tmp_path / "p.png", every_seconds=10)
+  monkeypatch.setattr(sink, "_replace", lambda figure: drawn.append(len(figure.axes[0].lines)))
+  sink.write(losses(1))
+  sink.write(losses(1, start=1))
+  assert drawn == [1]
+  now = 111.0
+  sink.write(grads(1))
+  assert drawn == [1, 3]
+  sink.close()
+  assert drawn == [1, 3]  # nothing new
+  sink.write(losses(1))
+  sink.close()
+  assert drawn == [1, 3, 3]
+
+
+def test_curves_take_bounded_memory_and_keep_their_ends():
+  from callgate.sinks._plot import _Curve
+
+  curve = _Curve(100)
+  for step in range(12345):
+    curve.add(step, step * 0.5)
+  assert 50 <= len(curve.steps) <= 101
+  assert (curve.steps[0], curve.steps[-1]) == (0, 12344)
+  np.testing.assert_array_equal(curve.values, curve.steps * 0.5)
+  assert np.ptp(np.diff(curve.steps[:-1])) == 0
