@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import webbrowser
 from typing import TYPE_CHECKING, Any
@@ -84,13 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace) -> None:
   server, port = make_server(model, feeds, port=arguments.port, plots=arguments.plots)
   server.start()
+  ended = asyncio.Event()
+  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
   logging.getLogger("bokeh.server.views.ws").setLevel(logging.ERROR)  # a closed tab is no news
   address = f"http://127.0.0.1:{port}/"
   print(f"callgate watch: {address} (Ctrl-C ends it)", flush=True)
   if not arguments.no_browser and _has_display():
     webbrowser.open(address)
-  ended = asyncio.Event()
-  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
   try:
     await ended.wait()
   finally:
@@ -113,7 +114,6 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   from bokeh.application.handlers.function import FunctionHandler
   from bokeh.server.server import BaseServer
   from bokeh.server.tornado import BokehTornado
-  from bokeh.server.util import bind_sockets
   from tornado.httpserver import HTTPServer
   from tornado.ioloop import IOLoop
 
@@ -124,14 +124,16 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
     document.add_periodic_callback(page.update, _PERIOD_MS)
 
   try:
-    sockets, port = bind_sockets("127.0.0.1", port)
+    listener = socket.create_server(("127.0.0.1", port))
   except OSError as error:
     raise OSError(f"port {port} of 127.0.0.1: {error.strerror}: choose another --port") from error
+  listener.setblocking(False)
+  port = listener.getsockname()[1]
   # Pages of other servers, on this machine too, must not talk to this one.
   origins = [f"127.0.0.1:{port}", f"localhost:{port}"]
   tornado = BokehTornado({"/": Application(FunctionHandler(fill))}, extra_websocket_origins=origins)
   http = HTTPServer(tornado)
-  http.add_sockets(sockets)
+  http.add_sockets([listener])
   return BaseServer(IOLoop.current(), tornado, http), port
 
 
