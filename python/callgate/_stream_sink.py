@@ -1,6 +1,7 @@
 """The sink Stream: what taps send, to a file that grows or a socket that others read.
 
 The consumer is C++ (src/channel/stream_sink.h) and runs without the GIL, on the channel's thread.
+Exported as `callgate.sinks.Stream`.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import os
 
 from callgate import _callgate
+from callgate.sinks._native import NativeSink
 
 
-class Stream:
+class Stream(NativeSink):
   """A stream: self-describing, checksummed, readable while it is written (`callgate.open_stream`).
 
   ```python
   import callgate as cg, jax
-  from callgate._stream_sink import Stream
 
-  with cg.channel("loss", to=Stream("train.cgs")):
+  with cg.channel("loss", to=cg.sinks.Stream("train.cgs")):
     jax.jit(lambda x: cg.tap(2 * x, "loss"))(3.0)
   assert [r.leaves[""] for r in cg.open_stream("train.cgs")] == [6.0]
   ```
@@ -26,16 +27,12 @@ class Stream:
     destination: a file, which is appended to; `unix:PATH` or `tcp://HOST:PORT`, which readers
       connect to. The host is this machine unless it is named, and port 0 is any free one.
 
-  Attributes:
-    native: what a channel takes.
   """
-
-  native: _callgate.Consumer
 
   def __init__(self, destination: str | os.PathLike[str]) -> None:
     self._destination = os.fspath(destination)
     self._sink = _callgate.stream_sink(self._destination)
-    self.native = self._sink
+    super().__init__(self._sink)
 
   def __repr__(self) -> str:
     return f"Stream({self._destination!r})"

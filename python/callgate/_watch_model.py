@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from callgate._stream import StreamRecord
 from callgate._watch_curve import Curve, Lanes, Window
 
 _RECENT_SECONDS = 10.0  # what "records per second" looks back over
+_PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # of a path in a pytree
+_PATH = re.compile(rf"(?:{_PART.pattern})*")
 _LATEST = 2048  # elements of an array's latest value that are kept, evenly spread
 
 
@@ -37,9 +40,17 @@ class Key:
   path: str
 
   @property
+  def leaf(self) -> str:
+    """The path as people read it: "w/0" for "['w'][0]"."""
+    if _PATH.fullmatch(self.path) is None:
+      return self.path  # not one that JAX writes
+    return "/".join("".join(part) for part in _PART.findall(self.path))
+
+  @property
   def label(self) -> str:
-    """The name and the path, and the role unless it is the usual one."""
-    return f"{self.name}{self.path}" + (f" ({self.role})" if self.role != "primal" else "")
+    """The name and the leaf, and the role unless it is the usual one."""
+    name = f"{self.name}/{self.leaf}" if self.path else self.name
+    return f"{name} ({self.role})" if self.role != "primal" else name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -324,7 +335,7 @@ class Model:
       panels = self._panels.items()
       return {
         "tap": [key.name for key, _ in panels],
-        "leaf": [key.path for key, _ in panels],
+        "leaf": [key.leaf for key, _ in panels],
         "role": [key.role for key, _ in panels],
         "kind": [panel.kind for _, panel in panels],
         "devices": [", ".join(map(str, sorted(panel.curves))) for _, panel in panels],

@@ -225,6 +225,15 @@ def test_roles_have_plots_of_their_own_and_say_so(tmp_path):
   assert labels == ["w", "w (cotangent)"]
 
 
+@pytest.mark.parametrize(
+  ("path", "label"),
+  [("", "x"), ("['w']", "x/w"), ("['a'][0].b", "x/a/0/b"), ("['a b']", "x/a b"),
+   ("['it']s']", "x/['it']s']"), ("plain", "x/plain")],
+)  # fmt: skip
+def test_labels_are_paths_as_people_read_them(path, label):
+  assert Key("x", "primal", path).label == label
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_a_writer_that_restarts_continues_behind_a_gap(tmp_path, chunk):
   data = sb.losses([3.0, 2.0, 1.0]) + sb.losses([9.0, 8.0]) + sb.losses([5.0])

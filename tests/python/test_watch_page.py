@@ -80,7 +80,7 @@ def page(tmp_path: Path) -> tuple[Document, Page, Model]:
 def test_the_page_has_a_plot_a_leaf_and_a_curve_a_device(page):
   document, _, model = page
   shown = [one.title.text for one in named(document, "plots").children]
-  assert shown == ["loss", "grads['w']"]
+  assert shown == ["loss", "grads/w"]
   lines = [r for r in named(document, "curves:loss").renderers if type(r.glyph).__name__ == "Line"]
   assert len(lines) == 2
   want = next(iter(model.curves(next(iter(model.versions())), "whole").values()))
@@ -97,11 +97,11 @@ def test_the_page_shows_what_is_chosen(page):
   np.testing.assert_allclose(curve(document, "loss")["x"], np.arange(300) * 0.01)
   named(document, "view").active = 1
   names = [one.name for one in named(document, "plots").children]
-  assert names == ["curves:loss", "latest:grads['w']"]
-  (line, _) = named(document, "latest:grads['w']").renderers
+  assert names == ["curves:loss", "latest:grads/w"]
+  (line, _) = named(document, "latest:grads/w").renderers
   assert len(line.data_source.data["y"]) == 8
-  named(document, "choice").value = ["grads['w']"]
-  assert [one.name for one in named(document, "plots").children] == ["latest:grads['w']"]
+  named(document, "choice").value = ["grads/w"]
+  assert [one.name for one in named(document, "plots").children] == ["latest:grads/w"]
 
 
 def test_the_recent_part_of_a_run_is_shown_in_full(tmp_path):
