@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     The exit status: 1 where Bokeh is missing.
   """
   try:
-    import bokeh.server.server  # noqa: F401
+    importlib.import_module("bokeh.server.server")
   except ImportError as error:
     print(
       f"python -m callgate watch: needs bokeh, which cannot be imported ({error}): "
