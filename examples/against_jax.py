@@ -1,15 +1,16 @@
-"""The demo's table: one program through JAX's own callbacks and through callgate.
+"""The demo's tables: one program through JAX's own callbacks and through callgate.
 
 JAX's callbacks get jax.Arrays and return fresh ones: one call for each image, as callgate does it,
 or one for each batch with a loop in Python, which is quicker.
 """
 
 import functools
-import time
 
 import digits
 import jax
 import numpy as np
+import taps_against_jax
+from taps_against_jax import microseconds, no_tap
 
 
 def copy(out, image, angle, shift):
@@ -47,32 +48,21 @@ def jax_score(metric):
   return lambda *args: jax.experimental.io_callback(metric, np.float32(0), *args)
 
 
-def microseconds(programs, params, steps):
-  """Least time a step of each program, over rounds in which they take turns."""
-
-  def seconds(program):
-    start = time.perf_counter()
-    jax.block_until_ready(program(params))
-    return time.perf_counter() - start
-
-  times = [[seconds(program) for program in programs] for _ in range(7)]
-  return np.min(times, axis=0) / steps * 1e6
-
-
 def report(gates, warp, metric, train, steps=42):
-  """Prints a table; `train(augment, score)` is a compiled program of `steps` steps."""
+  """Prints the tables; `train(augment, score, tap=...)` is a compiled program of `steps` steps."""
   params = digits.init()
-  none = train(lambda images, *_: images, gates(copy)[1])
+  none = train(lambda images, *_: images, gates(copy)[1], tap=no_tap)
   print(f"{'µs a step of 64 images':26}  JAX, each  JAX, batch  callgate         ratios")
   for name, host in (("SciPy's transform", warp), ("a copy in its place", copy)):
     ways = jax_each(host, metric), jax_batch(host, metric), gates(host)
-    programs = [train(*way) for way in ways]
+    programs = [train(*way, tap=no_tap) for way in ways]
     trained = [jax.tree.leaves(program(params)[0]) for program in programs]
     assert all(map(np.array_equal, trained[0] + trained[1], trained[2] * 2)), "results differ"
     *times, alone = microseconds([*programs, none], params, steps)
     line(name, *times)
   line("  of it, the calls alone", *(t - alone for t in times))
   print(f"The network alone takes {alone:.0f} µs. All ways train the same parameters, bit for bit.")
+  taps_against_jax.report(gates(copy)[1], train, params, steps)
 
 
 def line(name, each, batch, ours):

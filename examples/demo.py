@@ -1,9 +1,11 @@
 """Trains a digit classifier in one compiled lax.scan that calls SciPy and scikit-learn.
 
 Every image of every batch goes through scipy.ndimage, in place in XLA's memory; scikit-learn scores
-the held-out set after every epoch. against_jax.py compares it with JAX's own callbacks.
+the held-out set after every epoch. Taps send loss, gradient norm and score to a file, TensorBoard
+and a picture while the scan runs. against_jax.py compares all this with JAX's own callbacks.
 """
 
+import functools
 from pathlib import Path
 
 import against_jax
@@ -11,19 +13,12 @@ import digits
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.ndimage import affine_transform
 from sklearn.metrics import accuracy_score, f1_score
 
 import callgate as cg
+from callgate import sinks
 
 BATCH, EPOCHS, OUT = 64, 25, Path("out")
-
-
-def warp(out, image, angle, shift):
-  """Rotates f32[8,8] about its centre by `angle` (radians) and shifts it (pixels), into `out`."""
-  matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-  offset = 3.5 - matrix @ (3.5 + shift)
-  affine_transform(image, matrix, offset, output=out, order=1, mode="grid-constant")
 
 
 def macro_f1(labels, predictions):
@@ -37,42 +32,48 @@ def gates(host):
   return jax.vmap(augment), score
 
 
-def make_train(augment, score, train, test, epochs):
-  """A compiled program: parameters to (trained parameters, (losses, scores) by epoch)."""
+def make_train(augment, score, train, test, epochs, tap):
+  """A compiled program, parameters to (trained ones, scores); taps with `tap(values, name=)`."""
   (x, y), (x_test, y_test) = train, test
 
   def step(state, key_and_rows):
     key, rows = key_and_rows
     images = augment(x[rows], *digits.noise(key, BATCH))
-    *state, loss = digits.descend(*state, images, y[rows])
-    return tuple(state), loss
+    state, values = digits.descend(*state, images, y[rows])
+    tap(values, name="step")
+    return state, None
 
   def epoch(state, key):
     shuffle, noise = jax.random.split(key)
     rows = jax.random.permutation(shuffle, len(x)).reshape(-1, BATCH)
-    state, losses = jax.lax.scan(step, state, (jax.random.split(noise, len(rows)), rows))
-    predictions = digits.logits(state[0], x_test).argmax(1).astype(jnp.int32)
-    return state, (losses.mean(), score(y_test, predictions))
+    state, _ = jax.lax.scan(step, state, (jax.random.split(noise, len(rows)), rows))
+    value = score(y_test, digits.logits(state[0], x_test).argmax(1).astype(jnp.int32))
+    tap(value, name="macro F1")
+    return state, value
 
   def program(params):
     state = params, jax.tree.map(jnp.zeros_like, params)
-    (params, _), curves = jax.lax.scan(epoch, state, jax.random.split(jax.random.key(1), epochs))
-    return params, curves
+    (params, _), scores = jax.lax.scan(epoch, state, jax.random.split(jax.random.key(1), epochs))
+    return params, scores
 
   return jax.jit(program)
 
 
 def main():
-  OUT.mkdir(exist_ok=True)
   train, test = digits.data(BATCH)
-  trained, (losses, scores) = make_train(*gates(warp), train, test, EPOCHS)(digits.init())
+  curve = sinks.Plot(OUT / "learning_curve.png", title="digits", log=True)
+  to = [sinks.JSONL(OUT / "training.jsonl"), sinks.TensorBoard(OUT / "tensorboard"), curve]
+  with cg.channel("training", to=to) as channel:
+    tap = functools.partial(cg.tap, to="training")
+    trained, scores = make_train(*gates(digits.warp), train, test, EPOCHS, tap)(digits.init())
   accuracy = accuracy_score(test[1], digits.logits(trained, test[0]).argmax(1))
   print(f"{EPOCHS} epochs in one lax.scan: accuracy {accuracy:.3f}, macro F1 {scores[-1]:.3f}")
+  print(f"taps: {channel.stats()['delivered']} records in {OUT}/training.jsonl, {OUT}/tensorboard")
   samples, noise = train[0][:10], digits.noise(jax.random.key(2), 10)
-  digits.draw_samples(OUT / "augmented.png", samples, gates(warp)[0](samples, *noise))
-  digits.draw_curve(OUT / "learning_curve.png", losses, scores)
+  digits.draw_samples(OUT / "augmented.png", samples, gates(digits.warp)[0](samples, *noise))
   print(f"pictures: {OUT}/learning_curve.png, {OUT}/augmented.png\n")
-  against_jax.report(gates, warp, macro_f1, lambda *ways: make_train(*ways, train, test, 2))
+  short = functools.partial(make_train, train=train, test=test, epochs=2)
+  against_jax.report(gates, digits.warp, macro_f1, short)
 
 
 if __name__ == "__main__":

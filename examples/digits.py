@@ -1,9 +1,10 @@
-"""The demo's data, network and pictures: nothing here is about callgate."""
+"""The demo's data, images, network and pictures: nothing here is about callgate."""
 
 import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from scipy.ndimage import affine_transform
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -42,10 +43,12 @@ def loss(params, x, y):
 
 
 def descend(params, velocity, x, y, rate=0.05, momentum=0.9):
-  """One step of stochastic gradient descent: (params, velocity, loss)."""
+  """One step of stochastic gradient descent: ((params, velocity), what to watch)."""
   value, gradient = jax.value_and_grad(loss)(params, x, y)
   velocity = jax.tree.map(lambda v, g: momentum * v - rate * g, velocity, gradient)
-  return jax.tree.map(jnp.add, params, velocity), velocity, value
+  norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
+  state = jax.tree.map(jnp.add, params, velocity), velocity
+  return state, {"loss": value, "gradient norm": norm}
 
 
 def noise(key, n):
@@ -54,18 +57,11 @@ def noise(key, n):
   return 0.1 * normal[:, 0], 0.2 * normal[:, 1:]
 
 
-def draw_curve(path, losses, scores):
-  """Training loss and held-out score, by epoch."""
-  figure, left = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-  epochs = np.arange(1, len(losses) + 1)
-  left.plot(epochs, losses, color="tab:blue")
-  left.set(xlabel="epoch", xlim=(1, len(losses)), ylim=(0, None))
-  left.set_ylabel("training loss, augmented", color="tab:blue")
-  right = left.twinx()
-  right.plot(epochs, scores, color="tab:orange")
-  right.set_ylabel("macro F1, held out", color="tab:orange")
-  left.set_title(f"digits: macro F1 {scores[-1]:.3f} after {len(losses)} epochs")
-  figure.savefig(path, dpi=150)
+def warp(out, image, angle, shift):
+  """Rotates f32[8,8] about its centre by `angle` (radians) and shifts it (pixels), into `out`."""
+  matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+  offset = 3.5 - matrix @ (3.5 + shift)
+  affine_transform(image, matrix, offset, output=out, order=1, mode="grid-constant")
 
 
 def draw_samples(path, before, after, columns=10):

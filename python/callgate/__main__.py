@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from callgate._stream import StreamReader, StreamRecord, open_stream
+from callgate._watch import add_watch
 
 if TYPE_CHECKING:
   Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
@@ -37,7 +38,7 @@ def add_tail(subparsers: Subparsers) -> None:
   parser.set_defaults(run=_tail)
 
 
-_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail,)
+_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch)
 
 
 def _count(text: str) -> int:

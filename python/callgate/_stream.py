@@ -245,6 +245,14 @@ class StreamReader:
       found.update(source["name"] for source in native.sources())
     return sorted(found)
 
+  @property
+  def ended(self) -> bool:
+    """Whether the writers of all files and connections have closed them, as far as was read.
+
+    Of a file, a later writer may continue it: `read` then goes on.
+    """
+    return all(one.native.closed for one in self._inputs)
+
   def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The records of one tap as columns.
 

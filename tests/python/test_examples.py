@@ -1,12 +1,16 @@
 """Each example runs in a process of its own, and its claims are checked against other sources."""
 
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+import callgate as cg
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
@@ -40,16 +44,67 @@ def test_examples_are_short():
 
 def test_the_demo_learns_digits_draws_them_and_agrees_with_jax_s_callbacks(tmp_path):
   pytest.importorskip("matplotlib")
+  pytest.importorskip("tensorboardX")
   text = run("demo.py", cwd=tmp_path)
   accuracy = re.search(r"accuracy (\d\.\d+)", text)
   assert accuracy is not None
   assert float(accuracy[1]) > 0.95
   assert "bit for bit" in text  # the example itself compares the parameters
+  out = tmp_path / "out"
   for picture in ("learning_curve.png", "augmented.png"):
-    assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert (out / picture).read_bytes().startswith(b"\x89PNG")
   # One call an image through JAX, over callgate: 50 on a quiet machine, less on a busy one.
   each, _, ours, *_ = numbers(line_with(text, "a copy in its place"))
   assert each / ours > 3
+  assert len(numbers(line_with(text, "by jax.debug.callback"))) == 2
+  assert len(numbers(line_with(text, "by cg.tap"))) == 2
+  lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+  steps = [line["value"] for line in lines if line["name"] == "step"]
+  scores = [line["value"] for line in lines if line["name"] == "macro F1"]
+  assert (len(steps), len(scores)) == (25 * 21, 25)  # each step and each epoch, once
+  assert np.mean([s["loss"] for s in steps[-21:]]) < 0.2 * np.mean([s["loss"] for s in steps[:5]])
+  assert min(step["gradient norm"] for step in steps) > 0
+  assert f"macro F1 {scores[-1]:.3f}" in text
+  assert [file.name.startswith("events") for file in (out / "tensorboard").iterdir()] == [True]
+
+
+def test_the_tapped_training_writes_down_what_its_statistics_count(tmp_path):
+  path = tmp_path / "taps.jsonl"
+  text = run("taps_training.py", path, cwd=tmp_path)
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  delivered, accuracy = numbers(text.splitlines()[-1])
+  assert len(lines) == delivered
+  assert accuracy > 0.95
+  losses = [line["value"]["loss"] for line in lines if line["name"] == "step"]
+  assert len(losses) == 1500
+  records, mean, least, most, last = numbers(line_with(text, "step/loss"))
+  assert records == 1500
+  np.testing.assert_allclose(
+    (mean, least, most, last), (np.mean(losses), min(losses), max(losses), losses[-1]), atol=1e-4
+  )
+  layers = [line for line in lines if line["name"] == "layers"]
+  assert len(layers) == 1500 // 25
+  # `where` sent the losses that were above twice their running mean, and those alone.
+  running, jumps = np.float32(3), 0
+  for loss in np.float32(losses):
+    jumps += bool(loss > 2 * running + np.float32(0.1))
+    running = np.float32(0.9) * running + np.float32(0.1) * loss
+  sent = sum(line["name"] == "jump" for line in lines)
+  assert abs(sent - jumps) <= 1  # a loss may lie on the edge
+  assert 0 < sent < 1500
+
+
+def test_a_stream_is_followed_to_its_end_by_another_process(tmp_path):
+  path = tmp_path / "run.cgs"
+  lines = run("follow_stream.py", path, cwd=tmp_path).splitlines()
+  assert lines.pop() == "the writer ended with status 0"
+  rows = np.array([numbers(line) for line in lines])
+  np.testing.assert_array_equal(rows[:, 0], np.arange(0, 2000, 100))
+  assert rows[0, 2] == pytest.approx(np.log(2), abs=1e-4)  # the loss of no knowledge
+  assert (np.diff(rows[:, 2]) < 0).all()  # plain gradient descent on a convex loss
+  assert rows[-1, 1] > 0.97
+  with cg.open_stream(path) as stream:
+    np.testing.assert_allclose(stream.columns("train")["['loss']"], rows[:, 2], atol=1e-4)
 
 
 def test_lambertw_finds_the_published_parameters_of_the_solar_cell(tmp_path):

@@ -1,11 +1,13 @@
 """Where a channel's records go: files, trackers, plots, statistics.
 
-`JSONL`, `Npy` and `Stats` are native: the channel hands them records without Python. The others are
-thin layers over libraries, which are imported when a sink is made; each has an extra of its name,
-and `pip install 'callgate[sinks]'` brings them all. A sink of your own is a subclass of `Sink`.
+`JSONL`, `Npy`, `Stats` and `Stream` are native: the channel hands them records without Python. The
+others are thin layers over libraries, which are imported when a sink is made; each has an extra of
+its name, and `pip install 'callgate[sinks]'` brings them all. A sink of your own is a subclass of
+`Sink`.
 """
 
 from callgate._records import Record, TapInfo, columns
+from callgate._stream_sink import Stream
 from callgate.sinks._arrays import HDF5, Zarr
 from callgate.sinks._base import Sink, SinkError
 from callgate.sinks._native import JSONL, Npy, Stats
@@ -27,6 +29,7 @@ __all__ = [
   "Sink",
   "SinkError",
   "Stats",
+  "Stream",
   "TapInfo",
   "TensorBoard",
   "Zarr",

@@ -1,0 +1,323 @@
+"""`python -m callgate watch`: the page as a document, over its server, and in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import numpy as np
+import pytest
+import stream_bytes as sb
+
+pytest.importorskip("bokeh")
+
+from bokeh.client import pull_session
+from bokeh.document import Document
+
+import callgate as cg
+from callgate import __main__ as cli
+from callgate._watch_model import Model
+from callgate._watch_page import Page
+
+
+def training(steps: int = 300) -> bytes:
+  """Losses on two devices, and an array now and then."""
+  data = sb.session() + sb.source(0, "loss", sb.LOSS)
+  data += sb.source(1, "grads", [("['w']", "float32", (8,))])
+  noise = np.random.default_rng(0)
+  for step in range(steps):
+    for device in (0, 1):
+      value = np.float32((1 + device) / (1 + 0.05 * step) + 0.05 * noise.normal())
+      data += sb.record(0, [value], seq=step, device=device, time_ns=step * 10**7)
+    if step % 3 == 0:
+      w = noise.normal(size=8).astype(np.float32)
+      data += sb.record(1, [w], seq=step, device=1, time_ns=step * 10**7)
+  return data
+
+
+def model_of(path: Path, data: bytes) -> Model:
+  path.write_bytes(data)
+  model = Model()
+  with cg.open_stream(path) as stream:
+    model.add(list(stream))
+  return model
+
+
+def named(document: Document, name: str) -> Any:
+  found = document.select_one({"name": name})
+  assert found is not None, name
+  return found
+
+
+def curve(document: Any, label: str) -> Any:
+  """The data of a plot's first curve."""
+  lines = [
+    r for r in named(document, f"curves:{label}").renderers if type(r.glyph).__name__ == "Line"
+  ]
+  return lines[0].data_source.data
+
+
+# -- the document ----------------------------------------------------------------------------------
+@pytest.fixture
+def page(tmp_path: Path) -> tuple[Document, Page, Model]:
+  model = model_of(tmp_path / "run.cgs", training())
+  document = Document()
+  return document, Page(document, model, lambda: ["run.cgs: <following>"], 12), model
+
+
+def test_the_page_has_a_plot_a_leaf_and_a_curve_a_device(page):
+  document, _, model = page
+  shown = [one.title.text for one in named(document, "plots").children]
+  assert shown == ["loss", "grads/w"]
+  lines = [r for r in named(document, "curves:loss").renderers if type(r.glyph).__name__ == "Line"]
+  assert len(lines) == 2
+  want = next(iter(model.curves(next(iter(model.versions())), "whole").values()))
+  np.testing.assert_array_equal(curve(document, "loss")["mean"], want["mean"])
+  assert named(document, "table").source.data["records"] == [600, 100]
+  assert "&lt;following&gt;" in named(document, "head").text  # names of files are text, not HTML
+  assert "700 records" in named(document, "head").text
+  assert named(document, "lanes").y_range.factors == ["device 0", "device 1"]
+
+
+def test_the_page_shows_what_is_chosen(page):
+  document, _, _ = page
+  named(document, "axis").active = 1
+  np.testing.assert_allclose(curve(document, "loss")["x"], np.arange(300) * 0.01)
+  named(document, "view").active = 1
+  names = [one.name for one in named(document, "plots").children]
+  assert names == ["curves:loss", "latest:grads/w"]
+  (line, _) = named(document, "latest:grads/w").renderers
+  assert len(line.data_source.data["y"]) == 8
+  named(document, "choice").value = ["grads/w"]
+  assert [one.name for one in named(document, "plots").children] == ["latest:grads/w"]
+
+
+def test_the_recent_part_of_a_run_is_shown_in_full(tmp_path):
+  model = model_of(tmp_path / "s", sb.losses([float(i) for i in range(3000)]))
+  document = Document()
+  Page(document, model, list, 12)
+  assert len(curve(document, "loss")["x"]) <= 1000
+  assert curve(document, "loss")["high"].max() == 2999
+  named(document, "window").active = 1
+  np.testing.assert_array_equal(curve(document, "loss")["mean"], np.arange(2000, 3000))
+
+
+def test_leaves_that_come_later_are_shown_until_the_user_chooses(tmp_path):
+  model = Model()
+  document = Document()
+  page = Page(document, model, list, 2)
+  assert named(document, "plots").children == []
+  for name in "abc":
+    (tmp_path / name).write_bytes(sb.losses([1.0], name=name))
+    with cg.open_stream(tmp_path / name) as stream:
+      model.add(list(stream), source=ord(name))
+    page.update()
+  choice = named(document, "choice")
+  assert (choice.options, choice.value) == (["a", "b", "c"], ["a", "b"])
+  choice.value = ["c"]
+  page.update()
+  assert [one.name for one in named(document, "plots").children] == ["curves:c"]
+
+
+def test_what_has_not_changed_is_not_sent_again(page):
+  document, one, _ = page
+  changed: list[Any] = []
+  source = named(document, "curves:loss").renderers[0].data_source
+  source.on_change("data", lambda attr, old, new: changed.append(new))
+  one.update()
+  assert changed == []
+
+
+# -- the server ------------------------------------------------------------------------------------
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
+  """Runs `watch` in processes of their own; gives the addresses of their pages."""
+  running: list[subprocess.Popen[str]] = []
+
+  def start(*where: object, options: tuple[str, ...] = ()) -> str:
+    process = subprocess.Popen(
+      [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser", *options,
+       *map(str, where)],
+      stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True,
+      env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    running.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+    assert found, line + (tmp_path / "stderr").read_text()
+    return found[0]
+
+  yield start
+  for process in running:
+    process.kill()
+    process.communicate()
+
+
+def wait_for(session: Any, condition: Callable[[Document], bool]) -> None:
+  deadline = time.monotonic() + 90
+  while not condition(session.document):
+    assert time.monotonic() < deadline, session.document.select_one({"name": "head"}).text
+    session.force_roundtrip()
+    time.sleep(0.05)
+
+
+def test_the_served_page_follows_its_stream(tmp_path, serve):
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training())
+  address = serve(path)
+  with urllib.request.urlopen(address, timeout=60) as answer:
+    text = answer.read().decode()
+  assert "callgate watch" in text
+  assert not re.search(r"(src|href)=\"https?://", text)  # all scripts come from the server
+  session = pull_session(url=address)
+  try:
+    wait_for(session, lambda document: "700 records" in named(document, "head").text)
+    assert len(curve(session.document, "loss")["x"]) == 300
+    with path.open("ab") as file:
+      file.write(sb.losses([1.0, 2.0], begin=300) + sb.end(2))
+    wait_for(session, lambda document: "closed by its writer" in named(document, "head").text)
+    wait_for(session, lambda document: "702 records" in named(document, "head").text)
+  finally:
+    session.close()
+
+
+def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, serve):
+  from tornado.httpclient import HTTPClientError, HTTPRequest
+  from tornado.websocket import websocket_connect
+
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training(3))
+  address = serve(path)
+  port = int(address.rstrip("/").rsplit(":", 1)[1])
+
+  async def connect(origin: str) -> None:
+    request = HTTPRequest(f"ws://127.0.0.1:{port}/ws", headers={"Origin": origin})
+    (await websocket_connect(request, subprotocols=["bokeh"])).close()
+
+  with pytest.raises(HTTPClientError) as error:
+    asyncio.run(connect("http://127.0.0.1:1"))
+  assert error.value.code == 403
+  own = socket.gethostbyname_ex(socket.gethostname())[2]
+  for host in [one for one in own if not one.startswith("127.")]:
+    with socket.socket() as other:
+      other.settimeout(10)
+      assert other.connect_ex((host, port)) != 0
+
+
+def test_a_stream_that_is_not_there_yet_is_waited_for_if_asked(tmp_path, serve):
+  path = tmp_path / "later.cgs"
+  session = pull_session(url=serve(path, options=("--wait",)))
+  try:
+    assert "later.cgs: waiting for it" in named(session.document, "head").text
+    (tmp_path / "partial").write_bytes(training(10))
+    os.rename(tmp_path / "partial", path)
+    wait_for(session, lambda document: "24 records" in named(document, "head").text)
+  finally:
+    session.close()
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_draws_the_page(tmp_path, serve):
+  image = pytest.importorskip("PIL.Image")
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training())
+  address = serve(path)
+
+  async def look() -> tuple[int, bytes]:
+    (tmp_path / "profile").mkdir()
+    with browser.chromium(tmp_path / "profile") as devtools:
+      tab = await browser.open_tab(devtools, address)
+      await tab.wait_until("window.Bokeh?.documents[0]?.is_idle")
+      head = "Bokeh.documents[0].get_model_by_name('head').text"
+      await tab.wait_until(f"{head}.includes('700 records')")
+      plots = await tab.evaluate("Bokeh.documents[0].get_model_by_name('plots').children.length")
+      await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 300)))")
+      return plots, await tab.screenshot()
+
+  plots, png = asyncio.run(look())
+  assert plots == 2
+  pixels = np.asarray(image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3)
+  colors, counts = np.unique(pixels, axis=0, return_counts=True)
+  drawn = {tuple(color): int(n) for color, n in zip(colors.tolist(), counts, strict=True)}
+  assert drawn.get((31, 119, 180), 0) > 100  # the first device's curve
+  assert drawn.get((255, 127, 14), 0) > 100  # the second one's
+  assert drawn[(255, 255, 255)] < len(pixels) * 0.98
+
+
+# -- errors ----------------------------------------------------------------------------------------
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+  assert cli.main(["watch", "--port", "0", "--no-browser", *map(str, arguments)]) == 1
+  captured = capsys.readouterr()
+  assert captured.out == ""
+  assert captured.err.startswith("python -m callgate watch: ")
+  assert captured.err.count("\n") == 1
+  return captured.err
+
+
+def test_a_missing_file_is_named(tmp_path, capsys):
+  assert f"there is no file '{tmp_path / 'no.cgs'}'" in fails(capsys, tmp_path / "no.cgs")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path, capsys):
+  path = tmp_path / "text.txt"
+  path.write_bytes(b"hello, hello, hello, hello")
+  # It is refused as it is read: the page says so, so here the reader is asked.
+  with cg.open_stream(path) as stream, pytest.raises(ValueError) as error:
+    next(stream)
+  assert "text.txt" in str(error.value)
+  assert capsys.readouterr().err == ""
+
+
+def test_a_refused_connection_is_an_error_that_names_the_address(capsys):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  message = fails(capsys, f"tcp://127.0.0.1:{port}")
+  assert f"tcp://127.0.0.1:{port}" in message
+  assert "refused" in message.lower()
+
+
+def test_a_port_in_use_is_an_error_that_says_what_to_do(tmp_path, capsys):
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training(3))
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    message = fails(capsys, path, "--port", port)
+  assert f"port {port} of 127.0.0.1" in message
+  assert "--port" in message
+
+
+def test_without_bokeh_the_message_says_what_to_install(tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "bokeh.server.server", None)
+  assert "pip install 'callgate[watch]'" in fails(capsys, tmp_path / "run.cgs")
+
+
+def test_a_termination_ends_the_server(tmp_path):
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training(3))
+  process = subprocess.Popen(
+    [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser", str(path)],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+  )  # fmt: skip
+  assert process.stdout is not None
+  assert "http://" in process.stdout.readline()
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 0
+  assert errors == ""
