@@ -41,6 +41,7 @@ PEER_DISTRIBUTIONS = (
   "brainevent",
   "numba",
   "wrap-torch2jax",
+  "jax-tap",
   "jax-tqdm",
   "torch",
 )

@@ -32,6 +32,8 @@ SUMMARY = (
    "callgate in-place gate"),
   ("one of 1,000 lanes under `vmap`", "vmap", "jax pure_callback, sequential",
    'callgate in-place gate, vmap="each"'),
+  ("a scalar streamed out: `jax.debug.callback`, and a tap", "taps",
+   "jax debug.callback, f32 scalar", "callgate tap, f32 scalar"),
 )  # fmt: skip
 
 
