@@ -251,7 +251,7 @@ class StreamReader:
 
     Of a file, a later writer may continue it: `read` then goes on.
     """
-    return all(one.native.closed for one in self._inputs)
+    return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """The records of one tap as columns.

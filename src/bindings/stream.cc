@@ -109,8 +109,13 @@ class StreamReader {
                                        std::chrono::duration<double>(std::min(timeout, 1e9)));
     nb::list records;
     while (records.size() < limit) {
-      std::optional<stream::Record> record =
-          without_gil([&] { return guarded([&] { return reader_->next(); }); });
+      std::optional<stream::Record> record;
+      try {
+        record = without_gil([&] { return guarded([&] { return reader_->next(); }); });
+      } catch (const Error&) {
+        if (records.size() == 0) throw;
+        break;  // the records before the damage first: the next call meets it again
+      }
       note_state();
       if (record) {
         records.append(tuple_of(*record));

@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,10 @@ class Tab:
     return base64.b64decode(answer["data"])
 
 
-async def open_tab(devtools: str, address: str, width: int = 1360, height: int = 1000) -> Tab:
+@asynccontextmanager
+async def open_tab(
+  devtools: str, address: str, width: int = 1360, height: int = 1000
+) -> AsyncIterator[Tab]:
   """Opens a page in a browser and starts to load an address.
 
   Args:
@@ -99,18 +102,24 @@ async def open_tab(devtools: str, address: str, width: int = 1360, height: int =
     height: likewise.
   """
   connection = await websocket_connect(devtools, max_message_size=1 << 28)
-  target = await _call(connection, 1, "Target.createTarget", {"url": "about:blank"})
-  attached = await _call(
-    connection, 2, "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}
-  )
-  tab = Tab(connection, attached["sessionId"])
-  await tab.call("Page.enable")
-  await tab.call(
-    "Emulation.setDeviceMetricsOverride",
-    width=width, height=height, deviceScaleFactor=1, mobile=False,
-  )  # fmt: skip
-  await tab.call("Page.navigate", url=address)
-  return tab
+  try:
+    target = await _call(connection, 1, "Target.createTarget", {"url": "about:blank"})
+    attached = await _call(
+      connection, 2, "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}
+    )
+    tab = Tab(connection, attached["sessionId"])
+    await tab.call("Page.enable")
+    await tab.call(
+      "Emulation.setDeviceMetricsOverride",
+      width=width, height=height, deviceScaleFactor=1, mobile=False,
+    )  # fmt: skip
+    await tab.call("Page.navigate", url=address)
+    yield tab
+    await _call(connection, 3, "Target.closeTarget", {"targetId": target["targetId"]})
+  finally:
+    connection.close()
+    while await connection.read_message() is not None:
+      pass  # until the other side has closed it, too
 
 
 async def _call(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +36,18 @@ from callgate._watch_page import Page
 
 
 def training(steps: int = 300) -> bytes:
-  """Losses on two devices, and an array now and then."""
+  """Losses on two devices, and an array on the second one now and then."""
+  seqs = itertools.count(), itertools.count()
   data = sb.session() + sb.source(0, "loss", sb.LOSS)
   data += sb.source(1, "grads", [("['w']", "float32", (8,))])
   noise = np.random.default_rng(0)
   for step in range(steps):
     for device in (0, 1):
       value = np.float32((1 + device) / (1 + 0.05 * step) + 0.05 * noise.normal())
-      data += sb.record(0, [value], seq=step, device=device, time_ns=step * 10**7)
+      data += sb.record(0, [value], seq=next(seqs[device]), device=device, time_ns=step * 10**7)
     if step % 3 == 0:
       w = noise.normal(size=8).astype(np.float32)
-      data += sb.record(1, [w], seq=step, device=1, time_ns=step * 10**7)
+      data += sb.record(1, [w], seq=next(seqs[1]), device=1, time_ns=step * 10**7)
   return data
 
 
@@ -141,37 +145,41 @@ def test_what_has_not_changed_is_not_sent_again(page):
 
 
 # -- the server ------------------------------------------------------------------------------------
+@contextmanager
+def watching(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+  """Runs `watch` in a process of its own; gives it, and the address of its page."""
+  with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
+    [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser",
+     *map(str, arguments)],
+    stdout=subprocess.PIPE, stderr=errors, text=True,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+  ) as process:  # fmt: skip
+    try:
+      assert process.stdout is not None
+      line = process.stdout.readline()
+      found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+      if found is None:
+        process.wait(60)
+        errors.seek(0)
+        raise AssertionError(line + errors.read())
+      yield process, found[0]
+    finally:
+      process.kill()
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
-  """Runs `watch` in processes of their own; gives the addresses of their pages."""
-  running: list[subprocess.Popen[str]] = []
-
-  def start(*where: object, options: tuple[str, ...] = ()) -> str:
-    process = subprocess.Popen(
-      [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser", *options,
-       *map(str, where)],
-      stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True,
-      env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    running.append(process)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-    assert found, line + (tmp_path / "stderr").read_text()
-    return found[0]
-
-  yield start
-  for process in running:
-    process.kill()
-    process.communicate()
+def serve() -> Iterator[Callable[..., str]]:
+  """Starts servers, which end with the test; gives the addresses of their pages."""
+  with ExitStack() as stack:
+    yield lambda *arguments: stack.enter_context(watching(*arguments))[1]
 
 
 def wait_for(session: Any, condition: Callable[[Document], bool]) -> None:
   deadline = time.monotonic() + 90
   while not condition(session.document):
     assert time.monotonic() < deadline, session.document.select_one({"name": "head"}).text
-    session.force_roundtrip()
-    time.sleep(0.05)
+    time.sleep(0.1)
+    session.pull()
 
 
 def test_the_served_page_follows_its_stream(tmp_path, serve):
@@ -219,7 +227,7 @@ def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, se
 
 def test_a_stream_that_is_not_there_yet_is_waited_for_if_asked(tmp_path, serve):
   path = tmp_path / "later.cgs"
-  session = pull_session(url=serve(path, options=("--wait",)))
+  session = pull_session(url=serve("--wait", path))
   try:
     assert "later.cgs: waiting for it" in named(session.document, "head").text
     (tmp_path / "partial").write_bytes(training(10))
@@ -236,18 +244,18 @@ def test_a_browser_draws_the_page(tmp_path, serve):
   path.write_bytes(training())
   address = serve(path)
 
-  async def look() -> tuple[int, bytes]:
-    (tmp_path / "profile").mkdir()
-    with browser.chromium(tmp_path / "profile") as devtools:
-      tab = await browser.open_tab(devtools, address)
+  async def look(devtools: str) -> tuple[int, bytes]:
+    async with browser.open_tab(devtools, address) as tab:
       await tab.wait_until("window.Bokeh?.documents[0]?.is_idle")
-      head = "Bokeh.documents[0].get_model_by_name('head').text"
-      await tab.wait_until(f"{head}.includes('700 records')")
-      plots = await tab.evaluate("Bokeh.documents[0].get_model_by_name('plots').children.length")
+      document = "Bokeh.documents[0]"
+      await tab.wait_until(f"{document}.get_model_by_name('head').text.includes('700 records')")
+      plots = await tab.evaluate(f"{document}.get_model_by_name('plots').children.length")
       await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 300)))")
       return plots, await tab.screenshot()
 
-  plots, png = asyncio.run(look())
+  (tmp_path / "profile").mkdir()
+  with browser.chromium(tmp_path / "profile") as devtools:
+    plots, png = asyncio.run(look(devtools))
   assert plots == 2
   pixels = np.asarray(image.open(io.BytesIO(png)).convert("RGB")).reshape(-1, 3)
   colors, counts = np.unique(pixels, axis=0, return_counts=True)
@@ -310,14 +318,6 @@ def test_without_bokeh_the_message_says_what_to_install(tmp_path, capsys, monkey
 def test_a_termination_ends_the_server(tmp_path):
   path = tmp_path / "run.cgs"
   path.write_bytes(training(3))
-  process = subprocess.Popen(
-    [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser", str(path)],
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  )  # fmt: skip
-  assert process.stdout is not None
-  assert "http://" in process.stdout.readline()
-  process.send_signal(signal.SIGTERM)
-  _, errors = process.communicate(timeout=60)
-  assert process.returncode == 0
-  assert errors == ""
+  with watching(path) as (process, _):
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
