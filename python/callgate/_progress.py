@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar, overload
@@ -126,6 +127,21 @@ def _keep(file: TextIO) -> int:
 def file_of(number: int | None) -> TextIO | None:
   """The file under that number, if it is one of this process."""
   return None if number is None else _files.get(number)
+
+
+# -- values behind bars ----------------------------------------------------------------------------
+# The latest value under each name, and when it came.
+_noted: dict[str, tuple[float, Any]] = {}
+
+
+def note(name: str, value: Any) -> None:
+  """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
+  _noted[name] = (time.monotonic(), value)
+
+
+def noted() -> dict[str, tuple[float, Any]]:
+  """(time, value) by name."""
+  return dict(_noted)
 
 
 # -- marks ---------------------------------------------------------------------------------------

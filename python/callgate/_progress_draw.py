@@ -23,21 +23,13 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate, _runtime
-from callgate._progress import file_of
+from callgate._progress import file_of, noted
 from callgate.errors import at_barrier
 
 _PERIOD = 0.1
 _BARRIER_SECONDS = 10.0  # that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
-
-# The latest value under each name, and when it came. Written by whoever consumes taps.
-_noted: dict[str, tuple[float, Any]] = {}
-
-
-def note(name: str, value: Any) -> None:
-  """Keeps a scalar as the latest of its name; bars show it behind the count."""
-  _noted[name] = (time.monotonic(), value)
 
 
 class _State(NamedTuple):
@@ -49,7 +41,8 @@ class _State(NamedTuple):
   run: int
   total: int
   steps: int
-  seconds: float  # since it began, until now or its end
+  age: float  # seconds since it began
+  seconds: float  # the same, until its end
   phase: str
 
 
@@ -156,12 +149,14 @@ class _Drawer:
     drawn = self._bars.get(state.bar)
     total = None if state.total < 0 else state.total
     if drawn is None:
-      drawn = self._bars[state.bar] = _open(state, total, polled - state.seconds)
+      drawn = self._bars[state.bar] = _open(state, total, polled - state.age)
     elif drawn.handle != state.handle:  # a nested loop, begun again
       drawn.bar.reset(total)
       drawn.handle = state.handle
     _show_notes(drawn)
     drawn.bar.start_t = time.time() - state.seconds
+    # tqdm takes a bar whose last print came before its start for one that was never shown.
+    drawn.bar.last_print_t = max(getattr(drawn.bar, "last_print_t", 0.0), drawn.bar.start_t)
     drawn.bar.update(max(state.steps - drawn.bar.n, 0))
 
   def _is_parked(self, state: _State, states: list[_State]) -> bool:
@@ -210,14 +205,14 @@ def _open(state: _State, total: int | None, began: float) -> _Drawn:
 
 def _show_notes(drawn: _Drawn) -> None:
   """The latest values behind the bar: those named, else those noted since it began."""
-  noted = dict(_noted)
+  latest = noted()
   if drawn.show is not None:
-    names = [name for name in drawn.show if name in noted]
+    names = [name for name in drawn.show if name in latest]
   else:
-    names = [name for name, (when, _) in noted.items() if when >= drawn.began][:_MOST_SHOWN]
+    names = [name for name, (when, _) in latest.items() if when >= drawn.began][:_MOST_SHOWN]
   if not names:
     return
-  values = {name: _text_of(noted[name][1]) for name in names}
+  values = {name: _text_of(latest[name][1]) for name in names}
   shown = ", ".join(f"{name}={text}" for name, text in values.items())
   if shown != drawn.shown:
     drawn.shown = shown

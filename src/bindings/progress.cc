@@ -37,7 +37,8 @@ nb::list poll() {
                         : state.phase == ProgressState::Phase::kFailed ? "failed"
                                                                        : "ended";
     bars.append(nb::make_tuple(state.handle, state.bar, state.spec, state.run, state.total,
-                               state.count, static_cast<double>(state.elapsed_ns) * 1e-9, phase));
+                               state.count, static_cast<double>(state.age_ns) * 1e-9,
+                               static_cast<double>(state.elapsed_ns) * 1e-9, phase));
   }
   return bars;
 }
@@ -56,7 +57,7 @@ void bind_progress(nb::module_& module) {
   module.def("progress_set_wake", &set_wake, nb::arg("wake"),
              "Called by the first bar that begins while nobody draws.");
   module.def("progress_poll", &poll,
-             "(handle, bar, text, run, total, count, seconds, phase) of each bar.");
+             "(handle, bar, text, run, total, count, age, seconds, phase) of all.");
   module.def("progress_release",
              [](std::int32_t handle) { ProgressBoard::instance().release(handle); });
   module.def(

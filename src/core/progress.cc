@@ -195,14 +195,16 @@ std::vector<ProgressState> ProgressBoard::poll() const {
     // Acquire: pairs with end(), so that an ended bar has its last count.
     Phase phase = slot.phase.load(std::memory_order_acquire);
     if (phase == Phase::kFree) continue;
+    std::int64_t time = now();
     std::int64_t until =
-        phase == Phase::kLive ? now() : slot.updated_ns.load(std::memory_order_relaxed);
+        phase == Phase::kLive ? time : slot.updated_ns.load(std::memory_order_relaxed);
     states.push_back({.handle = slot.handle.load(std::memory_order_relaxed),
                       .bar = slot.bar,
                       .spec = slot.spec,
                       .run = slot.run,
                       .total = slot.total,
                       .count = slot.count.load(std::memory_order_relaxed),
+                      .age_ns = time - slot.began_ns,
                       .elapsed_ns = until - slot.began_ns,
                       .phase = phase});
   }

@@ -31,7 +31,8 @@ struct ProgressState {
   std::int64_t run = -1;
   std::int64_t total = -1;  // -1 when unknown
   std::int64_t count = 0;
-  std::int64_t elapsed_ns = 0;  // since it began, until now or its end
+  std::int64_t age_ns = 0;      // since it began
+  std::int64_t elapsed_ns = 0;  // the same, until its end
   Phase phase = Phase::kFree;
 };
 

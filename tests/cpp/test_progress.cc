@@ -56,6 +56,7 @@ TEST(ProgressBoard, ABarIsSeenFromItsBeginToItsRelease) {
   bars = t.board.poll();
   EXPECT_EQ(bars[0].count, 9);
   EXPECT_EQ(bars[0].elapsed_ns, 2'000'000'000) << "an ended bar's time went on";
+  EXPECT_EQ(bars[0].age_ns, 5'000'000'000);
   EXPECT_EQ(bars[0].phase, Phase::kEnded);
   t.board.release(handle);
   EXPECT_TRUE(t.board.poll().empty());

@@ -13,7 +13,7 @@ from recorded_bars import XS, add, counts, done, recorded, same, summed
 from subprocesses import output_of, run_python
 
 import callgate as cg
-from callgate import _progress_draw
+from callgate import _progress, _progress_draw
 
 
 # -- the decorator ---------------------------------------------------------------------------------
@@ -48,8 +48,8 @@ def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
 # -- what bars show --------------------------------------------------------------------------------
 def test_noted_values_stand_behind_the_bar() -> None:
   def note(step: np.ndarray) -> np.ndarray:
-    _progress_draw.note("loss", np.float32(1 / (1 + step)))
-    _progress_draw.note("step", int(step))
+    _progress.note("loss", np.float32(1 / (1 + step)))
+    _progress.note("step", int(step))
     return step
 
   gate = cg.gate(note, out=lambda x: x, effect="io")
@@ -171,7 +171,7 @@ def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() 
     """
     import io, threading, jax, jax.numpy as jnp
     import callgate as cg
-    from callgate import _progress_draw
+    from callgate import _progress, _progress_draw
     _progress_draw._LINGER = 1
     file = io.StringIO()
     bar = cg.Progress("t", file=file)
