@@ -240,7 +240,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   bool in_delivery_ = false, running_ = false, closing_ = false, finished_ = false;
   std::thread thread_;
 
-  std::atomic<std::thread::id> thread_id_{};
+  std::atomic<std::thread::id> thread_id_;
   std::atomic<bool> overflowing_{false};  // records of the thread itself wait in `overflow_`
   std::atomic<int> starving_{0};          // senders that others may not overtake
   std::atomic<bool> closed_{false};

@@ -98,12 +98,12 @@ class Ring {
   }
   void make(std::uint64_t position, std::size_t bytes, Entry::Kind kind) noexcept;
 
+  // What producers use is on one cache line, the consumer's head on another.
+  alignas(64) std::atomic<std::uint64_t> tail_{0};
   std::size_t capacity_;
   int shift_;
   std::unique_ptr<char, Unmap> memory_;
   std::unique_ptr<std::atomic<std::uint32_t>[]> marks_;
-  // Apart, so that producers and the consumer do not share a cache line.
-  alignas(64) std::atomic<std::uint64_t> tail_{0};
   alignas(64) std::atomic<std::uint64_t> head_{0};
 };
 
