@@ -151,7 +151,7 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept {
   auto report = [&](const char* what) {
     try {
       on_error_(*this, consumer, what);
-    } catch (...) {  // nobody is left to be told
+    } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
     }
   };
   try {
