@@ -113,6 +113,7 @@ ChannelSlot& Channels::slot(const std::string& name) {
 std::vector<std::shared_ptr<Channel>> Channels::all() const {
   std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Channel>> all;
+  all.reserve(slots_.size());
   for (const auto& [name, slot] : slots_) all.push_back(slot->current());
   return all;
 }
