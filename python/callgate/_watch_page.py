@@ -130,7 +130,10 @@ class Page:
       name="table", index_position=None, sizing_mode="stretch_width", height=260,
     )  # fmt: skip
     self._head: Any = Div(name="head", sizing_mode="stretch_width")
-    self._area: Any = row(name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"})
+    self._nothing: Any = Div(name="nothing", text="nothing to show yet")
+    self._area: Any = row(
+      self._nothing, name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}
+    )
     controls = row(self._window, self._axis, self._view, sizing_mode="stretch_width")
     document.title = "callgate watch"
     document.add_root(
@@ -190,8 +193,8 @@ class Page:
       plot.update(self._model, key, (versions[key], window, axis))
       is_array = self._model.ask(key, lambda panel: panel.is_array)
       figures.append(plot.latest if self._view.active and is_array else plot.curves)
-    if figures != self._area.children:
-      self._area.children = figures
+    if (figures or [self._nothing]) != self._area.children:
+      self._area.children = figures or [self._nothing]
     self._update_lanes()
     self._table.data = self._model.table()
     self._head.text = self._headline()

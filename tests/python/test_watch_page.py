@@ -122,7 +122,7 @@ def test_leaves_that_come_later_are_shown_until_the_user_chooses(tmp_path):
   model = Model()
   document = Document()
   page = Page(document, model, list, 2)
-  assert named(document, "plots").children == []
+  assert [one.name for one in named(document, "plots").children] == ["nothing"]
   for name in "abc":
     (tmp_path / name).write_bytes(sb.losses([1.0], name=name))
     with cg.open_stream(tmp_path / name) as stream:
@@ -174,12 +174,19 @@ def serve() -> Iterator[Callable[..., str]]:
     yield lambda *arguments: stack.enter_context(watching(*arguments))[1]
 
 
-def wait_for(session: Any, condition: Callable[[Document], bool]) -> None:
+def wait_for(address: str, condition: Callable[[Document], bool]) -> Document:
+  """Opens the page, in sessions of its own, until it is as it should be."""
   deadline = time.monotonic() + 90
-  while not condition(session.document):
-    assert time.monotonic() < deadline, session.document.select_one({"name": "head"}).text
-    time.sleep(0.1)
-    session.pull()
+  while True:
+    session = pull_session(url=address)
+    session.close()
+    if condition(session.document):
+      return session.document
+    assert time.monotonic() < deadline, named(session.document, "head").text
+
+
+def says(*parts: str) -> Callable[[Document], bool]:
+  return lambda document: all(part in named(document, "head").text for part in parts)
 
 
 def test_the_served_page_follows_its_stream(tmp_path, serve):
@@ -190,16 +197,12 @@ def test_the_served_page_follows_its_stream(tmp_path, serve):
     text = answer.read().decode()
   assert "callgate watch" in text
   assert not re.search(r"(src|href)=\"https?://", text)  # all scripts come from the server
-  session = pull_session(url=address)
-  try:
-    wait_for(session, lambda document: "700 records" in named(document, "head").text)
-    assert len(curve(session.document, "loss")["x"]) == 300
-    with path.open("ab") as file:
-      file.write(sb.losses([1.0, 2.0], begin=300) + sb.end(2))
-    wait_for(session, lambda document: "closed by its writer" in named(document, "head").text)
-    wait_for(session, lambda document: "702 records" in named(document, "head").text)
-  finally:
-    session.close()
+  document = wait_for(address, says("700 records", "following"))
+  assert len(curve(document, "loss")["x"]) == 300
+  with path.open("ab") as file:
+    file.write(sb.losses([1.0, 2.0], begin=300) + sb.end(2))
+  document = wait_for(address, says("702 records", "closed by its writer"))
+  assert list(curve(document, "loss")["mean"][-2:]) == [1, 2]
 
 
 def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, serve):
@@ -227,18 +230,15 @@ def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, se
 
 def test_a_stream_that_is_not_there_yet_is_waited_for_if_asked(tmp_path, serve):
   path = tmp_path / "later.cgs"
-  session = pull_session(url=serve("--wait", path))
-  try:
-    assert "later.cgs: waiting for it" in named(session.document, "head").text
-    (tmp_path / "partial").write_bytes(training(10))
-    os.rename(tmp_path / "partial", path)
-    wait_for(session, lambda document: "24 records" in named(document, "head").text)
-  finally:
-    session.close()
+  address = serve("--wait", path)
+  wait_for(address, says("later.cgs: waiting for it", "0 records"))
+  (tmp_path / "partial").write_bytes(training(10))
+  os.rename(tmp_path / "partial", path)
+  wait_for(address, says("24 records"))
 
 
 @pytest.mark.skipif(browser.find() is None, reason="needs chromium: apt-get install chromium")
-def test_a_browser_draws_the_page(tmp_path, serve):
+def test_a_browser_draws_the_page_and_what_comes_while_it_is_open(tmp_path, serve):
   image = pytest.importorskip("PIL.Image")
   path = tmp_path / "run.cgs"
   path.write_bytes(training())
@@ -249,6 +249,9 @@ def test_a_browser_draws_the_page(tmp_path, serve):
       await tab.wait_until("window.Bokeh?.documents[0]?.is_idle")
       document = "Bokeh.documents[0]"
       await tab.wait_until(f"{document}.get_model_by_name('head').text.includes('700 records')")
+      with path.open("ab") as file:
+        file.write(sb.losses([1.0, 2.0], begin=300) + sb.end(2))
+      await tab.wait_until(f"{document}.get_model_by_name('head').text.includes('702 records')")
       plots = await tab.evaluate(f"{document}.get_model_by_name('plots').children.length")
       await tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 300)))")
       return plots, await tab.screenshot()
