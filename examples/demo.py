@@ -2,7 +2,7 @@
 
 Every image of every batch goes through scipy.ndimage, in place in XLA's memory; scikit-learn scores
 the held-out set after every epoch. Taps send loss, gradient norm and score to a file, TensorBoard
-and a picture while the scan runs. against_jax.py compares all this with JAX's own callbacks.
+and a picture while the scan runs, with a bar. against_jax.py compares it with JAX's own callbacks.
 """
 
 import functools
@@ -32,7 +32,7 @@ def gates(host):
   return jax.vmap(augment), score
 
 
-def make_train(augment, score, train, test, epochs, tap):
+def make_train(augment, score, train, test, epochs, tap, progress=None):
   """A compiled program, parameters to (trained ones, scores); taps with `tap(values, name=)`."""
   (x, y), (x_test, y_test) = train, test
 
@@ -48,12 +48,12 @@ def make_train(augment, score, train, test, epochs, tap):
     rows = jax.random.permutation(shuffle, len(x)).reshape(-1, BATCH)
     state, _ = jax.lax.scan(step, state, (jax.random.split(noise, len(rows)), rows))
     value = score(y_test, digits.logits(state[0], x_test).argmax(1).astype(jnp.int32))
-    tap(value, name="macro F1")
-    return state, value
+    return state, tap(value, name="macro F1")
 
   def program(params):
     state = params, jax.tree.map(jnp.zeros_like, params)
-    (params, _), scores = jax.lax.scan(epoch, state, jax.random.split(jax.random.key(1), epochs))
+    keys = jax.random.split(jax.random.key(1), epochs)
+    (params, _), scores = cg.scan(epoch, state, keys, progress=progress)
     return params, scores
 
   return jax.jit(program)
@@ -65,13 +65,13 @@ def main():
   to = [sinks.JSONL(OUT / "training.jsonl"), sinks.TensorBoard(OUT / "tensorboard"), curve]
   with cg.channel("training", to=to) as channel:
     tap = functools.partial(cg.tap, to="training")
-    trained, scores = make_train(*gates(digits.warp), train, test, EPOCHS, tap)(digits.init())
+    program = make_train(*gates(digits.warp), train, test, EPOCHS, tap, progress="training")
+    trained, scores = program(digits.init())
   accuracy = accuracy_score(test[1], digits.logits(trained, test[0]).argmax(1))
   print(f"{EPOCHS} epochs in one lax.scan: accuracy {accuracy:.3f}, macro F1 {scores[-1]:.3f}")
-  print(f"taps: {channel.stats()['delivered']} records in {OUT}/training.jsonl, {OUT}/tensorboard")
   samples, noise = train[0][:10], digits.noise(jax.random.key(2), 10)
   digits.draw_samples(OUT / "augmented.png", samples, gates(digits.warp)[0](samples, *noise))
-  print(f"pictures: {OUT}/learning_curve.png, {OUT}/augmented.png\n")
+  print(f"{channel.stats()['delivered']} tapped records, and pictures, are in {OUT}/\n")
   short = functools.partial(make_train, train=train, test=test, epochs=2)
   against_jax.report(gates, digits.warp, macro_f1, short)
 

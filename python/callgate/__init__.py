@@ -6,6 +6,7 @@ from callgate import (
   _delivery,
   _install,
   _producer,
+  _progress,
   _progress_draw,
   _progress_lowering,
   _runtime,
@@ -97,4 +98,4 @@ _install.start()
 _control.start()
 _progress_lowering.start()
 _progress_draw.start()
-_delivery.listen(_progress_draw.note)
+_delivery.listen(_progress.note)
