@@ -68,8 +68,7 @@ class Channel:
     self.tap = _tap_of_channel(name)
     with _lock:
       _open[name] = self
-    for one, consumer in adapted:
-      self._attach(one, consumer)
+    self._attach(adapted)
 
   def __repr__(self) -> str:
     return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
@@ -94,7 +93,7 @@ class Channel:
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
-    self._attach(consumer, self._adapt(consumer))
+    self._attach([(consumer, self._adapt(consumer))])
 
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
@@ -111,11 +110,14 @@ class Channel:
         return
     raise GateDefinitionError(f"channel '{self.name}': {consumer!r} is not one of its consumers")
 
-  def _attach(self, consumer: Any, handle: Any) -> None:
-    if hasattr(consumer, "open") and hasattr(consumer, "write"):
-      consumer.open(self.name)
-    self._consumers.append((consumer, handle))
-    self._handle.add(handle)
+  def _attach(self, consumers: Sequence[tuple[Any, Any]]) -> None:
+    """Adds (consumer, its native form) pairs at once: all get the same records."""
+    for consumer, _ in consumers:
+      if hasattr(consumer, "open") and hasattr(consumer, "write"):
+        consumer.open(self.name)
+    self._consumers.extend(consumers)
+    if consumers:
+      self._handle.add([handle for _, handle in consumers])
 
   def _adapt(self, consumer: Any) -> Any:
     if isinstance(consumer, _callgate.Consumer):

@@ -220,8 +220,13 @@ void bind_handles(nb::module_& module) {
                             "The runtime's handle on an open channel.")
       .def(nb::init<std::string, std::size_t, const std::string&, double>(), nb::arg("name"),
            nb::kw_only(), nb::arg("capacity"), nb::arg("on_full"), nb::arg("rate"))
-      .def("add", [](ChannelHandle& handle,
-                     ConsumerHandle& consumer) { handle.channel().add(consumer.consumer); })
+      .def("add",
+           [](ChannelHandle& handle, const nb::sequence& consumers) {
+             std::vector<std::shared_ptr<Consumer>> all;
+             for (nb::handle one : consumers)
+               all.push_back(nb::cast<ConsumerHandle&>(one).consumer);
+             handle.channel().add_all(std::move(all));
+           })
       .def("remove",
            [](ChannelHandle& handle, ConsumerHandle& consumer) {
              nb::gil_scoped_release unlocked;  // it waits for what is in delivery

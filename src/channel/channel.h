@@ -84,9 +84,11 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // Sends a record; false when the policy dropped it. Never throws. Any thread.
   bool send(const Parcel& parcel) noexcept;
 
-  // Consumers come and go at any time; the channel's thread starts with the first. `remove` returns
-  // when the consumer is not in use any more.
-  void add(std::shared_ptr<Consumer> consumer);
+  // Consumers come and go at any time; the channel's thread starts with the first, so those that
+  // are to get the same records are added at once. `remove` returns when the consumer is not in use
+  // any more.
+  void add(std::shared_ptr<Consumer> consumer) { add_all({std::move(consumer)}); }
+  void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
   void remove(const std::shared_ptr<Consumer>& consumer);
 
   // Starts the thread without a consumer of the channel's: sources have their own.

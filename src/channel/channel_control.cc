@@ -6,11 +6,11 @@
 
 namespace callgate {
 
-void Channel::add(std::shared_ptr<Consumer> consumer) {
+void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   {
     std::lock_guard lock(mutex_);
     if (finished_) return;
-    consumers_.push_back(std::move(consumer));
+    for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
   }
   start();
 }

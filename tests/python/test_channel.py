@@ -291,8 +291,10 @@ def test_records_to_a_name_that_is_not_open_wait_for_the_next_channel():
   program = sender("later")
   jax.block_until_ready(program(3))
   seen: list[Any] = []
-  with cg.channel("later", to=seen.append) as channel:
+  second: list[Any] = []
+  with cg.channel("later", to=[seen.append, second.append]) as channel:
     jax.block_until_ready(program(2))
+  assert second == seen
   assert [int(v) for v in seen] == [0, 1, 2, 0, 1]
   assert channel.stats()["sent"] == channel.stats()["delivered"] == 5
   with cg.channel("later", to=seen.append):
