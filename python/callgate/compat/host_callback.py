@@ -260,7 +260,7 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   """
   sink: Any = _callgate.outfeed_2020_sink(os.fspath(path))  # pyright: ignore
   handle = start_channel(CHANNEL)
-  handle.add(sink)
+  handle.add([sink])
   try:
     yield
   finally:
