@@ -64,6 +64,7 @@ def keep_through_partial_evaluation(effect: type[Any]) -> None:
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
 _effect_tokens: dict[Any, Any] = {}
 _after_barrier: list[Callable[[], None]] = []
+_local = threading.local()
 
 
 def after_effects_barrier(function: Callable[[], None]) -> None:
@@ -86,13 +87,23 @@ def remember_effects() -> None:
 
   def block_until_ready(self: Any) -> None:
     wait(self)
-    for after in _after_barrier:
-      after()
+    if not getattr(_local, "alone", False):
+      for after in _after_barrier:
+        after()
 
   wait = tokens.block_until_ready
   tokens.block_until_ready = block_until_ready
   tokens.set_output_runtime_token = set_output_runtime_token
   tokens.set_token_result = set_token_result
+
+
+def effects_barrier_alone() -> None:
+  """`jax.effects_barrier()` without what `after_effects_barrier` added to it."""
+  _local.alone = True
+  try:
+    jax.effects_barrier()
+  finally:
+    _local.alone = False
 
 
 def wait_for_effects(timeout: float | None) -> bool:

@@ -139,7 +139,7 @@ def _close() -> None:
   seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
   try:
     _compat.wait_for_effects(seconds)
-    jax.effects_barrier()
+    _compat.effects_barrier_alone()
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
     traceback.print_exc()
   for end in _at_close:

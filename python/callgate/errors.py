@@ -361,11 +361,11 @@ def wait_for_programs(timeout: float | None) -> BaseException | None:
   try:
     if not _compat.wait_for_effects(rest):
       raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
-    jax.effects_barrier()
+    _compat.effects_barrier_alone()
   except TimeoutError:
     raise
   except Exception as error:  # noqa: BLE001 - as above
-    failure = failure or getattr(error, "callgate_original", error)
+    failure = failure or error
   return failure
 
 

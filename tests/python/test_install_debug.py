@@ -193,6 +193,18 @@ def test_the_program_does_not_wait(installed):
   assert entered.is_set()
 
 
+def test_the_barrier_of_callgate_keeps_its_limit(installed):
+  go = threading.Event()
+  if not installed:
+    go.set()  # the program waits for its callback
+  jax.jit(lambda x: jax.debug.callback(lambda x: go.wait(60), x))(1.0)
+  if installed:
+    with pytest.raises(TimeoutError, match="records still wait after 1 s"):
+      cg.barrier(timeout=1)
+  go.set()
+  cg.barrier(timeout=60)
+
+
 def test_own_functions_use_callgates_engine_whatever_is_installed(capsys):
   seen, callback = collect()
   jax.jit(lambda x: callbacks.debug_callback(callback, x, ordered=True))(1.0)

@@ -129,9 +129,9 @@ def after_barrier() -> None:
   error = take_consumer_error(_NOTE)
   if error is not None:
     text = "".join(traceback.format_exception(error)).rstrip()
-    failure = jax.errors.JaxRuntimeError(f"INTERNAL: CpuCallback error calling callback: {text}")
-    failure.callgate_original = error  # what callgate.barrier() raises
-    raise failure from error
+    raise jax.errors.JaxRuntimeError(
+      f"INTERNAL: CpuCallback error calling callback: {text}"
+    ) from error
 
 
 def register() -> None:

@@ -187,8 +187,7 @@ def debug_print(
   Example:
     >>> import jax
     >>> from callgate.compat.callbacks import debug_print
-    >>> jax.jit(lambda x: debug_print("x = {}", x))(2.0)
-    >>> jax.effects_barrier()
+    >>> jax.jit(lambda x: debug_print("x = {}", x))(2.0); jax.effects_barrier()
     x = 2.0
   """
   cg_print(
