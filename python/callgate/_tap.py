@@ -136,9 +136,14 @@ def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
 
 
 def encode(
-  site: TapSite, transforms: Transforms, levels: Sequence[Level], role: str, repeated: bool
+  site: TapSite,
+  transforms: Transforms,
+  levels: Sequence[Level],
+  role: str,
+  repeated: bool,
+  returned: int = 0,
 ) -> str:
-  """The text of `parse_tap_spec` in src/channel/tap.h."""
+  """The text of `parse_tap_spec` in src/channel/tap.h; `returned`: values that are results, too."""
   leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
   paths = [jax.tree_util.keystr(path) for path, _ in leaves]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
@@ -148,7 +153,7 @@ def encode(
     f"repeated={int(repeated)}",
     f"every={site.every}",
     f"values={site.values + len(site.logical)}",
-    f"returned={site.values if site.effect == 'dataflow' else 0}",
+    f"returned={returned}",
     f"where={int(site.where)}",
     *(f"path={path}" for path in paths),
     "",

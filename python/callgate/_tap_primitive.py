@@ -279,11 +279,13 @@ def _lower(
   role: str,
   repeated: bool,
 ) -> Sequence[Any]:
-  spec = _tap.encode(site, transforms, levels, role, repeated)
   if site.kept is not None:
     _compat.add_keepalive(context, site.kept)
   on_host = _compat.is_partitioned(context) or "cpu" not in context.module_context.platforms
-  if _config.engine() == "jax" or on_host:
+  on_host = on_host or _config.engine() == "jax"
+  returned = site.values if site.effect == "dataflow" and not on_host else 0
+  spec = _tap.encode(site, transforms, levels, role, repeated, returned)
+  if on_host:
     return _lower_by_jax(context, operands, tap, site, levels, spec)
   _compat.keep_with_program(context, tap)
   ordered = site.effect == "ordered"

@@ -170,7 +170,7 @@ class TapSite final : public Site {
       throw Error(ErrorCode::kInvalidArgument, tap, expected, got);
     };
     std::size_t sent = spec_.values + (spec_.where ? 1 : 0), results = call.results.size();
-    if (results != 0 && results < spec_.returned)  // sent from the host, a record has none
+    if (results < spec_.returned)
       fail("at least " + std::to_string(spec_.returned) + " results", std::to_string(results));
     std::size_t operands = std::max(sent + results - spec_.returned, spec_.returned);
     if (call.operands.size() < operands)
