@@ -113,7 +113,7 @@ class StreamReader {
       try {
         record = without_gil([&] { return guarded([&] { return reader_->next(); }); });
       } catch (const Error&) {
-        if (records.size() == 0) throw;
+        if (records.empty()) throw;
         break;  // the records before the damage first: the next call meets it again
       }
       note_state();
@@ -122,7 +122,7 @@ class StreamReader {
         continue;
       }
       auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-      if (records.size() != 0 || (state_.ended && !is_file_) || left.count() <= 0) break;
+      if (!records.empty() || (state_.ended && !is_file_) || left.count() <= 0) break;
       without_gil([&] { wait(std::min(left, milliseconds(is_file_ ? 20 : 100))); });
       if (PyErr_CheckSignals() != 0) nb::raise_python_error();
       if (close_requested_) refuse("it has been closed");
@@ -265,6 +265,7 @@ nb::bytes outfeed_header(
     std::uint64_t consumer,
     const std::vector<std::pair<std::string, std::vector<std::int64_t>>>& types) {
   std::vector<outfeed_2020::ArrayType> arrays;
+  arrays.reserve(types.size());
   for (const auto& [dtype, dims] : types)
     arrays.push_back({dtype_from_name(dtype).value_or(DType::kInvalid), dims});
   std::string header = outfeed_2020::encode_header(consumer, outfeed_2020::encode_metadata(arrays));

@@ -21,13 +21,11 @@ namespace {
 
 using fake::Collector;
 using fake::Door;
-using fake::exact;
 using fake::Feed;
 using fake::kLimit;
 using fake::make_channel;
 using std::chrono::milliseconds;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 std::vector<std::uint64_t> count_to(std::uint64_t end) {
   std::vector<std::uint64_t> ids(end);
