@@ -166,7 +166,8 @@ TEST(ProgressBoard, AFailedRunEndsItsBarsAlone) {
 TEST(ProgressBoard, WithAllSlotsTakenTheOldestEndedBarGivesWay) {
   Timed t;
   std::vector<std::int32_t> handles;
-  while (std::int32_t handle = t.board.begin("", start_of(std::int64_t(handles.size())), on(1))) {
+  while (std::int32_t handle =
+             t.board.begin("", start_of(static_cast<std::int64_t>(handles.size())), on(1))) {
     handles.push_back(handle);
   }
   EXPECT_EQ(handles.size(), 256U);
@@ -256,7 +257,7 @@ TEST(ProgressCallee, BeginsUpdatesAndEndsABar) {
   Timed t;
   ProgressCallee callee(t.board);
   EXPECT_EQ(callee.name(), "callgate.progress");
-  std::int32_t handle = call(callee, "begin 7 100 {\"desc\": \"a b\"}", {});
+  std::int32_t handle = call(callee, R"(begin 7 100 {"desc": "a b"})", {});
   EXPECT_EQ(call(callee, "update 7 100 ", {handle, 50}), 7);
   call(callee, "end 7 100 ", {handle, 100, 12345});
   std::int32_t other = call(callee, "begin_of 0 -1 text", {-4});
