@@ -2,6 +2,7 @@
 // takes no memory for what they only claim. Bounded and seeded; the sanitizers watch it in CI.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -57,7 +58,7 @@ void reseal(std::string& bytes) {
 std::size_t read_all(const std::string& bytes) {
   auto exact = std::make_unique<char[]>(bytes.size() + 1);
   char* start = exact.get() + 1;  // not aligned either
-  std::memcpy(start, bytes.data(), bytes.size());
+  std::ranges::copy(bytes, start);
   stream::Reader reader(start, bytes.size());
   std::size_t records = 0, sum = 0;
   try {
