@@ -121,17 +121,19 @@ class Reader final : public Consumer {
 
 // A tap with an open channel; `records()` waits for what was sent.
 class Taps : public ::testing::Test {
- protected:
-  Taps() {
-    slot_.open(channel_);
-    channel_->add(reader_);
-    Registry::instance().add(tap_);
-  }
+ public:
   ~Taps() override {
     slot_.vacate(*channel_);
     EXPECT_TRUE(channel_->close(kLimit));
     Registry::instance().remove(*tap_);
     EXPECT_EQ(fake::Runtime::instance().live_errors.load(), 0);
+  }
+
+ protected:
+  Taps() {
+    slot_.open(channel_);
+    channel_->add(reader_);
+    Registry::instance().add(tap_);
   }
   const std::vector<Seen>& records() {
     EXPECT_TRUE(channel_->flush(kLimit));
