@@ -26,6 +26,9 @@ import stream_bytes as sb
 
 pytest.importorskip("bokeh")
 
+# Bokeh's client asks tornado for a loop where there is none yet; Python 3.12 and newer warn.
+pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")
+
 from bokeh.client import pull_session
 from bokeh.document import Document
 
