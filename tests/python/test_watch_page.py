@@ -26,9 +26,6 @@ import stream_bytes as sb
 
 pytest.importorskip("bokeh")
 
-# Bokeh's client asks tornado for a loop where there is none yet; Python 3.12 and newer warn.
-pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")
-
 from bokeh.client import pull_session
 from bokeh.document import Document
 
@@ -36,6 +33,9 @@ import callgate as cg
 from callgate import __main__ as cli
 from callgate._watch_model import Model
 from callgate._watch_page import Page
+
+# Bokeh's client asks tornado for a loop where there is none yet; Python 3.12 and newer warn.
+pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")
 
 
 def training(steps: int = 300) -> bytes:
