@@ -19,8 +19,10 @@ from callgate._print import print
 from callgate._progress import Progress, progress
 from callgate._records import BatchInfo, Record, TapInfo
 from callgate._stream import StreamReader, StreamRecord, open_stream
+from callgate._toolchain import CompileError
 from callgate.channel import Channel, channel
 from callgate.check import check
+from callgate.cpp import cpp
 from callgate.errors import (
   CheckError,
   ConsumerError,
@@ -30,6 +32,7 @@ from callgate.errors import (
   GateError,
   GateTimeoutError,
   InputWriteError,
+  KernelError,
   ResultError,
   barrier,
   errors,
@@ -38,6 +41,7 @@ from callgate.errors import (
 from callgate.export import export_checks
 from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
+from callgate.kernel import Kernel
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
@@ -49,6 +53,7 @@ __all__ = [
   "Buffer",
   "Channel",
   "CheckError",
+  "CompileError",
   "ConsumerError",
   "Context",
   "EndOfFeed",
@@ -60,6 +65,8 @@ __all__ = [
   "GateError",
   "GateTimeoutError",
   "InputWriteError",
+  "Kernel",
+  "KernelError",
   "Progress",
   "Record",
   "ResultError",
@@ -72,6 +79,7 @@ __all__ = [
   "channel_stats",
   "check",
   "config",
+  "cpp",
   "errors",
   "export_checks",
   "feed",

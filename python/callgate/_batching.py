@@ -69,15 +69,14 @@ def apply_vmap_rule(
   leaves, tree = jax.tree.flatten(out)
   if tree != site.out_tree:
     raise GateDefinitionError(
-      f"gate '{gate.name}': the vmap rule returned results of structure {tree}; expected "
-      f"{site.out_tree}"
+      f"{gate.label}: the vmap rule returned results of structure {tree}; expected {site.out_tree}"
     )
   batched = _broadcast_prefix(out_batched, site.out_tree)
   for leaf, (shape, dtype), flag in zip(leaves, site.results, batched, strict=True):
     want = ((size, *shape) if flag else shape, dtype)
     if (jnp.shape(leaf), leaf.dtype) != want:
       raise GateDefinitionError(
-        f"gate '{gate.name}': the vmap rule returned {leaf.dtype}{list(jnp.shape(leaf))}; "
+        f"{gate.label}: the vmap rule returned {leaf.dtype}{list(jnp.shape(leaf))}; "
         f"expected {want[1]}{list(want[0])}"
       )
   return leaves, batched

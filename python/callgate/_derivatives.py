@@ -37,17 +37,17 @@ class Rules:
   def defined(self) -> bool:
     return self.jvp is not None or self.vjp is not None or self.gradient is not None
 
-  def set_jvp(self, gate: str, rule: Callable[..., Any]) -> None:
+  def set_jvp(self, label: str, rule: Callable[..., Any]) -> None:
     """Takes a forward-mode rule; one kind of rule a gate."""
     if self.vjp is not None:
-      raise GateDefinitionError(f"gate '{gate}': defjvp after defvjp; expected one of the two")
+      raise GateDefinitionError(f"{label}: defjvp after defvjp; expected one of the two")
     self.jvp = rule
     self.wrapped.clear()
 
-  def set_vjp(self, gate: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+  def set_vjp(self, label: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
     """Takes a reverse-mode rule; one kind of rule a gate."""
     if self.jvp is not None:
-      raise GateDefinitionError(f"gate '{gate}': defvjp after defjvp; expected one of the two")
+      raise GateDefinitionError(f"{label}: defvjp after defjvp; expected one of the two")
     self.vjp = (fwd, bwd)
     self.wrapped.clear()
 
@@ -68,7 +68,7 @@ def accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str
 def no_derivative_message(gate: Any) -> str:
   """What a user without derivative rules needs to know."""
   return (
-    f"gate '{gate.name}' has no derivative. Define one in any of four ways: gate.defjvp(rule), "
+    f"{gate.label} has no derivative. Define one in any of four ways: gate.defjvp(rule), "
     "gate.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
     "derivative then serves), or gradient='finite-difference'. A gate that is linear takes linear= "
     "and gate.deftranspose(rule)."

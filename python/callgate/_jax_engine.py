@@ -98,7 +98,7 @@ def _run_on_host(
   args, kwargs = jax.tree.unflatten(site.in_tree, [convert(x) for x in copies])
   static = dict(site.static)
   if gate.style == "return":
-    value = gate.function(*args, **kwargs, **static)
+    value = gate.on_host(*args, **kwargs, **static)
     leaves = [to_numpy(leaf) for leaf in _spec.check_structure(site.out_tree, value, gate.name)]
     return tuple(
       _checked(gate, leaf, shape, dtype, index)
@@ -109,7 +109,7 @@ def _run_on_host(
     outs[o][...] = copies[i]
   out = jax.tree.unflatten(site.out_tree, [convert(x) for x in outs])
   lead = (HostContext(),) if gate.style == "context" else ()
-  gate.function(*lead, out, *args, **kwargs, **static)
+  gate.on_host(*lead, out, *args, **kwargs, **static)
   return tuple(outs)
 
 

@@ -37,7 +37,7 @@ def transpose_leaves(
   """Runs the transpose rule of one lane on flat values."""
   if gate.rules.transpose is None:
     raise GateDefinitionError(
-      f"gate '{gate.name}' is declared linear but has no transpose, which reverse-mode "
+      f"{gate.label} is declared linear but has no transpose, which reverse-mode "
       "differentiation needs; expected a rule given with gate.deftranspose"
     )
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
@@ -47,7 +47,7 @@ def transpose_leaves(
   leaves = jax.tree.leaves(grads)
   if len(leaves) != len(linear):
     raise GateDefinitionError(
-      f"gate '{gate.name}': the transpose rule returned {len(leaves)} cotangents; expected one for "
+      f"{gate.label}: the transpose rule returned {len(leaves)} cotangents; expected one for "
       f"each of the linear arguments {linear_names(gate, site)}"
     )
   return leaves

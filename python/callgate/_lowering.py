@@ -27,6 +27,7 @@ def emit(
   *,
   name: str,
   spec: str = "",
+  attributes: Mapping[str, Any] | None = None,
   levels: Sequence[Level] = (),
   has_side_effect: bool,
   token: Any = None,
@@ -43,6 +44,7 @@ def emit(
     avals_out: abstract values of the results.
     name: the callee's registered name.
     spec: see `_spec`.
+    attributes: what the call holds beside these.
     levels: batch levels that the runtime loops over, outermost first.
     has_side_effect: the call may be neither removed nor merged.
     token: an hlo token that orders the call.
@@ -59,12 +61,13 @@ def emit(
       f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu. "
       "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
     )
-  attributes = {
+  held = {
     "name": name,
     "spec": spec,
     "site": remember_site(_compat.call_site(context)),
     "on_error": on_error or ("poison" if _compat.device_count(context) > 1 else "return"),
     "batch": encode_levels(levels),
+    **(attributes or {}),
   }
   return _compat.emit_ffi_call(
     context,
@@ -72,7 +75,7 @@ def emit(
     operands,
     avals_in,
     avals_out,
-    attributes,
+    held,
     has_side_effect=has_side_effect,
     aliases=aliases or {},
     token=token,

@@ -25,6 +25,11 @@ def register(name: str, gate: Any) -> None:
   _gates[name] = gate
 
 
+def get(name: str) -> Any:
+  """The live gate or kernel of a name, or None."""
+  return _gates.get(name)
+
+
 def parameters_of(function: Callable[..., Any], skip: int) -> tuple[str, ...]:
   """Names of a callable's positional parameters after the first `skip`; () when unknown."""
   signature = signature_of(function, skip)

@@ -1,4 +1,4 @@
-"""Checks of a gate's options: each says what was expected and what came."""
+"""Checks of the options of gates and kernels: each says what was expected and what came."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 from callgate.errors import GateDefinitionError
 
 
-def choice(gate: str, option: str, value: Any, allowed: Sequence[str]) -> Any:
+def choice(label: str, option: str, value: Any, allowed: Sequence[str]) -> Any:
   if value not in allowed:
     expected = ", ".join(repr(a) for a in allowed)
-    raise GateDefinitionError(f"gate '{gate}': {option}: expected one of {expected}, got {value!r}")
+    raise GateDefinitionError(f"{label}: {option}: expected one of {expected}, got {value!r}")
   return value
 
 
-def vmap_method(gate: str, value: Any) -> Any:
-  return choice(gate, "vmap", value, ("each", "whole", "broadcast"))
+def vmap_method(label: str, value: Any) -> Any:
+  return choice(label, "vmap", value, ("each", "whole", "broadcast"))
 
 
-def sharding(gate: str, value: Any) -> Any:
+def sharding(label: str, value: Any) -> Any:
   if value not in (None, "gather"):
     raise GateDefinitionError(
-      f"gate '{gate}': sharding: expected None or 'gather', got {value!r}; calls on the shards are "
+      f"{label}: sharding: expected None or 'gather', got {value!r}; calls on the shards are "
       "not there yet (docs/roadmap.md)"
     )
   return value
 
 
-def timeout(gate: str, value: float | None) -> float:
+def timeout(label: str, value: float | None) -> float:
   if value is None:
     return 0.0
   if not value > 0:
-    raise GateDefinitionError(f"gate '{gate}': timeout: expected positive seconds, got {value!r}")
+    raise GateDefinitionError(f"{label}: timeout: expected positive seconds, got {value!r}")
   return float(value)
 
 
-def gradient(gate: str, value: Any, effect: str) -> Any:
+def gradient(label: str, value: Any, effect: str) -> Any:
   if value is None:
     return None
-  choice(gate, "gradient", value, ("finite-difference",))
+  choice(label, "gradient", value, ("finite-difference",))
   if effect != "pure":
     raise GateDefinitionError(
-      f"gate '{gate}': gradient='finite-difference' calls the gate many times, so its effect must "
+      f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
       f"be 'pure', got {effect!r}"
     )
   return value

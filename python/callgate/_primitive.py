@@ -130,7 +130,7 @@ def _jvp(
   for index, tangent in enumerate(tangents):
     if index not in linear and type(tangent) is not ad.Zero:
       raise GateDefinitionError(
-        f"gate '{gate.name}': differentiated with respect to argument "
+        f"{gate.label}: differentiated with respect to argument "
         f"{_names.argument(gate.name, site.spec, index)}, in which it is not declared linear; "
         f"expected a derivative in argument(s) {_linear.linear_names(gate, site)} alone. "
         + _derivatives.no_derivative_message(gate)
@@ -250,7 +250,7 @@ def lower(
     # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
     # which it runs once, on the whole arrays. Pure calls run so on every device.
     return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  called = getattr(gate, "called", gate.callee)  # a check stands before its gate
+  called, target, attributes = gate.emission(site, context.avals_in, context.avals_out, levels)
   _compat.keep_with_program(context, called)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
@@ -259,8 +259,9 @@ def lower(
     context.avals_in,
     context.avals_out,
     name=called.name,
-    spec=site.spec,
     levels=levels,
+    target=target,
+    attributes=attributes,
     has_side_effect=gate.effect != "pure",
     token=token,
     aliases=gate.aliases,
@@ -282,7 +283,7 @@ def lower_by_jax(
 ) -> Sequence[Any]:
   if gate.effect == "ordered":
     raise GateDefinitionError(
-      f"gate '{gate.name}': effect='ordered' works in programs for one CPU device, or inside "
+      f"{gate.label}: effect='ordered' works in programs for one CPU device, or inside "
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )

@@ -28,12 +28,15 @@ from callgate.errors import (
   describe_failure,
   keep,
   keep_consumer_failure,
+  kernel_failed,
+  kernel_raised,
   raise_consumer_errors,
 )
 
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
-TARGETS: tuple[str, ...] = (GATE_TARGET, TAP_TARGET)
+KERNEL_TARGET = "callgate.kernel"
+TARGETS: tuple[str, ...] = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET)
 
 _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
@@ -81,6 +84,10 @@ def _failed(exception: BaseException, gate: str, site: str) -> str:
   return describe_failure(exception, gate, _sites.get(site, site))
 
 
+def _kernel_failed(kernel: str, message: str, site: str) -> str:
+  return kernel_failed(kernel, message, _sites.get(site, site))
+
+
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
   where = "its return value" if index < 0 else _names.of(gate, spec, "result", index)
   hint = "" if index < 0 else " (results are never cast silently: see cast=True)"
@@ -116,6 +123,12 @@ def _stalled(gate: str, call: str, timed_out: bool) -> str:
   if not timed_out:
     return f"callgate: {report}"
   return f"[callgate error #{keep(GateTimeoutError(report))}] {report}"
+
+
+def _undefined(name: str) -> bool:
+  from callgate.kernel import undefined
+
+  return undefined(name)
 
 
 def _set_dtypes() -> None:
@@ -173,6 +186,9 @@ def start() -> None:
     result_error=_result_error,
     input_written=_input_written,
     stalled=_stalled,
+    kernel_failed=_kernel_failed,
+    kernel_raised=kernel_raised,
+    undefined=_undefined,
   )
   for target, handlers in _callgate.targets().items():
     jax.ffi.register_ffi_target(target, handlers, platform="cpu")

@@ -36,19 +36,18 @@ def result_types(
 def _result_type(gate: Any, leaf: Any, index: int) -> Any:
   if not is_type(leaf):
     raise GateDefinitionError(
-      f"gate '{gate.name}': out: result {index}: expected a value with .shape and .dtype, got "
-      f"{leaf!r}"
+      f"{gate.label}: out: result {index}: expected a value with .shape and .dtype, got {leaf!r}"
     )
   dtype = np.dtype(leaf.dtype)
   if _compat.canonical_dtype(dtype) != dtype:
     raise GateDefinitionError(
-      f"gate '{gate.name}': out: result {index}: {dtype.name} needs jax_enable_x64; expected "
+      f"{gate.label}: out: result {index}: {dtype.name} needs jax_enable_x64; expected "
       f"{_compat.canonical_dtype(dtype).name} without it"
     )
   shape = tuple(leaf.shape)
   if not all(isinstance(extent, (int, np.integer)) for extent in shape):
     raise GateDefinitionError(
-      f"gate '{gate.name}': out: result {index}: expected known extents, got {shape}"
+      f"{gate.label}: out: result {index}: expected known extents, got {shape}"
     )
   return tuple(int(extent) for extent in shape), dtype
 
@@ -62,7 +61,7 @@ def as_array(gate: Any, leaf: Any, index: int) -> Any:
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
     raise GateDefinitionError(
-      f"gate '{gate.name}': argument {index}: expected an array or a pytree of arrays, got "
+      f"{gate.label}: argument {index}: expected an array or a pytree of arrays, got "
       f"{type(leaf).__name__}; pass anything else as a keyword argument, which is static"
     ) from error
 
@@ -83,7 +82,7 @@ def check_call(gate: Any, site: Any, structs: Sequence[Any]) -> None:
 
 def _refuse_packed(gate: Any, what: str, dtype: Any) -> None:
   raise GateDefinitionError(
-    f"gate '{gate.name}': {what}: {np.dtype(dtype).name} has several elements in a byte, so there "
+    f"{gate.label}: {what}: {np.dtype(dtype).name} has several elements in a byte, so there "
     "is no zero-copy NumPy view of it; use arrays='buffer' with Buffer.unpack() and Buffer.pack(), "
     "or convert to int8 before the call"
   )
@@ -92,16 +91,16 @@ def _refuse_packed(gate: Any, what: str, dtype: Any) -> None:
 def _check_alias(gate: Any, i: int, o: int, structs: Sequence[Any], results: Sequence[Any]) -> None:
   if not 0 <= i < len(structs):
     raise GateDefinitionError(
-      f"gate '{gate.name}': aliases: input {i} is outside the range [0, {len(structs)})"
+      f"{gate.label}: aliases: input {i} is outside the range [0, {len(structs)})"
     )
   if not 0 <= o < len(results):
     raise GateDefinitionError(
-      f"gate '{gate.name}': aliases: output {o} is outside the range [0, {len(results)})"
+      f"{gate.label}: aliases: output {o} is outside the range [0, {len(results)})"
     )
   have, want = (structs[i].shape, structs[i].dtype), results[o]
   if have != (want[0], want[1]):
     raise GateDefinitionError(
-      f"gate '{gate.name}': aliases: input {i} is {have[1]}{list(have[0])} but output {o} is "
+      f"{gate.label}: aliases: input {i} is {have[1]}{list(have[0])} but output {o} is "
       f"{want[1]}{list(want[0])}; expected the same shape and dtype"
     )
 
@@ -118,14 +117,14 @@ def to_positional(
     out.append(rest.pop(parameter))
   if rest:
     raise GateDefinitionError(
-      f"gate '{gate.name}': array argument(s) {sorted(rest)} were passed by keyword, but the gate "
+      f"{gate.label}: array argument(s) {sorted(rest)} were passed by keyword, but the gate "
       "has derivative rules, which are positional; expected positional arguments"
     )
   return tuple(out), rest
 
 
 def split_static(
-  gate: str, kwargs: dict[str, Any]
+  label: str, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
   """Keyword arguments that hold arrays, and the static rest in a fixed order."""
   arrays: dict[str, Any] = {}
@@ -138,7 +137,7 @@ def split_static(
       hash(value)
     except TypeError as error:
       raise GateDefinitionError(
-        f"gate '{gate}': keyword argument '{key}': expected an array or a hashable static value, "
+        f"{label}: keyword argument '{key}': expected an array or a hashable static value, "
         f"got {type(value).__name__}"
       ) from error
     static.append((key, value))

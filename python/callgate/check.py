@@ -9,6 +9,7 @@ from __future__ import annotations
 import string
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,13 @@ class Check(Gate):
 
     unique = _runtime.free_name("check")
     super().__init__(fail, out=(), name=f"{unique}!failed", effect="io")
-    self.called = _callgate.Check(unique, self.callee)
+    self.guard = _callgate.Check(unique, self.callee)
+
+  def emission(
+    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
+  ) -> Any:
+    _, target, attributes = super().emission(site, avals_in, avals_out, levels)
+    return self.guard, target, attributes
 
 
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()

@@ -75,6 +75,20 @@ class CheckError(GateError, AssertionError):
     self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
 
 
+class KernelError(GateError, RuntimeError):
+  """A kernel failed: what its code said, an exception's text in C++, say.
+
+  Attributes:
+    kernel: the kernel's name.
+    message: what it said.
+  """
+
+  def __init__(self, kernel: str, message: str) -> None:
+    super().__init__(f"kernel '{kernel}': {message}")
+    self.kernel = kernel
+    self.message = message
+
+
 class ConsumerError(GateError):
   """A native consumer of a channel failed, or a sink's file did."""
 
@@ -125,11 +139,53 @@ def describe_failure(exception: BaseException, gate: str, site: str) -> str:
     return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
-  where = f"callgate: raised in gate '{gate}'" + (f", called at {site}" if site else "")
+  return _describe(exception, f"gate '{gate}'", site)
+
+
+def _describe(exception: BaseException, what: str, site: str) -> str:
+  where = f"callgate: raised in {what}" + (f", called at {site}" if site else "")
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
   text = "".join(_traceback.format_exception(exception)).rstrip()
   return f"[callgate error #{keep(exception)}] {where}\n{text}"
+
+
+_raised: dict[int, BaseException] = {}
+_RAISED = re.compile(r"\[callgate exception #(\d+)\]")
+
+
+def kernel_raised(exception: BaseException | None) -> str:
+  """The runtime's hook for code that has raised: a message that stands for the exception."""
+  if exception is None:
+    return "it failed without an exception"
+  with _lock:
+    number = len(_raised) + 1
+    while number in _raised:
+      number += 1
+    _raised[number] = exception
+  return f"[callgate exception #{number}]"
+
+
+def kernel_failed(kernel: str, message: str, site: str) -> str:
+  """The runtime's hook for failing kernels: keeps the exception, returns text for XLA's error."""
+  match = _RAISED.fullmatch(message)
+  with _lock:
+    exception = _raised.pop(int(match.group(1)), None) if match else None
+  if exception is None:
+    exception = KernelError(kernel, message)
+  return _describe(exception, f"kernel '{kernel}'", site)
+
+
+def raise_kept(error: BaseException) -> None:
+  """Raises the exception that an error's text stands for, if it is still here."""
+  match = _ID.search(str(error))
+  if match is None:
+    return
+  with _lock:
+    kept = _store.get(int(match.group(1)))
+  if kept is not None:
+    kept.claimed = True
+    raise kept.exception from None
 
 
 _deferred: list[int] = []

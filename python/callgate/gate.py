@@ -12,34 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from callgate import (
-  _adapt,
-  _callgate,
-  _compat,
-  _config,
-  _derivatives,
-  _jax_engine,
-  _names,
-  _options,
-  _runtime,
-  _shapes,
-)
-from callgate._primitive import CallSite, gate_p
-from callgate.errors import GateDefinitionError, raise_deferred
+from callgate import _adapt, _callgate, _compat, _names, _options, _runtime, _shapes
+from callgate._operation import Effect, Operation, Vmap
+from callgate._primitive import CallSite
+from callgate.errors import GateDefinitionError
 
-Effect = Literal["pure", "io", "ordered"]
 Style = Literal["return", "inplace", "context"]
 Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy"]
-Vmap = Literal["each", "whole", "broadcast"]
 Thread = Literal["xla", "own"]
 
 _LEADING_PARAMETERS = {"return": 0, "inplace": 1, "context": 2}
 
 
-class Gate:
+class Gate(Operation):
   """A Python callable as a JAX function; made by `callgate.gate`, called like any JAX function.
 
   Attributes:
@@ -47,6 +33,8 @@ class Gate:
     function: the user's callable.
     effect, style, arrays, vmap, thread: as given to `callgate.gate`.
   """
+
+  kind = "gate"
 
   def __init__(
     self,
@@ -67,30 +55,25 @@ class Gate:
     linear: bool | int | Sequence[int] = False,
     gradient: Literal["finite-difference"] | None = None,
   ) -> None:
-    self.name = name if name is not None else _runtime.unique_name(function)
+    super().__init__(
+      name if name is not None else _runtime.unique_name(function),
+      out=out,
+      like=like,
+      effect=effect,
+      aliases=aliases,
+      vmap=vmap,
+      sharding=sharding,
+      linear=linear,
+      gradient=gradient,
+    )
     self.function = function
-    self.effect: Effect = _options.choice(self.name, "effect", effect, ("pure", "io", "ordered"))
-    self.style: Style = _options.choice(self.name, "style", style, _adapt.STYLES)
-    self.arrays: Arrays = _options.choice(self.name, "arrays", arrays, _adapt.ARRAY_KINDS)
-    self.thread: Thread = _options.choice(self.name, "thread", thread, ("xla", "own"))
-    self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
-    self.vmap: Vmap = "each" if callable(vmap) else _options.vmap_method(self.name, vmap)
-    self.sharding = _options.sharding(self.name, sharding)
-    self.timeout = _options.timeout(self.name, timeout)
+    self.style: Style = _options.choice(self.label, "style", style, _adapt.STYLES)
+    self.arrays: Arrays = _options.choice(self.label, "arrays", arrays, _adapt.ARRAY_KINDS)
+    self.thread: Thread = _options.choice(self.label, "thread", thread, ("xla", "own"))
+    self.timeout = _options.timeout(self.label, timeout)
     self.cast = cast
-    self.like = like
-    self.out = out
-    self.linear = linear
-    self.aliases = dict(aliases or {})
-    self.rules = _derivatives.Rules(gradient=_options.gradient(self.name, gradient, effect))
     if not callable(function):
-      raise GateDefinitionError(f"gate '{self.name}': expected a callable, got {function!r}")
-    if out is None and like is None:
-      raise GateDefinitionError(
-        f"gate '{self.name}': the results' shapes are not known; expected out= (a pytree of "
-        "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
-        "(a JAX function of the same signature)"
-      )
+      raise GateDefinitionError(f"{self.label}: expected a callable, got {function!r}")
     self.parameters = _names.parameters_of(function, _LEADING_PARAMETERS[style])
     self.callee = _callgate.Callee(
       self.name,
@@ -108,104 +91,14 @@ class Gate:
     if signature is not None:  # what callers see has no `out` and no `context`
       self.__signature__ = signature
 
-  def __repr__(self) -> str:
-    return f"<gate '{self.name}'>"
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    return self.function(*args, **kwargs)
 
-  # -- calling -----------------------------------------------------------------------------------
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the gate, inside or outside compiled code.
-
-    Args:
-      *args: pytrees of arrays (or of Python scalars, which become arrays).
-      **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
-        hashable, and reaches the callable as it is.
-
-    Returns:
-      The pytree that `out` (or `like`) declares, of jax.Arrays.
-    """
-    raise_deferred()
-    arrays, static = _shapes.split_static(self.name, kwargs)
-    if arrays and (self.rules.defined or self.like is not None):
-      args, arrays = _shapes.to_positional(self, args, arrays)
-    return _derivatives.apply(self, self.rules, args, arrays, static)
-
-  def apply_raw(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[tuple[str, Any], ...]
+  def emission(
+    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
   ) -> Any:
-    """Binds the call, without derivative rules of its own."""
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
-    leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
-    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
-    results, out_tree = _shapes.result_types(self, in_tree, structs, static)
-    site = CallSite(in_tree, out_tree, static, results)
-    _shapes.check_call(self, site, structs)
-    if _config.engine() == "jax":
-      flat = _jax_engine.bind(self, site, leaves)
-    else:
-      flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
-    return jax.tree.unflatten(out_tree, flat)
-
-  # -- rules -------------------------------------------------------------------------------------
-  def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
-
-    As `jax.custom_jvp.defjvp`; the rule may call this gate. Static keyword arguments are passed on
-    to a rule that has parameters for them. Returns the rule, for use as a decorator.
-    """
-    self.rules.set_jvp(self.name, rule)
-    return rule
-
-  def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-    """Defines reverse-mode derivatives, as `jax.custom_vjp.defvjp`.
-
-    Args:
-      fwd: `fwd(*args) -> (out, residuals)`.
-      bwd: `bwd(residuals, cotangent) -> tuple of cotangents`, one for each positional argument.
-    """
-    self.rules.set_vjp(self.name, fwd, bwd)
-
-  def deftranspose(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines the transpose of a gate that is linear (see `linear=`).
-
-    Args:
-      rule: `rule(cotangent, *args)`, where linear arguments are ShapeDtypeStructs and the others
-        arrays; returns the cotangent of the linear argument, or a tuple of them in order.
-    """
-    self.rules.transpose = rule
-    if self.linear is False:
-      self.linear = True
-    return rule
-
-  def defvmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Overrides batching: `rule(axis_size, in_batched, *args) -> (out, out_batched)`.
-
-    As `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis;
-    `in_batched` has the arguments' structure, `out_batched` the result's.
-    """
-    self.vmap_rule = rule
-    return rule
-
-  def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
-    """Compares the gate with its `like` reference on real values.
-
-    Raises:
-      AssertionError: a result differs; the message has NumPy's table of mismatches.
-      GateDefinitionError: the gate has no `like`.
-    """
-    if self.like is None:
-      raise GateDefinitionError(
-        f"gate '{self.name}': check() needs like=, the reference to compare"
-      )
-    got, want = self(*args, **kwargs), self.like(*args, **kwargs)
-    paths = jax.tree_util.tree_flatten_with_path(want)[0]
-    for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):
-      np.testing.assert_allclose(
-        np.asarray(value, np.asarray(reference).dtype),
-        reference,
-        rtol=rtol,
-        atol=atol,
-        err_msg=f"gate '{self.name}', result {_names.keystr(path)}",
-      )
+    del avals_in, avals_out, levels
+    return self.callee, _runtime.GATE_TARGET, {"spec": site.spec}
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""

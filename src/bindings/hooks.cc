@@ -12,9 +12,6 @@ Hooks& Hooks::instance() {
   return hooks;
 }
 
-namespace {
-
-// The current exception as an object, cleared; with its traceback attached.
 nb::object take_raised() {
 #if PY_VERSION_HEX >= 0x030C0000
   return nb::steal(PyErr_GetRaisedException());
@@ -28,8 +25,6 @@ nb::object take_raised() {
   return nb::steal(value);
 #endif
 }
-
-}  // namespace
 
 std::string take_exception(const std::string& gate, const std::string& site) {
   nb::object exception = take_raised();

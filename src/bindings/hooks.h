@@ -17,9 +17,15 @@ struct Hooks {
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
   PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()
   PyObject* stalled = nullptr;        // (gate, call, timed_out) -> report text
+  PyObject* kernel_failed = nullptr;  // (kernel, message, site) -> text for XLA's error
+  PyObject* kernel_raised = nullptr;  // (exception) -> message that stands for it
+  PyObject* undefined = nullptr;      // (name) -> whether it is defined now
 
   static Hooks& instance();
 };
+
+// The current exception as an object, cleared; with its traceback attached.
+nb::object take_raised();
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
 // exception for the caller. Clears the exception.

@@ -13,6 +13,7 @@
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
+#include "bindings/kernel.h"
 #include "bindings/progress.h"
 #include "bindings/python.h"
 #include "bindings/sinks.h"
@@ -24,6 +25,7 @@
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
 #include "xla/gate.h"
+#include "xla/kernel.h"
 
 namespace callgate::bindings {
 namespace {
@@ -32,7 +34,8 @@ namespace {
 PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 
 void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
-               nb::callable result_error, nb::callable input_written, nb::callable stalled) {
+               nb::callable result_error, nb::callable input_written, nb::callable stalled,
+               nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
   hooks.deferred = keep(deferred);
@@ -40,6 +43,17 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.result_error = keep(result_error);
   hooks.input_written = keep(input_written);
   hooks.stalled = keep(stalled);
+  hooks.kernel_failed = keep(kernel_failed);
+  hooks.kernel_raised = keep(kernel_raised);
+  hooks.undefined = keep(undefined);
+  Registry::instance().set_resolver([](const std::string& name) {
+    ActiveCall active;
+    if (!active.entered()) return false;
+    GilScope gil;
+    nb::object found = nb::steal(call_python(Hooks::instance().undefined, "s", name.c_str()));
+    if (found.is_valid()) return nb::cast<bool>(found);
+    throw Error(ErrorCode::kInvalidArgument, take_exception(name, ""));
+  });
 }
 
 std::vector<std::pair<int, std::string>> dtype_codes() {
@@ -61,6 +75,10 @@ nb::dict targets() {
   nb::dict all;
   for (std::string_view target : {xla_ffi::kGateTarget, xla_ffi::kTapTarget})
     all[nb::str(target.data(), target.size())] = gate;
+  nb::dict kernel;
+  kernel["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::kernel_instantiate));
+  kernel["execute"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::kernel_execute));
+  all[nb::str(xla_ffi::kKernelTarget.data(), xla_ffi::kKernelTarget.size())] = kernel;
   return all;
 }
 
@@ -110,12 +128,14 @@ NB_MODULE(_callgate, module) {
   bind_channel(module);
   bind_sinks(module);
   bind_gate(module);
+  bind_kernel(module);
   bind_stream(module);
   bind_progress(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
-             nb::arg("stalled"));
+             nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
+             nb::arg("undefined"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));

@@ -35,6 +35,10 @@ struct ArrayView {
   std::size_t nbytes() const noexcept { return storage_bytes(dtype, size()); }
 };
 
+// What a failed call leaves where it can't be an error: NaN in every floating format that has one,
+// zero in integers and booleans.
+void poison(const ArrayView& view) noexcept;
+
 // "float32[3,4]": as JAX writes an abstract value.
 std::string to_string(const ArrayView& view);
 

@@ -2,6 +2,7 @@
 #include "core/registry.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace callgate {
 
@@ -18,8 +19,8 @@ void Registry::add(const std::shared_ptr<Callee>& callee) {
   if (other != nullptr && other != callee) {
     throw Error(ErrorCode::kAlreadyExists,
                 "the name '" + callee->name() +
-                    "' is taken by another live gate; choose another "
-                    "name=, or drop the other gate and the programs that call it");
+                    "' is taken by another live gate or kernel; choose another "
+                    "name=, or drop the other one and the programs that call it");
   }
   slot = callee;
 }
@@ -33,17 +34,30 @@ void Registry::remove(const Callee& callee) noexcept {
   if (held == nullptr || held.get() == &callee) callees_.erase(it);
 }
 
+void Registry::set_resolver(Resolver resolver) {
+  std::lock_guard lock(mutex_);
+  resolver_ = std::move(resolver);
+}
+
+std::shared_ptr<Callee> Registry::lookup(std::string_view name) const {
+  std::lock_guard lock(mutex_);
+  auto it = callees_.find(std::string(name));
+  return it != callees_.end() ? it->second.lock() : nullptr;
+}
+
 std::shared_ptr<Callee> Registry::find(std::string_view name) const {
+  if (auto callee = lookup(name)) return callee;
+  Resolver resolver;
   {
     std::lock_guard lock(mutex_);
-    auto it = callees_.find(std::string(name));
-    if (it != callees_.end()) {
-      if (auto callee = it->second.lock()) return callee;
-    }
+    resolver = resolver_;
   }
-  std::string message = "no gate named '" + std::string(name) +
+  if (resolver && resolver(std::string(name))) {
+    if (auto callee = lookup(name)) return callee;
+  }
+  std::string message = "no gate or kernel named '" + std::string(name) +
                         "' is defined in this process; a program that calls it was loaded or is "
-                        "still alive. Define the gate before the program is loaded: run the code "
+                        "still alive. Define it before the program is loaded: run the code "
                         "that creates it (the same module and order of creation), or give it "
                         "name='" +
                         std::string(name) + "'.";

@@ -13,9 +13,11 @@
 #include "core/registry.h"
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
+#include "xla/attributes.h"
 #include "xla/decode.h"
 #include "xla/future.h"
 #include "xla/guard.h"
+#include "xla/state.h"
 
 namespace callgate::xla_ffi {
 namespace {
@@ -39,16 +41,9 @@ struct CallSite {
     callee->defer(outcome.error());
     return Outcome::success();
   }
-
- private:
-  // All bits set is a NaN in every floating format that has one; integers and booleans become zero.
-  static void poison(const ArrayView& view) {
-    if (view.nbytes() == 0) return;
-    std::memset(view.data, is_inexact(view.dtype) ? 0xff : 0, view.nbytes());
-  }
 };
 
-// What XLA owns for the site, through the deleter in kStateInfo.
+// What XLA owns for the site.
 struct GateState {
   static ffi::TypeId id;
   std::shared_ptr<CallSite> call_site;
@@ -56,56 +51,18 @@ struct GateState {
 
 ffi::TypeId GateState::id = {};
 
-constexpr XLA_FFI_TypeInfo kStateInfo = ffi::MakeTypeInfo<GateState>();
-
-// The text of an attribute; "" where the call has none.
-std::string text(const ffi::Dictionary& attributes, std::string_view name) {
-  if (!attributes.contains(name)) return {};
-  auto value = attributes.get<std::string_view>(name);
-  if (!value.has_value()) {
-    throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'", "a string",
-                value.error().message());
-  }
-  return std::string(*value);
-}
+constexpr std::string_view kStateName = "callgate.gate_state";
 
 // Throws; gate_instantiate() guards it.
-ffi::ErrorOr<std::unique_ptr<GateState>> instantiate(const ffi::Dictionary& attributes) {
+std::unique_ptr<GateState> instantiate(const ffi::Dictionary& attributes) {
+  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
   auto state = std::make_unique<GateState>();
   state->call_site = std::make_shared<CallSite>();
-  state->call_site->callee = Registry::instance().find(text(attributes, "name"));
-  state->call_site->poison_on_error = text(attributes, "on_error") == "poison";
-  state->call_site->site = state->call_site->callee->specialise(SiteSpec{
-      text(attributes, "spec"), text(attributes, "site"), Lanes::parse(text(attributes, "batch"))});
+  state->call_site->callee = Registry::instance().find(text("name"));
+  state->call_site->poison_on_error = text("on_error") == "poison";
+  state->call_site->site = state->call_site->callee->specialise(
+      SiteSpec{text("spec"), text("site"), Lanes::parse(text("batch"))});
   return state;
-}
-
-XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, ffi::Ffi::BindInstantiate().Attrs());
-
-// Only ever asked for its metadata; gate_execute does the work on the raw frame.
-XLA_FFI_DEFINE_HANDLER(
-    kExecuteMetadata, [](GateState*) { return ffi::Error::Success(); },
-    ffi::Ffi::Bind().Ctx<ffi::State<GateState>>());
-
-// XLA asks each handler for its metadata when the target is registered with a backend, which is the
-// first time that a type id can be had without private API and without disturbing the backend.
-XLA_FFI_Error* register_state_type(const XLA_FFI_Api* api) {
-  if (GateState::id.type_id != 0) return nullptr;
-  return ffi::Ffi::RegisterTypeId(api, "callgate.gate_state", &GateState::id, &kStateInfo);
-}
-
-GateState* state_of(const XLA_FFI_CallFrame& frame) {
-  XLA_FFI_State_Get_Args args{};
-  args.struct_size = XLA_FFI_State_Get_Args_STRUCT_SIZE;
-  args.stage = XLA_FFI_ExecutionStage_INSTANTIATE;
-  args.ctx = frame.ctx;
-  args.type_id = &GateState::id;
-  if (XLA_FFI_Error* error = frame.api->XLA_FFI_State_Get(&args)) {
-    std::string message = ffi::internal::GetErrorMessage(frame.api, error);
-    ffi::internal::DestroyError(frame.api, error);
-    throw Error(ErrorCode::kInternal, "no state for the call site: " + message);
-  }
-  return static_cast<GateState*>(args.state);
 }
 
 Outcome shutting_down(const Callee& callee) {
@@ -233,7 +190,7 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
 }
 
 XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
-  const std::shared_ptr<CallSite>& site = state_of(*frame)->call_site;
+  const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
   if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
   ActiveCall active;
@@ -249,18 +206,17 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return guarded(frame->api, [frame] {
-    if (XLA_FFI_Error* error = register_state_type(frame->api)) return error;
-    return kInstantiate(frame);
+  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
+    XLA_FFI_Error* error = nullptr;
+    if (StateOf<GateState>::answer_metadata(frame, kStateName, error)) return error;
+    if ((error = StateOf<GateState>::register_type(frame->api, kStateName))) return error;
+    return StateOf<GateState>::give(*frame, instantiate(ffi::Dictionary(&frame->attrs)));
   });
 }
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {
-  if (frame->extension_start != nullptr &&
-      frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    if (XLA_FFI_Error* error = register_state_type(frame->api)) return error;
-    return kExecuteMetadata(frame);
-  }
+  XLA_FFI_Error* error = nullptr;
+  if (StateOf<GateState>::answer_metadata(frame, kStateName, error)) return error;
   return guarded(frame->api, [frame] { return execute(frame); });
 }
 

@@ -1,0 +1,192 @@
+"""What gates and kernels share: options, the call, the rules of transformation, the comparison.
+
+An operation is what a user calls like a JAX function. `Gate` (a Python callable) and `Kernel`
+(native code) differ in what a program's call of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate import _config, _derivatives, _jax_engine, _names, _options, _shapes
+from callgate._primitive import CallSite, gate_p
+from callgate.errors import GateDefinitionError, raise_deferred
+
+Effect = Literal["pure", "io", "ordered"]
+Vmap = Literal["each", "whole", "broadcast"]
+
+
+class Operation:
+  """A function of arrays that compiled programs call; see `Gate` and `Kernel`.
+
+  Attributes:
+    name: what compiled programs call it by; unique among the live ones of the process.
+    effect, vmap: as given.
+  """
+
+  kind = "operation"
+  parameters: tuple[str, ...] = ()
+  arrays = "numpy"
+  style = "inplace"
+  cast = False
+
+  def __init__(
+    self,
+    name: str,
+    *,
+    out: Any,
+    like: Callable[..., Any] | None,
+    effect: Effect,
+    aliases: Mapping[int, int] | None,
+    vmap: Vmap | Callable[..., Any],
+    sharding: Any,
+    linear: bool | int | Sequence[int],
+    gradient: Literal["finite-difference"] | None,
+  ) -> None:
+    self.name = name
+    self.effect: Effect = _options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
+    self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
+    self.vmap: Vmap = "each" if callable(vmap) else _options.vmap_method(self.label, vmap)
+    self.sharding = _options.sharding(self.label, sharding)
+    self.like = like
+    self.out = out
+    self.linear = linear
+    self.aliases = dict(aliases or {})
+    self.rules = _derivatives.Rules(gradient=_options.gradient(self.label, gradient, effect))
+    if out is None and like is None:
+      raise GateDefinitionError(
+        f"{self.label}: the results' shapes are not known; expected out= (a pytree of "
+        "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
+        "(a JAX function of the same signature)"
+      )
+
+  @property
+  def label(self) -> str:
+    """What messages call it."""
+    return f"{self.kind} '{self.name}'"
+
+  def __repr__(self) -> str:
+    return f"<{self.label}>"
+
+  # -- calling -----------------------------------------------------------------------------------
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Calls it, inside or outside compiled code.
+
+    Args:
+      *args: pytrees of arrays (or of Python scalars, which become arrays).
+      **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
+        hashable, and reaches the function as it is.
+
+    Returns:
+      The pytree that `out` (or `like`) declares, of jax.Arrays.
+    """
+    raise_deferred()
+    arrays, static = _shapes.split_static(self.label, kwargs)
+    if arrays and (self.rules.defined or self.like is not None):
+      args, arrays = _shapes.to_positional(self, args, arrays)
+    return _derivatives.apply(self, self.rules, args, arrays, static)
+
+  def apply_raw(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[tuple[str, Any], ...]
+  ) -> Any:
+    """Binds the call, without derivative rules of its own."""
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
+    leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
+    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
+    results, out_tree = _shapes.result_types(self, in_tree, structs, static)
+    site = CallSite(in_tree, out_tree, static, results)
+    _shapes.check_call(self, site, structs)
+    self.check_call(site, structs)
+    if _config.engine() == "jax":
+      flat = _jax_engine.bind(self, site, leaves)
+    else:
+      flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
+    return jax.tree.unflatten(out_tree, flat)
+
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    """Raises unless the function can take these arrays; by default it takes all."""
+
+  def emission(
+    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
+  ) -> Any:
+    """What a program's call of it holds.
+
+    Args:
+      site: the call's static description.
+      avals_in: abstract values of the operands, batch levels included.
+      avals_out: of the results, likewise.
+      levels: batch levels that the runtime loops over.
+
+    Returns:
+      The runtime's callee, the FFI target and the attributes beside those of every call.
+    """
+    raise NotImplementedError
+
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
+    raise NotImplementedError
+
+  # -- rules -------------------------------------------------------------------------------------
+  def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
+
+    As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are passed
+    on to a rule that has parameters for them. Returns the rule, for use as a decorator.
+    """
+    self.rules.set_jvp(self.label, rule)
+    return rule
+
+  def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    """Defines reverse-mode derivatives, as `jax.custom_vjp.defvjp`.
+
+    Args:
+      fwd: `fwd(*args) -> (out, residuals)`.
+      bwd: `bwd(residuals, cotangent) -> tuple of cotangents`, one for each positional argument.
+    """
+    self.rules.set_vjp(self.label, fwd, bwd)
+
+  def deftranspose(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Defines the transpose of what is linear (see `linear=`).
+
+    Args:
+      rule: `rule(cotangent, *args)`, where linear arguments are ShapeDtypeStructs and the others
+        arrays; returns the cotangent of the linear argument, or a tuple of them in order.
+    """
+    self.rules.transpose = rule
+    if self.linear is False:
+      self.linear = True
+    return rule
+
+  def defvmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Overrides batching: `rule(axis_size, in_batched, *args) -> (out, out_batched)`.
+
+    As `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis;
+    `in_batched` has the arguments' structure, `out_batched` the result's.
+    """
+    self.vmap_rule = rule
+    return rule
+
+  def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
+    """Compares the results with those of `like`, the reference, on real values.
+
+    Raises:
+      AssertionError: a result differs; the message has NumPy's table of mismatches.
+      GateDefinitionError: there is no `like`.
+    """
+    if self.like is None:
+      raise GateDefinitionError(f"{self.label}: check() needs like=, the reference to compare")
+    got, want = self(*args, **kwargs), self.like(*args, **kwargs)
+    paths = jax.tree_util.tree_flatten_with_path(want)[0]
+    for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):
+      np.testing.assert_allclose(
+        np.asarray(value, np.asarray(reference).dtype),
+        reference,
+        rtol=rtol,
+        atol=atol,
+        err_msg=f"{self.label}, result {_names.keystr(path)}",
+      )

@@ -1,0 +1,165 @@
+"""The parameters of kernels: what a native function takes, and how a call's values fit them.
+
+The kinds are those of include/callgate/kernel_abi.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from callgate import _attributes, _callgate
+from callgate.errors import GateDefinitionError
+
+
+class Kind(enum.IntEnum):
+  """What a parameter takes."""
+
+  IN = 0
+  OUT = 1
+  INOUT = 2
+  SCALAR = 3
+  INS = 4
+  OUTS = 5
+  NUMBER = 6
+  STRING = 7
+  NUMBERS = 8
+  DICT = 9
+  CONTEXT = 10
+
+
+_OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
+_RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
+_STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+  """One parameter of a kernel.
+
+  Attributes:
+    name: as in the source; its position where the source gives none.
+    kind: what it takes.
+    dtype: of its elements; None where any will do.
+    rank: of its arrays; -1 where any will do.
+  """
+
+  name: str
+  kind: Kind
+  dtype: np.dtype[Any] | None = None
+  rank: int = -1
+
+  @property
+  def is_operand(self) -> bool:
+    return self.kind in _OPERANDS
+
+  @property
+  def is_result(self) -> bool:
+    return self.kind in _RESULTS
+
+  @property
+  def is_static(self) -> bool:
+    return self.kind in _STATIC
+
+  @property
+  def is_given(self) -> bool:
+    """True for what a caller passes."""
+    return self.is_operand or self.is_static
+
+  @property
+  def code(self) -> tuple[int, int, int]:
+    """(kind, dtype code, rank), as the runtime takes it."""
+    return int(self.kind), 0 if self.dtype is None else dtype_code(self.dtype), self.rank
+
+  def freeze(self, label: str, value: Any) -> Any:
+    """The hashable form of a static value; raises for one that doesn't fit."""
+    if self.kind is Kind.STRING:
+      return _attributes.string(label, self.name, value)
+    if self.kind is Kind.DICT:
+      return _attributes.dictionary(label, self.name, value)
+    assert self.dtype is not None
+    freeze = _attributes.numbers if self.kind is Kind.NUMBERS else _attributes.number
+    return freeze(label, self.name, value, self.dtype)
+
+
+@functools.cache
+def _dtypes() -> dict[int, np.dtype[Any]]:
+  table: dict[int, np.dtype[Any]] = {}
+  for code, name in _callgate.dtype_codes():
+    try:
+      table[code] = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+      continue  # older ml_dtypes lack the newest types
+  return table
+
+
+def dtype_of(code: int) -> np.dtype[Any]:
+  """The NumPy dtype of one of XLA's codes."""
+  return _dtypes()[code]
+
+
+@functools.cache
+def dtype_code(dtype: np.dtype[Any]) -> int:
+  """XLA's code of a dtype."""
+  for code, known in _dtypes().items():
+    if known == dtype:
+      return code
+  raise GateDefinitionError(f"expected a dtype that JAX has, got {dtype}")
+
+
+def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[Parameter]:
+  """Parameters as the runtime describes them."""
+  return [
+    Parameter(names[i] if names else str(i), Kind(kind), dtype_of(dtype) if dtype else None, rank)
+    for i, (kind, dtype, rank) in enumerate(codes)
+  ]
+
+
+def type_text(dtype: Any, shape: Sequence[int]) -> str:
+  """ "float32[3,4]" """
+  return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def expected_text(parameter: Parameter) -> str:
+  """What a parameter takes, for messages."""
+  dtype = parameter.dtype.name if parameter.dtype is not None else "any dtype"
+  return f"{dtype} of rank {parameter.rank}" if parameter.rank >= 0 else f"{dtype} of any rank"
+
+
+def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
+  """Whether an array of this type fits."""
+  return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
+
+
+def as_operand(parameter: Parameter | None, value: Any) -> Any:
+  """Python's scalars get the parameter's dtype, as literals do in C++."""
+  if (
+    parameter is None
+    or parameter.dtype is None
+    or not isinstance(value, (bool, int, float, complex))
+  ):
+    return value
+  try:
+    if np.asarray(value).astype(parameter.dtype) == value or isinstance(value, (float, complex)):
+      return jnp.asarray(value, parameter.dtype)
+  except (OverflowError, TypeError, ValueError):
+    pass
+  return value
+
+
+def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
+  """The arrays that one argument brings: one, or any number for a variadic parameter."""
+  leaves = jax.tree.leaves(value)
+  if parameter.kind is not Kind.INS and len(leaves) != 1:
+    raise GateDefinitionError(
+      f"{label}: argument '{parameter.name}': expected one array, got {len(leaves)}"
+    )
+  return leaves

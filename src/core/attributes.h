@@ -1,0 +1,45 @@
+// Values that are fixed when a program is traced: numbers, strings, arrays of numbers, and
+// dictionaries of these, in the form that kernels see (include/callgate/kernel_abi.h).
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "callgate/kernel_abi.h"
+#include "core/dtype.h"
+
+namespace callgate {
+
+// Owns named values, sorted by name once sealed. Moving keeps what `view` points to.
+class Attributes {
+ public:
+  Attributes() = default;
+  Attributes(Attributes&&) = default;
+  Attributes& operator=(Attributes&&) = default;
+  Attributes(const Attributes&) = delete;
+  Attributes& operator=(const Attributes&) = delete;
+
+  void add_number(std::string_view name, DType dtype, const void* element);
+  void add_numbers(std::string_view name, DType dtype, const void* elements, std::size_t count);
+  void add_string(std::string_view name, std::string_view text);
+  void add_dictionary(std::string_view name, Attributes entries);
+
+  // Null where there is no such value. Valid until the next value is added.
+  const callgate_attribute* find(std::string_view name) const noexcept;
+
+  std::size_t size() const noexcept { return values_.size(); }
+
+ private:
+  callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,
+                          std::size_t size, std::size_t count);
+
+  // Memory of the names, the elements and the nested values; none of it moves.
+  std::vector<std::unique_ptr<std::byte[]>> memory_;
+  std::vector<std::unique_ptr<Attributes>> nested_;
+  std::vector<callgate_attribute> values_;
+};
+
+}  // namespace callgate

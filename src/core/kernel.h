@@ -1,0 +1,106 @@
+// Native functions that compiled programs call: no Python, no lock, no allocation on the way.
+//
+// A kernel is a function of the form of include/callgate/kernel_abi.h with a description of its
+// parameters. A call site is bound once: which arrays and attributes belong to which parameter is
+// worked out then, so that a call fills in six pointers and jumps.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "callgate/kernel_abi.h"
+#include "core/attributes.h"
+#include "core/call.h"
+#include "core/executor.h"
+
+namespace callgate {
+
+// A kernel as it was defined.
+struct KernelInfo {
+  std::string name;
+  callgate_function function = nullptr;
+  void* user_data = nullptr;
+  std::vector<callgate_parameter> parameters;
+  std::vector<std::string> parameter_names;  // one each, or none
+  bool thread_safe = false;                  // lanes of a vmap may run on several threads at once
+};
+
+// The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
+std::string signature(const KernelInfo& kernel);
+
+// A parameter as messages name it: "'x'", or "2".
+std::string parameter_name(const KernelInfo& kernel, std::size_t index);
+
+// The kernels that a shared library exports, in order of definition. `table` is its function
+// callgate_kernels. Throws Error for a library of another binary interface.
+std::vector<KernelInfo> exported_kernels(const std::string& library,
+                                         const callgate_kernel* (*table)());
+
+// What a program says about one call of a kernel.
+struct KernelSpec {
+  std::string signature;  // as signature() gave it when the program was traced; "" to skip
+  std::string site;
+  std::string groups;  // arrays of each variadic parameter, in order, "2,3"; "" without such
+  Lanes lanes;
+  Attributes attributes;
+};
+
+// Calls on several threads; see parallel_for.
+class KernelSite {
+ public:
+  // Throws Error where spec and kernel don't fit.
+  KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
+
+  Outcome run(const Call& call, Executor* executor);
+
+  KernelCallee& callee() const noexcept { return *callee_; }
+
+ private:
+  friend class KernelFrame;
+  Outcome run_lane(const Call& call, Executor* executor);
+  Outcome run_lanes(const Call& call, Executor* executor);
+  Outcome failed(std::string message) const;
+
+  std::shared_ptr<KernelCallee> callee_;
+  std::string site_;
+  Lanes lanes_;
+  Attributes attributes_;
+  std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
+  std::vector<std::int32_t> starts_, counts_;
+};
+
+class KernelCallee final : public Callee, public std::enable_shared_from_this<KernelCallee> {
+ public:
+  // Makes a failure's message what the program's error says; may keep an exception for it.
+  using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
+
+  KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
+      : info_(std::move(info)), describe_(std::move(describe)), keep_(std::move(keep)) {}
+
+  // A kernel is called through its own target, so a program that calls it as a gate is another's.
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  std::unique_ptr<KernelSite> bind(KernelSpec spec);
+
+  const std::string& name() const noexcept override { return info_.name; }
+  const KernelInfo& info() const noexcept { return info_; }
+
+  std::string describe(const std::string& message, const std::string& site) const {
+    return describe_ ? describe_(message, site) : "kernel '" + name() + "': " + message;
+  }
+  void defer(const Failure& failure) override {
+    if (defer_) defer_(failure);
+  }
+  // Takes failures that can't be returned to XLA. Set before the first call.
+  void set_defer(std::function<void(const Failure&)> defer) { defer_ = std::move(defer); }
+
+ private:
+  KernelInfo info_;
+  Describe describe_;
+  std::function<void(const Failure&)> defer_;
+  std::shared_ptr<void> keep_;  // what the function needs to stay loaded
+};
+
+}  // namespace callgate

@@ -1,0 +1,81 @@
+// See the header. Reads the raw frame: what a call costs beside the kernel itself is here.
+#include "xla/kernel.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/kernel.h"
+#include "core/registry.h"
+#include "xla/attributes.h"
+#include "xla/decode.h"
+#include "xla/executor.h"
+#include "xla/guard.h"
+#include "xla/state.h"
+
+namespace callgate::xla_ffi {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// One call site of one executable.
+struct KernelState {
+  static ffi::TypeId id;
+  std::unique_ptr<KernelSite> site;
+  bool poison_on_error = false;  // see CallSite in gate.cc
+};
+
+ffi::TypeId KernelState::id = {};
+
+constexpr std::string_view kStateName = "callgate.kernel_state";
+
+// Throws; kernel_instantiate() guards it.
+std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
+  ffi::Dictionary attributes(&attrs);
+  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+  std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
+  auto kernel = std::dynamic_pointer_cast<KernelCallee>(callee);
+  if (kernel == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument, "the program's call of '" + callee->name() + "'",
+                "a kernel", "a gate of that name");
+  }
+  auto state = std::make_unique<KernelState>();
+  state->site =
+      kernel->bind(KernelSpec{text("signature"), text("site"), text("groups"),
+                              Lanes::parse(text("batch")), decode_attributes(attrs, "attributes")});
+  state->poison_on_error = text("on_error") == "poison";
+  return state;
+}
+
+XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+  KernelState& state = StateOf<KernelState>::get(*frame);
+  DecodedCall decoded(*frame);
+  XlaExecutor executor(*frame);
+  Outcome outcome = state.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
+  if (outcome.ok()) [[likely]]
+    return nullptr;
+  if (!state.poison_on_error)
+    return make_error(frame->api, outcome.error().code, outcome.error().message);
+  for (const ArrayView& view : decoded.results()) poison(view);
+  state.site->callee().defer(outcome.error());
+  return nullptr;
+}
+
+}  // namespace
+
+XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
+  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
+    XLA_FFI_Error* error = nullptr;
+    if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+    if ((error = StateOf<KernelState>::register_type(frame->api, kStateName))) return error;
+    return StateOf<KernelState>::give(*frame, instantiate(frame->attrs));
+  });
+}
+
+XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Error* error = nullptr;
+  if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+  return guarded(frame->api, [frame] { return execute(frame); });
+}
+
+}  // namespace callgate::xla_ffi
