@@ -135,8 +135,8 @@ class Operation:
   def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
 
-    As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are passed
-    on to a rule that has parameters for them. Returns the rule, for use as a decorator.
+    As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are
+    passed on to a rule that has parameters for them. Returns the rule, for use as a decorator.
     """
     self.rules.set_jvp(self.label, rule)
     return rule

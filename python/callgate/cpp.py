@@ -130,13 +130,14 @@ class CppKernel(Kernel):
     """The source with what makes a library of it."""
     file = re.sub(r'["\\]', "_", label)
     function = self.cpp_function
-    names = [p.name or str(i) for i, p in enumerate(function.parameters)]
+    names = ", ".join(p.name or str(i) for i, p in enumerate(function.parameters))
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
     return (
       f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
       f'#line 1 "{file}"\n{self.source}\n#line 1 "callgate"\n'
       "namespace { callgate_kernel callgate_made = "
-      f'::callgate::detail::describe<&{self._qualified}{instance}>("{", ".join([function.name, *names])}");\n'
+      f"::callgate::detail::describe<&{self._qualified}{instance}>"
+      f'("{function.name}, {names}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
     )
 
