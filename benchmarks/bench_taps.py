@@ -84,7 +84,7 @@ def run(options: Options) -> Report:
     Contestant(PLAIN, functools.partial(_step, lambda x: x, options.pick(32, 1))),
     Contestant(TEN, functools.partial(_step, _ten_taps, options.pick(32, 1))),
   ]
-  rows += measure(steps, rounds=options.rounds_or(80))
+  rows += measure(steps, rounds=options.rounds_or(200))
   title = "One tap, in a compiled loop, as the program pays for it"
   references = {MIB4: COPY, COPY: COPY, PLAIN: PLAIN, TEN: PLAIN}
   return Report(
