@@ -278,11 +278,15 @@ def measure(contestants: Sequence[Contestant], *, rounds: int, unit: str = "us")
 
 def fitted(make: Callable[[int], Thunk], most: int, least: int = 1) -> Work:
   """`make(calls)` for as many calls as take about `SAMPLE_SECONDS`, from `least` to `most`."""
-  trial = min(most, max(least, 20))
-  thunk = make(trial)
-  thunk()
-  seconds = min(time_once(thunk)[0] for _ in range(3)) / trial
-  calls = min(most, max(least, int(SAMPLE_SECONDS / seconds)))
+  calls = min(most, max(least, 20))
+  for _ in range(3):  # the first trials are short, and mostly measure the program's dispatch
+    thunk = make(calls)
+    thunk()
+    seconds = min(time_once(thunk)[0] for _ in range(3)) / calls
+    fits = min(most, max(least, int(SAMPLE_SECONDS / seconds)))
+    if fits <= calls * 1.25:
+      break
+    calls = fits
   return Work(make(calls), calls)
 
 

@@ -38,6 +38,9 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
   bool own_thread() const noexcept override { return options_.own_thread; }
+  bool reads_context() const noexcept override {
+    return options_.style == Style::kContext || options_.arrays == Arrays::kBuffer;
+  }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
   void defer(const Failure& failure) override;
   std::string stall_report(const std::string& call, bool timed_out) override;

@@ -11,6 +11,7 @@
 #include "bindings/deferred.h"
 #include "bindings/gil.h"
 #include "bindings/views.h"
+#include "channel/channel.h"
 #include "core/lifecycle.h"
 
 namespace callgate::bindings {
@@ -28,13 +29,25 @@ nb::object copy_of(const ArrayView& view) {
   return array;
 }
 
+// An array over the view's memory, which `owner` keeps for it.
+nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner) {
+  nb::capsule base(new std::shared_ptr<void>(owner), [](void* pointer) noexcept {
+    delete static_cast<std::shared_ptr<void>*>(pointer);
+  });
+  nb::object array = nb::steal(make_array(view, /*writable=*/true, base.ptr()));
+  if (!array.is_valid()) nb::raise_python_error();
+  return array;
+}
+
 nb::list rows_of(const Source& source, std::span<const Record> records) {
   nb::list rows;
   RecordViews views(source);
   for (const Record& record : records) {
+    std::shared_ptr<void> lent = Channel::lend(record);
     views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
-      for (const ArrayView& leaf : leaves) arrays.append(copy_of(leaf));
+      for (const ArrayView& leaf : leaves)
+        arrays.append(lent && !is_packed(leaf.dtype) ? array_over(leaf, lent) : copy_of(leaf));
       rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
                                  record.flags, nb::tuple(arrays)));
     });
@@ -88,6 +101,12 @@ class Stack {
   nb::tuple arrays() {
     std::vector<char*> data;
     nb::list arrays;
+    std::shared_ptr<void> lent = rows_.size() == 1 ? Channel::lend(*rows_[0].record) : nullptr;
+    bool packed = std::ranges::any_of(first_, [](ArrayView leaf) { return is_packed(leaf.dtype); });
+    if (lent && !packed) {
+      for (const ArrayView& leaf : first_) arrays.append(row_over(leaf, lent));
+      return nb::tuple(arrays);
+    }
     for (const ArrayView& leaf : first_) arrays.append(new_stack(leaf, data));
     std::size_t row = 0;
     const Record* last = nullptr;
@@ -110,6 +129,13 @@ class Stack {
     const Record* record;
     std::int64_t lane;
   };
+
+  // The one row, in place.
+  static nb::object row_over(const ArrayView& leaf, const std::shared_ptr<void>& owner) {
+    std::vector<std::int64_t> dims{1};
+    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
+    return array_over({leaf.data, dims.data(), leaf.rank + 1, leaf.dtype}, owner);
+  }
 
   nb::object new_stack(const ArrayView& leaf, std::vector<char*>& data) const {
     PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(leaf.dtype)];

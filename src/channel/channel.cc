@@ -14,6 +14,10 @@ constexpr auto kRecheck = std::chrono::milliseconds(20);
 // would cost a switch of threads a record.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
+// Above it a payload gets a block of its own, which can be lent to its consumer: copies of such a
+// size often go to fresh memory, which costs more than the copy.
+constexpr std::size_t kLargestInline = std::size_t{1} << 20;
+
 std::atomic<Channel::Interrupted> g_interrupted{nullptr};
 std::atomic<bool> g_abandoned{false};
 
@@ -48,7 +52,7 @@ Channel::Channel(ChannelOptions options, OnError on_error)
       options_(std::move(options)),
       on_error_(std::move(on_error)),
       ring_(options_.capacity),
-      aside_(options_.capacity) {}
+      aside_(std::make_shared<SideMemory>(options_.capacity)) {}
 
 Channel::~Channel() {
   drop_the_rest();
@@ -122,8 +126,8 @@ Entry* Channel::reserve(const Parcel& parcel) noexcept {
 Entry* Channel::reserve_now(std::size_t payload, bool starves) noexcept {
   // Relaxed: who is late to see it overtakes once more.
   if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return nullptr;
-  if (payload > ring_.max_payload()) return reserve_aside(payload);
-  std::size_t aside = aside_.claimed();
+  if (payload > std::min(ring_.max_payload(), kLargestInline)) return reserve_aside(payload);
+  std::size_t aside = aside_->claimed();
   if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity())
     return nullptr;
   Entry* entry = ring_.reserve(payload);
@@ -133,11 +137,11 @@ Entry* Channel::reserve_now(std::size_t payload, bool starves) noexcept {
 }
 
 Entry* Channel::reserve_aside(std::size_t payload) noexcept {
-  char* block = aside_.take(payload, ring_);
+  char* block = aside_->take(payload, ring_);
   if (block == nullptr) return nullptr;
   Entry* entry = ring_.reserve(0);
   if (entry == nullptr) {
-    aside_.give_back(block, payload);
+    aside_->give_back(block, payload);
     return nullptr;
   }
   entry->kind = Entry::Kind::kAside;
@@ -244,7 +248,7 @@ void Channel::enrol(Sender& sender) {
 }
 
 void Channel::give_back_aside(const Record& record) noexcept {
-  aside_.give_back(const_cast<char*>(record.payload), record.source->payload_bytes);
+  aside_->give_back(const_cast<char*>(record.payload), record.source->payload_bytes);
 }
 
 void Channel::wake_consumer() noexcept {

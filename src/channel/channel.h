@@ -123,6 +123,11 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   ChannelStats stats() const noexcept;
 
+  // For a consumer, in consume(): shares the memory of a large record's payload with it, to keep
+  // and to write to for as long as it likes. Null for a record in the ring, or when others are
+  // still to read it.
+  static std::shared_ptr<void> lend(const Record& record) noexcept;
+
   // The check that senders who wait for room make; for the whole process.
   static void set_interrupted(Interrupted check) noexcept;
 
@@ -191,7 +196,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void collect_overflow(std::uint64_t position);
   void deliver_inherited();
   void deliver() noexcept;
-  void hand_over(Consumer& consumer, std::span<const Record> records) noexcept;
+  void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
   void settle(std::uint64_t position);
   void give_room(std::uint64_t position);
   void end_delivery();
@@ -206,7 +211,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   ChannelOptions options_;
   OnError on_error_;
   Ring ring_;
-  SideMemory aside_;
+  std::shared_ptr<SideMemory> aside_;
   std::shared_ptr<Channel> inherited_;
 
   std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // their sum is what was sent
@@ -222,7 +227,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::vector<Record> batch_;
   std::vector<std::unique_ptr<char[]>> copies_;
   std::size_t copied_bytes_ = 0;  // of them, those that count against the capacity
-  std::vector<std::pair<char*, std::size_t>> taken_aside_;
+  std::vector<std::shared_ptr<SideBlock>> taken_aside_;
   std::vector<std::shared_ptr<Consumer>> current_;
   std::uint64_t overflow_taken_ = 0;
   std::size_t overflow_bytes_ = 0, overflow_bytes_taken_ = 0;

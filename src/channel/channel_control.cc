@@ -148,8 +148,8 @@ ChannelStats Channel::stats() const noexcept {
   if (abandoned()) return stats;  // the mutex may be held for ever
   std::lock_guard lock(head_mutex_);
   std::uint64_t waits = ring_.used();  // before the rest: while we hold the mutex, both only grow
-  stats.high_water =
-      std::max<std::uint64_t>(high_water_.load(std::memory_order_relaxed), waits + aside_.in_use());
+  stats.high_water = std::max<std::uint64_t>(high_water_.load(std::memory_order_relaxed),
+                                             waits + aside_->in_use());
   return stats;
 }
 

@@ -14,6 +14,9 @@ constexpr std::size_t kBatchRecords = 4096;
 constexpr auto kNap = std::chrono::milliseconds(2);
 constexpr int kNapsBeforeSleep = 50;
 
+// The large payloads of the batch that this thread delivers, while they may be lent.
+thread_local const std::vector<std::shared_ptr<SideBlock>>* t_lender = nullptr;
+
 }  // namespace
 
 void Channel::run() {
@@ -81,13 +84,14 @@ void Channel::take(Entry& entry) {
   Record& record = batch_.back();
   std::size_t bytes = record.source->payload_bytes;
   if (entry.kind == Entry::Kind::kAside) {
-    taken_aside_.emplace_back(const_cast<char*>(record.payload), bytes);
+    taken_aside_.push_back(
+        std::make_shared<SideBlock>(aside_, const_cast<char*>(record.payload), bytes));
   } else if (options_.on_full == OnFull::kDropOld) {
     // Counted as the ring's memory is that it leaves.
     copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
     std::memcpy(copies_.back().get(), record.payload, bytes);
     record.payload = copies_.back().get();
-    aside_.hold(bytes);
+    aside_->hold(bytes);
     copied_bytes_ += bytes;
   }
 }
@@ -128,7 +132,10 @@ void Channel::deliver_inherited() {
 }
 
 void Channel::deliver() noexcept {
-  for (const auto& consumer : current_) hand_over(*consumer, batch_);
+  bool shared = std::ranges::any_of(
+      batch_, [](const Record& record) { return record.source->consumer != nullptr; });
+  for (const auto& consumer : current_)
+    hand_over(*consumer, batch_, !shared && consumer == current_.back());
   // Runs of records whose sources share a consumer of their own.
   std::span<const Record> rest(batch_);
   while (!rest.empty()) {
@@ -136,13 +143,22 @@ void Channel::deliver() noexcept {
     auto end = std::ranges::find_if(
         rest, [&](const Record& record) { return record.source->consumer.get() != consumer; });
     auto count = static_cast<std::size_t>(end - rest.begin());
-    if (consumer != nullptr) hand_over(*consumer, rest.first(count));
+    if (consumer != nullptr) hand_over(*consumer, rest.first(count), /*last=*/true);
     rest = rest.subspan(count);
   }
 }
 
-void Channel::hand_over(Consumer& consumer, std::span<const Record> records) noexcept {
+void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
+  t_lender = last ? &taken_aside_ : nullptr;
   tell(consumer, [&] { consumer.consume(records); });
+  t_lender = nullptr;
+}
+
+std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
+  if (t_lender == nullptr) return nullptr;
+  for (const auto& block : *t_lender)
+    if (block->data == record.payload) return block;
+  return nullptr;
 }
 
 // What one consumer throws is nobody else's business.
@@ -186,8 +202,14 @@ void Channel::give_room(std::uint64_t position) {
     std::lock_guard lock(head_mutex_);
     note_high_water();
     if (options_.on_full != OnFull::kDropOld) ring_.release(position);
-    for (auto& [block, bytes] : taken_aside_) aside_.give_back(block, bytes);
-    if (copied_bytes_ != 0) aside_.let_go(std::exchange(copied_bytes_, 0));
+    for (auto& block : taken_aside_) {
+      if (block.use_count() == 1) {
+        aside_->give_back(std::exchange(block->data, nullptr), block->bytes);
+      } else {
+        aside_->let_go(block->bytes);  // lent: the consumer's memory now
+      }
+    }
+    if (copied_bytes_ != 0) aside_->let_go(std::exchange(copied_bytes_, 0));
     overflow_bytes_ -= std::exchange(overflow_bytes_taken_, 0);
   }
   taken_aside_.clear();
@@ -291,7 +313,7 @@ void Channel::finish() {
 // While all that leaves does so by this thread's hand, or under the head's mutex, which is held.
 void Channel::note_high_water() noexcept {
   std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
-  now += aside_.in_use() + overflow_bytes_;
+  now += aside_->in_use() + overflow_bytes_;
   // Relaxed: written under the mutex alone.
   if (now > high_water_.load(std::memory_order_relaxed)) {
     high_water_.store(now, std::memory_order_relaxed);

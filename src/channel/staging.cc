@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace callgate {
@@ -26,7 +27,9 @@ Staging& host_staging() {
   return staging;
 }
 
-SideMemory::~SideMemory() { std::free(kept_); }
+SideMemory::~SideMemory() {
+  for (char* block : kept_) std::free(block);
+}
 
 bool SideMemory::claim(std::size_t bytes, const Ring& ring) noexcept {
   auto fits = [&](std::size_t before) {
@@ -44,16 +47,18 @@ bool SideMemory::claim(std::size_t bytes, const Ring& ring) noexcept {
 
 char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
   if (!claim(bytes, ring)) return nullptr;
-  char* other = nullptr;
+  std::vector<char*> useless;
   {
     std::lock_guard lock(mutex_);
-    std::swap(other, kept_);
-    if (std::exchange(kept_bytes_, 0) == bytes && other != nullptr) {
+    if (kept_bytes_ == bytes && !kept_.empty()) {
+      char* block = kept_.back();
+      kept_.pop_back();
       in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
-      return other;
+      return block;
     }
+    useless.swap(kept_);
   }
-  std::free(other);  // before more is taken, so that the budget is kept
+  for (char* other : useless) std::free(other);  // before more is taken: the budget is kept
   auto* block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
   if (block != nullptr) {
     in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
@@ -64,13 +69,27 @@ char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
 }
 
 void SideMemory::give_back(char* block, std::size_t bytes) noexcept {
-  if (bytes <= budget_) {
-    std::lock_guard lock(mutex_);
-    std::swap(block, kept_);
+  keep(block, bytes, claimed() - bytes);
+  let_go(bytes);
+}
+
+void SideMemory::recycle(char* block, std::size_t bytes) noexcept { keep(block, bytes, claimed()); }
+
+// `claimed`: by others.
+void SideMemory::keep(char* block, std::size_t bytes, std::size_t claimed) noexcept try {
+  std::lock_guard lock(mutex_);
+  if (kept_bytes_ != bytes) {
+    for (char* other : kept_) std::free(other);
+    kept_.clear();
     kept_bytes_ = bytes;
   }
+  if (claimed + (kept_.size() + 1) * bytes <= budget_) {
+    kept_.push_back(block);
+  } else {
+    std::free(block);
+  }
+} catch (const std::bad_alloc&) {
   std::free(block);
-  let_go(bytes);
 }
 
 void SideMemory::hold(std::size_t bytes) noexcept {

@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "channel/record.h"
 #include "channel/ring.h"
@@ -24,8 +27,8 @@ class Staging {
 Staging& host_staging();
 
 // Memory besides the ring, within a budget that the two share: payloads that are too large for the
-// ring, and copies of what a consumer reads. The last block that came back is kept for the next of
-// its size: fresh memory costs more than the copy into it.
+// ring, and copies of what a consumer reads. Blocks that came back are kept, within the budget, for
+// the next of their size: fresh memory costs more than the copy into it.
 class SideMemory {
  public:
   explicit SideMemory(std::size_t budget) : budget_(budget) {}
@@ -38,6 +41,9 @@ class SideMemory {
   char* take(std::size_t bytes, const Ring& ring) noexcept;
   void give_back(char* block, std::size_t bytes) noexcept;
 
+  // Takes back a block that has been let go before: its reader kept it for longer.
+  void recycle(char* block, std::size_t bytes) noexcept;
+
   // Counts memory that is not ours, and no more.
   void hold(std::size_t bytes) noexcept;
   void let_go(std::size_t bytes) noexcept;
@@ -49,12 +55,29 @@ class SideMemory {
 
  private:
   bool claim(std::size_t bytes, const Ring& ring) noexcept;
+  void keep(char* block, std::size_t bytes, std::size_t claimed) noexcept;
 
   std::size_t budget_;
   std::atomic<std::size_t> claimed_{0}, in_use_{0};
   std::mutex mutex_;
-  char* kept_ = nullptr;
-  std::size_t kept_bytes_ = 0;
+  // Blocks that nobody uses, all of one size, and no more of them than the budget has room for.
+  std::vector<char*> kept_;
+  std::size_t kept_bytes_ = 0;  // of each
+};
+
+// A block in the hands of who reads it, and of whom it is lent to.
+struct SideBlock {
+  SideBlock(std::shared_ptr<SideMemory> from, char* memory, std::size_t size)
+      : owner(std::move(from)), data(memory), bytes(size) {}
+  SideBlock(const SideBlock&) = delete;
+  SideBlock& operator=(const SideBlock&) = delete;
+  ~SideBlock() {
+    if (data != nullptr) owner->recycle(data, bytes);
+  }
+
+  std::shared_ptr<SideMemory> owner;
+  char* data;
+  std::size_t bytes;
 };
 
 }  // namespace callgate

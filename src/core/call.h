@@ -57,6 +57,9 @@ class Callee {
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
 
+  // False when its sites never look at a call's context, which then is not asked for.
+  virtual bool reads_context() const noexcept { return true; }
+
   // True when a call that comes while the process is ending succeeds without running.
   virtual bool quiet_at_exit() const noexcept { return false; }
 

@@ -3,7 +3,6 @@
 // Up to kInline buffers a side need no allocation; a call with more takes one vector for them.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <span>
 #include <vector>
@@ -29,16 +28,20 @@ class DecodedCall {
 
   class Views {
    public:
+    Views() noexcept {}  // NOLINT: leaves inline_ as it is
     void decode(std::int64_t count, void** buffers);
     std::span<ArrayView> views() noexcept { return {data(), count_}; }
     std::span<const ArrayView> views() const noexcept {
-      return {overflow_.empty() ? inline_.data() : overflow_.data(), count_};
+      return {overflow_.empty() ? inline_ : overflow_.data(), count_};
     }
 
    private:
-    ArrayView* data() noexcept { return overflow_.empty() ? inline_.data() : overflow_.data(); }
+    ArrayView* data() noexcept { return overflow_.empty() ? inline_ : overflow_.data(); }
 
-    std::array<ArrayView, kInline> inline_;
+    // Not initialised: most calls have few buffers, and zeroing the rest would cost them more.
+    union {
+      ArrayView inline_[kInline];
+    };
     std::vector<ArrayView> overflow_;
     std::size_t count_ = 0;
   };

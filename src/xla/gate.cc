@@ -33,6 +33,7 @@ struct CallSite {
   // their next collective, until XLA aborts the process. There a failing call succeeds for XLA: its
   // results are poisoned and the callee keeps the failure for the next who asks.
   bool poison_on_error = false;
+  bool reads_context = true;
 
   Outcome run(const Call& call) const {
     Outcome outcome = site->run(call);
@@ -60,6 +61,7 @@ std::unique_ptr<GateState> instantiate(const ffi::Dictionary& attributes) {
   state->call_site = std::make_shared<CallSite>();
   state->call_site->callee = Registry::instance().find(text("name"));
   state->call_site->poison_on_error = text("on_error") == "poison";
+  state->call_site->reads_context = state->call_site->callee->reads_context();
   state->call_site->site = state->call_site->callee->specialise(
       SiteSpec{text("spec"), text("site"), Lanes::parse(text("batch"))});
   return state;
@@ -194,12 +196,13 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   DecodedCall decoded(*frame);
   if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
   ActiveCall active;
-  CallContext context = decode_context(*frame);
+  CallContext context = site->reads_context ? decode_context(*frame) : CallContext{};
   Outcome outcome = active.entered()
                         ? site->run(Call{decoded.operands(), decoded.results(), context})
                         : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
-  ProgressBoard::instance().fail(context.run);  // the program ends here, and so do its bars
+  // The program ends here, and so do its bars.
+  ProgressBoard::instance().fail(decode_context(*frame).run);
   return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 

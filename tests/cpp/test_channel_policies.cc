@@ -278,6 +278,55 @@ TEST(ChannelMemory, ALargeRecordDoesNotGoBesideAFullRing) {
   EXPECT_LE(held.channel->stats().high_water, 8192U);
 }
 
+TEST(ChannelMemory, TheLastReaderOfALargeRecordMayKeepItsMemory) {
+  auto channel = make_channel(OnFull::kBlock, 8192);
+  struct Lent {
+    std::shared_ptr<void> first, last;
+    const char* payload;
+  };
+  std::vector<Lent> lent;
+  auto first = std::make_shared<Collector>([&](std::span<const Record> records) {
+    for (const Record& record : records)
+      lent.push_back({Channel::lend(record), nullptr, record.payload});
+  });
+  auto last = std::make_shared<Collector>([&](std::span<const Record> records) {
+    for (std::size_t i = 0; i < records.size(); ++i)
+      lent[lent.size() - records.size() + i].last = Channel::lend(records[i]);
+  });
+  channel->add_all({first, last});
+  Feed large(5000), small(64);
+  ASSERT_TRUE(small.send(*channel, 1));
+  ASSERT_TRUE(large.send(*channel, 2));
+  ASSERT_TRUE(large.send(*channel, 3)) << "what is lent is not the channel's any more";
+  ASSERT_TRUE(channel->flush(kLimit));
+  ASSERT_EQ(lent.size(), 3U);
+  for (const Lent& one : lent) EXPECT_EQ(one.first, nullptr) << "another one still reads it";
+  EXPECT_EQ(lent[0].last, nullptr) << "it lies in the ring";
+  ASSERT_NE(lent[1].last, nullptr);
+  EXPECT_NE(lent[1].payload, lent[2].payload);
+  EXPECT_LE(channel->stats().high_water, 8192U);
+  ASSERT_TRUE(channel->close(kLimit));
+  channel.reset();
+  EXPECT_TRUE(fake::intact(lent[1].payload, 5000)) << "it outlives the channel";
+  EXPECT_TRUE(fake::intact(lent[2].payload, 5000));
+  EXPECT_EQ(Channel::lend(Record{}), nullptr) << "outside of a delivery";
+}
+
+TEST(ChannelMemory, ALargeRecordOfASourceWithItsOwnConsumerIsLentToThatOne) {
+  auto channel = make_channel(OnFull::kBlock, 8192);
+  int lent_to_channels = 0, lent_to_own = 0;
+  channel->add(std::make_shared<Collector>([&](std::span<const Record> records) {
+    lent_to_channels += Channel::lend(records[0]) != nullptr;
+  }));
+  Feed large(5000, std::make_shared<Collector>([&](std::span<const Record> records) {
+               lent_to_own += Channel::lend(records[0]) != nullptr;
+             }));
+  for (std::uint64_t id = 0; id < 4; ++id) ASSERT_TRUE(large.send(*channel, id));
+  ASSERT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(lent_to_channels, 0);
+  EXPECT_EQ(lent_to_own, 4);
+}
+
 TEST(ChannelMemory, ARecordLargerThanTheCapacityIsSentAlone) {
   auto channel = make_channel(OnFull::kBlock, 4096);
   auto consumer = std::make_shared<Collector>();

@@ -138,6 +138,28 @@ def test_records_larger_than_the_channel_go_one_by_one():
   assert channel.stats()["delivered"] == 5
 
 
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_large_arrays_are_a_consumer_s_own_to_keep_and_to_change(consumers: int, batch: int | None):
+  kept: list[list[Any]] = [[] for _ in range(consumers)]
+
+  def keeper(own: list[Any]) -> Any:
+    def keep(value: Any) -> None:
+      value += 100 * len(own)
+      own.append(value)
+
+    return keep
+
+  size = 1 << 19  # 2 MiB each
+  with cg.channel("t", capacity="4MiB", to=[keeper(own) for own in kept], batch=batch):
+    program = jax.jit(lambda x: cg.tap(x, "t"))
+    for i in range(6):
+      program(jnp.full(size, i, jnp.float32))
+  for own in kept:
+    assert [float(v.ravel()[0]) for v in own] == [i + 100 * i for i in range(6)]
+    assert all((v == v.ravel()[0]).all() for v in own)
+
+
 # -- consumers -----------------------------------------------------------------------------------
 def test_consumers_of_one_channel_all_get_all_and_do_not_hurt_each_other():
   first: list[Any] = []
