@@ -198,6 +198,7 @@ class Kernel(Operation):
       [p.name for p in function.parameters],
       user_data=function.user_data,
       thread_safe=self.thread_safe,
+      repeatable=self.effect == "pure",
       keep=function.keep,
     )
     self._variants[key] = Variant(callee, function.parameters)
