@@ -43,10 +43,12 @@ std::string index_text(const ArrayView& view, std::size_t element) {
 
 // --- Patterns and guards -------------------------------------------------------------------------
 
-MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill) noexcept {
+MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill, Place place) noexcept {
   Pattern pattern;
   pattern.width = element_bytes(dtype);
-  pattern.bytes.fill(fill == Fill::kRare ? std::byte{0xa5} : std::byte{0x5a});
+  bool result = place == Place::kResult;
+  pattern.bytes.fill(fill == Fill::kRare ? std::byte(result ? 0xa5 : 0xa7)
+                                         : std::byte(result ? 0x5a : 0x5c));
   if (fill == Fill::kOther) return pattern;
   pattern.rare = pattern.width >= 4;
   auto end_with = [&](std::size_t at, std::initializer_list<int> bytes) {
@@ -54,11 +56,11 @@ MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill) noexcept {
   };
   switch (dtype) {  // signalling NaNs with a payload, which arithmetic neither makes nor keeps
     case DType::kF16: end_with(1, {0x7d}); break;
-    case DType::kBF16: end_with(0, {0xa5, 0x7f}); break;
-    case DType::kF32: end_with(2, {0xa5, 0x7f}); break;
+    case DType::kBF16: end_with(1, {0x7f}); break;
+    case DType::kF32: end_with(3, {0x7f}); break;
     case DType::kC64:
-      end_with(2, {0xa5, 0x7f});
-      end_with(6, {0xa5, 0x7f});
+      end_with(3, {0x7f});
+      end_with(7, {0x7f});
       break;
     case DType::kF64: end_with(6, {0xf5, 0x7f}); break;
     case DType::kC128:
@@ -76,8 +78,14 @@ MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill) noexcept {
   return pattern;
 }
 
-MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type)
-    : memory(nullptr, &std::free), data(nullptr), bytes(size), guard(0), after(0), dtype(type) {
+MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type, Place place)
+    : memory(nullptr, &std::free),
+      data(nullptr),
+      bytes(size),
+      guard(0),
+      after(0),
+      dtype(type),
+      inside(place) {
   // As large as the array, within limits: a loop with the wrong extent runs over by a row or more.
   guard = std::clamp(bytes, kLeastGuard, kMostGuard);
   guard = (guard / alignment + 1) * alignment;
@@ -88,14 +96,16 @@ MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType typ
 }
 
 void MemoryCheck::Guarded::fill(Fill fill) noexcept {
-  Pattern with = pattern(dtype, fill);
-  repeat(memory.get(), guard + bytes + after, with.bytes.data(), with.width);
+  Pattern around = pattern(dtype, fill, Place::kElsewhere), within = pattern(dtype, fill, inside);
+  repeat(memory.get(), guard + bytes + after, around.bytes.data(), around.width);
+  if (inside == Place::kResult) repeat(data, bytes, within.bytes.data(), within.width);
 }
 
 std::string MemoryCheck::Guarded::damage(Fill fill, std::size_t width) const {
-  Pattern with = pattern(dtype, fill);
+  Pattern with = pattern(dtype, fill, Place::kElsewhere);
   auto changed = [&](std::size_t i) { return memory.get()[i] != with.bytes[i % with.width]; };
-  auto text = [&](std::size_t count, std::size_t distance, const char* side, const std::string& element) {
+  auto text = [&](std::size_t count, std::size_t distance, const char* side,
+                  const std::string& element) {
     return "wrote outside of it: " + std::to_string(count) + " bytes, the first of them " +
            std::to_string(distance) + " bytes " + side + ", where element " + element + " would be";
   };
@@ -124,7 +134,8 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
       operands_(call.operands.begin(), call.operands.end()),
       results_(call.results.begin(), call.results.end()) {
   for (std::size_t r = 0; r < results_.size(); ++r) {
-    result_copies_.emplace_back(results_[r].nbytes(), kAlignment, results_[r].dtype);
+    result_copies_.emplace_back(results_[r].nbytes(), kAlignment, results_[r].dtype,
+                                Place::kResult);
     results_[r].data = result_copies_.back().data;
     starts_filled_.push_back(r < site.updated.size() && site.updated[r] != 0);
   }
@@ -136,7 +147,8 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
       starts_filled_[r] = true;
     }
     bool own = alias_.back() < 0;
-    operand_copies_.emplace_back(own ? operands_[i].nbytes() : 0, kAlignment, operands_[i].dtype);
+    operand_copies_.emplace_back(own ? operands_[i].nbytes() : 0, kAlignment, operands_[i].dtype,
+                                 Place::kElsewhere);
     operands_[i].data =
         own ? operand_copies_.back().data : results_[static_cast<std::size_t>(alias_.back())].data;
   }
@@ -160,7 +172,7 @@ void MemoryCheck::prepare(Fill fill) {
 
 void* MemoryCheck::take(std::size_t bytes, std::size_t alignment) noexcept try {
   // A float's pattern: most scratch memory holds floats, and NaN shows in what is made of it.
-  Guarded block(bytes, std::max(alignment, kAlignment), DType::kF32);
+  Guarded block(bytes, std::max(alignment, kAlignment), DType::kF32, Place::kElsewhere);
   block.fill(fill_);
   std::scoped_lock lock(mutex_);
   return scratch_.emplace_back(std::move(block)).data;
@@ -242,7 +254,8 @@ void MemoryCheck::inspect(Fill fill) {
 void MemoryCheck::find_unwritten(bool repeated) {
   for (std::size_t r = 0; r < results_.size(); ++r) {
     const ArrayView& view = results_[r];
-    Pattern first = pattern(view.dtype, Fill::kRare), last = pattern(view.dtype, Fill::kOther);
+    Pattern first = pattern(view.dtype, Fill::kRare, Place::kResult);
+    Pattern last = pattern(view.dtype, Fill::kOther, Place::kResult);
     if (starts_filled_[r] || is_packed(view.dtype) || (!repeated && !first.rare)) continue;
     const std::byte* now = result_copies_[r].data;
     const std::byte* then = repeated ? first_[r].data() : now;

@@ -58,11 +58,14 @@ class MemoryCheck final : public ScratchSource {
     bool rare = false;  // hardly any computation's value
   };
   enum class Fill { kRare, kOther };
-  static Pattern pattern(DType dtype, Fill fill) noexcept;
+  // What a result starts with, and what all else is filled with. They differ: a result made of the
+  // latter is not one that was left as it was.
+  enum class Place { kResult, kElsewhere };
+  static Pattern pattern(DType dtype, Fill fill, Place place) noexcept;
 
   // Memory between two guards.
   struct Guarded {
-    Guarded(std::size_t bytes, std::size_t alignment, DType dtype);
+    Guarded(std::size_t bytes, std::size_t alignment, DType dtype, Place inside);
     void fill(Fill fill) noexcept;
     // How far outside, in bytes, the first write was; the side; how many bytes have changed.
     std::string damage(Fill fill, std::size_t element_bytes) const;
@@ -71,6 +74,7 @@ class MemoryCheck final : public ScratchSource {
     std::byte* data;
     std::size_t bytes, guard, after;
     DType dtype;
+    Place inside;
   };
 
   void prepare(Fill fill);

@@ -66,7 +66,8 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
   return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
     XLA_FFI_Error* error = nullptr;
-    if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+    if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
+      return error;
     if ((error = StateOf<KernelState>::register_type(frame->api, kStateName))) return error;
     return StateOf<KernelState>::give(*frame, instantiate(frame->attrs));
   });
@@ -74,7 +75,8 @@ XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = nullptr;
-  if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+  if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
+    return error;
   return guarded(frame->api, [frame] { return execute(frame); });
 }
 

@@ -30,7 +30,9 @@ KERNEL = """
 """
 
 
-def die(body: str, call: str = "jax.jit(k)(x)", before: str = "", **options: str) -> tuple[int, str]:
+def die(
+  body: str, call: str = "jax.jit(k)(x)", before: str = "", **options: str
+) -> tuple[int, str]:
   """Exit code and stderr of a process that calls a kernel of that body with x of float32[2,3]."""
   source = textwrap.dedent(KERNEL) + textwrap.dedent(before)
   arguments = "".join(f", {name}={value}" for name, value in options.items())
@@ -85,12 +87,15 @@ def test_an_address_close_to_an_array_is_said_to_be() -> None:
 
 
 def test_without_the_option_nothing_is_printed() -> None:
-  source = textwrap.dedent(KERNEL) + f"""
+  source = (
+    textwrap.dedent(KERNEL)
+    + f"""
 k = kernel({NULL!r})
 with cg.config(crash_report=True):
   pass
 jax.block_until_ready(jax.jit(k)(np.ones((2, 3), np.float32)))
 """
+  )
   done = run_python(source)
   assert done.returncode == -signal.SIGSEGV
   assert "callgate" not in done.stderr

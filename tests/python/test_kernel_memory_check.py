@@ -87,7 +87,7 @@ def test_the_option_is_off_again_after_the_block() -> None:
   ids=["after", "before", "input", "unwritten", "uninitialised", "read-outside"],
 )
 def test_what_a_kernel_does_wrong_is_an_error_that_names_it(body: str, found: str) -> None:
-  wrong = kernel(body, name="wrong kernel")
+  wrong = kernel(body)
   text = error_of(jax.jit(wrong), X)
   assert text.startswith("memory check: ")
   assert found in text
@@ -114,7 +114,9 @@ def test_elements_of_any_dtype_are_told_written_from_unwritten(dtype: str) -> No
   }"""
   fill = cg.cpp(source, out=jax.ShapeDtypeStruct((300,), jnp.dtype(dtype)))
   assert np.asarray(fill(np.int32(300))).astype(float).sum() == 150
-  assert "1 of 300 elements were left as they were, the first [299]" in error_of(fill, np.int32(299))
+  assert "1 of 300 elements were left as they were, the first [299]" in error_of(
+    fill, np.int32(299)
+  )
 
 
 def test_a_kernel_with_effects_runs_once_and_is_checked_for_what_one_run_tells() -> None:
@@ -140,9 +142,7 @@ def test_an_inout_is_worked_on_in_place_and_may_stay_as_it_is() -> None:
   x = jnp.arange(4.0) + 1
   np.testing.assert_array_equal(jax.jit(scale)(3.0, x), [1, 6, 9, 12])
   np.testing.assert_array_equal(x, [1, 2, 3, 4])
-  beyond = cg.cpp(
-    "void beyond(cg::InOut<float, 1> x) { x.data()[x.size()] = 1; }", out=lambda x: x
-  )
+  beyond = cg.cpp("void beyond(cg::InOut<float, 1> x) { x.data()[x.size()] = 1; }", out=lambda x: x)
   assert "'x' (result 0, float32[4]) wrote outside" in error_of(jax.jit(beyond), x)
 
 
