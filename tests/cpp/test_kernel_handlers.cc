@@ -290,6 +290,137 @@ TEST(KernelHandlers, ACallBeforeTheProgramIsLoadedIsAnError) {
 
 TEST(KernelHandlers, NoErrorIsLeaked) { EXPECT_EQ(fake::Runtime::instance().live_errors, 0); }
 
+// --- Calls that threads remember ---------------------------------------------------------------
+
+std::int32_t thrice(const callgate_call* call) {
+  fake::result(call, 1)[0] = 3 * fake::operand(call, 0)[0];
+  return 0;
+}
+
+constexpr const char* kKey = "0123456789abcdef";
+
+// The result for 1 of the program's call.
+float call_with_one(KernelProgram& program) {
+  std::vector<float> x = {1}, z = {0};
+  EXPECT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
+  return z[0];
+}
+
+TEST(RememberedKernels, AThreadThatKnowsTheCallDoesNotAskXla) {
+  auto kernel = define("known", &fake::twice);
+  KernelProgram program("known", {{"_key", kKey}});
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_EQ(call_with_one(program), 2);
+  void* state = std::exchange(program.context().state, nullptr);  // XLA would have no answer
+  EXPECT_EQ(call_with_one(program), 2);
+  program.context().state = state;
+  std::thread([&] { EXPECT_EQ(call_with_one(program), 2); }).join();
+}
+
+TEST(RememberedKernels, WithoutAKeyXlaIsAskedEachTime) {
+  auto kernel = define("asked", &fake::twice);
+  for (const AttributeMap& attributes : {AttributeMap{}, {{"_key", "short"}}}) {
+    KernelProgram program("asked", attributes);
+    ASSERT_TRUE(program.load().ok());
+    EXPECT_EQ(call_with_one(program), 2);
+    void* state = std::exchange(program.context().state, nullptr);
+    EXPECT_FALSE(program.execute().at_once.ok());
+    program.context().state = state;
+  }
+}
+
+TEST(RememberedKernels, ProgramsOfOneCallShareItsSite) {
+  auto kernel = define("shared site", &fake::twice);
+  auto first = std::make_unique<KernelProgram>("shared site", AttributeMap{{"_key", kKey}});
+  KernelProgram second("shared site", {{"_key", kKey}});
+  ASSERT_TRUE(first->load().ok());
+  ASSERT_TRUE(second.load().ok());
+  EXPECT_EQ(call_with_one(*first), 2);
+  first.reset();
+  EXPECT_EQ(call_with_one(second), 2);
+  second.unload();
+  EXPECT_EQ(kernel.use_count(), 1);  // nothing holds it any longer
+}
+
+TEST(RememberedKernels, AKernelDefinedAnewUnderTheNameIsTheOneThatNewProgramsCall) {
+  auto old_kernel = define("anew", &fake::twice);
+  KernelProgram old_program("anew", {{"_key", kKey}});
+  ASSERT_TRUE(old_program.load().ok());
+  EXPECT_EQ(call_with_one(old_program), 2);
+  Registry::instance().remove(*old_kernel);
+  auto new_kernel = define("anew", &thrice);
+  auto new_program = std::make_unique<KernelProgram>("anew", AttributeMap{{"_key", kKey}});
+  ASSERT_TRUE(new_program->load().ok());
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(call_with_one(old_program), 2);
+    EXPECT_EQ(call_with_one(*new_program), 3);
+  }
+  // The key stays one that is not remembered: the older program is still there.
+  new_program.reset();
+  new_program = std::make_unique<KernelProgram>("anew", AttributeMap{{"_key", kKey}});
+  ASSERT_TRUE(new_program->load().ok());
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(call_with_one(*new_program), 3);
+    EXPECT_EQ(call_with_one(old_program), 2);
+  }
+}
+
+TEST(RememberedKernels, AKernelOfTheNextProgramIsNotThatOfTheLast) {
+  constexpr const char* kNext = "00000000000000aa";
+  for (callgate_function function : {&fake::twice, &thrice, &fake::twice}) {
+    auto kernel = define("next", function);
+    KernelProgram program("next", {{"_key", kNext}});
+    ASSERT_TRUE(program.load().ok());
+    EXPECT_EQ(call_with_one(program), function == &thrice ? 3 : 2);
+  }
+}
+
+TEST(RememberedKernels, OtherContentsUnderOneKeyAreToldApart) {
+  constexpr const char* kSame = "00000000000000bb";
+  auto kernel = define("lanes or none", &fake::twice);
+  KernelProgram plain("lanes or none", {{"_key", kSame}});
+  KernelProgram lanes("lanes or none", {{"_key", kSame}, {"batch", "2:1"}});
+  ASSERT_TRUE(plain.load().ok());
+  EXPECT_EQ(call_with_one(plain), 2);
+  ASSERT_TRUE(lanes.load().ok());
+  std::vector<float> x(1), z(1);
+  EXPECT_FALSE(lanes.execute({array(x)}, {array(z)}).at_once.ok());  // no axis of two lanes
+  EXPECT_EQ(call_with_one(plain), 2);
+}
+
+TEST(RememberedKernels, ManyKernelsInOneProgramAreAllTheirOwn) {
+  std::vector<std::shared_ptr<KernelCallee>> kernels;
+  std::vector<std::unique_ptr<KernelProgram>> programs;
+  for (int i = 0; i < 24; ++i) {
+    std::string name = "one of many " + std::to_string(i);
+    kernels.push_back(define(name, i % 2 == 0 ? &fake::twice : &thrice));
+    std::string key = std::to_string(i) + "-----------------";
+    programs.push_back(
+        std::make_unique<KernelProgram>(name, AttributeMap{{"_key", key.substr(0, 16)}}));
+    ASSERT_TRUE(programs.back()->load().ok());
+  }
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t i = 0; i < programs.size(); ++i)
+      EXPECT_EQ(call_with_one(*programs[i]), i % 2 == 0 ? 2 : 3);
+  }
+}
+
+TEST(RememberedKernels, ProgramsMayComeAndGoWhileOthersRun) {
+  auto kernel = define("comes and goes", &fake::twice);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([] {
+      for (int round = 0; round < 200; ++round) {
+        KernelProgram program("comes and goes", {{"_key", "00000000000000cc"}});
+        ASSERT_TRUE(program.load().ok());
+        EXPECT_EQ(call_with_one(program), 2);
+        EXPECT_EQ(call_with_one(program), 2);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 // --- XLA's threads -------------------------------------------------------------------------------
 
 std::int32_t ask(const callgate_call* call) {
