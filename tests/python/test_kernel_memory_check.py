@@ -25,10 +25,9 @@ def like_x(x: Any) -> Any:
 
 def kernel(body: str, **options: Any) -> cg.Kernel:
   """A kernel of float arrays x and z whose body is given."""
-  return cg.cpp(
-    "void k(cg::In<float> x, cg::Out<float> z) { int64_t n = x.size(); (void)n; " + body + " }",
-    **{"out": like_x, **options},
-  )
+  given: dict[str, Any] = {"out": like_x, **options}
+  head = "void k(cg::In<float> x, cg::Out<float> z) { int64_t n = x.size(); (void)n; "
+  return cg.cpp(head + body + " }", **given)
 
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
