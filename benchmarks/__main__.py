@@ -17,6 +17,7 @@ from benchmarks.harness import Options, environment
 
 SUBJECTS = (
   "scalar",
+  "kernels",
   "identity",
   "vmap",
   "feed",

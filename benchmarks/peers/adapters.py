@@ -141,19 +141,27 @@ def tvm_ffi_python_empty(spec: Spec) -> Function:
 
 def tvm_ffi_native(spec: Spec) -> Function:
   """jax-tvm-ffi: a C++ function that copies."""
+  body = "std::memcpy(out.data_ptr(), x.data_ptr(), static_cast<size_t>(x.numel()) * 4);"
+  return _tvm_ffi_cpp(spec, "bench_copy", body)
+
+
+def tvm_ffi_native_empty(spec: Spec) -> Function:
+  """jax-tvm-ffi: a C++ function with an empty body."""
+  return _tvm_ffi_cpp(spec, "bench_nothing", "")
+
+
+def _tvm_ffi_cpp(spec: Spec, name: str, body: str) -> Function:
   require("jax_tvm_ffi", "jax-tvm-ffi")
-  source = """
+  source = f"""
     #include <cstring>
-    void copy(tvm::ffi::TensorView x, tvm::ffi::TensorView out) {
-      std::memcpy(out.data_ptr(), x.data_ptr(), static_cast<size_t>(x.numel()) * 4);
-    }"""
-  directory = raw.BUILD / "tvm"
+    void call(tvm::ffi::TensorView x, tvm::ffi::TensorView out) {{ {body} }}"""
+  directory = raw.BUILD / "tvm" / name
   directory.mkdir(parents=True, exist_ok=True)
   cpp = require("tvm_ffi.cpp", "apache-tvm-ffi")
   library = cpp.load_inline(
-    "bench_copy", cpp_sources=source, functions=["copy"], build_directory=str(directory)
+    name, cpp_sources=source, functions=["call"], build_directory=str(directory)
   )
-  return _tvm_ffi(spec, library.copy, {})
+  return _tvm_ffi(spec, library.call, {})
 
 
 def warp_callable(spec: Spec) -> Function:

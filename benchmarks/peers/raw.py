@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,34 @@ def _nothing() -> None:
 
 
 def _compiled() -> Path:
-  """The shared library's path, compiled first where it is not there yet."""
-  include = jax.ffi.include_dir()
+  """The handlers' library, compiled first where it is not there yet."""
+  return compiled(SOURCE, jax.ffi.include_dir(), sysconfig.get_path("include"))
+
+
+def compiled(source: Path, *include_dirs: str) -> Path:
+  """The shared library of a C++ source, compiled first where it is not there yet."""
   versions = f"{jax.lib.__version__} {sysconfig.get_config_var('SOABI')}"
-  digest = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:12]
-  path = BUILD / f"raw_ffi-{digest}.so"
+  digest = hashlib.sha256(source.read_bytes() + versions.encode()).hexdigest()[:12]
+  path = BUILD / f"{source.stem}-{digest}.so"
   if not path.exists():
     BUILD.mkdir(exist_ok=True)
-    _compile(include, path)
+    _compile(source, include_dirs, path)
   return path
 
 
-def _compile(include: str, path: Path) -> None:
+def _compile(source: Path, include_dirs: Sequence[str], path: Path) -> None:
   """One compiler run; written under another name first, so that a broken run leaves nothing."""
-  compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-  if compiler is None:
-    raise NotInstalled("no C++ compiler (c++, g++ or $CXX)")
   partial = path.with_suffix(f".{os.getpid()}.tmp")
-  flags = ["-std=c++17", "-O3", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
-  command = [compiler, *flags, "-isystem", include, str(SOURCE), "-o", str(partial)]
+  includes = [part for directory in include_dirs for part in ("-isystem", directory)]
+  flags = ["-std=c++17", "-O3", "-fPIC", "-shared", *includes]
+  command = [compiler(), *flags, str(source), "-o", str(partial)]
   subprocess.run(command, check=True, capture_output=True, text=True)
   partial.replace(path)
+
+
+def compiler() -> str:
+  """The system's C++ compiler, or NotInstalled."""
+  found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+  if found is None:
+    raise NotInstalled("no C++ compiler (c++, g++ or $CXX)")
+  return found

@@ -19,7 +19,13 @@ _fast_dispatch = _compat.define_bool(
   False,
   "Dispatch programs with io gates through JAX's C++ path.",
 )
-_values: dict[str, Any] = {"check_writes": False, "timing": False, "stall_seconds": 0.0}
+_values: dict[str, Any] = {
+  "check_writes": False,
+  "check_memory": False,
+  "crash_report": False,
+  "timing": False,
+  "stall_seconds": 0.0,
+}
 _filtered = False
 
 
@@ -51,6 +57,12 @@ class config:
       Programs that return nothing can't be waited for. Ordered gates are not affected.
     check_writes: checksum every input before and after each call, and raise `InputWriteError` when
       a gate wrote to one through a library without read-only arrays. Slow; for debugging.
+    check_memory: run kernels on guarded copies of their arrays, and raise `KernelError` where one
+      writes outside of an array or into an input, leaves elements of a result unwritten, or reads
+      memory that nobody has written. Pure kernels run two or three times. Slow; for debugging.
+    crash_report: when the process gets SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT in a kernel,
+      print its name and its arrays' shapes, dtypes and addresses on stderr. The signal then goes to
+      whoever handled it before, as `faulthandler`.
     timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
     stall_seconds: print a report on stderr (gate, argument shapes, every Python thread's stack)
       when a call takes longer; 0 for never. Also `CALLGATE_STALL_SECONDS`.
@@ -62,6 +74,8 @@ class config:
     engine: Literal["callgate", "jax"] | None = None,
     fast_dispatch: bool | None = None,
     check_writes: bool | None = None,
+    check_memory: bool | None = None,
+    crash_report: bool | None = None,
     timing: bool | None = None,
     stall_seconds: float | None = None,
   ) -> None:
@@ -69,6 +83,8 @@ class config:
       "engine": engine,
       "fast_dispatch": fast_dispatch,
       "check_writes": check_writes,
+      "check_memory": check_memory,
+      "crash_report": crash_report,
       "timing": timing,
       "stall_seconds": stall_seconds,
     }
@@ -94,7 +110,7 @@ def _check(changes: dict[str, Any]) -> None:
     raise GateDefinitionError(
       f"config: engine: expected 'callgate' or 'jax', got {changes['engine']!r}"
     )
-  for name in ("fast_dispatch", "check_writes", "timing"):
+  for name in ("fast_dispatch", "check_writes", "check_memory", "crash_report", "timing"):
     if not isinstance(changes.get(name, True), bool):
       raise GateDefinitionError(f"config: {name}: expected a bool, got {changes[name]!r}")
   if changes.get("stall_seconds", 0.0) < 0:
@@ -136,6 +152,8 @@ def _apply(changes: dict[str, Any]) -> None:
       _values[name] = value
       _set = {
         "check_writes": _callgate.set_check_writes,
+        "check_memory": _callgate.set_check_memory,
+        "crash_report": _callgate.set_crash_report,
         "timing": _callgate.set_timing,
         "stall_seconds": _callgate.set_stall_seconds,
       }[name]

@@ -1,18 +1,20 @@
 """Emits the custom call `callgate.gate` inside a lowering rule.
 
-What the program holds: the gate's name, the call site's spec and source line, the batch levels.
+What the program holds: the gate's name, the call site's spec and source line, the batch levels; of
+a kernel's call, also a hash of these.
 Nothing of this process.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from callgate import _compat
-from callgate._runtime import GATE_TARGET, remember_site
+from callgate._runtime import GATE_TARGET, KERNEL_TARGET, remember_site
 from callgate.errors import GateDefinitionError
 
 # A batch level: its extent and, for each operand, whether it has that axis.
@@ -69,6 +71,10 @@ def emit(
     "batch": encode_levels(levels),
     **(attributes or {}),
   }
+  if target == KERNEL_TARGET:
+    # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
+    text = repr(sorted(held.items())).encode()
+    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
   return _compat.emit_ffi_call(
     context,
     target,

@@ -327,6 +327,11 @@ def last_error() -> BaseException | None:
   return None
 
 
+# What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
+# program that had run before, and it failed at once.
+_PROGRAM_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
+
 class errors:
   """A context in which a gate's exception is raised as itself.
 
@@ -363,7 +368,7 @@ class errors:
         raise_deferred()
         self._raise_unseen(failure)
         raise_consumer_errors()
-      elif isinstance(error, jax.errors.JaxRuntimeError):
+      elif isinstance(error, _PROGRAM_ERRORS):
         kept = _original(error)
         if kept is not None:
           _raise(kept.exception)

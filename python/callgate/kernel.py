@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from callgate import _attributes, _callgate, _derivatives, _names, _runtime, _shapes
-from callgate._lowering import Level
+from callgate._lowering import Level, is_packed
 from callgate._operation import Effect, Operation, Vmap
 from callgate._parameters import (
   Kind,
@@ -198,6 +198,7 @@ class Kernel(Operation):
       [p.name for p in function.parameters],
       user_data=function.user_data,
       thread_safe=self.thread_safe,
+      repeatable=self.effect == "pure",
       keep=function.keep,
     )
     self._variants[key] = Variant(callee, function.parameters)
@@ -251,7 +252,7 @@ class Kernel(Operation):
     """Raises unless the call's arrays are what the kernel takes."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     for index, value in enumerate((*structs, *results)):
-      if _shapes.is_packed(value.dtype):
+      if is_packed(value.dtype):
         what = f"argument {index}" if index < len(structs) else f"result {index - len(structs)}"
         raise GateDefinitionError(
           f"{self.label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, "

@@ -15,7 +15,9 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/views.h"
+#include "core/crash_report.h"
 #include "core/kernel.h"
+#include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 
@@ -149,7 +151,7 @@ class KernelHandle {
 std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t function,
                                           const Parameters& parameters,
                                           std::vector<std::string> names, std::uintptr_t user_data,
-                                          bool thread_safe, nb::handle keep) {
+                                          bool thread_safe, bool repeatable, nb::handle keep) {
   KernelInfo info;
   info.name = std::move(name);
   info.function = reinterpret_cast<callgate_function>(function);
@@ -157,6 +159,7 @@ std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t funct
   for (auto [kind, dtype, rank] : parameters) info.parameters.push_back({kind, dtype, rank});
   info.parameter_names = std::move(names);
   info.thread_safe = thread_safe;
+  info.repeatable = repeatable;
   auto text = [kernel = info.name](const std::string& message, const std::string& site) {
     return describe(kernel, message, site);
   };
@@ -189,14 +192,15 @@ void bind_kernel(nb::module_& module) {
           "__init__",
           [](KernelHandle* self, std::string name, std::uintptr_t function,
              const Parameters& parameters, std::vector<std::string> names, std::uintptr_t user_data,
-             bool thread_safe, nb::object keep) {
+             bool thread_safe, bool repeatable, nb::object keep) {
             drain_released();
             new (self) KernelHandle(make_callee(std::move(name), function, parameters,
-                                                std::move(names), user_data, thread_safe, keep));
+                                                std::move(names), user_data, thread_safe,
+                                                repeatable, keep));
           },
           nb::arg("name"), nb::arg("function"), nb::arg("parameters"), nb::arg("names"),
           nb::kw_only(), nb::arg("user_data") = 0, nb::arg("thread_safe") = false,
-          nb::arg("keep") = nb::none())
+          nb::arg("repeatable") = false, nb::arg("keep") = nb::none())
       .def_prop_ro("name", [](const KernelHandle& kernel) { return kernel.info().name; })
       .def_prop_ro("signature", [](const KernelHandle& kernel) { return signature(kernel.info()); })
       .def("call", &KernelHandle::call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),
@@ -205,6 +209,8 @@ void bind_kernel(nb::module_& module) {
              "(name, function, parameters, names) of each kernel of a loaded library.");
   module.def("take_python_error_address",
              [] { return reinterpret_cast<std::uintptr_t>(&take_python_error); });
+  module.def("set_check_memory", [](bool on) { set_kernel_mode(KernelMode::kCheckMemory, on); });
+  module.def("set_crash_report", &set_crash_report, nb::arg("on"));
   module.attr("KERNEL_ABI") = CALLGATE_ABI;
 }
 

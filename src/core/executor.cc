@@ -41,7 +41,7 @@ void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std:
   if (count <= 0) return;
   grain = std::max<std::int64_t>(grain, 1);
   std::int64_t threads = executor == nullptr ? 1 : std::max(executor->threads(), 1);
-  std::int64_t helpers = std::min(threads, (count + grain - 1) / grain) - 1;
+  std::int64_t helpers = std::min(threads, (count - 1) / grain + 1) - 1;
   if (helpers <= 0) return body(data, begin, end);
   std::int64_t parts = (helpers + 1) * kPartsAThread;
   auto loop = std::make_shared<Loop>();

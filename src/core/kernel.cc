@@ -5,11 +5,13 @@
 #include <array>
 #include <atomic>
 #include <charconv>
-#include <cstdlib>
 #include <mutex>
 #include <utility>
 
+#include "core/crash_report.h"
 #include "core/error.h"
+#include "core/kernel_mode.h"
+#include "core/memory_check.h"
 
 namespace callgate {
 namespace {
@@ -104,69 +106,6 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
   return kernels;
 }
 
-// The call as the kernel sees it, and what its services need.
-class KernelFrame : public callgate_call {
- public:
-  KernelFrame(const KernelSite& site, const Call& call, Executor* executor) noexcept
-      : callgate_call{reinterpret_cast<const callgate_array*>(call.operands.data()),
-                      reinterpret_cast<const callgate_array*>(call.results.data()),
-                      site.ordered_.data(),
-                      site.starts_.data(),
-                      site.counts_.data(),
-                      &kServices,
-                      site.callee_->info().user_data},
-        executor_(executor) {}
-  KernelFrame(const KernelFrame&) = delete;
-  KernelFrame& operator=(const KernelFrame&) = delete;
-  ~KernelFrame() {
-    for (void* memory : scratch_) std::free(memory);
-  }
-
-  std::string take_message() {
-    return message_.empty() ? "it failed without a message" : std::move(message_);
-  }
-
- private:
-  // A kernel's threads may all ask.
-  static std::mutex& mutex() {
-    static std::mutex mutex;
-    return mutex;
-  }
-  static KernelFrame& of(const callgate_call* call) noexcept {
-    return *static_cast<KernelFrame*>(const_cast<callgate_call*>(call));
-  }
-  static void run_parallel(const callgate_call* call, std::int64_t begin, std::int64_t end,
-                           std::int64_t grain, void (*body)(void*, std::int64_t, std::int64_t),
-                           void* data) {
-    parallel_for(of(call).executor_, begin, end, grain, body, data);
-  }
-  static void* allocate(const callgate_call* call, std::size_t bytes, std::size_t alignment) {
-    std::size_t step = std::max<std::size_t>(alignment, 64);
-    if (bytes > SIZE_MAX - step) return nullptr;
-    void* memory = std::aligned_alloc(step, (bytes / step + 1) * step);
-    if (memory == nullptr) return nullptr;
-    std::scoped_lock lock(mutex());
-    of(call).scratch_.push_back(memory);
-    return memory;
-  }
-  static std::int32_t threads(const callgate_call* call) {
-    return of(call).executor_ == nullptr ? 1 : of(call).executor_->threads();
-  }
-  static std::int64_t device(const callgate_call* call) {
-    return of(call).executor_ == nullptr ? -1 : of(call).executor_->device();
-  }
-  static void fail(const callgate_call* call, const char* message) {
-    std::scoped_lock lock(mutex());
-    if (of(call).message_.empty()) of(call).message_ = message;
-  }
-  static constexpr callgate_services kServices = {&run_parallel, &allocate, &threads, &device,
-                                                  &fail};
-
-  Executor* executor_;
-  std::vector<void*> scratch_;
-  std::string message_;
-};
-
 static_assert(sizeof(callgate_array) == sizeof(ArrayView));
 static_assert(offsetof(callgate_array, data) == offsetof(ArrayView, data));
 static_assert(offsetof(callgate_array, dims) == offsetof(ArrayView, dims));
@@ -190,50 +129,118 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
   std::int32_t operands = 0, results = 0;
   for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
     const callgate_parameter& parameter = kernel.parameters[i];
-    std::int32_t count = 1;
+    std::int32_t start = 0, count = 1;
     if (variadic(parameter)) {
       std::string text = group < groups.size() ? groups[group++] : std::string();
       auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-      if (text.empty() || error != std::errc() || count < 0) {
+      if (error != std::errc() || end != text.data() + text.size() || count < 0) {
         throw Error(ErrorCode::kInvalidArgument, where + ", parameter " + parameter_name(kernel, i),
                     "its number of arrays", "'" + spec.groups + "'");
       }
     }
-    std::int32_t start = 0;
     if (takes_operands(parameter)) start = std::exchange(operands, operands + count);
     if (takes_results(parameter)) start = std::exchange(results, results + count);
     if (takes_attribute(parameter)) {
-      const std::string name =
-          i < kernel.parameter_names.size() ? kernel.parameter_names[i] : std::to_string(i);
-      const callgate_attribute* value = attributes_.find(name);
-      int kind = parameter.kind - CALLGATE_ATTR_NUMBER;
-      if (value == nullptr || value->kind != kind ||
-          (parameter.dtype != 0 && value->dtype != parameter.dtype)) {
-        throw Error(
-            ErrorCode::kInvalidArgument, where + ", parameter " + parameter_name(kernel, i),
-            std::string("an attribute for ") + kKinds[static_cast<std::size_t>(parameter.kind)],
-            value == nullptr ? "none" : "one of another type");
-      }
       start = static_cast<std::int32_t>(ordered_.size());
-      ordered_.push_back(*value);
+      bind_attribute(i);
     }
     starts_.push_back(start);
     counts_.push_back(count);
   }
+  operand_count_ = static_cast<std::size_t>(operands);
+  result_count_ = static_cast<std::size_t>(results);
+  label_arrays();
+  bound_.attributes = ordered_.data();
+  bound_.starts = starts_.data();
+  bound_.counts = counts_.data();
+  bound_.user_data = kernel.user_data;
+}
+
+void KernelSite::bind_attribute(std::size_t index) {
+  const KernelInfo& kernel = callee_->info();
+  const callgate_parameter& parameter = kernel.parameters[index];
+  const callgate_attribute* value =
+      attributes_.find(index < kernel.parameter_names.size() ? kernel.parameter_names[index]
+                                                             : std::to_string(index));
+  int kind = parameter.kind - CALLGATE_ATTR_NUMBER;
+  if (value == nullptr || value->kind != kind ||
+      (parameter.dtype != 0 && value->dtype != parameter.dtype)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
+                std::string("an attribute for ") + kKinds[static_cast<std::size_t>(parameter.kind)],
+                value == nullptr ? "none" : "one of another type");
+  }
+  ordered_.push_back(*value);
+}
+
+// "'x'", "'xs'[1]", or the parameter's number where it has no name.
+void KernelSite::label_arrays() {
+  const KernelInfo& kernel = callee_->info();
+  for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
+    const callgate_parameter& parameter = kernel.parameters[i];
+    for (std::int32_t k = 0; k < counts_[i]; ++k) {
+      std::string label = parameter_name(kernel, i);
+      if (variadic(parameter)) label.append("[").append(std::to_string(k)).append("]");
+      if (takes_operands(parameter)) operand_labels_.push_back(label);
+      if (!takes_results(parameter)) continue;
+      result_labels_.push_back(label);
+      updated_.push_back(parameter.kind == CALLGATE_INOUT ? 1 : 0);
+    }
+  }
 }
 
 Outcome KernelSite::run(const Call& call, Executor* executor) {
+  // A program that was made by hand, or damaged: a kernel would read what is not there.
+  if (call.operands.size() != operand_count_ || call.results.size() != result_count_) [[unlikely]] {
+    auto text = [](std::size_t operands, std::size_t results) {
+      return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
+    };
+    return failed("expected " + text(operand_count_, result_count_) + ", got " +
+                  text(call.operands.size(), call.results.size()));
+  }
   return lanes_.empty() ? run_lane(call, executor) : run_lanes(call, executor);
 }
 
 Outcome KernelSite::run_lane(const Call& call, Executor* executor) {
-  KernelFrame frame(*this, call, executor);
-  if (callee_->info().function(&frame) == 0) [[likely]]
-    return Outcome::success();
-  return failed(frame.take_message());
+  if (any_kernel_mode()) [[unlikely]]
+    return run_watched(call, executor);
+  return invoke(call, executor, /*scratch=*/nullptr);
 }
 
-Outcome KernelSite::failed(std::string message) const {
+inline Outcome KernelSite::invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
+  callgate_call filled = bound_;
+  filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
+  filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
+  KernelFrame frame(filled, executor, scratch);
+  if (callee_->info().function(&frame) == 0) [[likely]]
+    return Outcome::success();
+  return failed(frame.message());
+}
+
+Outcome KernelSite::run_watched(const Call& call, Executor* executor) {
+  if (kernel_mode(KernelMode::kCheckMemory)) return run_checked(call, executor);
+  return run_recorded(call, executor, /*scratch=*/nullptr);
+}
+
+Outcome KernelSite::run_recorded(const Call& call, Executor* executor, ScratchSource* scratch) {
+  if (!kernel_mode(KernelMode::kCrashReport)) return invoke(call, executor, scratch);
+  KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), operand_labels_,
+                      result_labels_,          call.operands, call.results};
+  RunningKernel running(&record);
+  return invoke(call, executor, scratch);
+}
+
+Outcome KernelSite::run_checked(const Call& call, Executor* executor) {
+  MemoryCheck check({operand_labels_, result_labels_, updated_, callee_->info().repeatable}, call);
+  Outcome outcome = Outcome::success();
+  std::string found =
+      check.run([&](const Call& copies,
+                    ScratchSource* scratch) { return run_recorded(copies, executor, scratch); },
+                outcome);
+  return found.empty() ? std::move(outcome) : failed(found);
+}
+
+Outcome KernelSite::failed(const std::string& message) const {
   return Outcome::failure(ErrorCode::kInternal, callee_->describe(message, site_));
 }
 

@@ -15,6 +15,7 @@
 #include "core/attributes.h"
 #include "core/call.h"
 #include "core/executor.h"
+#include "core/kernel_frame.h"
 
 namespace callgate {
 
@@ -26,6 +27,7 @@ struct KernelInfo {
   std::vector<callgate_parameter> parameters;
   std::vector<std::string> parameter_names;  // one each, or none
   bool thread_safe = false;                  // lanes of a vmap may run on several threads at once
+  bool repeatable = false;                   // no effects: it may run twice with the same arrays
 };
 
 // The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
@@ -53,16 +55,23 @@ class KernelSite {
  public:
   // Throws Error where spec and kernel don't fit.
   KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
+  KernelSite(const KernelSite&) = delete;
+  KernelSite& operator=(const KernelSite&) = delete;
 
   Outcome run(const Call& call, Executor* executor);
 
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
-  friend class KernelFrame;
   Outcome run_lane(const Call& call, Executor* executor);
   Outcome run_lanes(const Call& call, Executor* executor);
-  Outcome failed(std::string message) const;
+  Outcome run_watched(const Call& call, Executor* executor);
+  Outcome run_checked(const Call& call, Executor* executor);
+  Outcome run_recorded(const Call& call, Executor* executor, ScratchSource* scratch);
+  Outcome invoke(const Call& call, Executor* executor, ScratchSource* scratch);
+  Outcome failed(const std::string& message) const;
+  void bind_attribute(std::size_t index);
+  void label_arrays();
 
   std::shared_ptr<KernelCallee> callee_;
   std::string site_;
@@ -70,6 +79,10 @@ class KernelSite {
   Attributes attributes_;
   std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
   std::vector<std::int32_t> starts_, counts_;
+  callgate_call bound_{};  // what is the same in every call
+  std::size_t operand_count_ = 0, result_count_ = 0;
+  std::vector<std::string> operand_labels_, result_labels_;  // as messages name them
+  std::vector<std::uint8_t> updated_;                        // 1 for results that are InOut
 };
 
 class KernelCallee final : public Callee, public std::enable_shared_from_this<KernelCallee> {

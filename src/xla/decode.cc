@@ -35,14 +35,16 @@ static_assert(static_cast<int>(DType::kU1) == XLA_FFI_DataType_U1);
 static_assert(static_cast<int>(DType::kF4E2M1FN) == XLA_FFI_DataType_F4E2M1FN);
 static_assert(static_cast<int>(DType::kF8E8M0FNU) == XLA_FFI_DataType_F8E8M0FNU);
 
-void DecodedCall::Views::decode(std::int64_t count, void** buffers) {
-  if (count > static_cast<std::int64_t>(kInline)) overflow_.resize(static_cast<std::size_t>(count));
-  ArrayView* out = data();
+inline void DecodedCall::Views::decode(std::int64_t count, void** buffers) {
+  if (count > static_cast<std::int64_t>(kInline)) [[unlikely]] {
+    overflow_ = std::make_unique_for_overwrite<ArrayView[]>(static_cast<std::size_t>(count));
+    data_ = overflow_.get();
+  }
   for (std::int64_t i = 0; i < count; ++i) {
     const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(buffers[i]);
     if (buffer.dtype == XLA_FFI_DataType_TOKEN) continue;
-    out[count_++] = ArrayView{buffer.data, buffer.dims, static_cast<std::int32_t>(buffer.rank),
-                              static_cast<DType>(buffer.dtype)};
+    std::construct_at(data_ + count_++, buffer.data, buffer.dims,
+                      static_cast<std::int32_t>(buffer.rank), static_cast<DType>(buffer.dtype));
   }
 }
 

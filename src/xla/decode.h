@@ -1,11 +1,14 @@
 // A call frame's buffers as ArrayViews, on the stack.
 //
-// Up to kInline buffers a side need no allocation; a call with more takes one vector for them.
+// Up to kInline buffers a side need no allocation; a call with more takes one block for them. Only
+// what the call has is written: on the path of a kernel, clearing all the room would cost as much
+// as the rest.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <memory>
 #include <span>
-#include <vector>
 
 #include "core/call.h"
 #include "xla/ffi.h"
@@ -28,21 +31,18 @@ class DecodedCall {
 
   class Views {
    public:
-    Views() noexcept {}  // NOLINT: leaves inline_ as it is
     void decode(std::int64_t count, void** buffers);
-    std::span<ArrayView> views() noexcept { return {data(), count_}; }
-    std::span<const ArrayView> views() const noexcept {
-      return {overflow_.empty() ? inline_ : overflow_.data(), count_};
-    }
+    std::span<ArrayView> views() noexcept { return {data_, count_}; }
+    std::span<const ArrayView> views() const noexcept { return {data_, count_}; }
 
    private:
-    ArrayView* data() noexcept { return overflow_.empty() ? inline_ : overflow_.data(); }
-
-    // Not initialised: most calls have few buffers, and zeroing the rest would cost them more.
-    union {
-      ArrayView inline_[kInline];
-    };
-    std::vector<ArrayView> overflow_;
+    // Room for ArrayViews, without their initial values.
+    union Room {
+      Room() noexcept {}  // NOLINT: left as it is
+      std::array<ArrayView, kInline> views;
+    } inline_;
+    std::unique_ptr<ArrayView[]> overflow_;
+    ArrayView* data_ = inline_.views.data();
     std::size_t count_ = 0;
   };
 

@@ -211,7 +211,8 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
   return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
     XLA_FFI_Error* error = nullptr;
-    if (StateOf<GateState>::answer_metadata(frame, kStateName, error)) return error;
+    if (StateOf<GateState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
+      return error;
     if ((error = StateOf<GateState>::register_type(frame->api, kStateName))) return error;
     return StateOf<GateState>::give(*frame, instantiate(ffi::Dictionary(&frame->attrs)));
   });
@@ -219,7 +220,8 @@ XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = nullptr;
-  if (StateOf<GateState>::answer_metadata(frame, kStateName, error)) return error;
+  if (StateOf<GateState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
+    return error;
   return guarded(frame->api, [frame] { return execute(frame); });
 }
 

@@ -11,6 +11,7 @@
 #include "xla/decode.h"
 #include "xla/executor.h"
 #include "xla/guard.h"
+#include "xla/kernel_cache.h"
 #include "xla/state.h"
 
 namespace callgate::xla_ffi {
@@ -21,8 +22,7 @@ namespace ffi = ::xla::ffi;
 // One call site of one executable.
 struct KernelState {
   static ffi::TypeId id;
-  std::unique_ptr<KernelSite> site;
-  bool poison_on_error = false;  // see CallSite in gate.cc
+  std::shared_ptr<BoundKernel> bound;
 };
 
 ffi::TypeId KernelState::id = {};
@@ -40,24 +40,29 @@ std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
                 "a kernel", "a gate of that name");
   }
   auto state = std::make_unique<KernelState>();
-  state->site =
-      kernel->bind(KernelSpec{text("signature"), text("site"), text("groups"),
-                              Lanes::parse(text("batch")), decode_attributes(attrs, "attributes")});
-  state->poison_on_error = text("on_error") == "poison";
+  state->bound = share(attrs, *kernel, [&] {
+    auto bound = std::make_shared<BoundKernel>();
+    bound->site = kernel->bind(KernelSpec{text("signature"), text("site"), text("groups"),
+                                          Lanes::parse(text("batch")),
+                                          decode_attributes(attrs, "attributes")});
+    bound->poison_on_error = text("on_error") == "poison";
+    return bound;
+  });
   return state;
 }
 
 XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
-  KernelState& state = StateOf<KernelState>::get(*frame);
+  BoundKernel& bound = RecentKernels::find(
+      frame->attrs, [frame]() -> BoundKernel& { return *StateOf<KernelState>::get(*frame).bound; });
   DecodedCall decoded(*frame);
   XlaExecutor executor(*frame);
-  Outcome outcome = state.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
+  Outcome outcome = bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
   if (outcome.ok()) [[likely]]
     return nullptr;
-  if (!state.poison_on_error)
+  if (!bound.poison_on_error)
     return make_error(frame->api, outcome.error().code, outcome.error().message);
   for (const ArrayView& view : decoded.results()) poison(view);
-  state.site->callee().defer(outcome.error());
+  bound.site->callee().defer(outcome.error());
   return nullptr;
 }
 
@@ -66,7 +71,8 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
   return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
     XLA_FFI_Error* error = nullptr;
-    if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+    if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
+      return error;
     if ((error = StateOf<KernelState>::register_type(frame->api, kStateName))) return error;
     return StateOf<KernelState>::give(*frame, instantiate(frame->attrs));
   });
@@ -74,7 +80,8 @@ XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
 
 XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = nullptr;
-  if (StateOf<KernelState>::answer_metadata(frame, kStateName, error)) return error;
+  if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
+    return error;
   return guarded(frame->api, [frame] { return execute(frame); });
 }
 

@@ -17,14 +17,15 @@ template <class S>
 class StateOf {
  public:
   // True for a frame that asks for metadata; `error` is then what to return. `name` is the type's.
-  static bool answer_metadata(XLA_FFI_CallFrame* frame, std::string_view name,
+  // `gives_state`: the handler is that of the instantiate stage.
+  static bool answer_metadata(XLA_FFI_CallFrame* frame, std::string_view name, bool gives_state,
                               XLA_FFI_Error*& error) {
     if (frame->extension_start == nullptr ||
         frame->extension_start->type != XLA_FFI_Extension_Metadata) [[likely]] {
       return false;
     }
     error = register_type(frame->api, name);
-    if (error == nullptr) error = kMetadata(frame);
+    if (error == nullptr) error = gives_state ? kGives(frame) : kTakes(frame);
     return true;
   }
 
@@ -56,9 +57,12 @@ class StateOf {
 
  private:
   static constexpr XLA_FFI_TypeInfo kInfo = ::xla::ffi::MakeTypeInfo<S>();
-  // The typed wrapper, which is only ever asked for what it knows of S.
+  // Typed wrappers, which are only ever asked for what they know of S.
   XLA_FFI_DEFINE_HANDLER(
-      kMetadata, [](S*) { return ::xla::ffi::Error::Success(); },
+      kGives, []() -> ::xla::ffi::ErrorOr<std::unique_ptr<S>> { return std::unique_ptr<S>(); },
+      ::xla::ffi::Ffi::BindInstantiate());
+  XLA_FFI_DEFINE_HANDLER(
+      kTakes, [](S*) { return ::xla::ffi::Error::Success(); },
       ::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::State<S>>());
 };
 

@@ -20,11 +20,13 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "xla/ffi/api/c_api.h"
 #include "xla/gate.h"
+#include "xla/kernel.h"
 
 struct XLA_FFI_Error {
   std::string message;
@@ -39,10 +41,23 @@ struct XLA_FFI_Future {
 };
 
 struct XLA_FFI_ExecutionContext {
-  std::int32_t device = 3;  // negative: this XLA has none
-  std::int64_t run = 77;    // as above
+  std::int32_t device = 3;   // negative: this XLA has none
+  std::int64_t run = 77;     // as above
+  std::int64_t threads = 1;  // of its pool, which starts one for each task; negative: no pool
   void* state = nullptr;
   XLA_FFI_TypeId state_type = {0};
+
+  std::mutex mutex;  // guards what follows
+  std::vector<std::thread> pool;
+
+  void join() {
+    std::vector<std::thread> started;
+    {
+      std::lock_guard lock(mutex);
+      started.swap(pool);
+    }
+    for (std::thread& thread : started) thread.join();
+  }
 };
 
 namespace callgate::fake {
@@ -172,6 +187,18 @@ inline const XLA_FFI_Api* api() {
       args->device_ordinal = args->ctx->device;
       return nullptr;
     };
+    api.XLA_FFI_ThreadPool_NumThreads =
+        [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
+      if (args->ctx->threads < 0) return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no pool");
+      *args->num_threads = args->ctx->threads;
+      return nullptr;
+    };
+    api.XLA_FFI_ThreadPool_Schedule = [](XLA_FFI_ThreadPool_Schedule_Args* args) -> XLA_FFI_Error* {
+      if (args->ctx->threads < 0) return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no pool");
+      std::lock_guard lock(args->ctx->mutex);
+      args->ctx->pool.emplace_back(args->task, args->data);
+      return nullptr;
+    };
     return api;
   }();
   return &table;
@@ -186,11 +213,83 @@ struct Array {
 
 inline Array token() { return {XLA_FFI_DataType_TOKEN, {}, nullptr}; }
 
+// An attribute's value, and the structs that XLA describes it with.
+class Attribute {
+ public:
+  Attribute(std::string text) : type_(XLA_FFI_AttrType_STRING), text_(std::move(text)) {}  // NOLINT
+  Attribute(const char* text) : Attribute(std::string(text)) {}                            // NOLINT
+  Attribute(std::map<std::string, Attribute> entries)                                      // NOLINT
+      : type_(XLA_FFI_AttrType_DICTIONARY), entries_(std::move(entries)) {}
+  template <typename T>
+  static Attribute number(XLA_FFI_DataType dtype, T value) {
+    return Attribute(XLA_FFI_AttrType_SCALAR, dtype, std::vector<T>{value});
+  }
+  template <typename T>
+  static Attribute numbers(XLA_FFI_DataType dtype, const std::vector<T>& values) {
+    return Attribute(XLA_FFI_AttrType_ARRAY, dtype, values);
+  }
+
+  XLA_FFI_AttrType type() const { return type_; }
+
+  // Valid while this lives and does not move.
+  void* describe() {
+    switch (type_) {
+      case XLA_FFI_AttrType_STRING: span_ = {text_.data(), text_.size()}; return &span_;
+      case XLA_FFI_AttrType_SCALAR: scalar_ = {dtype_, text_.data()}; return &scalar_;
+      case XLA_FFI_AttrType_ARRAY: array_ = {dtype_, count_, text_.data()}; return &array_;
+      default: attrs_ = describe_entries(); return &attrs_;
+    }
+  }
+
+  // Of a dictionary: as a frame holds it.
+  XLA_FFI_Attrs describe_entries() {
+    types_.clear();
+    values_.clear();
+    names_.clear();
+    spans_.clear();
+    for (auto& [name, value] : entries_) {  // sorted by name, as XLA promises
+      types_.push_back(value.type());
+      values_.push_back(value.describe());
+      names_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{name.data(), name.size()}));
+    }
+    return {XLA_FFI_Attrs_STRUCT_SIZE,
+            nullptr,
+            static_cast<std::int64_t>(values_.size()),
+            types_.data(),
+            names_.data(),
+            values_.data()};
+  }
+
+ private:
+  template <typename T>
+  Attribute(XLA_FFI_AttrType type, XLA_FFI_DataType dtype, const std::vector<T>& values)
+      : type_(type), dtype_(dtype), count_(values.size()) {
+    text_.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+  }
+
+  XLA_FFI_AttrType type_;
+  XLA_FFI_DataType dtype_ = XLA_FFI_DataType_INVALID;
+  std::size_t count_ = 0;
+  std::string text_;  // or the bytes of numbers
+  std::map<std::string, Attribute> entries_;
+
+  XLA_FFI_ByteSpan span_{};
+  XLA_FFI_Scalar scalar_{};
+  XLA_FFI_Array array_{};
+  XLA_FFI_Attrs attrs_{};
+  std::vector<XLA_FFI_AttrType> types_;
+  std::vector<void*> values_;
+  std::vector<XLA_FFI_ByteSpan*> names_;
+  std::list<XLA_FFI_ByteSpan> spans_;
+};
+
+using AttributeMap = std::map<std::string, Attribute>;
+
 // A call frame and all that it points to.
 class Frame {
  public:
   Frame(XLA_FFI_ExecutionStage stage, XLA_FFI_ExecutionContext* ctx, std::vector<Array> operands,
-        std::vector<Array> results, std::map<std::string, std::string> attributes = {})
+        std::vector<Array> results, AttributeMap attributes = {})
       : operands_(std::move(operands)),
         results_(std::move(results)),
         attributes_(std::move(attributes)) {
@@ -201,11 +300,6 @@ class Frame {
     }
     arg_types_.assign(operands_.size(), XLA_FFI_ArgType_BUFFER);
     ret_types_.assign(results_.size(), XLA_FFI_RetType_BUFFER);
-    for (const auto& [name, value] : attributes_) {  // sorted by name, as XLA promises
-      name_pointers_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{name.data(), name.size()}));
-      attr_pointers_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{value.data(), value.size()}));
-    }
-    attr_types_.assign(attributes_.size(), XLA_FFI_AttrType_STRING);
     frame_.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
     frame_.api = api();
     frame_.ctx = ctx;
@@ -214,9 +308,7 @@ class Frame {
                    pointers_.data()};
     frame_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, count(result_pointers_), ret_types_.data(),
                    result_pointers_.data()};
-    frame_.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,
-                    count(attr_pointers_),     attr_types_.data(),
-                    name_pointers_.data(),     attr_pointers_.data()};
+    frame_.attrs = attributes_.describe_entries();
   }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
@@ -235,14 +327,11 @@ class Frame {
   }
 
   std::vector<Array> operands_, results_;
-  std::map<std::string, std::string> attributes_;
+  Attribute attributes_;
   std::list<XLA_FFI_Buffer> buffers_;
-  std::list<XLA_FFI_ByteSpan> spans_;
   std::vector<XLA_FFI_ArgType> arg_types_;
   std::vector<XLA_FFI_RetType> ret_types_;
-  std::vector<XLA_FFI_AttrType> attr_types_;
-  std::vector<XLA_FFI_ByteSpan*> name_pointers_;
-  std::vector<void*> pointers_, result_pointers_, attr_pointers_;
+  std::vector<void*> pointers_, result_pointers_;
   XLA_FFI_CallFrame frame_{};
 };
 
@@ -269,7 +358,7 @@ struct Execution {
   }
 };
 
-// One call site of one executable of the target `callgate.gate`.
+// One call site of one executable, of the target `callgate.gate` unless it says otherwise.
 class Program {
  public:
   explicit Program(std::string name, std::string spec = "", std::string site = "",
@@ -278,7 +367,10 @@ class Program {
                     {"spec", std::move(spec)},
                     {"site", std::move(site)},
                     {"batch", std::move(batch)}} {}
-  ~Program() { unload(); }
+  ~Program() {
+    context_.join();
+    unload();
+  }
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
@@ -286,7 +378,7 @@ class Program {
 
   Status load() {
     Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context_, {}, {}, attributes_);
-    return take(xla_ffi::gate_instantiate(frame.get()));
+    return take(instantiate_(frame.get()));
   }
 
   // Destroys the state, as XLA does with the executable.
@@ -306,13 +398,33 @@ class Program {
   Execution execute(std::vector<Array> operands = {}, std::vector<Array> results = {}) {
     Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context_, std::move(operands), std::move(results),
                 attributes_);
-    Status status = take(xla_ffi::gate_execute(frame.get()));
+    Status status = take(execute_(frame.get()));
     return {std::move(status), frame.get()->future};
   }
 
+ protected:
+  Program(AttributeMap attributes, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute)
+      : attributes_(std::move(attributes)), instantiate_(instantiate), execute_(execute) {}
+
  private:
-  std::map<std::string, std::string> attributes_;
+  AttributeMap attributes_;
+  XLA_FFI_Handler* instantiate_ = &xla_ffi::gate_instantiate;
+  XLA_FFI_Handler* execute_ = &xla_ffi::gate_execute;
   XLA_FFI_ExecutionContext context_;
+};
+
+// One call site of the target `callgate.kernel`, with the attributes given and its name.
+class KernelProgram : public Program {
+ public:
+  explicit KernelProgram(const std::string& name, AttributeMap attributes = {})
+      : Program(with_name(std::move(attributes), name), &xla_ffi::kernel_instantiate,
+                &xla_ffi::kernel_execute) {}
+
+ private:
+  static AttributeMap with_name(AttributeMap attributes, const std::string& name) {
+    attributes.emplace("name", name);
+    return attributes;
+  }
 };
 
 // Asks a handler for its metadata, as XLA does when a target is registered.

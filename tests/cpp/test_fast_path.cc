@@ -2,15 +2,18 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
 #include "core/registry.h"
 #include "fake_callee.h"
+#include "fake_kernel.h"
 #include "fake_xla.h"
 
 namespace {
@@ -26,12 +29,15 @@ void* counted(std::size_t size, std::size_t alignment) {
 
 }  // namespace
 
-// The other forms (array, nothrow) come down to these.
+// The nothrow forms come down to these; so do those of arrays, but not under sanitizers.
 void* operator new(std::size_t size) { return counted(size, alignof(std::max_align_t)); }
+void* operator new[](std::size_t size) { return counted(size, alignof(std::max_align_t)); }
 void* operator new(std::size_t size, std::align_val_t alignment) {
   return counted(size, static_cast<std::size_t>(alignment));
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
@@ -63,6 +69,26 @@ std::size_t allocations_of_a_call(std::size_t operands, std::size_t results) {
   return count;
 }
 
+// The same for a kernel.
+std::size_t allocations_of_a_kernel(std::size_t operands, std::size_t results,
+                                    callgate_function function) {
+  std::vector<callgate_parameter> parameters(operands, fake::parameter(CALLGATE_IN));
+  parameters.insert(parameters.end(), results, fake::parameter(CALLGATE_OUT));
+  auto kernel = fake::kernel("trivial kernel", function, std::move(parameters));
+  Registry::instance().add(kernel);
+  fake::KernelProgram program("trivial kernel");
+  EXPECT_TRUE(program.load().ok());
+  float memory[6] = {};
+  fake::Array array{XLA_FFI_DataType_F32, {2, 3}, memory};
+  fake::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &program.context(),
+                    std::vector(operands, array), std::vector(results, array));
+  EXPECT_TRUE(fake::take(xla_ffi::kernel_execute(frame.get())).ok());  // what threads keep
+  XLA_FFI_Error* error = nullptr;
+  std::size_t count = count_allocations([&] { error = xla_ffi::kernel_execute(frame.get()); });
+  EXPECT_TRUE(fake::take(error).ok());
+  return count;
+}
+
 TEST(FastPath, TheCounterCounts) {
   std::unique_ptr<int> kept;
   EXPECT_EQ(count_allocations([&] { kept = std::make_unique<int>(1); }), 1U);
@@ -83,6 +109,22 @@ TEST(FastPath, ASideOfMoreBuffersAllocatesOnce) {
   EXPECT_EQ(allocations_of_a_call(17, 1), 1U);
   EXPECT_EQ(allocations_of_a_call(1, 40), 1U);
   EXPECT_EQ(allocations_of_a_call(100, 100), 2U);
+}
+
+TEST(FastPath, AKernelsCallAllocatesNothing) {
+  auto nothing = [](const callgate_call*) { return std::int32_t{0}; };
+  EXPECT_EQ(allocations_of_a_kernel(0, 0, nothing), 0U);
+  EXPECT_EQ(allocations_of_a_kernel(16, 16, nothing), 0U);
+  EXPECT_EQ(allocations_of_a_kernel(17, 1, nothing), 1U);
+}
+
+TEST(FastPath, NorDoesTheBookOfItsScratchMemory) {
+  auto scratch = [](const callgate_call* call) {
+    call->services->scratch(call, 1000, 64);
+    call->services->scratch(call, 3000, 64);
+    return std::int32_t{0};
+  };
+  EXPECT_EQ(allocations_of_a_kernel(1, 1, scratch), 0U);
 }
 
 }  // namespace

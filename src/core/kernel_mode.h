@@ -1,0 +1,37 @@
+// What is on for all kernels of the process, and is off by default: one relaxed load a call.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace callgate {
+
+enum class KernelMode : std::uint32_t {
+  kCheckMemory = 1,  // see memory_check.h
+  kCrashReport = 2,  // see crash_report.h
+};
+
+namespace detail {
+inline constinit std::atomic<std::uint32_t> kernel_modes{0};
+}  // namespace detail
+
+// Relaxed: a call that starts while a mode changes may see either.
+inline bool any_kernel_mode() noexcept {
+  return detail::kernel_modes.load(std::memory_order_relaxed) != 0;
+}
+
+inline bool kernel_mode(KernelMode mode) noexcept {
+  return (detail::kernel_modes.load(std::memory_order_relaxed) &
+          static_cast<std::uint32_t>(mode)) != 0;
+}
+
+inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
+  auto bit = static_cast<std::uint32_t>(mode);
+  if (on) {
+    detail::kernel_modes.fetch_or(bit, std::memory_order_relaxed);
+  } else {
+    detail::kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace callgate
