@@ -12,9 +12,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
-import jax
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 from callgate import _callgate
 from callgate.errors import GateDefinitionError
@@ -118,7 +118,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _shown(value: Any) -> str:
-  if isinstance(value, jax.core.Tracer):
+  if isinstance(value, Tracer):
     return (
       f"a traced array ({value}); attributes are fixed when the program is traced. An operand by "
       "value ('float a' rather than 'cg::Attr<float> a') takes arrays"

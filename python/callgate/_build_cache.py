@@ -7,8 +7,8 @@ headers; so a header that changes makes another library, and one that changes ba
 
 Any number of processes may read and build at once. Readers take no lock: manifests and libraries
 come into being by renaming, and what is missing, damaged or out of date counts as not there. One
-process at a time builds a key, under a file lock that dies with it; what a killed one left behind is
-removed by the next.
+process at a time builds a key, under a file lock that dies with it; what a killed one left behind
+is removed by the next.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def find_or_make(key: str, make: Callable[[Path], tuple[Path, Iterable[str], int
     return found if found is not None else _make(place, key, make)
 
 
-def _make(
-  folder: Path, key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]
-) -> Path:
+def _make(folder: Path, key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]) -> Path:
   for rest in folder.glob(f"{key}.build-*"):  # of a process that was killed
     shutil.rmtree(rest, ignore_errors=True)
   with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build-") as building:

@@ -92,6 +92,7 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
     return gate.apply_raw(args, {}, static)
 
   call.__name__ = call.__qualname__ = gate.name
+
   def ruled(function: Callable[..., Any], lead: int) -> Callable[..., Any]:
     return lambda *args: gate.call_rule(function, args[:lead], args[lead:], {}, static)
 

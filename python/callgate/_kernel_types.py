@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from callgate import _compat, _names
 from callgate._parameters import Kind, Parameter, expected_text, fits, type_text
 from callgate._primitive import CallSite
@@ -54,6 +56,19 @@ def check_types(
         f"{expected_text(parameter)}, got {type_text(value.dtype, value.shape)} from "
         f"{source}{_hint(parameter, value, whole)}"
       )
+
+
+def check_argument(kernel: Any, parameter: Parameter, value: Any) -> None:
+  """Raises where it is known before the results' types are that an array doesn't fit."""
+  dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+  if not isinstance(dtype, np.dtype) or shape is None:
+    return  # becomes an array first
+  dtype = _compat.canonical_dtype(dtype)
+  if not fits(parameter, dtype, len(shape)):
+    raise GateDefinitionError(
+      f"{kernel.label}: argument '{parameter.name}': expected {expected_text(parameter)}, got "
+      f"{type_text(dtype, shape)}{_hint(parameter, value, whole=False)}"
+    )
 
 
 def _hint(parameter: Parameter, value: Any, whole: bool) -> str:

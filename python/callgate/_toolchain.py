@@ -197,7 +197,12 @@ def _version(command: tuple[str, ...], state: str) -> str:
 def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
   try:
     return subprocess.run(
-      command, capture_output=True, text=True, errors="replace", check=False, stdin=subprocess.DEVNULL
+      command,
+      capture_output=True,
+      text=True,
+      errors="replace",
+      check=False,
+      stdin=subprocess.DEVNULL,
     )
   except OSError as error:
     raise CompileError(f"{what}: the C++ compiler {command[0]} can't be run: {error}") from None

@@ -36,8 +36,14 @@ _TYPES = {
 _DTYPES = {
   **{text: name for name, text in _TYPES.items()},
   **{f"std::{text}": name for name, text in _TYPES.items() if text.endswith("_t")},
-  **{"int": "int32", "unsigned": "uint32", "unsigned int": "uint32", "short": "int16"},
-  **{"long": "int64", "long long": "int64", "unsigned long": "uint64", "size_t": "uint64"},
+  "int": "int32",
+  "unsigned": "uint32",
+  "unsigned int": "uint32",
+  "short": "int16",
+  "long": "int64",
+  "long long": "int64",
+  "unsigned long": "uint64",
+  "size_t": "uint64",
 }
 
 
@@ -142,8 +148,8 @@ class CppKernel(Kernel):
         value = cpp_type(_dtype(value))
         if not value:
           raise GateDefinitionError(
-            f"{self.label}: {parameter.name}: C++ kernels have no type for {bound[parameter.name]}; "
-            f"expected one of {', '.join(_TYPES)}"
+            f"{self.label}: {parameter.name}: C++ kernels have no type for "
+            f"{bound[parameter.name]}; expected one of {', '.join(_TYPES)}"
           )
       arguments.append(value)
     function = self._build(self.label, f"<{', '.join(arguments)}>")

@@ -19,24 +19,20 @@ import numpy as np
 from callgate import (
   _attributes,
   _callgate,
-  _compat,
   _derivatives,
   _names,
   _runtime,
   _shapes,
 )
-from callgate._kernel_types import check_types
 from callgate._benchmark import BenchmarkResult, benchmark
+from callgate._kernel_types import check_argument, check_types
 from callgate._lowering import Level
 from callgate._operation import Effect, Operation, Vmap
 from callgate._parameters import (
   Kind,
   Parameter,
   as_operand,
-  expected_text,
-  fits,
   leaves_of,
-  type_text,
 )
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred, raise_kept
@@ -290,7 +286,8 @@ class Kernel(Operation):
       raise GateDefinitionError(f"{self.label}: expected argument '{missing[0]}', got none")
     operands = [as_operand(self.label, p, values[p.name]) for p in given if p.is_operand]
     for parameter, value in zip((p for p in given if p.is_operand), operands, strict=True):
-      leaves_of(self.label, parameter, value)
+      for leaf in leaves_of(self.label, parameter, value):
+        check_argument(self, parameter, leaf)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
 
@@ -426,7 +423,9 @@ def _places(
     return [], {}
   named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
   anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+  positional = [
+    p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
   known = {name: value for name, value in values.items() if anything or name in named}
   return positional[skip:], known
 
