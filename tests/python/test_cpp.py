@@ -105,7 +105,8 @@ def test_aliases_make_an_in_and_an_out_one_memory() -> None:
 def test_several_results_make_a_pytree_and_some_may_be_empty() -> None:
   split = cpp(
     """
-    void split(cg::In<float, 1> x, cg::Out<float, 0> sum, cg::Out<int32_t, 1> none, cg::Out<float> y) {
+    void split(cg::In<float, 1> x, cg::Out<float, 0> sum, cg::Out<int32_t> none,
+               cg::Out<float> y) {
       sum() = 0;
       for (float e : x) sum() += e;
       for (int64_t i = 0; i < y.size(); ++i) y[i] = x[x.size() - 1 - i];
@@ -154,10 +155,12 @@ REVERSE = cpp(
   """
 )
 
-DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-DTYPES += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz"]
-DTYPES += ["float8_e5m2fnuz", "float8_e3m4", "float8_e4m3"]
+DTYPES = [
+  *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+  *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+  *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz"),
+  *("float8_e5m2fnuz", "float8_e3m4", "float8_e4m3"),
+]
 TWICE = """
   #include <type_traits>
   template <class T>
@@ -189,7 +192,7 @@ def test_packed_dtypes_are_refused_before_anything_runs() -> None:
 
 def test_a_dtype_that_c_plus_plus_lacks_is_named() -> None:
   with pytest.raises(
-    cg.GateDefinitionError, match="T: C.. kernels have no type for float8_e8m0fnu"
+    cg.GateDefinitionError, match=r"T: C\+\+ kernels have no type for float8_e8m0fnu"
   ):
     jax.eval_shape(twice, jax.ShapeDtypeStruct((3,), ml_dtypes.float8_e8m0fnu))
 
@@ -261,7 +264,7 @@ def test_an_alias_in_a_templates_parameters_is_an_error_that_says_what_to_write(
     """,
     out=lambda x, y: x,
   )
-  with pytest.raises(cg.GateDefinitionError, match="parameter 'y': expected its type .* cg::Out<"):
+  with pytest.raises(cg.GateDefinitionError, match=r"parameter 'y': expected its type .* cg::Out<"):
     kernel(jnp.ones(3), 1.0)
 
 
@@ -401,7 +404,7 @@ def test_a_wrong_attribute_is_an_error_that_names_it(case: str) -> None:
 def test_a_traced_attribute_is_an_error_that_tells_of_operands() -> None:
   kernel = cpp("void f(cg::Attr<float> a, cg::Out<float, 0> y) { y() = a; }", out=lambda: floats())
   assert kernel(2) == 2
-  with pytest.raises(cg.GateDefinitionError, match="'a'.*traced array.*An operand by value"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'a'.*traced array.*An operand by value"):
     jax.jit(kernel)(2.0)
 
 
@@ -441,7 +444,9 @@ def test_attributes_that_compare_equal_in_python_make_their_own_programs() -> No
     """
     void f(cg::Dict d, cg::Attr<float> zero, cg::Out<float, 1> y) {
       auto is = [&](auto value) {
-        try { return float(d.get<decltype(value)>("n") == value); } catch (const cg::Error&) { return 0.0f; }
+        try {
+          return float(d.get<decltype(value)>("n") == value);
+        } catch (const cg::Error&) { return 0.0f; }
       };
       y[0] = is(int64_t(1)), y[1] = is(1.0), y[2] = is(true), y[3] = std::signbit(zero.value());
     }
@@ -489,7 +494,8 @@ ECHO = cpp(
 def test_the_context_gives_threads_scratch_memory_and_the_device(engine: str) -> None:
   kernel = cpp(
     """
-    void f(cg::Context& context, cg::In<float, 1> x, cg::Out<float, 1> y, cg::Out<int32_t, 1> info) {
+    void f(cg::Context& context, cg::In<float, 1> x, cg::Out<float, 1> y,
+           cg::Out<int32_t, 1> info) {
       float* copy = context.scratch<float>(x.size());
       context.parallel_for(0, x.size(), 10, [&](int64_t i) { copy[i] = x[i] * 2; });
       context.parallel_ranges(0, x.size(), 1, [&](int64_t first, int64_t last) {
