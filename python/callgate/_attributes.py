@@ -37,7 +37,15 @@ class Frozen:
 
 
 def thaw(value: Any) -> Any:
-  """A static value as the user's functions get it."""
+  """A static value as the user's functions get it: numbers are Python's, which promote weakly."""
+  value = _raw(value)
+  if isinstance(value, dict):
+    entries = cast("dict[str, Any]", value)
+    return {name: thaw(entry) for name, entry in entries.items()}
+  return value.item() if isinstance(value, np.generic) else value
+
+
+def _raw(value: Any) -> Any:
   return value.value if isinstance(value, Frozen) else value
 
 
@@ -49,7 +57,7 @@ def number(
   if array is None or array.ndim != 0 or not _fits(array, dtype):
     kind = "a number" if dtype is None else f"a number that {dtype.name} holds"
     raise GateDefinitionError(f"{label}: {what} '{name}': expected {kind}, got {_shown(value)}")
-  return _frozen(array if dtype is None else array.astype(dtype))
+  return _frozen(_cast(array, dtype))
 
 
 def numbers(label: str, name: str, value: Any, dtype: np.dtype[Any] | None) -> Frozen:
@@ -61,7 +69,7 @@ def numbers(label: str, name: str, value: Any, dtype: np.dtype[Any] | None) -> F
       f"{label}: attribute '{name}': expected a one-dimensional array of {what}, got "
       f"{_shown(value)}"
     )
-  return _frozen(array if dtype is None else array.astype(dtype))
+  return _frozen(_cast(array, dtype))
 
 
 def string(label: str, name: str, value: Any) -> str:
@@ -75,7 +83,7 @@ def string(label: str, name: str, value: Any) -> str:
 
 def dictionary(label: str, name: str, value: Any) -> Frozen:
   """A dictionary attribute; its values keep their own types."""
-  value = thaw(value)
+  value = _raw(value)
   if not isinstance(value, Mapping):
     raise GateDefinitionError(f"{label}: attribute '{name}': expected a dict, got {_shown(value)}")
   entries: dict[str, Any] = {}
@@ -86,7 +94,7 @@ def dictionary(label: str, name: str, value: Any) -> Frozen:
       )
     entries[key] = _entry(label, f"{name}.{key}", entry)
   key = tuple((name, entries[name]) for name in sorted(entries))
-  return Frozen({name: thaw(entry) for name, entry in key}, key)
+  return Frozen({name: _raw(entry) for name, entry in key}, key)
 
 
 def _entry(label: str, name: str, value: Any) -> Any:
@@ -105,7 +113,7 @@ def _entry(label: str, name: str, value: Any) -> Any:
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
   """The value as an array of numbers, if it is one."""
-  value = thaw(value)
+  value = _raw(value)
   if isinstance(value, (str, bytes, Mapping)):
     return None
   try:
@@ -130,20 +138,28 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None) -> bool:
   """Whether the numbers are the same in `dtype`, but for rounding of real and complex ones."""
   if dtype is None or array.size == 0:
     return True
-  integral, complex_ = array.dtype.kind in "biu", array.dtype.kind == "c"
+  if array.dtype.kind == "c" and dtype.kind != "c" and bool(np.any(array.imag != 0)):
+    return False
   with np.errstate(all="ignore"):
-    try:
-      converted = array.astype(dtype)
-      if dtype.kind in "biu":
-        return bool(np.all(converted.astype(array.dtype) == array)) and (
-          integral or bool(np.all(np.isfinite(array)))
-        )
-      if complex_ and dtype.kind != "c":
-        return bool(np.all(array.imag == 0))
-      # Rounded to the parameter's precision, as in C++; an overflow is no rounding.
-      return bool(np.all(_finite(converted) | ~_finite(array)))
-    except (TypeError, ValueError, OverflowError):
-      return False
+    converted, array = (
+      _cast(array, dtype),
+      _cast(array, None if dtype.kind == "c" else _real(array)),
+    )
+    if dtype.kind in "biu":
+      finite = array.dtype.kind in "biu" or bool(np.all(_finite(array)))
+      return finite and bool(np.all(converted.astype(array.dtype) == array))
+    # Rounded to the parameter's precision, as in C++; an overflow is no rounding.
+    return bool(np.all(_finite(converted) | ~_finite(array)))
+
+
+def _cast(array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
+  if dtype is None or array.dtype == dtype:
+    return array
+  return (array.real if array.dtype.kind == "c" and dtype.kind != "c" else array).astype(dtype)
+
+
+def _real(array: np.ndarray[Any, Any]) -> np.dtype[Any]:
+  return array.real.dtype if array.dtype.kind == "c" else array.dtype
 
 
 def _finite(array: np.ndarray[Any, Any]) -> Any:
@@ -159,12 +175,12 @@ def _frozen(array: np.ndarray[Any, Any]) -> Frozen:
 
 def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
   """A frozen value as a program's FFI attribute."""
-  return _converted(thaw(value), dtype, scalars=True)
+  return _converted(_raw(value), dtype, scalars=True)
 
 
 def for_runtime(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
   """A frozen value as the runtime's bindings take it: numbers are NumPy arrays of rank 0."""
-  return _converted(thaw(value), dtype, scalars=False)
+  return _converted(_raw(value), dtype, scalars=False)
 
 
 def _converted(value: Any, dtype: np.dtype[Any] | None, *, scalars: bool) -> Any:

@@ -165,7 +165,8 @@ class CppKernel(Kernel):
 
   def _build(self, label: str, instance: str) -> Function:
     unit = self._unit(instance)
-    library = _toolchain.build(label, unit, **self.build_options)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = _toolchain.build(what, unit, **self.build_options)
     loaded = _toolchain.load(library, label)
     table = _address(loaded, "callgate_kernels")
     # The source may have kernels of its own, of CALLGATE_KERNEL; ours is the last.

@@ -111,9 +111,7 @@ def test_cxx_comes_first_and_may_have_arguments(
   cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setenv("CXX", f"'{compiler.path}' -DEXTRA=1")
-  kernel = cg.cpp(
-    "void f(cg::Out<float, 0> y) { y() = EXTRA; }", out=jnp.float32(0), flags=["-O0"]
-  )
+  kernel = cg.cpp("void f(cg::Out<float, 0> y) { y() = EXTRA; }", out=jnp.float32(0), flags=["-O0"])
   assert kernel() == 1
   assert compiler.compilations == 1
   assert len(libraries(cache)) == 1
