@@ -2,8 +2,8 @@
 
 The projection onto {w : w >= 0, sum w = 1} sorts and then looks for a threshold (Held, Wolfe and
 Crowder, 1974, doi:10.1007/BF01580223): easy in C++, and its derivative is a rule of three lines. It
-serves twice: as the step of projected gradients that unmixes spectra, and as the layer `sparsemax`
-(Martins and Astudillo, 2016) that a temperature is fitted through, by jax.grad.
+is the step of projected gradients that unmixes spectra here; its gradient (the layer sparsemax of
+Martins and Astudillo, 2016) is compared with that of the same in JAX's own words.
 """
 
 import jax
@@ -58,9 +58,10 @@ def project_in_jax(x):
 def unmix(spectra, mixtures):
   """Weights of the spectra in each mixture: least squares on the simplex."""
   step = 1 / jnp.linalg.norm(spectra @ spectra.T, 2)
-  descend = lambda w, y: jax.vmap(project)(w - step * (w @ spectra - y) @ spectra.T)
   start = jnp.full((len(mixtures), len(spectra)), 1 / len(spectra))
-  return jax.lax.fori_loop(0, 3000, lambda _, w: descend(w, mixtures), start)
+  return jax.lax.fori_loop(
+    0, 3000, lambda _, w: jax.vmap(project)(w - step * (w @ spectra - mixtures) @ spectra.T), start
+  )
 
 
 def main():

@@ -220,7 +220,9 @@ def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -
   function, x = _here["PROGRAMS"]["plain"]
   exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
   (tmp_path / "plain").write_bytes(exported.serialize())
-  changed = KERNELS.replace("f(cg::In<float, 1> x, cg::Out<float, 1> y)", "f(cg::In<float, 1> x, float a, cg::Out<float, 1> y)")  # fmt: skip
+  changed = KERNELS.replace(
+    "f(cg::In<float, 1> x, cg::Out", "f(cg::In<float, 1> x, float a, cg::Out"
+  )
   code = changed + textwrap.dedent(f"""
     try:
       exec({CALL!r})

@@ -26,7 +26,8 @@ def same(x: Any, *_: Any) -> Any:
 # -- wrong calls ---------------------------------------------------------------------------------
 SAXPY = cpp(
   """
-  void saxpy(float a, cg::In<float, 1> x, cg::Attr<int> n, cg::In<float, 1> y, cg::Out<float, 1> z) {
+  void saxpy(float a, cg::In<float, 1> x, cg::Attr<int> n, cg::In<float, 1> y,
+             cg::Out<float, 1> z) {
     for (int64_t i = 0; i < x.size(); ++i) z[i] = a * x[i] + n * y[i];
   }
   """,
@@ -35,18 +36,36 @@ SAXPY = cpp(
 )
 V = jnp.ones(3)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-  "dtype": (lambda: SAXPY(1.0, V, 1, jnp.arange(3)), r"argument 'y': expected float32 of rank 1, got int32\[3\]"),
-  "rank": (lambda: SAXPY(1.0, jnp.ones((2, 3)), 1, V), r"argument 'x': expected float32 of rank 1, got float32\[2,3\]"),
-  "scalar": (lambda: SAXPY(V, V, 1, V), r"argument 'a': expected float32 of rank 0, got float32\[3\]"),
+  "dtype": (
+    lambda: SAXPY(1.0, V, 1, jnp.arange(3)),
+    r"argument 'y': expected float32 of rank 1, got int32\[3\]",
+  ),
+  "rank": (
+    lambda: SAXPY(1.0, jnp.ones((2, 3)), 1, V),
+    r"argument 'x': expected float32 of rank 1, got float32\[2,3\]",
+  ),
+  "scalar": (
+    lambda: SAXPY(V, V, 1, V),
+    r"argument 'a': expected float32 of rank 0, got float32\[3\]",
+  ),
   "too few": (lambda: SAXPY(1.0, V, 1), r"expected argument 'y', got none"),
   "too many": (lambda: SAXPY(1.0, V, 1, V, V), r"expected 4 arguments \(a, x, n, y\), got 5"),
-  "keyword": (lambda: SAXPY(1.0, V, 1, V, w=V), r"got argument 'w' which it doesn't have; expected a, x, n, y"),
+  "keyword": (
+    lambda: SAXPY(1.0, V, 1, V, w=V),
+    r"got argument 'w' which it doesn't have; expected a, x, n, y",
+  ),
   "twice": (lambda: SAXPY(1.0, V, 1, V, a=2.0), r"got argument 'a' twice"),
-  "attribute": (lambda: SAXPY(1.0, V, 1.5, V), r"attribute 'n': expected a number that int32 holds, got 1.5"),
+  "attribute": (
+    lambda: SAXPY(1.0, V, 1.5, V),
+    r"attribute 'n': expected a number that int32 holds, got 1.5",
+  ),
   "tree": (lambda: SAXPY(1.0, [V, V], 1, V), r"argument 'x': expected one array, got 2"),
-  "complex number": (lambda: SAXPY(1j, V, 1, V), r"argument 'a': expected a number that float32 holds, got 1j"),
+  "complex number": (
+    lambda: SAXPY(1j, V, 1, V),
+    r"argument 'a': expected a number that float32 holds, got 1j",
+  ),
   "text": (lambda: SAXPY("a", V, 1, V), r"argument"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -121,7 +140,7 @@ def test_what_a_kernel_throws_is_a_kernel_error(how: int, jit: bool, engine: str
 
 
 def test_without_a_block_jax_raises_with_the_kernels_text_and_the_call_site() -> None:
-  with pytest.raises(jax.errors.JaxRuntimeError, match="kernels.fail") as caught:
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"kernels\.fail") as caught:
     jax.block_until_ready(jax.jit(FAIL)(2))
   assert "too far" in str(caught.value)
   assert "test_kernels.py" in str(caught.value)
@@ -147,7 +166,7 @@ def test_the_first_failing_lane_fails_the_program(thread_safe: bool, engine: str
     thread_safe=thread_safe,
   )
   program = jax.jit(jax.vmap(kernel))
-  with pytest.raises(cg.KernelError, match="lane 1?3 failed") as caught, cg.errors():
+  with pytest.raises(cg.KernelError, match=r"lane 1?3 failed") as caught, cg.errors():
     jax.block_until_ready(program(jnp.arange(16)))
   if not thread_safe or engine == "jax":
     assert "lane 3 " in caught.value.message
@@ -332,15 +351,15 @@ POWERS = powers()
 def test_every_kind_of_derivative_gets_the_static_values(kind: str, engine: str) -> None:
   del engine
   kernel = POWERS[kind]
-  close = {"rtol": 1e-3} if kind == "finite-difference" else {"rtol": 1e-5}
+  rtol = 1e-3 if kind == "finite-difference" else 1e-5
   np.testing.assert_allclose(kernel(P, 3), P**3, rtol=1e-6)
   grad = jax.jit(jax.grad(lambda x: kernel(x, n=3).sum()))
-  np.testing.assert_allclose(grad(P), 3 * P**2, **close)
+  np.testing.assert_allclose(grad(P), 3 * P**2, rtol=rtol)
   per_lane = jax.vmap(jax.grad(lambda x: kernel(x, 2).sum()))(jnp.stack([P, -P]))
-  np.testing.assert_allclose(per_lane, jnp.stack([2 * P, -2 * P]), **close)
+  np.testing.assert_allclose(per_lane, jnp.stack([2 * P, -2 * P]), rtol=rtol)
   if kind != "vjp":
     tangent = jax.jvp(lambda x: kernel(x, 3), (P,), (jnp.ones(3),))[1]
-    np.testing.assert_allclose(tangent, 3 * P**2, **close)
+    np.testing.assert_allclose(tangent, 3 * P**2, rtol=rtol)
   if kind == "jvp":
     second = jax.jacfwd(jax.grad(lambda x: kernel(x, 3).sum()))(P)
     np.testing.assert_allclose(second, np.diag(6 * P), rtol=1e-5)
@@ -361,7 +380,8 @@ def test_the_error_of_finite_differences_is_bounded(name: str, bound: float) -> 
 def test_linear_kernels_transpose_by_their_rule_and_count_the_calls_arguments(engine: str) -> None:
   del engine
   source = """
-    void gather(cg::Attr<int> scale, cg::In<int32_t, 1> at, cg::In<float, 1> x, cg::Out<float, 1> y) {
+    void gather(cg::Attr<int> scale, cg::In<int32_t, 1> at, cg::In<float, 1> x,
+                cg::Out<float, 1> y) {
       for (int64_t i = 0; i < at.size(); ++i) y[i] = scale * x[at[i]];
     }
   """
@@ -385,7 +405,7 @@ def test_linear_kernels_transpose_by_their_rule_and_count_the_calls_arguments(en
 
 def test_without_a_rule_differentiating_says_how_to_define_one() -> None:
   kernel = cpp(DOT, out=scalar_out)
-  with pytest.raises(cg.GateDefinitionError, match="kernel '.*dot.*' has no derivative"):
+  with pytest.raises(cg.GateDefinitionError, match=r"kernel '.*dot.*' has no derivative"):
     jax.grad(lambda x: kernel(x, Y[0], 1))(Y[0])
 
 
@@ -394,7 +414,7 @@ def test_check_compares_with_like_and_shows_the_mismatch() -> None:
   wrong = cpp(DOT, like=lambda x, y, times: times * jnp.dot(x, y) + (x[0] > 5))
   wrong.check(Y[-1], Y[0], 2)
   wrong.check(y=Y[0], x=Y[-1], times=2)
-  with pytest.raises(AssertionError, match="kernel '.*dot.*', result"):
+  with pytest.raises(AssertionError, match=r"kernel '.*dot.*', result"):
     wrong.check(Y[0], Y[0], 2)
   with pytest.raises(cg.GateDefinitionError, match="needs like="):
     cpp(DOT, out=scalar_out).check(Y[0], Y[0], 2)
@@ -462,7 +482,10 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Callable[[Any], Any]], list[int]]] = {
   "once": (lambda note: note, [3]),
   "unused": (discard, [3]),
   "twice the same": (lambda note: lambda x: note(x) + note(x), [3, 3]),
-  "scan": (lambda note: lambda x: jax.lax.scan(lambda c, i: (note(c), i), x, jnp.arange(3))[0], [3, 4, 5]),
+  "scan": (
+    lambda note: lambda x: jax.lax.scan(lambda c, i: (note(c), i), x, jnp.arange(3))[0],
+    [3, 4, 5],
+  ),
   "vmap": (lambda note: lambda x: jax.vmap(note)(x + jnp.arange(3.0)), [3, 4, 5]),
   "vmap unused": (lambda note: lambda x: jax.vmap(discard(note))(x + jnp.arange(3.0)), [3, 4, 5]),
   "cond taken": (lambda note: lambda x: jax.lax.cond(x > 0, note, lambda y: y, x), [3]),
@@ -470,7 +493,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Callable[[Any], Any]], list[int]]] = {
   "while": (lambda note: lambda x: jax.lax.while_loop(lambda c: c < 6, note, x), [3, 4, 5]),
   "grad": (lambda note: jax.grad(note), [3]),
   "nested jit": (lambda note: lambda x: jax.jit(note)(jax.jit(note)(x)), [3, 4]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("effect", ["io", "ordered"])
