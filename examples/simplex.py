@@ -14,12 +14,12 @@ import callgate as cg
 
 project = cg.cpp(
   """
+  #include <functional>
   // The threshold t at which the positive parts of x - t add up to one.
   template <class T>
   void simplex(cg::Context& context, cg::In<T, 1> x, cg::Out<T, 1> w) {
     T* sorted = context.scratch<T>(x.size());
-    std::copy(x.begin(), x.end(), sorted);
-    std::sort(sorted, sorted + x.size(), [](T a, T b) { return a > b; });
+    std::partial_sort_copy(x.begin(), x.end(), sorted, sorted + x.size(), std::greater<T>());
     T sum = 0, threshold = 0;
     for (int64_t k = 0; k < x.size(); ++k) {
       sum += sorted[k];
@@ -47,7 +47,6 @@ project.defvjp(forward, backward)
 
 
 def project_in_jax(x):
-  """The same in JAX's own words."""
   ordered = jnp.sort(x)[::-1]
   thresholds = (jnp.cumsum(ordered) - 1) / jnp.arange(1, x.size + 1)
   last = jnp.sum(ordered > thresholds) - 1
@@ -56,7 +55,6 @@ def project_in_jax(x):
 
 @jax.jit
 def unmix(spectra, mixtures):
-  """Weights of the spectra in each mixture: least squares on the simplex."""
   step = 1 / jnp.linalg.norm(spectra @ spectra.T, 2)
   start = jnp.full((len(mixtures), len(spectra)), 1 / len(spectra))
   return jax.lax.fori_loop(

@@ -1,8 +1,7 @@
 """Heat in a plate: conjugate gradients on a sparse matrix, whose product with a vector is in C++.
 
 The product of a matrix in compressed rows (CSR) is linear in the vector, and its transpose is a
-kernel as well, so JAX's solver of linear equations differentiates through it: here to find where a
-plate is heated from the temperatures. SciPy's solver is the check.
+kernel as well. So JAX's solver differentiates through it. SciPy's solver is the check.
 """
 
 import functools

@@ -20,7 +20,9 @@ SAME = lambda x, *_: x
 
 
 def cpp(source: str, function: str | None = None, **options: Any) -> cg.Kernel:
-  return cg.cpp(source, function, **{"flags": ("-O0",), "out": SAME, **options})
+  options.setdefault("flags", ("-O0",))
+  options.setdefault("out", SAME)
+  return cg.cpp(source, function, **options)
 
 
 def floats(*shape: int) -> Any:

@@ -16,7 +16,8 @@ import callgate as cg
 
 
 def cpp(source: str, function: str | None = None, **options: Any) -> cg.Kernel:
-  return cg.cpp(source, function, **{"flags": ("-O0",), **options})
+  options.setdefault("flags", ("-O0",))
+  return cg.cpp(source, function, **options)
 
 
 def same(x: Any, *_: Any) -> Any:
