@@ -1,8 +1,8 @@
 """Weights on the simplex, by a projection in C++: how much of each spectrum is in a mixture.
 
 The projection onto {w : w >= 0, sum w = 1} sorts and then looks for a threshold (Held, Wolfe and
-Crowder, 1974, doi:10.1007/BF01580223): easy in C++, and its derivative is a rule of three lines. It
-is the step of projected gradients that unmixes spectra here; its gradient (the layer sparsemax of
+Crowder, 1974, doi:10.1007/BF01580223): easy in C++, and its derivative is a short rule. It is the
+step of projected gradients that unmixes spectra here; its gradient (the layer sparsemax of
 Martins and Astudillo, 2016) is compared with that of the same in JAX's own words.
 """
 
@@ -30,7 +30,7 @@ project = cg.cpp(
   }
   """,
   out=lambda x: x,
-  thread_safe=True,
+  thread_safe=True,  # lanes of vmap on several threads
 )
 
 

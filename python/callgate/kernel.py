@@ -26,7 +26,7 @@ from callgate import (
 )
 from callgate._benchmark import BenchmarkResult, benchmark
 from callgate._kernel_types import check_argument, check_types
-from callgate._lowering import Level
+from callgate._lowering import Level, is_packed
 from callgate._operation import Effect, Operation, Vmap
 from callgate._parameters import (
   Kind,
@@ -295,7 +295,7 @@ class Kernel(Operation):
     """Raises unless the call's arrays are what the kernel takes."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     for index, value in enumerate((*structs, *results)):
-      if _shapes.is_packed(value.dtype):
+      if is_packed(value.dtype):
         what = f"argument {index}" if index < len(structs) else f"result {index - len(structs)}"
         raise GateDefinitionError(
           f"{self.label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, "

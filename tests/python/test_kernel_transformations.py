@@ -57,7 +57,7 @@ def cpp(source: str, **options: Any) -> Callable[[Any], F]:
 
 
 def with_jvp(effect: Any) -> F:
-  kernel = cpp(EACH, out=lambda x: x, thread_safe=True)(effect)
+  kernel: Any = cpp(EACH, out=lambda x: x, thread_safe=True)(effect)
 
   @kernel.defjvp
   def _(primals: Any, tangents: Any) -> Any:
