@@ -35,8 +35,7 @@ project = cg.cpp(
 
 
 def forward(x):
-  w = project(x)
-  return w, w > 0
+  return (w := project(x)), w > 0
 
 
 def backward(support, ct):  # within the support, the sum stays

@@ -60,6 +60,10 @@ def check_types(
 
 def check_argument(kernel: Any, parameter: Parameter, value: Any) -> None:
   """Raises where it is known before the results' types are that an array doesn't fit."""
+  if isinstance(value, (str, bytes)):
+    raise GateDefinitionError(
+      f"{kernel.label}: argument '{parameter.name}': expected an array, got {value!r}"
+    )
   dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
   if not isinstance(dtype, np.dtype) or shape is None:
     return  # becomes an array first
