@@ -448,7 +448,8 @@ class Dict {
                                   const char* expected) const {
     const callgate_attribute* found = find(name);
     if (found == nullptr) throw Error("attribute '%s' is missing", name);
-    if (found->kind != kind || (dtype != 0 && found->dtype != dtype))
+    bool empty = kind == CALLGATE_NUMBERS && found->count == 0;  // of no numbers, any type does
+    if (found->kind != kind || (dtype != 0 && found->dtype != dtype && !empty))
       throw Error("attribute '%s': expected %s, got kind %d of dtype %d", name, expected,
                   int(found->kind), int(found->dtype));
     return *found;

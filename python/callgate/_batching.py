@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from callgate._derivatives import accepted
 from callgate._lowering import Level
 from callgate.errors import GateDefinitionError
 
@@ -65,7 +64,7 @@ def apply_vmap_rule(
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
   flags, _ = jax.tree.unflatten(site.in_tree, mask)
   rule = gate.vmap_rule
-  out, out_batched = rule(size, list(flags), *args, **kwargs, **accepted(rule, dict(site.static)))
+  out, out_batched = gate.call_rule(rule, (size, list(flags)), args, kwargs, site.static)
   leaves, tree = jax.tree.flatten(out)
   if tree != site.out_tree:
     raise GateDefinitionError(

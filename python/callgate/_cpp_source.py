@@ -24,9 +24,22 @@ _KINDS = {
   "Dict": Kind.DICT,
   "Context": Kind.CONTEXT,
 }
-_VIEW = re.compile(r"\b(?:cg|callgate)\s*::\s*(\w+)\s*(<.*>)?\s*(?:const)?\s*[&]{0,2}$", re.DOTALL)
+_VIEW = re.compile(
+  r"(?:^|\s)(?:(?:::)?\s*(?:cg|callgate)\s*::\s*)?(\w+)\s*(<.*>)?\s*(?:const)?\s*&{0,2}$", re.DOTALL
+)
 _FUNCTION = re.compile(r"\bvoid\s+(\w+)\s*\(")
-_SKIPPED = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+_SKIPPED = re.compile(
+  r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\'',
+  re.DOTALL,
+)
+_SCOPE = re.compile(
+  r".*\b(?:namespace|struct|class)\b(?:\s*\[\[.*?\]\])?\s*([\w:]*)[^;{}()]*$", re.DOTALL
+)
+# What says that a template parameter is a value; anything else, concepts too, says a type.
+_INTEGERS = re.compile(
+  r"^(?:(?:std\s*::\s*)?(?:u?int(?:8|16|32|64)?_t|size_t|ptrdiff_t)|auto|bool|"
+  r"(?:(?:unsigned|signed|long|short|int|char)\s*)+)$"
+)
 _OPEN, _CLOSE = "(<[{", ")>]}"
 
 
@@ -48,40 +61,67 @@ class SourceParameter:
 
 
 @dataclasses.dataclass(frozen=True)
+class TemplateParameter:
+  """A template's parameter.
+
+  Attributes:
+    name: of the parameter.
+    is_type: an element type, not a number.
+    default: the text of its default; "" where it has none.
+  """
+
+  name: str
+  is_type: bool
+  default: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class SourceFunction:
   """A kernel's function in a source.
 
   Attributes:
     name: of the function.
-    template: kind ("typename", "int", …) and name of each template parameter; none for a plain one.
-    parameters: in order.
+    qualified: with its namespaces, as C++ outside of them names it.
+    template: the template's parameters; none for a plain function.
+    parameters: in order; None where the source doesn't show them.
   """
 
   name: str
-  template: tuple[tuple[str, str], ...]
-  parameters: tuple[SourceParameter, ...]
+  qualified: str
+  template: tuple[TemplateParameter, ...] = ()
+  parameters: tuple[SourceParameter, ...] | None = None
 
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
-  text = _SKIPPED.sub(lambda match: " " * len(match.group()), source)
+  text = _SKIPPED.sub(_blank, source)
   last = None if name is None else name.rsplit("::", 1)[-1]
-  found: dict[str, SourceFunction] = {}
+  found: list[SourceFunction] = []
   for match in _FUNCTION.finditer(text):
-    end = _closing(text, match.end() - 1)
-    if end < 0 or (last is not None and match.group(1) != last):
+    if last is not None and match.group(1) != last:
       continue
-    after = text[end + 1 :].lstrip()
-    if not re.match(r"(noexcept\b\s*)?\{", after):
-      continue  # a declaration
-    parameters = tuple(_parameter(part) for part in _split(text[match.end() : end]))
-    views = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in parameters)
-    if last is not None or views:
-      template = _template(text[: match.start()])
-      found[match.group(1)] = SourceFunction(match.group(1), template, parameters)
+    function = _function(text, match)
+    if function is None or (name is not None and not _is_named(function, name)):
+      continue
+    views = [p for p in function.parameters or () if p.kind not in (Kind.SCALAR, Kind.CONTEXT)]
+    if views or name is not None:
+      found.append(function)
   if len(found) == 1:
-    return next(iter(found.values()))
+    return found[0]
+  return _not_one(label, source, name, found)
+
+
+def _not_one(
+  label: str, source: str, name: str | None, found: list[SourceFunction]
+) -> SourceFunction:
+  if name is not None and found:
+    raise GateDefinitionError(
+      f"{label}: expected one function '{name}', found {len(found)} in the source; give each its "
+      "own name"
+    )
   if name is not None:
+    if re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
+      return SourceFunction(name.rsplit("::", 1)[-1], name)
     raise GateDefinitionError(
       f"{label}: expected a function `void {name}(...)` in the source, found none of that name"
     )
@@ -92,8 +132,46 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
     )
   raise GateDefinitionError(
     f"{label}: expected function=, since the source has several that take callgate's views: "
-    f"{', '.join(found)}"
+    f"{', '.join(f.qualified for f in found)}"
   )
+
+
+def _blank(match: re.Match[str]) -> str:
+  """Spaces for a comment or a literal; lines stay lines."""
+  return re.sub(r"[^\n]", " ", match.group())
+
+
+def _is_named(function: SourceFunction, name: str) -> bool:
+  return f"::{function.qualified}".endswith(f"::{name.removeprefix('::')}")
+
+
+def _function(text: str, match: re.Match[str]) -> SourceFunction | None:
+  """The definition that begins at a match; None for a declaration."""
+  end = _closing(text, match.end() - 1)
+  after = text[end + 1 :].lstrip()
+  if end < 0 or not re.match(r"(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{", after):
+    return None
+  return SourceFunction(
+    match.group(1),
+    "::".join([*_scopes(text[: match.start()]), match.group(1)]),
+    _template(text[: match.start()]),
+    tuple(_parameter(part) for part in split_arguments(text[match.end() : end])),
+  )
+
+
+def _scopes(before: str) -> list[str]:
+  """Namespaces and classes that are open at the end of a text."""
+  opened: list[str] = []
+  start = 0
+  for i, char in enumerate(before):
+    if char == "{":
+      scope = _SCOPE.search(before[start:i])
+      opened.append(scope.group(1) if scope else "")
+    elif char == "}" and opened:
+      opened.pop()
+    if char in "{};":
+      start = i + 1
+  return [name for name in opened if name]
 
 
 def _closing(text: str, opening: int) -> int:
@@ -105,7 +183,7 @@ def _closing(text: str, opening: int) -> int:
   return -1
 
 
-def _split(text: str) -> list[str]:
+def split_arguments(text: str) -> list[str]:
   """Parts between commas that are in no brackets."""
   parts, depth, start = list[str](), 0, 0
   for i, char in enumerate(text):
@@ -125,22 +203,34 @@ def _parameter(text: str) -> SourceParameter:
     name, kind_text = "", text
   view = _VIEW.search(kind_text)
   if view is None or view.group(1) not in _KINDS:
+    # A number by value, or another name of a view: the compiler will tell.
     element = re.sub(r"\bconst\b|&", "", kind_text).strip()
     return SourceParameter(name, Kind.SCALAR, element, "")
-  arguments = _split(view.group(2)[1:-1]) if view.group(2) else []
+  arguments = split_arguments(view.group(2)[1:-1]) if view.group(2) else []
   element = arguments[0] if arguments else ""
   return SourceParameter(
     name, _KINDS[view.group(1)], element, arguments[1] if len(arguments) > 1 else ""
   )
 
 
-def _template(before: str) -> tuple[tuple[str, str], ...]:
+def _template(before: str) -> tuple[TemplateParameter, ...]:
   """The parameters of the `template <…>` that ends just before a function."""
-  match = re.search(r"template\s*<([^;{}]*)>\s*(?:(?:static|inline|constexpr)\s+)*$", before)
-  if match is None:
+  heads = list(re.finditer(r"\btemplate\s*(?=<)", before))
+  if not heads:
     return ()
-  parameters: list[tuple[str, str]] = []
-  for part in _split(match.group(1)):
-    words = part.split("=", 1)[0].split()
-    parameters.append((" ".join(words[:-1]), words[-1]))
-  return tuple(parameters)
+  rest = before[heads[-1].end() :]
+  depth, end = 0, -1
+  for i, char in enumerate(rest):
+    depth += (char == "<") - (char == ">")
+    if depth == 0:
+      end = i
+      break
+  if end < 0 or re.search(r"[;{}]", rest[end:]):
+    return ()
+  return tuple(_template_parameter(part) for part in split_arguments(rest[1:end]))
+
+
+def _template_parameter(text: str) -> TemplateParameter:
+  declared, _, default = (part.strip() for part in text.partition("="))
+  kind, _, name = declared.rpartition(" ")
+  return TemplateParameter(name, _INTEGERS.match(kind.strip()) is None, default)

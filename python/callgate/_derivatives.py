@@ -92,21 +92,20 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
     return gate.apply_raw(args, {}, static)
 
   call.__name__ = call.__qualname__ = gate.name
-  keywords = dict(static)
+
+  def ruled(function: Callable[..., Any], lead: int) -> Callable[..., Any]:
+    return lambda *args: gate.call_rule(function, args[:lead], args[lead:], {}, static)
+
   if rules.vjp is not None:
     fwd, bwd = rules.vjp
     with_vjp = jax.custom_vjp(call)
-    with_vjp.defvjp(
-      functools.partial(fwd, **accepted(fwd, keywords)),
-      functools.partial(bwd, **accepted(bwd, keywords)),
-    )
+    with_vjp.defvjp(ruled(fwd, 0), ruled(bwd, 2))
     return with_vjp
   with_jvp = jax.custom_jvp(call)
   if rules.jvp is not None:
-    with_jvp.defjvp(functools.partial(rules.jvp, **accepted(rules.jvp, keywords)))
+    with_jvp.defjvp(ruled(rules.jvp, 2))
   elif gate.like is not None:
-    like = functools.partial(gate.like, **accepted(gate.like, keywords))
-    with_jvp.defjvp(functools.partial(_jvp_of_reference, with_jvp, like))
+    with_jvp.defjvp(functools.partial(_jvp_of_reference, with_jvp, ruled(gate.like, 0)))
   else:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   return with_jvp

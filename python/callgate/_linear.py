@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from callgate import _names
-from callgate._derivatives import accepted
 from callgate.errors import GateDefinitionError
 
 
@@ -43,7 +42,7 @@ def transpose_leaves(
   cotangent = jax.tree.unflatten(site.out_tree, cotangents)
   args, kwargs = jax.tree.unflatten(site.in_tree, flat)
   rule = gate.rules.transpose
-  grads = rule(cotangent, *args, **kwargs, **accepted(rule, dict(site.static)))
+  grads = gate.call_rule(rule, (cotangent,), args, kwargs, site.static)
   leaves = jax.tree.leaves(grads)
   if len(leaves) != len(linear):
     raise GateDefinitionError(

@@ -131,6 +131,30 @@ class Operation:
     """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
     raise NotImplementedError
 
+  def call_rule(
+    self,
+    function: Callable[..., Any],
+    lead: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: tuple[tuple[str, Any], ...],
+  ) -> Any:
+    """Calls a user's function about this operation: a rule, a reference.
+
+    Args:
+      function: takes `lead` and the call's arguments.
+      lead: what comes before the arguments.
+      args: the arguments that are arrays (or types of them).
+      kwargs: those by keyword.
+      static: the static ones; the function gets those that it has parameters for.
+    """
+    return function(*lead, *args, **kwargs, **_derivatives.accepted(function, dict(static)))
+
+  def reference(self, *args: Any, **kwargs: Any) -> Any:
+    """What `like` says of the same call."""
+    assert self.like is not None
+    return self.like(*args, **kwargs)
+
   # -- rules -------------------------------------------------------------------------------------
   def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Defines forward-mode derivatives: `rule(primals, tangents) -> (out, tangent_out)`.
@@ -180,7 +204,7 @@ class Operation:
     """
     if self.like is None:
       raise GateDefinitionError(f"{self.label}: check() needs like=, the reference to compare")
-    got, want = self(*args, **kwargs), self.like(*args, **kwargs)
+    got, want = self(*args, **kwargs), self.reference(*args, **kwargs)
     paths = jax.tree_util.tree_flatten_with_path(want)[0]
     for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):
       np.testing.assert_allclose(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 from callgate.errors import GateDefinitionError
 
@@ -26,6 +27,17 @@ def sharding(label: str, value: Any) -> Any:
       "not there yet (docs/roadmap.md)"
     )
   return value
+
+
+def strings(label: str, option: str, value: Any) -> tuple[str, ...]:
+  """A sequence of strings or paths; a string alone is none."""
+  if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
+    items = tuple(cast("Iterable[Any]", value))
+    if all(isinstance(item, (str, os.PathLike)) for item in items):
+      return tuple(str(os.fspath(item)) for item in items)
+  raise GateDefinitionError(
+    f"{label}: {option}: expected a sequence of strings, such as [{value!r}], got {value!r}"
+  )
 
 
 def timeout(label: str, value: float | None) -> float:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from callgate import _attributes, _callgate
+from callgate import _attributes, _compat
+from callgate._attributes import dtype_code as dtype_code
 from callgate.errors import GateDefinitionError
 
 
@@ -34,6 +33,14 @@ class Kind(enum.IntEnum):
   NUMBERS = 8
   DICT = 9
   CONTEXT = 10
+
+  @property
+  def cpp(self) -> str:
+    """Its name in callgate/kernel.h, without its namespace."""
+    return {
+      Kind.INOUT: "InOut",
+      Kind.NUMBER: "Attr",
+    }.get(self, self.name.capitalize())
 
 
 _OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
@@ -85,34 +92,13 @@ class Parameter:
       return _attributes.string(label, self.name, value)
     if self.kind is Kind.DICT:
       return _attributes.dictionary(label, self.name, value)
-    assert self.dtype is not None
     freeze = _attributes.numbers if self.kind is Kind.NUMBERS else _attributes.number
     return freeze(label, self.name, value, self.dtype)
 
 
-@functools.cache
-def _dtypes() -> dict[int, np.dtype[Any]]:
-  table: dict[int, np.dtype[Any]] = {}
-  for code, name in _callgate.dtype_codes():
-    try:
-      table[code] = np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-      continue  # older ml_dtypes lack the newest types
-  return table
-
-
 def dtype_of(code: int) -> np.dtype[Any]:
   """The NumPy dtype of one of XLA's codes."""
-  return _dtypes()[code]
-
-
-@functools.cache
-def dtype_code(dtype: np.dtype[Any]) -> int:
-  """XLA's code of a dtype."""
-  for code, known in _dtypes().items():
-    if known == dtype:
-      return code
-  raise GateDefinitionError(f"expected a dtype that JAX has, got {dtype}")
+  return _attributes.dtypes()[code]
 
 
 def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[Parameter]:
@@ -139,20 +125,17 @@ def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
-def as_operand(parameter: Parameter | None, value: Any) -> Any:
-  """Python's scalars get the parameter's dtype, as literals do in C++."""
-  if (
-    parameter is None
-    or parameter.dtype is None
-    or not isinstance(value, (bool, int, float, complex))
-  ):
+def as_operand(label: str, parameter: Parameter, value: Any) -> Any:
+  """Python's scalars get the parameter's dtype where it holds them, as literals do in C++."""
+  dtype = parameter.dtype
+  if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
-  try:
-    if np.asarray(value).astype(parameter.dtype) == value or isinstance(value, (float, complex)):
-      return jnp.asarray(value, parameter.dtype)
-  except (OverflowError, TypeError, ValueError):
-    pass
-  return value
+  if _compat.canonical_dtype(dtype) != dtype:
+    raise GateDefinitionError(
+      f"{label}: argument '{parameter.name}': {dtype.name} needs jax_enable_x64"
+    )
+  frozen = _attributes.number(label, parameter.name, value, dtype, what="argument")
+  return jnp.asarray(frozen.value)
 
 
 def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:

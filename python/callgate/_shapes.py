@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +23,11 @@ def result_types(
   if declared is None:
     assert gate.like is not None
     declared = jax.eval_shape(
-      functools.partial(gate.like, **accepted(gate.like, dict(static))), *args, **kwargs
+      lambda *args, **kwargs: gate.call_rule(gate.like, (), args, kwargs, static), *args, **kwargs
     )
   elif callable(declared) and not is_type(declared):
     rule = declared
-    declared = rule(*args, **accepted(rule, {**kwargs, **dict(static)}))
+    declared = gate.call_rule(rule, (), args, accepted(rule, kwargs), static)
   leaves, out_tree = jax.tree.flatten(declared, is_leaf=is_type)
   return tuple(_result_type(gate, leaf, i) for i, leaf in enumerate(leaves)), out_tree
 

@@ -1,35 +1,37 @@
-"""The system's C++ compiler, and a cache on disk of what it has made.
+"""The system's C++ compiler: where it is, how it is called, what it says.
 
-An entry is a shared library under the hash of all that it depends on: source, flags, the compiler's
-version, callgate's, the CPU. Any number of processes may build and read at once: an entry is
-written under a lock, by renaming, with a checksum beside it; one that is damaged is built again.
+What it makes is kept in `_build_cache`; a kernel that is there costs no run of the compiler, not
+even to ask for its version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
-import hashlib
-import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
-import tempfile
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from callgate import _callgate
+from callgate import _build_cache, _callgate
+from callgate._build_cache import cache_dir as cache_dir
 from callgate.errors import GateError
 
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
 DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
 _ALWAYS = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
 _COMPILERS = ("c++", "g++", "clang++")
+# What changes a compiler's result beside its arguments.
+_ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "SDKROOT")
+# Flags with a path in them, which the compiler takes relative to the current directory.
+_PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}
 
@@ -46,15 +48,6 @@ class CompileError(GateError, ValueError):
     self.output = output
 
 
-def cache_dir() -> Path:
-  """Where compiled kernels are kept: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
-  given = os.environ.get("CALLGATE_CACHE_DIR")
-  if given:
-    return Path(given)
-  base = os.environ.get("XDG_CACHE_HOME")
-  return (Path(base) if base else Path.home() / ".cache") / "callgate"
-
-
 def include_dir() -> Path:
   """The folder that holds `callgate/kernel.h`."""
   installed = Path(__file__).parent / "include"
@@ -63,47 +56,39 @@ def include_dir() -> Path:
   return Path(__file__).parents[2] / "include"  # a source tree
 
 
-def compiler() -> str:
-  """The C++ compiler's path: `CXX`, then c++, g++, clang++."""
-  given = os.environ.get("CXX")
-  for name in (given,) if given else _COMPILERS:
-    found = shutil.which(name)
+def compiler() -> list[str]:
+  """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
+  given = os.environ.get("CXX", "").strip()
+  for command in (shlex.split(given),) if given else ([name] for name in _COMPILERS):
+    found = shutil.which(command[0])
     if found:
-      return found
+      return [found, *command[1:]]
   looked = f"CXX={given}" if given else ", ".join(_COMPILERS)
   raise CompileError(
     f"no C++ compiler was found (looked for {looked}). Kernels in C++ need one that knows C++20: "
-    "install g++ 12 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
-    "conda install gxx) or clang++ 15 or newer, or name yours in the environment variable CXX"
+    "install g++ 11 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
+    "conda install gxx) or clang++ 14 or newer, or name yours in the environment variable CXX"
   )
-
-
-@functools.cache
-def _version(path: str, stamp: tuple[float, int]) -> str:
-  del stamp
-  result = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-  return result.stdout
 
 
 @functools.cache
 def cpu() -> str:
   """What `-march=native` stands for on this machine."""
+  fields: dict[str, str] = {}
   with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-    fields = {
-      key.strip(): value.strip()
-      for key, _, value in (line.partition(":") for line in file)
-      if key.strip() in ("model name", "flags", "Features", "CPU part")
-    }
-    return f"{platform.machine()} {sorted(fields.items())}"
-  return f"{platform.machine()} {platform.processor()}"
+    for line in file:
+      key, _, value = (part.strip() for part in line.partition(":"))
+      if not key:
+        break  # the first processor's are enough
+      if key in ("model name", "flags", "Features", "CPU part"):
+        fields[key] = value
+  return f"{platform.machine()} {sorted(fields.items()) or platform.processor()}"
 
 
 @functools.cache
 def _headers() -> str:
-  digest = hashlib.sha256()
-  for name in ("kernel.h", "kernel_abi.h"):
-    digest.update((include_dir() / "callgate" / name).read_bytes())
-  return digest.hexdigest()
+  files = sorted((include_dir() / "callgate").glob("kernel*.h"))
+  return _build_cache.digest([_build_cache.checksum(file) for file in files])
 
 
 def build(
@@ -128,101 +113,121 @@ def build(
   Raises:
     CompileError: the compiler refuses it.
   """
+  folders = [os.path.abspath(d) for d in library_dirs]
+  command = compiler()
   arguments = [
     *_ALWAYS,
     f"-I{include_dir()}",
-    *(f"-I{os.fspath(d)}" for d in include_dirs),
+    *(f"-I{os.path.abspath(d)}" for d in include_dirs),
     *flags,
   ]
-  links = [f"-L{os.fspath(d)}" for d in library_dirs]
-  links += [f"-Wl,-rpath,{os.fspath(d)}" for d in library_dirs]
-  links += [name if os.sep in name else f"-l{name}" for name in libraries]
-  # A second start needs the compiler's version, not the compiler's run: it is asked for once and
-  # kept with the file's time and size.
-  path = compiler()
-  key = _digest(
-    [source, *arguments, *links, _identity(path), cpu(), _headers(), f"{_callgate.KERNEL_ABI}"]
+  links = _links(libraries, folders)
+  here = os.getcwd() if any(flag.startswith(_PATH_FLAGS) for flag in flags) else ""
+  key = _build_cache.digest(
+    [
+      source,
+      arguments,
+      links,
+      here,
+      [os.environ.get(name, "") for name in _ENVIRONMENT],
+      _identity(tuple(command)),
+      cpu(),
+      _headers(),  # stands for callgate's version: nothing else of it is in the library
+      _callgate.KERNEL_ABI,
+    ]
   )
-  library = cache_dir() / "kernels" / key[:2] / f"{key}.so"
-  if _is_whole(library):
-    return library
-  library.parent.mkdir(parents=True, exist_ok=True)
-  with _locked(library.with_suffix(".lock")):
-    if not _is_whole(library):
-      _compile(what, source, [path, *arguments], links, library)
-  return library
+
+  def make(folder: Path) -> tuple[Path, list[str], int]:
+    started = time.time_ns()
+    made, read = _compile(what, source, [*command, *arguments], links, folder)
+    return made, [*read, *_archives(libraries, folders)], started
+
+  return _build_cache.find_or_make(key, make)
 
 
-def load(library: Path) -> ctypes.CDLL:
+def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
   """The library in this process; it stays until the process ends."""
   with _lock:
     key = str(library)
     if key not in _loaded:
-      _loaded[key] = ctypes.CDLL(key, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+      try:
+        _loaded[key] = ctypes.CDLL(key, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+      except OSError as error:
+        problem = str(error).removeprefix(f"{key}: ")
+        raise CompileError(
+          f"{what}: what the compiler made can't be loaded: {problem}. Libraries that it calls are "
+          "named with libraries=, and their folders with library_dirs=",
+          problem,
+        ) from None
     return _loaded[key]
 
 
-def _identity(path: str) -> str:
-  status = os.stat(os.path.realpath(path))
-  stamp = (status.st_mtime, status.st_size)
-  memory = cache_dir() / "compilers" / _digest([os.path.realpath(path), repr(stamp)])[:32]
-  with contextlib.suppress(OSError):
-    known = memory.read_text()
-    if known:
-      return known
-  version = _version(path, stamp)
-  with contextlib.suppress(OSError):
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    _write(memory, version.encode())
-  return version
+def _links(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
+  paths = [os.path.abspath(name) if os.sep in name else "" for name in libraries]
+  found = [*folders, *(os.path.dirname(path) for path in paths if path)]
+  return [
+    *(f"-L{d}" for d in folders),
+    *(f"-Wl,-rpath,{d}" for d in dict.fromkeys(found)),
+    *(path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)),
+  ]
 
 
-def _digest(parts: Sequence[str]) -> str:
-  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _archives(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
+  """Libraries that become part of the kernel's own: a change of one must be noticed."""
+  near = [os.path.join(d, f"lib{name}.a") for name in libraries for d in folders]
+  given = [os.path.abspath(n) for n in libraries if os.sep in n and n.endswith((".a", ".o"))]
+  return [path for path in (*near, *given) if os.path.exists(path)]
 
 
-def _is_whole(library: Path) -> bool:
+def _identity(command: tuple[str, ...]) -> str:
+  """The compiler's version, asked for once for each state of its program's file."""
+  files = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
+  stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
+  name = _build_cache.digest([command, stamps])[:32]
+  return _build_cache.remembered(name, lambda: _version(command, name))
+
+
+@functools.cache
+def _version(command: tuple[str, ...], state: str) -> str:
+  del state
+  result = _run([*command, "--version"], "its version")
+  return result.stdout.strip() or "unknown"
+
+
+def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
   try:
-    return library.with_suffix(".sha256").read_text() == _checksum(library)
-  except OSError:
-    return False
-
-
-def _checksum(path: Path) -> str:
-  with path.open("rb") as file:
-    return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-  """Replaces a file in one step."""
-  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-  with os.fdopen(descriptor, "wb") as file:
-    file.write(content)
-  os.replace(name, path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-  with path.open("w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
+    return subprocess.run(
+      command,
+      capture_output=True,
+      text=True,
+      errors="replace",
+      check=False,
+      stdin=subprocess.DEVNULL,
+    )
+  except OSError as error:
+    raise CompileError(f"{what}: the C++ compiler {command[0]} can't be run: {error}") from None
 
 
 def _compile(
-  what: str, source: str, command: Sequence[str], links: Sequence[str], library: Path
-) -> None:
-  with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-    unit, made = Path(folder) / "kernel.cc", Path(folder) / "kernel.so"
-    unit.write_text(source)
-    run = [*command, str(unit), "-o", str(made), *links]
-    result = subprocess.run(run, capture_output=True, text=True, check=False, cwd=folder)
-    if result.returncode != 0:
-      output = _readable(result.stderr, folder)
-      raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{output}", output)
-    os.replace(made, library)
-    _write(library.with_suffix(".sha256"), _checksum(library).encode())
+  what: str, source: str, command: Sequence[str], links: Sequence[str], folder: Path
+) -> tuple[Path, list[str]]:
+  """The library, and the files beside the source that it was made from."""
+  unit, made, read = folder / "kernel.cc", folder / "kernel.so", folder / "kernel.d"
+  unit.write_text(source, encoding="utf-8")
+  # -MMD: the headers of the system come with the compiler's version.
+  result = _run([*command, "-MMD", "-MF", str(read), str(unit), "-o", str(made), *links], what)
+  if result.returncode != 0 or not made.exists():
+    output = result.stderr.replace(f"{folder}{os.sep}", "").rstrip()
+    said = output or f"exit status {result.returncode}, without a message"
+    raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
+  own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
+  return made, [f for f in _dependencies(read) if not f.startswith(own)]
 
 
-def _readable(output: str, folder: str) -> str:
-  """The compiler's output without the folder of its run."""
-  return re.sub(re.escape(folder + os.sep), "", output).rstrip()
+def _dependencies(path: Path) -> list[str]:
+  """The files that a Makefile rule, as compilers write it, says a target depends on."""
+  if not path.exists():
+    return []
+  text = path.read_text(encoding="utf-8", errors="surrogateescape").replace("\\\n", " ")
+  words = re.findall(r"(?:\\[ #]|[^\s])+", text.partition(": ")[2].partition("\n")[0])
+  return [os.path.abspath(re.sub(r"\\([ #])", r"\1", word).replace("$$", "$")) for word in words]

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from callgate import _callgate, _cpp_source, _runtime, _toolchain
-from callgate._cpp_source import SourceFunction
+from callgate import _callgate, _cpp_source, _options, _runtime, _toolchain
+from callgate._cpp_source import SourceFunction, SourceParameter, TemplateParameter
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, from_codes
 from callgate.errors import GateDefinitionError
-from callgate.kernel import CallTypes, Function, Kernel, Static
+from callgate.kernel import CallTypes, Function, Kernel, Static, Type
 
 _TYPES = {
   "bool": "bool",
-  "float16": "cg::float16",
+  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
   "float32": "float",
   "float64": "double",
   "complex64": "std::complex<float>",
   "complex128": "std::complex<double>",
+  **{
+    name: f"cg::{name}"
+    for name in (
+      *("float16", "bfloat16", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fn"),
+      *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+  },
+}
+_DTYPES = {
+  **{text: name for name, text in _TYPES.items()},
+  **{f"std::{text}": name for name, text in _TYPES.items() if text.endswith("_t")},
+  "int": "int32",
+  "unsigned": "uint32",
+  "unsigned int": "uint32",
+  "short": "int16",
+  "long": "int64",
+  "long long": "int64",
+  "unsigned long": "uint64",
+  "size_t": "uint64",
 }
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:
-  """The C++ type of a dtype's elements."""
-  if dtype.kind in "iu":
-    return f"{dtype.name}_t"
-  return _TYPES.get(dtype.name, f"cg::{dtype.name}")
+  """The C++ type of a dtype's elements; "" for one that kernel.h doesn't have."""
+  return _TYPES.get(np.dtype(dtype).name, "")
 
 
 class CppKernel(Kernel):
@@ -54,10 +72,8 @@ class CppKernel(Kernel):
     self.build_options = build_options
     label = f"kernel '{name}'"
     self.cpp_function = _cpp_source.find(label, source, function)
-    self._qualified = function or self.cpp_function.name
     self._plain: Function | None = None
-    template = self.cpp_function.template
-    if not template:
+    if not self.cpp_function.template:
       self._plain = self._build(label, "")
     signature = self._plain.parameters if self._plain else _signature(self.cpp_function)
     super().__init__(name, signature, **options)
@@ -66,101 +82,128 @@ class CppKernel(Kernel):
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    given = {name: kwargs.pop(name) for _, name in self.cpp_function.template if name in kwargs}
+    template = {p.name: p for p in self.cpp_function.template}
+    given = {name: kwargs.pop(name) for name in template if name in kwargs}
     operands, static = super()._arguments(args, kwargs)
     if not given:
       return operands, static
-    bound = {name: _template_value(self.label, name, value) for name, value in given.items()}
+    bound = {
+      name: _template_value(self.label, template[name], value) for name, value in given.items()
+    }
     return operands, tuple(sorted({**dict(static), **bound}.items()))
 
   # -- variants ----------------------------------------------------------------------------------
   def variant_key(self, types: CallTypes) -> str:
-    bound = dict[str, str]()
-    given = dict(types.static)
-    for kind, name in self.cpp_function.template:
-      if name in given:
-        bound[name] = str(given[name])
-      else:
-        bound[name] = self._deduce(kind, name, types)
-    return ",".join(f"{name}={bound[name]}" for _, name in self.cpp_function.template)
+    given, parts = dict(types.static), list[str]()
+    for parameter in self.cpp_function.template:
+      if parameter.name in given:
+        parts.append(f"{parameter.name}={given[parameter.name]}")
+      elif (found := self._deduced(parameter, types)) is not None:
+        parts.append(f"{parameter.name}={found}")
+      elif not parameter.default:
+        kind = "typename" if parameter.is_type else "int"
+        raise GateDefinitionError(
+          f"{self.label}: expected the template parameter '{kind} {parameter.name}' by keyword "
+          f"({parameter.name}=...), since it is no array's element type or rank"
+        )
+    return ",".join(parts)
 
   def types_of_key(self, key: str) -> CallTypes:
-    static = tuple(tuple(part.split("=", 1)) for part in key.split(",") if part)
-    return CallTypes((), (), static)  # pyright: ignore[reportArgumentType]
+    return CallTypes((), (), tuple(sorted(_bound(key).items())))
 
-  def _deduce(self, kind: str, name: str, types: CallTypes) -> str:
+  def _deduced(self, wanted: TemplateParameter, types: CallTypes) -> str | None:
     """A template parameter from the call's arrays: an element type, or a rank."""
-    operands, results = iter(types.operands), iter(types.results)
-    for parameter in self.cpp_function.parameters:
-      found = None
-      if parameter.kind in (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS):
-        found = next(operands, None)
-      if parameter.kind in (Kind.OUT, Kind.INOUT, Kind.OUTS):
-        found = next(results, found)
-      if found is None:
-        continue
-      if parameter.element == name:
-        return found[0].name
-      if parameter.rank == name:
-        return str(found[1])
-    raise GateDefinitionError(
-      f"{self.label}: expected the template parameter '{kind} {name}' by keyword ({name}=...), "
-      "since it is no array's element type or rank"
-    )
+    for parameter, (dtype, rank) in self._arrays(types):
+      element = parameter.element.replace(" ", "")
+      if wanted.is_type and element == wanted.name:
+        return dtype.name
+      if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
+        return f"float{dtype.itemsize * 4}"
+      if not wanted.is_type and parameter.rank == wanted.name:
+        return str(rank)
+    return None
+
+  def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, Type]]:
+    """Parameters with the type of an array that they take, operands first."""
+    parameters = self.cpp_function.parameters or ()
+    for kinds, arrays in (
+      ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
+      ((Kind.OUT, Kind.INOUT, Kind.OUTS), types.results),
+    ):
+      side = [p for p in parameters if p.kind in kinds]
+      rest = iter(arrays)
+      for parameter in side:
+        variadic = parameter.kind in (Kind.INS, Kind.OUTS)
+        for array in itertools.islice(rest, len(arrays) - len(side) + 1 if variadic else 1):
+          yield parameter, array
 
   def compile(self, types: CallTypes) -> tuple[str, Function]:
     key = self.variant_key(types)
     if self._plain is not None:
       return key, self._plain
-    arguments: list[str] = []
-    for kind, name in self.cpp_function.template:
-      value = dict(part.split("=", 1) for part in key.split(","))[name]
-      is_type = kind in ("typename", "class")
-      arguments.append(cpp_type(_dtype(value)) if is_type else value)
-    return key, self._build(self.label, f"<{', '.join(arguments)}>")
+    bound, arguments = _bound(key), list[str]()
+    for parameter in self.cpp_function.template:
+      value = bound.get(parameter.name, parameter.default)
+      if parameter.is_type and parameter.name in bound:
+        value = cpp_type(_dtype(value))
+        if not value:
+          raise GateDefinitionError(
+            f"{self.label}: {parameter.name}: C++ kernels have no type for "
+            f"{bound[parameter.name]}; expected one of {', '.join(_TYPES)}"
+          )
+      arguments.append(value)
+    function = self._build(self.label, f"<{', '.join(arguments)}>")
+    assert self.signature is not None
+    for read, real in zip(self.signature, function.parameters, strict=True):
+      if read.kind is not real.kind:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
+          "<...>: callgate reads the kinds of a template's parameters before it is compiled, and "
+          "does not know other names of them"
+        )
+    return key, function
 
   def _build(self, label: str, instance: str) -> Function:
-    library = _toolchain.build(label, self._unit(label, instance), **self.build_options)
-    loaded = _toolchain.load(library)
+    unit = self._unit(instance)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = _toolchain.build(what, unit, **self.build_options)
+    loaded = _toolchain.load(library, label)
     table = _address(loaded, "callgate_kernels")
-    ((_, address, codes, names),) = _callgate.read_library(str(library), table)
+    # The source may have kernels of its own, of CALLGATE_KERNEL; ours is the last.
+    *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
     return Function(address, tuple(from_codes(codes, names)), keep=loaded)
 
-  def _unit(self, label: str, instance: str) -> str:
-    """The source with what makes a library of it."""
-    file = re.sub(r'["\\]', "_", label)
+  def _unit(self, instance: str) -> str:
+    """The source with what makes a library of it; no part of it is the kernel's own name."""
     function = self.cpp_function
-    names = ", ".join(p.name or str(i) for i, p in enumerate(function.parameters))
+    parameters = function.parameters or ()
+    names = ", ".join(p.name or str(i) for i, p in enumerate(parameters))
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
     return (
       f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
-      f'#line 1 "{file}"\n{self.source}\n#line 1 "callgate"\n'
+      f'#line 1 "{function.name}"\n{self.source}\n#line 1 "callgate"\n'
       "namespace { callgate_kernel callgate_made = "
-      f"::callgate::detail::describe<&{self._qualified}{instance}>"
-      f'("{function.name}, {names}");\n'
+      f"::callgate::detail::describe<&::{function.qualified}{instance}>"
+      f'("{function.name}{", " if names else ""}{names}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
     )
+
+
+def _bound(key: str) -> dict[str, str]:
+  """The template arguments that a variant's key holds."""
+  pairs = (part.partition("=") for part in key.split(",") if part)
+  return {name: value for name, _, value in pairs}
 
 
 def _signature(function: SourceFunction) -> list[Parameter]:
   """A template's parameters before it is compiled for a call: kinds and names."""
   parameters: list[Parameter] = []
-  for i, p in enumerate(function.parameters):
+  for i, p in enumerate(function.parameters or ()):
     rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
-    dtype = (
-      _element_dtype(p.element) if p.kind in (Kind.NUMBER, Kind.NUMBERS, Kind.SCALAR) else None
-    )
+    known = _DTYPES.get(p.element)
+    dtype = _dtype(known) if known else None
     parameters.append(Parameter(p.name or str(i), p.kind, dtype, rank))
   return parameters
-
-
-def _element_dtype(text: str) -> np.dtype[Any] | None:
-  names = {"float": "float32", "double": "float64", "int": "int32", "long": "int64", "bool": "bool"}
-  text = text.removeprefix("std::").removesuffix("_t")
-  try:
-    return np.dtype(names.get(text, text))
-  except TypeError:
-    return None
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -169,15 +212,19 @@ def _dtype(name: str) -> np.dtype[Any]:
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _template_value(label: str, name: str, value: Any) -> str:
-  if isinstance(value, (bool, int, np.integer)):
-    return str(int(value))
-  try:
-    return np.dtype(value).name
-  except TypeError:
-    raise GateDefinitionError(
-      f"{label}: template parameter '{name}': expected a dtype or an integer, got {value!r}"
-    ) from None
+def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str:
+  if not parameter.is_type:
+    if isinstance(value, (bool, int, np.integer)):
+      return str(int(value))
+    what = "an integer"
+  else:
+    what = "a dtype"
+    if not isinstance(value, (bool, int, float)) and value is not None:
+      with contextlib.suppress(TypeError, AttributeError):
+        return (_dtype(value) if isinstance(value, str) else np.dtype(value)).name
+  raise GateDefinitionError(
+    f"{label}: template parameter '{parameter.name}': expected {what}, got {value!r}"
+  )
 
 
 def _address(library: Any, symbol: str) -> int:
@@ -261,14 +308,15 @@ def cpp(
     GateDefinitionError: an option is wrong.
   """
   defaults = _toolchain.DEBUG_FLAGS if debug else _toolchain.DEFAULT_FLAGS
+  known = _cpp_source.find("cpp" if name is None else f"kernel '{name}'", source, function)
+  label = f"kernel '{name or known.name}'"
   build_options = {
-    "flags": (*defaults, *flags),
-    "include_dirs": tuple(os.fspath(d) for d in include_dirs),
-    "libraries": tuple(libraries),
-    "library_dirs": tuple(os.fspath(d) for d in library_dirs),
+    "flags": (*defaults, *_options.strings(label, "flags", flags)),
+    "include_dirs": _options.strings(label, "include_dirs", include_dirs),
+    "libraries": _options.strings(label, "libraries", libraries),
+    "library_dirs": _options.strings(label, "library_dirs", library_dirs),
   }
   if name is None:
-    known = _cpp_source.find("cpp", source, function)
     name = _runtime.free_name(f"{caller_module()}.{known.name}")
   return CppKernel(
     name,

@@ -8,23 +8,31 @@ of a call, as *variants* that programs name.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from callgate import _attributes, _callgate, _derivatives, _names, _runtime, _shapes
+from callgate import (
+  _attributes,
+  _callgate,
+  _derivatives,
+  _names,
+  _runtime,
+  _shapes,
+)
+from callgate._benchmark import BenchmarkResult, benchmark
+from callgate._kernel_types import check_argument, check_types
 from callgate._lowering import Level, is_packed
 from callgate._operation import Effect, Operation, Vmap
 from callgate._parameters import (
   Kind,
   Parameter,
   as_operand,
-  expected_text,
-  fits,
   leaves_of,
-  type_text,
 )
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred, raise_kept
@@ -121,6 +129,10 @@ class Kernel(Operation):
       out, like, effect, aliases, vmap, sharding, linear, gradient: as for `callgate.gate`.
       thread_safe: lanes of a vmap may run on several threads at once.
     """
+    if "[" in name or "]" in name:
+      raise GateDefinitionError(
+        f"kernel '{name}': expected a name without brackets, which mark a kernel's variants"
+      )
     super().__init__(
       name,
       out=out,
@@ -135,9 +147,11 @@ class Kernel(Operation):
     self.thread_safe = thread_safe
     self.signature = None if signature is None else tuple(signature)
     self._variants: dict[str, Variant] = {}
+    self._defining = threading.RLock()
     if self.signature is not None:
       self.parameters = tuple(p.name for p in self.signature if p.is_operand)
       self._alias_inouts(self.signature)
+      self.linear = self._linear_operands(self.signature)
     taken = _names.get(name)
     if taken is not None:
       raise ValueError(
@@ -156,6 +170,22 @@ class Kernel(Operation):
     for parameter in signature:
       if parameter.kind is Kind.INOUT:
         self.aliases[operands.index(parameter)] = results.index(parameter)
+
+  def _linear_operands(self, signature: Sequence[Parameter]) -> bool | tuple[int, ...]:
+    """`linear` counts the call's arguments; its rules count those that are arrays."""
+    if isinstance(self.linear, bool):
+      return self.linear
+    given = [p for p in signature if p.is_given]
+    operands = [p for p in given if p.is_operand]
+    positions = (self.linear,) if isinstance(self.linear, int) else tuple(self.linear)
+    for position in positions:
+      if not 0 <= position < len(given) or not given[position].is_operand:
+        arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
+        raise GateDefinitionError(
+          f"{self.label}: linear: expected positions of arguments that are arrays, {arrays}; got "
+          f"{position}"
+        )
+    return tuple(operands.index(given[position]) for position in positions)
 
   # -- variants ----------------------------------------------------------------------------------
   def compile(self, types: CallTypes) -> tuple[str, Function]:
@@ -179,9 +209,8 @@ class Kernel(Operation):
   def variant(self, types: CallTypes) -> Variant:
     """The variant for a call, compiled at its first use."""
     key = self.variant_key(types)
-    if key not in self._variants:
-      self._define(key, types)
-    return self._variants[key]
+    known = self._variants.get(key)
+    return known if known is not None else self._define(key, types)
 
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
@@ -189,8 +218,13 @@ class Kernel(Operation):
       self._define(key, self.types_of_key(key))
     return True
 
-  def _define(self, key: str, types: CallTypes) -> None:
-    _, function = self.compile(types)
+  def _define(self, key: str, types: CallTypes) -> Variant:
+    with self._defining:  # threads that trace at once get the same variant
+      if key not in self._variants:
+        self._variants[key] = self._defined(key, self.compile(types)[1])
+      return self._variants[key]
+
+  def _defined(self, key: str, function: Function) -> Variant:
     callee = _callgate.Kernel(
       f"{self.name}[{key}]" if key else self.name,
       function.address,
@@ -201,7 +235,7 @@ class Kernel(Operation):
       repeatable=self.effect == "pure",
       keep=function.keep,
     )
-    self._variants[key] = Variant(callee, function.parameters)
+    return Variant(callee, function.parameters)
 
   # -- calling -----------------------------------------------------------------------------------
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,8 +250,17 @@ class Kernel(Operation):
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
-    operands, static = self._arguments(args, kwargs)
+    return self.call_split(*self.split_call(args, kwargs))
+
+  def call_split(self, operands: tuple[Any, ...], static: Static) -> Any:
+    """Calls it with what `split_call` gave."""
     return _derivatives.apply(self, self.rules, operands, {}, static)
+
+  def split_call(
+    self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+  ) -> tuple[tuple[Any, ...], Static]:
+    """A call's operands, in the order of the parameters, and its static values, frozen."""
+    return self._arguments(args, dict(kwargs))
 
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,9 +285,10 @@ class Kernel(Operation):
     missing = [p.name for p in given if p.name not in values]
     if missing:
       raise GateDefinitionError(f"{self.label}: expected argument '{missing[0]}', got none")
-    operands = [as_operand(p, values[p.name]) for p in given if p.is_operand]
+    operands = [as_operand(self.label, p, values[p.name]) for p in given if p.is_operand]
     for parameter, value in zip((p for p in given if p.is_operand), operands, strict=True):
-      leaves_of(self.label, parameter, value)
+      for leaf in leaves_of(self.label, parameter, value):
+        check_argument(self, parameter, leaf)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
 
@@ -259,37 +303,68 @@ class Kernel(Operation):
           "which kernels don't take; convert to int8 before the call"
         )
     variant = self.variant(_types(structs, results, site.static))
-    self._check_types(variant.parameters, site, structs, results)
+    check_types(self, variant.parameters, site, structs, results)
+    values = dict(site.static)
+    for parameter in variant.parameters:
+      if parameter.is_static and parameter.name in values:
+        parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
-  def _check_types(
+  # -- rules and references ----------------------------------------------------------------------
+  def call_rule(
     self,
-    parameters: Sequence[Parameter],
-    site: CallSite,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-  ) -> None:
-    ins = _expand([p for p in parameters if p.is_operand], len(operands))
-    outs = _expand([p for p in parameters if p.is_result], len(results))
-    if ins is None or outs is None:
-      side, have = ("arguments", len(operands)) if ins is None else ("results", len(results))
-      want = [p.name for p in parameters if (p.is_operand if ins is None else p.is_result)]
-      hint = "" if ins is None else f" from {'out' if self.out is not None else 'like'}"
-      raise GateDefinitionError(
-        f"{self.label}: expected {len(want)} {side} ({', '.join(want)}), got {have}{hint}"
-      )
-    for index, (parameter, value) in enumerate(zip(ins, operands, strict=True)):
-      if not fits(parameter, value.dtype, len(value.shape)):
-        raise GateDefinitionError(
-          f"{self.label}: argument {_names.argument(self.name, site.spec, index)}: expected "
-          f"{expected_text(parameter)}, got {type_text(value.dtype, value.shape)}"
-        )
-    for index, (parameter, value) in enumerate(zip(outs, results, strict=True)):
-      if not fits(parameter, value.dtype, len(value.shape)):
-        raise GateDefinitionError(
-          f"{self.label}: result {index} ('{parameter.name}'): expected "
-          f"{expected_text(parameter)}, got {type_text(value.dtype, value.shape)} from "
-          f"{'out' if self.out is not None else 'like'}"
-        )
+    function: Callable[..., Any],
+    lead: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Static,
+  ) -> Any:
+    """Static values go where the function has their names, or to their places in the signature."""
+    values = {name: _attributes.thaw(value) for name, value in static}
+    positional, known = _places(function, len(lead), values)
+    ordered = [p for p in self.signature or () if p.is_given]
+    if values and not known and len(positional) == len(ordered) > len(args):
+      operands = iter(args)
+      args = [next(operands) if p.is_operand else values[p.name] for p in ordered]
+      return function(*lead, *args, **kwargs)
+    placed, rest = list[Any](), list(args)
+    for name in positional:
+      if not rest:
+        break
+      placed.append(known.pop(name) if name in known else rest.pop(0))
+    return function(*lead, *placed, *rest, **kwargs, **known)
+
+  def reference(self, *args: Any, **kwargs: Any) -> Any:
+    assert self.like is not None
+    operands, static = self.split_call(args, kwargs)
+    return self.call_rule(self.like, (), operands, {}, static)
+
+  def benchmark(self, *args: Any, seconds: float = 0.5, **kwargs: Any) -> BenchmarkResult:
+    """Measures calls on real values, prints time, GB/s and the ratio to `like`, if there is one.
+
+    ```python
+    import callgate as cg, jax.numpy as jnp
+
+    double = cg.cpp(\"\"\"
+      void twice(cg::In<float, 1> x, cg::Out<float, 1> y) {
+        for (int64_t i = 0; i < x.size(); ++i) y[i] = 2 * x[i];
+      }\"\"\", like=lambda x: 2 * x)
+
+    measured = double.benchmark(jnp.ones(1000), seconds=0.01)
+    assert measured.ratio > 0
+    ```
+
+    A call is one of the jitted function, with JAX's dispatch (some microseconds); the kernel's and
+    the reference's calls take turns, and the fastest of each counts.
+
+    Args:
+      *args: as for a call.
+      seconds: how long to measure, about.
+      **kwargs: as for a call.
+
+    Returns:
+      What was measured, also as numbers.
+    """
+    return benchmark(self, args, kwargs, seconds)
 
   # -- programs ----------------------------------------------------------------------------------
   def emission(
@@ -305,7 +380,8 @@ class Kernel(Operation):
     ]
     results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in avals_out]
     variant = self.variant(_types(core, results, site.static))
-    self._check_types(variant.parameters, site, core, results)
+    whole = tuple(len(r.shape) for r in results) != tuple(len(shape) for shape, _ in site.results)
+    check_types(self, variant.parameters, site, core, results, whole=whole)
     declared = {p.name: p for p in variant.parameters}
     attributes: dict[str, Any] = {
       "signature": variant.callee.signature,
@@ -338,25 +414,29 @@ class Kernel(Operation):
       raise
 
 
+def _places(
+  function: Callable[..., Any], skip: int, values: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+  """Names of a function's positional parameters, and those of the values that it has a name for."""
+  try:
+    parameters = list(inspect.signature(function).parameters.values())
+  except (TypeError, ValueError):
+    return [], {}
+  named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+  anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+  positional = [
+    p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
+  known = {name: value for name, value in values.items() if anything or name in named}
+  return positional[skip:], known
+
+
 def _types(operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
   return CallTypes(
     tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
     tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
     static,
   )
-
-
-def _expand(parameters: Sequence[Parameter], count: int) -> list[Parameter] | None:
-  """One parameter for each of `count` arrays; None where they don't fit."""
-  variadic = sum(p.kind in (Kind.INS, Kind.OUTS) for p in parameters)
-  extra = count - len(parameters)
-  if variadic > 1 or (variadic == 0 and extra != 0) or (variadic == 1 and extra < -1):
-    return None
-  expanded: list[Parameter] = []
-  for parameter in parameters:
-    times = extra + 1 if parameter.kind in (Kind.INS, Kind.OUTS) else 1
-    expanded.extend([parameter] * times)
-  return expanded
 
 
 def undefined(name: str) -> bool:

@@ -2,6 +2,7 @@
 #include "xla/attributes.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <utility>
 
@@ -15,6 +16,26 @@ DType dtype_of(XLA_FFI_DataType code, std::string_view name) {
   if (dtype) return *dtype;
   throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'",
               "a known element type", "code " + std::to_string(static_cast<int>(code)));
+}
+
+// XLA's attributes have no arrays of bools, no small floats and no complex numbers. Python sends
+// those as a dictionary of their bytes (python/callgate/_attributes.py). False for any other one.
+bool add_encoded(Attributes& to, std::string_view name, const Attributes& entries) {
+  const callgate_attribute* dtype = entries.find("callgate:dtype");
+  const callgate_attribute* one = entries.find("callgate:number");
+  const callgate_attribute* bytes = one != nullptr ? one : entries.find("callgate:numbers");
+  if (dtype == nullptr || bytes == nullptr || dtype->dtype != static_cast<int>(DType::kS32) ||
+      bytes->dtype != static_cast<int>(DType::kU8))
+    return false;
+  DType type =
+      dtype_of(static_cast<XLA_FFI_DataType>(*static_cast<const std::int32_t*>(dtype->data)), name);
+  std::size_t size = storage_bytes(type, 1);
+  if (one != nullptr && bytes->count >= size) {
+    to.add_number(name, type, bytes->data);
+  } else {
+    to.add_numbers(name, type, bytes->data, bytes->count / size);
+  }
+  return true;
 }
 
 Attributes decode(const XLA_FFI_Attrs& from) {
@@ -36,9 +57,11 @@ Attributes decode(const XLA_FFI_Attrs& from) {
       case XLA_FFI_AttrType_STRING:
         to.add_string(name, name_of(*static_cast<const XLA_FFI_ByteSpan*>(value)));
         break;
-      case XLA_FFI_AttrType_DICTIONARY:
-        to.add_dictionary(name, decode(*static_cast<const XLA_FFI_Attrs*>(value)));
+      case XLA_FFI_AttrType_DICTIONARY: {
+        Attributes entries = decode(*static_cast<const XLA_FFI_Attrs*>(value));
+        if (!add_encoded(to, name, entries)) to.add_dictionary(name, std::move(entries));
         break;
+      }
       default:
         throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'",
                     "a number, a string, an array or a dictionary", "something else");

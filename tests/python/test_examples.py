@@ -151,3 +151,21 @@ def test_feed_trains_on_every_batch_that_it_takes(tmp_path):
   batches = (1797 - 400) // 32
   assert numbers(line_with(text, "batches taken")) == [30 * batches]
   assert numbers(line_with(text, "held-out"))[-1] > 0.93
+
+
+def test_simplex_unmixes_spectra_and_agrees_with_jax(tmp_path):
+  text = run("simplex.py", cwd=tmp_path)
+  assert numbers(line_with(text, "error of a weight"))[-1] < 1e-2
+  assert numbers(line_with(text, "difference from JAX"))[-1] < 1e-5
+  assert numbers(line_with(text, "difference of gradients"))[-1] < 1e-5
+
+
+def test_sparse_solves_for_heat_as_scipy_does(tmp_path):
+  text = run("sparse.py", cwd=tmp_path)
+  for line, bound in (
+    ("product", 1e-13),
+    ("transpose", 1e-13),
+    ("solution", 1e-8),
+    ("gradient", 1e-8),
+  ):
+    assert numbers(line_with(text, line))[-1] < bound

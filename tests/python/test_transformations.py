@@ -126,16 +126,26 @@ def run(chains: Sequence[Sequence[str]], f: F) -> list[np.ndarray]:
 
 
 @functools.cache
-def expected(chains: tuple[Sequence[str], ...]) -> list[np.ndarray]:
-  return run(chains, reference)
+def expected(chains: tuple[Sequence[str], ...], truth: F = reference) -> list[np.ndarray]:
+  return run(chains, truth)
 
 
-def assert_chains_agree(chains: Sequence[Sequence[str]], effect: Any = "pure") -> None:
-  want = expected(tuple(chains))
-  results = {"callgate": run(chains, cg.gate(on_host, like=reference, effect=effect))}
+def gate(effect: Any) -> F:
+  return cg.gate(on_host, like=reference, effect=effect)
+
+
+def assert_chains_agree(
+  chains: Sequence[Sequence[str]],
+  effect: Any = "pure",
+  make: Callable[[Any], F] = gate,
+  truth: F = reference,
+) -> None:
+  """Compares what `make(effect)` gives, on both engines, with the reference."""
+  want = expected(tuple(chains), truth)
+  results = {"callgate": run(chains, make(effect))}
   if effect == "pure":
     with cg.config(engine="jax"):
-      results["jax"] = run(chains, cg.gate(on_host, like=reference))
+      results["jax"] = run(chains, make(effect))
   for engine, got in results.items():
     for chain, a, b in zip(chains, got, want, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"{engine}: {chain}")
@@ -162,9 +172,8 @@ def test_triples_of_transformations_agree_with_jax(part: int) -> None:
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_work_outside_jit(name: str) -> None:
-  gate = cg.gate(on_host, like=reference)
   want = run([[name]], reference)[0]
-  np.testing.assert_allclose(TRANSFORMATIONS[name](gate)(X), want, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(TRANSFORMATIONS[name](gate("pure"))(X), want, rtol=1e-4, atol=1e-5)
 
 
 # -- properties ----------------------------------------------------------------------------------
