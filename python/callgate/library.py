@@ -70,8 +70,8 @@ class _Inferred:
       why = f"the arguments of that type differ: {', '.join(shown)}"
     else:
       why = "no argument has that type"
-    names = ", ".join(p.name for p in self.parameters if p.is_operand)
-    names = names if names.replace(", ", "_").isidentifier() else "*args"
+    operands = [p.name for p in self.parameters if p.is_operand]
+    names = ", ".join(operands) if all(map(str.isidentifier, operands)) else "*args"
     return (
       f"{self.label}: the shape of result '{result.name}' ({expected_text(result)}) does not "
       f"follow from the arguments, since {why}; expected out=, as in "
@@ -115,13 +115,14 @@ class Library:
   Attributes:
     name: what the names of its kernels begin with in compiled programs.
     path: of the file.
+    cdll: the file as ctypes has loaded it.
   """
 
   def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
     """See `library`."""
     self.name = name
     self.path = path
-    self._loaded = loaded
+    self.cdll = loaded
     self._functions = _functions(path, loaded)
     self._kernels: dict[str, Kernel] = {}
 
@@ -235,8 +236,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   ```
 
   Each call is checked against the kernel's C++ types while it is traced. Results are inferred where
-  these tell them: an `InOut` is as its argument; a result of rank 0 has no extents; an `Out` has the
-  shape of the arguments whose parameters have its element type and rank, if they all have one
+  these tell them: an `InOut` is as its argument; a result of rank 0 has no extents; an `Out` has
+  the shape of the arguments whose parameters have its element type and rank, if they all have one
   shape. For any other result, and where this is not what the kernel means, give `out`: see
   `Library.kernel`.
 
@@ -263,7 +264,7 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   with _lock:
     loaded = _load(file)
     for known in list(_libraries.values()):
-      if known._loaded is loaded and name in (None, known.name):
+      if known.cdll is loaded and name in (None, known.name):
         return known
     if name is None:
       stem = os.path.basename(file).split(".")[0].removeprefix("lib")
