@@ -43,7 +43,10 @@ def add_folders(subparsers: Subparsers) -> None:
   """Adds `include-dir` and `cmake-dir`: where a build of kernels finds callgate."""
   folders = {
     "include-dir": (_toolchain.include_dir, "print the folder that holds callgate/kernel.h"),
-    "cmake-dir": (_toolchain.cmake_dir, "print the folder where CMake finds callgate (callgate_DIR)"),
+    "cmake-dir": (
+      _toolchain.cmake_dir,
+      "print the folder where CMake finds callgate (callgate_DIR)",
+    ),
   }
   for name, (folder, text) in folders.items():
     parser = subparsers.add_parser(name, help=text)

@@ -128,9 +128,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_that_does_not_fit_is_refused_while_it_is_traced(
-  lib: cg.Library, case: str
-) -> None:
+def test_a_call_that_does_not_fit_is_refused_while_it_is_traced(lib: cg.Library, case: str) -> None:
   call, message = CALLS[case]
   with pytest.raises(cg.GateDefinitionError) as raised:
     jax.make_jaxpr(lambda: call(lib))()
