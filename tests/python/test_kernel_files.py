@@ -218,7 +218,7 @@ def test_by_default_all_live_kernels_that_can_travel_are_saved(
   with pytest.raises(cg.GateDefinitionError, match=r"got <kernel 'staying.scale'>, whose code is"):
     cg.save_kernels(tmp_path / "other", [scale, stays])
   assert not (tmp_path / "other").exists()
-  with pytest.raises(cg.GateDefinitionError, match="expected kernels that callgate.cpp"):
+  with pytest.raises(cg.GateDefinitionError, match="expected kernels that"):
     cg.save_kernels(tmp_path / "other", [reverse, np.sin])  # pyright: ignore[reportArgumentType]
 
 
@@ -275,7 +275,7 @@ def test_a_name_that_is_taken_leaves_nothing_of_the_file_loaded(tmp_path: Path) 
   del first, second
   gc.collect()
   gate = cg.gate(lambda x: x, out=lambda x: x, name="files.second")
-  with pytest.raises(ValueError, match="files.second"):
+  with pytest.raises(ValueError, match=r"files\.second"):
     cg.load_kernels(tmp_path / "kernels")
   gc.collect()
   assert "files.first" not in _callgate.registered_names()

@@ -92,7 +92,7 @@ def test_results_of_a_type_that_no_argument_has_need_out(lib: cg.Library) -> Non
     r"library.kernel\('histogram', out=lambda x: ...\)",
   ):
     lib.histogram(jnp.ones(3))
-  with pytest.raises(cg.GateDefinitionError, match="'parts' .* any number of results"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'parts' .* any number of results"):
     lib.split(jnp.ones(3))
 
 
