@@ -50,6 +50,10 @@
 // --- Element types -------------------------------------------------------------------------------
 
 namespace callgate {
+// By CALLGATE_ABI, so that code of two versions, or of callgate itself, shares no symbols in a
+// process.
+inline namespace kernel_v1 {
+static_assert(CALLGATE_ABI == 1);
 
 inline constexpr int dynamic = -1;
 
@@ -518,8 +522,8 @@ class Context {
   T* scratch(int64_t count) const {
     size_t alignment = alignof(T) < 64 ? 64 : alignof(T);
     bool fits = count >= 0 && uint64_t(count) <= SIZE_MAX / sizeof(T);
-    void* memory = fits ? call_->services->scratch(call_, size_t(count) * sizeof(T), alignment)
-                        : nullptr;
+    void* memory =
+        fits ? call_->services->scratch(call_, size_t(count) * sizeof(T), alignment) : nullptr;
     if (memory == nullptr)
       detail::raise(
           Error("no memory for %lld elements of %d bytes", (long long)count, int(sizeof(T))));
@@ -687,6 +691,7 @@ struct Registration {
 };
 
 }  // namespace detail
+}  // namespace kernel_v1
 }  // namespace callgate
 
 namespace cg = callgate;  // NOLINT: the short name that users write

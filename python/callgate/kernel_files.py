@@ -247,9 +247,12 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
   """Loads the kernels of a file that `save_kernels` wrote, for programs that name them.
 
   ```python
+  import callgate as cg, jax.numpy as jnp
+  from jax import export
+
   cg.load_kernels("program.kernels")
   with open("program.bin", "rb") as file:
-    program = jax.export.deserialize(bytearray(file.read()))
+    program = export.deserialize(bytearray(file.read()))
   program.call(jnp.ones(3))
   ```
 
