@@ -199,10 +199,12 @@ def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
 
 
 def _write_archive(file: Any, manifest: str, members: Mapping[str, bytes]) -> None:
-  with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-    archive.writestr(_MANIFEST, manifest)
-    for digest, content in members.items():
-      archive.writestr(f"bytes/{digest}", content)
+  contents: dict[str, Any] = {_MANIFEST: manifest}
+  contents.update((f"bytes/{digest}", content) for digest, content in members.items())
+  with zipfile.ZipFile(file, "w") as archive:
+    for name, content in contents.items():
+      # A ZipInfo has a fixed date: the same kernels make the same file.
+      archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 # --- Loading ----------------------------------------------------------------------------------

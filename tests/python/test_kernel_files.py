@@ -51,12 +51,14 @@ NO_COMPILER = {"CXX": "/nonexistent/c++"}
 
 @pytest.fixture
 def scale() -> Any:
+  drop_programs()  # with them, the kernel of the test before
   yield cg.cpp(SCALE, out=lambda a, x: x, name="files.scale")
   drop_programs()
 
 
 @pytest.fixture
 def reverse() -> Any:
+  drop_programs()
   yield cg.cpp(REVERSE, out=lambda x: x, name="files.reverse")
   drop_programs()
 
