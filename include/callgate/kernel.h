@@ -20,6 +20,7 @@
 //   cg::Context&        the thread pool, scratch memory, the device
 //
 // and that returns void. An exception that leaves it fails the program with the exception's text.
+// In code that is compiled without exceptions an error of this header's ends the process.
 //
 // Views are dense and row-major. `x[i]` is the i-th element in memory order, `x(i, j)` the one at
 // an index. Both are checked where CALLGATE_BOUNDS_CHECK is 1, which is the default without NDEBUG.
@@ -31,6 +32,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <type_traits>
@@ -48,6 +50,10 @@
 // --- Element types -------------------------------------------------------------------------------
 
 namespace callgate {
+// By CALLGATE_ABI, so that code of two versions, or of callgate itself, shares no symbols in a
+// process.
+inline namespace kernel_v1 {
+static_assert(CALLGATE_ABI == 1);
 
 inline constexpr int dynamic = -1;
 
@@ -231,16 +237,21 @@ class Error : public std::exception {
 
 namespace detail {
 
-[[noreturn]] inline void out_of_bounds(int64_t index, int axis, int64_t extent) {
+// Ends the kernel with an error; in code without exceptions the process, with the error's text.
+[[noreturn]] inline void raise(const Error& error) {
 #if defined(__cpp_exceptions)
-  if (axis < 0) throw Error("index %lld is outside [0, %lld)", (long long)index, (long long)extent);
-  throw Error("index %lld of axis %d is outside [0, %lld)", (long long)index, axis,
-              (long long)extent);
+  throw error;
 #else
-  std::fprintf(stderr, "callgate: index %lld of axis %d is outside [0, %lld)\n", (long long)index,
-               axis, (long long)extent);
-  __builtin_trap();
+  std::fprintf(stderr, "callgate: %s\n", error.what());
+  std::abort();
 #endif
+}
+
+[[noreturn]] inline void out_of_bounds(int64_t index, int axis, int64_t extent) {
+  if (axis < 0)
+    raise(Error("index %lld is outside [0, %lld)", (long long)index, (long long)extent));
+  raise(Error("index %lld of axis %d is outside [0, %lld)", (long long)index, axis,
+              (long long)extent));
 }
 
 inline void check_index(int64_t index, int axis, int64_t extent) {
@@ -447,11 +458,11 @@ class Dict {
   const callgate_attribute& entry(const char* name, int kind, int dtype,
                                   const char* expected) const {
     const callgate_attribute* found = find(name);
-    if (found == nullptr) throw Error("attribute '%s' is missing", name);
+    if (found == nullptr) detail::raise(Error("attribute '%s' is missing", name));
     bool empty = kind == CALLGATE_NUMBERS && found->count == 0;  // of no numbers, any type does
     if (found->kind != kind || (dtype != 0 && found->dtype != dtype && !empty))
-      throw Error("attribute '%s': expected %s, got kind %d of dtype %d", name, expected,
-                  int(found->kind), int(found->dtype));
+      detail::raise(Error("attribute '%s': expected %s, got kind %d of dtype %d", name, expected,
+                          int(found->kind), int(found->dtype)));
     return *found;
   }
   const callgate_attribute* entries_;
@@ -475,8 +486,9 @@ class Context {
   // The same with body(first, last).
   template <class Body>
   void parallel_ranges(int64_t begin, int64_t end, int64_t grain, Body&& body) const {
+#if defined(__cpp_exceptions)
     struct Shared {
-      Body* body;
+      std::remove_reference_t<Body>* body;
       std::exception_ptr error;
       bool failed;
     } shared{&body, nullptr, false};
@@ -493,14 +505,29 @@ class Context {
         },
         &shared);
     if (shared.error != nullptr) std::rethrow_exception(shared.error);
+#else
+    struct Shared {
+      std::remove_reference_t<Body>* body;
+    } shared{&body};
+    call_->services->parallel_for(
+        call_, begin, end, grain,
+        [](void* data, int64_t first, int64_t last) {
+          (*static_cast<Shared*>(data)->body)(first, last);
+        },
+        &shared);
+#endif
   }
 
   // Uninitialised memory for `count` elements, until the kernel returns.
   template <class T>
   T* scratch(int64_t count) const {
     size_t alignment = alignof(T) < 64 ? 64 : alignof(T);
-    void* memory = call_->services->scratch(call_, size_t(count) * sizeof(T), alignment);
-    if (memory == nullptr) throw Error("no memory for %lld bytes", (long long)(count * sizeof(T)));
+    bool fits = count >= 0 && uint64_t(count) <= SIZE_MAX / sizeof(T);
+    void* memory =
+        fits ? call_->services->scratch(call_, size_t(count) * sizeof(T), alignment) : nullptr;
+    if (memory == nullptr)
+      detail::raise(
+          Error("no memory for %lld elements of %d bytes", (long long)count, int(sizeof(T))));
     return static_cast<T*>(memory);
   }
 
@@ -665,6 +692,7 @@ struct Registration {
 };
 
 }  // namespace detail
+}  // namespace kernel_v1
 }  // namespace callgate
 
 namespace cg = callgate;  // NOLINT: the short name that users write

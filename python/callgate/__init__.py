@@ -42,6 +42,8 @@ from callgate.export import export_checks
 from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
 from callgate.kernel import Kernel
+from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, save_kernels
+from callgate.library import Library, library
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
@@ -67,6 +69,9 @@ __all__ = [
   "InputWriteError",
   "Kernel",
   "KernelError",
+  "KernelFileError",
+  "Library",
+  "LoadedKernels",
   "Progress",
   "Record",
   "ResultError",
@@ -87,9 +92,12 @@ __all__ = [
   "gate",
   "install",
   "last_error",
+  "library",
+  "load_kernels",
   "open_stream",
   "print",
   "progress",
+  "save_kernels",
   "scan",
   "sinks",
   "stats",

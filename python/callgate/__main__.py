@@ -1,4 +1,4 @@
-"""`python -m callgate COMMAND`: what can be done with streams from a terminal.
+"""`python -m callgate COMMAND`: what can be done from a terminal, with streams and with builds.
 
 A command is a module-level function that `_COMMANDS` names: it gets the argparse subparsers, adds
 its own parser, and sets `run`, which gets the parsed arguments and returns the exit status.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from callgate import _toolchain
 from callgate._stream import StreamReader, StreamRecord, open_stream
 from callgate._watch import add_watch
 
@@ -38,7 +39,26 @@ def add_tail(subparsers: Subparsers) -> None:
   parser.set_defaults(run=_tail)
 
 
-_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch)
+def add_folders(subparsers: Subparsers) -> None:
+  """Adds `include-dir` and `cmake-dir`: where a build of kernels finds callgate."""
+  folders = {
+    "include-dir": (_toolchain.include_dir, "print the folder that holds callgate/kernel.h"),
+    "cmake-dir": (
+      _toolchain.cmake_dir,
+      "print the folder where CMake finds callgate (callgate_DIR)",
+    ),
+  }
+  for name, (folder, text) in folders.items():
+    parser = subparsers.add_parser(name, help=text)
+    parser.set_defaults(run=_print_folder, folder=folder)
+
+
+_COMMANDS: tuple[Callable[[Any], None], ...] = (add_tail, add_watch, add_folders)
+
+
+def _print_folder(arguments: argparse.Namespace) -> int:
+  print(arguments.folder())
+  return 0
 
 
 def _count(text: str) -> int:
@@ -129,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0, 1 after an error, 130 after an interrupt.
   """
   parser = argparse.ArgumentParser(
-    prog="python -m callgate", description="Streams of tapped values"
+    prog="python -m callgate", description="Streams of tapped values, and builds of kernels"
   )
   subparsers = parser.add_subparsers(dest="command", required=True)
   for add in _COMMANDS:

@@ -56,6 +56,14 @@ def include_dir() -> Path:
   return Path(__file__).parents[2] / "include"  # a source tree
 
 
+def cmake_dir() -> Path:
+  """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
+  installed = Path(__file__).parent / "cmake"
+  if installed.exists():
+    return installed
+  return Path(__file__).parents[2] / "cmake"  # a source tree
+
+
 def compiler() -> list[str]:
   """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
   given = os.environ.get("CXX", "").strip()

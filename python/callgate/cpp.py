@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +19,7 @@ from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, from_codes
 from callgate.errors import GateDefinitionError
 from callgate.kernel import CallTypes, Function, Kernel, Static, Type
+from callgate.kernel_files import compiled_form, installed, no_new_calls, register_kind
 
 _TYPES = {
   "bool": "bool",
@@ -66,10 +69,16 @@ class CppKernel(Kernel):
     source: str,
     function: str | None,
     build_options: dict[str, Any],
+    compiled: Any = None,
     **options: Any,
   ) -> None:
     self.source = source
     self.build_options = build_options
+    self._given_function = function
+    self._libraries: dict[str, Path] = {}  # of the variants here
+    self._from_files: dict[str, Path] = {}  # that `load_kernels` has brought
+    if compiled is not None:
+      self.take_compiled(compiled)
     label = f"kernel '{name}'"
     self.cpp_function = _cpp_source.find(label, source, function)
     self._plain: Function | None = None
@@ -164,14 +173,39 @@ class CppKernel(Kernel):
     return key, function
 
   def _build(self, label: str, instance: str) -> Function:
-    unit = self._unit(instance)
-    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
-    library = _toolchain.build(what, unit, **self.build_options)
-    loaded = _toolchain.load(library, label)
+    library, loaded = self._open(label, instance)
+    self._libraries[instance] = library
     table = _address(loaded, "callgate_kernels")
     # The source may have kernels of its own, of CALLGATE_KERNEL; ours is the last.
     *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
     return Function(address, tuple(from_codes(codes, names)), keep=loaded)
+
+  def _open(self, label: str, instance: str) -> tuple[Path, ctypes.CDLL]:
+    """The library of one instance: as it came in a file, or compiled here."""
+    came = self._from_files.get(instance)
+    if came is not None:
+      with contextlib.suppress(_toolchain.CompileError):  # an older C library here, say: compiling may do
+        return came, _toolchain.load(came, label)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = _toolchain.build(what, self._unit(instance), **self.build_options)
+    return library, _toolchain.load(library, label)
+
+  # -- files -------------------------------------------------------------------------------------
+  def saved_form(self) -> dict[str, Any] | None:
+    native = any("native" in flag for flag in self.build_options["flags"])
+    libraries = {**self._from_files, **self._libraries}
+    return {
+      "kind": "cpp",
+      "name": self.name,
+      "source": self.source,
+      "function": self._given_function,
+      "build_options": self.build_options,
+      "thread_safe": self.thread_safe,
+      "compiled": compiled_form(libraries, native=native),
+    }
+
+  def take_compiled(self, compiled: Any) -> None:
+    self._from_files.update(installed(compiled))
 
   def _unit(self, instance: str) -> str:
     """The source with what makes a library of it; no part of it is the kernel's own name."""
@@ -228,11 +262,25 @@ def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str
 
 
 def _address(library: Any, symbol: str) -> int:
-  import ctypes
-
   address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
   assert address is not None
   return address
+
+
+def _restore(form: dict[str, Any]) -> CppKernel:
+  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  return CppKernel(
+    form["name"],
+    form["source"],
+    form["function"],
+    {k: tuple(v) if isinstance(v, list) else v for k, v in form["build_options"].items()},
+    form["compiled"],
+    out=no_new_calls(form["name"]),
+    thread_safe=form["thread_safe"],
+  )
+
+
+register_kind("cpp", _restore)
 
 
 def caller_module(depth: int = 2) -> str:

@@ -237,6 +237,20 @@ class Kernel(Operation):
     )
     return Variant(callee, function.parameters)
 
+  # -- files -------------------------------------------------------------------------------------
+  def saved_form(self) -> dict[str, Any] | None:
+    """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
+
+    The form holds "kind", which names a function given to `kernel_files.register_kind` that makes
+    the kernel again, "name", and whatever that function needs: JSON's types, tuples and bytes.
+    What spares it work, compiled code, is under "compiled"; forms that differ in nothing else are
+    those of one kernel.
+    """
+    return None
+
+  def take_compiled(self, compiled: Any) -> None:
+    """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
+
   # -- calling -----------------------------------------------------------------------------------
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Calls the kernel, inside or outside compiled code.
@@ -439,10 +453,22 @@ def _types(operands: Sequence[Any], results: Sequence[Any], static: Static) -> C
   )
 
 
+_finders: list[Callable[[str], Kernel | None]] = []
+
+
+def find_by(finder: Callable[[str], Kernel | None]) -> None:
+  """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
+  _finders.append(finder)
+
+
+def _found(name: str) -> Any:
+  return _names.get(name) or next(filter(None, (find(name) for find in _finders)), None)
+
+
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  kernel = _names.get(base)
+  kernel = _found(base)
   if not isinstance(kernel, Kernel):
     return False
   return kernel.define_variant(key.removesuffix("]") if bracket else "")

@@ -55,12 +55,16 @@ std::shared_ptr<Callee> Registry::find(std::string_view name) const {
   if (resolver && resolver(std::string(name))) {
     if (auto callee = lookup(name)) return callee;
   }
+  // A variant of a kernel, "name[types]", comes with its kernel.
+  std::string defined(name.substr(0, name.find('[')));
   std::string message = "no gate or kernel named '" + std::string(name) +
                         "' is defined in this process; a program that calls it was loaded or is "
                         "still alive. Define it before the program is loaded: run the code "
                         "that creates it (the same module and order of creation), or give it "
                         "name='" +
-                        std::string(name) + "'.";
+                        defined +
+                        "'. A kernel that was saved with the program comes with "
+                        "callgate.load_kernels, one in a library of yours with callgate.library.";
   std::vector<std::string> live = names();
   if (!live.empty()) {
     message += " Defined here:";

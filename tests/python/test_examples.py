@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -38,7 +39,7 @@ def line_with(text, words):
 
 
 def test_examples_are_short():
-  for path in EXAMPLES.glob("*.py"):
+  for path in EXAMPLES.rglob("*.py"):
     assert len(path.read_text().splitlines()) <= 80, path.name
 
 
@@ -169,3 +170,17 @@ def test_sparse_solves_for_heat_as_scipy_does(tmp_path):
     ("gradient", 1e-8),
   ):
     assert numbers(line_with(text, line))[-1] < bound
+
+
+def test_the_user_s_library_is_built_by_cmake_and_cleans_its_signals(tmp_path):
+  cmake = pathlib.Path(sys.executable).parent
+  os_path = os.pathsep.join([str(cmake), os.environ["PATH"]])
+  if shutil.which("cmake", path=os_path) is None or shutil.which("c++", path=os_path) is None:
+    pytest.skip("cmake and a C++ compiler are needed")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PATH", os_path)
+    text = run("user_library/run.py", tmp_path / "build", cwd=tmp_path)
+  assert "median(Attr<int32> reach, In<float32,1> x, Out<float32,1> y)" in text
+  before, after = numbers(text.splitlines()[-1])
+  assert before > 5
+  assert after < 0.5
