@@ -148,7 +148,11 @@ def as_operand(parameter: Parameter | None, value: Any) -> Any:
   ):
     return value
   try:
-    if np.asarray(value).astype(parameter.dtype) == value or isinstance(value, (float, complex)):
+    # Rounded to the parameter's precision, but never to another kind of number.
+    inexact = isinstance(value, (float, complex)) and jnp.issubdtype(parameter.dtype, jnp.inexact)
+    if isinstance(value, complex) and not jnp.issubdtype(parameter.dtype, jnp.complexfloating):
+      return value
+    if inexact or np.asarray(value).astype(parameter.dtype) == value:
       return jnp.asarray(value, parameter.dtype)
   except (OverflowError, TypeError, ValueError):
     pass

@@ -101,7 +101,7 @@ def cpu() -> str:
 @functools.cache
 def _headers() -> str:
   digest = hashlib.sha256()
-  for name in ("kernel.h", "kernel_abi.h"):
+  for name in ("kernel.h", "kernel_abi.h", "elementwise.h", "elementwise_body.h"):
     digest.update((include_dir() / "callgate" / name).read_bytes())
   return digest.hexdigest()
 

@@ -158,6 +158,14 @@ class Kernel(Operation):
         self.aliases[operands.index(parameter)] = results.index(parameter)
 
   # -- variants ----------------------------------------------------------------------------------
+  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
+    """What a call's variant is chosen by, from its arrays, or their types, and static values."""
+    return CallTypes(
+      tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
+      tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
+      static,
+    )
+
   def compile(self, types: CallTypes) -> tuple[str, Function]:
     """The function for a call, and the key that tells it from the kernel's others.
 
@@ -257,7 +265,7 @@ class Kernel(Operation):
           f"{self.label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, "
           "which kernels don't take; convert to int8 before the call"
         )
-    variant = self.variant(_types(structs, results, site.static))
+    variant = self.variant(self.types_of(structs, results, site.static))
     self._check_types(variant.parameters, site, structs, results)
 
   def _check_types(
@@ -303,7 +311,7 @@ class Kernel(Operation):
       for i, aval in enumerate(avals_in)
     ]
     results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in avals_out]
-    variant = self.variant(_types(core, results, site.static))
+    variant = self.variant(self.types_of(core, results, site.static))
     self._check_types(variant.parameters, site, core, results)
     declared = {p.name: p for p in variant.parameters}
     attributes: dict[str, Any] = {
@@ -322,7 +330,7 @@ class Kernel(Operation):
   def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
-    variant = self.variant(_types(operands, results, values))
+    variant = self.variant(self.types_of(operands, results, values))
     declared = {p.name: p for p in variant.parameters}
     held = {
       name: _attributes.for_runtime(value, declared[name].dtype)
@@ -335,14 +343,6 @@ class Kernel(Operation):
     except ValueError as error:
       raise_kept(error)
       raise
-
-
-def _types(operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-  return CallTypes(
-    tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
-    tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
-    static,
-  )
 
 
 def _expand(parameters: Sequence[Parameter], count: int) -> list[Parameter] | None:
