@@ -149,6 +149,33 @@ class SmallFloat {
   Bits bits_;
 };
 
+// A power of two, or NaN: no sign, no zero, no infinity. Rounds to the nearest one, ties upwards.
+class PowerOfTwo {
+ public:
+  PowerOfTwo() = default;
+  PowerOfTwo(float value) : bits_(encode(value)) {}  // NOLINT: implicit, as float itself
+  operator float() const { return decode(bits_); }   // NOLINT
+
+  static float decode(uint8_t bits) {
+    unsigned all = bits == 255 ? 0x7fc00000u : bits == 0 ? 0x00400000u : unsigned(bits) << 23;
+    float value;
+    std::memcpy(&value, &all, sizeof value);
+    return value;
+  }
+  static uint8_t encode(float value) {
+    unsigned all;
+    std::memcpy(&all, &value, sizeof all);
+    if (all == 0 || all > 0x7f800000u) return 255;  // zero; negative or NaN
+    unsigned rounded = (all + 0x400000u) >> 23;
+    // Below 2^-126 the exponent doesn't tell powers apart; ml_dtypes, and so JAX, rounds up there.
+    if (all < 0x00800000u) return all <= 0x00400000u ? 0 : 1;
+    return uint8_t(rounded < 255 ? rounded : 255);
+  }
+
+ private:
+  uint8_t bits_;
+};
+
 }  // namespace detail
 
 using bfloat16 = detail::SmallFloat<uint16_t, 8, 7, 127, detail::Special::kIeee>;
@@ -164,6 +191,7 @@ using float8_e4m3fn = detail::SmallFloat<uint8_t, 4, 3, 7, detail::Special::kFin
 using float8_e4m3b11fnuz = detail::SmallFloat<uint8_t, 4, 3, 11, detail::Special::kUnsignedZero>;
 using float8_e4m3fnuz = detail::SmallFloat<uint8_t, 4, 3, 8, detail::Special::kUnsignedZero>;
 using float8_e5m2fnuz = detail::SmallFloat<uint8_t, 5, 2, 16, detail::Special::kUnsignedZero>;
+using float8_e8m0fnu = detail::PowerOfTwo;
 
 namespace detail {
 
@@ -201,6 +229,8 @@ template <>
 struct DTypeOf<float8_e4m3> : std::integral_constant<int, 28> {};
 template <>
 struct DTypeOf<float8_e3m4> : std::integral_constant<int, 29> {};
+template <>
+struct DTypeOf<float8_e8m0fnu> : std::integral_constant<int, 33> {};
 // std::complex<float> and <double>, or any pair of the same form, without including <complex>.
 template <template <class> class Complex>
 struct DTypeOf<Complex<float>, std::enable_if_t<sizeof(Complex<float>) == 8>>

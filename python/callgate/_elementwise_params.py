@@ -29,16 +29,16 @@ _UNCLEAR = {
   "long": "int32 or int64",
   "complex": "complex64 or complex128",
 }
-_KEYWORDS = frozenset(
-  """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
-  char32_t class compl concept const consteval constexpr constinit const_cast continue co_await
-  co_return co_yield decltype default delete do double dynamic_cast else enum explicit export extern
-  false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr
-  operator or or_eq private protected public register reinterpret_cast requires return short signed
-  sizeof static static_assert static_cast struct switch template this thread_local throw true try
-  typedef typeid typename union unsigned using virtual void volatile wchar_t while xor
-  xor_eq""".split()
-)
+_KEYWORDS = """
+  alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
+  char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
+  constinit continue decltype default delete do double dynamic_cast else enum explicit export
+  extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
+  nullptr operator or or_eq private protected public register reinterpret_cast requires return
+  short signed sizeof static static_assert static_cast struct switch template this thread_local
+  throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while
+  xor xor_eq
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +109,8 @@ def _param(label: str, option: str, words: list[str]) -> Param:
 
 
 def _check_name(where: str, name: str) -> None:
-  if not _NAME.fullmatch(name) or name in _KEYWORDS:
-    why = "is a word of C++'s own" if name in _KEYWORDS else "is no such name"
+  if not _NAME.fullmatch(name) or name in _KEYWORDS.split():
+    why = "is a word of C++'s own" if name in _KEYWORDS.split() else "is no such name"
     raise GateDefinitionError(
       f"{where}: expected a name of letters, digits and underscores that begins with a letter; "
       f"'{name}' {why}"

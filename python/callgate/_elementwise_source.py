@@ -174,7 +174,7 @@ def _elements(code: Code, bindings: Bindings, varies: str) -> str:
     + "  template <class Each>\n"
     "  CALLGATE_INLINE void operator()(const Each& _each) const {\n"
     "    _layout.rows(_first, _last, [&](int64_t _start, int64_t _count,\n"
-    "                                    [[maybe_unused]] const int64_t* _offsets) CALLGATE_INLINE {\n"
+    "                                    const int64_t* _offsets) CALLGATE_INLINE {\n"
     + "".join(f"      {line}\n" for line in rows)
     + "      CALLGATE_VECTORIZE\n"
     "      for (int64_t _j = 0; _j < _count; ++_j) {\n"

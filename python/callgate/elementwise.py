@@ -1,4 +1,4 @@
-"""`callgate.elementwise`: pointwise kernels from one expression, with broadcasting and derivatives."""
+"""`callgate.elementwise`: pointwise kernels from one expression, broadcasting and derivatives."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ElementwiseKernel(Kernel):
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
     code, rest = self.user_code, dict(kwargs)
-    static = {
+    static: dict[str, Any] = {
       letter: _letter(self.label, letter, rest.pop(letter))
       for letter in code.letters
       if letter in rest
@@ -257,8 +257,8 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
     raise GateDefinitionError(
-      f"{label}: expected size=, an integer or a shape, since no argument gives the results theirs; "
-      f"got {'none' if size is None else repr(size)}"
+      f"{label}: expected size=, an integer or a shape, since no argument gives the results "
+      f"theirs; got {'none' if size is None else repr(size)}"
     )
   return tuple(int(e) for e in extents)
 
@@ -315,7 +315,7 @@ def elementwise(
     "T x, T y", "T z", "z = pow(x, y)",
     jvp="dz = y * pow(x, y - 1) * dx + z * log(x) * dy",
   )
-  assert power(jnp.array([[2.0], [3.0]]), jnp.array([1.0, 2.0])).tolist() == [[2.0, 4.0], [3.0, 9.0]]
+  assert power(jnp.array([[2.0], [3.0]]), jnp.arange(2.0)).tolist() == [[1.0, 2.0], [1.0, 3.0]]
   assert jax.grad(power)(3.0, 2.0) == 6.0
   ```
 
@@ -330,8 +330,8 @@ def elementwise(
     preamble: C++ in front of the kernel: functions, types, includes.
     loop_prep: statements in front of each run of elements, whose variables the operation sees.
     after_loop: statements behind each run of elements.
-    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the arguments,
-      the results and the arguments' tangents `dx`, in which they are linear.
+    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the
+      arguments, the results and the arguments' tangents `dx`, in which they are linear.
     like: a JAX-traceable reference of the same signature: gives derivatives where there is no
       `jvp`, and those of higher order where there is; and `check`'s truth.
     effect: "pure", "io" or "ordered", as for `callgate.gate`.
