@@ -128,7 +128,7 @@ def _code_of(
     operation="\n".join(lines),
     preamble=code.preamble,
     loop_prep=code.loop_prep,
-    more_letters=code.letters,
+    more_types=code.types,
   )
 
 
@@ -151,15 +151,21 @@ def rule(kernel: Any, primals: Sequence[Any], tangents: Sequence[Any], **static:
         f"{kernel.label}: differentiated with respect to '{param.name}', which is raw; expected a "
         "derivative in the other arguments alone, or a rule given to defjvp or defvjp"
       )
+    _check_complex(kernel.label, param, tangent, results)
     factors = kernel.derivatives[index].coefficients(primals, results, letters, static.get("size"))
     for k, (result, factor) in enumerate(zip(results, factors, strict=True)):
-      if is_complex(tangent.dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
-        raise GateDefinitionError(
-          f"{kernel.label}: jvp= takes derivatives of complex '{param.name}' with complex results; "
-          f"expected those, got {result.dtype.name}: give a rule to defjvp"
-        )
       totals[k] = _add(totals[k], factor, tangent, result)
   return out, _in_tree(out, [_full(t, r) for t, r in zip(totals, results, strict=True)])
+
+
+def _check_complex(label: str, param: Param, tangent: Any, results: Sequence[Any]) -> None:
+  """Such a derivative is no factor: it is linear in the tangent's parts, not in the tangent."""
+  for result in results:
+    if is_complex(tangent.dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
+      raise GateDefinitionError(
+        f"{label}: jvp= takes derivatives of complex results with respect to complex "
+        f"'{param.name}', got a result of {result.dtype.name}; give a rule to defjvp"
+      )
 
 
 def differences(kernel: Any, primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:

@@ -57,7 +57,7 @@ class Param:
 
   @property
   def is_letter(self) -> bool:
-    return _LETTER.fullmatch(self.type) is not None
+    return is_letter(self.type)
 
   def dtype(self, bindings: Bindings) -> np.dtype[Any]:
     """Its dtype in a call."""
@@ -67,6 +67,11 @@ class Param:
   def own_dtype(self) -> np.dtype[Any] | None:
     """Its dtype in every call; None for a letter."""
     return None if self.is_letter else dtype_named(self.type)
+
+
+def is_letter(name: str) -> bool:
+  """Whether a type's name stands for any dtype."""
+  return _LETTER.fullmatch(name) is not None
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -122,7 +127,7 @@ def _check_name(where: str, name: str) -> None:
 
 
 def _check_type(where: str, name: str) -> None:
-  if _LETTER.fullmatch(name):
+  if is_letter(name):
     return
   if name in _UNCLEAR:
     raise GateDefinitionError(f"{where}: '{name}' may be meant as {_UNCLEAR[name]}; expected those")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate._elementwise_params import Bindings, Param, is_complex
+from callgate._elementwise_params import Bindings, Param, dtype_named, is_complex, is_letter
 from callgate.cpp import cpp_type
 
 _SKIPPED = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ \t]*\#[^\n]*'
@@ -35,7 +35,7 @@ class Code:
     operation: statements for one element.
     preamble: C++ before the kernel: functions, types, includes.
     loop_prep, after_loop: statements before and after a run of elements.
-    more_letters: types that the code uses beside those of its parameters.
+    more_types: letters and dtypes that the code uses beside those of its parameters.
   """
 
   inputs: tuple[Param, ...]
@@ -44,13 +44,18 @@ class Code:
   preamble: str = ""
   loop_prep: str = ""
   after_loop: str = ""
-  more_letters: tuple[str, ...] = ()
+  more_types: tuple[str, ...] = ()
+
+  @property
+  def types(self) -> tuple[str, ...]:
+    """The letters and dtypes that it uses."""
+    own = (p.type for p in (*self.inputs, *self.outputs))
+    return tuple(sorted({*own, *self.more_types}))
 
   @property
   def letters(self) -> tuple[str, ...]:
     """The letters that stand for types."""
-    own = {p.type for p in (*self.inputs, *self.outputs) if p.is_letter}
-    return tuple(sorted(own | set(self.more_letters)))
+    return tuple(name for name in self.types if is_letter(name))
 
   @property
   def mapped(self) -> tuple[Param, ...]:
@@ -135,8 +140,7 @@ def has_complex(code: Code, bindings: Bindings) -> bool:
 
 
 def _dtypes(code: Code, bindings: Bindings) -> list[np.dtype[Any]]:
-  params = [p.dtype(bindings) for p in (*code.inputs, *code.outputs)]
-  return [*params, *bindings.values()]
+  return [bindings[name] if is_letter(name) else dtype_named(name) for name in code.types]
 
 
 def _elements(code: Code, bindings: Bindings, varies: str) -> str:

@@ -131,7 +131,7 @@ def test_a_dtype_that_no_argument_has_is_given_by_keyword() -> None:
   got = jax.jit(lambda: iota(size=(2, 3), T="float16"))()
   np.testing.assert_array_equal(got, 2 * np.arange(6, dtype=np.float16).reshape(2, 3))
   assert got.dtype == np.float16
-  with pytest.raises(cg.GateDefinitionError, match="type T of 'z' is unknown.*T='float32'"):
+  with pytest.raises(cg.GateDefinitionError, match=r"type T of 'z' is unknown.*T='float32'"):
     iota(size=3)
   with pytest.raises(cg.GateDefinitionError, match=r"T=float32, but argument 'x' is int32\[2\]"):
     SAXPY(np.arange(2), 1, T=jnp.float32)
@@ -235,7 +235,7 @@ def test_an_exception_in_the_code_fails_the_program_with_its_text() -> None:
   )
   assert jax.jit(kernel)(np.ones(3, np.float32)).tolist() == [0, 0, 0]
   with pytest.raises(cg.KernelError, match="element 2 is below zero"), cg.errors():
-    jax.jit(kernel)(np.array([1, 1, -1], np.float32)).block_until_ready()
+    jax.jit(kernel)(np.array([1, 1, -1], np.float32))
 
 
 def test_max_and_min_keep_nan_and_take_unlike_types() -> None:
@@ -371,7 +371,7 @@ print(float(value), grad.tolist())
   run_python(define + export, str(tmp_path / "program"))
   assert run_python(define + load, str(tmp_path / "program")) == "12.0 [4.0, 4.0, 4.0]\n"
   changed = define.replace("T x, T y", "float32 x, float32 y").replace("T z", "float32 z")
-  with pytest.raises(AssertionError, match=r"pw\.mul\[T=float32:"):
+  with pytest.raises(AssertionError, match=r"'pw\.mul(\.dx)?\[T=float32:"):
     run_python(changed + load, str(tmp_path / "program"))
 
 

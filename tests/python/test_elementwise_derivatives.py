@@ -24,7 +24,11 @@ EXPRESSIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
     lambda x, y: x**y,
   ),
   "quotient": ("z = x / y", "dz = (dx - z * dy) / y", lambda x, y: x / y),
-  "of the first alone": ("z = exp(x) + floor(y)", "dz = exp(x) * dx", lambda x, y: jnp.exp(x)),
+  "of the first alone": (
+    "z = exp(x) + floor(y)",
+    "dz = exp(x) * dx",
+    lambda x, y: jnp.exp(x) + jnp.floor(y),
+  ),
   "with a condition": (
     "z = x > y ? x * y : sin(y)",
     "auto both = y * dx; both += x * dy; dz = x > y ? both : cos(y) * dy",
@@ -45,7 +49,9 @@ def test_gradients_agree_with_jax_s(name: str) -> None:
   for x_shape, y_shape in EXAMPLES:
     x, y = values(x_shape, 0.5), values(y_shape, 0.7)
     tangents = jnp.cos(x), jnp.sin(y)
-    loss = lambda f: lambda x, y: (f(x, y) * (1 + jnp.arange(f(x, y).size).reshape(f(x, y).shape))).sum()
+    loss = lambda f: (
+      lambda x, y: (f(x, y) * (1 + jnp.arange(f(x, y).size).reshape(f(x, y).shape))).sum()
+    )
     for mode in (
       lambda f: jax.grad(loss(f), (0, 1))(x, y),
       lambda f: jax.grad(loss(f), 1)(x, y),
@@ -103,7 +109,7 @@ def test_the_derivative_of_a_complex_function() -> None:
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6)
   size = cg.elementwise("complex64 x", "float32 z", "z = abs(x)", jvp="dz = 1.0 * dx")
-  with pytest.raises(cg.GateDefinitionError, match="derivatives of complex 'x' with complex res"):
+  with pytest.raises(cg.GateDefinitionError, match="complex 'x', got a result of float32"):
     jax.grad(size)(1 + 1j)
 
 
@@ -113,9 +119,7 @@ def test_raw_arguments_and_the_index_serve_in_derivatives() -> None:
   )
   x, t = values((2, 3), 0.0), jnp.array([2.0, 5.0])
   weights = jnp.array([2.0, 5, 2, 5, 2, 5]).reshape(2, 3) * jnp.arange(6).reshape(2, 3)
-  np.testing.assert_allclose(
-    jax.grad(lambda x: kernel(x, t).sum())(x), 2 * x * weights, rtol=1e-6
-  )
+  np.testing.assert_allclose(jax.grad(lambda x: kernel(x, t).sum())(x), 2 * x * weights, rtol=1e-6)
   lanes = jax.vmap(jax.grad(lambda x: kernel(x, t).sum()))(x)
   np.testing.assert_allclose(lanes, 2 * x * jnp.array([0, 5, 4]), rtol=1e-6)
   with pytest.raises(cg.GateDefinitionError, match="with respect to 't', which is raw"):
@@ -155,7 +159,7 @@ def test_higher_derivatives_come_from_the_reference() -> None:
 def test_without_a_reference_the_second_derivative_is_an_error_that_names_like() -> None:
   kernel = cg.elementwise("T x", "T z", "z = x * x", jvp="dz = 2 * x * dx")
   assert jax.grad(kernel)(3.0) == 6.0
-  with pytest.raises(cg.GateDefinitionError, match="first derivative.*expected like="):
+  with pytest.raises(cg.GateDefinitionError, match=r"first derivative.*expected like="):
     jax.grad(jax.grad(kernel))(3.0)
   linear = cg.elementwise("T x", "T z", "z = 3 * x", jvp="dz = 3 * dx")
   assert jax.grad(jax.grad(linear))(3.0) == 0.0
@@ -168,7 +172,7 @@ def test_like_alone_gives_derivatives() -> None:
 
 def test_no_rule_is_an_error_that_names_the_ways() -> None:
   kernel = cg.elementwise("T x", "T z", "z = x * x", name="test_elementwise.bare")
-  with pytest.raises(cg.GateDefinitionError, match="'test_elementwise.bare' has no derivative"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'test_elementwise\.bare' has no derivative"):
     jax.grad(kernel)(3.0)
 
 
@@ -228,7 +232,7 @@ def test_vmap_of_grad_of_scan(engine: str) -> None:
   ["dz = dx * dx", "dz = 1 / dx", "dz = dx + 1", "dz = exp(dx)", "dz = 2.0", "T t = dx; dz = t"],
 )
 def test_an_expression_that_is_not_linear_does_not_compile(jvp: str) -> None:
-  kernel = cg.elementwise("T x", "T z", "z = x", jvp=f"dz = 0; {jvp}", name=f"not_linear.{len(jvp)}")
+  kernel = cg.elementwise("T x", "T z", "z = x", jvp=f"dz = 0; {jvp}")
   with pytest.raises(cg.CompileError, match=r"(?s), jvp:1:\d+: error.*takes only what is linear"):
     jax.grad(kernel)(1.0)
 
@@ -236,7 +240,11 @@ def test_an_expression_that_is_not_linear_does_not_compile(jvp: str) -> None:
 @pytest.mark.parametrize(
   ("inputs", "jvp", "message"),
   [
-    ("T x", "dx = dx", "expected a statement for each result, such as 'dz = ...;', got none for 'z'"),
+    (
+      "T x",
+      "dx = dx",
+      "expected a statement for each result, such as 'dz = ...;', got none for 'z'",
+    ),
     ("T x, T dx", "dz = dx", "'dx' is the tangent of 'x' here"),
     ("T x, raw T t", "dz = dx + dt", "'t' is raw, so that one element's tangent says too little"),
   ],
