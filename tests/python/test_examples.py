@@ -151,3 +151,11 @@ def test_feed_trains_on_every_batch_that_it_takes(tmp_path):
   batches = (1797 - 400) // 32
   assert numbers(line_with(text, "batches taken")) == [30 * batches]
   assert numbers(line_with(text, "held-out"))[-1] > 0.93
+
+
+def test_nbody_keeps_its_energy_and_moves_as_plain_jax_does(tmp_path):
+  text = run("nbody.py", cwd=tmp_path)
+  energy, reference = numbers(line_with(text, "by plain JAX "))
+  assert energy == pytest.approx(reference, rel=1e-5)
+  assert numbers(line_with(text, "drift"))[-1] < 1e-3
+  assert numbers(line_with(text, "distance"))[-1] < 1e-3
