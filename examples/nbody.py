@@ -1,8 +1,8 @@
 """Two star clusters that meet: gravity between all pairs by one `cg.elementwise` kernel.
 
-The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) makes it a kernel for all
-pairs, and a derivative makes the forces follow from the potential energy by jax.grad. Positions are
-softened as Plummer's (1911) and moved by the leapfrog (Verlet, 1967), which keeps the energy.
+The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) makes it one for all
+pairs, and with its derivative the forces follow from the potential energy by jax.grad. The potential
+is softened as Plummer's (1911); the leapfrog (Verlet, 1967) keeps the energy.
 """
 
 import jax
@@ -40,8 +40,12 @@ def pairs_by_jax(x, masses):
 
 def simulate(pairs, x, v, masses):
   """Positions and total energies along the way."""
-  energy = lambda x: 0.5 * pairs(x, masses).sum()
-  accelerate = lambda x: -jax.grad(energy)(x) / masses[:, None]
+
+  def energy(x):
+    return 0.5 * pairs(x, masses).sum()
+
+  def accelerate(x):
+    return -jax.grad(energy)(x) / masses[:, None]
 
   def leap(state, _):
     x, v = state
