@@ -1,8 +1,8 @@
 """Two star clusters that meet: gravity between all pairs by one `cg.elementwise` kernel.
 
 The kernel is C++ for one pair of stars; broadcasting (n, 1) against (1, n) makes it one for all
-pairs, and with its derivative the forces follow from the potential energy by jax.grad. The potential
-is softened as Plummer's (1911); the leapfrog (Verlet, 1967) keeps the energy.
+pairs, and with its derivative the forces follow from the potential energy by jax.grad. The
+potential is softened as Plummer's (1911); the leapfrog (Verlet, 1967) keeps the energy.
 """
 
 import jax
