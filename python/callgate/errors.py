@@ -363,9 +363,10 @@ class errors:
         raise_deferred()
         self._raise_unseen(failure)
         raise_consumer_errors()
-      elif isinstance(error, jax.errors.JaxRuntimeError):
+      # A program that ran well before fails on jit's path in C++, which raises a bare ValueError.
+      elif isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         kept = _original(error)
-        if kept is not None:
+        if kept is not None and kept.exception is not error:
           _raise(kept.exception)
     finally:
       with _lock:
