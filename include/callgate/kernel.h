@@ -76,6 +76,7 @@ class SmallFloat {
 
   static float decode(Bits bits) {
     constexpr unsigned kExponentMask = (1u << kExponent) - 1, kMantissaMask = (1u << kMantissa) - 1;
+    if (kExponent == 8 && kMantissa == 7) return from_bits(unsigned(bits) << 16);
     unsigned all = bits, sign = all >> (kExponent + kMantissa);
     unsigned exponent = all >> kMantissa & kExponentMask, mantissa = all & kMantissaMask;
     if (kSpecial == Special::kUnsignedZero && sign != 0 && exponent == 0 && mantissa == 0)
@@ -86,7 +87,6 @@ class SmallFloat {
       if (kSpecial == Special::kFinite && mantissa == kMantissaMask)
         return from_bits(sign << 31 | 0x7fc00000u);
     }
-    if (kExponent == 8 && kMantissa == 7) return from_bits(all << 16);
     float value = exponent == 0
                       ? scale(float(mantissa), 1 - kBias - kMantissa)
                       : scale(float(mantissa | 1u << kMantissa), int(exponent) - kBias - kMantissa);
@@ -104,6 +104,9 @@ class SmallFloat {
                                   : (kExponentMask << kMantissa | 1u << (kMantissa - 1));
     unsigned from = to_bits(value), sign = from >> 31 != 0 ? kSignBit : 0,
              rest = from & 0x7fffffffu;
+    // The upper half of a float: rounded by a carry, without a branch, so that loops vectorise.
+    if (kExponent == 8 && kMantissa == 7)
+      return Bits(rest > 0x7f800000u ? sign | kNan : (from + 0x7fffu + (from >> 16 & 1)) >> 16);
     unsigned signed_nan = kSpecial == Special::kUnsignedZero ? kNan : sign | kNan;
     if (rest > 0x7f800000u) return Bits(signed_nan);
     unsigned overflow = kSpecial == Special::kIeee ? sign | kExponentMask << kMantissa : signed_nan;
@@ -152,6 +155,33 @@ class SmallFloat {
   Bits bits_;
 };
 
+// A power of two, or NaN: no sign, no zero, no infinity. Rounds to the nearest one, ties upwards.
+class PowerOfTwo {
+ public:
+  PowerOfTwo() = default;
+  PowerOfTwo(float value) : bits_(encode(value)) {}  // NOLINT: implicit, as float itself
+  operator float() const { return decode(bits_); }   // NOLINT
+
+  static float decode(uint8_t bits) {
+    unsigned all = bits == 255 ? 0x7fc00000u : bits == 0 ? 0x00400000u : unsigned(bits) << 23;
+    float value;
+    std::memcpy(&value, &all, sizeof value);
+    return value;
+  }
+  static uint8_t encode(float value) {
+    unsigned all;
+    std::memcpy(&all, &value, sizeof all);
+    if (all == 0 || all > 0x7f800000u) return 255;  // zero; negative or NaN
+    unsigned rounded = (all + 0x400000u) >> 23;
+    // Below 2^-126 the exponent doesn't tell powers apart; ml_dtypes, and so JAX, rounds up there.
+    if (all < 0x00800000u) return all <= 0x00400000u ? 0 : 1;
+    return uint8_t(rounded < 255 ? rounded : 255);
+  }
+
+ private:
+  uint8_t bits_;
+};
+
 }  // namespace detail
 
 using bfloat16 = detail::SmallFloat<uint16_t, 8, 7, 127, detail::Special::kIeee>;
@@ -167,6 +197,7 @@ using float8_e4m3fn = detail::SmallFloat<uint8_t, 4, 3, 7, detail::Special::kFin
 using float8_e4m3b11fnuz = detail::SmallFloat<uint8_t, 4, 3, 11, detail::Special::kUnsignedZero>;
 using float8_e4m3fnuz = detail::SmallFloat<uint8_t, 4, 3, 8, detail::Special::kUnsignedZero>;
 using float8_e5m2fnuz = detail::SmallFloat<uint8_t, 5, 2, 16, detail::Special::kUnsignedZero>;
+using float8_e8m0fnu = detail::PowerOfTwo;
 
 namespace detail {
 
@@ -204,6 +235,8 @@ template <>
 struct DTypeOf<float8_e4m3> : std::integral_constant<int, 28> {};
 template <>
 struct DTypeOf<float8_e3m4> : std::integral_constant<int, 29> {};
+template <>
+struct DTypeOf<float8_e8m0fnu> : std::integral_constant<int, 33> {};
 // std::complex<float> and <double>, or any pair of the same form, without including <complex>.
 template <template <class> class Complex>
 struct DTypeOf<Complex<float>, std::enable_if_t<sizeof(Complex<float>) == 8>>

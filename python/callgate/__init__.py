@@ -23,6 +23,7 @@ from callgate._toolchain import CompileError
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
+from callgate.elementwise import elementwise
 from callgate.errors import (
   CheckError,
   ConsumerError,
@@ -85,6 +86,7 @@ __all__ = [
   "check",
   "config",
   "cpp",
+  "elementwise",
   "errors",
   "export_checks",
   "feed",

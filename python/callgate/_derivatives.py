@@ -23,12 +23,16 @@ Static = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass
 class Rules:
-  """What a gate knows about its derivatives; `defined` when it has a rule for custom_jvp or vjp."""
+  """What a gate knows about its derivatives; `defined` when it has a rule for custom_jvp or vjp.
+
+  `symbolic_zeros`: the jvp rule is told which tangents are zero, as by `jax.custom_jvp`.
+  """
 
   gradient: str | None = None
   jvp: Callable[..., Any] | None = None
   vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
   transpose: Callable[..., Any] | None = None
+  symbolic_zeros: bool = False
   wrapped: dict[Static, Callable[..., Any]] = dataclasses.field(
     default_factory=dict[Static, Callable[..., Any]]
   )
@@ -37,11 +41,12 @@ class Rules:
   def defined(self) -> bool:
     return self.jvp is not None or self.vjp is not None or self.gradient is not None
 
-  def set_jvp(self, label: str, rule: Callable[..., Any]) -> None:
+  def set_jvp(self, label: str, rule: Callable[..., Any], *, symbolic_zeros: bool = False) -> None:
     """Takes a forward-mode rule; one kind of rule a gate."""
     if self.vjp is not None:
       raise GateDefinitionError(f"{label}: defjvp after defvjp; expected one of the two")
     self.jvp = rule
+    self.symbolic_zeros = symbolic_zeros
     self.wrapped.clear()
 
   def set_vjp(self, label: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
@@ -103,7 +108,7 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
     return with_vjp
   with_jvp = jax.custom_jvp(call)
   if rules.jvp is not None:
-    with_jvp.defjvp(ruled(rules.jvp, 2))
+    with_jvp.defjvp(ruled(rules.jvp, 2), symbolic_zeros=rules.symbolic_zeros)
   elif gate.like is not None:
     with_jvp.defjvp(functools.partial(_jvp_of_reference, with_jvp, ruled(gate.like, 0)))
   else:

@@ -95,7 +95,8 @@ def cpu() -> str:
 
 @functools.cache
 def _headers() -> str:
-  files = sorted((include_dir() / "callgate").glob("kernel*.h"))
+  folder = include_dir() / "callgate"
+  files = sorted([*folder.glob("kernel*.h"), *folder.glob("elementwise*.h")])
   return _build_cache.digest([_build_cache.checksum(file) for file in files])
 
 

@@ -370,7 +370,7 @@ class errors:
         raise_consumer_errors()
       elif isinstance(error, _PROGRAM_ERRORS):
         kept = _original(error)
-        if kept is not None:
+        if kept is not None and kept.exception is not error:
           _raise(kept.exception)
     finally:
       with _lock:

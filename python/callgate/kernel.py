@@ -188,6 +188,14 @@ class Kernel(Operation):
     return tuple(operands.index(given[position]) for position in positions)
 
   # -- variants ----------------------------------------------------------------------------------
+  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
+    """What a call's variant is chosen by, from its arrays, or their types, and static values."""
+    return CallTypes(
+      tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
+      tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
+      static,
+    )
+
   def compile(self, types: CallTypes) -> tuple[str, Function]:
     """The function for a call, and the key that tells it from the kernel's others.
 
@@ -316,7 +324,7 @@ class Kernel(Operation):
           f"{self.label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, "
           "which kernels don't take; convert to int8 before the call"
         )
-    variant = self.variant(_types(structs, results, site.static))
+    variant = self.variant(self.types_of(structs, results, site.static))
     check_types(self, variant.parameters, site, structs, results)
     values = dict(site.static)
     for parameter in variant.parameters:
@@ -393,7 +401,7 @@ class Kernel(Operation):
       for i, aval in enumerate(avals_in)
     ]
     results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in avals_out]
-    variant = self.variant(_types(core, results, site.static))
+    variant = self.variant(self.types_of(core, results, site.static))
     whole = tuple(len(r.shape) for r in results) != tuple(len(shape) for shape, _ in site.results)
     check_types(self, variant.parameters, site, core, results, whole=whole)
     declared = {p.name: p for p in variant.parameters}
@@ -413,7 +421,7 @@ class Kernel(Operation):
   def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
-    variant = self.variant(_types(operands, results, values))
+    variant = self.variant(self.types_of(operands, results, values))
     declared = {p.name: p for p in variant.parameters}
     held = {
       name: _attributes.for_runtime(value, declared[name].dtype)
@@ -443,14 +451,6 @@ def _places(
   ]
   known = {name: value for name, value in values.items() if anything or name in named}
   return positional[skip:], known
-
-
-def _types(operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-  return CallTypes(
-    tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
-    tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
-    static,
-  )
 
 
 _finders: list[Callable[[str], Kernel | None]] = []

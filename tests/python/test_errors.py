@@ -378,3 +378,16 @@ def test_the_store_of_errors_is_bounded() -> None:
       wait(program, np.float32(3))
   gc.collect()
   assert sum(type(o) is Counted for o in gc.get_objects()) <= 260
+
+
+def test_a_program_that_ran_well_before_raises_the_gate_s_own_exception() -> None:
+  def positive(x: Any) -> Any:
+    if x < 0:
+      raise Failure("negative", 3)
+    return x
+
+  program = jax.jit(cg.gate(positive, out=SCALAR))
+  assert float(program(X)) == 1  # from now on jit's path in C++ takes the calls
+  with pytest.raises(Failure, match="negative") as caught, cg.errors():
+    program(-X)
+  assert caught.value.code == 3

@@ -184,3 +184,11 @@ def test_the_user_s_library_is_built_by_cmake_and_cleans_its_signals(tmp_path):
   before, after = numbers(text.splitlines()[-1])
   assert before > 5
   assert after < 0.5
+
+
+def test_nbody_keeps_its_energy_and_moves_as_plain_jax_does(tmp_path):
+  text = run("nbody.py", cwd=tmp_path)
+  energy, reference = numbers(line_with(text, "by plain JAX "))
+  assert energy == pytest.approx(reference, rel=1e-5)
+  assert numbers(line_with(text, "drift"))[-1] < 1e-3
+  assert numbers(line_with(text, "distance"))[-1] < 1e-3

@@ -1,0 +1,147 @@
+// The language of `callgate.elementwise`: what the code of one element may use beside C++ itself.
+//
+// Nothing here knows how elements are gone through, in what order or on what device: the same text
+// is compiled for the CPU (callgate/elementwise.h) and can be compiled for others.
+#pragma once
+
+#include <math.h>    // the C++ library's: overloads for each floating type in the global namespace
+#include <stdlib.h>  // abs, likewise
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define CALLGATE_FUNCTION __device__ __forceinline__
+#define CALLGATE_INLINE
+#else
+#define CALLGATE_FUNCTION inline
+#define CALLGATE_INLINE __attribute__((always_inline))
+#endif
+
+namespace callgate::elementwise {
+
+// `_ind` in the code of an element.
+class Index {
+ public:
+  CALLGATE_FUNCTION explicit Index(std::int64_t size) : size_(size) {}
+  CALLGATE_FUNCTION std::int64_t size() const { return size_; }
+
+ private:
+  std::int64_t size_;
+};
+
+// Of numbers of unlike types too; NaN where one of them is, as NumPy's and JAX's.
+template <class A, class B>
+CALLGATE_FUNCTION constexpr auto max(A a, B b) -> decltype(true ? A() : B()) {
+  const decltype(true ? A() : B()) x = a, y = b;
+  return x > y || x != x ? x : y;
+}
+template <class A, class B>
+CALLGATE_FUNCTION constexpr auto min(A a, B b) -> decltype(true ? A() : B()) {
+  const decltype(true ? A() : B()) x = a, y = b;
+  return x < y || x != x ? x : y;
+}
+
+#ifdef CALLGATE_ELEMENTWISE_COMPLEX
+// Complex numbers with numbers of any type: the library has these for one and the same type alone.
+#define CALLGATE_COMPLEX_OPERATOR(op)                                 \
+  template <class T, class U>                                         \
+    requires(std::is_arithmetic_v<U> && !std::is_same_v<T, U>)        \
+  CALLGATE_FUNCTION auto operator op(const std::complex<T>& a, U b) { \
+    return a op static_cast<T>(b);                                    \
+  }                                                                   \
+  template <class T, class U>                                         \
+    requires(std::is_arithmetic_v<U> && !std::is_same_v<T, U>)        \
+  CALLGATE_FUNCTION auto operator op(U a, const std::complex<T>& b) { \
+    return static_cast<T>(a) op b;                                    \
+  }
+CALLGATE_COMPLEX_OPERATOR(+)
+CALLGATE_COMPLEX_OPERATOR(-)
+CALLGATE_COMPLEX_OPERATOR(*)
+CALLGATE_COMPLEX_OPERATOR(/)
+CALLGATE_COMPLEX_OPERATOR(==)
+CALLGATE_COMPLEX_OPERATOR(!=)
+#undef CALLGATE_COMPLEX_OPERATOR
+#endif
+
+// What stands for `dx` in the code of a derivative: a multiple of the one tangent that is looked
+// at. Only what is linear in tangents compiles. A tangent that is zero by itself stays so whatever
+// it is multiplied with, so that an infinite factor of one argument doesn't spoil another's
+// derivative.
+template <class T>
+class Tangent {
+ public:
+  Tangent() = default;
+  CALLGATE_FUNCTION Tangent(decltype(nullptr)) {}  // NOLINT: the literal 0
+  CALLGATE_FUNCTION explicit Tangent(T factor) : factor_(factor), zero_(false) {}
+  template <class U>
+  CALLGATE_FUNCTION Tangent(const Tangent<U>& other)  // NOLINT: as numbers convert
+      : factor_(static_cast<T>(other.factor())), zero_(other.zero()) {}
+
+  CALLGATE_FUNCTION T factor() const { return zero_ ? T() : factor_; }
+  CALLGATE_FUNCTION bool zero() const { return zero_; }
+
+  template <class U>
+  CALLGATE_FUNCTION Tangent& operator+=(const Tangent<U>& other) {
+    return *this = *this + other;
+  }
+  template <class U>
+  CALLGATE_FUNCTION Tangent& operator-=(const Tangent<U>& other) {
+    return *this = *this - other;
+  }
+  template <class A>
+  CALLGATE_FUNCTION Tangent& operator*=(const A& factor) {
+    return *this = *this * factor;
+  }
+  template <class A>
+  CALLGATE_FUNCTION Tangent& operator/=(const A& divisor) {
+    return *this = *this / divisor;
+  }
+
+ private:
+  T factor_ = T();
+  bool zero_ = true;
+};
+
+template <class T>
+CALLGATE_FUNCTION Tangent<T> operator+(const Tangent<T>& a) {
+  return a;
+}
+template <class T>
+CALLGATE_FUNCTION Tangent<T> operator-(const Tangent<T>& a) {
+  return a.zero() ? a : Tangent<T>(static_cast<T>(-a.factor()));
+}
+template <class T, class U>
+CALLGATE_FUNCTION auto operator+(const Tangent<T>& a, const Tangent<U>& b)
+    -> Tangent<decltype(T() + U())> {
+  using Sum = Tangent<decltype(T() + U())>;
+  return a.zero() ? Sum(b) : b.zero() ? Sum(a) : Sum(a.factor() + b.factor());
+}
+template <class T, class U>
+CALLGATE_FUNCTION auto operator-(const Tangent<T>& a, const Tangent<U>& b)
+    -> Tangent<decltype(T() + U())> {
+  return a + -b;
+}
+template <class T, class A>
+CALLGATE_FUNCTION auto operator*(const Tangent<T>& a, const A& b) -> Tangent<decltype(T() * b)> {
+  using Product = Tangent<decltype(T() * b)>;
+  return a.zero() ? Product() : Product(a.factor() * b);
+}
+template <class T, class A>
+CALLGATE_FUNCTION auto operator*(const A& a, const Tangent<T>& b) -> Tangent<decltype(a * T())> {
+  using Product = Tangent<decltype(a * T())>;
+  return b.zero() ? Product() : Product(a * b.factor());
+}
+template <class T, class A>
+CALLGATE_FUNCTION auto operator/(const Tangent<T>& a, const A& b) -> Tangent<decltype(T() / b)> {
+  using Quotient = Tangent<decltype(T() / b)>;
+  return a.zero() ? Quotient() : Quotient(a.factor() / b);
+}
+// Not linear.
+template <class T, class U>
+void operator*(const Tangent<T>& a, const Tangent<U>& b) = delete;
+template <class T, class U>
+void operator/(const Tangent<T>& a, const Tangent<U>& b) = delete;
+template <class T, class A>
+void operator/(const A& a, const Tangent<T>& b) = delete;
+
+}  // namespace callgate::elementwise
