@@ -43,6 +43,7 @@ from callgate.feed import Feed, feed
 from callgate.gate import Gate, call, gate
 from callgate.kernel import Kernel
 from callgate.loops import fori_loop, scan, while_loop
+from callgate.numba import numba
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 
@@ -87,6 +88,7 @@ __all__ = [
   "gate",
   "install",
   "last_error",
+  "numba",
   "open_stream",
   "print",
   "progress",
