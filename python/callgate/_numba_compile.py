@@ -26,6 +26,7 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
+from numba.core import entrypoints
 from numba.core import errors as numba_errors
 from numba.core import types
 from numba.core.caching import CompileResultCacheImpl
@@ -368,6 +369,7 @@ class _Kept:
     if hashlib.sha256(content[32:]).digest() != content[:32]:
       return False
     try:
+      entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
       cpu_target.target_context.refresh()
       self._content = CompileResultCacheImpl.rebuild(
         None, cpu_target.target_context, pickle.loads(content[32:])
@@ -386,6 +388,8 @@ class _Kept:
     del signature
     if self._path is None or compiled.library.has_dynamic_globals:
       return  # it holds addresses of this process
+    # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
+    compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
     try:
       content = dumps(compiled._reduce())
       self._path.parent.mkdir(parents=True, exist_ok=True)

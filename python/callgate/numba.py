@@ -196,12 +196,12 @@ class NumbaKernel(Kernel):
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     from callgate._numba_compile import element_type
 
-    for index, (_, dtype) in enumerate(site.results):
-      if element_type(np.dtype(dtype)) is None:
-        self._refuse(f"result {index}", dtype)
     for index, struct in enumerate(structs):
       if element_type(np.dtype(struct.dtype)) is None:
         self._refuse(f"argument {_names.argument(self.name, site.spec, index)}", struct.dtype)
+    for index, (_, dtype) in enumerate(site.results):
+      if element_type(np.dtype(dtype)) is None:
+        self._refuse(f"result {index}", dtype)
     super().check_call(site, structs)
 
   def _refuse(self, what: str, dtype: Any) -> None:
