@@ -199,7 +199,7 @@ def _argument_types(request: Request) -> tuple[Any, ...]:
     elif slot.kind == "operand":
       found.append(operands[slot.indices[0]])
     elif slot.kind == "rest":
-      found.append(types.StarArgTuple([operands[i] for i in slot.indices]))
+      found.append(types.BaseTuple.from_types([operands[i] for i in slot.indices]))
     else:
       found.append(types.Omitted(slot.value))
   return tuple(found)

@@ -27,6 +27,8 @@ NumbaStyle = Literal["return", "inplace"]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
 
 class ResultShapeError(ResultError):
   """A Numba function returned an array of another shape than its call declares."""
@@ -156,9 +158,18 @@ class NumbaKernel(Kernel):
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    arrays, static = _shapes.split_static(self.label, kwargs)
     known = {p.name: p.kind for p in self._given}
+    constants = {k: v for k, v in kwargs.items() if isinstance(v, np.generic)}
+    constants = {k: v for k, v in constants.items() if known.get(k) is _KEYWORD_ONLY}
+    others = {k: v for k, v in kwargs.items() if k not in constants}
+    arrays, static = _shapes.split_static(self.label, others)
+    static = tuple(sorted((*static, *constants.items())))
     for name in kwargs:
+      if name in arrays and known.get(name) is _KEYWORD_ONLY:
+        raise GateDefinitionError(
+          f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None or "
+          "a tuple of these, got an array"
+        )
       if name not in known or known[name] is inspect.Parameter.VAR_POSITIONAL:
         raise GateDefinitionError(
           f"{self.label}: got argument '{name}', which it doesn't have; expected "

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -226,7 +223,6 @@ def test_static_keywords_are_constants_of_the_compilation() -> None:
   assert extents(x, axes=(0, 2)).tolist() == [2, 4]
   assert extents(x, axes=(1,)).tolist() == [3]
   assert extents(x, axes=(1,), unit=np.float32(0.5)).tolist() == [3]
-  assert extents(x, axes=(1,), unit=1 + 0j).tolist() == [6] if False else True
 
 
 def test_a_static_value_reaches_out_and_the_rules() -> None:
@@ -237,7 +233,7 @@ def test_a_static_value_reaches_out_and_the_rules() -> None:
 
   tiled.defvjp(
     lambda x, times: (tiled(x, times=times), None),
-    lambda times, _, ct: (ct.reshape(times, -1).sum(0),),
+    lambda _, ct, times: (ct.reshape(times, -1).sum(0),),
   )
   assert jax.grad(lambda x: tiled(x, times=3).sum())(X).tolist() == [3] * 4
 
@@ -248,6 +244,8 @@ def test_a_static_value_that_no_program_can_hold_is_an_error_that_names_it() -> 
     kernel(X, how=np.sum)
   with pytest.raises(cg.GateDefinitionError, match="'how', which it doesn't have"):
     cg.numba(running_maximum, out=like_x)(X, how=1)
+  with pytest.raises(cg.GateDefinitionError, match="'n' is keyword-only, so static; expected"):
+    cg.numba(lambda out, x, *, n: None, out=like_x)(X, n=X)
   keyword_only = cg.numba(lambda out, x, *, n: None, out=like_x)
   with pytest.raises(cg.GateDefinitionError, match="expected a static value for 'n', got none"):
     keyword_only(X)
@@ -324,7 +322,7 @@ def test_cast_allows_casts_of_the_same_kind_only() -> None:
 
 def test_a_returned_array_of_another_shape_is_an_error_of_the_call() -> None:
   kernel = cg.numba(lambda x: x[1:], out=like_x)
-  with cg.errors(), pytest.raises(cg.ResultError, match=r"result 0: expected the shape \(4,\)"):
+  with pytest.raises(cg.ResultError, match=r"result 0: expected the shape \(4,\)"), cg.errors():
     kernel(X)
   with pytest.raises(cg.ResultError, match=r"got \(3,\)"), cg.errors():
     jax.jit(kernel)(X)
@@ -404,7 +402,7 @@ def failing(out: Any, x: Any, how: Any) -> None:
   if how == 4:
     out[0] = x.size // (x.size - x.shape[0])
   if how == 5:
-    assert x[0] < 0, "positive"
+    raise AssertionError("positive")
   if how == 6:
     raise StopIteration
   if how == 7:
@@ -415,7 +413,7 @@ FAILURES = {
   1: (ValueError, ("not that", 4, 2.0)),
   2: (Refused, ("no",)),
   3: (IndexError, ("index is out of bounds",)),
-  4: (ZeroDivisionError, ("division by zero",)),
+  4: (ZeroDivisionError, ("integer division by zero",)),
   5: (AssertionError, ("positive",)),
   6: (StopIteration, ()),
   7: (KeyError, ()),
