@@ -31,6 +31,7 @@ from numba.core import errors as numba_errors
 from numba.core import types
 from numba.core.caching import CompileResultCacheImpl
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.np import numpy_support
@@ -123,6 +124,7 @@ def options_of(function: Any) -> dict[str, Any]:
 
 
 # -- one variant ---------------------------------------------------------------------------------
+@global_compiler_lock  # not all that Numba does on the way takes its lock
 def compile_function(request: Request) -> Function:
   """The native function for a request, from the disk where it is there.
 

@@ -8,6 +8,7 @@ of a call, as *variants* that programs name.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -135,6 +136,7 @@ class Kernel(Operation):
     self.thread_safe = thread_safe
     self.signature = None if signature is None else tuple(signature)
     self._variants: dict[str, Variant] = {}
+    self._defining = threading.RLock()
     if self.signature is not None:
       self.parameters = tuple(p.name for p in self.signature if p.is_operand)
       self._alias_inouts(self.signature)
@@ -190,6 +192,11 @@ class Kernel(Operation):
     return True
 
   def _define(self, key: str, types: CallTypes) -> None:
+    with self._defining:
+      if key not in self._variants:  # another thread may have been faster
+        self._make(key, types)
+
+  def _make(self, key: str, types: CallTypes) -> None:
     _, function = self.compile(types)
     callee = _callgate.Kernel(
       f"{self.name}[{key}]" if key else self.name,

@@ -111,11 +111,18 @@ def test_starred_parameters_take_any_number_of_arrays() -> None:
   @cg.numba(out=lambda *xs: xs[0])
   def total(out: Any, *xs: Any) -> None:
     out[:] = 0
-    for x in nb.literal_unroll(xs):
+    for x in xs:
       out[:] += x
 
+  @cg.numba(out=lambda x, *ys: x)
+  def mixed(out: Any, x: Any, *ys: Any) -> None:
+    out[:] = x
+    if len(ys) > 0:  # known when it is compiled: the tuple's types may differ
+      out[:] += ys[0]
+
   assert total(X, X, X).tolist() == [6, 15, 9, 21]
-  assert total(X, jnp.arange(4)).tolist() == [2, 6, 5, 10]
+  assert mixed(X, jnp.arange(4), jnp.ones((2, 2))).tolist() == [2, 6, 5, 10]
+  assert mixed(X).tolist() == X.tolist()
 
 
 def test_arrays_may_be_given_by_keyword() -> None:
