@@ -335,8 +335,8 @@ class errors:
     program(x)           # raises the gate's own ValueError, not JaxRuntimeError
   ```
 
-  Inside, `jax.errors.JaxRuntimeError` from a gate is replaced by the original object when it leaves
-  the block. At the end of the block all arrays are waited for, so that the error of a program whose
+  Inside, the error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is
+  replaced by the original object when it leaves the block. At the end of the block all arrays are waited for, so that the error of a program whose
   result nobody looked at is raised too (of a pure program, if its result still exists). With
   several threads inside such blocks at once, that last part is left out: a thread never gets
   another's error.
@@ -363,7 +363,8 @@ class errors:
         raise_deferred()
         self._raise_unseen(failure)
         raise_consumer_errors()
-      elif isinstance(error, jax.errors.JaxRuntimeError):
+      # A program that has run before is dispatched by other code of JAX's, which raises ValueError.
+      elif isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         kept = _original(error)
         if kept is not None:
           _raise(kept.exception)

@@ -352,3 +352,18 @@ def test_the_store_of_errors_is_bounded() -> None:
       wait(program, np.float32(3))
   gc.collect()
   assert sum(type(o) is Counted for o in gc.get_objects()) <= 260
+
+
+def test_a_program_that_has_run_before_raises_the_exception_as_itself() -> None:
+  def positive(x: Any) -> Any:
+    if x[0] < 0:
+      raise KeyError("negative")
+    return x
+
+  program = jax.jit(cg.gate(positive, out=lambda x: x))
+  for _ in range(3):
+    program(jnp.ones(3)).block_until_ready()
+  with pytest.raises(KeyError), cg.errors():
+    program(-jnp.ones(3)).block_until_ready()
+  with pytest.raises(ValueError, match="of the block itself"), cg.errors():
+    raise ValueError("of the block itself")
