@@ -26,9 +26,8 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-from numba.core import entrypoints
+from numba.core import entrypoints, types
 from numba.core import errors as numba_errors
-from numba.core import types
 from numba.core.caching import CompileResultCacheImpl
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock

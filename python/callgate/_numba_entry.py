@@ -180,9 +180,7 @@ class _Emitter:
 
   def _mutex_call(self, name: str, mutex: Any) -> None:
     builder = self.builder
-    function = cgutils.get_or_insert_function(
-      builder.module, ir.FunctionType(_I32, [_I8P]), name
-    )
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [_I8P]), name)
     with builder.if_then(cgutils.is_not_null(builder, mutex)):
       builder.call(function, [mutex])
 

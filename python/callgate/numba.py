@@ -7,18 +7,16 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
-import jax
-import ml_dtypes
 import numpy as np
 
-from callgate import _names, _options, _runtime, _shapes
+from callgate import _names, _numba_static, _options, _runtime, _shapes
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, leaves_of
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, ResultError
-from callgate.kernel import CallTypes, Function, Kernel, Static, Type
+from callgate.kernel import CallTypes, Function, Kernel, Static
 
 if TYPE_CHECKING:
   from callgate._numba_compile import Slot
@@ -83,7 +81,9 @@ class NumbaKernel(Kernel):
     if self._style is not None:
       _options.choice(self.label, "style", self._style, ("return", "inplace"))
     if self._pointers is not None and self._style == "return":
-      raise GateDefinitionError(f"{self.label}: style: a @cfunc writes through pointers ('inplace')")
+      raise GateDefinitionError(
+        f"{self.label}: style: a @cfunc writes through pointers ('inplace')"
+      )
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._given):
       raise GateDefinitionError(
         f"{self.label}: expected named parameters, got **keywords, which Numba doesn't have"
@@ -123,8 +123,8 @@ class NumbaKernel(Kernel):
     lead = leads[0] if len(leads) == 1 else self._guessed_lead()
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
     raise GateDefinitionError(
-      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), which is not one for "
-      f"each of {operands} arguments {where}; static values are given by keyword"
+      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), which is not one "
+      f"for each of {operands} arguments {where}; static values are given by keyword"
     )
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
@@ -167,15 +167,15 @@ class NumbaKernel(Kernel):
     for name in kwargs:
       if name in arrays and known.get(name) is _KEYWORD_ONLY:
         raise GateDefinitionError(
-          f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None or "
-          "a tuple of these, got an array"
+          f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None "
+          "or a tuple of these, got an array"
         )
       if name not in known or known[name] is inspect.Parameter.VAR_POSITIONAL:
         raise GateDefinitionError(
           f"{self.label}: got argument '{name}', which it doesn't have; expected "
           f"{', '.join(self.parameters)}"
         )
-    frozen = tuple((name, _frozen(self.label, name, value)) for name, value in static)
+    frozen = tuple((name, _numba_static.frozen(self.label, name, value)) for name, value in static)
     operands = self._in_order(args, arrays, tuple(name for name, _ in frozen))
     for index, value in enumerate(operands):
       named = self.parameters[index] if index < len(self.parameters) else str(index)
@@ -198,8 +198,8 @@ class NumbaKernel(Kernel):
       found.append(arrays.pop(name))
     if arrays:
       raise GateDefinitionError(
-        f"{self.label}: got array(s) {', '.join(sorted(arrays))} by keyword, twice or after one that "
-        f"is missing; expected {', '.join(names[lead:])}"
+        f"{self.label}: got array(s) {', '.join(sorted(arrays))} by keyword, twice or after one "
+        f"that is missing; expected {', '.join(names[lead:])}"
       )
     return tuple(found)
 
@@ -217,24 +217,24 @@ class NumbaKernel(Kernel):
 
   def _refuse(self, what: str, dtype: Any) -> None:
     raise GateDefinitionError(
-      f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 to 64 "
-      f"bits, float32, float64, complex64, complex128), got {np.dtype(dtype).name}; convert it with "
-      "astype"
+      f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 to "
+      f"64 bits, float32, float64, complex64, complex128), got {np.dtype(dtype).name}; convert it "
+      "with astype"
     )
 
   def variant_key(self, types: CallTypes) -> str:
     sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
     key = "->".join(sides)
     if types.static:
-      key += ";" + json.dumps({name: _to_json(value) for name, value in types.static})
+      key += ";" + json.dumps({name: _numba_static.to_json(value) for name, value in types.static})
     return key
 
   def types_of_key(self, key: str) -> CallTypes:
     arrays, _, static = key.partition(";")
     operands, _, results = arrays.partition("->")
     values = cast("dict[str, Any]", json.loads(static)) if static else {}
-    frozen = tuple(sorted((name, _from_json(value)) for name, value in values.items()))
-    return CallTypes(_types(operands), _types(results), frozen)
+    frozen = tuple(sorted((name, _numba_static.from_json(value)) for name, value in values.items()))
+    return CallTypes(_numba_static.types_of(operands), _numba_static.types_of(results), frozen)
 
   def compile(self, types: CallTypes) -> tuple[str, Function]:
     from callgate._numba_compile import Request, compile_function
@@ -245,10 +245,10 @@ class NumbaKernel(Kernel):
     for parameter, slot in zip(self._given, slots, strict=True):
       if slot.kind in ("operand", "rest"):
         rest = slot.kind == "rest"
-        names += [f"{parameter.name}[{i}]" if rest else parameter.name for i in range(len(slot.indices))]
-    operands = [
-      Parameter(n, Kind.IN, *type) for n, type in zip(names, types.operands, strict=True)
-    ]
+        names += [
+          f"{parameter.name}[{i}]" if rest else parameter.name for i in range(len(slot.indices))
+        ]
+    operands = [Parameter(n, Kind.IN, *type) for n, type in zip(names, types.operands, strict=True)]
     results = [Parameter(f"result {i}", Kind.OUT, *type) for i, type in enumerate(types.results)]
     self._check_pointers(slots, types)
     request = Request(
@@ -275,55 +275,15 @@ class NumbaKernel(Kernel):
         )
 
 
-# -- static values -------------------------------------------------------------------------------
-def _frozen(label: str, name: str, value: Any) -> Any:
-  try:
-    _to_json(value)
-  except TypeError:
-    raise GateDefinitionError(
-      f"{label}: static value '{name}': expected a number, a string, None or a tuple of these, got "
-      f"{value!r}"
-    ) from None
-  return value
-
-
-def _to_json(value: Any) -> Any:
-  """A static value as a program's name of a variant holds it."""
-  if isinstance(value, np.generic):
-    kept = cast("Any", value)
-    return {kept.dtype.name: _to_json(kept.item())}
-  if isinstance(value, complex):
-    return {"complex": [value.real, value.imag]}
-  if isinstance(value, tuple):
-    return [_to_json(item) for item in cast("tuple[Any, ...]", value)]
-  if value is None or isinstance(value, (bool, int, float, str)):
-    return value
-  raise TypeError
-
-
-def _from_json(value: Any) -> Any:
-  if isinstance(value, dict):
-    ((kind, held),) = cast("dict[str, Any]", value).items()
-    return complex(*held) if kind == "complex" else np.dtype(kind).type(_from_json(held))
-  if isinstance(value, list):
-    return tuple(_from_json(item) for item in cast("list[Any]", value))
-  return value
-
-
-def _types(text: str) -> tuple[Type, ...]:
-  pairs = (part.split(":") for part in text.split(",") if part)
-  return tuple((np.dtype(getattr(ml_dtypes, d, d)), int(rank)) for d, rank in pairs)
-
-
 def _returns_value(code: types.CodeType) -> bool:
   """Whether a function returns something other than None."""
   previous: Any = None
   for instruction in dis.get_instructions(code):
     if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
       return True
-    if instruction.opname == "RETURN_VALUE":
-      if previous is None or previous.opname != "LOAD_CONST" or previous.argval is not None:
-        return True
+    nothing = previous is not None and previous.opname == "LOAD_CONST" and previous.argval is None
+    if instruction.opname == "RETURN_VALUE" and not nothing:
+      return True
     previous = instruction
   return False
 
@@ -341,6 +301,33 @@ def _compiler(name: str | None) -> Any:
   return _numba_compile
 
 
+class _Options(TypedDict, total=False):
+  """The options of `numba`, for the overloads' sake."""
+
+  out: Any
+  like: Callable[..., Any] | None
+  name: str | None
+  effect: Effect
+  style: NumbaStyle | None
+  aliases: Mapping[int, int] | None
+  vmap: Vmap | Callable[..., Any]
+  sharding: Any
+  linear: bool | int | Sequence[int]
+  gradient: Literal["finite-difference"] | None
+  thread_safe: bool
+  cast: bool
+  parallel: bool
+  fastmath: bool | set[str]
+  boundscheck: bool
+  error_model: Literal["python", "numpy"]
+
+
+@overload
+def numba(fn: Callable[..., Any], /, **options: Unpack[_Options]) -> NumbaKernel: ...
+@overload
+def numba(
+  fn: None = None, /, **options: Unpack[_Options]
+) -> Callable[[Callable[..., Any]], NumbaKernel]: ...
 def numba(
   fn: Callable[..., Any] | None = None,
   /,
@@ -414,7 +401,7 @@ def numba(
       Numba refuses the function for the call's types.
   """
 
-  def make(function: Callable[..., Any]) -> Kernel:
+  def make(function: Callable[..., Any]) -> NumbaKernel:
     return NumbaKernel(
       function,
       name,

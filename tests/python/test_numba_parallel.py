@@ -210,7 +210,8 @@ TWO_PROGRAMS = textwrap.dedent("""
 
   x = jnp.arange(40000.0).reshape(200, 200) % 7
   want = np.cumsum(x, 1)
-  programs = [jax.jit(lambda x, k=k: cumulated(x + k) - cumulated(jnp.full_like(x, k))) for k in (0, 1)]
+  program = lambda k: jax.jit(lambda x: cumulated(x + k) - cumulated(jnp.full_like(x, k)))
+  programs = [program(0), program(1)]
   def run(program):
     for _ in range(50):
       np.testing.assert_array_equal(program(x), want)

@@ -93,14 +93,14 @@ D, L, R = jnp.array([2.0, 3.0, 4.0]), jnp.array([1.0, -1.0]), jnp.array([1.0, 2.
 
 
 def test_rules_that_call_kernels_give_jax_s_derivatives() -> None:
-  solve = cg.numba(solved, out=lambda d, l, r: r)
+  solve = cg.numba(solved, out=lambda d, low, r: r)
 
   @solve.defjvp
   def _(primals: Any, tangents: Any) -> Any:
-    (d, l, r), (dd, dl, dr) = primals, tangents
-    x = solve(d, l, r)
+    (d, low, r), (dd, dl, dr) = primals, tangents
+    x = solve(d, low, r)
     change = dr - dd * x - jnp.concatenate([jnp.zeros(1), dl * x[:-1]])
-    return x, solve(d, l, change)
+    return x, solve(d, low, change)
 
   ours = jax.jit(jax.jacfwd(jax.vmap(solve, (None, None, 0)), (0, 1)))(D, L, jnp.stack([R, -R]))
   theirs = jax.jacfwd(jax.vmap(dense, (None, None, 0)), (0, 1))(D, L, jnp.stack([R, -R]))
@@ -108,11 +108,11 @@ def test_rules_that_call_kernels_give_jax_s_derivatives() -> None:
 
 
 def test_a_linear_kernel_is_transposed_by_its_rule() -> None:
-  solve = cg.numba(solved, out=lambda d, l, r: r, linear=2)
+  solve = cg.numba(solved, out=lambda d, low, r: r, linear=2)
   backwards = cg.numba(
-    lambda out, d, l, r: solved(out[::-1], d[::-1], l[::-1], r[::-1]), out=lambda d, l, r: r
+    lambda out, d, low, r: solved(out[::-1], d[::-1], low[::-1], r[::-1]), out=lambda d, low, r: r
   )
-  solve.deftranspose(lambda ct, d, l, r: backwards(d, l, ct))
+  solve.deftranspose(lambda ct, d, low, r: backwards(d, low, ct))
   ours = jax.grad(lambda r: (solve(D, L, r) * R).sum())(R)
   np.testing.assert_allclose(ours, jax.grad(lambda r: (dense(D, L, r) * R).sum())(R), rtol=1e-5)
 
@@ -176,9 +176,7 @@ USE = textwrap.dedent("""
 
 
 def fresh(code: str, folder: Path, *arguments: str, **environment: str) -> list[str]:
-  return run_python(
-    code, *arguments, CALLGATE_CACHE_DIR=str(folder), **environment
-  ).splitlines()
+  return run_python(code, *arguments, CALLGATE_CACHE_DIR=str(folder), **environment).splitlines()
 
 
 @pytest.fixture(scope="module")
