@@ -11,6 +11,8 @@ from callgate.errors import GateDefinitionError
 from callgate.kernel import Type
 
 
+def frozen(label: str, name: str, value: Any) -> Any:
+  """The value, if a program can hold it."""
   try:
     to_json(value)
   except TypeError:

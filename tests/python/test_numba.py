@@ -1,5 +1,7 @@
 """Kernels from Numba functions: what they take and return, what is refused, and how they fail."""
 
+# Numba has no types, so what its decorators return fits every overload.
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """Numba kernels and threads: none takes the GIL, parallel loops are safe and pass exceptions on."""
 
+# Numba has no types, so what its decorators return fits every overload.
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import ctypes

@@ -1,5 +1,7 @@
 """Numba kernels under JAX's transformations, in other processes, and from the disk."""
 
+# Numba has no types, so what its decorators return fits every overload.
+# pyright: reportCallIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import random
