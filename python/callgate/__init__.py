@@ -46,6 +46,7 @@ from callgate.kernel import Kernel
 from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, save_kernels
 from callgate.library import Library, library
 from callgate.loops import fori_loop, scan, while_loop
+from callgate.numba import numba
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 
@@ -96,6 +97,7 @@ __all__ = [
   "last_error",
   "library",
   "load_kernels",
+  "numba",
   "open_stream",
   "print",
   "progress",

@@ -391,3 +391,18 @@ def test_a_program_that_ran_well_before_raises_the_gate_s_own_exception() -> Non
   with pytest.raises(Failure, match="negative") as caught, cg.errors():
     program(-X)
   assert caught.value.code == 3
+
+
+def test_a_program_that_has_run_before_raises_the_exception_as_itself() -> None:
+  def positive(x: Any) -> Any:
+    if x[0] < 0:
+      raise KeyError("negative")
+    return x
+
+  program = jax.jit(cg.gate(positive, out=lambda x: x))
+  for _ in range(3):
+    program(jnp.ones(3)).block_until_ready()
+  with pytest.raises(KeyError), cg.errors():
+    program(-jnp.ones(3)).block_until_ready()
+  with pytest.raises(ValueError, match="of the block itself"), cg.errors():
+    raise ValueError("of the block itself")

@@ -192,3 +192,12 @@ def test_nbody_keeps_its_energy_and_moves_as_plain_jax_does(tmp_path):
   assert energy == pytest.approx(reference, rel=1e-5)
   assert numbers(line_with(text, "drift"))[-1] < 1e-3
   assert numbers(line_with(text, "distance"))[-1] < 1e-3
+
+
+def test_soft_dtw_agrees_with_the_same_recursion_in_scan(tmp_path):
+  pytest.importorskip("numba")
+  text = run("soft_dtw.py", cwd=tmp_path)
+  wave, nearest, value, gradient = numbers(line_with(text, "nearest"))
+  assert wave == nearest
+  assert value < 1e-5
+  assert gradient < 1e-4
