@@ -45,6 +45,7 @@ from callgate.kernel import Kernel
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
+from callgate.torch import TorchFunction, TorchModule, torch
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,8 @@ __all__ = [
   "StreamReader",
   "StreamRecord",
   "TapInfo",
+  "TorchFunction",
+  "TorchModule",
   "barrier",
   "call",
   "channel",
@@ -94,6 +97,7 @@ __all__ = [
   "sinks",
   "stats",
   "tap",
+  "torch",
   "trace",
   "uninstall",
   "while_loop",

@@ -92,12 +92,14 @@ def to_numpy(value: Any) -> Any:
   """A returned array as NumPy: torch tensors need help with gradients and bfloat16."""
   if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
     return value
-  tensor = value.detach().cpu()
-  if str(tensor.dtype) == "torch.bfloat16":
+  tensor = value.detach().cpu().resolve_conj().resolve_neg()
+  name = str(tensor.dtype).removeprefix("torch.")
+  if name == "bfloat16" or name.startswith("float8"):
     import ml_dtypes
     import torch  # pyright: ignore[reportMissingImports]
 
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    words = torch.int16 if name == "bfloat16" else torch.uint8
+    return tensor.view(words).numpy().view(getattr(ml_dtypes, name))
   return tensor.numpy()
 
 

@@ -125,10 +125,18 @@ def _host_converter(arrays: str) -> Callable[[Any], Any]:
   if arrays == "jax":
     return jax.numpy.asarray
   if arrays == "torch":
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return torch.from_numpy
+    return _to_torch
   return lambda array: array
+
+
+def _to_torch(array: Any) -> Any:
+  import torch  # pyright: ignore[reportMissingImports]
+
+  writable = array if array.flags.writeable else array.copy()  # torch warns about any other
+  if array.dtype.kind != "V":
+    return torch.from_numpy(writable)
+  words = np.dtype(f"i{array.dtype.itemsize}")  # a dtype that NumPy lacks: bfloat16, float8_...
+  return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 
 def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:

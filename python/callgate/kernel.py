@@ -361,7 +361,5 @@ def _expand(parameters: Sequence[Parameter], count: int) -> list[Parameter] | No
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  kernel = _names.get(base)
-  if not isinstance(kernel, Kernel):
-    return False
-  return kernel.define_variant(key.removesuffix("]") if bracket else "")
+  define = getattr(_names.get(base), "define_variant", None)
+  return define is not None and define(key.removesuffix("]") if bracket else "")
