@@ -3,9 +3,9 @@
 A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
 Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
 
-- classical: `torch.autograd.grad` on the graph that autograd records. Takes everything that autograd
-  takes. Forward mode is the transpose of reverse mode ("double backward").
-- functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`, but refuses
+- classical: `torch.autograd.grad` on the graph that autograd records. Takes all that autograd takes.
+  Forward mode is the transpose of reverse mode ("double backward").
+- functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
 Imports torch, so it is imported when the first function is made. All of it runs in the thread that
@@ -15,10 +15,12 @@ calls the gate, under the GIL where torch does not release it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -78,7 +80,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _seeded(key: Tensor) -> Iterator[None]:
+def _seeded(key: Tensor) -> Generator[None]:
   if is_abstract(key):
     yield
     return
@@ -164,7 +166,8 @@ def _vjp(run: Run, wanted: Sequence[int]) -> Run:
     inner = _Inner(run, wanted, args, static)
     cotangents = [_conj(ct) for ct in inner.vectors]
     if functional:
-      results, pullback = torch.func.vjp(lambda *primals: inner(True, primals), *inner.primals)
+      function: Any = lambda *primals: inner(True, primals)
+      results, pullback = cast("Any", torch.func.vjp(function, *inner.primals))
       grads = pullback(_as_dtypes_of(results, cotangents))
     else:
       again = torch.is_grad_enabled()  # a derivative of this one is being taken
@@ -183,6 +186,7 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
   def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     inner = _Inner(run, wanted, args, static)
     if functional:
+      prepare_forward_mode()
       primals = tuple(inner.primals)
       return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
     again = torch.is_grad_enabled()
@@ -195,6 +199,15 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
       return _grad(grads, u, inner.vectors, again)
 
   return forward
+
+
+@functools.cache
+def prepare_forward_mode() -> None:
+  """Has torch load its forward mode, which warns that it is compiled by deprecated means."""
+  one = torch.ones(())
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    torch.func.jvp(torch.neg, (one,), (one,))
 
 
 def _tracked(x: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ gate of the function itself has none, the gate of its gradient `(("vjp", (0,)),)
 order. Each is a *part* of the first one, its root, and named `root[path]` in programs, so that a
 process that never traced the call can make it (`define_variant`).
 
-A derivative's gate takes `(args, kwargs, vectors)` and returns a tuple. It is linear in the vectors,
-and forward and reverse mode are each other's transpose.
+A derivative's gate takes `(args, kwargs, vectors)` and returns a tuple. It is linear in the
+vectors, and forward and reverse mode are each other's transpose.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class TorchGate(Gate):
     if self.root.random and _of_root(self.path, args, kwargs)[1].get(_torch_calls.RNG):
       return False  # each lane draws from a key of its own
     path = (*self.path, ("vmap", _positions(mask)))
+    if any(kind == "jvp" for kind, _ in path):
+      _torch_calls.prepare_forward_mode()  # not on tensors without values
     run = _torch_calls.transformed(self.root.run, path, random=self.root.random)
     args, kwargs = jax.tree.unflatten(site.in_tree, _torch_types.batch(lanes, mask, 2))
     return _torch_types.takes_vmap(run, args, {**kwargs, **dict(site.static)})
@@ -197,9 +199,7 @@ def _site_of_part(
 
 
 def _differentiable(site: CallSite) -> tuple[int, ...]:
-  return tuple(
-    i for i, (_, dtype) in enumerate(site.results) if jnp.issubdtype(dtype, jnp.inexact)
-  )
+  return tuple(i for i, (_, dtype) in enumerate(site.results) if jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:

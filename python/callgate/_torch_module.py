@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportMissingImports]
+from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
 
 from callgate import _compat
 from callgate._adapt import to_numpy
 from callgate._torch_calls import is_abstract
 from callgate.errors import GateDefinitionError
+
+# Of batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
+_NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
 
 
 class ModuleFunction:
