@@ -92,15 +92,16 @@ def to_numpy(value: Any) -> Any:
   """A returned array as NumPy: torch tensors need help with gradients and bfloat16."""
   if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
     return value
-  tensor = value.detach().cpu().resolve_conj().resolve_neg()
+  tensor = value.detach().cpu()
   name = str(tensor.dtype).removeprefix("torch.")
   if name == "bfloat16" or name.startswith("float8"):
     import ml_dtypes
     import torch  # pyright: ignore[reportMissingImports]
 
     words = torch.int16 if name == "bfloat16" else torch.uint8
-    return tensor.view(words).numpy().view(getattr(ml_dtypes, name))
-  return tensor.numpy()
+    # A clone has memory, where torch's own stands for zeros.
+    return tensor.clone().view(words).numpy().view(getattr(ml_dtypes, name))
+  return tensor.numpy(force=True)  # also of zeros without memory and lazy conjugates
 
 
 def _same(array: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
@@ -133,9 +134,9 @@ def _to_torch(array: Any) -> Any:
   import torch  # pyright: ignore[reportMissingImports]
 
   writable = array if array.flags.writeable else array.copy()  # torch warns about any other
-  if array.dtype.kind != "V":
+  if not hasattr(ml_dtypes, array.dtype.name):
     return torch.from_numpy(writable)
-  words = np.dtype(f"i{array.dtype.itemsize}")  # a dtype that NumPy lacks: bfloat16, float8_...
+  words = np.dtype(f"u{array.dtype.itemsize}" if array.dtype.itemsize == 1 else "i2")
   return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
@@ -117,6 +118,6 @@ class ModuleFunction:
 
 
 def _from_jax(array: np.ndarray) -> Any:
-  if array.dtype.kind == "V":  # bfloat16 and the like, which NumPy lacks
+  if hasattr(ml_dtypes, array.dtype.name):  # bfloat16 and the like, which NumPy lacks
     array = array.astype(np.float32)
   return torch.from_numpy(np.array(array))

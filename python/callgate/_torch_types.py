@@ -6,8 +6,10 @@ from elsewhere (weights in a closure) become fake ones while it runs, so nothing
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +35,23 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
   """The dtype of a tensor as JAX has it."""
   name = str(dtype).removeprefix("torch.")
   return np.dtype(getattr(ml_dtypes, name, name))
+
+
+# Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there
+# (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
+_WRONG_UNDER_VMAP = frozenset({"aten::_cdist_backward"})
+
+
+class _Refusals(TorchDispatchMode):
+  """Raises where torch would map an operation and give wrong values."""
+
+  def __torch_dispatch__(
+    self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+  ) -> Any:
+    del types
+    if func.name().partition(".")[0] in _WRONG_UNDER_VMAP:
+      raise NotImplementedError(func.name())
+    return func(*args, **(kwargs or {}))
 
 
 class _Draws(TorchDispatchMode):
@@ -64,7 +83,7 @@ def result_types(
   """
   draws = _Draws()
   try:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
       fake_args, fake_kwargs = _fakes(args, kwargs)
       with draws, torch.no_grad():
         result = run(False, fake_args, fake_kwargs)
@@ -102,13 +121,26 @@ def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     kwargs: likewise.
   """
   try:
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with warnings.catch_warnings(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
       # torch warns of an operation that it can't batch but in a loop of its own.
       warnings.filterwarnings("error", message="There is a performance drop")
-      batched(True, *_fakes(args, kwargs))
+      fake_args, fake_kwargs = _fakes(args, kwargs)
+      with _Refusals(), torch.no_grad():
+        batched(True, fake_args, fake_kwargs)
   except Exception:  # noqa: BLE001 - torch refuses in many ways, and the lanes then run in turn
     return False
   return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+  """torch logs errors of tensors without values, which the caller hears of anyway."""
+  logger = logging.getLogger("torch._subclasses.fake_tensor")
+  before, logger.disabled = logger.disabled, True
+  try:
+    yield
+  finally:
+    logger.disabled = before
 
 
 def _fakes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

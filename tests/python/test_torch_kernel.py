@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -285,7 +284,8 @@ def test_an_operation_that_torch_would_loop_over_runs_lane_by_lane() -> None:
 
   f, calls = counted(loss)
   x = jnp.sin(jnp.arange(24.0)).reshape(2, 4, 3)
-  close(jax.vmap(cg.torch(f))(x), jnp.stack([cg.torch(loss)(row) for row in x]))
+  one = cg.torch(loss, out=jnp.float32(0))
+  close(jax.vmap(cg.torch(f, out=jnp.float32(0)))(x), jnp.stack([one(row) for row in x]))
   assert len(calls) == 2
 
 
@@ -482,22 +482,22 @@ def test_results_that_depend_on_values_need_out() -> None:
   f = cg.torch(lambda x: x[: int(x.sum())], name="torch.cut")
   with pytest.raises(cg.GateDefinitionError, match=r"'torch.cut': .* say what that is with out="):
     jax.jit(f)(X)
-  with pytest.raises(cg.GateDefinitionError, match=r"must match the size.*out="):
+  with pytest.raises(cg.GateDefinitionError, match=r"RuntimeError: .*out="):
     cg.torch(lambda x: x + torch.ones(2))(X)
   with pytest.raises(cg.GateDefinitionError, match="needs enable_grad=True"):
     cg.torch(lambda x: torch.autograd.grad((x**2).sum(), x)[0])(X)
 
 
 def test_a_wrong_result_is_an_error_that_names_it() -> None:
-  with pytest.raises(cg.ResultError, match=r"result 0: expected float32\[3\], got float64\[3\]"):
-    with cg.errors():
-      jax.block_until_ready(cg.torch(lambda x: x.double(), out=X)(X))
+  wrong = pytest.raises(cg.ResultError, match=r"expected float32\[3\], got float64\[3\]")
+  with wrong, cg.errors():
+    jax.block_until_ready(cg.torch(lambda x: x.double(), out=X)(X))
   with pytest.raises(cg.GateDefinitionError, match=r"result 1 is int64.*\.to\(torch.int32\)"):
     cg.torch(lambda x: (x, x.argmax()))(X)
-  with pytest.raises(cg.GateDefinitionError, match="expected tensors .* got str"):
+  with pytest.raises(cg.GateDefinitionError, match=r"expected tensors .* got str"):
     cg.torch(lambda x: "no")(X)
-  with pytest.raises(cg.GateDefinitionError, match="argument 'input': PyTorch has no float8_e3m4"):
-    cg.torch(torch.neg, out=X)(X.astype(jnp.float8_e3m4))
+  with pytest.raises(cg.GateDefinitionError, match="argument 'x': PyTorch has no float8_e3m4"):
+    cg.torch(lambda x: -x, out=X)(X.astype(jnp.float8_e3m4))
 
 
 def test_wrong_options_are_errors() -> None:
@@ -581,20 +581,21 @@ def test_programs_hold_names_and_no_address() -> None:
   assert not f.define_variant("nonsense")
 
 
-def test_a_function_is_freed_with_its_programs(clean_caches: None) -> None:
+def used_and_dropped() -> tuple[Any, Any]:
   def function(x: Any) -> Any:
     return x * 2
 
   f = cg.torch(function)
   jax.jit(jax.hessian(lambda x: f(x).sum()))(X).block_until_ready()
   jax.vmap(f)(TWO).block_until_ready()
-  function_ref, gate_ref = weakref.ref(function), weakref.ref(f)
-  del f, function
-  drop_programs()
-  for _ in range(5):
-    gc.collect()
-  assert gate_ref() is None
-  assert function_ref() is None
+  return weakref.ref(function), weakref.ref(f)
+
+
+def test_a_function_is_freed_with_its_programs(clean_caches: None) -> None:
+  references = used_and_dropped()
+  for _ in range(3):
+    drop_programs()
+  assert [reference() for reference in references] == [None, None]
 
 
 def test_many_calls_leave_nothing_behind() -> None:
@@ -602,10 +603,11 @@ def test_many_calls_leave_nothing_behind() -> None:
   for _ in range(3):
     step(X)[1].block_until_ready()
   gc.collect()
-  before = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+  tensors = lambda: sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+  before = tensors()
   for _ in range(20):
     step(X)[1].block_until_ready()
-  assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= before
+  assert tensors() <= before
 
 
 def test_names_are_unique_and_the_decorator_takes_options() -> None:
@@ -616,6 +618,5 @@ def test_names_are_unique_and_the_decorator_takes_options() -> None:
 
   assert isinstance(one, cg.TorchFunction)
   assert (one.__doc__, one.parameters, one(X)) == ("Says what it does.", ("x",), 2)
-  with pytest.raises(ValueError, match="torch.one"):
+  with pytest.raises(ValueError, match=r"torch\.one"):
     cg.torch(torch.sin, name="torch.one")
-  assert len({cg.torch(torch.sin).name for _ in itertools.repeat(None, 3)}) >= 1
