@@ -3,7 +3,7 @@
 A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
 Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
 
-- classical: `torch.autograd.grad` on the graph that autograd records. Takes all that autograd takes.
+- classical: `torch.autograd.grad` on the graph that autograd records. Takes what autograd takes.
   Forward mode is the transpose of reverse mode ("double backward").
 - functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
@@ -166,8 +166,8 @@ def _vjp(run: Run, wanted: Sequence[int]) -> Run:
     inner = _Inner(run, wanted, args, static)
     cotangents = [_conj(ct) for ct in inner.vectors]
     if functional:
-      function: Any = lambda *primals: inner(True, primals)
-      results, pullback = cast("Any", torch.func.vjp(function, *inner.primals))
+      vjp = cast("Any", torch.func.vjp)
+      results, pullback = vjp(lambda *primals: inner(True, primals), *inner.primals)
       grads = pullback(_as_dtypes_of(results, cotangents))
     else:
       again = torch.is_grad_enabled()  # a derivative of this one is being taken

@@ -151,3 +151,13 @@ def test_feed_trains_on_every_batch_that_it_takes(tmp_path):
   batches = (1797 - 400) // 32
   assert numbers(line_with(text, "batches taken")) == [30 * batches]
   assert numbers(line_with(text, "held-out"))[-1] > 0.93
+
+
+def test_the_torch_module_learns_digits_as_in_torch(tmp_path):
+  pytest.importorskip("torch")
+  text = run("torch_module.py", cwd=tmp_path)
+  steps, first, last, accuracy = numbers(line_with(text, "accuracy"))
+  assert steps == 6 * (1347 // 64)
+  assert last < first / 5
+  assert accuracy > 0.93
+  assert numbers(line_with(text, "largest difference"))[0] < 1e-3
