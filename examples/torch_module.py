@@ -1,8 +1,8 @@
 """Trains a PyTorch network inside a jitted JAX loop, and compares with PyTorch's own training.
 
-The network is a small CNN, as torch users write it. `cg.torch` makes it a function of its parameters;
-the loss, momentum and the loop over minibatches are JAX, compiled as one program. Plain torch
-training with the same minibatches gives the same weights.
+The network is a small CNN, as torch users write it, and `cg.torch` makes it a function of its
+parameters. The loss, momentum and the loop over minibatches are JAX, compiled as one program. Plain
+torch training with the same minibatches gives the same weights.
 """
 
 import copy
