@@ -347,13 +347,13 @@ def test_effects_run_once_a_lane_and_in_order() -> None:
 
 # -- values --------------------------------------------------------------------------------------
 DTYPES = ["bool", "int8", "uint8", "uint16", "int32", "uint32", "float16", "bfloat16", "float32"]
-DTYPES += ["complex64", "float8_e4m3fn", "float8_e5m2"]
+WIDER = [*DTYPES, "complex64", "float8_e4m3fn", "float8_e5m2"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
   hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
-  st.sampled_from(DTYPES),
+  st.sampled_from(WIDER),
   st.sampled_from(["callgate", "jax"]),
 )
 def test_any_shape_and_dtype_makes_the_round_trip(shape: Any, dtype: str, engine: Any) -> None:
