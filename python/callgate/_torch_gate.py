@@ -12,6 +12,7 @@ vectors, and forward and reverse mode are each other's transpose.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from callgate.gate import Gate
 Path = tuple[tuple[str, tuple[int, ...]], ...]
 
 _KINDS = ("jvp", "vjp", "vmap")
+_lock = threading.RLock()  # two threads may trace the first derivative of a function at once
 _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
 
@@ -65,9 +67,10 @@ class TorchGate(Gate):
   def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchGate:
     """The gate of a transform of this one."""
     root, path = self.root, (*self.path, *steps)
-    if path not in root._parts:
-      root._parts[path] = root._make_part(path)
-    return root._parts[path]
+    with _lock:
+      if path not in root._parts:
+        root._parts[path] = root._make_part(path)
+      return root._parts[path]
 
   def _make_part(self, path: Path) -> TorchGate:
     from callgate import _torch_calls
@@ -84,6 +87,7 @@ class TorchGate(Gate):
       "like": None,
       "gradient": None,
       "aliases": None,
+      "vmap": "each",  # a rule of the user's is for the function itself; see `batching`
     }
     return TorchGate(self, path, call, **{**self._options, **options})
 

@@ -323,6 +323,9 @@ def test_a_forced_method_is_kept() -> None:
     jax.vmap(cg.torch(lambda x: x * x.max().item(), out=X, vmap="whole"))(TWO)
   rule = lambda size, batched, x: (x + size, True)
   assert jax.vmap(cg.torch(torch.sin, vmap=rule))(jnp.zeros((4, 1))).tolist() == [[4.0]] * 4
+  own = cg.torch(torch.sin, vmap=lambda size, batched, x: (jnp.sin(x), True))
+  close(jax.grad(lambda x: jax.vmap(own)(x).sum())(X), jnp.cos(X))
+  close(jax.vmap(jax.grad(own))(X), jnp.cos(X))
   with pytest.raises(cg.GateDefinitionError, match="'auto', 'whole', 'each', got 'broadcast'"):
     cg.torch(torch.sin, vmap="broadcast")  # pyright: ignore[reportArgumentType]
 
