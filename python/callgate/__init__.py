@@ -49,6 +49,7 @@ from callgate.loops import fori_loop, scan, while_loop
 from callgate.numba import numba
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
+from callgate.torch import TorchFunction, TorchModule, torch
 
 __version__ = "0.1.0"
 
@@ -80,6 +81,8 @@ __all__ = [
   "StreamReader",
   "StreamRecord",
   "TapInfo",
+  "TorchFunction",
+  "TorchModule",
   "barrier",
   "call",
   "channel",
@@ -106,6 +109,7 @@ __all__ = [
   "sinks",
   "stats",
   "tap",
+  "torch",
   "trace",
   "uninstall",
   "while_loop",

@@ -93,12 +93,15 @@ def to_numpy(value: Any) -> Any:
   if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
     return value
   tensor = value.detach().cpu()
-  if str(tensor.dtype) == "torch.bfloat16":
+  name = str(tensor.dtype).removeprefix("torch.")
+  if name == "bfloat16" or name.startswith("float8"):
     import ml_dtypes
     import torch  # pyright: ignore[reportMissingImports]
 
-    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-  return tensor.numpy()
+    words = torch.int16 if name == "bfloat16" else torch.uint8
+    # A clone has memory, where torch's own stands for zeros.
+    return tensor.clone().view(words).numpy().view(getattr(ml_dtypes, name))
+  return tensor.numpy(force=True)  # also of zeros without memory and lazy conjugates
 
 
 def _same(array: Any) -> Any:

@@ -195,13 +195,15 @@ def _references(roots: list[Any]) -> Iterator[Any]:
   stack = list(roots)
   while stack:
     for item in gc.get_referents(stack.pop()):
-      if isinstance(item, kinds):
+      # By type: isinstance asks for __class__, and an object may answer with anything (deprecated
+      # names of torch.distributed warn).
+      if issubclass(type(item), kinds):
         yield item
         # Arrays of objects are containers that the collector does not look into.
         if isinstance(item, np.ndarray) and item.dtype.hasobject and id(item) not in seen:
           seen.add(id(item))
           stack.append(item.ravel().tolist())
-      elif isinstance(item, (dict, tuple, list, set)) and id(item) not in seen:  # pyright: ignore[reportUnknownArgumentType]
+      elif issubclass(type(item), (dict, tuple, list, set)) and id(item) not in seen:  # pyright: ignore[reportUnknownArgumentType]
         seen.add(id(item))
         stack.append(item)
 

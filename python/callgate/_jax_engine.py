@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
@@ -125,10 +126,18 @@ def _host_converter(arrays: str) -> Callable[[Any], Any]:
   if arrays == "jax":
     return jax.numpy.asarray
   if arrays == "torch":
-    import torch  # pyright: ignore[reportMissingImports]
-
-    return torch.from_numpy
+    return _to_torch
   return lambda array: array
+
+
+def _to_torch(array: Any) -> Any:
+  import torch  # pyright: ignore[reportMissingImports]
+
+  writable = array if array.flags.writeable else array.copy()  # torch warns about any other
+  if not hasattr(ml_dtypes, array.dtype.name):
+    return torch.from_numpy(writable)
+  words = np.dtype(f"u{array.dtype.itemsize}" if array.dtype.itemsize == 1 else "i2")
+  return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 
 def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:

@@ -34,6 +34,8 @@ def transpose_leaves(
   gate: Any, site: Any, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
 ) -> list[Any]:
   """Runs the transpose rule of one lane on flat values."""
+  if gate.autograd:
+    return list(gate.transpose_call(site, cotangents, flat, linear))
   if gate.rules.transpose is None:
     raise GateDefinitionError(
       f"{gate.label} is declared linear but has no transpose, which reverse-mode "

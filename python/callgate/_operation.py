@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _config, _derivatives, _jax_engine, _names, _options, _shapes
-from callgate._primitive import CallSite, gate_p
+from callgate._lowering import Level
+from callgate._primitive import CallSite, TangentCall, gate_p
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["pure", "io", "ordered"]
@@ -34,6 +35,8 @@ class Operation:
   arrays = "numpy"
   style = "inplace"
   cast = False
+  # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
+  autograd = False
 
   def __init__(
     self,
@@ -99,10 +102,13 @@ class Operation:
     leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
     results, out_tree = _shapes.result_types(self, in_tree, structs, static)
-    site = CallSite(in_tree, out_tree, static, results)
+    by_jax = _config.engine() == "jax"
+    # JAX's callbacks know no derivatives: calls that have one stay calls of ours until lowered.
+    stays = self.autograd and self.effect != "ordered"
+    site = CallSite(in_tree, out_tree, static, results, by_jax)
     _shapes.check_call(self, site, structs)
     self.check_call(site, structs)
-    if _config.engine() == "jax":
+    if by_jax and not stays:
       flat = _jax_engine.bind(self, site, leaves)
     else:
       flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
@@ -126,6 +132,44 @@ class Operation:
       The runtime's callee, the FFI target and the attributes beside those of every call.
     """
     raise NotImplementedError
+
+  def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
+    """The call that computes tangents; asked of operations with `autograd`.
+
+    Args:
+      site: the call's static description.
+      moved: flat positions of the arguments that have tangents.
+    """
+    raise NotImplementedError
+
+  def transpose_call(
+    self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
+  ) -> Sequence[Any]:
+    """Cotangents of the linear arguments of a tangent call; asked of operations with `autograd`.
+
+    Args:
+      site: the call's static description.
+      cotangents: of the results.
+      flat: the arguments; ShapeDtypeStructs for those at `linear`.
+      linear: the flat positions whose cotangents are wanted.
+    """
+    raise NotImplementedError
+
+  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
+    """How a call is batched that the runtime does not loop over yet.
+
+    Args:
+      site: the call's static description.
+      mask: for each flat argument, whether it has a batch axis.
+      lanes: ShapeDtypeStructs of one lane's arguments.
+    """
+    del site, mask, lanes
+    return self.vmap
+
+  def batched(self, whole: Level | None) -> Operation:
+    """What runs a call whose arguments have the one leading axis `whole`: itself, as a rule."""
+    del whole
+    return self
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""

@@ -83,11 +83,25 @@ class CallSite:
   out_tree: Any
   static: tuple[tuple[str, Any], ...]
   results: tuple[ShapeDtype, ...]  # of one lane
+  by_jax: bool = False  # lowered to JAX's own callbacks
 
   @functools.cached_property
   def spec(self) -> str:
     """The text that programs hold for this call."""
     return _spec.encode(self.in_tree, self.out_tree, self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class TangentCall:
+  """The call that computes the tangents of a call's results.
+
+  Its operands are the call's own and then the tangents of those at `wanted`, in which it is linear.
+  """
+
+  gate: Any
+  site: CallSite
+  wanted: tuple[int, ...]  # flat positions of arguments
+  outputs: tuple[int, ...]  # flat positions of the results that have tangents
 
 
 gate_p = Primitive("gate")
@@ -125,6 +139,9 @@ def _jvp(
   primals: Sequence[Any], tangents: Sequence[Any], *, gate: Any, site: CallSite, **params: Any
 ) -> tuple[Any, Any]:
   linear = _linear.linear_leaves(gate, site.in_tree)
+  moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+  if gate.autograd and not (linear and linear.issuperset(moved)):
+    return _jvp_by_call(primals, tangents, gate.tangent_call(site, moved), gate, site, **params)
   if not linear:
     raise GateDefinitionError(_derivatives.no_derivative_message(gate))
   for index, tangent in enumerate(tangents):
@@ -141,6 +158,37 @@ def _jvp(
     for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
   ]
   return results, gate_p.bind(*mixed, gate=gate, site=site, **params)
+
+
+def _jvp_by_call(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  call: TangentCall,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> tuple[Any, Any]:
+  results = gate_p.bind(*primals, gate=gate, site=site, levels=levels, whole=whole)
+  moved: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+  if not call.wanted or not call.outputs:
+    return results, moved
+
+  def extended(level: Level) -> Level:  # a tangent is batched as its primal is
+    size, mask = level
+    return size, (*mask, *(mask[i] for i in call.wanted))
+
+  found = gate_p.bind(
+    *primals,
+    *(ad.instantiate_zeros(tangents[i]) for i in call.wanted),
+    gate=call.gate,
+    site=call.site,
+    levels=tuple(map(extended, levels)),
+    whole=None if whole is None else extended(whole),
+  )
+  for index, tangent in zip(call.outputs, found, strict=True):
+    moved[index] = tangent
+  return results, moved
 
 
 ad.primitive_jvps[gate_p] = _jvp
@@ -215,15 +263,27 @@ def _batch(
     for i, x in enumerate(moved)
   ]
   mask = tuple(flag or i in gate.aliases for i, flag in enumerate(mask))
-  if gate.vmap == "each":
-    results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=None)
+  method = "each" if levels else _batching_of(gate, site, mask, moved, whole)
+  if method == "each":
+    results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=whole)
     return results, (0,) * len(results)
 
   def bind(values: Sequence[Any], level: Level) -> Sequence[Any]:
     return gate_p.bind(*values, gate=gate, site=site, levels=(), whole=level)
 
-  results = _batching.batch_whole(bind, gate.vmap, (size, mask), moved, whole)
+  results = _batching.batch_whole(bind, method, (size, mask), moved, whole)
   return results, (0,) * len(results)
+
+
+def _batching_of(
+  gate: Any, site: CallSite, mask: tuple[bool, ...], operands: Sequence[Any], whole: Level | None
+) -> str:
+  inner = whole[1] if whole is not None else (False,) * len(mask)
+  lanes = [
+    jax.ShapeDtypeStruct(x.shape[outer + shared :], x.dtype)
+    for x, outer, shared in zip(operands, mask, inner, strict=True)
+  ]
+  return gate.batching(site, tuple(a or b for a, b in zip(mask, inner, strict=True)), lanes)
 
 
 def _batch_by_rule(
@@ -246,11 +306,15 @@ def lower(
   whole: Level | None,
 ) -> Sequence[Any]:
   ordered = gate.effect == "ordered"
+  if site.by_jax:
+    return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
   if gate.effect != "pure" and _compat.is_partitioned(context):
     # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
     # which it runs once, on the whole arrays. Pure calls run so on every device.
     return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  called, target, attributes = gate.emission(site, context.avals_in, context.avals_out, levels)
+  called, target, attributes = gate.batched(whole).emission(
+    site, context.avals_in, context.avals_out, levels
+  )
   _compat.keep_with_program(context, called)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
@@ -287,7 +351,7 @@ def lower_by_jax(
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-  function = _jax_engine.host_function(gate, site, levels, context.avals_out)
+  function = _jax_engine.host_function(gate.batched(whole), site, levels, context.avals_out)
   types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
 
   def call(*args: Any) -> Any:

@@ -468,7 +468,5 @@ def _found(name: str) -> Any:
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  kernel = _found(base)
-  if not isinstance(kernel, Kernel):
-    return False
-  return kernel.define_variant(key.removesuffix("]") if bracket else "")
+  define = getattr(_found(base), "define_variant", None)
+  return define is not None and define(key.removesuffix("]") if bracket else "")

@@ -32,6 +32,8 @@ def pages_with_code():
 def test_the_code_of_a_page_runs(page, tmp_path):
   if page.name == "README.md" or "scipy" in page.read_text(encoding="utf-8"):
     pytest.importorskip("scipy")
+  if "import torch" in page.read_text(encoding="utf-8"):
+    pytest.importorskip("torch")
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   done = subprocess.run(
     [sys.executable, "-c", RUNNER, str(page), BLOCK.pattern],

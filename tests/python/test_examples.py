@@ -201,3 +201,13 @@ def test_soft_dtw_agrees_with_the_same_recursion_in_scan(tmp_path):
   assert wave == nearest
   assert value < 1e-5
   assert gradient < 1e-4
+
+
+def test_the_torch_module_learns_digits_as_in_torch(tmp_path):
+  pytest.importorskip("torch")
+  text = run("torch_module.py", cwd=tmp_path)
+  steps, first, last, accuracy = numbers(line_with(text, "accuracy"))
+  assert steps == 6 * (1347 // 64)
+  assert last < first / 5
+  assert accuracy > 0.93
+  assert numbers(line_with(text, "largest difference"))[0] < 1e-3
