@@ -184,7 +184,9 @@ class CppKernel(Kernel):
     """The library of one instance: as it came in a file, or compiled here."""
     came = self._from_files.get(instance)
     if came is not None:
-      with contextlib.suppress(_toolchain.CompileError):  # an older C library here, say: compiling may do
+      with contextlib.suppress(
+        _toolchain.CompileError
+      ):  # an older C library here, say: compiling may do
         return came, _toolchain.load(came, label)
     what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
     library = _toolchain.build(what, self._unit(instance), **self.build_options)
