@@ -229,7 +229,11 @@ def test_source_flags_compiler_and_environment_are_told_apart(
     "void f(cg::In<float> x, cg::Out<float> y) { y[0] = V; }", out=lambda x: x, flags=["-DV=2"]
   )
   assert compiler.compilations == 4
-  compiler.path.write_text(compiler.path.read_text() + "# another version\n")
+  script = compiler.path.read_text()
+  compiler.path.write_text(script.replace("exec", "# the same compiler, changed\nexec"))
+  make()
+  assert compiler.compilations == 4
+  compiler.path.write_text(script.replace("exec", 'test "$1" = --version && exec echo 99\nexec'))
   make()
   assert compiler.compilations == 5
   monkeypatch.setenv("CPATH", str(tmp_path))
