@@ -146,7 +146,7 @@ def _writable(folder: Path, key: str) -> Generator[Path]:
       stack.enter_context(_locked(folder, key))
       place = folder
     except OSError as error:
-      place = _private(str(cache_dir()), str(error)) / key[:2]
+      place = _private(str(cache_dir()), error.strerror or str(error)) / key[:2]
       stack.enter_context(_locked(place, key))
     yield place
 
