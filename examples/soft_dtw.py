@@ -1,8 +1,7 @@
 """Soft-DTW in Numba inside JAX, with its exact gradient, against the same recursion in `lax.scan`.
 
-Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) compares two time series of different speed.
-Its dynamic programme fills a table cell by cell; its gradient is a second one, backwards (algorithm
-2 of the paper). Numba compiles both, `defvjp` joins them, vmap splits pairs over XLA's threads.
+Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) fills a table cell by cell, and its gradient is
+such a loop, too, backwards. Numba compiles both; vmap splits pairs of series over XLA's threads.
 """
 
 import jax
@@ -56,11 +55,10 @@ soft_dtw.defvjp(keep_table, lambda kept, ct: (ct[0] * path_weights(*kept),))
 def in_jax(cost):
   def cell(left, inputs):
     corner, above, cost = inputs
-    value = cost - GAMMA * jax.nn.logsumexp(-jnp.stack([corner, above, left]) / GAMMA)
-    return value, value
+    return (cost - GAMMA * jax.nn.logsumexp(-jnp.stack([corner, above, left]) / GAMMA),) * 2
 
   def row(above, costs):
-    _, values = jax.lax.scan(cell, jnp.float32(1e9), (above[:-1], above[1:], costs))
+    values = jax.lax.scan(cell, jnp.float32(1e9), (above[:-1], above[1:], costs))[1]
     return jnp.concatenate([jnp.full(1, 1e9), values]), None
 
   first = jnp.full(cost.shape[1] + 1, 1e9).at[0].set(0)
@@ -74,9 +72,9 @@ def main():
   for name, f in (("numba", lambda cost: soft_dtw(cost)[0]), ("scan", in_jax)):
     grad = jax.value_and_grad(lambda x, y, f=f: f((x[:, None] - y) ** 2))
     found[name] = jax.jit(jax.vmap(grad, (0, None)))(waves, waves[5])
-  values = found["numba"][0]
   errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*found.values(), strict=True)]
-  print(f"nearest to wave 5: {values.argmin()}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}")
+  near = found["numba"][0].argmin()
+  print(f"nearest to wave 5: {near}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}")
 
 
 if __name__ == "__main__":
