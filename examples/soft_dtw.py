@@ -1,7 +1,7 @@
 """Soft-DTW in Numba inside JAX, with its exact gradient, against the same recursion in `lax.scan`.
 
-Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) fills a table cell by cell, and its gradient is
-such a loop, too, backwards. Numba compiles both; vmap splits pairs of series over XLA's threads.
+Soft-DTW (Cuturi and Blondel, 2017, arXiv:1703.01541) fills a table cell by cell, and its gradient
+is such a loop, too, backwards. Numba compiles both; vmap splits pairs of series over XLA's threads.
 """
 
 import jax
@@ -73,8 +73,9 @@ def main():
     grad = jax.value_and_grad(lambda x, y, f=f: f((x[:, None] - y) ** 2))
     found[name] = jax.jit(jax.vmap(grad, (0, None)))(waves, waves[5])
   errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*found.values(), strict=True)]
-  near = found["numba"][0].argmin()
-  print(f"nearest to wave 5: {near}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}")
+  print(
+    f"nearest to wave 5: {found['numba'][0].argmin()}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}"
+  )
 
 
 if __name__ == "__main__":
