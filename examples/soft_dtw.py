@@ -61,8 +61,7 @@ def in_jax(cost):
     values = jax.lax.scan(cell, jnp.float32(1e9), (above[:-1], above[1:], costs))[1]
     return jnp.concatenate([jnp.full(1, 1e9), values]), None
 
-  first = jnp.full(cost.shape[1] + 1, 1e9).at[0].set(0)
-  return jax.lax.scan(row, first, cost)[0][-1]
+  return jax.lax.scan(row, jnp.full(cost.shape[1] + 1, 1e9).at[0].set(0), cost)[0][-1]
 
 
 def main():
@@ -73,9 +72,8 @@ def main():
     grad = jax.value_and_grad(lambda x, y, f=f: f((x[:, None] - y) ** 2))
     found[name] = jax.jit(jax.vmap(grad, (0, None)))(waves, waves[5])
   errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(*found.values(), strict=True)]
-  print(
-    f"nearest to wave 5: {found['numba'][0].argmin()}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}"
-  )
+  nearest = found["numba"][0].argmin()
+  print(f"nearest to wave 5: {nearest}; numba differs by {errors[0]:.0e}, {errors[1]:.0e}")
 
 
 if __name__ == "__main__":
