@@ -101,7 +101,7 @@ TEST(Registry, AMissingNameSaysWhatIsDefinedAndHowToDefineIt) {
     registry.add(callees.back());
   }
   std::string message = find_error(registry, "module.missing");
-  EXPECT_THAT(message, HasSubstr("no gate named 'module.missing'"));
+  EXPECT_THAT(message, HasSubstr("no gate or kernel named 'module.missing'"));
   EXPECT_THAT(message, HasSubstr("name='module.missing'"));
   EXPECT_THAT(message, HasSubstr("'gate_a', 'gate_b'"));
   EXPECT_THAT(message, HasSubstr("'gate_h', …"));
