@@ -271,6 +271,11 @@ def last_error() -> BaseException | None:
   return None
 
 
+# What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
+# program that had run before, and it failed at once.
+_PROGRAM_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
+
 class errors:
   """A context in which a gate's exception is raised as itself.
 
@@ -279,8 +284,8 @@ class errors:
     program(x)           # raises the gate's own ValueError, not JaxRuntimeError
   ```
 
-  Inside, `jax.errors.JaxRuntimeError` from a gate is replaced by the original object when it leaves
-  the block. At the end of the block all arrays are waited for, so that the error of a program whose
+  Inside, `jax.errors.JaxRuntimeError` from a gate (or the ValueError that JAX raises for a program
+  which had run before) is replaced by the original object when it leaves the block. At the end of the block all arrays are waited for, so that the error of a program whose
   result nobody looked at is raised too (of a pure program, if its result still exists). With
   several threads inside such blocks at once, that last part is left out: a thread never gets
   another's error.
@@ -307,9 +312,9 @@ class errors:
         raise_deferred()
         self._raise_unseen(failure)
         raise_consumer_errors()
-      elif isinstance(error, jax.errors.JaxRuntimeError):
+      elif isinstance(error, _PROGRAM_ERRORS):
         kept = _original(error)
-        if kept is not None:
+        if kept is not None and kept.exception is not error:
           _raise(kept.exception)
     finally:
       with _lock:

@@ -54,6 +54,32 @@ def test_errors_raises_the_very_object(error: BaseException, thread: str, effect
   assert cg.last_error() is error
 
 
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_program_that_has_run_before_raises_the_very_object_too(jit: bool) -> None:
+  """JAX raises ValueError where its C++ dispatch runs a program that fails at once."""
+  error = Failure("negative", code=3)
+
+  def check_sign(x: Any) -> Any:
+    if x < 0:
+      raise error
+    return x
+
+  gate = cg.gate(check_sign, out=SCALAR)
+  program = jax.jit(gate) if jit else gate
+  for _ in range(3):
+    assert wait(program, X) == X
+    with pytest.raises(Failure) as info, cg.errors():
+      wait(program, -X)
+    assert info.value is error
+
+
+def test_a_value_error_of_the_users_own_passes_as_it_is() -> None:
+  error = ValueError("not callgate's")
+  with pytest.raises(ValueError, match="not callgate's") as info, cg.errors():
+    raise error
+  assert info.value is error
+
+
 def test_the_traceback_ends_in_the_gates_function_and_the_note_says_where_it_was_called() -> None:
   @cg.gate(out=SCALAR, name="deep", effect="io")
   def deep(x: Any) -> Any:
