@@ -285,10 +285,10 @@ class errors:
   ```
 
   Inside, `jax.errors.JaxRuntimeError` from a gate (or the ValueError that JAX raises for a program
-  which had run before) is replaced by the original object when it leaves the block. At the end of the block all arrays are waited for, so that the error of a program whose
-  result nobody looked at is raised too (of a pure program, if its result still exists). With
-  several threads inside such blocks at once, that last part is left out: a thread never gets
-  another's error.
+  which had run before) is replaced by the original object when it leaves the block. At the end of
+  the block all arrays are waited for, so that the error of a program whose result nobody looked at
+  is raised too (of a pure program, if its result still exists). With several threads inside such
+  blocks at once, that last part is left out: a thread never gets another's error.
   """
 
   def __enter__(self) -> errors:
