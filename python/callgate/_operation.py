@@ -99,14 +99,18 @@ class Operation:
     leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
     results, out_tree = _shapes.result_types(self, in_tree, structs, static)
-    site = CallSite(in_tree, out_tree, static, results)
+    return self.bind(CallSite(in_tree, out_tree, static, results), leaves)
+
+  def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
+    """Makes the call that `site` describes, after checks, of flat arguments."""
+    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
     _shapes.check_call(self, site, structs)
     self.check_call(site, structs)
     if _config.engine() == "jax":
       flat = _jax_engine.bind(self, site, leaves)
     else:
       flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
-    return jax.tree.unflatten(out_tree, flat)
+    return jax.tree.unflatten(site.out_tree, flat)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     """Raises unless the function can take these arrays; by default it takes all."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from callgate import _attributes, _callgate
+from callgate import _attributes, _callgate, _compat
 from callgate.errors import GateDefinitionError
 
 
@@ -131,6 +131,8 @@ def type_text(dtype: Any, shape: Sequence[int]) -> str:
 def expected_text(parameter: Parameter) -> str:
   """What a parameter takes, for messages."""
   dtype = parameter.dtype.name if parameter.dtype is not None else "any dtype"
+  if parameter.dtype is not None and _compat.canonical_dtype(parameter.dtype) != parameter.dtype:
+    dtype += " (which needs jax_enable_x64)"
   return f"{dtype} of rank {parameter.rank}" if parameter.rank >= 0 else f"{dtype} of any rank"
 
 
@@ -145,6 +147,7 @@ def as_operand(parameter: Parameter | None, value: Any) -> Any:
     parameter is None
     or parameter.dtype is None
     or not isinstance(value, (bool, int, float, complex))
+    or _compat.canonical_dtype(parameter.dtype) != parameter.dtype
   ):
     return value
   try:
