@@ -18,8 +18,7 @@ import numpy as np
 
 from callgate import _c_expressions
 from callgate._c_expressions import Expression
-from callgate._c_types import CParameter, CType, Declaration
-from callgate._cpp_source import split_arguments
+from callgate._c_types import CParameter, CType, Declaration, split
 from callgate.errors import GateDefinitionError
 
 _MODE = re.compile(r"(out|inout|copy|static)\s+(.*)", re.DOTALL)
@@ -136,7 +135,7 @@ def read(
     GateDefinitionError: an item that is none, or that C's parameter can't take.
   """
   before, arrow, after = text.rpartition("->")
-  items = split_arguments(before if arrow else after)
+  items = split(before if arrow else after)
   if len(items) != len(declaration.parameters):
     raise GateDefinitionError(
       f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
@@ -171,7 +170,7 @@ def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
       return Argument(text, Role.ADDRESS, name)
     dims = None
     if inside is not None:
-      dims = tuple(_expression(label, text, part) for part in split_arguments(inside))
+      dims = tuple(_expression(label, text, part) for part in split(inside))
     return Argument(text, role, name, dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
@@ -311,9 +310,7 @@ def _joined(label: str, a: Array, b: Array) -> Array:
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)
 
 
-def _symbols(
-  arrays: dict[str, Array], statics: Collection[str]
-) -> dict[str, tuple[str, int]]:
+def _symbols(arrays: dict[str, Array], statics: Collection[str]) -> dict[str, tuple[str, int]]:
   """Where the dimensions that have a name are found; static values have theirs already."""
   symbols: dict[str, tuple[str, int]] = {}
   for array in arrays.values():

@@ -16,6 +16,8 @@ from callgate._c_types import CParameter, CType, Declaration, parse
 from callgate.errors import GateDefinitionError
 
 _FUNCTION_POINTER: Any = ctypes.CDLL(None)._FuncPtr.__mro__[1]  # ctypes' base of all of them
+_POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
+_NUMBER: Any = ctypes.c_int.__mro__[1]
 _WITH_THE_GIL = 4  # FUNCFLAG_PYTHONAPI
 _CAPSULE = type(__import__("datetime").datetime_CAPI)
 _SIMPLE = {
@@ -129,9 +131,9 @@ def _ctypes_type(name: str, kind: Any) -> CType:
       return CType("void *", pointer=True)
     return CType(f"{kind._dtype_.name} *", np.dtype(kind._dtype_), pointer=True)
   code = getattr(kind, "_type_", None)
-  if isinstance(kind, type) and issubclass(kind, ctypes._Pointer | ctypes.Array):
-    inner = kind._type_
-    if getattr(inner, "_type_", None) in _POINTERS or not issubclass(inner, ctypes._SimpleCData):
+  if isinstance(kind, type) and issubclass(kind, (_POINTER, ctypes.Array)):
+    inner: Any = kind._type_
+    if getattr(inner, "_type_", None) in _POINTERS or not issubclass(inner, _NUMBER):
       return CType(f"{inner.__name__} *", pointer=True, opaque=True)
     return _spelled(f"{_ctypes_text(name, inner)} *")
   if isinstance(kind, type) and issubclass(kind, _FUNCTION_POINTER):

@@ -39,7 +39,9 @@ void store(pair<Part>& to, From value) {
 }
 
 // Integers as Python has them: the quotient is rounded down.
-inline int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
+inline int64_t floor_divide(int64_t a, int64_t b) {
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
 inline int64_t floor_modulo(int64_t a, int64_t b) { return a - b * floor_divide(a, b); }
 inline int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 inline int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }

@@ -34,7 +34,7 @@ class Glue:
   """All that the source follows from.
 
   Attributes:
-    function: what messages call the C function.
+    function: what messages call the C function; "" where that is not known.
     declaration: its type.
     binding: where its arguments come from.
     loop: whether it is called for each element.
@@ -186,9 +186,7 @@ class _Writer:
       return f"copied(context, {view}, false)" if array.role is Role.COPY else f"{view}.data()"
     if array.role in RESULTS:
       after.append(f"put_back(context, p_{array.name}, {view});")
-    return (
-      f"like(context, {view})" if array.role is Role.OUT else f"copied(context, {view}, true)"
-    )
+    return f"like(context, {view})" if array.role is Role.OUT else f"copied(context, {view}, true)"
 
   def _other(
     self,
@@ -204,7 +202,9 @@ class _Writer:
     if role is Role.NULL:
       return "nullptr"
     if role is Role.ADDRESS:
-      return f"static_cast<{kind.element}*>(user_data[{1 + self.glue.pointers.index(argument.name)}])"
+      return (
+        f"static_cast<{kind.element}*>(user_data[{1 + self.glue.pointers.index(argument.name)}])"
+      )
     if role is Role.SCRATCH:
       assert argument.value is not None
       of = kind.element if kind.dtype is not None else "char"
@@ -231,7 +231,9 @@ class _Writer:
     walks = [f"const Walk w_{a.name}(context, v_{a.name}, v_{first});" for a in operands]
     starts = [f"int64_t i_{a.name} = w_{a.name}.at(dims, rank, start);" for a in operands]
     # Along a row the operand moves by its innermost stride, which is 0 or 1.
-    steps = [f"const int64_t d_{a.name} = rank > 0 ? w_{a.name}.strides[rank - 1] : 0;" for a in operands]
+    steps = [
+      f"const int64_t d_{a.name} = rank > 0 ? w_{a.name}.strides[rank - 1] : 0;" for a in operands
+    ]
     moves = [f"i_{a.name} += d_{a.name};" for a in operands]
     run = (
       f"context.parallel_ranges(0, v_{first}.size(), 1024, range);"
@@ -291,11 +293,12 @@ class _Writer:
     word = role.name.lower()
     lines = [f"  {self._throw(self._condition(k), t)}" for k, t in self.glue.errors]
     if role is Role.INFO:
+      invalid = "info = %lld: argument %lld of C, '%s', is not valid%s"
       items = ", ".join(_quoted(_short(a.text)) for a in self.binding.arguments)
       lines += [
         f"  static const char* const kArguments[] = {{{items}}};",
         f"  if (number < 0 && number >= -{len(self.binding.arguments)})",
-        f"    throw cg::Error({_quoted(self._place('info = %lld: argument %lld of C, {}, is not valid'))}, "
+        f"    throw cg::Error({_quoted(f'{self._prefix()}{invalid}')}, "
         "number, -number, kArguments[-number - 1], where);",
       ]
     default = "info = {info}" if role is Role.INFO else "status {info}"
@@ -305,13 +308,14 @@ class _Writer:
       f"[[noreturn]] void fail_{word}(long long number, const char* where) {{\n{body}\n}}\n"
       f"void check_{word}(long long number, int64_t index) {{\n"
       "  if (number == 0) [[likely]] return;\n"
-      "  char where[40] = \"\";\n"
-      '  if (index >= 0) std::snprintf(where, sizeof where, " at element %lld", (long long)index);\n'
+      '  char where[40] = "";\n'
+      "  if (index >= 0)\n"
+      '    std::snprintf(where, sizeof where, " at element %lld", (long long)index);\n'
       f"  fail_{word}(number, where);\n}}\n"
     )
 
-  def _place(self, text: str) -> str:
-    return f"{self.glue.function}: {text}".replace("{}", "'%s'") + "%s"
+  def _prefix(self) -> str:
+    return f"{self.glue.function}: " if self.glue.function else ""
 
   def _condition(self, key: int | str) -> str:
     if isinstance(key, int):
@@ -319,7 +323,7 @@ class _Writer:
     return {">0": "number > 0", "<0": "number < 0"}.get(key, "true")
 
   def _throw(self, condition: str, text: str) -> str:
-    parts = re.split(r"\{info\}", f"{self.glue.function}: {text}")
+    parts = re.split(r"\{info\}", f"{self._prefix()}{text}")
     form = "%lld".join(part.replace("%", "%%") for part in parts) + "%s"
     values = ["number"] * (len(parts) - 1)
     thrown = f"throw cg::Error({', '.join([_quoted(form), *values, 'where'])});"

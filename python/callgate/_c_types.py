@@ -1,9 +1,9 @@
 """C's types and declarations, as far as `callgate.cfunc` reads them.
 
-`parse` reads one declaration, `double norm(int n, const double *x)`; names of parameters and of the
-function may be left out. Cython's names of types, which the capsules of its modules hold, are known.
-What no array can hold (structs, functions, pointers to pointers) is opaque: it is passed as an
-address alone.
+`parse` reads one declaration, `double norm(int n, const double *x)`; the function's and the
+parameters' names may be left out. Cython's names of types, which capsules of its modules hold, are
+known. What no array can hold (structs, functions, pointers to pointers) is opaque: it is passed as
+an address alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from callgate._cpp_source import split_arguments
 from callgate.errors import GateDefinitionError
 
-_QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__", "extern", "static"}
-_QUALIFIERS |= {"inline", "register", "noexcept", "nogil"}
+_QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
+_NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
 _INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
 _WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
 _NAMED = {
@@ -50,7 +49,7 @@ _CPP = {
   "complex64": "float _Complex",
   "complex128": "double _Complex",
 }
-# Cython's own trailing parameters: whether to skip an override in Python, which arguments are given.
+# Cython's own last parameters: whether to skip an override in Python, and optional arguments.
 _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 
@@ -152,12 +151,28 @@ def parse(text: str) -> Declaration:
       f"expected a C declaration such as 'double norm(int n, const double *x)', got {text!r}"
     )
   result = _parameter(text[:opening].strip())
-  inside = [part.strip() for part in split_arguments(text[opening + 1 : -1])]
+  inside = split(text[opening + 1 : -1])
   if inside == ["void"]:
     inside = []
   if "..." in inside:
     raise GateDefinitionError(f"{text!r}: functions with '...' can't be called")
   return Declaration(result.name, result.type, tuple(_parameter(part) for part in inside))
+
+
+def split(text: str) -> list[str]:
+  """Parts between commas that are in no brackets and no quotes."""
+  parts, depth, quote = [""], 0, ""
+  for char in text:
+    if quote:
+      quote = "" if char == quote else quote
+    elif char in "'\"":
+      quote = char
+    elif char == "," and depth == 0:
+      parts.append("")
+      continue
+    depth += 0 if quote else (char in "([") - (char in ")]")
+    parts[-1] += char
+  return [part.strip() for part in parts if part.strip()]
 
 
 def _parameter(text: str) -> CParameter:
@@ -171,7 +186,7 @@ def _parameter(text: str) -> CParameter:
   name, kind = "", list[str]()
   tagged = False
   for word in words:
-    if word == "*" or word in _QUALIFIERS:
+    if word == "*" or word in _NOT_OF_TYPES:
       continue
     if word in ("struct", "enum", "union"):
       tagged = True

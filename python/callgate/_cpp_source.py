@@ -74,7 +74,7 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
     after = text[end + 1 :].lstrip()
     if not re.match(r"(noexcept\b\s*)?\{", after):
       continue  # a declaration
-    parameters = tuple(_parameter(part) for part in split_arguments(text[match.end() : end]))
+    parameters = tuple(_parameter(part) for part in _split(text[match.end() : end]))
     views = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in parameters)
     if last is not None or views:
       template = _template(text[: match.start()])
@@ -105,7 +105,7 @@ def _closing(text: str, opening: int) -> int:
   return -1
 
 
-def split_arguments(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
   """Parts between commas that are in no brackets."""
   parts, depth, start = list[str](), 0, 0
   for i, char in enumerate(text):
@@ -127,7 +127,7 @@ def _parameter(text: str) -> SourceParameter:
   if view is None or view.group(1) not in _KINDS:
     element = re.sub(r"\bconst\b|&", "", kind_text).strip()
     return SourceParameter(name, Kind.SCALAR, element, "")
-  arguments = split_arguments(view.group(2)[1:-1]) if view.group(2) else []
+  arguments = _split(view.group(2)[1:-1]) if view.group(2) else []
   element = arguments[0] if arguments else ""
   return SourceParameter(
     name, _KINDS[view.group(1)], element, arguments[1] if len(arguments) > 1 else ""
@@ -140,7 +140,7 @@ def _template(before: str) -> tuple[tuple[str, str], ...]:
   if match is None:
     return ()
   parameters: list[tuple[str, str]] = []
-  for part in split_arguments(match.group(1)):
+  for part in _split(match.group(1)):
     words = part.split("=", 1)[0].split()
     parameters.append((" ".join(words[:-1]), words[-1]))
   return tuple(parameters)

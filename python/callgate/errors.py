@@ -363,7 +363,8 @@ class errors:
         raise_deferred()
         self._raise_unseen(failure)
         raise_consumer_errors()
-      elif isinstance(error, jax.errors.JaxRuntimeError):
+      elif isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
+        # From the second call of a program on, JAX 0.10 raises ValueError while it dispatches.
         kept = _original(error)
         if kept is not None:
           _raise(kept.exception)
