@@ -474,8 +474,9 @@ class Context {
   // The same with body(first, last).
   template <class Body>
   void parallel_ranges(int64_t begin, int64_t end, int64_t grain, Body&& body) const {
+    using Called = std::remove_reference_t<Body>;
     struct Shared {
-      Body* body;
+      Called* body;
       std::exception_ptr error;
       bool failed;
     } shared{&body, nullptr, false};

@@ -134,7 +134,7 @@ def read(
   Raises:
     GateDefinitionError: an item that is none, or that C's parameter can't take.
   """
-  before, arrow, after = text.rpartition("->")
+  before, arrow, after = " ".join(text.split()).rpartition("->")
   items = split(before if arrow else after)
   if len(items) != len(declaration.parameters):
     raise GateDefinitionError(

@@ -214,6 +214,13 @@ class CKernel(Kernel):
       ) from None
     return value
 
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    # Before a variant is compiled for it.
+    assert self.signature is not None
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
+    self._check_types(self.signature, site, structs, results)
+    super().check_call(site, structs)
+
   def _check_types(
     self,
     parameters: Sequence[Parameter],
