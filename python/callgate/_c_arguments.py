@@ -24,7 +24,8 @@ from callgate.errors import GateDefinitionError
 _MODE = re.compile(r"(out|inout|copy|static)\s+(.*)", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)\s*(?:\[(.*)\])?", re.DOTALL)
 _SCRATCH = re.compile(r"scratch\s*\((.*)\)", re.DOTALL)
-_RESERVED = ("out", "inout", "copy", "static", "scratch", "info", "status", "ignored", "NULL")
+_MODES = ("out", "inout", "copy", "static")
+_RESERVED = (*_MODES, "scratch", "info", "status", "ignored", "NULL")
 
 
 class Role(enum.Enum):
@@ -161,8 +162,9 @@ def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
   mode = _MODE.fullmatch(text)
   body = mode.group(2).strip() if mode else text
   array = _ARRAY.fullmatch(body)
-  if array is None and mode is not None:
-    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode.group(1)}'")
+  word = mode.group(1) if mode else text
+  if word in _MODES and (array is None or mode is None):
+    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{word}'")
   if array is not None and (mode is not None or array.group(1) not in _RESERVED):
     name, inside = array.groups()
     role = Role[mode.group(1).upper()] if mode else Role.IN

@@ -95,6 +95,8 @@ def address_of(label: str, name: str, value: Any) -> int:
   if isinstance(value, (ctypes.Structure, ctypes.Union, ctypes.Array)):
     return ctypes.addressof(value)
   try:
+    if isinstance(value, (str, bytes)):
+      raise TypeError
     return ctypes.cast(value, ctypes.c_void_p).value or 0
   except (ctypes.ArgumentError, TypeError):
     raise GateDefinitionError(
@@ -194,11 +196,11 @@ def _is_cffi(value: Any) -> bool:
 
 def _from_cffi(function: Any, given: Declaration | None) -> tuple[int, Declaration]:
   ffi = _backend().FFI()
-  kind = ffi.typeof(function)
+  kind = whole = ffi.typeof(function)
   if kind.kind == "pointer":
     kind = kind.item
   if kind.kind != "function":
-    raise GateDefinitionError(f"cfunc: expected a function, got cffi's '{kind.cname}'")
+    raise GateDefinitionError(f"cfunc: expected a function, got cffi's '{whole.cname}'")
   name = str(getattr(function, "__name__", ""))
   name = name if name.isidentifier() else ""
   if given is not None:

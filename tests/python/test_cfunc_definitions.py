@@ -62,13 +62,13 @@ def test_what_is_no_callable_declaration_is_refused(text: str, expected: str) ->
 
 def test_what_is_no_function_is_refused() -> None:
   for value in (len, "f", 1.5, True, None):
-    with pytest.raises(cg.GateDefinitionError, match="expected a C function .from ctypes or cffi"):
+    with pytest.raises(cg.GateDefinitionError, match=r"expected a C function .from ctypes or cffi"):
       cg.cfunc(value, SAXPY, args="n, a, x[n], out y[n]")
   with pytest.raises(cg.GateDefinitionError, match="an address says nothing of the function's"):
     cg.cfunc(ADDRESS, args="x")
   with pytest.raises(cg.GateDefinitionError, match=r"void saxpy\(.*is a null pointer"):
     cg.cfunc(0, SAXPY, args="n, a, x[n], out y[n]")
-  with pytest.raises(cg.GateDefinitionError, match="'labs' doesn't say what it takes; .*argtypes"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'labs' doesn't say what it takes; .*argtypes"):
     cg.cfunc(ctypes.CDLL(None).labs, args="x -> out y")
   with pytest.raises(cg.GateDefinitionError, match=r"needs the GIL; .*callgate\.gate"):
     cg.cfunc(ctypes.pythonapi.PyGILState_Check, "int f(void)", args="-> out y")
@@ -104,12 +104,10 @@ def test_cffis_variadic_functions_are_refused() -> None:
     ("z.size, a, x[n], out y[n]", "'z.size': 'z' is not known"),
     ("n / 2, a, x[n], out y[n]", "'n / 2': expected an integer, a dimension's name, x.size"),
     ("open(n), a, x[n], out y[n]", "'open.n.': expected an integer, a dimension's name"),
-    ("n, static n, x[n], out y[n]", "'n': 'n' is not known|expected a dimension"),
-    ("m, a, x[n], out y[n]", "'m' .* argument|expected"),
-    ("n, a, x[n], out x[n]", None),
+    ("n, static n, x[n], out y[n]", "'n': 'n' is not known; expected a dimension of an operand"),
     ("n, a, copy x[n], out x[n]", "'x' is mentioned twice, as a copy of an operand"),
     ("n, a, x[n], out y[n] -> out z", "'-> out z': .* returns nothing; expected no '->'"),
-    ("n, a, x[n], out", "'out': expected"),
+    ("n, a, x[n], out", "'out': expected a name after 'out'"),
     ("n, a, x[n], out 3", "'out 3': expected a name after 'out'"),
     ("n, a, x[n], scratch(k)", "'k' is not known"),
     ("n, a, x[n], out y", "the type of result 'y' .'float [*]'. is not known; expected extents"),
@@ -117,8 +115,6 @@ def test_cffis_variadic_functions_are_refused() -> None:
   ],
 )
 def test_args_that_do_not_fit_the_function_are_refused(args: Any, expected: Any) -> None:
-  if expected is None or expected.startswith("'m'"):
-    pytest.skip("a valid description")
   with pytest.raises(cg.GateDefinitionError, match=expected):
     cg.cfunc(ADDRESS, SAXPY, args=args)
 
@@ -159,7 +155,7 @@ def test_a_loop_passes_single_elements(declaration: str, args: str, expected: st
 @pytest.mark.parametrize(
   ("options", "expected"),
   [
-    ({"order": "K"}, "order: expected 'C' or 'F', or these by names of x, a, y; got 'K'|order"),
+    ({"order": "K"}, "order: expected 'C' or 'F', or these by names of a, x, y; got 'K'"),
     ({"order": {"z": "F"}}, "order: expected 'C' or 'F', or these by names of"),
     ({"errors": {"many": "text"}}, "errors: expected a text, or texts by numbers, '>0' and '<0'"),
     ({"errors": {1: 2}}, "errors: expected a text"),
@@ -232,7 +228,7 @@ def test_values_that_c_can_not_hold_are_refused() -> None:
     ADDRESS, "void f(signed char n, const float *x, float *y)", args="100 * n, x[n], out y[n]"
   )
   with pytest.raises(
-    cg.GateDefinitionError, match="'100 [*] n' is 300, more than C's 'signed char"
+    cg.GateDefinitionError, match=r"'100 [*] n' is 300, more than C's 'signed char"
   ):
     kernel(X)
   kernel = cg.cfunc(
@@ -243,7 +239,7 @@ def test_values_that_c_can_not_hold_are_refused() -> None:
   kernel = cg.cfunc(
     ADDRESS, "void f(int k, const float *x, float *y)", args="1 // (n - 3), x[n], out y[n]"
   )
-  with pytest.raises(cg.GateDefinitionError, match="has no value: .*zero"):
+  with pytest.raises(cg.GateDefinitionError, match=r"has no value: .*zero"):
     kernel(X)
   kernel = cg.cfunc(
     ADDRESS, "void f(int k, const float *x, float *y)", args="x.shape[2], x, out y[1]"
@@ -270,7 +266,7 @@ def test_without_a_compiler_the_error_says_what_to_install(
 ) -> None:
   monkeypatch.setenv("CXX", str(tmp_path / "none"))
   kernel = cg.cfunc(ADDRESS, "float f(float x)")
-  with pytest.raises(cg.CompileError, match="no C.. compiler was found"):
+  with pytest.raises(cg.CompileError, match=r"no C.. compiler was found"):
     kernel(X)
 
 
