@@ -151,3 +151,13 @@ def test_feed_trains_on_every_batch_that_it_takes(tmp_path):
   batches = (1797 - 400) // 32
   assert numbers(line_with(text, "batches taken")) == [30 * batches]
   assert numbers(line_with(text, "held-out"))[-1] > 0.93
+
+
+def test_lapack_agrees_with_scipy_and_its_derivative_with_differences(tmp_path):
+  text = run("lapack.py", cwd=tmp_path)
+  assert numbers(line_with(text, "difference from SciPy"))[0] < 1e-10
+  ours, differences = numbers(line_with(text, "slope"))
+  assert abs(ours) > 1e-3
+  assert ours == pytest.approx(differences, rel=1e-3)
+  before, after = (numbers(line)[0] for line in text.splitlines() if line.startswith("error"))
+  assert after < before
