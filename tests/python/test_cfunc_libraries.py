@@ -14,8 +14,7 @@ import pytest
 
 import callgate as cg
 
-scipy = pytest.importorskip("scipy")
-import scipy.linalg.blas  # noqa: E402
+pytest.importorskip("scipy")
 import scipy.linalg.lapack  # noqa: E402
 import scipy.special  # noqa: E402
 from scipy.linalg import cython_blas, cython_lapack  # noqa: E402
@@ -89,7 +88,7 @@ def test_systems_by_lanes_on_several_threads() -> None:
 def test_a_singular_matrix_is_the_users_error() -> None:
   args = "n, k, copy a[n, n], n, scratch(n), inout b[n, k], n, info"
   gesv = lapack("dgesv", args, errors={">0": "singular at {info}"}, name="test.gesv")
-  with pytest.raises(cg.KernelError, match="kernel 'test.gesv': singular at 1"), cg.errors():
+  with pytest.raises(cg.KernelError, match=r"kernel 'test\.gesv': singular at 1"), cg.errors():
     gesv(np.zeros((2, 2)), np.ones((2, 1))).block_until_ready()
   wrong = lapack("dgesv", "n, k, copy a[n, n], n - 1, scratch(n), inout b[n, k], n, info")
   # LAPACK also prints a line of its own.
@@ -185,18 +184,16 @@ def test_special_functions_with_several_results() -> None:
   np.testing.assert_allclose(np.stack(got), np.stack(scipy.special.airye(z)), rtol=1e-5)
 
 
-def test_every_capsule_of_scipys_numerical_modules_is_read_or_refused() -> None:
+def test_every_capsule_of_scipys_numerical_modules_is_read() -> None:
   from callgate import _c_functions
 
-  refused = set[str]()
   for module in (cython_blas, cython_lapack, cython_special):
     for name, capsule in module.__pyx_capi__.items():
-      try:
-        assert _c_functions.resolve(capsule, None).declaration.parameters
-      except cg.GateDefinitionError as error:
-        assert "'long double'" in str(error)
-        refused.add(name)
-  assert {name.removeprefix("__pyx_fuse_2") for name in refused} <= {"expit", "log_expit", "logit"}
+      if "expit" in name or "logit" in name:
+        continue  # some of them take long double
+      assert _c_functions.resolve(capsule, None).declaration.parameters
+  with pytest.raises(cg.GateDefinitionError, match="'long double': no array has elements"):
+    _c_functions.resolve(cython_special.__pyx_capi__["__pyx_fuse_2logit"], None)
 
 
 # -- libm and GSL ---
