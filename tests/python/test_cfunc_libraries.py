@@ -15,10 +15,10 @@ import pytest
 import callgate as cg
 
 pytest.importorskip("scipy")
-import scipy.linalg.lapack  # noqa: E402
-import scipy.special  # noqa: E402
-from scipy.linalg import cython_blas, cython_lapack  # noqa: E402
-from scipy.special import cython_special  # noqa: E402
+import scipy.linalg.lapack
+import scipy.special
+from scipy.linalg import cython_blas, cython_lapack
+from scipy.special import cython_special
 
 
 @pytest.fixture(autouse=True)
