@@ -27,12 +27,12 @@ def x64() -> Iterator[None]:
     yield
 
 
-def blas(name: str, args: str, **options: Any) -> cg.Kernel:
-  return cg.cfunc(cython_blas.__pyx_capi__[name], args=args, **options)
+def blas(symbol: str, args: str, **options: Any) -> cg.Kernel:
+  return cg.cfunc(cython_blas.__pyx_capi__[symbol], args=args, **options)
 
 
-def lapack(name: str, args: str, **options: Any) -> cg.Kernel:
-  return cg.cfunc(cython_lapack.__pyx_capi__[name], args=args, **{"order": "F", **options})
+def lapack(symbol: str, args: str, **options: Any) -> cg.Kernel:
+  return cg.cfunc(cython_lapack.__pyx_capi__[symbol], args=args, **{"order": "F", **options})
 
 
 def normal(*shape: int, dtype: str = "float64") -> Any:
