@@ -20,6 +20,7 @@ from callgate._progress import Progress, progress
 from callgate._records import BatchInfo, Record, TapInfo
 from callgate._stream import StreamReader, StreamRecord, open_stream
 from callgate._toolchain import CompileError
+from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
@@ -85,6 +86,7 @@ __all__ = [
   "TorchModule",
   "barrier",
   "call",
+  "cfunc",
   "channel",
   "channel_stats",
   "check",

@@ -6,6 +6,7 @@ An operation is what a user calls like a JAX function. `Gate` (a Python callable
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -102,17 +103,22 @@ class Operation:
     leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
     results, out_tree = _shapes.result_types(self, in_tree, structs, static)
+    return self.bind(CallSite(in_tree, out_tree, static, results), leaves)
+
+  def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
+    """Makes the call that `site` describes, after checks, of flat arguments."""
+    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
     by_jax = _config.engine() == "jax"
     # JAX's callbacks know no derivatives: calls that have one stay calls of ours until lowered.
     stays = self.autograd and self.effect != "ordered"
-    site = CallSite(in_tree, out_tree, static, results, by_jax)
+    site = dataclasses.replace(site, by_jax=by_jax)
     _shapes.check_call(self, site, structs)
     self.check_call(site, structs)
     if by_jax and not stays:
       flat = _jax_engine.bind(self, site, leaves)
     else:
       flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
-    return jax.tree.unflatten(out_tree, flat)
+    return jax.tree.unflatten(site.out_tree, flat)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     """Raises unless the function can take these arrays; by default it takes all."""

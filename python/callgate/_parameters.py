@@ -117,6 +117,8 @@ def type_text(dtype: Any, shape: Sequence[int]) -> str:
 def expected_text(parameter: Parameter) -> str:
   """What a parameter takes, for messages."""
   dtype = parameter.dtype.name if parameter.dtype is not None else "any dtype"
+  if parameter.dtype is not None and _compat.canonical_dtype(parameter.dtype) != parameter.dtype:
+    dtype += " (which needs jax_enable_x64)"
   return f"{dtype} of rank {parameter.rank}" if parameter.rank >= 0 else f"{dtype} of any rank"
 
 

@@ -80,6 +80,20 @@ def test_a_value_error_of_the_users_own_passes_as_it_is() -> None:
   assert info.value is error
 
 
+def test_errors_raises_what_a_program_fails_with_at_its_second_call() -> None:
+  @cg.gate(out=SCALAR, effect="io")
+  def fail_for_zero(x: Any) -> Any:
+    if x == 0:
+      raise Failure("zero")
+    return x
+
+  for program in (fail_for_zero, jax.jit(fail_for_zero)):
+    assert wait(program, X) == 1
+    for _ in range(2):
+      with pytest.raises(Failure, match="zero"), cg.errors():
+        wait(program, 0 * X)
+
+
 def test_the_traceback_ends_in_the_gates_function_and_the_note_says_where_it_was_called() -> None:
   @cg.gate(out=SCALAR, name="deep", effect="io")
   def deep(x: Any) -> Any:

@@ -211,3 +211,13 @@ def test_the_torch_module_learns_digits_as_in_torch(tmp_path):
   assert last < first / 5
   assert accuracy > 0.93
   assert numbers(line_with(text, "largest difference"))[0] < 1e-3
+
+
+def test_lapack_agrees_with_scipy_and_its_derivative_with_differences(tmp_path):
+  text = run("lapack.py", cwd=tmp_path)
+  assert numbers(line_with(text, "difference from SciPy"))[0] < 1e-10
+  ours, differences = numbers(line_with(text, "slope"))
+  assert abs(ours) > 1e-3
+  assert ours == pytest.approx(differences, rel=1e-3)
+  before, after = (numbers(line)[0] for line in text.splitlines() if line.startswith("error"))
+  assert after < before
