@@ -10,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _callgate, _shapes, _toolchain
+from callgate import _attributes, _callgate, _shapes, _toolchain
 from callgate._c_arguments import OPERANDS, RESULTS, Array, Role
 from callgate._c_expressions import Expression
 from callgate._c_functions import CFunction
@@ -196,7 +196,8 @@ class CKernel(Kernel):
   def _numbers(
     self, shapes: Mapping[str, tuple[int, ...]], static: Mapping[str, Any]
   ) -> dict[str, int]:
-    numbers = {n: int(static[n]) for n in self._binding.statics if _is_number(static.get(n))}
+    given = {name: _attributes.thaw(static.get(name)) for name in self._binding.statics}
+    numbers = {name: int(value) for name, value in given.items() if _is_number(value)}
     for symbol, (array, axis) in self._binding.symbols.items():
       if axis < len(shapes[array]):
         numbers[symbol] = shapes[array][axis]
@@ -227,8 +228,10 @@ class CKernel(Kernel):
     site: CallSite,
     operands: Sequence[Any],
     results: Sequence[Any],
+    *,
+    whole: bool = False,
   ) -> None:
-    super()._check_types(parameters, site, operands, results)
+    super()._check_types(parameters, site, operands, results, whole=whole)
     arrays = self._mentioned()
     structs = dict(zip((a.name for a in arrays if a.role in OPERANDS), operands, strict=True))
     outs = dict(zip((a.name for a in arrays if a.role in RESULTS), results, strict=True))
@@ -326,7 +329,11 @@ class CKernel(Kernel):
       x.reshape((size, *(1,) * (most - len(lane.shape)), *lane.shape)) if flag else x
       for x, lane, flag in zip(leaves, lanes, flags, strict=True)
     ]
-    held: Static = tuple(sorted(static.items()))
+    held: Static = tuple(
+      sorted(
+        (p.name, p.freeze(self.label, static[p.name])) for p in self.signature or () if p.is_static
+      )
+    )
     types, out_tree = _shapes.result_types(self, tree, lanes, held)
     results = tuple(((size, *shape), dtype) for shape, dtype in types)
     out = self.bind(CallSite(tree, out_tree, held, results), moved)

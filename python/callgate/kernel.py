@@ -325,11 +325,23 @@ class Kernel(Operation):
           "which kernels don't take; convert to int8 before the call"
         )
     variant = self.variant(self.types_of(structs, results, site.static))
-    check_types(self, variant.parameters, site, structs, results)
+    self._check_types(variant.parameters, site, structs, results)
     values = dict(site.static)
     for parameter in variant.parameters:
       if parameter.is_static and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
+
+  def _check_types(
+    self,
+    parameters: Sequence[Parameter],
+    site: CallSite,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    *,
+    whole: bool = False,
+  ) -> None:
+    """Raises unless the arrays are what these parameters take; see `_kernel_types.check_types`."""
+    check_types(self, parameters, site, operands, results, whole=whole)
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(
@@ -403,7 +415,7 @@ class Kernel(Operation):
     results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in avals_out]
     variant = self.variant(self.types_of(core, results, site.static))
     whole = tuple(len(r.shape) for r in results) != tuple(len(shape) for shape, _ in site.results)
-    check_types(self, variant.parameters, site, core, results, whole=whole)
+    self._check_types(variant.parameters, site, core, results, whole=whole)
     declared = {p.name: p for p in variant.parameters}
     attributes: dict[str, Any] = {
       "signature": variant.callee.signature,
