@@ -32,7 +32,7 @@ _TYPES = {
     name: f"cg::{name}"
     for name in (
       *("float16", "bfloat16", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fn"),
-      *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+      *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
   },
 }

@@ -86,7 +86,7 @@ def build(folder: Path, name: str, source: str, *flags: str) -> Path:
     pytest.skip(str(error))
   unit, made = folder / f"{name}.cc", folder / f"lib{name}.so"
   unit.write_text(source)
-  command = [compiler, "-shared", "-fPIC", f"-I{_toolchain.include_dir()}", *flags]
+  command = [*compiler, "-shared", "-fPIC", f"-I{_toolchain.include_dir()}", *flags]
   done = subprocess.run(
     [*command, str(unit), "-o", str(made)], capture_output=True, text=True, timeout=120
   )

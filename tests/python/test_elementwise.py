@@ -272,7 +272,7 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
 
   from callgate import _toolchain
 
-  if "g++" not in pathlib.Path(_toolchain.compiler()).resolve().name:
+  if "g++" not in pathlib.Path(_toolchain.compiler()[0]).resolve().name:
     pytest.skip("the report is GCC's")
   ones = np.ones((4, 4), np.float32)
   kernel = cg.elementwise("T x, T y", "T z", "z = x > y ? x * y + 1 : 0.5 * y")
@@ -280,7 +280,7 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
   for y in (ones, ones[0], ones[:, :1]):
     unit = tmp_path / "unit.cc"
     unit.write_text(kernel.code(ones, y))
-    command = [_toolchain.compiler(), "-std=c++20", *flags, f"-I{_toolchain.include_dir()}"]
+    command = [*_toolchain.compiler(), "-std=c++20", *flags, f"-I{_toolchain.include_dir()}"]
     command += ["-fopt-info-vec-optimized", "-c", str(unit), "-o", str(tmp_path / "unit.o")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "loop vectorized" in done.stdout + done.stderr
@@ -421,7 +421,7 @@ def test_a_wrong_parameter_is_an_error_when_it_is_made(
     ((array(2, dtype=np.int32), 0.5), "'y': expected T, which is int32 here, got 0.5"),
     ((array(2), 1j), "'y': expected T, which is float32 here, got 1j"),
     ((array(2, dtype=np.int8), 300), "int8 here, which doesn't hold 300"),
-    ((array(2), "text"), "'y': expected an array, got str"),
+    ((array(2), "text"), "'y': expected an array, got 'text'"),
     ((array(2), [1.0, 2.0]), "'y': expected one array, got 2"),
     ((jnp.zeros(2, jnp.int4), 1), "'x': int4 has several elements in a byte"),
   ],
@@ -435,7 +435,7 @@ def test_a_wrong_argument_is_an_error_that_names_it(args: Any, message: str) -> 
 @pytest.mark.parametrize("value", [array(2, dtype=np.int32), 1.5, True + 1j])
 def test_a_fixed_dtype_is_never_cast_to(value: Any) -> None:
   kernel = cg.elementwise("int8 x", "int8 z", "z = x")
-  with pytest.raises(cg.GateDefinitionError, match="'x': expected int8, got"):
+  with pytest.raises(cg.GateDefinitionError, match="'x': expected .*int8.* got"):
     kernel(value)
   assert kernel(3).dtype == np.int8
 
