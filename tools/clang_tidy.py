@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = ROOT / "build" / "clang-tidy"
 OURS = ("src", "include", "tests", "benchmarks")
-# The databases hold g++'s command lines; these are its options that clang doesn't know, and a
-# warning that its -Wconversion doesn't mean.
+# The databases hold g++'s command lines; these are its options that clang doesn't know, its
+# precompiled headers, and a warning that its -Wconversion doesn't mean.
 EXTRA = [
+  "--extra-arg=-Wno-ignored-gch",
   "--extra-arg=-Wno-sign-conversion",
   "--extra-arg=-Wno-unknown-warning-option",
   "--extra-arg=-Wno-ignored-optimization-argument",

@@ -39,6 +39,14 @@ nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner)
   return array;
 }
 
+// An array of the consumer's own: in the record's memory where that is lent and little else is in
+// it, or what a consumer keeps of a record would hold on to all of the rest.
+nb::object own_array(const ArrayView& view, const Source& source,
+                     const std::shared_ptr<void>& lent) {
+  bool most = 2 * view.nbytes() >= source.payload_bytes;
+  return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : copy_of(view);
+}
+
 nb::list rows_of(const Source& source, std::span<const Record> records) {
   nb::list rows;
   RecordViews views(source);
@@ -46,8 +54,7 @@ nb::list rows_of(const Source& source, std::span<const Record> records) {
     std::shared_ptr<void> lent = Channel::lend(record);
     views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
-      for (const ArrayView& leaf : leaves)
-        arrays.append(lent && !is_packed(leaf.dtype) ? array_over(leaf, lent) : copy_of(leaf));
+      for (const ArrayView& leaf : leaves) arrays.append(own_array(leaf, source, lent));
       rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
                                  record.flags, nb::tuple(arrays)));
     });
@@ -104,7 +111,7 @@ class Stack {
     std::shared_ptr<void> lent = rows_.size() == 1 ? Channel::lend(*rows_[0].record) : nullptr;
     bool packed = std::ranges::any_of(first_, [](ArrayView leaf) { return is_packed(leaf.dtype); });
     if (lent && !packed) {
-      for (const ArrayView& leaf : first_) arrays.append(row_over(leaf, lent));
+      for (const ArrayView& leaf : first_) arrays.append(row_of(leaf, lent));
       return nb::tuple(arrays);
     }
     for (const ArrayView& leaf : first_) arrays.append(new_stack(leaf, data));
@@ -130,11 +137,12 @@ class Stack {
     std::int64_t lane;
   };
 
-  // The one row, in place.
-  static nb::object row_over(const ArrayView& leaf, const std::shared_ptr<void>& owner) {
+  // A stack of the one row.
+  nb::object row_of(const ArrayView& leaf, const std::shared_ptr<void>& lent) const {
     std::vector<std::int64_t> dims{1};
     dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
-    return array_over({leaf.data, dims.data(), leaf.rank + 1, leaf.dtype}, owner);
+    return own_array({leaf.data, dims.data(), leaf.rank + 1, leaf.dtype}, *rows_[0].record->source,
+                     lent);
   }
 
   nb::object new_stack(const ArrayView& leaf, std::vector<char*>& data) const {

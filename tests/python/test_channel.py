@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -158,6 +159,28 @@ def test_large_arrays_are_a_consumer_s_own_to_keep_and_to_change(consumers: int,
   for own in kept:
     assert [float(v.ravel()[0]) for v in own] == [i + 100 * i for i in range(6)]
     assert all((v == v.ravel()[0]).all() for v in own)
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+def test_a_small_leaf_or_lane_that_is_kept_does_not_hold_the_rest_of_a_large_record(
+  batch: int | None,
+):
+  leaves: list[dict[str, Any]] = []
+  lanes: list[Any] = []
+  with cg.channel("leaves", to=leaves.append, batch=batch), cg.channel("lanes", to=lanes.append):
+    jax.jit(lambda x: cg.tap({"large": x, "small": x[:4]}, "leaves"))(jnp.arange(1 << 19) * 1.0)
+    jax.jit(jax.vmap(lambda x: cg.tap(x, "lanes")))(jnp.arange(1 << 19).reshape(8, -1))
+  assert leaves[0]["small"].ravel().tolist() == [0, 1, 2, 3]
+  small = leaves[0]["small"]
+  while isinstance(small.base, np.ndarray):
+    small = small.base
+  assert small.base is None  # memory of its own
+  assert small.nbytes == 16
+  assert leaves[0]["large"].ravel()[-1] == (1 << 19) - 1
+  starts = [lane.__array_interface__["data"][0] for lane in lanes]
+  apart = [after - before for before, after in itertools.pairwise(starts)]
+  assert len(lanes) == 8
+  assert set(apart) != {lanes[0].nbytes}, "they lie in one block"
 
 
 # -- consumers -----------------------------------------------------------------------------------
