@@ -120,4 +120,4 @@ def _high_water(count: int) -> Row:
   with cg.channel("benchmark high water", capacity=capacity, to=lambda value: None) as channel:
     jax.block_until_ready(_sender(channel.name, count)(jnp.float32(1)))
   share = channel.stats()["high_water"] / capacity
-  return Row(HIGH_WATER, samples=(share,), note="a share, not a time")
+  return Row(HIGH_WATER, samples=(share,), note="a share", unit="")

@@ -52,7 +52,7 @@ def run(options: Options) -> Report:
   rows = measure(contestants, rounds=options.rounds_or(50))
   rows = [_with_count(row, counts) for row in rows]
   if WHOLE in counts:
-    rows.append(Row(WHOLE_CALLS, samples=(float(counts[WHOLE]),), note="a count, not a time"))
+    rows.append(Row(WHOLE_CALLS, samples=(float(counts[WHOLE]),), note="a count", unit=""))
   title = f"One lane of an f32 scalar function under vmap, {lanes} lanes"
   settings = {"lanes": lanes}
   return Report("vmap", title, "us", rows, EACH, TARGETS, settings, quick=options.quick)

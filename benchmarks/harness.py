@@ -74,7 +74,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Row:
-  """What came of one contestant: samples in the report's unit, or the reason why there are none."""
+  """What came of one contestant: samples in `unit`, or the reason why there are none."""
 
   name: str
   status: str = "ok"
@@ -82,6 +82,7 @@ class Row:
   samples: tuple[float, ...] = ()
   cpu_samples: tuple[float, ...] = ()  # the same samples in processor time of all threads
   calls: int = 1  # in each sample
+  unit: str | None = None  # the report's; "" for a plain number
 
   @property
   def minimum(self) -> float | None:
@@ -194,6 +195,7 @@ class Report:
       "name": row.name,
       "status": row.status,
       "note": row.note,
+      **({} if row.unit is None else {"unit": row.unit}),
       "minimum": row.minimum,
       "median": row.median,
       "minimum_cpu": row.cpu,

@@ -53,7 +53,7 @@ def quantity(value: float | None, unit: str) -> str:
   if value is None:
     return "not measured"
   text = f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-  return f"{text} {UNITS.get(unit, unit)}"
+  return f"{text} {UNITS.get(unit, unit)}".rstrip()
 
 
 def summary() -> str:
@@ -78,7 +78,8 @@ def full(name: str) -> str:
   lines = [f"{report['title']}.", "", "| | minimum | median |", "|---|---:|---:|"]
   for row in report["rows"]:
     if row["status"] == "ok":
-      cells = [quantity(row[key], report["unit"]) for key in ("minimum", "median")]
+      unit = row.get("unit", report["unit"])
+      cells = [quantity(row[key], unit) for key in ("minimum", "median")]
     else:
       cells = [row["status"], ""]
     lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} |")

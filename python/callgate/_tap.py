@@ -150,6 +150,7 @@ def encode(
   lines = [
     f"name={site.name}",
     f"role={role}",
+    f"ordered={int(site.effect == 'ordered')}",
     f"repeated={int(repeated)}",
     f"every={site.every}",
     f"values={site.values + len(site.logical)}",

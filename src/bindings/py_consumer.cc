@@ -176,14 +176,12 @@ class PyConsumer final : public Consumer {
   void consume(std::span<const Record> records) override {
     ActiveCall active;
     if (!active.entered()) return;  // Python is ending: it must not be touched
+    if (form_ == Form::kStacked) records = by_source(records);
     GilScope gil;
     while (!records.empty()) {
-      const Source* source = records.front().source;
-      auto end = std::ranges::find_if(
-          records, [&](const Record& record) { return record.source != source; });
-      auto count = static_cast<std::size_t>(end - records.begin());
+      std::size_t count = count_of_next(records);
       try {
-        consume_some(*source, records.first(count));
+        consume_some(*records.front().source, records.first(count));
       } catch (nb::python_error& error) {
         error.restore();
         PyErr_WriteUnraisable(function_);
@@ -207,6 +205,29 @@ class PyConsumer final : public Consumer {
     throw std::runtime_error(error.what());
   }
 
+  // The records of each source together, in their order, unless the order of all matters.
+  std::span<const Record> by_source(std::span<const Record> records) {
+    const Source* first = records.front().source;
+    if (std::ranges::all_of(records, [&](const Record& one) { return one.source == first; }) ||
+        std::ranges::any_of(records, [](const Record& one) { return one.source->ordered; })) {
+      return records;
+    }
+    sorted_.assign(records.begin(), records.end());
+    std::ranges::stable_sort(sorted_, {}, [](const Record& one) { return one.source->id; });
+    return sorted_;
+  }
+
+  // How many of the first records are handed over in one call: those of one source. A large record
+  // whose memory is lent goes alone: stacked with others, it would have to be copied.
+  std::size_t count_of_next(std::span<const Record> records) const {
+    if (form_ == Form::kStacked && Channel::lend(records.front())) return 1;
+    auto end = std::ranges::find_if(records, [&](const Record& one) {
+      return one.source != records.front().source ||
+             (form_ == Form::kStacked && Channel::lend(one));
+    });
+    return static_cast<std::size_t>(end - records.begin());
+  }
+
   void consume_some(const Source& source, std::span<const Record> records) {
     nb::object done;
     if (form_ == Form::kRows) {
@@ -226,6 +247,7 @@ class PyConsumer final : public Consumer {
   PyObject* function_;
   PyObject* control_;  // may be None
   Form form_;
+  std::vector<Record> sorted_;  // those of one call of consume()
 };
 
 }  // namespace

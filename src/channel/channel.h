@@ -214,8 +214,12 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::shared_ptr<SideMemory> aside_;
   std::shared_ptr<Channel> inherited_;
 
-  std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // their sum is what was sent
-  std::atomic<std::uint64_t> delivered_{0}, dropped_{0}, bytes_{0}, high_water_{0};
+  // What senders write is on cache lines of their own.
+  alignas(
+      64) std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // in sum: what was sent
+  std::atomic<std::uint64_t> dropped_{0}, bytes_{0};
+  std::atomic<int> senders_{0};
+  alignas(64) std::atomic<std::uint64_t> delivered_{0}, high_water_{0};
 
   // Held while entries are taken from the head and while room is given back: by the consumer, and
   // by senders that drop the oldest. Never while user code runs.
@@ -251,7 +255,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::atomic<bool> overflowing_{false};  // records of the thread itself wait in `overflow_`
   std::atomic<int> starving_{0};          // senders that others may not overtake
   std::atomic<bool> closed_{false};
-  std::atomic<int> senders_{0};
   enum Rest : int { kAwake, kNapping, kAsleep };
   std::atomic<int> rest_{kAwake};
   std::atomic<int> waiting_{0};

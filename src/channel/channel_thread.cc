@@ -11,8 +11,8 @@ namespace callgate {
 namespace {
 
 constexpr std::size_t kBatchRecords = 4096;
-constexpr auto kNap = std::chrono::milliseconds(2);
-constexpr int kNapsBeforeSleep = 50;
+constexpr auto kNap = std::chrono::milliseconds(5);
+constexpr int kNapsBeforeSleep = 20;
 
 // The large payloads of the batch that this thread delivers, while they may be lent.
 thread_local const std::vector<std::shared_ptr<SideBlock>>* t_lender = nullptr;
@@ -120,7 +120,7 @@ void Channel::deliver_inherited() {
     next = Ring::after(*entry);
     if (entry->kind != Entry::Kind::kFiller) batch_.push_back(entry->record);
   }
-  deliver();
+  if (!batch_.empty()) deliver();
   // Release: as in settle().
   delivered_.fetch_add(batch_.size(), std::memory_order_release);
   batch_.clear();

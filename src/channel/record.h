@@ -49,6 +49,7 @@ struct Source {
   Lanes lanes;                         // batch levels; empty for a tap that no vmap met
   std::vector<LeafType> leaves;        // value leaves, then the control leaves below
   std::size_t value_leaves = 0;        // leaves that belong to the tapped value
+  bool ordered = false;                // consumers get its records in the order of all
   bool has_where = false;              // leaf `value_leaves` is a bool for each lane: is it sent?
   std::size_t payload_bytes = 0;       // of a whole record
   std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none

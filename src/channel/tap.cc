@@ -201,6 +201,7 @@ class TapSite final : public Site {
     source->name = spec_.name;
     source->description = spec_.description;
     source->role = spec_.role;
+    source->ordered = spec_.ordered;
     source->lanes = lanes_;
     source->value_leaves = spec_.values;
     source->has_where = spec_.where;
@@ -260,6 +261,8 @@ void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
     spec.name = value;
   } else if (key == "role") {
     spec.role = role_of(value);
+  } else if (key == "ordered") {
+    spec.ordered = yes_or_no(key, value);
   } else if (key == "repeated") {
     spec.repeated = yes_or_no(key, value);
   } else if (key == "every") {

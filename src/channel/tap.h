@@ -86,12 +86,13 @@ class TapCallee final : public Callee {
 // `where`, then others that are not sent. A tap in the flow of data has as results its first
 // `returned` operands and those that are not sent.
 //
-// As text: a line `key=value` for each of name, role, repeated, every, values, returned, where (0
-// or 1) and, in order of the values, path; an empty line; then the description for Python, as it
-// is.
+// As text: a line `key=value` for each of name, role, ordered, repeated, every, values, returned,
+// where (0 or 1) and, in order of the values, path; an empty line; then the description for Python,
+// as it is.
 struct TapSpec {
   std::string name;
   Role role = Role::kPrimal;
+  bool ordered = false;
   bool repeated = false;
   std::int64_t every = 1;
   std::size_t values = 0;

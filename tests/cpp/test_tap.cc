@@ -39,10 +39,11 @@ std::string message_of(const std::function<void()>& action) {
 
 TEST(TapSpec, EveryFieldIsRead) {
   TapSpec spec = parse_tap_spec(
-      "name=loss\nrole=cotangent\nrepeated=1\nevery=10\nvalues=2\nreturned=1\nwhere=1\n"
-      "path=['w']\npath=a=b\n\n{\"tree\":1}\n\nleft as it is");
+      "name=loss\nrole=cotangent\nordered=1\nrepeated=1\nevery=10\nvalues=2\nreturned=1\n"
+      "where=1\npath=['w']\npath=a=b\n\n{\"tree\":1}\n\nleft as it is");
   EXPECT_EQ(spec.name, "loss");
   EXPECT_EQ(spec.role, Role::kCotangent);
+  EXPECT_TRUE(spec.ordered);
   EXPECT_TRUE(spec.repeated);
   EXPECT_EQ(spec.every, 10);
   EXPECT_EQ(spec.values, 2U);

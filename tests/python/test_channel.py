@@ -252,6 +252,35 @@ def test_a_batch_consumer_gets_stacked_arrays():
   assert all(len(info.seq) == len(value["a"]) for value, info in got)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_batch_holds_a_taps_records_together_unless_the_order_of_all_matters(ordered: bool):
+  def body(i: Any, carry: Any) -> Any:
+    cg.tap(i, "t", name="even", ordered=ordered)
+    cg.tap(i + 0.5, "t", name="half", ordered=ordered)
+    return carry
+
+  jax.block_until_ready(jax.jit(lambda: jax.lax.fori_loop(0, 5, body, 0))())
+  jax.effects_barrier()
+  got: list[tuple[str, list[float]]] = []
+  keep = lambda value, info: got.append((info.name, value.tolist()))
+  with cg.channel("t", to=keep, batch=True):
+    pass  # what waited for it comes at once
+  if ordered:
+    assert got == [pair for i in range(5) for pair in (("even", [i]), ("half", [i + 0.5]))]
+  else:
+    assert sorted(got) == [("even", [*range(5)]), ("half", [i + 0.5 for i in range(5)])]
+
+
+def test_large_records_come_to_a_batch_consumer_one_by_one():
+  sizes: list[tuple[int, ...]] = []
+  program = jax.jit(lambda x: (cg.tap(x[0], "t", name="small"), cg.tap(x, "t", name="large")))
+  with cg.channel("t", to=lambda value: sizes.append(value.shape), batch=True):
+    for _ in range(5):
+      program(jnp.ones(1 << 19))
+  assert sizes.count((1, 1 << 19)) == 5
+  assert sum(shape[0] for shape in sizes if len(shape) == 1) == 5
+
+
 def test_a_batch_has_at_most_so_many_rows():
   sizes: list[int] = []
   with cg.channel("t", to=lambda value: sizes.append(len(value)), batch=7):
