@@ -194,9 +194,9 @@ void bind_kernel(nb::module_& module) {
              const Parameters& parameters, std::vector<std::string> names, std::uintptr_t user_data,
              bool thread_safe, bool repeatable, nb::object keep) {
             drain_released();
-            new (self) KernelHandle(make_callee(std::move(name), function, parameters,
-                                                std::move(names), user_data, thread_safe,
-                                                repeatable, keep));
+            new (self)
+                KernelHandle(make_callee(std::move(name), function, parameters, std::move(names),
+                                         user_data, thread_safe, repeatable, keep));
           },
           nb::arg("name"), nb::arg("function"), nb::arg("parameters"), nb::arg("names"),
           nb::kw_only(), nb::arg("user_data") = 0, nb::arg("thread_safe") = false,

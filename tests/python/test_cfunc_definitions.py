@@ -206,7 +206,7 @@ def test_a_dtype_that_jax_does_not_have_yet_names_its_option() -> None:
   dot = cg.cfunc(ADDRESS, "void f(const double *x, double y, long k)", args="x[n], y, n", out=())
   expected = r"'x': expected float64 \(which needs jax_enable_x64\) of rank 1, got float32\[3\]"
   with pytest.raises(cg.GateDefinitionError, match=expected):
-    dot(X, 1.0)
+    dot(X, jnp.float32(1))
 
 
 def test_results_of_another_type_than_c_writes_are_refused() -> None:

@@ -194,9 +194,9 @@ def test_packed_dtypes_are_refused_before_anything_runs() -> None:
 
 def test_a_dtype_that_c_plus_plus_lacks_is_named() -> None:
   with pytest.raises(
-    cg.GateDefinitionError, match=r"T: C\+\+ kernels have no type for float8_e8m0fnu"
+    cg.GateDefinitionError, match=r"T: C\+\+ kernels have no type for float6_e2m3fn"
   ):
-    jax.eval_shape(twice, jax.ShapeDtypeStruct((3,), ml_dtypes.float8_e8m0fnu))
+    jax.eval_shape(twice, jax.ShapeDtypeStruct((3,), ml_dtypes.float6_e2m3fn))
 
 
 # -- templates -----------------------------------------------------------------------------------

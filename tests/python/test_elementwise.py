@@ -435,7 +435,7 @@ def test_a_wrong_argument_is_an_error_that_names_it(args: Any, message: str) -> 
 @pytest.mark.parametrize("value", [array(2, dtype=np.int32), 1.5, True + 1j])
 def test_a_fixed_dtype_is_never_cast_to(value: Any) -> None:
   kernel = cg.elementwise("int8 x", "int8 z", "z = x")
-  with pytest.raises(cg.GateDefinitionError, match="'x': expected .*int8.* got"):
+  with pytest.raises(cg.GateDefinitionError, match=r"'x': expected .*int8.* got"):
     kernel(value)
   assert kernel(3).dtype == np.int8
 
