@@ -114,7 +114,9 @@ def test_triples_of_transformations_agree_with_jax(kind: str) -> None:
 @pytest.mark.parametrize("effect", ["io", "ordered"])
 def test_pairs_of_transformations_take_effects(kind: str, effect: Any) -> None:
   make, truth = KINDS[kind]
-  chains = random.Random(kind + effect).sample(PAIRS, 12)
+  # An effect in a loop that is linearized would happen twice: refused, as for gates.
+  allowed = [pair for pair in PAIRS if not (pair[0] == "linearize" and "while" in pair[1])]
+  chains = random.Random(kind + effect).sample(allowed, 12)
   assert_chains_agree(chains, effect, make=make, truth=truth)
 
 
