@@ -179,6 +179,19 @@ void chain(int number, siginfo_t* info, void* context) noexcept {
   if (info != nullptr && info->si_code > 0) leave_to_default(number, info);  // can't be ignored
 }
 
+bool is_ours(const struct sigaction& action) noexcept {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == &on_signal;
+}
+
+// Whether the handler before ours has raised the signal again for the one before it, and that is
+// ours, too: it came between two of our installations, and the two would go on for ever.
+bool is_passed_back(int number) noexcept {
+  struct sigaction now{};
+  sigset_t pending;
+  return ::sigpending(&pending) == 0 && ::sigismember(&pending, number) == 1 &&
+         ::sigaction(number, nullptr, &now) == 0 && is_ours(now);
+}
+
 void on_signal(int number, siginfo_t* info, void* context) {
   CALLGATE_STATIC_TLS static thread_local bool inside = false;
   int kept_errno = errno;
@@ -191,6 +204,7 @@ void on_signal(int number, siginfo_t* info, void* context) {
       write_report(kSignalNames[index], info);
     }
     chain(number, info, context);
+    if (is_passed_back(number)) leave_to_default(number, info);
     inside = false;
   }
   errno = kept_errno;
@@ -226,10 +240,6 @@ class SignalStack {
 
   void* memory_ = nullptr;
 };
-
-bool is_ours(const struct sigaction& action) noexcept {
-  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == &on_signal;
-}
 
 }  // namespace
 
