@@ -67,11 +67,13 @@ class ModuleFunction:
   # -- its parameters ----------------------------------------------------------------------------
   def tensors(self) -> dict[str, Any]:
     """Parameters and buffers by name; shared ones once."""
-    return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+    with self._lock:  # a call has others in their places
+      return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
   def trainable(self) -> dict[str, bool]:
     """For each name whether it has a gradient: buffers and frozen parameters have none."""
-    wanted = {name: p.requires_grad for name, p in self.module.named_parameters()}
+    with self._lock:
+      wanted = {name: p.requires_grad for name, p in self.module.named_parameters()}
     return {name: wanted.get(name, False) for name in self.tensors()}
 
   def params(self) -> dict[str, jax.Array]:
@@ -112,9 +114,11 @@ class ModuleFunction:
   def load(self, params: Mapping[str, Any]) -> None:
     """Copies arrays into the module's own tensors."""
     self.check(params)
+    # Before the lock: the arrays may come from a program whose calls need it.
+    values = {name: _from_jax(np.asarray(value)) for name, value in params.items()}
     with torch.no_grad(), self._lock:
       for name, tensor in self.tensors().items():
-        tensor.copy_(_from_jax(np.asarray(params[name])))
+        tensor.copy_(values[name])
 
 
 def _from_jax(array: np.ndarray) -> Any:
