@@ -751,5 +751,4 @@ callgate_kernels() {
   namespace {                                                                                  \
   callgate_kernel callgate_kernel_##name = ::callgate::detail::describe<&function>(names);     \
   const ::callgate::detail::Registration callgate_registration_##name(callgate_kernel_##name); \
-  }                                                                                            \
-  static_assert(true, "takes the semicolon")
+  }

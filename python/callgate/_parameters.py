@@ -134,7 +134,8 @@ def as_operand(label: str, parameter: Parameter, value: Any) -> Any:
     return value
   if _compat.canonical_dtype(dtype) != dtype:
     raise GateDefinitionError(
-      f"{label}: argument '{parameter.name}': {dtype.name} needs jax_enable_x64"
+      f"{label}: argument '{parameter.name}': {dtype.name} needs jax_enable_x64; a "
+      "static value does not (cg::Attr in C++)"
     )
   frozen = _attributes.number(label, parameter.name, value, dtype, what="argument")
   return jnp.asarray(frozen.value)

@@ -30,7 +30,7 @@ void matmul(cg::In<float, 2> a, cg::In<float, 2> b, cg::Out<float, 2> c) {
       for (int64_t k = 0; k < b.extent(0); ++k) c(i, j) += a(i, k) * b(k, j);
     }
 }
-CALLGATE_KERNEL(matmul);
+CALLGATE_KERNEL(matmul)
 
 void histogram(cg::In<float> x, cg::Out<int32_t, 1> counts) {
   for (int32_t& count : counts) count = 0;
