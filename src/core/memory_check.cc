@@ -136,17 +136,17 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
     result.data = result_copies_.back().data;
     starts_filled_.push_back(r < site.updated.size() && site.updated[r] != 0);
   }
-  for (std::size_t i = 0; i < operands_.size(); ++i) {
+  for (ArrayView& operand : operands_) {
     alias_.push_back(-1);
-    for (std::size_t r = 0; r < results_.size() && operands_[i].nbytes() != 0; ++r) {
-      if (operands_[i].data != call.results[r].data) continue;
+    for (std::size_t r = 0; r < results_.size() && operand.nbytes() != 0; ++r) {
+      if (operand.data != call.results[r].data) continue;
       alias_.back() = static_cast<std::ptrdiff_t>(r);
       starts_filled_[r] = true;
     }
     bool own = alias_.back() < 0;
-    operand_copies_.emplace_back(own ? operands_[i].nbytes() : 0, kAlignment, operands_[i].dtype,
+    operand_copies_.emplace_back(own ? operand.nbytes() : 0, kAlignment, operand.dtype,
                                  Place::kElsewhere);
-    operands_[i].data =
+    operand.data =
         own ? operand_copies_.back().data : results_[static_cast<std::size_t>(alias_.back())].data;
   }
 }
