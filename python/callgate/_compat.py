@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
@@ -28,6 +29,8 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
+from jax._src.lib import xla_client as _xla_client
+from jax._src.lib.mlir import ir as _ir
 
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
@@ -244,6 +247,7 @@ def emit_ffi_call(
   aliases: Mapping[int, int],
   token: Any = None,
   sharding: Any = None,
+  rule: Any = None,
 ) -> tuple[Sequence[Any], Any]:
   """Emits a typed FFI custom call; returns its results and, given a token, the token after it."""
   offset = 0
@@ -260,6 +264,8 @@ def emit_ffi_call(
   )(context, *operands, **attributes)
   if sharding is not None:
     _mlir.set_sharding(context.module_context, operation, sharding)
+  if rule is not None:
+    _set_sharding_rule(operation, rule, offset)
   results = list(operation.results)
   if token is None:
     return results, None
@@ -407,6 +413,324 @@ def live_arrays() -> Sequence[Any]:
   if not xla_bridge.backends_are_initialized():
     return []
   return jax.live_arrays("cpu")
+
+
+# -- sharding --------------------------------------------------------------------------------------
+# XLA's hook for custom calls under partitioning, its shardings, and Shardy's rules (0.10 to 0.12).
+# `jax.experimental.custom_partitioning` is public, but holds pointers in programs, calls no target
+# of ours, and takes no call with side effects alone.
+def register_partitioner(
+  target: str, propagate: Callable[..., Any], partition: Callable[..., Any], infer: Callable[..., Any]
+) -> None:
+  """Has XLA's partitioner ask these about custom calls of a target, on plugins too."""
+  from jax._src import xla_bridge
+
+  options: dict[str, Any] = {
+    "name": target,
+    "prop_user_sharding": propagate,
+    "partition": partition,
+    "infer_sharding_from_operands": infer,
+    "can_side_effecting_have_replicated_sharding": True,
+  }
+  register: Any = _xla_client.register_custom_call_partitioner
+  register(**options)
+  xla_bridge.register_plugin_callbacks(functools.partial(register, **options))
+
+
+def _set_sharding_rule(operation: Any, rule: Any, tokens: int) -> None:
+  """Puts a `Rule` on an operation whose first operands and results are so many tokens."""
+  from jax._src import custom_partitioning_sharding_rule as rules
+
+  def mapping(term: Sequence[int]) -> Any:
+    return rules.ArrayMapping(*(f"f{factor}" for factor in term))
+
+  def mappings(terms: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    return tuple(mapping(term) for term in ((),) * tokens + tuple(terms))
+
+  scalar = _ir.RankedTensorType.get([], _ir.IntegerType.get_signless(32))  # stands for a token
+
+  def types(values: Any) -> list[Any]:
+    return [scalar] * tokens + [value.type for value in list(values)[tokens:]]
+
+  used = {factor for term in (*rule.operands, *rule.results) for factor in term}
+  shardy = rules.SdyShardingRule(
+    mappings(rule.operands),
+    mappings(rule.results),
+    need_replication_factors=tuple(f"f{factor}" for factor in sorted(rule.whole & used)),
+  )
+  operation.attributes["sdy.sharding_rule"] = rules.sdy_sharding_rule_to_mlir(
+    shardy, types(operation.operands), types(operation.results)
+  )
+
+
+def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
+  """Of an `xla.Shape`; a token's dtype is None."""
+  if str(shape).startswith("token"):
+    return (), None
+  return tuple(shape.dimensions()), shape.numpy_dtype()
+
+
+def device_grid(sharding: Any, rank: int) -> Any:
+  """An `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
+
+  None for one that is no tiling: of an array that each device has as a whole.
+  """
+  if sharding.is_replicated() or sharding.is_manual() or sharding.is_unknown():
+    return None
+  dims = list(sharding.tile_assignment_dimensions())
+  if not dims:
+    return None
+  kinds = _xla_client.OpSharding.Type
+  extra = list(sharding.subgroup_types())
+  if not extra and sharding.replicate_on_last_tile_dim():
+    extra = [kinds.REPLICATED]
+  devices = np.array(sharding.tile_assignment_devices()).reshape(dims)
+  copies = [rank + i for i, kind in enumerate(extra) if kind == kinds.REPLICATED]
+  manual = [rank + i for i, kind in enumerate(extra) if kind != kinds.REPLICATED]
+  moved = np.transpose(devices, [*range(rank), *copies, *manual])
+  count = int(np.prod([dims[i] for i in copies], dtype=int))
+  return moved.reshape(*dims[:rank], count, -1)
+
+
+def sharding_of_grid(grid: Any, rank: int) -> Any:
+  """The `HloSharding` of which `device_grid` would give the grid."""
+  *tiles, copies, manual = grid.shape
+  if all(count == 1 for count in tiles) and manual == 1:
+    return replicated_sharding()
+  kinds = _xla_client.OpSharding.Type
+  proto: Any = _xla_client.OpSharding()
+  proto.type = kinds.OTHER
+  extra = [(copies, kinds.REPLICATED), (manual, kinds.MANUAL)]
+  extra = [(count, kind) for count, kind in extra if count > 1]
+  proto.tile_assignment_dimensions = [*map(int, tiles[:rank]), *(count for count, _ in extra)]
+  proto.tile_assignment_devices = [int(device) for device in grid.flat]
+  proto.last_tile_dims = [kind for _, kind in extra]
+  return _xla_client.HloSharding.from_proto(proto)
+
+
+def replicated_sharding() -> Any:
+  """The `HloSharding` of an array that every device holds."""
+  return _xla_client.HloSharding.replicate()
+
+
+def tuple_sharding(shardings: Sequence[Any]) -> Any:
+  """The `HloSharding` of a tuple."""
+  proto: Any = _xla_client.OpSharding()
+  proto.type = _xla_client.OpSharding.Type.TUPLE
+  proto.tuple_shardings = [sharding.to_proto() for sharding in shardings]
+  return _xla_client.HloSharding.from_proto(proto)
+
+
+def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
+  """The PartitionSpec on a mesh that an `HloSharding` stands for."""
+  from jax._src import sharding_impls
+
+  return sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]
+
+
+def is_partly_manual(context: Any) -> bool:
+  """Whether the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
+  manual = getattr(context.module_context.axis_context, "manual_axes", frozenset())
+  mesh = getattr(context.module_context.axis_context, "mesh", None)
+  return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
+
+
+def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:
+  """Names and sizes of the mesh of the program being lowered; () where it has told none."""
+  axes = context.module_context.axis_context
+  for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None)):
+    if mesh is not None and not mesh.empty:
+      return tuple((str(name), int(size)) for name, size in mesh.shape.items())
+  for aval in (*context.avals_in, *context.avals_out):
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is not None and not mesh.empty:
+      return tuple((str(name), int(size)) for name, size in mesh.shape.items())
+  from jax._src import mesh as _mesh
+
+  mesh = _mesh.thread_resources.env.physical_mesh
+  return tuple((str(n), int(s)) for n, s in mesh.shape.items()) if not mesh.empty else ()
+
+
+def needs_devices(primitive: Any) -> None:
+  """Has JAX tell a program's mesh to the lowering of programs with this primitive."""
+  _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_explicit(avals: Sequence[Any]) -> bool:
+  """Whether these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
+  return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
+
+
+def spec_of(aval: Any) -> list[Any]:
+  """The spec of an abstract value, with an entry for each dimension."""
+  spec = list(aval.sharding.spec)
+  return spec + [None] * (aval.ndim - len(spec))
+
+
+def with_spec(aval: Any, operands: Sequence[Any], spec: Sequence[Any]) -> Any:
+  """An abstract value that in an explicitly sharded program lies as `spec` says (0.10 to 0.12)."""
+  mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
+  if mesh is None or not mesh._any_axis_explicit:
+    return aval
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+  return aval.update(sharding=sharding)
+
+
+def annotate(context: Any, results: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+  """Values with the shardings that their types have in an explicitly sharded program."""
+  if not is_explicit(avals):
+    return list(results)
+  return [
+    _mlir.lower_with_sharding_in_types(context, value, aval)
+    for value, aval in zip(results, avals, strict=True)
+  ]
+
+
+def partition_id(context: Any) -> Any:
+  """The device's position in the program, as a value of a fully manual program."""
+  del context
+  from jax._src.lib.mlir.dialects import hlo
+
+  return hlo.partition_id()
+
+
+@contextlib.contextmanager
+def ir_context() -> Any:
+  """A context for `read_attributes` and `local_module`."""
+  with _mlir.make_ir_context() as context, _ir.Location.unknown(context):
+    yield
+
+
+def read_attributes(text: bytes) -> dict[str, Any]:
+  """A call's attributes from the text that XLA holds them as: strings as str, others as they are."""
+  held: Any = _ir.Attribute.parse(text.decode())
+  return {
+    entry.name: entry.attr.value if isinstance(entry.attr, _ir.StringAttr) else entry.attr
+    for entry in _ir.DictAttr(held)
+  }
+
+
+def local_module(
+  target: str,
+  operands: Sequence[tuple[Sequence[int], Any]],
+  results: Sequence[tuple[Sequence[int], Any]],
+  attributes: Mapping[str, Any],
+  *,
+  has_side_effect: bool,
+  aliases: Mapping[int, int],
+  partition_id: bool,
+  broadcast: Sequence[Sequence[int]] | None,
+) -> bytes:
+  """A module whose `main` makes one FFI call, as bytecode.
+
+  Args:
+    target: the FFI target.
+    operands: (shape, dtype) of each; a dtype None is a token.
+    results: likewise.
+    attributes: as from `read_attributes`.
+    has_side_effect: of the call.
+    aliases: operand to result: one memory.
+    partition_id: the device's number is one more operand, the last.
+    broadcast: groups of devices; the results of each group are added up, bit by bit.
+  """
+  from jax._src.lib.mlir.dialects import func, hlo
+
+  def ir_type(shape: Sequence[int], dtype: Any) -> Any:
+    if dtype is None:
+      return hlo.TokenType.get()
+    return _ir.RankedTensorType.get(shape, _mlir.dtype_to_ir_type(np.dtype(dtype)))
+
+  inputs = [ir_type(*operand) for operand in operands]
+  outputs = [ir_type(*result) for result in results]
+  module: Any = _ir.Module.create()
+  with _ir.InsertionPoint(module.body):
+    function = func.FuncOp("main", _ir.FunctionType.get(inputs, outputs))
+    function.attributes["sym_visibility"] = _ir.StringAttr.get("public")
+    with _ir.InsertionPoint(function.add_entry_block()):
+      values = list(function.arguments)
+      ranks = [len(shape) for shape, _ in operands]
+      if partition_id:
+        values.append(hlo.partition_id())
+        ranks.append(0)
+      call = hlo.CustomCallOp(
+        outputs,
+        values,
+        call_target_name=_ir.StringAttr.get(target),
+        has_side_effect=_ir.BoolAttr.get(has_side_effect),
+        api_version=_mlir.i32_attr(4),
+        backend_config=_ir.DictAttr.get(
+          {
+            name: _ir.StringAttr.get(value) if isinstance(value, str) else value
+            for name, value in attributes.items()
+          }
+        ),
+        operand_layouts=_layouts(ranks),
+        result_layouts=_layouts([len(shape) for shape, _ in results]),
+        output_operand_aliases=_ir.ArrayAttr.get(
+          [
+            hlo.OutputOperandAlias.get([o] if len(outputs) > 1 else [], i, [])
+            for i, o in aliases.items()
+          ]
+        ),
+      )
+      returned = list(call.results)
+      if broadcast is not None:
+        returned = [
+          value if dtype is None else _added_up(value, np.dtype(dtype), broadcast)
+          for value, (_, dtype) in zip(returned, results, strict=True)
+        ]
+      func.ReturnOp(returned)
+  return _mlir.module_to_bytecode(module)
+
+
+def _layouts(ranks: Sequence[int]) -> Any:
+  index = _ir.IndexType.get()
+  return _ir.ArrayAttr.get(
+    [
+      _ir.DenseIntElementsAttr.get(np.arange(rank - 1, -1, -1, dtype=np.int64), type=index)
+      for rank in ranks
+    ]
+  )
+
+
+def _added_up(value: Any, dtype: np.dtype[Any], groups: Sequence[Sequence[int]]) -> Any:
+  """The sum over groups of devices, of which all but one have zeros, of a value's bits."""
+  from jax._src.lib.mlir.dialects import hlo
+
+  own = _ir.RankedTensorType(value.type)
+
+  def of(element: Any) -> Any:
+    return _ir.RankedTensorType.get(own.shape, element)
+
+  if dtype.kind == "c":
+    part = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
+    halves = [_added_up(half, part, groups) for half in (hlo.real(value), hlo.imag(value))]
+    return hlo.complex(*halves)
+  packed = dtype.itemsize == 1 and dtype.name not in ("bool", "int8", "uint8") and "float8" not in (
+    dtype.name
+  )
+  if dtype.name == "bool" or packed:
+    word = of(_mlir.dtype_to_ir_type(np.dtype(np.int32)))
+    return hlo.convert(own, _all_reduce(hlo.convert(word, value), groups))
+  word = of(_mlir.dtype_to_ir_type(np.dtype(f"uint{8 * dtype.itemsize}")))
+  return hlo.bitcast_convert(own, _all_reduce(hlo.bitcast_convert(word, value), groups))
+
+
+def _all_reduce(value: Any, groups: Sequence[Sequence[int]]) -> Any:
+  from jax._src.lib.mlir.dialects import hlo
+
+  element = _ir.RankedTensorType.get([], _ir.RankedTensorType(value.type).element_type)
+  reduce = hlo.AllReduceOp(
+    [value.type],
+    [value],
+    _ir.DenseIntElementsAttr.get(np.array(groups, dtype=np.int64)),
+    channel_handle=hlo.ChannelHandle.get(1, 1),
+    use_global_device_ids=_ir.UnitAttr.get(),
+  )
+  block = reduce.regions[0].blocks.append(element, element)
+  with _ir.InsertionPoint(block):
+    hlo.return_([hlo.add(*block.arguments)])
+  return reduce.results[0]
 
 
 # -- JAX's callbacks: callgate.compat and callgate.install -----------------------------------------

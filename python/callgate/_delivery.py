@@ -18,6 +18,7 @@ import numpy as np
 
 from callgate import _spec
 from callgate._records import BatchInfo, Record, TapInfo
+from callgate._shards import SHARD_BIT, Part, shard_of
 from callgate.errors import keep_consumer_error
 
 ROLES = ("primal", "tangent", "cotangent")
@@ -43,19 +44,31 @@ class Description:
     self.logical: list[int] = code["logical"]
     self.transforms: _Transforms = tuple((name, dict(how)) for name, how in code["transforms"])
     self._plain = not self.logical and not any(self.dtypes)
+    shards = code.get("shards")
+    self._parts = [Part(part) for part in shards["leaves"]] if shards else None
+    self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
 
-  def value(self, arrays: Sequence[np.ndarray]) -> Any:
-    """The tapped pytree of one record's flat arrays."""
+  def value(self, arrays: Sequence[np.ndarray], shard: int = -1) -> Any:
+    """The tapped pytree of one record's flat arrays.
+
+    Args:
+      arrays: the leaves, then their logical sizes.
+      shard: the number of the shard that they are, -1 for whole arrays.
+    """
     if not self._plain:
-      arrays = self._restored(arrays)
+      arrays = self._restored(arrays, shard)
     return arrays[0] if self._is_leaf else jax.tree.unflatten(self._tree, arrays)
 
-  def _restored(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+  def _restored(self, arrays: Sequence[np.ndarray], shard: int) -> list[np.ndarray]:
     """The dtypes that had to travel as others, and arrays without their padding."""
     values = list(arrays[: self.values])
     for index, sizes in zip(self.logical, arrays[self.values :], strict=True):
       # With a record of all lanes (`Tap.whole`), the logical sizes are for the last axes.
       lead = values[index].ndim - sizes.shape[-1]
+      if self._parts is not None and shard >= 0:
+        # The sizes are the whole's: how much of them falls into this shard?
+        starts = [part.start for part in self._parts[index].slices(shard)]
+        sizes = np.clip(sizes - starts, 0, values[index].shape[lead:])
       if sizes.ndim == 1:
         trim = tuple(slice(0, int(size)) for size in sizes)
         values[index] = values[index][(slice(None),) * lead + trim]
@@ -76,11 +89,39 @@ class Description:
         values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
     return values[0] if self._is_leaf else jax.tree.unflatten(self._tree, values)
 
-  def lane(self, index: int) -> tuple[int, ...]:
-    """A lane's index in each level."""
+  def lane(self, index: int, shard: int = -1) -> tuple[int, ...]:
+    """A lane's index in each level, of all devices' lanes."""
     if not self.sizes:
       return ()
-    return tuple(int(i) for i in np.unravel_index(index, self.sizes))
+    lanes = [int(i) for i in np.unravel_index(index, self.sizes)]
+    if shard >= 0 and self._lane_starts:
+      lanes = [i + starts[shard] for i, starts in zip(lanes, self._lane_starts, strict=True)]
+    return tuple(lanes)
+
+  def lanes(self, index: np.ndarray, shard: np.ndarray) -> np.ndarray:
+    """Of many lanes at once, a row each."""
+    if not self.sizes:
+      return np.empty((len(index), 0), np.int64)
+    lanes = np.stack(np.unravel_index(index, self.sizes), -1)
+    if self._lane_starts:
+      starts = np.array([[0, *one] for one in self._lane_starts], np.int64)  # of -1 come first
+      lanes += starts[:, shard + 1].T
+    return lanes
+
+  def shard(self, number: int) -> Any:
+    """The slices of the whole that a shard's value is, for each leaf; None for whole values."""
+    if number < 0 or self._parts is None:
+      return None
+    slices = [part.slices(number) for part in self._parts]
+    return slices[0] if self._is_leaf else jax.tree.unflatten(self._tree, slices)
+
+  @functools.cached_property
+  def shapes(self) -> Any:
+    """The shape of the whole value's leaves; None where they are not known."""
+    if self._parts is None:
+      return None
+    shapes = [part.shape for part in self._parts]
+    return shapes[0] if self._is_leaf else jax.tree.unflatten(self._tree, shapes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,6 +140,7 @@ def info_of(source: _RawSource, row: _Row) -> TapInfo:
   """The `TapInfo` of a row."""
   about = description(source[3])
   lane, seq, time_ns, device, run, flags, _ = row
+  shard = shard_of(flags)
   return TapInfo(
     source[1],
     seq,
@@ -106,11 +148,12 @@ def info_of(source: _RawSource, row: _Row) -> TapInfo:
     process_index(),
     device,
     run,
-    None,
-    about.lane(lane),
+    about.shard(shard),
+    about.lane(lane, shard),
     ROLES[source[2]],
     about.transforms,
     bool(flags & REPEATED),
+    about.shapes if shard >= 0 else None,
   )
 
 
@@ -151,9 +194,9 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
     for row in rows:
       try:
         if with_info:
-          function(value_of(row[6]), info_of(source, row))
+          function(value_of(row[6], shard_of(row[5])), info_of(source, row))
         else:
-          function(value_of(row[6]))
+          function(value_of(row[6], shard_of(row[5])))
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
         keep_consumer_error(error, _where(function, source, row))
 
@@ -167,7 +210,7 @@ def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Call
     value_of = description(source[3]).value
     _tell(source, rows[-1][6])
     try:
-      write([Record(value_of(row[6]), info_of(source, row)) for row in rows])
+      write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(owner, source, rows[0]))
 
@@ -200,8 +243,7 @@ def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Calla
 
 def _batch_info(source: _RawSource, about: Description, numbers: Sequence[Any]) -> BatchInfo:
   lane, seq, time_ns, device, run, flags = numbers
-  sizes = about.sizes
-  lanes = np.stack(np.unravel_index(lane, sizes), -1) if sizes else np.empty((len(lane), 0), int)
+  shard = (flags >> SHARD_BIT).astype(np.int64) - 1
   return BatchInfo(
     source[1],
     ROLES[source[2]],
@@ -210,9 +252,10 @@ def _batch_info(source: _RawSource, about: Description, numbers: Sequence[Any]) 
     time_ns,
     device,
     run,
-    lanes,
+    about.lanes(lane, shard),
     (flags & REPEATED) != 0,
     process_index(),
+    shard,
   )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from callgate import _compat
-from callgate._runtime import GATE_TARGET, KERNEL_TARGET, remember_site
+from callgate._partition import Sharded
+from callgate._rules import Rule
+from callgate._runtime import GATE_TARGET, KERNEL_TARGET, PARTITIONED, remember_site
 from callgate.errors import GateDefinitionError
 
 # A batch level: its extent and, for each operand, whether it has that axis.
@@ -37,6 +39,7 @@ def emit(
   sharding: Any = None,
   on_error: str | None = None,
   target: str = GATE_TARGET,
+  sharded: tuple[Sharded, Rule | None] | None = None,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
 
@@ -56,6 +59,7 @@ def emit(
       error. Default: poison in programs over several devices, where an error that one of them
       returns would leave the others waiting (src/xla/gate.cc).
     target: the call's FFI target.
+    sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
   """
   platforms = context.module_context.platforms
   if "cpu" not in platforms:
@@ -71,13 +75,16 @@ def emit(
     "batch": encode_levels(levels),
     **(attributes or {}),
   }
+  rule = None
+  if sharded is not None:
+    held["shard"], rule = sharded[0].text, sharded[1]
   if target == KERNEL_TARGET:
     # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
     text = repr(sorted(held.items())).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
   return _compat.emit_ffi_call(
     context,
-    target,
+    target + PARTITIONED if sharded is not None else target,
     operands,
     avals_in,
     avals_out,
@@ -86,6 +93,8 @@ def emit(
     aliases=aliases or {},
     token=token,
     sharding=sharding,
+    # Calls without results carry none: nothing follows from their operands.
+    rule=rule if avals_out else None,
   )
 
 

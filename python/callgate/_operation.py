@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _config, _derivatives, _jax_engine, _names, _options, _shapes
+from callgate import _config, _derivatives, _jax_engine, _names, _options, _rules, _shapes
 from callgate._lowering import Level
 from callgate._primitive import CallSite, TangentCall, gate_p
 from callgate.errors import GateDefinitionError, raise_deferred
@@ -51,8 +51,10 @@ class Operation:
     sharding: Any,
     linear: bool | int | Sequence[int],
     gradient: Literal["finite-difference"] | None,
+    collective: bool = False,
   ) -> None:
     self.name = name
+    self.collective = collective
     self.effect: Effect = _options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
     self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
     self.vmap: Vmap = "each" if callable(vmap) else _options.vmap_method(self.label, vmap)
@@ -138,6 +140,19 @@ class Operation:
       The runtime's callee, the FFI target and the attributes beside those of every call.
     """
     raise NotImplementedError
+
+  def sharding_rule(
+    self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
+  ) -> _rules.Rule:
+    """Which dimensions of one lane's arrays may be split over devices.
+
+    Args:
+      site: the call's static description.
+      operands: the shapes of a lane's operands.
+      results: the shapes of its results.
+    """
+    del site
+    return _rules.of_call(self.label, self.sharding, operands, results)
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
     """The call that computes tangents; asked of operations with `autograd`.

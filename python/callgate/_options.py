@@ -21,12 +21,14 @@ def vmap_method(label: str, value: Any) -> Any:
 
 
 def sharding(label: str, value: Any) -> Any:
-  if value not in (None, "gather"):
-    raise GateDefinitionError(
-      f"{label}: sharding: expected None or 'gather', got {value!r}; calls on the shards are "
-      "not there yet (docs/roadmap.md)"
-    )
-  return value
+  if value is None or callable(value) or (isinstance(value, str) and "->" in value):
+    return value
+  if value in ("shard", "gather"):
+    return value
+  raise GateDefinitionError(
+    f"{label}: sharding: expected None, 'shard', 'gather', a rule such as 'i j, j k -> i k', or a "
+    f"function of the mesh and the operands, got {value!r}"
+  )
 
 
 def strings(label: str, option: str, value: Any) -> tuple[str, ...]:

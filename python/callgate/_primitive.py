@@ -28,6 +28,7 @@ from callgate import (
   _jax_engine,
   _linear,
   _names,
+  _sharding,
   _spec,
 )
 from callgate._lowering import Level, emit
@@ -131,6 +132,13 @@ def _abstract_eval(
   results = tuple(
     _compat.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
   )
+  if _compat.is_explicit(avals) and not callable(gate.sharding):
+    shapes = [aval.shape for aval in avals], [aval.shape for aval in results]
+    rule = _sharding.rule_of(gate, site, *shapes, levels, whole)
+    specs = _sharding.specs_of(rule, [_compat.spec_of(aval) for aval in avals])
+    results = tuple(
+      _compat.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)
+    )
   return results, _effects(gate)
 
 
@@ -308,10 +316,6 @@ def lower(
   ordered = gate.effect == "ordered"
   if site.by_jax:
     return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  if gate.effect != "pure" and _compat.is_partitioned(context):
-    # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks,
-    # which it runs once, on the whole arrays. Pure calls run so on every device.
-    return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
   called, target, attributes = gate.batched(whole).emission(
     site, context.avals_in, context.avals_out, levels
   )
@@ -329,10 +333,11 @@ def lower(
     has_side_effect=gate.effect != "pure",
     token=token,
     aliases=gate.aliases,
+    sharded=_sharding.of_gate(context, gate, site, levels, whole),
   )
   if ordered:
     _compat.set_token_after(context, ORDERED_GATE_EFFECT, after)
-  return results
+  return _compat.annotate(context, results, context.avals_out)
 
 
 # Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their

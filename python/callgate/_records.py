@@ -21,11 +21,14 @@ class TapInfo:
     process: index of the process (`jax.process_index()`).
     device: global id of the device (`jax.Device.id`); -1 when unknown.
     run: XLA's id of the execution; the same on all its devices.
-    shard: slices of the global array that the value is; None when it is the whole one.
+    shard: slices of the global array that the value is, a pytree like the value with a tuple of
+      slices for each leaf; None in programs that are not partitioned over several devices, and
+      inside `jax.shard_map`.
     lane: the value's index in each vmapped level, outermost first; () without vmap.
     role: "primal", "tangent" or "cotangent".
     transforms: transformations that the tap met, in order of application, as (name, parameters).
     repeated: whether the tap ran before in this execution: the second pass of `jax.checkpoint`.
+    global_shape: the shape of the global array, likewise; None where `shard` is.
   """
 
   name: str
@@ -34,11 +37,12 @@ class TapInfo:
   process: int = 0
   device: int = 0
   run: int = -1
-  shard: tuple[slice, ...] | None = None
+  shard: Any = None
   lane: tuple[int, ...] = ()
   role: str = "primal"
   transforms: tuple[tuple[str, dict[str, Any]], ...] = ()
   repeated: bool = False
+  global_shape: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class BatchInfo:
     lane: int64, rows of indices: one column a vmapped level, outermost first.
     repeated: bool.
     process: index of the process.
+    shard: int64, the number of each record's shard, -1 for whole values.
   """
 
   name: str
@@ -81,6 +86,7 @@ class BatchInfo:
   lane: np.ndarray
   repeated: np.ndarray
   process: int
+  shard: np.ndarray
 
 
 def columns(record: Record) -> dict[str, np.ndarray]:

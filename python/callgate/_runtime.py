@@ -18,7 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _callgate, _compat, _escape, _names
+from callgate import _callgate, _compat, _escape, _names, _partition, _shards
 from callgate.channel import close_all
 from callgate.errors import (
   GateTimeoutError,
@@ -36,7 +36,10 @@ from callgate.errors import (
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
-TARGETS: tuple[str, ...] = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET)
+# A call that XLA's partitioner is still to make one of each device has this behind its target.
+PARTITIONED = ".partitioned"
+_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET)
+TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
 _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
@@ -80,8 +83,9 @@ def remember_site(site: tuple[str, int, str] | None) -> str:
   return key
 
 
-def _failed(exception: BaseException, gate: str, site: str) -> str:
-  return describe_failure(exception, gate, _sites.get(site, site))
+def _failed(exception: BaseException, gate: str, site: str, layout: str, shard: int) -> str:
+  where = _sites.get(site, site)
+  return describe_failure(exception, gate, where, _shards.describe(layout, shard))
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:
@@ -192,6 +196,9 @@ def start() -> None:
   )
   for target, handlers in _callgate.targets().items():
     jax.ffi.register_ffi_target(target, handlers, platform="cpu")
+    # Unpartitioned after all, where XLA has but one device for it.
+    jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform="cpu")
+    _partition.register(target, target + PARTITIONED)
   _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
   if stall := os.environ.get("CALLGATE_STALL_SECONDS"):
     _callgate.set_stall_seconds(float(stall))

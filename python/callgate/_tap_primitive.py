@@ -24,7 +24,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from callgate import _compat, _config, _runtime, _tap
+from callgate import _compat, _config, _runtime, _sharding, _tap
 from callgate._lowering import Level, emit
 from callgate._primitive import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
 from callgate._tap import Tap, TapSite, Transforms
@@ -281,8 +281,8 @@ def _lower(
 ) -> Sequence[Any]:
   if site.kept is not None:
     _compat.add_keepalive(context, site.kept)
-  on_host = _compat.is_partitioned(context) or "cpu" not in context.module_context.platforms
-  on_host = on_host or _config.engine() == "jax"
+  on_host = "cpu" not in context.module_context.platforms or _config.engine() == "jax"
+  on_host = on_host or (site.whole and _compat.is_partitioned(context))
   returned = site.values if site.effect == "dataflow" and not on_host else 0
   spec = _tap.encode(site, transforms, levels, role, repeated, returned)
   if on_host:
@@ -302,6 +302,7 @@ def _lower(
     token=token,
     aliases=_aliases(site, len(operands)),
     target=_runtime.TAP_TARGET,
+    sharded=_sharding.of_tap(context, site, levels),
   )
   if ordered:
     _compat.set_token_after(context, _order_of(site), after)

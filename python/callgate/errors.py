@@ -125,13 +125,14 @@ def keep(exception: BaseException) -> int:
 JAX_CALLBACK = "jax:"
 
 
-def describe_failure(exception: BaseException, gate: str, site: str) -> str:
+def describe_failure(exception: BaseException, gate: str, site: str, shard: str = "") -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
   Args:
     exception: what the gate raised, with its traceback.
     gate: the gate's name.
     site: where the call was traced, "" when unknown.
+    shard: which part of its arrays the call was on, "" for whole ones.
   """
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
@@ -139,7 +140,8 @@ def describe_failure(exception: BaseException, gate: str, site: str) -> str:
     return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
-  return _describe(exception, f"gate '{gate}'", site)
+  on = f" on {shard}" if shard else ""
+  return _describe(exception, f"gate '{gate}'{on}", site)
 
 
 def _describe(exception: BaseException, what: str, site: str) -> str:

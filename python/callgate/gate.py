@@ -54,6 +54,7 @@ class Gate(Operation):
     cast: bool = False,
     linear: bool | int | Sequence[int] = False,
     gradient: Literal["finite-difference"] | None = None,
+    collective: bool = False,
   ) -> None:
     super().__init__(
       name if name is not None else _runtime.unique_name(function),
@@ -65,6 +66,7 @@ class Gate(Operation):
       sharding=sharding,
       linear=linear,
       gradient=gradient,
+      collective=collective,
     )
     self.function = function
     self.style: Style = _options.choice(self.label, "style", style, _adapt.STYLES)
@@ -122,6 +124,7 @@ class _Options(TypedDict, total=False):
   cast: bool
   linear: bool | int | Sequence[int]
   gradient: Literal["finite-difference"] | None
+  collective: bool
 
 
 @overload
@@ -148,6 +151,7 @@ def gate(
   cast: bool = False,
   linear: bool | int | Sequence[int] = False,
   gradient: Literal["finite-difference"] | None = None,
+  collective: bool = False,
 ) -> Any:
   """Makes a Python callable a JAX function: compiled programs call it, with XLA's memory in place.
 
@@ -216,6 +220,7 @@ def gate(
     "cast": cast,
     "linear": linear,
     "gradient": gradient,
+    "collective": collective,
   }
   if fn is None:
     return lambda function: Gate(function, **options)

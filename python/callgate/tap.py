@@ -30,7 +30,7 @@ def tap(
   effect: Effect = "io",
   roles: Sequence[Role] = ("primal",),
   logical_shape: Any = None,
-  sharding: Literal["shard", "gather"] = "shard",
+  sharding: str = "shard",
   replicas: Literal["once", "all"] = "once",
 ) -> Any:
   """Sends a value out of a (compiled) program, and returns it.
@@ -97,6 +97,8 @@ def tap(
     roles=tuple(roles),
     dtypes=tuple(name for _, name in carried),
     logical=tuple(index for index, _ in sizes),
+    sharding=sharding,
+    replicas=replicas,
   )
   extra = [size for _, size in sizes]
   if where is not None:
@@ -187,8 +189,8 @@ def _check_options(
     refuse("every", "a positive int", every)
   if isinstance(roles, str) or not set(roles) <= set(_delivery.ROLES) or "primal" not in roles:
     refuse("roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
-  if sharding not in ("shard", "gather"):
-    refuse("sharding", "'shard' or 'gather'", sharding)
+  if not isinstance(sharding, str) or not sharding:
+    refuse("sharding", "'shard', 'gather' or a rule such as 'i [j]'", sharding)
   if replicas not in ("once", "all"):
     refuse("replicas", "'once' or 'all'", replicas)
 

@@ -3,7 +3,11 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <charconv>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/deferred.h"
 #include "bindings/gate_site.h"
@@ -164,6 +168,32 @@ PyType_Slot handle_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse
                               {Py_tp_clear, reinterpret_cast<void*>(&clear)},
                               {0, nullptr}};
 
+// The mesh as programs hold it (SiteSpec::mesh).
+struct Mesh {
+  std::int64_t size = 1;
+  std::vector<std::pair<std::string, std::int64_t>> axes;  // outermost first
+
+  explicit Mesh(std::string_view text) {
+    if (text.empty()) return;
+    std::size_t bar = text.find('|');
+    size = number(text.substr(0, bar));
+    std::string_view rest = bar == text.npos ? std::string_view() : text.substr(bar + 1);
+    while (!rest.empty()) {
+      std::string_view axis = rest.substr(0, rest.find(','));
+      rest.remove_prefix(std::min(axis.size() + 1, rest.size()));
+      std::size_t equals = axis.rfind('=');
+      axes.emplace_back(axis.substr(0, equals), number(axis.substr(equals + 1)));
+    }
+  }
+
+ private:
+  static std::int64_t number(std::string_view text) {
+    std::int64_t value = 1;
+    std::from_chars(text.data(), text.data() + text.size(), value);  // our own text
+    return std::max<std::int64_t>(value, 1);
+  }
+};
+
 enum class Stage { kInstantiate, kPrepare, kInitialize, kExecute };
 
 void bind_context(nb::module_& module) {
@@ -183,7 +213,27 @@ void bind_context(nb::module_& module) {
           "The device's global id (jax.Device.id).")
       .def_prop_ro(
           "run", [](const Context& c) { return c.call.run; },
-          "XLA's id of this run, the same on all its devices.");
+          "XLA's id of this run, the same on all its devices.")
+      .def_prop_ro(
+          "rank", [](const Context& c) { return std::max(c.call.shard, 0); },
+          "The device's position among those that run the program: 0 to size - 1.")
+      .def_prop_ro(
+          "size", [](const Context& c) { return Mesh(c.mesh).size; },
+          "How many devices run the program; 1 for a program of one device.")
+      .def_prop_ro(
+          "coordinates",
+          [](const Context& c) {
+            nb::dict coordinates;
+            Mesh mesh(c.mesh);
+            std::int64_t rest = std::max(c.call.shard, 0);
+            for (auto axis = mesh.axes.rbegin(); axis != mesh.axes.rend(); ++axis) {
+              coordinates[axis->first.c_str()] = rest % axis->second;
+              rest /= axis->second;
+            }
+            return coordinates;
+          },
+          "The device's index along each axis of the program's mesh, by the axis's name; empty "
+          "where the mesh is not known.");
 }
 
 }  // namespace

@@ -110,7 +110,8 @@ class PyGateSite final : public Site {
                                   : loop_lanes(call);
     if (ok) return Outcome::success();
     callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
-    return Outcome::failure(ErrorCode::kInternal, take_exception(callee_->name(), spec_.site));
+    return Outcome::failure(ErrorCode::kInternal, take_exception(callee_->name(), spec_.site,
+                                                                 spec_.layout, call.context.shard));
   }
 
   bool loop_lanes(const Call& call) {
@@ -172,7 +173,7 @@ class PyGateSite final : public Site {
     }
     Arguments arguments(inputs.size() + 2);
     if (options_.style == Style::kContext) {
-      arguments.push(nb::cast(Context{context}).release().ptr());
+      arguments.push(nb::cast(Context{context, spec_.mesh}).release().ptr());
     }
     if (!arguments.push(out_argument(outputs))) return {};
     for (PyObject* input : inputs.all()) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "bindings/gate.h"
 
@@ -13,6 +14,7 @@ namespace callgate::bindings {
 
 struct Context {
   CallContext call;
+  std::string mesh;  // as SiteSpec::mesh
 };
 
 // `target` is a new reference to the flat callable, which the site takes over; `tuple_results` says

@@ -26,16 +26,18 @@ nb::object take_raised() {
 #endif
 }
 
-std::string take_exception(const std::string& gate, const std::string& site) {
+std::string take_exception(const std::string& gate, const std::string& site,
+                           const std::string& layout, std::int32_t shard) {
   nb::object exception = take_raised();
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) {
     return nb::steal(
         PyUnicode_FromStringAndSize(from.data(), static_cast<Py_ssize_t>(from.size())));
   };
-  nb::object name = str(gate), place = str(site);
-  nb::object text = nb::steal(
-      call_python(Hooks::instance().failed, "OOO", exception.ptr(), name.ptr(), place.ptr()));
+  nb::object name = str(gate), place = str(site), parts = str(layout);
+  nb::object text =
+      nb::steal(call_python(Hooks::instance().failed, "OOOOi", exception.ptr(), name.ptr(),
+                            place.ptr(), parts.ptr(), static_cast<int>(shard)));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";

@@ -3,6 +3,7 @@
 // is documented there. All of this runs under the GIL.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "bindings/python.h"
@@ -11,7 +12,7 @@
 namespace callgate::bindings {
 
 struct Hooks {
-  PyObject* failed = nullptr;         // (exception, gate, site) -> text for XLA's error
+  PyObject* failed = nullptr;         // (exception, gate, site, layout, shard) -> text for XLA
   PyObject* escaped = nullptr;        // (gate, spec, leaks, raising) -> None, or raises
   PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
@@ -28,7 +29,9 @@ struct Hooks {
 nb::object take_raised();
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
-// exception for the caller. Clears the exception.
-std::string take_exception(const std::string& gate, const std::string& site);
+// exception for the caller. Clears the exception. `layout` and `shard` say on which part of its
+// arrays the call was, in a program over several devices (SiteSpec::layout).
+std::string take_exception(const std::string& gate, const std::string& site,
+                           const std::string& layout = "", std::int32_t shard = -1);
 
 }  // namespace callgate::bindings

@@ -78,7 +78,8 @@ bool Channel::send(const Parcel& parcel) noexcept {
   record.time_ns = now_ns();
   record.run = parcel.context.run;
   record.device = static_cast<std::int32_t>(device);
-  record.flags = parcel.sender.flags;
+  auto shard = static_cast<std::uint32_t>(parcel.context.shard + 1);
+  record.flags = parcel.sender.flags | shard << kShardBit;
   bool sent = false;
   if (!closed_.load(std::memory_order_seq_cst) && !abandoned() && passes_sampling(parcel.sender)) {
     if (Entry* entry = reserve(parcel)) {

@@ -31,6 +31,9 @@ enum RecordFlags : std::uint32_t {
   kRepeated = 1,  // the tap ran before in this execution: the second pass of jax.checkpoint
 };
 
+// From this bit on flags hold the shard's number plus one; 0 for a record of whole arrays.
+inline constexpr int kShardBit = 8;
+
 // One leaf of a tapped value: where it is in the pytree, and what it is.
 struct LeafType {
   std::string path;  // as jax.tree_util.keystr writes it: "['w'][0]"; "" for a lone leaf
@@ -61,7 +64,7 @@ struct Record {
   std::int64_t time_ns = 0;  // wall clock, since the Unix epoch
   std::int64_t run = -1;     // XLA's id of the execution
   std::int32_t device = -1;  // global device id
-  std::uint32_t flags = 0;   // RecordFlags
+  std::uint32_t flags = 0;   // RecordFlags, and the shard
   const char* payload = nullptr;
 
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }

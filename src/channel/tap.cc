@@ -147,15 +147,22 @@ class TapSite final : public Site {
     if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
     std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
     if (wanted(call)) slot_.send(Parcel{sender_, call.operands.first(sent), call.context});
+    pass_on(call);
+    return Outcome::success();
+  }
+
+  // Another device has sent the same data.
+  void skip(const Call& call) noexcept override { pass_on(call); }
+
+ private:
+  void pass_on(const Call& call) const noexcept {
     for (std::size_t i = 0; i < call.results.size(); ++i) {
       const ArrayView& from = operand_of(call, i);
       const ArrayView& to = call.results[i];  // the same memory already where XLA kept the alias
       if (to.data != from.data && to.nbytes() != 0) std::memcpy(to.data, from.data, to.nbytes());
     }
-    return Outcome::success();
   }
 
- private:
   bool wanted(const Call& call) noexcept {
     if (spec_.where && !any_true(call.operands[spec_.values])) return false;
     if (spec_.every <= 1) return true;

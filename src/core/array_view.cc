@@ -11,6 +11,10 @@ void poison(const ArrayView& view) noexcept {
   std::memset(view.data, is_inexact(view.dtype) ? 0xff : 0, view.nbytes());
 }
 
+void clear(const ArrayView& view) noexcept {
+  if (view.nbytes() != 0) std::memset(view.data, 0, view.nbytes());
+}
+
 std::string to_string(const ArrayView& view) {
   std::string text(name(view.dtype));
   text += '[';

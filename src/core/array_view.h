@@ -39,6 +39,9 @@ struct ArrayView {
 // zero in integers and booleans.
 void poison(const ArrayView& view) noexcept;
 
+// All zeros.
+void clear(const ArrayView& view) noexcept;
+
 // "float32[3,4]": as JAX writes an abstract value.
 std::string to_string(const ArrayView& view);
 

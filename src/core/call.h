@@ -19,10 +19,12 @@
 
 namespace callgate {
 
-// Where and when a call runs. `stream` is the platform's stream, null on the CPU.
+// Where and when a call runs. `stream` is the platform's stream, null on the CPU. `shard` is the
+// device's position in a program over several devices, -1 for a call on whole arrays.
 struct CallContext {
   std::int64_t device = -1;
   std::int64_t run = -1;
+  std::int32_t shard = -1;
   void* stream = nullptr;
 };
 
@@ -34,15 +36,23 @@ struct Call {
 
 // The static description of a call site, as its attributes in the program state it.
 struct SiteSpec {
-  std::string spec;  // how flat arrays make up the call's arguments and results; "" when flat
-  std::string site;  // where in the user's source the call was traced
-  Lanes lanes;       // vmapped levels that the runtime loops over
+  std::string spec;    // how flat arrays make up the call's arguments and results; "" when flat
+  std::string site;    // where in the user's source the call was traced
+  Lanes lanes;         // vmapped levels that the runtime loops over
+  std::string mesh = {};    // the program's devices and their axes, "8|x=2,y=4"; "" for one
+  std::string layout = {};  // which part of its arrays each shard is, for messages; "" for whole ones
 };
 
 class Site {
  public:
   virtual ~Site() = default;
   virtual Outcome run(const Call& call) = 0;
+
+  // In place of run(), where another device makes the call for this one: its results are added up
+  // with that one's.
+  virtual void skip(const Call& call) noexcept {
+    for (const ArrayView& view : call.results) clear(view);
+  }
 };
 
 class Callee {

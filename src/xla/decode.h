@@ -26,6 +26,9 @@ class DecodedCall {
   std::span<const ArrayView> operands() const noexcept { return operands_.views(); }
   std::span<ArrayView> results() noexcept { return results_.views(); }
 
+  // For an operand that is not the callee's.
+  void drop_last_operand() noexcept { operands_.drop_last(); }
+
  private:
   static constexpr std::size_t kInline = 16;
 
@@ -34,6 +37,7 @@ class DecodedCall {
     void decode(std::int64_t count, void** buffers);
     std::span<ArrayView> views() noexcept { return {data_, count_}; }
     std::span<const ArrayView> views() const noexcept { return {data_, count_}; }
+    void drop_last() noexcept { --count_; }
 
    private:
     // Room for ArrayViews, without their initial values.

@@ -17,6 +17,7 @@
 #include "xla/decode.h"
 #include "xla/future.h"
 #include "xla/guard.h"
+#include "xla/shards.h"
 #include "xla/state.h"
 
 namespace callgate::xla_ffi {
@@ -34,6 +35,7 @@ struct CallSite {
   // results are poisoned and the callee keeps the failure for the next who asks.
   bool poison_on_error = false;
   bool reads_context = true;
+  Shards shards;
 
   Outcome run(const Call& call) const {
     Outcome outcome = site->run(call);
@@ -62,8 +64,9 @@ std::unique_ptr<GateState> instantiate(const ffi::Dictionary& attributes) {
   state->call_site->callee = Registry::instance().find(text("name"));
   state->call_site->poison_on_error = text("on_error") == "poison";
   state->call_site->reads_context = state->call_site->callee->reads_context();
-  state->call_site->site = state->call_site->callee->specialise(
-      SiteSpec{text("spec"), text("site"), Lanes::parse(text("batch"))});
+  state->call_site->site = state->call_site->callee->specialise(SiteSpec{
+      text("spec"), text("site"), Lanes::parse(text("batch")), text("mesh"), text("layout")});
+  state->call_site->shards = Shards(text("shards"));
   return state;
 }
 
@@ -96,6 +99,11 @@ class OwnedCall {
       if (results_[i].data == targets_[i].data || results_[i].nbytes() == 0) continue;
       std::memcpy(targets_[i].data, results_[i].data, results_[i].nbytes());
     }
+  }
+
+  // What a call that was given up leaves in XLA's memory.
+  void poison_results() const noexcept {
+    for (const ArrayView& view : targets_) poison(view);
   }
 
   const CallContext& context() const noexcept { return context_; }
@@ -164,13 +172,20 @@ void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
     report = "callgate: gate '" + site.callee->name() + "' is stalled; no report: " + error.what();
   }
   ProgressBoard::instance().fail(call.context().run);
-  promise.fail(ErrorCode::kDeadlineExceeded, report);
+  if (!site.poison_on_error) {
+    promise.fail(ErrorCode::kDeadlineExceeded, report);
+  } else if (promise.succeed([&call] { call.poison_results(); })) {
+    site.callee->defer(Failure{ErrorCode::kDeadlineExceeded, report});
+  }
 }
 
 XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
-                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded) {
+                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
+                                     std::int32_t shard) {
   auto timeout = site->callee->timeout();
-  auto call = std::make_shared<OwnedCall>(decoded, decode_context(*frame),
+  CallContext context = decode_context(*frame);
+  context.shard = shard;
+  auto call = std::make_shared<OwnedCall>(decoded, context,
                                           /*private_memory=*/timeout.count() > 0);
   auto promise = std::make_shared<Promise>(frame->api);
   XLA_FFI_Future* future = promise->future();
@@ -194,9 +209,15 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
 XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
-  if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded);
+  std::int32_t shard = site->shards.take(decoded);
+  if (!site->shards.runs(shard)) [[unlikely]] {
+    site->site->skip(Call{decoded.operands(), decoded.results(), {}});
+    return nullptr;
+  }
+  if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded, shard);
   ActiveCall active;
   CallContext context = site->reads_context ? decode_context(*frame) : CallContext{};
+  context.shard = shard;
   Outcome outcome = active.entered()
                         ? site->run(Call{decoded.operands(), decoded.results(), context})
                         : shutting_down(*site->callee);

@@ -46,6 +46,7 @@ std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
                                           Lanes::parse(text("batch")),
                                           decode_attributes(attrs, "attributes")});
     bound->poison_on_error = text("on_error") == "poison";
+    bound->shards = Shards(text("shards"));
     return bound;
   });
   return state;
@@ -55,6 +56,10 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
   BoundKernel& bound = RecentKernels::find(
       frame->attrs, [frame]() -> BoundKernel& { return *StateOf<KernelState>::get(*frame).bound; });
   DecodedCall decoded(*frame);
+  if (!bound.shards.runs(bound.shards.take(decoded))) [[unlikely]] {
+    for (const ArrayView& view : decoded.results()) clear(view);
+    return nullptr;
+  }
   XlaExecutor executor(*frame);
   Outcome outcome = bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
   if (outcome.ok()) [[likely]]

@@ -16,6 +16,7 @@
 
 #include "core/kernel.h"
 #include "xla/ffi.h"
+#include "xla/shards.h"
 
 namespace callgate::xla_ffi {
 
@@ -27,7 +28,8 @@ struct BoundKernel {
   ~BoundKernel();
 
   std::unique_ptr<KernelSite> site;
-  bool poison_on_error = false;        // see CallSite in gate.cc
+  bool poison_on_error = false;  // see CallSite in gate.cc
+  Shards shards;
   std::string key, contents;           // of the call; key is "" when it is not to be remembered
   std::atomic<bool> remembered{true};  // the key stands for this alone
 };

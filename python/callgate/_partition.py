@@ -1,0 +1,357 @@
+"""The partitioner of callgate's calls: XLA asks it how a call on whole arrays becomes one on shards.
+
+A call in a program over several devices holds, besides what every call holds, the attribute `shard`
+(`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
+partitioner calls `_partition` with the arrays' shapes and shardings. It answers with the shardings
+that the call needs and a module in which every device makes the same call on its tiles, with its
+position in the program as one more operand (src/xla/shards.h). Nothing here runs when the program
+does.
+
+XLA gives what it found by the rule, but holds nobody to it: an operand may come split along a
+dimension that must be whole. So the shardings are worked out anew (`_tiles.plan`), and XLA moves
+what doesn't lie right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate import _compat, _shards, _tiles
+from callgate._rules import Rule
+from callgate._tiles import Plan, Tiling
+
+# A function rule: (mesh, *operands as ShapeDtypeStructs with shardings) -> a rule's text, or the
+# PartitionSpecs of operands and of results.
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+  """What the partitioner has to know of a call.
+
+  Attributes:
+    rule: `Rule.text`; or "" for a function of the mesh, which the operation `function` has.
+    devices: how many run the program.
+    mesh: names and sizes of the program's mesh axes; () where it is not known.
+    effect: the call has side effects.
+    token: the first operand and the first result are tokens.
+    once: of the devices with the same shards one makes the call, and the others get its results.
+    aliases: operand to result, tokens not counted.
+    located: the call is told its shard. Not so inside a partly manual `jax.shard_map`, where the
+      devices that share an array are not all.
+    tap: the operands from which a tap's records are made; -1 for other calls.
+    lanes: the masks of the batch levels, outermost first.
+    names: of the operands, for messages.
+    function: the operation whose rule is a function.
+  """
+
+  rule: str
+  devices: int
+  mesh: tuple[tuple[str, int], ...] = ()
+  effect: bool = False
+  token: bool = False
+  once: bool = False
+  aliases: tuple[tuple[int, int], ...] = ()
+  located: bool = True
+  tap: int = -1
+  lanes: tuple[str, ...] = ()
+  names: tuple[str, ...] = ()
+  function: str = ""
+
+  @property
+  def text(self) -> str:
+    """As programs hold it."""
+    fields = dataclasses.asdict(self)
+    defaults = {f.name: f.default for f in dataclasses.fields(self)}
+    held = {key: value for key, value in fields.items() if value != defaults[key]}
+    return json.dumps(held, separators=(",", ":"))
+
+  @classmethod
+  def read(cls, text: str) -> Sharded:
+    code = json.loads(text)
+    for name in ("lanes", "names"):
+      code[name] = tuple(code.get(name, ()))
+    for name in ("mesh", "aliases"):
+      code[name] = tuple(map(tuple, code.get(name, ())))
+    return cls(**code)
+
+
+def find_functions_by(find: Callable[[str], Function | None]) -> None:
+  """Sets what finds an operation's function rule by the operation's name."""
+  global _find_function
+  _find_function = find
+
+
+_find_function: Callable[[str], Function | None] = lambda name: None  # noqa: E731
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+  """An operand or result as XLA describes it; a token has no dtype."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  sharding: Any
+
+  @property
+  def is_token(self) -> bool:
+    return self.dtype is None
+
+  def tiling(self, devices: int) -> Tiling:
+    grid = _compat.device_grid(self.sharding, len(self.shape))
+    if grid is None or grid.size != devices:
+      return Tiling.replicated(len(self.shape), devices)
+    return Tiling.of_grid(grid, len(self.shape))
+
+
+# -- what XLA calls ------------------------------------------------------------------------------
+def _partition(
+  target: str,
+  operand_shapes: Sequence[Any],
+  operand_shardings: Sequence[Any],
+  result_shape: Any,
+  result_sharding: Any,
+  config: bytes,
+) -> tuple[bytes, Sequence[Any], Any]:
+  is_tuple = result_shape.is_tuple()
+  result_shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
+  shardings = list(result_sharding.tuple_elements()) if is_tuple else [result_sharding]
+  shardings = shardings[: len(result_shapes)]  # XLA's empty tuple has a sharding
+  operands = _arrays(operand_shapes, operand_shardings)
+  results = _arrays(result_shapes, shardings)
+  with _compat.ir_context():
+    held = _compat.read_attributes(config)
+    call = Sharded.read(held.pop("shard"))
+    inputs, outputs = operands[call.token :], results[call.token :]
+    devices = _device_count(call, [*inputs, *outputs])
+    plan = _plan(call, inputs, outputs, devices)
+    module = _module(target, call, plan, operands, results, held, devices)
+  # A sharding that stays is the one that came: XLA then has nothing to compare.
+  ins = [*operand_shardings[: call.token], *_shardings(inputs, plan.operands, devices)]
+  outs = [*shardings[: call.token], *_shardings(outputs, plan.results, devices)]
+  if not outs:
+    return module, ins, result_sharding
+  return module, ins, _compat.tuple_sharding(outs) if is_tuple else outs[0]
+
+
+def _propagate(sharding: Any, *_: Any) -> Any:
+  """What users of the results ask for goes back to the call as it is."""
+  return sharding
+
+
+def _infer(
+  operand_shapes: Sequence[Any],
+  operand_shardings: Sequence[Any],
+  result_shape: Any,
+  config: bytes,
+) -> Any:
+  """The results' shardings from the operands': asked for by XLA's older propagation alone."""
+  is_tuple = result_shape.is_tuple()
+  shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
+  operands = _arrays(operand_shapes, operand_shardings)
+  results = _arrays(shapes, [None] * len(shapes))
+  with _compat.ir_context():
+    call = Sharded.read(_compat.read_attributes(config)["shard"])
+  inputs, outputs = operands[call.token :], results[call.token :]
+  devices = _device_count(call, inputs)
+  plan = _plan(call, inputs, outputs, devices)
+  out = [
+    *[_compat.replicated_sharding()] * call.token,
+    *(_compat.sharding_of_grid(tiling.grid(), len(tiling.counts)) for tiling in plan.results),
+  ]
+  return _compat.tuple_sharding(out) if is_tuple else out[0]
+
+
+def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
+  return [
+    _Array(*_compat.shape_and_dtype(shape), sharding)
+    for shape, sharding in zip(shapes, shardings, strict=True)
+  ]
+
+
+def _device_count(call: Sharded, arrays: Sequence[_Array]) -> int:
+  """Devices among which the arrays are shared: of a partly manual program only some."""
+  for array in arrays:
+    grid = None if array.sharding is None else _compat.device_grid(array.sharding, len(array.shape))
+    if grid is not None and grid.size > 1:
+      return grid.size
+  return call.devices
+
+
+# -- the plan ------------------------------------------------------------------------------------
+def _plan(
+  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
+) -> Plan:
+  shapes = [a.shape for a in inputs], [a.shape for a in outputs]
+  given = (
+    [_tiling(a, devices) for a in inputs],
+    [_tiling(a, devices) for a in outputs],
+  )
+  if call.function:
+    found = _by_function(call, inputs, outputs)
+    if isinstance(found, Plan):
+      return found
+    rule = found
+  else:
+    rule = Rule.read(call.rule, len(inputs), len(outputs))
+  return _tiles.plan(rule, shapes, given, devices)
+
+
+def _tiling(array: _Array, devices: int) -> Tiling:
+  if array.sharding is None:
+    return Tiling.replicated(len(array.shape), devices)
+  return array.tiling(devices)
+
+
+def _by_function(
+  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]
+) -> Rule | Plan:
+  """What an operation's function says of these operands, on the program's mesh."""
+  from callgate import _function_rules
+
+  function = _find_function(call.function)
+  if function is None:
+    raise LookupError(
+      f"callgate: '{call.function}' has a function as its sharding rule, and is not defined in the "
+      "process that compiles the program; expected the gate to be defined before"
+    )
+  operands = [(a.shape, a.dtype, a.sharding) for a in inputs]
+  return _function_rules.apply(
+    call.function, function, call.mesh, operands, [a.shape for a in outputs]
+  )
+
+
+def _shardings(arrays: Sequence[_Array], tilings: Sequence[Tiling], devices: int) -> list[Any]:
+  out: list[Any] = []
+  for array, tiling in zip(arrays, tilings, strict=True):
+    if array.sharding is not None and _same(array.tiling(devices), tiling):
+      out.append(array.sharding)
+    else:
+      out.append(_compat.sharding_of_grid(tiling.grid(), len(tiling.counts)))
+  return out
+
+
+def _same(a: Tiling, b: Tiling) -> bool:
+  return a.counts == b.counts and np.array_equal(a.index, b.index)
+
+
+# -- the module ----------------------------------------------------------------------------------
+def _module(
+  target: str,
+  call: Sharded,
+  plan: Plan,
+  operands: Sequence[_Array],
+  results: Sequence[_Array],
+  held: dict[str, Any],
+  devices: int,
+) -> bytes:
+  """The call on one device's tiles, as the bytes of a module."""
+  located = call.located and devices == call.devices
+  groups = plan.groups()
+  if located and call.once and groups:
+    runs = {group[0] for group in groups}
+  else:
+    runs = set(range(call.devices))
+  _localise(call, plan, held, operands, located)
+  if located:
+    held["shards"] = "".join("01"[device in runs] for device in range(devices))
+    names = ",".join(f"{name}={size}" for name, size in call.mesh)
+    held["mesh"] = f"{call.devices}|{names}"
+  if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
+    text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
+    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+  skip = int(call.token)
+  tiles = [
+    *((a.shape, None) for a in operands[:skip]),
+    *((t.tile(a.shape), a.dtype) for a, t in zip(operands[skip:], plan.operands, strict=True)),
+  ]
+  outs = [
+    *((a.shape, None) for a in results[:skip]),
+    *((t.tile(a.shape), a.dtype) for a, t in zip(results[skip:], plan.results, strict=True)),
+  ]
+  share = located and call.once and call.tap < 0 and len(groups) < devices
+  return _compat.local_module(
+    target,
+    tiles,
+    outs,
+    held,
+    has_side_effect=call.effect,
+    aliases={i + skip: o + skip for i, o in call.aliases},
+    partition_id=located,
+    broadcast=groups if share else None,
+  )
+
+
+def _localise(
+  call: Sharded, plan: Plan, held: dict[str, Any], operands: Sequence[_Array], located: bool
+) -> None:
+  """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
+  inputs = operands[call.token :]
+  lanes = _lanes(call, plan)
+  if held.get("batch"):
+    sizes = [int(level.split(":")[0]) for level in held["batch"].split(";")]
+    held["batch"] = ";".join(
+      f"{size // count}:{mask}"
+      for size, (count, _), mask in zip(sizes, lanes, call.lanes, strict=True)
+    )
+  if call.tap >= 0:
+    held["spec"] = _tap_spec(call, plan, inputs, lanes, held["spec"], located)
+  elif located:
+    named = zip(call.names, inputs, plan.operands, strict=False)
+    parts = [(name, _shards.encode(tiling, a.shape)) for name, a, tiling in named]
+    layout = {"devices": call.devices, "operands": parts}
+    held["layout"] = json.dumps(layout, separators=(",", ":"))
+
+
+def _lanes(call: Sharded, plan: Plan) -> list[tuple[int, np.ndarray]]:
+  """Of each batch level into how many parts it is split, and which of them each device has."""
+  found: list[tuple[int, np.ndarray]] = []
+  for level, mask in enumerate(call.lanes):
+    operand = mask.index("1")
+    axis = sum(other[operand] == "1" for other in call.lanes[:level])
+    tiling = plan.operands[operand]
+    found.append((tiling.counts[axis], tiling.index[:, axis]))
+  return found
+
+
+def _tap_spec(
+  call: Sharded,
+  plan: Plan,
+  inputs: Sequence[_Array],
+  lanes: Sequence[tuple[int, np.ndarray]],
+  spec: str,
+  located: bool,
+) -> str:
+  head, _, description = spec.partition("\n\n")
+  code = json.loads(description)
+  sizes = [size // count for size, (count, _) in zip(code["sizes"], lanes, strict=True)]
+  code["sizes"] = sizes
+  if located:
+    leaves: list[Any] = []
+    for index in range(code["values"]):
+      skip = sum(mask[index] == "1" for mask in call.lanes)
+      tiling = plan.operands[index]
+      core = dataclasses.replace(tiling, counts=tiling.counts[skip:], index=tiling.index[:, skip:])
+      leaves.append(_shards.encode(core, inputs[index].shape[skip:]))
+    starts = [(index * size).tolist() for size, (_, index) in zip(sizes, lanes, strict=True)]
+    code["shards"] = {"leaves": leaves, "lanes": starts}
+  return f"{head}\n\n{json.dumps(code, separators=(',', ':'))}"
+
+
+def register(target: str, partitioned: str) -> None:
+  """Has XLA ask this partitioner about the calls of a target.
+
+  Args:
+    target: that of the calls it makes of them.
+    partitioned: the target of calls that are to be partitioned.
+  """
+  _compat.register_partitioner(
+    partitioned, _propagate, functools.partial(_partition, target), _infer
+  )

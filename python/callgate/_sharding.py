@@ -1,0 +1,127 @@
+"""What a call holds for the partitioner in a program over several devices, worked out when lowered.
+
+`of_gate` and `of_tap` give the `Sharded` of a call, with its rule, or None where nothing is to be
+partitioned: in a program of one device, and inside a fully manual `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from callgate import _compat, _names, _rules
+from callgate._partition import Sharded
+from callgate._rules import Level, Rule
+
+
+def of_gate(
+  context: Any, gate: Any, site: Any, levels: Sequence[Level], whole: Level | None
+) -> tuple[Sharded, Rule | None] | None:
+  """For a call of a gate or kernel; the rule is None where a function gives it later."""
+  located = _compat.is_partitioned(context)
+  if not located and not _compat.is_partly_manual(context):
+    return None
+  shapes = [aval.shape for aval in context.avals_in], [aval.shape for aval in context.avals_out]
+  rule = None if callable(gate.sharding) else rule_of(gate, site, *shapes, levels, whole)
+  gathers = gate.sharding in (None, "gather")
+  once = not gate.collective and (gate.effect != "pure" or (gathers and gate.kind == "gate"))
+  sharded = Sharded(
+    rule=rule.text if rule is not None else "",
+    devices=_compat.device_count(context),
+    mesh=_compat.mesh_axes(context),
+    effect=gate.effect != "pure",
+    token=gate.effect == "ordered",
+    once=once,
+    aliases=tuple(sorted(gate.aliases.items())),
+    located=located,
+    lanes=tuple(_digits(mask) for _, mask in levels),
+    names=tuple(
+      _names.argument(gate.name, site.spec, i).strip("'") for i in range(len(context.avals_in))
+    ),
+    function=gate.name if rule is None else "",
+  )
+  return sharded, rule
+
+
+def rule_of(
+  gate: Any,
+  site: Any,
+  operands: Sequence[_rules.Shape],
+  results: Sequence[_rules.Shape],
+  levels: Sequence[Level],
+  whole: Level | None,
+) -> Rule:
+  """The rule of a call with its batch axes; the lanes of a vmap are always independent."""
+  axes = [*levels, *(() if whole is None else (whole,))]
+  lane = [shape[sum(mask[i] for _, mask in axes) :] for i, shape in enumerate(operands)]
+  core = [shape[len(axes) :] for shape in results]
+  return gate.sharding_rule(site, lane, core).under(axes, len(results)).closed()
+
+
+def specs_of(rule: Rule, specs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+  """The results' specs on an explicit mesh, from those of the operands.
+
+  Args:
+    rule: the call's.
+    specs: of each operand: for each dimension a mesh axis, a tuple of them, or None.
+  """
+  axes: dict[int, Any] = {}
+  for term, spec in zip(rule.operands, specs, strict=True):
+    for factor, axis in zip(term, spec, strict=True):
+      if axis is not None and factor not in rule.whole:
+        axes.setdefault(factor, axis)
+  out: list[list[Any]] = []
+  for term in rule.results:
+    used: set[Any] = set()
+    spec: list[Any] = []
+    for factor in term:
+      axis = axes.get(factor)
+      names = set(axis if isinstance(axis, tuple) else (axis,)) - {None}
+      spec.append(None if names & used else axis)
+      used |= names
+    out.append(spec)
+  return out
+
+
+def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharded, Rule] | None:
+  """For a tap: its leaves lie as they lie, or are gathered, or follow the user's rule."""
+  located = _compat.is_partitioned(context)
+  if not located and not _compat.is_partly_manual(context):
+    return None
+  count = len(context.avals_in)
+  shapes = [aval.shape for aval in context.avals_in]
+  lane = [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
+  values, rest = lane[: tap_site.values], lane[tap_site.values :]
+  if tap_site.sharding == "shard":
+    rule = _rules.independent(lane)
+  elif tap_site.sharding == "gather":
+    rule = _rules.gathered(lane, [])
+  else:
+    rule = _rules.parse(f"tap '{tap_site.name}'", tap_site.sharding, tuple(values), (), tap=True)
+    first = rule.factors()
+    others = _rules.independent(rest).operands
+    others = tuple(tuple(first + factor for factor in term) for term in others)
+    rule = Rule((*rule.operands, *others), (), rule.whole)
+  # Sizes and the predicate are small, and every record has them whole.
+  extras = rule.operands[tap_site.values : count - tap_site.untapped]
+  rule = Rule(rule.operands, (), rule.whole | {f for term in extras for f in term})
+  rule = rule.under(levels, 0)
+  passing = tap_site.effect == "dataflow"
+  returned = [*range(tap_site.values), *range(count - tap_site.untapped, count)] if passing else []
+  rule = Rule(rule.operands, tuple(rule.operands[i] for i in returned), rule.whole)
+  sharded = Sharded(
+    rule=rule.text,
+    devices=_compat.device_count(context),
+    effect=True,
+    token=tap_site.effect == "ordered",
+    once=tap_site.replicas == "once",
+    aliases=tuple((operand, result) for result, operand in enumerate(returned)),
+    located=located,
+    tap=tap_site.values,
+    lanes=tuple(_digits(mask) for _, mask in levels),
+  )
+  return sharded, rule
+
+
+def _digits(mask: Sequence[bool]) -> str:
+  return "".join("01"[flag] for flag in mask)

@@ -1,0 +1,154 @@
+"""Which device holds which tile of which array, and what a call on tiles needs it to hold.
+
+Plain arithmetic on device numbers: position in the program's device assignment, which is what
+`stablehlo.partition_id` gives. Nothing here knows XLA; `_compat` reads and writes its shardings.
+
+A `Tiling` says how many tiles each dimension has and, for each device, which of them it holds. In a
+partly manual program devices with different `manual` labels hold different arrays altogether.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from callgate._rules import Rule, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """How one array lies on `len(index)` devices.
+
+  Attributes:
+    counts: tiles along each dimension.
+    index: int64[devices, rank]: the tile that each device holds.
+    manual: int64[devices]: equal for devices that share the array.
+  """
+
+  counts: tuple[int, ...]
+  index: np.ndarray
+  manual: np.ndarray
+
+  @classmethod
+  def replicated(cls, rank: int, devices: int) -> Tiling:
+    """Every device holds the whole array."""
+    return cls((1,) * rank, np.zeros((devices, rank), int), np.zeros(devices, int))
+
+  @classmethod
+  def of_grid(cls, grid: np.ndarray, rank: int) -> Tiling:
+    """From device numbers by [tile along each dimension..., replica, manual]."""
+    devices = grid.size
+    index, manual = np.zeros((devices, rank), int), np.zeros(devices, int)
+    for position in np.ndindex(grid.shape):
+      index[grid[position]] = position[:rank]
+      manual[grid[position]] = position[-1]
+    return cls(tuple(grid.shape[:rank]), index, manual)
+
+  def grid(self) -> np.ndarray:
+    """Device numbers by [tile along each dimension..., replica, manual]."""
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for device, (tile, label) in enumerate(zip(self.index, self.manual, strict=True)):
+      cells.setdefault((*tile.tolist(), int(label)), []).append(device)
+    labels = int(self.manual.max(initial=0)) + 1
+    replicas = len(self.index) // (int(np.prod(self.counts, dtype=int)) * labels)
+    grid = np.zeros((*self.counts, labels, replicas), int)
+    for cell, devices in cells.items():
+      grid[cell] = devices
+    return np.moveaxis(grid, -1, -2)
+
+  @property
+  def expressible(self) -> bool:
+    """Whether each combination of tiles lies on equally many devices: what XLA can express."""
+    cells = np.column_stack([self.index, self.manual])
+    _, held = np.unique(cells, axis=0, return_counts=True)
+    labels = int(self.manual.max(initial=0)) + 1
+    return len(held) == int(np.prod(self.counts, dtype=int)) * labels and len(set(held)) == 1
+
+  def tile(self, shape: Shape) -> Shape:
+    """The extents of one tile."""
+    return tuple(extent // count for extent, count in zip(shape, self.counts, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a call on tiles finds its arrays.
+
+  Attributes:
+    operands: the tilings that the operands must have.
+    results: those that the results have.
+  """
+
+  operands: tuple[Tiling, ...]
+  results: tuple[Tiling, ...]
+
+  def copies(self) -> np.ndarray:
+    """int64[devices]: which of the devices with the same tiles of everything each one is."""
+    arrays = (*self.operands, *self.results)
+    devices = len(arrays[0].index) if arrays else 0
+    seen: dict[tuple[int, ...], int] = {}
+    numbers = np.zeros(devices, int)
+    for device in range(devices):
+      key = self.tiles_of(device)
+      numbers[device] = seen.get(key, 0)
+      seen[key] = int(numbers[device]) + 1
+    return numbers
+
+  def groups(self) -> list[list[int]]:
+    """The devices that hold the same tiles of everything, in order of their numbers."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    arrays = (*self.operands, *self.results)
+    for device in range(len(arrays[0].index) if arrays else 0):
+      found.setdefault(self.tiles_of(device), []).append(device)
+    return list(found.values())
+
+  def tiles_of(self, device: int) -> tuple[int, ...]:
+    """A device's tiles of all arrays."""
+    arrays = (*self.operands, *self.results)
+    return tuple(int(i) for one in arrays for i in (*one.index[device], one.manual[device]))
+
+
+def plan(
+  rule: Rule,
+  shapes: tuple[Sequence[Shape], Sequence[Shape]],
+  tilings: tuple[Sequence[Tiling], Sequence[Tiling]],
+  devices: int,
+) -> Plan:
+  """The tilings nearest to those at hand under which the call on tiles is right.
+
+  Results come first: their tilings are what the program asks for, and what propagation has made of
+  the operands'. A factor that a rule lets be split is split as the first array that has it is;
+  where that can't be expressed for another array, and where tiles would be uneven, it is whole.
+
+  Args:
+    rule: closed (`Rule.closed`).
+    shapes: of the operands and of the results.
+    tilings: as they are.
+    devices: how many there are.
+  """
+  operand_shapes, result_shapes = shapes
+  terms = [*rule.results, *rule.operands]
+  extents = [*result_shapes, *operand_shapes]
+  given = [*tilings[1], *tilings[0]]
+  manual = next((t.manual for t in given if t.manual.any()), np.zeros(devices, int))
+  split: dict[int, tuple[int, np.ndarray]] = {}
+
+  def made(term: Sequence[int]) -> Tiling:
+    counts = tuple(split[f][0] if f in split else 1 for f in term)
+    none = np.zeros(devices, int)
+    columns = [split[f][1] if f in split else none for f in term]
+    index = np.stack(columns, 1) if columns else np.zeros((devices, 0), int)
+    return Tiling(counts, index, manual)
+
+  for term, shape, tiling in zip(terms, extents, given, strict=True):
+    for axis, factor in enumerate(term):
+      count = tiling.counts[axis]
+      if factor in rule.whole or factor in split or count == 1 or shape[axis] % count:
+        continue
+      split[factor] = (count, tiling.index[:, axis])
+      if not all(made(other).expressible for other in terms if factor in other):
+        del split[factor]
+  found = [made(term) for term in terms]
+  results = len(rule.results)
+  return Plan(tuple(found[results:]), tuple(found[:results]))
