@@ -48,6 +48,7 @@ from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, 
 from callgate.library import Library, library
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.numba import numba
+from callgate.shards import assemble
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 from callgate.torch import TorchFunction, TorchModule, torch
@@ -84,6 +85,7 @@ __all__ = [
   "TapInfo",
   "TorchFunction",
   "TorchModule",
+  "assemble",
   "barrier",
   "call",
   "cfunc",

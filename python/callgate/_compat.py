@@ -265,7 +265,7 @@ def emit_ffi_call(
   if sharding is not None:
     _mlir.set_sharding(context.module_context, operation, sharding)
   if rule is not None:
-    _set_sharding_rule(operation, rule, offset)
+    _set_sharding_rule(operation, rule)
   results = list(operation.results)
   if token is None:
     return results, None
@@ -437,20 +437,12 @@ def register_partitioner(
   xla_bridge.register_plugin_callbacks(functools.partial(register, **options))
 
 
-def _set_sharding_rule(operation: Any, rule: Any, tokens: int) -> None:
-  """Puts a `Rule` on an operation whose first operands and results are so many tokens."""
+def _set_sharding_rule(operation: Any, rule: Any) -> None:
+  """Puts a `Rule` on an operation, in Shardy's form."""
   from jax._src import custom_partitioning_sharding_rule as rules
 
-  def mapping(term: Sequence[int]) -> Any:
-    return rules.ArrayMapping(*(f"f{factor}" for factor in term))
-
   def mappings(terms: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    return tuple(mapping(term) for term in ((),) * tokens + tuple(terms))
-
-  scalar = _ir.RankedTensorType.get([], _ir.IntegerType.get_signless(32))  # stands for a token
-
-  def types(values: Any) -> list[Any]:
-    return [scalar] * tokens + [value.type for value in list(values)[tokens:]]
+    return tuple(rules.ArrayMapping(*(f"f{factor}" for factor in term)) for term in terms)
 
   used = {factor for term in (*rule.operands, *rule.results) for factor in term}
   shardy = rules.SdyShardingRule(
@@ -458,9 +450,8 @@ def _set_sharding_rule(operation: Any, rule: Any, tokens: int) -> None:
     mappings(rule.results),
     need_replication_factors=tuple(f"f{factor}" for factor in sorted(rule.whole & used)),
   )
-  operation.attributes["sdy.sharding_rule"] = rules.sdy_sharding_rule_to_mlir(
-    shardy, types(operation.operands), types(operation.results)
-  )
+  types = [[value.type for value in values] for values in (operation.operands, operation.results)]
+  operation.attributes["sdy.sharding_rule"] = rules.sdy_sharding_rule_to_mlir(shardy, *types)
 
 
 def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:

@@ -93,8 +93,8 @@ def emit(
     aliases=aliases or {},
     token=token,
     sharding=sharding,
-    # Calls without results carry none: nothing follows from their operands.
-    rule=rule if avals_out else None,
+    # Nothing follows from the operands of a call without results, and Shardy's rules know no tokens.
+    rule=rule if avals_out and token is None else None,
   )
 
 

@@ -14,9 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _config, _derivatives, _jax_engine, _names, _options, _rules, _shapes
+from callgate import (
+  _config,
+  _derivatives,
+  _jax_engine,
+  _names,
+  _options,
+  _primitive,
+  _rules,
+  _shapes,
+)
 from callgate._lowering import Level
-from callgate._primitive import CallSite, TangentCall, gate_p
+from callgate._primitive import CallSite, TangentCall
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["pure", "io", "ordered"]
@@ -119,7 +128,7 @@ class Operation:
     if by_jax and not stays:
       flat = _jax_engine.bind(self, site, leaves)
     else:
-      flat = gate_p.bind(*leaves, gate=self, site=site, levels=(), whole=None)
+      flat = _primitive.bind(*leaves, gate=self, site=site, levels=(), whole=None)
     return jax.tree.unflatten(site.out_tree, flat)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:

@@ -18,19 +18,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate import _compat, _shards, _tiles
+from callgate import _compat, _function_rules, _names, _shards, _tiles
 from callgate._rules import Rule
 from callgate._tiles import Plan, Tiling
-
-# A function rule: (mesh, *operands as ShapeDtypeStructs with shardings) -> a rule's text, or the
-# PartitionSpecs of operands and of results.
-Function = Callable[..., Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
@@ -83,15 +78,6 @@ class Sharded:
     return cls(**code)
 
 
-def find_functions_by(find: Callable[[str], Function | None]) -> None:
-  """Sets what finds an operation's function rule by the operation's name."""
-  global _find_function
-  _find_function = find
-
-
-_find_function: Callable[[str], Function | None] = lambda name: None  # noqa: E731
-
-
 @dataclasses.dataclass(frozen=True)
 class _Array:
   """An operand or result as XLA describes it; a token has no dtype."""
@@ -109,6 +95,11 @@ class _Array:
     if grid is None or grid.size != devices:
       return Tiling.replicated(len(self.shape), devices)
     return Tiling.of_grid(grid, len(self.shape))
+
+
+def mesh_text(devices: int, axes: Sequence[tuple[str, int]]) -> str:
+  """A mesh as calls on shards hold it, "8|x=2,y=4" (SiteSpec::mesh in src/core/call.h)."""
+  return f"{devices}|" + ",".join(f"{name}={size}" for name, size in axes)
 
 
 # -- what XLA calls ------------------------------------------------------------------------------
@@ -214,17 +205,15 @@ def _by_function(
   call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]
 ) -> Rule | Plan:
   """What an operation's function says of these operands, on the program's mesh."""
-  from callgate import _function_rules
-
-  function = _find_function(call.function)
-  if function is None:
+  operation = _names.get(call.function)
+  if operation is None:
     raise LookupError(
       f"callgate: '{call.function}' has a function as its sharding rule, and is not defined in the "
       "process that compiles the program; expected the gate to be defined before"
     )
   operands = [(a.shape, a.dtype, a.sharding) for a in inputs]
-  return _function_rules.apply(
-    call.function, function, call.mesh, operands, [a.shape for a in outputs]
+  return _function_rules.plan(
+    operation.label, operation.sharding, call.mesh, operands, [a.shape for a in outputs]
   )
 
 
@@ -262,8 +251,7 @@ def _module(
   _localise(call, plan, held, operands, located)
   if located:
     held["shards"] = "".join("01"[device in runs] for device in range(devices))
-    names = ",".join(f"{name}={size}" for name, size in call.mesh)
-    held["mesh"] = f"{call.devices}|{names}"
+    held["mesh"] = mesh_text(call.devices, call.mesh)
   if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
     text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -107,10 +107,23 @@ class TangentCall:
 
 gate_p = Primitive("gate")
 gate_p.multiple_results = True
+# The same, for gates that need to know the program's mesh: JAX tells it to few primitives, and
+# refuses programs with several meshes then.
+mesh_gate_p = Primitive("gate")
+mesh_gate_p.multiple_results = True
+_PRIMITIVES = (gate_p, mesh_gate_p)
+_compat.needs_devices(mesh_gate_p)
+
+
+def bind(*operands: Any, gate: Any, **params: Any) -> Sequence[Any]:
+  """Makes a call of a gate or kernel."""
+  primitive = mesh_gate_p if gate.collective or callable(gate.sharding) else gate_p
+  return primitive.bind(*operands, gate=gate, **params)
 
 
 # -- impl ----------------------------------------------------------------------------------------
-_compat.define_impl(gate_p)
+for primitive in _PRIMITIVES:
+  _compat.define_impl(primitive)
 
 
 # -- abstract evaluation -------------------------------------------------------------------------
@@ -120,7 +133,6 @@ def _effects(gate: Any) -> frozenset[Any]:
   return frozenset({ORDERED_GATE_EFFECT if gate.effect == "ordered" else GATE_EFFECT})
 
 
-@gate_p.def_effectful_abstract_eval
 def _abstract_eval(
   *avals: Any,
   gate: Any,
@@ -132,14 +144,16 @@ def _abstract_eval(
   results = tuple(
     _compat.shaped_array((*lead, *shape), dtype, avals) for shape, dtype in site.results
   )
-  if _compat.is_explicit(avals) and not callable(gate.sharding):
-    shapes = [aval.shape for aval in avals], [aval.shape for aval in results]
-    rule = _sharding.rule_of(gate, site, *shapes, levels, whole)
-    specs = _sharding.specs_of(rule, [_compat.spec_of(aval) for aval in avals])
+  if _compat.is_explicit(avals):
+    specs = _sharding.result_specs(gate, site, avals, results, levels, whole)
     results = tuple(
       _compat.with_spec(aval, avals, spec) for aval, spec in zip(results, specs, strict=True)
     )
   return results, _effects(gate)
+
+
+for primitive in _PRIMITIVES:
+  primitive.def_effectful_abstract_eval(_abstract_eval)
 
 
 # -- jvp -----------------------------------------------------------------------------------------
@@ -160,12 +174,12 @@ def _jvp(
         f"expected a derivative in argument(s) {_linear.linear_names(gate, site)} alone. "
         + _derivatives.no_derivative_message(gate)
       )
-  results = gate_p.bind(*primals, gate=gate, site=site, **params)
+  results = bind(*primals, gate=gate, site=site, **params)
   mixed = [
     ad.instantiate_zeros(tangent) if index in linear else primal
     for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
   ]
-  return results, gate_p.bind(*mixed, gate=gate, site=site, **params)
+  return results, bind(*mixed, gate=gate, site=site, **params)
 
 
 def _jvp_by_call(
@@ -177,7 +191,7 @@ def _jvp_by_call(
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> tuple[Any, Any]:
-  results = gate_p.bind(*primals, gate=gate, site=site, levels=levels, whole=whole)
+  results = bind(*primals, gate=gate, site=site, levels=levels, whole=whole)
   moved: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
   if not call.wanted or not call.outputs:
     return results, moved
@@ -186,7 +200,7 @@ def _jvp_by_call(
     size, mask = level
     return size, (*mask, *(mask[i] for i in call.wanted))
 
-  found = gate_p.bind(
+  found = bind(
     *primals,
     *(ad.instantiate_zeros(tangents[i]) for i in call.wanted),
     gate=call.gate,
@@ -199,7 +213,8 @@ def _jvp_by_call(
   return results, moved
 
 
-ad.primitive_jvps[gate_p] = _jvp
+for primitive in _PRIMITIVES:
+  ad.primitive_jvps[primitive] = _jvp
 
 
 # -- transpose -----------------------------------------------------------------------------------
@@ -244,7 +259,8 @@ def _transpose(
   return out
 
 
-ad.primitive_transposes[gate_p] = _transpose
+for primitive in _PRIMITIVES:
+  ad.primitive_transposes[primitive] = _transpose
 
 
 # -- batching ------------------------------------------------------------------------------------
@@ -273,13 +289,13 @@ def _batch(
   mask = tuple(flag or i in gate.aliases for i, flag in enumerate(mask))
   method = "each" if levels else _batching_of(gate, site, mask, moved, whole)
   if method == "each":
-    results = gate_p.bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=whole)
+    results = bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=whole)
     return results, (0,) * len(results)
 
-  def bind(values: Sequence[Any], level: Level) -> Sequence[Any]:
-    return gate_p.bind(*values, gate=gate, site=site, levels=(), whole=level)
+  def call(values: Sequence[Any], level: Level) -> Sequence[Any]:
+    return bind(*values, gate=gate, site=site, levels=(), whole=level)
 
-  results = _batching.batch_whole(bind, method, (size, mask), moved, whole)
+  results = _batching.batch_whole(call, method, (size, mask), moved, whole)
   return results, (0,) * len(results)
 
 
@@ -301,7 +317,8 @@ def _batch_by_rule(
   return results, [0 if flag else None for flag in batched]
 
 
-batching.primitive_batchers[gate_p] = _batch
+for primitive in _PRIMITIVES:
+  batching.primitive_batchers[primitive] = _batch
 
 
 # -- lowering ------------------------------------------------------------------------------------
@@ -319,12 +336,17 @@ def lower(
   called, target, attributes = gate.batched(whole).emission(
     site, context.avals_in, context.avals_out, levels
   )
+  avals_in = context.avals_in
+  if gate.collective and (located := _sharding.in_manual(context, gate)):
+    partition, more = located
+    operands, avals_in = (*operands, partition), [*avals_in, _sharding.PARTITION]
+    attributes = {**attributes, **more}
   _compat.keep_with_program(context, called)
   token = _compat.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
     context,
     operands,
-    context.avals_in,
+    avals_in,
     context.avals_out,
     name=called.name,
     levels=levels,
@@ -368,8 +390,9 @@ def lower_by_jax(
 
 
 # Not cached: a cached rule would know the source line of no more than one of its call sites.
-mlir.register_lowering(gate_p, lower_by_jax, cacheable=False)
-mlir.register_lowering(gate_p, lower, platform="cpu", cacheable=False)
+for primitive in _PRIMITIVES:
+  mlir.register_lowering(primitive, lower_by_jax, cacheable=False)
+  mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from callgate import _compat, _names, _rules
-from callgate._partition import Sharded
+import jax
+import numpy as np
+
+from callgate import _compat, _function_rules, _names, _rules
+from callgate._partition import Sharded, mesh_text
 from callgate._rules import Level, Rule
+from callgate.errors import GateDefinitionError
 
 
 def of_gate(
@@ -21,6 +25,8 @@ def of_gate(
   located = _compat.is_partitioned(context)
   if not located and not _compat.is_partly_manual(context):
     return None
+  if not located and gate.effect == "ordered":
+    raise _no_order(f"{gate.label}: effect='ordered'")
   shapes = [aval.shape for aval in context.avals_in], [aval.shape for aval in context.avals_out]
   rule = None if callable(gate.sharding) else rule_of(gate, site, *shapes, levels, whole)
   gathers = gate.sharding in (None, "gather")
@@ -58,6 +64,45 @@ def rule_of(
   return gate.sharding_rule(site, lane, core).under(axes, len(results)).closed()
 
 
+def result_specs(
+  gate: Any,
+  site: Any,
+  avals: Sequence[Any],
+  results: Sequence[Any],
+  levels: Sequence[Level],
+  whole: Level | None,
+) -> list[list[Any]]:
+  """The specs of a call's results in an explicitly sharded program."""
+  shapes = [aval.shape for aval in results]
+  if callable(gate.sharding):
+    found = _function_rules.specs(gate.label, gate.sharding, avals, shapes)
+    if not isinstance(found, Rule):
+      return found
+    rule = found
+  else:
+    rule = rule_of(gate, site, [aval.shape for aval in avals], shapes, levels, whole)
+  return specs_of(rule, [_compat.spec_of(aval) for aval in avals])
+
+
+# A device's position in the program, which collective gates get as their last operand.
+PARTITION = jax.core.ShapedArray((), np.dtype(np.uint32))
+
+
+def in_manual(context: Any, gate: Any) -> tuple[Any, dict[str, str]] | None:
+  """For a collective gate in a fully manual `jax.shard_map`: the partition, and attributes."""
+  if _compat.is_partitioned(context) or _compat.device_count(context) == 1:
+    return None
+  if _compat.is_partly_manual(context):
+    raise GateDefinitionError(
+      f"{gate.label}: collective=True works in programs that are partitioned automatically, and in a "
+      "jax.shard_map over all axes of its mesh; this jax.shard_map leaves some of them to XLA "
+      "(axis_names=)"
+    )
+  devices, mesh = _compat.device_count(context), _compat.mesh_axes(context)
+  held = {"shards": "1" * devices, "mesh": mesh_text(devices, mesh), "layout": ""}
+  return _compat.partition_id(context), held
+
+
 def specs_of(rule: Rule, specs: Sequence[Sequence[Any]]) -> list[list[Any]]:
   """The results' specs on an explicit mesh, from those of the operands.
 
@@ -88,6 +133,8 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   located = _compat.is_partitioned(context)
   if not located and not _compat.is_partly_manual(context):
     return None
+  if not located and tap_site.effect == "ordered":
+    raise _no_order(f"tap '{tap_site.name}': ordered=True")
   count = len(context.avals_in)
   shapes = [aval.shape for aval in context.avals_in]
   lane = [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
@@ -121,6 +168,14 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     lanes=tuple(_digits(mask) for _, mask in levels),
   )
   return sharded, rule
+
+
+def _no_order(what: str) -> GateDefinitionError:
+  # XLA aborts the process over a token beside another value there.
+  return GateDefinitionError(
+    f"{what} works in programs that are partitioned automatically, and in a jax.shard_map over all "
+    "axes of its mesh; this jax.shard_map leaves some of them to XLA (axis_names=)"
+  )
 
 
 def _digits(mask: Sequence[bool]) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from callgate import _names
 from callgate._lowering import Level
 from callgate._operation import Vmap
-from callgate._primitive import CallSite, TangentCall, gate_p
+from callgate._primitive import CallSite, TangentCall, bind
 from callgate.errors import GateDefinitionError
 from callgate.gate import Gate
 
@@ -183,7 +183,7 @@ class TorchGate(Gate):
       types = tuple(map(_type, flat[first:]))
     part = self.root.part(*self.path[:-1], step)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
-    found = gate_p.bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
+    found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
     return [found[i] for i in kept]
 
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate, _runtime, _shapes
-from callgate._primitive import CallSite, gate_p
+from callgate import _primitive
+from callgate._primitive import CallSite
 from callgate.errors import CheckError, GateDefinitionError, raise_deferred
 from callgate.gate import Gate
 
@@ -96,7 +97,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   arrays = [jax.lax.stop_gradient(_shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())
   _shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-  gate_p.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
+  _primitive.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
 
 
 def _formatted(message: str, values: dict[str, Any]) -> str:

@@ -225,10 +225,10 @@ void bind_context(nb::module_& module) {
           [](const Context& c) {
             nb::dict coordinates;
             Mesh mesh(c.mesh);
-            std::int64_t rest = std::max(c.call.shard, 0);
-            for (auto axis = mesh.axes.rbegin(); axis != mesh.axes.rend(); ++axis) {
-              coordinates[axis->first.c_str()] = rest % axis->second;
-              rest /= axis->second;
+            std::int64_t inner = mesh.size;
+            for (const auto& [name, extent] : mesh.axes) {
+              inner /= extent;
+              coordinates[name.c_str()] = std::max(c.call.shard, 0) / inner % extent;
             }
             return coordinates;
           },

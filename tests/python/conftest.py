@@ -16,6 +16,8 @@ import pytest
 import callgate as cg
 
 jax.config.update("jax_enable_x64", False)
+# What is about several devices runs on these; other programs use the first.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # In a job that a shell started in the background SIGINT is ignored, and so in its children. Tests
 # send it to processes of their own.
