@@ -324,8 +324,8 @@ class _ShardedJit:
     for inside, who in _counts_inside(jaxpr):
       if count is not None and inside != count:
         raise ValueError(
-          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: {count}."
-          " If these partitions look right, check outer sharded_jit and/or other "
+          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
+          f"{count}. If these partitions look right, check outer sharded_jit and/or other "
           "with_sharding_constraint calls."
         )
       count = inside
@@ -398,8 +398,8 @@ def sharded_jit(
       with an entry an argument, each a pytree prefix of it. Without the static arguments.
     out_parts: the same for the results.
     num_partitions: the number of devices, where nothing else says it.
-    local_in_parts: with several processes, how the part of the arguments that this process passes is
-      split over its own devices.
+    local_in_parts: with several processes, how the part of the arguments that this process passes
+      is split over its own devices.
     local_out_parts: the same for the part of the results that it gets.
     local_num_partitions: the number of devices of this process, where nothing else says it.
     static_argnums: positions of arguments that are hashable values, not arrays.
