@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from callgate import _shapes
+from callgate._lowering import is_packed
 from callgate._parameters import dtype_code, type_text
 from callgate.errors import GateDefinitionError
 
@@ -139,7 +139,7 @@ def _check_type(where: str, name: str) -> None:
       f"{where}: expected a dtype's name, such as float32, or a letter, such as T, that stands for "
       f"any dtype; got '{name}'"
     ) from None
-  if _shapes.is_packed(dtype):
+  if is_packed(dtype):
     raise GateDefinitionError(
       f"{where}: {dtype.name} has several elements in a byte, which kernels don't take"
     )
@@ -208,7 +208,7 @@ def bind(
       raise GateDefinitionError(
         f"{label}: expected one dtype for {param.type}, got two: {first}, but {got}"
       )
-    if _shapes.is_packed(dtype):
+    if is_packed(dtype):
       raise GateDefinitionError(
         f"{label}: argument '{param.name}': {dtype.name} has several elements in a byte, which "
         "kernels don't take; convert to int8 before the call"

@@ -34,6 +34,7 @@ _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "S
 _PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}
+_c = ctypes.CDLL(None)
 
 
 class CompileError(GateError, ValueError):
@@ -154,13 +155,26 @@ def build(
   return _build_cache.find_or_make(key, make)
 
 
+def open_library(path: str) -> ctypes.CDLL:
+  """Loads a library, and keeps the thread's floating-point mode.
+
+  GCC's `-ffast-math` makes a library that turns subnormal numbers off for whoever loads it.
+  """
+  mode = ctypes.create_string_buffer(256)  # larger than any platform's fenv_t
+  _c.fegetenv(mode)
+  try:
+    return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+  finally:
+    _c.fesetenv(mode)
+
+
 def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
   """The library in this process; it stays until the process ends."""
   with _lock:
     key = str(library)
     if key not in _loaded:
       try:
-        _loaded[key] = ctypes.CDLL(key, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        _loaded[key] = open_library(key)
       except OSError as error:
         problem = str(error).removeprefix(f"{key}: ")
         raise CompileError(

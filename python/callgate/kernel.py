@@ -126,7 +126,14 @@ class Kernel(Operation):
       name: unique among the live operations of the process.
       signature: the parameters as far as they are known before a call; None for a function that
         takes any number of arrays, and static values by any keyword.
-      out, like, effect, aliases, vmap, sharding, linear, gradient: as for `callgate.gate`.
+      out: as for `callgate.gate`; also all that follow.
+      like: a JAX function with the same meaning.
+      effect: "pure", "io" or "ordered".
+      aliases: results that share an operand's memory.
+      vmap: "each", "whole", "broadcast" or a rule.
+      sharding: how calls are split over devices.
+      linear: positions of the arguments in which it is linear.
+      gradient: "finite-difference" or None.
       thread_safe: lanes of a vmap may run on several threads at once.
     """
     if "[" in name or "]" in name:

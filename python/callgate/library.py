@@ -19,6 +19,7 @@ import jax
 from callgate import _callgate, _names, _runtime
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, expected_text, fits, from_codes, type_text
+from callgate._toolchain import open_library
 from callgate.errors import GateDefinitionError
 from callgate.kernel import CallTypes, Function, Kernel, find_by
 
@@ -306,7 +307,7 @@ def _load(file: str) -> ctypes.CDLL:
   folder, base = os.path.split(file)
   spelling = os.path.join(folder, *["."] * len(versions), base)
   try:
-    loaded = ctypes.CDLL(spelling, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    loaded = open_library(spelling)
   except OSError as error:
     raise OSError(f"callgate.library: '{file}' could not be loaded: {error}") from error
   versions.append((stamp, loaded))

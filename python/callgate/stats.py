@@ -9,6 +9,7 @@ from collections.abc import Generator
 from typing import Any
 
 from callgate import _callgate, _names
+from callgate.gate import Gate
 
 
 def stats() -> dict[str, dict[str, float]]:
@@ -19,7 +20,8 @@ def stats() -> dict[str, dict[str, float]]:
     while `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the
     callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
-  return {name: _readable(gate.stats()) for name, gate in sorted(_names.gates())}
+  live = [(name, gate) for name, gate in sorted(_names.gates()) if isinstance(gate, Gate)]
+  return {name: _readable(gate.stats()) for name, gate in live}
 
 
 def _readable(counters: dict[str, int]) -> dict[str, float]:

@@ -284,6 +284,16 @@ def test_a_library_that_was_built_again_is_loaded_anew(tmp_path: Path) -> None:
   assert old.scale(jnp.ones(1)).tolist() == [2.0]
 
 
+def test_a_library_that_was_built_with_fast_math_leaves_subnormal_numbers_alone(
+  tmp_path: Path,
+) -> None:
+  kernel = cg.library(build(tmp_path, "fast", scaling(3), "-std=c++17", "-ffast-math")).scale
+  smallest = np.float32(1e-45)
+  assert smallest * np.float32(1) == smallest
+  assert kernel(jnp.ones(1)).tolist() == [3.0]
+  assert np.array([smallest]) * np.float32(1) == smallest
+
+
 # --- The header in a user's build -----------------------------------------------------------------
 
 BUILDS = {

@@ -198,3 +198,11 @@ def test_a_wrong_option_is_refused_and_nothing_is_changed(option: str, value: An
 def test_an_unknown_option_is_a_type_error() -> None:
   with pytest.raises(TypeError, match="tmiing"):
     cg.config(tmiing=True)  # pyright: ignore[reportCallIssue]
+
+
+def test_kernels_are_not_among_the_gates_that_are_counted():
+  kernel = cg.cpp("void f(cg::In<float, 0> x, cg::Out<float, 0> y) { y() = x(); }", out=lambda x: x)
+  gate = cg.gate(lambda x: x, out=lambda x: x)
+  assert float(kernel(1.0)) == float(gate(1.0)) == 1.0
+  assert gate.name in cg.stats()
+  assert kernel.name not in cg.stats()
