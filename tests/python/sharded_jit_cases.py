@@ -121,7 +121,8 @@ def the_gradient_of_a_constraint_constrains_the_cotangent() -> None:
   )
   g = jax.grad(lambda x: with_sharding_constraint(jnp.sin(x), P(2, 2)).sum())
   text = jax.jit(sharded_jit(g, P(4, 1), None)).lower(x).as_text()
-  assert text.count('[{"parts0"}, {"parts1"}]') == 2, text
+  # The value itself is not needed: what is constrained is the cotangent.
+  assert text.count('[{"parts0"}, {"parts1"}]') == 1, text
 
 
 @case
@@ -215,6 +216,6 @@ if __name__ == "__main__":
     try:
       run()
       failures[name] = ""
-    except Exception:
+    except Exception:  # noqa: BLE001 - reported by name
       failures[name] = traceback.format_exc()
   json.dump(failures, sys.stdout)
