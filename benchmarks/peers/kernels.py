@@ -135,27 +135,59 @@ def fused_xla(a: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 # -- soft-DTW: the smoothed cost of the best alignment of two series (Cuturi and Blondel, 2017) ---
 def soft_dtw_numba(**options: Any) -> Function:
-  """`callgate.numba`: one pass over the table, cell by cell."""
+  """`callgate.numba`: one pass over the table, along its anti-diagonals, which Numba vectorises.
+
+  Its `exp` and `log` are polynomials, since the library's functions take one number at a time.
+  """
   import numpy as np
 
-  require("numba", "numba")
+  numba = require("numba", "numba")
+  f32 = np.float32
+  far, lowest, part, middle = f32(1e10), f32(-60), f32(1 / 256), f32(np.sqrt(3))
+  e2, e3, e4, l0, l2, l4, l6 = map(f32, (1 / 2, 1 / 6, 1 / 24, np.log(3) / 2, 1 / 3, 1 / 5, 1 / 7))
+  one, two = f32(1), f32(2)
+  fast = {"fastmath": True, "error_model": "numpy"}
+
+  @numba.njit(inline="always", **fast)
+  def exp(x: Any) -> Any:  # of what is not positive, as the 256th power of exp(x / 256)
+    u = (x if x > lowest else lowest) * part
+    power = one + u * (one + u * (e2 + u * (e3 + u * e4)))
+    for _ in range(8):
+      power = power * power
+    return power
+
+  @numba.njit(inline="always", **fast)
+  def log(x: Any) -> Any:  # from 1 to 3
+    s = (x - middle) / (x + middle)
+    q = s * s
+    return l0 + two * s * (one + q * (l2 + q * (l4 + q * l6)))
+
+  @numba.njit(**fast)
+  def diagonal(corner: Any, above: Any, left: Any, cost: Any, now: Any) -> None:
+    for i in range(now.size):
+      a, b, c = corner[i], above[i], left[i]
+      least = a if a < b else b
+      least = least if least < c else c
+      total = exp(least - a) + exp(least - b) + exp(least - c)
+      now[i] = cost[i] + least - log(total)
 
   def soft_dtw(out: Any, costs: Any) -> None:
     rows, columns = costs.shape
-    above = np.full(columns + 1, np.float32(1e10))
-    above[0] = 0
-    for i in range(rows):
-      corner, above[0] = above[0], np.float32(1e10)
-      for j in range(columns):
-        a, b, c = corner, above[j + 1], above[j]
-        least = min(a, b, c)
-        total = np.exp(least - a) + np.exp(least - b) + np.exp(least - c)
-        corner = above[j + 1]
-        above[j + 1] = costs[i, j] + least - np.log(total)
-    out[()] = above[columns]
+    before, last, now = np.full(rows + 1, far), np.full(rows + 1, far), np.full(rows + 1, far)
+    cost = np.empty(rows, np.float32)
+    before[0] = 0
+    for k in range(rows + columns - 1):
+      first, end = max(0, k - columns + 1), min(rows, k + 1)
+      for i in range(end - first):
+        cost[i] = costs[first + i, k - first - i]
+      inside = slice(first + 1, end + 1)
+      diagonal(before[first:end], last[first:end], last[inside], cost[: end - first], now[inside])
+      now[0] = far
+      before, last, now = last, now, before
+    out[()] = last[rows]
 
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
-  return kind("numba")(soft_dtw, out=scalar, style="inplace", **options)
+  return kind("numba")(soft_dtw, out=scalar, style="inplace", fastmath=True, **options)
 
 
 def soft_dtw_scan(costs: jax.Array) -> jax.Array:

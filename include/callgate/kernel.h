@@ -47,6 +47,9 @@
 #endif
 #endif
 
+// C++17, the names that users write, and T(x) for conversions of numbers.
+// NOLINTBEGIN(modernize-*, readability-identifier-naming)
+
 // --- Element types -------------------------------------------------------------------------------
 
 namespace callgate {
@@ -752,3 +755,4 @@ callgate_kernels() {
   callgate_kernel callgate_kernel_##name = ::callgate::detail::describe<&function>(names);     \
   const ::callgate::detail::Registration callgate_registration_##name(callgate_kernel_##name); \
   }
+// NOLINTEND(modernize-*, readability-identifier-naming)

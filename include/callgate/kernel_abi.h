@@ -7,6 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// C names and C ways.
+// NOLINTBEGIN(readability-identifier-naming, modernize-macro-to-enum)
 #define CALLGATE_ABI 1
 
 extern "C" {
@@ -96,3 +98,4 @@ typedef struct callgate_kernel {
 } callgate_kernel;
 
 }  // extern "C"
+// NOLINTEND(readability-identifier-naming, modernize-macro-to-enum)

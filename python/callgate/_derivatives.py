@@ -72,11 +72,12 @@ def accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str
 
 def no_derivative_message(gate: Any) -> str:
   """What a user without derivative rules needs to know."""
+  it = gate.kind.split()[-1]
   return (
-    f"{gate.label} has no derivative. Define one in any of four ways: gate.defjvp(rule), "
-    "gate.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
-    "derivative then serves), or gradient='finite-difference'. A gate that is linear takes linear= "
-    "and gate.deftranspose(rule)."
+    f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "
+    f"{it}.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
+    f"derivative then serves), or gradient='finite-difference'. A {it} that is linear takes "
+    f"linear= and {it}.deftranspose(rule)."
   )
 
 

@@ -2,7 +2,7 @@
 // written before, formats numbers by itself, and calls write, sigaction and raise.
 #include "core/crash_report.h"
 
-#include <signal.h>
+#include <signal.h>  // NOLINT(modernize-deprecated-headers): more is there than in C's
 #include <unistd.h>
 
 #include <algorithm>

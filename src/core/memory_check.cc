@@ -80,16 +80,13 @@ MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill, Place place) n
 
 MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type, Place place)
     : memory(nullptr, &std::free),
-      data(nullptr),
       bytes(size),
-      guard(0),
-      after(0),
+      // As large as the array, within limits: a loop with a wrong extent runs over by a row or
+      // more.
+      guard((std::clamp(size, kLeastGuard, kMostGuard) / alignment + 1) * alignment),
+      after(guard + (alignment - size % alignment) % alignment),
       dtype(type),
       inside(place) {
-  // As large as the array, within limits: a loop with the wrong extent runs over by a row or more.
-  guard = std::clamp(bytes, kLeastGuard, kMostGuard);
-  guard = (guard / alignment + 1) * alignment;
-  after = guard + (alignment - bytes % alignment) % alignment;
   memory.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, guard + bytes + after)));
   if (memory == nullptr) throw std::bad_alloc();
   data = memory.get() + guard;
@@ -133,23 +130,23 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
       original_(call),
       operands_(call.operands.begin(), call.operands.end()),
       results_(call.results.begin(), call.results.end()) {
-  for (std::size_t r = 0; r < results_.size(); ++r) {
-    result_copies_.emplace_back(results_[r].nbytes(), kAlignment, results_[r].dtype,
-                                Place::kResult);
-    results_[r].data = result_copies_.back().data;
+  for (ArrayView& result : results_) {
+    std::size_t r = starts_filled_.size();
+    result_copies_.emplace_back(result.nbytes(), kAlignment, result.dtype, Place::kResult);
+    result.data = result_copies_.back().data;
     starts_filled_.push_back(r < site.updated.size() && site.updated[r] != 0);
   }
-  for (std::size_t i = 0; i < operands_.size(); ++i) {
+  for (ArrayView& operand : operands_) {
     alias_.push_back(-1);
-    for (std::size_t r = 0; r < results_.size() && operands_[i].nbytes() != 0; ++r) {
-      if (operands_[i].data != call.results[r].data) continue;
+    for (std::size_t r = 0; r < results_.size() && operand.nbytes() != 0; ++r) {
+      if (operand.data != call.results[r].data) continue;
       alias_.back() = static_cast<std::ptrdiff_t>(r);
       starts_filled_[r] = true;
     }
     bool own = alias_.back() < 0;
-    operand_copies_.emplace_back(own ? operands_[i].nbytes() : 0, kAlignment, operands_[i].dtype,
+    operand_copies_.emplace_back(own ? operand.nbytes() : 0, kAlignment, operand.dtype,
                                  Place::kElsewhere);
-    operands_[i].data =
+    operand.data =
         own ? operand_copies_.back().data : results_[static_cast<std::size_t>(alias_.back())].data;
   }
 }
@@ -301,6 +298,7 @@ void MemoryCheck::find_dependence() {
 
 std::vector<std::vector<std::byte>> MemoryCheck::snapshot() const {
   std::vector<std::vector<std::byte>> copies;
+  copies.reserve(result_copies_.size());
   for (const Guarded& copy : result_copies_) copies.emplace_back(copy.data, copy.data + copy.bytes);
   return copies;
 }

@@ -71,8 +71,8 @@ class MemoryCheck final : public ScratchSource {
     std::string damage(Fill fill, std::size_t element_bytes) const;
 
     std::unique_ptr<std::byte, void (*)(void*)> memory;
-    std::byte* data;
-    std::size_t bytes, guard, after;
+    std::byte* data = nullptr;
+    std::size_t bytes, guard, after;  // of the array, before it, and after it
     DType dtype;
     Place inside;
   };

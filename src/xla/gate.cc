@@ -213,7 +213,8 @@ XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
     XLA_FFI_Error* error = nullptr;
     if (StateOf<GateState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
       return error;
-    if ((error = StateOf<GateState>::register_type(frame->api, kStateName))) return error;
+    error = StateOf<GateState>::register_type(frame->api, kStateName);
+    if (error != nullptr) return error;
     return StateOf<GateState>::give(*frame, instantiate(ffi::Dictionary(&frame->attrs)));
   });
 }

@@ -73,7 +73,8 @@ XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
     XLA_FFI_Error* error = nullptr;
     if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
       return error;
-    if ((error = StateOf<KernelState>::register_type(frame->api, kStateName))) return error;
+    error = StateOf<KernelState>::register_type(frame->api, kStateName);
+    if (error != nullptr) return error;
     return StateOf<KernelState>::give(*frame, instantiate(frame->attrs));
   });
 }

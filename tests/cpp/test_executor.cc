@@ -69,7 +69,7 @@ TEST(ParallelFor, RunsNothingForAnEmptyRange) {
 TEST(ParallelFor, RunsOnTheCallersThreadInOnePartWithoutAnExecutor) {
   std::vector<std::pair<std::int64_t, std::int64_t>> parts;
   loop(nullptr, 3, 1000, 1,
-       [&](std::int64_t first, std::int64_t last) { parts.push_back({first, last}); });
+       [&](std::int64_t first, std::int64_t last) { parts.emplace_back(first, last); });
   EXPECT_EQ(parts, (std::vector<std::pair<std::int64_t, std::int64_t>>{{3, 1000}}));
 }
 
@@ -79,7 +79,7 @@ TEST(ParallelFor, KeepsPartsAtTheGrainOrAboveButForTheLast) {
   std::vector<std::pair<std::int64_t, std::int64_t>> parts;
   loop(&threads, 0, 1000, 90, [&](std::int64_t first, std::int64_t last) {
     std::scoped_lock lock(mutex);
-    parts.push_back({first, last});
+    parts.emplace_back(first, last);
   });
   std::ranges::sort(parts);
   for (std::size_t i = 0; i + 1 < parts.size(); ++i)
@@ -122,7 +122,7 @@ TEST(ParallelFor, StopsAskingAnExecutorThatRefuses) {
 TEST(ParallelFor, LoopsInsideLoopsComeToAnEnd) {
   for (int round = 0; round < 20; ++round) {
     fake::Threads threads(3);
-    std::vector<std::atomic<int>> seen(6 * 50);
+    std::vector<std::atomic<int>> seen(std::size_t{6} * 50);
     loop(&threads, 0, 6, 1, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t i = first; i < last; ++i) {
         loop(&threads, 0, 50, 1, [&, i](std::int64_t a, std::int64_t b) {

@@ -28,7 +28,6 @@ using fake::result;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::Not;
 
 class MemoryCheckTest : public ::testing::Test {
  protected:

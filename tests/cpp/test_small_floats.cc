@@ -63,7 +63,7 @@ unsigned encode(float value) {
 TYPED_TEST(SmallFloats, EveryCodeDecodesToItsValue) {
   for (unsigned code = 0; code < TypeParam::kCodes; ++code) {
     double want = value_of<TypeParam>(code);
-    float got = TypeParam::Float::decode(static_cast<typename TypeParam::Code>(code));
+    float got = TypeParam::Float::decode(static_cast<TypeParam::Code>(code));
     if (std::isnan(want)) {
       EXPECT_TRUE(std::isnan(got)) << code;
     } else {
@@ -128,7 +128,7 @@ TYPED_TEST(SmallFloats, WhatIsTooLargeBecomesInfinityOrNanWhereThereIsNone) {
 }
 
 TYPED_TEST(SmallFloats, ComputeInFloatAndRoundWhatIsStored) {
-  using T = typename TypeParam::Float;
+  using T = TypeParam::Float;
   T x = 1.0F;
   x += 0.5F;
   EXPECT_EQ(static_cast<float>(x), 1.5F);
