@@ -75,6 +75,6 @@ def keystr(path: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(path)
 
 
-def gates() -> list[tuple[str, Any]]:
-  """The live gates by name."""
+def operations() -> list[tuple[str, Any]]:
+  """The live gates and kernels by name."""
   return list(_gates.items())

@@ -180,7 +180,7 @@ def save_kernels(
 
 
 def _travelling() -> list[Kernel]:
-  live = [kernel for _, kernel in sorted(_names.gates()) if isinstance(kernel, Kernel)]
+  live = [kernel for _, kernel in sorted(_names.operations()) if isinstance(kernel, Kernel)]
   return [kernel for kernel in live if kernel.saved_form() is not None]
 
 

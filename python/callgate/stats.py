@@ -20,7 +20,7 @@ def stats() -> dict[str, dict[str, float]]:
     while `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the
     callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
-  live = [(name, gate) for name, gate in sorted(_names.gates()) if isinstance(gate, Gate)]
+  live = [(name, gate) for name, gate in sorted(_names.operations()) if isinstance(gate, Gate)]
   return {name: _readable(gate.stats()) for name, gate in live}
 
 

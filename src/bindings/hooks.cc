@@ -28,9 +28,14 @@ nb::object take_raised() {
 
 std::string take_exception(const std::string& gate, const std::string& site) {
   nb::object exception = take_raised();
-  nb::object text = nb::steal(call_python(Hooks::instance().failed, "Os#s#", exception.ptr(),
-                                          gate.data(), static_cast<Py_ssize_t>(gate.size()),
-                                          site.data(), static_cast<Py_ssize_t>(site.size())));
+  // Not by "s#": what its length is depends on the Python that the module was built for.
+  auto str = [](const std::string& from) {
+    return nb::steal(
+        PyUnicode_FromStringAndSize(from.data(), static_cast<Py_ssize_t>(from.size())));
+  };
+  nb::object name = str(gate), place = str(site);
+  nb::object text = nb::steal(
+      call_python(Hooks::instance().failed, "OOO", exception.ptr(), name.ptr(), place.ptr()));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -30,6 +31,8 @@ class StateOf {
   }
 
   static XLA_FFI_Error* register_type(const XLA_FFI_Api* api, std::string_view name) {
+    static std::mutex mutex;  // several programs may be loaded at once
+    std::lock_guard lock(mutex);
     if (S::id.type_id != 0) return nullptr;
     return ::xla::ffi::Ffi::RegisterTypeId(api, name, &S::id, &kInfo);
   }

@@ -29,9 +29,16 @@ void* counted(std::size_t size, std::size_t alignment) {
 
 }  // namespace
 
-// The nothrow forms come down to these; so do those of arrays, but not under sanitizers.
+// Forms that are left out come down to these, but not all of them do so under sanitizers.
 void* operator new(std::size_t size) { return counted(size, alignof(std::max_align_t)); }
 void* operator new[](std::size_t size) { return counted(size, alignof(std::max_align_t)); }
+void* operator new(std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
+  try {
+    return counted(size, alignof(std::max_align_t));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
 void* operator new(std::size_t size, std::align_val_t alignment) {
   return counted(size, static_cast<std::size_t>(alignment));
 }

@@ -290,7 +290,7 @@ def test_loaded_kernels_stay_until_closed_even_when_the_handle_is_dropped(tmp_pa
   cg.save_kernels(tmp_path / "kernels", kernel)
   del kernel
   drop_programs()
-  assert "files.staying" not in dict(_names.gates())
+  assert "files.staying" not in dict(_names.operations())
   cg.load_kernels(tmp_path / "kernels")
   gc.collect()
   call = jax.jit(program.call)
@@ -308,7 +308,7 @@ def test_after_close_the_names_are_free_and_loaded_programs_go_on(tmp_path: Path
   cg.save_kernels(tmp_path / "kernels", kernel)
   del kernel
   drop_programs()
-  assert "files.closed" not in dict(_names.gates())
+  assert "files.closed" not in dict(_names.operations())
   call = jax.jit(program.call)
   with cg.load_kernels(tmp_path / "kernels"):
     assert call(jnp.ones(2)).tolist() == [3.0, 3.0]
