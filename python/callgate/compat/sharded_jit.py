@@ -8,375 +8,45 @@ add = sharded_jit(lambda x, y: x + y, in_parts=(PartitionSpec(1), None), out_par
 assert add(jnp.ones(4), jnp.ones(4)).tolist() == [2.0] * 4
 ```
 
-It ran on TPUs alone; this one is `jax.jit` with shardings underneath, so it runs on every platform.
+It ran on TPUs, then on GPUs; this one is `jax.jit` with shardings underneath, so it runs on every
+platform. A function is traced and compiled once for each kind of arguments, on the thread that
+first calls it with them; any thread may call.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as _Names
+from jax.extend.core import jaxpr_as_fun
 
 from callgate import _compat
+from callgate.compat._sharded_constraint import counts_inside, with_sharding_constraint
+from callgate.compat._sharded_local import (
+  LocalParts,
+  Part,
+  agreed,
+  check_local,
+  devices_of,
+  is_shared,
+  part_of,
+  put,
+)
+from callgate.compat._sharded_parts import (
+  PartitionSpec,
+  Parts,
+  check_ranks,
+  flat_parts,
+  is_count,
+  specs,
+)
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
 
 
-class PartitionSpec(tuple[int, ...]):
-  """Into how many parts each dimension is split: `PartitionSpec(2, 1)` halves the rows.
-
-  Args:
-    *partitions: a count a dimension.
-  """
-
-  __slots__ = ()
-
-  def __new__(cls, *partitions: int) -> PartitionSpec:
-    for count in partitions:
-      if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise ValueError(f"PartitionSpec: expected counts of at least 1, got {count!r}")
-    return tuple.__new__(cls, map(int, partitions))
-
-  def __repr__(self) -> str:
-    return f"PartitionSpec({', '.join(map(str, self))})"
-
-
-Parts = PartitionSpec | None
-
-
-# -- what a count means --------------------------------------------------------------------------
-def _factors(number: int) -> Iterator[int]:
-  """The primes of a number, in order."""
-  for prime in itertools.count(2):
-    while number % prime == 0:
-      yield prime
-      number //= prime
-    if number == 1:
-      return
-
-
-@functools.lru_cache(maxsize=256)
-def _mesh(devices: tuple[Any, ...]) -> Mesh:
-  """One axis a prime, so that every split of the devices is a sharding over this mesh."""
-  shape = tuple(_factors(len(devices)))
-  return Mesh(np.array(devices).reshape(shape), tuple(f"parts{i}" for i in range(len(shape))))
-
-
-@functools.lru_cache(maxsize=1024)
-def _sharding(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
-  """The first axes of the mesh that make each count, from the first dimension on."""
-  mesh = _mesh(devices)
-  free = list(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-  names: list[tuple[str, ...]] = []
-  for count in parts or ():
-    chosen = list[str]()
-    for prime in _factors(count):
-      axis = next(axis for axis in free if axis[1] == prime)
-      free.remove(axis)
-      chosen.append(axis[0])
-    names.append(tuple(chosen))
-  return NamedSharding(mesh, _Names(*names))
-
-
-def _total(parts: Parts) -> int | None:
-  return None if parts is None else math.prod(parts)
-
-
-def _flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
-  """The parts of each leaf of `tree`, of which `parts` is a prefix."""
-  flat: list[Parts] = []
-
-  def spread(part: Any, below: Any) -> None:
-    if not _is_spec(part):
-      raise ValueError(
-        f"sharded_jit: {what}: expected a PartitionSpec or None as leaves, got {part!r}"
-      )
-    flat.extend([part] * len(jax.tree.leaves(below)))
-
-  try:
-    jax.tree.map(spread, parts, tree, is_leaf=_is_spec)
-  except ValueError as error:
-    if str(error).startswith("sharded_jit"):
-      raise
-    raise ValueError(
-      f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
-    ) from error
-  return flat
-
-
-def _check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
-  for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
-    if part is not None and len(part) != len(leaf.shape):
-      raise ValueError(
-        f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
-        f"{len(leaf.shape)}: shape {list(leaf.shape)}"
-      )
-
-
-# -- the constraint ------------------------------------------------------------------------------
-_constraint_p = Primitive("with_sharding_constraint_of_counts")
-
-
-def with_sharding_constraint(x: Any, parts: Any) -> Any:
-  """The identity, which fixes how a value is split inside a `sharded_jit` function.
-
-  Args:
-    x: a pytree of arrays.
-    parts: a `PartitionSpec`, None (replicated), or a pytree of them that is a prefix of `x`.
-
-  Returns:
-    `x`. Its gradient is split in the same way.
-
-  Raises:
-    NotImplementedError: outside of a sharded_jit function.
-    ValueError: the parts don't fit the array, or the partitions of the function around.
-  """
-  leaves, tree = jax.tree.flatten(x)
-  flat = _flat_parts(parts, x, "with_sharding_constraint")
-  shaped = [jax.typeof(leaf) for leaf in leaves]
-  _check_ranks(flat, shaped, "with_sharding_constraint")
-  return jax.tree.unflatten(
-    tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in zip(leaves, flat, strict=True)]
-  )
-
-
-def _outside(*_: Any, **__: Any) -> Any:
-  raise NotImplementedError("with_sharding_constraint() should only be called inside sharded_jit()")
-
-
-def _lower_constraint(context: Any, x: Any, *, parts: Parts) -> Sequence[Any]:
-  devices = _compat.program_devices(context)
-  if devices is None:  # each device has a part of its own already: inside pmap or shard_map
-    return [x]
-  if parts is not None and len(devices) == 1 < math.prod(parts):
-    _outside()
-  sharding = _sharding(tuple(devices), parts)
-  constrain = mlir.lower_fun(
-    lambda x: jax.lax.with_sharding_constraint(x, sharding), multiple_results=False
-  )
-  return constrain(context, x)
-
-
-def _batch_constraint(args: Sequence[Any], dims: Sequence[Any], *, parts: Parts) -> tuple[Any, int]:
-  (x,), (dim,) = args, dims
-  if parts is not None:
-    parts = PartitionSpec(*parts[:dim], 1, *parts[dim:])
-  return _constraint_p.bind(x, parts=parts), dim
-
-
-_constraint_p.def_impl(_outside)
-_constraint_p.def_abstract_eval(lambda x, *, parts: x)
-mlir.register_lowering(_constraint_p, _lower_constraint)
-batching.primitive_batchers[_constraint_p] = _batch_constraint
-ad.deflinear2(_constraint_p, lambda ct, _, *, parts: [_constraint_p.bind(ct, parts=parts)])
-
-
-def _counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
-  """How many partitions a program's constraints and nested sharded_jit functions ask for."""
-  for eqn in jaxpr.eqns:
-    if eqn.primitive is _constraint_p:
-      parts = eqn.params["parts"]
-      if parts is not None:
-        yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
-    for sharding in (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())):
-      if isinstance(sharding, NamedSharding):
-        yield sharding.num_devices, f"the nested {eqn.params.get('name', 'jit')}"
-    for inner in _compat.subjaxprs(eqn):
-      yield from _counts_inside(getattr(inner, "jaxpr", inner))
-
-
-# -- one sharded_jit -----------------------------------------------------------------------------
-class _Local:
-  """What each process passes and gets, where there are several."""
-
-  def __init__(self, in_parts: Any, out_parts: Any, num_partitions: int | None) -> None:
-    self.in_parts, self.out_parts, self.num_partitions = in_parts, out_parts, num_partitions
-
-  def count(self, total: int) -> int:
-    """How many of `total` partitions are on this process's devices."""
-    said = {
-      math.prod(part): f"the local parts {part}"
-      for part in jax.tree.leaves((self.in_parts, self.out_parts), is_leaf=_is_spec)
-      if isinstance(part, PartitionSpec)
-    }
-    if self.num_partitions is not None:
-      said[self.num_partitions] = f"local_num_partitions={self.num_partitions}"
-    if len(said) > 1:
-      raise ValueError(f"sharded_jit: local partitions disagree: {' and '.join(said.values())}")
-    if said:
-      count = next(iter(said))
-    elif jax.process_count() == 1:
-      count = total
-    else:
-      raise ValueError(
-        "sharded_jit: expected local_num_partitions, or local_in_parts or local_out_parts that say "
-        f"it: how many of the {total} partitions are on this process's devices"
-      )
-    devices = jax.local_device_count()
-    if count > devices:
-      raise ValueError(
-        f"sharded_jit computation requires {count} local devices, but only {devices} local devices "
-        "are available."
-      )
-    return count
-
-
-class _ShardedJit:
-  def __init__(
-    self,
-    fun: Callable[..., Any],
-    in_parts: Any,
-    out_parts: Any,
-    num_partitions: int | None,
-    local: _Local,
-    static: tuple[int, ...],
-  ) -> None:
-    self.fun, self.static, self.local = fun, static, local
-    self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
-    self.out_parts, self.num_partitions = out_parts, num_partitions
-    self._programs: dict[Hashable, Callable[..., Any]] = {}
-    self._lock = threading.Lock()
-    self._said = self._counts_of_arguments()  # disagreement is an error before any call
-
-  def _counts_of_arguments(self) -> dict[int, str]:
-    said: dict[int, str] = {}
-    if self.num_partitions is not None:
-      said[self.num_partitions] = f"num_partitions={self.num_partitions}"
-    for name, parts in (("in_parts", self.in_parts), ("out_parts", self.out_parts)):
-      for part in jax.tree.leaves(parts, is_leaf=_is_spec):
-        if isinstance(part, PartitionSpec):
-          said.setdefault(math.prod(part), f"{part} in {name}")
-    if len(said) > 1:
-      texts = [f"{count} ({who})" for count, who in said.items()]
-      raise ValueError(
-        f"sharded_jit: expected one number of partitions everywhere, got {' and '.join(texts)}"
-      )
-    return said
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    if kwargs:
-      raise NotImplementedError(
-        f"sharded_jit over kwargs not yet supported: got {', '.join(kwargs)}; pass them by position"
-      )
-    if self.static and not all(-len(args) <= i < len(args) for i in self.static):
-      raise ValueError(
-        f"sharded_jit: static_argnums={self.static}, but {self.fun.__name__} was called with only "
-        f"{len(args)} positional arguments"
-      )
-    fixed = {i % len(args): args[i] for i in self.static}
-    given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
-    leaves, tree = jax.tree.flatten(given)
-    parts = _flat_parts(self.in_parts, given, "in_parts")
-    types = [jax.typeof(leaf) for leaf in leaves]
-    _check_ranks(parts, types, "in_parts")
-    key = (tree, tuple(map(str, types)), tuple(sorted(fixed.items())), _compat.trace_key())
-    with self._lock:
-      program = self._programs.get(key)
-    if program is None:
-      program = self._program(given, fixed, types, tree, parts)
-      with self._lock:
-        self._programs[key] = program
-    return program(leaves)
-
-  def _program(
-    self,
-    given: tuple[Any, ...],
-    fixed: dict[int, Any],
-    types: list[Any],
-    tree: Any,
-    parts: list[Parts],
-  ) -> Callable[..., Any]:
-    def flat(*leaves: Any) -> Any:
-      rest = iter(jax.tree.unflatten(tree, leaves))
-      total = len(given) + len(fixed)
-      return self.fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
-
-    flat.__name__ = getattr(self.fun, "__name__", "sharded_jit")
-    structs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
-    traced = jax.jit(flat).trace(*structs)
-    out_parts = _flat_parts(self.out_parts, traced.out_info, "out_parts")
-    _check_ranks(out_parts, jax.tree.leaves(traced.out_info), "out_parts")
-    count = self._count(traced.jaxpr.jaxpr)
-    if count is None or _compat.in_manual_region():
-      # Replicated on as many devices as the program around has; parts of parts are not split again.
-      return _runner(traced, flat.__name__, {}, [None] * len(types))
-    devices = self._devices(count)
-    shardings = [_sharding(devices, part) for part in parts]
-    options = {
-      "in_shardings": tuple(shardings),
-      "out_shardings": [_sharding(devices, part) for part in out_parts],
-    }
-    return _runner(traced, flat.__name__, options, shardings)
-
-  def _count(self, jaxpr: Any) -> int | None:
-    """The number of partitions; None where nothing says it and the program around may."""
-    count = next(iter(self._said), None)
-    for inside, who in _counts_inside(jaxpr):
-      if count is not None and inside != count:
-        raise ValueError(
-          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
-          f"{count}. If these partitions look right, check outer sharded_jit and/or other "
-          "with_sharding_constraint calls."
-        )
-      count = inside
-    return count
-
-  def _devices(self, count: int) -> tuple[Any, ...]:
-    if jax.process_count() == 1:
-      devices = jax.local_devices()
-      if count > len(devices):
-        raise ValueError(
-          f"sharded_jit computation requires {count} devices, but only {len(devices)} devices are "
-          "available."
-        )
-      return tuple(devices[:count])
-    raise NotImplementedError("sharded_jit over several processes")
-
-
-def _runner(
-  traced: Any, name: str, options: dict[str, Any], shardings: Sequence[NamedSharding | None]
-) -> Callable[[list[Any]], Any]:
-  """What runs a traced program on flat arguments; it is not traced again."""
-  closed = jaxpr_as_fun(traced.jaxpr)
-  tree = jax.tree.structure(traced.out_info)
-
-  def flat(*leaves: Any) -> list[Any]:
-    return closed(*leaves)
-
-  flat.__name__ = flat.__qualname__ = name
-  compiled = jax.jit(flat, **options)
-
-  def run(leaves: list[Any]) -> Any:
-    placed = [
-      leaf if sharding is None or isinstance(leaf, jax.core.Tracer) else _put(leaf, sharding)
-      for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
-    return jax.tree.unflatten(tree, compiled(*placed))
-
-  return run
-
-
-def _put(leaf: Any, sharding: NamedSharding) -> Any:
-  if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-    return leaf  # not moved
-  return jax.device_put(leaf, sharding)
-
-
-def _is_spec(part: Any) -> bool:
-  return part is None or isinstance(part, PartitionSpec)
-
-
-# -- the function --------------------------------------------------------------------------------
 def sharded_jit(
   fun: Callable[..., Any],
   in_parts: Any,
@@ -390,33 +60,235 @@ def sharded_jit(
   """Like `jax.jit`, with arguments and results split over several devices.
 
   The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
-  constraints inside, which must all agree. They are the first local ones.
+  constraints inside, which must all agree. They are the first ones of this process. Where there are
+  several processes, and more partitions than a process has devices, they are all devices of all
+  processes; then each process passes its part of every argument and gets its part of every result:
+  arrays on its own devices. The function itself sees the whole arrays. In a program around (`jit`,
+  `grad`, `vmap`, loops) arguments and results are whole there, too.
 
   Args:
     fun: a function of arrays and pytrees of arrays.
     in_parts: how the arguments are split: a `PartitionSpec` for all, None (replicated), or a tuple
-      with an entry an argument, each a pytree prefix of it. Without the static arguments.
+      with an entry an argument, each a pytree prefix of it. Without the static arguments. A spec
+      has a count for each dimension of its arrays.
     out_parts: the same for the results.
     num_partitions: the number of devices, where nothing else says it.
-    local_in_parts: with several processes, how the part of the arguments that this process passes
-      is split over its own devices.
+    local_in_parts: with several processes, how the part of the arguments that a process passes
+      is split over its own devices. It follows from the devices, and is checked if given.
     local_out_parts: the same for the part of the results that it gets.
-    local_num_partitions: the number of devices of this process, where nothing else says it.
+    local_num_partitions: the number of devices of each process. Across processes it must be said
+      where all arguments and results are replicated.
     static_argnums: positions of arguments that are hashable values, not arrays.
 
   Returns:
-    The function. Its results are jax.Arrays with the shardings that `out_parts` means.
+    The function. Its results are `jax.Array`s with the shapes and types that `fun` gives them,
+    split as `out_parts` says; across processes, the process's tiles of them.
 
   Raises:
-    ValueError: partitions that disagree with each other, the arrays or the devices.
-    NotImplementedError: a call with keyword arguments.
+    ValueError: here or in a call: partitions that disagree with each other, with the arrays or with
+      the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
+    NotImplementedError: in a call with keyword arguments.
   """
+  for name, count in (
+    ("num_partitions", num_partitions),
+    ("local_num_partitions", local_num_partitions),
+  ):
+    if count is not None and not is_count(count):
+      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-  local = _Local(local_in_parts, local_out_parts, local_num_partitions)
-  split = _ShardedJit(fun, in_parts, out_parts, num_partitions, local, static)
+  local = LocalParts(_entries(local_in_parts), local_out_parts, local_num_partitions)
+  split = _ShardedJit(fun, _entries(in_parts), out_parts, num_partitions, local, static)
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
-    return split(*args, **kwargs)
+    if kwargs:
+      raise NotImplementedError(
+        f"sharded_jit over kwargs not yet supported: got {', '.join(kwargs)}; pass them by position"
+      )
+    return split.call(args)
 
   return wrapped
+
+
+def _entries(parts: Any) -> Any:
+  """Parts of arguments: a list of them is a tuple, as the arguments are."""
+  return tuple(parts) if isinstance(parts, list) else parts
+
+
+class _ShardedJit:
+  """What one call of `sharded_jit` made: the function, its parts and its programs."""
+
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    in_parts: Any,
+    out_parts: Any,
+    num_partitions: int | None,
+    local: LocalParts,
+    static: tuple[int, ...],
+  ) -> None:
+    self.fun, self.static, self.local = fun, static, local
+    self.name = getattr(fun, "__name__", "sharded_jit")
+    self.in_parts, self.out_parts = in_parts, out_parts
+    split = {"in_parts": specs(in_parts, "in_parts"), "out_parts": specs(out_parts, "out_parts")}
+    self.split = any(split.values())
+    # Disagreement is an error before any call.
+    self.said = agreed("partitions", {"num_partitions": num_partitions, **split})
+    self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
+    self._lock = threading.Lock()
+
+  def call(self, args: tuple[Any, ...]) -> Any:
+    """The function of positional arguments."""
+    fixed = self._fixed(args)
+    given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
+    leaves, tree = jax.tree.flatten(given)
+    types = [jax.typeof(leaf) for leaf in leaves]
+    # In a program around, arrays are whole even across processes, and its mesh may decide.
+    inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    key = (tree, *map(str, types), tuple(sorted(fixed.items())), inside, _compat.trace_key())
+    with self._lock:
+      program = self._programs.get(key)
+    if program is None:
+      program = _Program(self, given, fixed, inside).runner(types)
+      with self._lock:
+        self._programs[key] = program
+    return program(leaves)
+
+  def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
+    """The static arguments by position."""
+    if not all(-len(args) <= i < len(args) for i in self.static):
+      raise ValueError(
+        f"sharded_jit: static_argnums={self.static}, but {self.name} was called with only "
+        f"{len(args)} positional arguments"
+      )
+    fixed = {i % len(args): args[i] for i in self.static}
+    for i, value in fixed.items():
+      if not isinstance(value, Hashable):
+        raise ValueError(
+          f"sharded_jit: static argument {i} of {self.name}: expected a hashable value, got "
+          f"{type(value).__name__}"
+        )
+    return fixed
+
+
+class _Program:
+  """One program of a sharded_jit function: for arguments of certain shapes and types."""
+
+  def __init__(
+    self, split: _ShardedJit, given: tuple[Any, ...], fixed: dict[int, Any], inside: bool
+  ) -> None:
+    self.split, self.fixed, self.inside = split, fixed, inside
+    self.given, self.tree = given, jax.tree.structure(given)
+
+  def runner(self, types: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Traces the function for arguments of `types`; returns what runs it on flat arguments."""
+    parts = flat_parts(self.split.in_parts, self.given, "in_parts")
+    check_ranks(parts, types, "in_parts")
+    traced = self._traced(self._whole_shapes(parts, types), types)
+    out_parts = flat_parts(self.split.out_parts, traced.out_info, "out_parts")
+    check_ranks(out_parts, jax.tree.leaves(traced.out_info), "out_parts")
+    count = self._count(traced.jaxpr.jaxpr)
+    if count is None or _compat.in_manual_region():
+      # Replicated on as many devices as the program around has; parts of parts aren't split again.
+      return _runner(traced, self.split.name)
+    devices = self._devices(count)
+    ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
+    self._check_local(ins, outs, traced.out_info)
+    return _runner(traced, self.split.name, ins, outs, is_shared(devices), self.inside)
+
+  def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The shapes that the function sees."""
+    shapes = [t.shape for t in types]
+    if self.split.said is None or self.inside:
+      return shapes  # nothing is split, or nothing is a part
+    devices = self._devices(self.split.said)
+    return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
+
+  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> Any:
+    fixed, fun, tree = self.fixed, self.split.fun, self.tree
+    total = len(self.given) + len(fixed)
+
+    def flat(*leaves: Any) -> Any:
+      rest = iter(jax.tree.unflatten(tree, leaves))
+      return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
+
+    flat.__name__ = self.split.name
+    return jax.jit(flat).trace(
+      *[
+        jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
+        for shape, t in zip(shapes, types, strict=True)
+      ]
+    )
+
+  def _count(self, jaxpr: Any) -> int | None:
+    """The number of partitions; None where nothing says it and the program around may."""
+    count = self.split.said
+    for inside, who in counts_inside(jaxpr):
+      if count is not None and inside != count:
+        raise ValueError(
+          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
+          f"{count}. If these partitions look right, check outer sharded_jit and/or other "
+          "with_sharding_constraint calls."
+        )
+      count = inside
+    return 1 if count is None and self.split.local.said is not None else count
+
+  def _devices(self, count: int) -> tuple[Any, ...]:
+    return devices_of(count, self.split.local, self.split.split)
+
+  def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
+    local = self.split.local
+    for parts, said, tree, what in (
+      (ins, local.in_parts, self.given, "local_in_parts"),
+      (outs, local.out_parts, results, "local_out_parts"),
+    ):
+      if said is not None:
+        check_local(parts, flat_parts(said, tree, what), what)
+
+
+def _runner(
+  traced: Any,
+  name: str,
+  ins: Sequence[Part] | None = None,
+  outs: Sequence[Part] = (),
+  shared: bool = False,
+  inside: bool = False,
+) -> Callable[[list[Any]], Any]:
+  """What runs a traced program on flat arguments; it is not traced again.
+
+  Args:
+    traced: the program.
+    name: its name in profiles and texts.
+    ins: how the arguments are split; None leaves them, and the results, where they are.
+    outs: how the results are split.
+    shared: whether the devices are of several processes.
+    inside: whether a program around calls it, with whole arrays.
+  """
+  closed = jaxpr_as_fun(traced.jaxpr)
+  tree = jax.tree.structure(traced.out_info)
+
+  def flat(*leaves: Any) -> list[Any]:
+    return closed(*leaves)
+
+  flat.__name__ = flat.__qualname__ = name
+  if ins is None:
+    compiled = jax.jit(flat)
+    return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
+  compiled = jax.jit(
+    flat,
+    in_shardings=tuple(part.whole for part in ins),
+    out_shardings=[part.whole for part in outs],
+  )
+
+  def place(leaf: Any, part: Part) -> Any:
+    if inside and (shared or isinstance(leaf, jax.core.Tracer)):
+      return leaf
+    return part.to_program(leaf) if shared else put(leaf, part.whole)
+
+  def run(leaves: list[Any]) -> Any:
+    results = compiled(*[place(leaf, part) for leaf, part in zip(leaves, ins, strict=True)])
+    if shared and not inside:
+      results = [part.to_process(whole) for part, whole in zip(outs, results, strict=True)]
+    return jax.tree.unflatten(tree, results)
+
+  return run
