@@ -1,10 +1,11 @@
 """Cases of `compat.sharded_jit` for a process with 8 CPU devices: see test_sharded_jit.py.
 
-python sharded_jit_cases.py       prints {case: "" or what failed} as JSON
+python sharded_jit_cases.py FILE     writes {case: "" or what failed} as JSON
 """
 
 import functools
 import json
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -218,4 +219,4 @@ if __name__ == "__main__":
       failures[name] = ""
     except Exception:  # noqa: BLE001 - reported by name
       failures[name] = traceback.format_exc()
-  json.dump(failures, sys.stdout)
+  pathlib.Path(sys.argv[1]).write_text(json.dumps(failures), encoding="utf-8")
