@@ -6,27 +6,18 @@ Both processes run the same cases in the same order. A case that needs the other
 program of both; none waits for the other otherwise, so that a failure in one is reported by both.
 """
 
-import json
-import pathlib
+from __future__ import annotations
+
 import sys
-import traceback
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from sharded_jit_support import X, case, message_of, report
 
 from callgate.compat.sharded_jit import PartitionSpec as P
 from callgate.compat.sharded_jit import sharded_jit, with_sharding_constraint
-
-X = np.arange(64, dtype=np.float32).reshape(8, 8)
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-  CASES[function.__name__] = function
-  return function
 
 
 def mine(array: np.ndarray, axis: int = 0) -> np.ndarray:
@@ -40,14 +31,6 @@ def check(result: jax.Array, expected: np.ndarray, tile: tuple[int, ...]) -> Non
   np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-5, atol=1e-5)
   assert [shard.data.shape for shard in result.addressable_shards] == [tile] * 4
   assert [s.device for s in result.addressable_shards] == jax.local_devices()
-
-
-def message_of(error: type[Exception], function: Callable[[], object]) -> str:
-  try:
-    function()
-  except error as caught:
-    return str(caught)
-  raise AssertionError(f"expected {error.__name__}, got none")
 
 
 @case
@@ -195,20 +178,13 @@ def errors_name_the_numbers() -> None:
   assert "splits evenly into PartitionSpec(4, 1), got shape [3, 8]" in text
 
 
-def main(address: str, process: int, file: pathlib.Path) -> None:
+def main(address: str, process: int, file: str) -> None:
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(address, num_processes=2, process_id=process)
   assert (jax.device_count(), jax.local_device_count()) == (8, 4)
-  failures = {}
-  for name, run in CASES.items():
-    try:
-      run()
-      failures[name] = ""
-    except Exception:  # noqa: BLE001 - reported by name
-      failures[name] = traceback.format_exc()
-  file.write_text(json.dumps(failures), encoding="utf-8")  # the network library prints
+  report(file)  # not printed: the network library prints
   jax.distributed.shutdown()
 
 
 if __name__ == "__main__":
-  main(sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+  main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -21,6 +21,7 @@ from callgate.compat.sharded_jit import PartitionSpec
 
 HERE = pathlib.Path(__file__).parent
 ONE = HERE / "sharded_jit_cases.py"
+ERRORS = HERE / "sharded_jit_errors.py"  # in the same process
 TWO = HERE / "sharded_jit_processes.py"
 
 
@@ -37,7 +38,9 @@ def run_cases(commands: list[list[str]], devices: int) -> None:
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
   }
   running = [
-    subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
+    subprocess.Popen(
+      [sys.executable, "-W", "error", *command], env=environment, stderr=subprocess.PIPE, text=True
+    )
     for command in commands
   ]
   try:
@@ -66,7 +69,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
   return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-@pytest.mark.parametrize("name", names(ONE))
+@pytest.mark.parametrize("name", names(ONE) + names(ERRORS))
 def test_with_eight_devices(name: str, outcome: dict[str, str]) -> None:
   assert outcome[name] == ""
 

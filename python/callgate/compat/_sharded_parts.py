@@ -161,3 +161,23 @@ def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> Non
         f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
         f"{len(leaf.shape)}: shape {list(leaf.shape)}"
       )
+
+
+def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
+  """Each spec divides the dimensions of its array: arguments and results aren't padded.
+
+  Args:
+    parts: a spec an array.
+    shapes: the arrays' shapes, with as many dimensions.
+    what: the name of the specs in messages.
+
+  Raises:
+    ValueError: the first that doesn't.
+  """
+  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
+      if size % count != 0:
+        raise ValueError(
+          f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
+          f"expected a multiple of {count}, got {size}: shape {list(shape)}"
+        )

@@ -38,6 +38,7 @@ from callgate.compat._sharded_local import (
 from callgate.compat._sharded_parts import (
   PartitionSpec,
   Parts,
+  check_divides,
   check_ranks,
   flat_parts,
   is_count,
@@ -147,12 +148,14 @@ class _ShardedJit:
     inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     key = (tree, *map(str, types), tuple(sorted(fixed.items())), inside, _compat.trace_key())
     with self._lock:
-      program = self._programs.get(key)
-    if program is None:
-      program = _Program(self, given, fixed, inside).runner(types)
-      with self._lock:
-        self._programs[key] = program
-    return program(leaves)
+      run = self._programs.get(key)
+    if run is None:
+      program = _Program(self, given, fixed, inside)
+      run = program.runner(types)
+      if program.lasting:
+        with self._lock:
+          self._programs[key] = run
+    return run(leaves)
 
   def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
     """The static arguments by position."""
@@ -179,22 +182,34 @@ class _Program:
   ) -> None:
     self.split, self.fixed, self.inside = split, fixed, inside
     self.given, self.tree = given, jax.tree.structure(given)
+    self.lasting = True  # until it turns out that it closes over a value being traced
 
   def runner(self, types: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Traces the function for arguments of `types`; returns what runs it on flat arguments."""
     parts = flat_parts(self.split.in_parts, self.given, "in_parts")
     check_ranks(parts, types, "in_parts")
-    traced = self._traced(self._whole_shapes(parts, types), types)
-    out_parts = flat_parts(self.split.out_parts, traced.out_info, "out_parts")
-    check_ranks(out_parts, jax.tree.leaves(traced.out_info), "out_parts")
-    count = self._count(traced.jaxpr.jaxpr)
+    shapes = self._whole_shapes(parts, types)
+    check_divides(parts, shapes, "in_parts")
+    closed, info = self._traced(shapes, types)
+    out_parts = flat_parts(self.split.out_parts, info, "out_parts")
+    results = jax.tree.leaves(info)
+    check_ranks(out_parts, results, "out_parts")
+    check_divides(out_parts, [result.shape for result in results], "out_parts")
+    count = self._count(closed.jaxpr)
+    self.lasting = not any(isinstance(const, jax.core.Tracer) for const in closed.consts)
     if count is None or _compat.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
-      return _runner(traced, self.split.name)
+      return _runner(closed, info, self.split.name)
     devices = self._devices(count)
     ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
-    self._check_local(ins, outs, traced.out_info)
-    return _runner(traced, self.split.name, ins, outs, is_shared(devices), self.inside)
+    self._check_local(ins, outs, info)
+    shared = is_shared(devices)
+    if shared and not self.inside and not self.lasting:
+      raise ValueError(
+        f"sharded_jit across processes: expected {self.split.name} to close over values, got one "
+        "that is being traced: pass it as an argument, or transform inside of sharded_jit"
+      )
+    return _runner(closed, info, self.split.name, ins, outs, shared, self.inside)
 
   def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
     """The shapes that the function sees."""
@@ -202,9 +217,12 @@ class _Program:
     if self.split.said is None or self.inside:
       return shapes  # nothing is split, or nothing is a part
     devices = self._devices(self.split.said)
+    if not is_shared(devices):
+      return shapes
     return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
 
-  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> Any:
+  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> tuple[Any, Any]:
+    """The program and the tree of its results; what the function closes over are constants."""
     fixed, fun, tree = self.fixed, self.split.fun, self.tree
     total = len(self.given) + len(fixed)
 
@@ -213,12 +231,11 @@ class _Program:
       return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
 
     flat.__name__ = self.split.name
-    return jax.jit(flat).trace(
-      *[
-        jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
-        for shape, t in zip(shapes, types, strict=True)
-      ]
-    )
+    arguments = [
+      jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
+      for shape, t in zip(shapes, types, strict=True)
+    ]
+    return jax.make_jaxpr(flat, return_shape=True)(*arguments)
 
   def _count(self, jaxpr: Any) -> int | None:
     """The number of partitions; None where nothing says it and the program around may."""
@@ -247,7 +264,8 @@ class _Program:
 
 
 def _runner(
-  traced: Any,
+  closed: Any,
+  info: Any,
   name: str,
   ins: Sequence[Part] | None = None,
   outs: Sequence[Part] = (),
@@ -257,18 +275,19 @@ def _runner(
   """What runs a traced program on flat arguments; it is not traced again.
 
   Args:
-    traced: the program.
+    closed: the program.
+    info: the tree of its results.
     name: its name in profiles and texts.
     ins: how the arguments are split; None leaves them, and the results, where they are.
     outs: how the results are split.
     shared: whether the devices are of several processes.
     inside: whether a program around calls it, with whole arrays.
   """
-  closed = jaxpr_as_fun(traced.jaxpr)
-  tree = jax.tree.structure(traced.out_info)
+  program = jaxpr_as_fun(closed)
+  tree = jax.tree.structure(info)
 
   def flat(*leaves: Any) -> list[Any]:
-    return closed(*leaves)
+    return program(*leaves)
 
   flat.__name__ = flat.__qualname__ = name
   if ins is None:
