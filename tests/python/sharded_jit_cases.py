@@ -153,6 +153,26 @@ def pmap_agrees_with_pmap_of_the_plain_function() -> None:
 
 
 @case
+def one_function_serves_jit_and_pmap_and_plain_calls() -> None:
+  f = sharded_jit(lambda x: with_sharding_constraint(x @ x, P(2, 2)), P(4, 1), None)
+  x = np.arange(32.0, dtype=np.float32).reshape(2, 4, 4)
+  for _ in range(2):
+    assert len(f(x[0]).addressable_shards) == 4
+    np.testing.assert_allclose(jax.jit(f)(x[0]), x[0] @ x[0])
+    np.testing.assert_allclose(jax.pmap(f)(x), x @ x)
+
+
+@case
+def random_keys_are_arrays_like_others() -> None:
+  draw = lambda key, keys: jax.random.uniform(key, (8, 2)) + jax.vmap(jax.random.uniform)(keys)[0]
+  for make in (jax.random.key, jax.random.PRNGKey):
+    keys = jax.random.split(make(1), 4)
+    parts = P(4) if keys.ndim == 1 else P(4, 1)
+    result = sharded_jit(draw, (None, parts), P(4, 1))(make(0), keys)
+    np.testing.assert_allclose(result, draw(make(0), keys), rtol=1e-6)
+
+
+@case
 def two_hundred_arguments_are_taken() -> None:
   total = lambda *args: jnp.asarray(args).sum()
   x = np.arange(32, dtype=np.int32).reshape(2, 4, 4)

@@ -18,6 +18,8 @@ def static_arguments_come_off_first() -> None:
   f = sharded_jit(lambda n, x: x * n, in_parts=P(2, 1), out_parts=P(2, 1), static_argnums=0)
   np.testing.assert_array_equal(f(3, X), 3 * X)
   np.testing.assert_array_equal(f(4, X), 4 * X)
+  assert f(3.0, np.ones((2, 2), np.int32)).dtype == np.float32
+  assert f(3, np.ones((2, 2), np.int32)).dtype == np.int32  # 3 == 3.0, but they aren't the same
   text = message_of(ValueError, lambda: sharded_jit(lambda x: x, None, None, static_argnums=3)(X))
   assert "static_argnums=(3,)" in text
   assert "only 1 positional" in text
@@ -109,8 +111,9 @@ def specs_and_static_arguments_that_do_not_fit_are_named() -> None:
   assert "out_parts: PartitionSpec(2) has 1 dimensions, but array 0 has 2: shape [8, 8]" in text
   text = error(fun=lambda x: with_sharding_constraint(x, P(2)))
   assert "with_sharding_constraint: PartitionSpec(2) has 1 dimensions" in text
-  text = error(fun=lambda x, n: x, args=(X, [1]), static_argnums=1)
-  assert "static argument 1 of <lambda>: expected a hashable value, got list" in text
+  for value in ([1], ((2, [1]),)):
+    text = error(fun=lambda x, n: x, args=(X, value), static_argnums=1)
+    assert f"static argument 1 of <lambda>: expected a hashable value, got {value}" in text
   text = error(fun=lambda x, n: x, args=(X,), static_argnums=(1,))
   assert "static_argnums=(1,)" in text
 

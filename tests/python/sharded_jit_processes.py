@@ -85,6 +85,21 @@ def pytrees_are_split_leaf_by_leaf() -> None:
 
 
 @case
+def random_keys_are_arrays_like_others() -> None:
+  def draw(key, keys):
+    return key, keys, jax.random.uniform(key, (8, 2)) + jax.vmap(jax.random.uniform)(keys)[0]
+
+  keys = jax.random.split(jax.random.key(1), 8)
+  own = keys[:4] if jax.process_index() == 0 else keys[4:]
+  f = sharded_jit(draw, (None, P(8)), (None, P(8), P(8, 1)))
+  key, again, result = f(jax.random.key(0), own)
+  expected = np.asarray(draw(jax.random.key(0), keys)[2])
+  check(result, mine(expected), (1, 2))
+  np.testing.assert_array_equal(jax.random.key_data(again), jax.random.key_data(own))
+  assert key == jax.random.key(0)
+
+
+@case
 def results_go_back_in_without_moving_or_compiling() -> None:
   traces = []
 

@@ -51,7 +51,7 @@ Parts = PartitionSpec | None
 
 def is_count(value: object) -> bool:
   """Whether `value` is an integer of at least 1."""
-  return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 1
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 def is_parts(value: object) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from callgate import _compat
@@ -145,8 +146,9 @@ class _ShardedJit:
     leaves, tree = jax.tree.flatten(given)
     types = [jax.typeof(leaf) for leaf in leaves]
     # In a program around, arrays are whole even across processes, and its mesh may decide.
-    inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    key = (tree, *map(str, types), tuple(sorted(fixed.items())), inside, _compat.trace_key())
+    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
+    static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
+    key = (tree, *map(str, types), static, inside, _compat.trace_key())
     with self._lock:
       run = self._programs.get(key)
     if run is None:
@@ -166,11 +168,13 @@ class _ShardedJit:
       )
     fixed = {i % len(args): args[i] for i in self.static}
     for i, value in fixed.items():
-      if not isinstance(value, Hashable):
+      try:
+        hash(value)
+      except TypeError as error:
         raise ValueError(
           f"sharded_jit: static argument {i} of {self.name}: expected a hashable value, got "
-          f"{type(value).__name__}"
-        )
+          f"{value!r}"
+        ) from error
     return fixed
 
 
@@ -196,7 +200,7 @@ class _Program:
     check_ranks(out_parts, results, "out_parts")
     check_divides(out_parts, [result.shape for result in results], "out_parts")
     count = self._count(closed.jaxpr)
-    self.lasting = not any(isinstance(const, jax.core.Tracer) for const in closed.consts)
+    self.lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or _compat.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
       return _runner(closed, info, self.split.name)
@@ -300,7 +304,7 @@ def _runner(
   )
 
   def place(leaf: Any, part: Part) -> Any:
-    if inside and (shared or isinstance(leaf, jax.core.Tracer)):
+    if inside and (shared or isinstance(leaf, Tracer)):
       return leaf
     return part.to_program(leaf) if shared else put(leaf, part.whole)
 
