@@ -5,6 +5,7 @@ One process has 8 CPU devices, and a group of two has 4 each.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -29,7 +31,7 @@ def names(cases: pathlib.Path) -> list[str]:
   return re.findall(r"^@case\ndef (\w+)", cases.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def run_cases(commands: list[list[str]], devices: int) -> None:
+def run_cases(folder: pathlib.Path, commands: list[list[str]], devices: int) -> None:
   """Runs scripts at once, with `devices` CPU devices each; all must succeed."""
   environment = {
     **os.environ,
@@ -37,35 +39,44 @@ def run_cases(commands: list[list[str]], devices: int) -> None:
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
   }
-  running = [
-    subprocess.Popen(
-      [sys.executable, "-W", "error", *command], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    for command in commands
-  ]
-  try:
-    errors = [process.communicate(timeout=240)[1] for process in running]
-  finally:
-    for process in running:
-      process.kill()
-      process.wait()
-  assert [process.returncode for process in running] == [0] * len(running), "\n".join(errors)
+  logs = [folder / f"{i}.log" for i in range(len(commands))]
+  with contextlib.ExitStack() as stack:
+    running = [
+      subprocess.Popen(
+        [sys.executable, "-W", "error", *command],
+        env=environment,
+        stdout=stack.enter_context(log.open("w")),
+        stderr=subprocess.STDOUT,
+      )
+      for command, log in zip(commands, logs, strict=True)
+    ]
+    deadline = time.monotonic() + 240
+    try:
+      codes = [process.wait(deadline - time.monotonic()) for process in running]
+    finally:
+      for process in running:
+        process.kill()
+        process.wait()
+  assert codes == [0] * len(running), "\n".join(log.read_text() for log in logs)
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-  file = tmp_path_factory.mktemp("one") / "outcome.json"
-  run_cases([[str(ONE), str(file)]], devices=8)
+  folder = tmp_path_factory.mktemp("one")
+  file = folder / "outcome.json"
+  run_cases(folder, [[str(ONE), str(file)]], devices=8)
   return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-  files = [tmp_path_factory.mktemp("two") / f"{process}.json" for process in range(2)]
+  folder = tmp_path_factory.mktemp("two")
+  files = [folder / f"{process}.json" for process in range(2)]
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
-  run_cases([[str(TWO), address, str(i), str(file)] for i, file in enumerate(files)], devices=4)
+  commands = [[str(TWO), address, str(i), str(file)] for i, file in enumerate(files)]
+  run_cases(folder, commands, devices=4)
   return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
