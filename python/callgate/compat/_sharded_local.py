@@ -101,11 +101,15 @@ def devices_of(count: int, local: LocalParts, split: bool) -> tuple[Any, ...]:
     )
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
+  if jax.process_count() == 1:
+    raise ValueError(
+      f"sharded_jit: expected {count} local partitions, as there is one process, got {local.said}"
+    )
   if count != len(everyone):
+    known = f", {local.said} of them local" if local.said is not None else ""
     raise ValueError(
       f"sharded_jit across processes must use all devices: expected {len(everyone)} partitions, "
-      f"got {count}, {local.said or 'not said how many'} of them local, with {len(own)} local "
-      "devices"
+      f"got {count}{known}, with {len(own)} local devices"
     )
   if local.said is None and not split:
     raise ValueError(

@@ -74,8 +74,7 @@ def _primes(number: int) -> Iterator[int]:
 def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
   """Tile number k of a split, in row-major order, is on device k.
 
-  A mesh axis is a prime factor: the specs of a program then share one mesh, and XLA moves between
-  them without gathering, unless 6 or more devices are split in orders that no one mesh has.
+  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
 
   Args:
     devices: the devices; their number is a multiple of the product of the counts.
