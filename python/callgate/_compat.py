@@ -305,6 +305,27 @@ def device_count(context: Any) -> int:
   return mesh.size if mesh is not None else 1
 
 
+def program_devices(context: Any) -> tuple[Any, ...] | None:
+  """The devices of the program being lowered; None inside a manual region (0.10 to 0.12)."""
+  from jax._src import sharding_impls
+
+  axes = context.module_context.axis_context
+  if not isinstance(axes, sharding_impls.ShardingContext):
+    return None
+  devices = axes.device_assignment
+  return tuple(devices) if devices is not None else (None,) * axes.num_devices
+
+
+def in_manual_region() -> bool:
+  """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
+  return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def trace_key() -> Any:
+  """What JAX's own caches of traces depend on besides the arguments (0.10 to 0.12)."""
+  return _config.trace_context()
+
+
 def keep_with_program(context: Any, value: object) -> None:
   """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
 
