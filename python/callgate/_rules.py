@@ -133,7 +133,12 @@ def leading(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
 
 @functools.lru_cache(maxsize=4096)
 def parse(
-  label: str, text: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], *, tap: bool = False
+  label: str,
+  text: str,
+  operands: tuple[Shape, ...],
+  results: tuple[Shape, ...],
+  *,
+  tap: bool = False,
 ) -> Rule:
   """The rule that a user wrote, for arrays of these shapes.
 
@@ -189,7 +194,9 @@ class _Reader:
       # Dimensions are named from the right, as NumPy aligns them.
       tokens = [f"...{rest - n}" for n in range(max(rest, 0))] + tokens[1:]
     if len(tokens) != len(shape):
-      raise self._fail(f"{len(shape)} name(s) for {where} of shape {list(shape)}", repr(term.strip()))
+      raise self._fail(
+        f"{len(shape)} name(s) for {where} of shape {list(shape)}", repr(term.strip())
+      )
     factors = tuple(
       self._factor(token, extent, f"{where}, dimension {axis}")
       for axis, (token, extent) in enumerate(zip(tokens, shape, strict=True))

@@ -97,18 +97,23 @@ def test_a_pytree_of_arrays_that_lie_differently() -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=30,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_whole_arrays_come_from_their_records(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
-  shapes = data.draw(st.lists(st.sampled_from([(8, 8), (8,), (4, 8, 2), ()]), min_size=1, max_size=3))
+  shapes = data.draw(
+    st.lists(st.sampled_from([(8, 8), (8,), (4, 8, 2), ()]), min_size=1, max_size=3)
+  )
   effect = data.draw(st.sampled_from(["io", "dataflow"]), "effect")
   lanes = data.draw(st.booleans(), "under vmap")
   arrays = [np.arange(8 * int(np.prod(s)), dtype=np.int32).reshape(8, *s) for s in shapes]
   inputs = [put(x, on, *data.draw(specs(x.shape, on), "sharding")) for x in arrays]
 
   def program(channel: cg.Channel, *xs: Any) -> Any:
-    tap = lambda *xs: cg.tap(xs, channel, effect=effect)  # noqa: E731
+    tap = lambda *xs: cg.tap(xs, channel, effect=effect)
     return (jax.vmap(tap) if lanes else tap)(*xs)
 
   found = records(program, *inputs)
@@ -205,7 +210,7 @@ def test_in_a_shard_map_every_device_sends_what_it_has(axes: Any, check: bool) -
 
   def program(channel: cg.Channel, x: Any) -> Any:
     options = {} if axes is None else {"axis_names": axes}
-    tap = lambda x: cg.tap(x, channel)  # noqa: E731
+    tap = lambda x: cg.tap(x, channel)
     return jax.shard_map(tap, mesh=on, in_specs=spec, out_specs=spec, check_vma=check, **options)(x)
 
   found = records(program, put(X, on, "a", "b"))
@@ -218,7 +223,7 @@ def test_an_ordered_tap_in_a_partly_automatic_shard_map_is_refused() -> None:
   on = mesh()
 
   def program(channel: cg.Channel, x: Any) -> Any:
-    tap = lambda x: cg.tap(x, channel, ordered=True)  # noqa: E731
+    tap = lambda x: cg.tap(x, channel, ordered=True)
     return jax.shard_map(tap, mesh=on, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})(x)
 
   with pytest.raises(cg.GateDefinitionError, match="tap 'sharded': ordered=True works in programs"):
@@ -245,7 +250,9 @@ def test_shards_are_in_streams(tmp_path: Any) -> None:
 
 def test_missing_shards_and_foreign_ones_are_told_of() -> None:
   found = records(lambda ch, x: cg.tap(x, ch), put(X, mesh(), "a", "b"))
-  with pytest.raises(ValueError, match=r"leaf 0 of tap 'sharded', of shape \[16, 8\], got 112 of 128"):
+  with pytest.raises(
+    ValueError, match=r"leaf 0 of tap 'sharded', of shape \[16, 8\], got 112 of 128"
+  ):
     cg.assemble(found[1:])
   with pytest.raises(ValueError, match="got none"):
     cg.assemble([])

@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import callgate as cg
 
-MESHES = {"8": ((8,), "a"), "4x2": ((4, 2), "ab"), "2x4": ((2, 4), "ab"), "2x2x2": ((2, 2, 2), "abc")}
+MESHES = {
+  "8": ((8,), "a"),
+  "4x2": ((4, 2), "ab"),
+  "2x4": ((2, 4), "ab"),
+  "2x2x2": ((2, 2, 2), "abc"),
+}
 DTYPES = ["int32", "float32", "bfloat16", "uint8", "complex64", "bool", "int8", "float16"]
 MOVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
@@ -79,10 +84,14 @@ def follow(
   """
 
   def function(*xs: np.ndarray) -> tuple[np.ndarray, ...]:
-    sizes = {n: e for x, term in zip(xs, terms, strict=True) for n, e in zip(term, x.shape, strict=True)}
+    sizes = {
+      n: e for x, term in zip(xs, terms, strict=True) for n, e in zip(term, x.shape, strict=True)
+    }
     results: list[np.ndarray] = []
     for out in outs:
-      total = np.zeros([sizes[n] for n in out], np.complex64 if np.dtype(dtype).kind == "c" else int)
+      total = np.zeros(
+        [sizes[n] for n in out], np.complex64 if np.dtype(dtype).kind == "c" else int
+      )
       for x, term in zip(xs, terms, strict=True):
         y = x.astype(total.dtype)
         for axis, name in enumerate(term):
@@ -116,7 +125,10 @@ def specs(draw: st.DrawFn, shape: tuple[int, ...], on: Mesh) -> P:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=60,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
@@ -158,7 +170,10 @@ def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=25,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_lanes_may_be_anywhere(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
@@ -326,13 +341,22 @@ def programs(on: Mesh) -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
     "vmap of scan": lambda g: jax.vmap(
       lambda r: jax.lax.scan(lambda c, _: (g(c[None])[0], None), r, length=1)[0]
     ),
-    "gradient": lambda g: lambda x: jax.grad(lambda x: (with_rule(g)(x) * x).sum())(x) - with_rule(g)(x),
-    "remat": lambda g: lambda x: jax.grad(
-      lambda c: jax.lax.scan(jax.checkpoint(lambda c, _: (with_rule(g)(c), None)), c, length=1)[0].sum()
-    )(x) * x,
+    "gradient": lambda g: (
+      lambda x: jax.grad(lambda x: (with_rule(g)(x) * x).sum())(x) - with_rule(g)(x)
+    ),
+    "remat": lambda g: (
+      lambda x: (
+        jax.grad(
+          lambda c: jax.lax.scan(jax.checkpoint(lambda c, _: (with_rule(g)(c), None)), c, length=1)[
+            0
+          ].sum()
+        )(x)
+        * x
+      )
+    ),
     "jvp": lambda g: lambda x: jax.jvp(lambda x: x * 2, (x,), (g(x) / 2,))[1],
-    "constraint": lambda g: lambda x: g(
-      jax.lax.with_sharding_constraint(x, NamedSharding(on, P("b", "a")))
+    "constraint": lambda g: (
+      lambda x: g(jax.lax.with_sharding_constraint(x, NamedSharding(on, P("b", "a"))))
     ),
     "shard_map": lambda g: jax.shard_map(g, mesh=on, in_specs=spec, out_specs=spec),
     "shard_map, unchecked": lambda g: jax.shard_map(
@@ -347,9 +371,7 @@ def programs(on: Mesh) -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
   }
 
 
-@pytest.mark.parametrize(
-  ("rule", "program"), list(itertools.product(RULES, programs(mesh())))
-)
+@pytest.mark.parametrize(("rule", "program"), list(itertools.product(RULES, programs(mesh()))))
 def test_every_rule_under_every_transformation(rule: str, program: str) -> None:
   on = mesh()
   gate, calls = doubling(**RULES[rule])
@@ -450,7 +472,10 @@ def test_elementwise_kernels_are_split_as_they_broadcast() -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=15,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_elementwise_kernels_broadcast_on_any_tiles(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
@@ -542,7 +567,9 @@ def test_an_exception_in_one_shard_before_a_collective(sharding: str, effect: st
       raise KeyError("sixteen")
     return x
 
-  gate = cg.gate(fail, out=lambda x: x, sharding=sharding, effect=effect, name=f"f {sharding} {effect}")
+  gate = cg.gate(
+    fail, out=lambda x: x, sharding=sharding, effect=effect, name=f"f {sharding} {effect}"
+  )
   program = jax.jit(lambda x: gate(x).sum())
   x = put(X, mesh("8"), "a")
   with pytest.raises(KeyError, match="sixteen") as caught, cg.errors():
@@ -659,4 +686,4 @@ def test_ordered_gates_keep_the_program_order_on_each_device() -> None:
     program(x)
   jax.effects_barrier()
   steps = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-  assert seen == {device: steps * 2 for device in range(8)}
+  assert seen == dict.fromkeys(range(8), steps * 2)
