@@ -100,7 +100,10 @@ class Meeting:
     """The time is over: how the meeting ended all the same, or TimeoutError."""
     came = self._group.store.under(self._key("at/"))
     late = [process for process in range(self._group.count) if str(process) not in came]
-    message = f"callgate.barrier: after {timeout} s not all processes are here: {late} are missing"
+    message = (
+      f"callgate.barrier: expected all {self._group.count} processes within {timeout} s, "
+      f"got none of {late}"
+    )
     own = Failure(self._group.index, "TimeoutError", message).text()
     result = self._conclude(own)
     if result == own:

@@ -19,7 +19,7 @@ import time
 import traceback
 
 from callgate import _compat
-from callgate.errors import ProcessError
+from callgate.errors import ProcessError, original_of
 
 _DETAILS = 8000  # characters of a traceback that travel
 
@@ -45,6 +45,7 @@ class Failure:
     """The failure that an exception is; one of another process stays that."""
     if isinstance(error, ProcessError):
       return Failure(error.process, error.kind, error.message)
+    error = original_of(error)
     text = "".join(traceback.format_exception(error))
     return Failure(process, type(error).__name__, str(error), text[-_DETAILS:])
 

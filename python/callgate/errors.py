@@ -302,6 +302,13 @@ def _original(error: BaseException) -> _Kept | None:
     return kept
 
 
+def original_of(error: BaseException) -> BaseException:
+  """The gate's exception that JAX's error stands for, where it is still here; else the error."""
+  with _lock:
+    kept = _store.get(_id_of(error) or 0)
+  return error if kept is None else kept.exception
+
+
 def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
   number = _id_of(failure)
