@@ -68,7 +68,8 @@ def test_sinks_write_a_file_for_each_process(group):
   for index, devices in enumerate(group.reports("devices")):
     lines = (group.folder / f"lines-{index}.jsonl").read_text().splitlines()
     assert {json.loads(line)["device"] for line in lines} == set(devices)
-    rows = list(csv.DictReader((group.folder / f"table-{index}.csv").open()))
+    text = (group.folder / f"table-{index}.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
     assert len(rows) == len(lines) == 6
     assert {float(row["first/first"]) for row in rows} == {8.0 * index, 8.0 * index + 4}
 
