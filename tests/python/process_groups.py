@@ -1,8 +1,8 @@
 """Starts groups of local processes that `jax.distributed` joins, and collects what they say.
 
 A process runs a script with its index, the number of processes and the coordinator's port as first
-arguments. It reports results as lines of JSON in a file of its own (`report` here, in the child): on
-its standard output JAX's libraries have their say, too.
+arguments. It reports results as lines of JSON in a file of its own (`report` here, in the child):
+on its standard output JAX's libraries have their say, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from typing import Any
-
 
 _REPORTS = "PROCESS_GROUP_REPORTS"  # the file that a child reports to
 
