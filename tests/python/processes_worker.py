@@ -70,6 +70,62 @@ def calls():
   report(devices=mine, close=close, shards=sorted(seen), place=[INDEX, jax.process_index()])
 
 
+def partitioned():
+  """The same without a shard_map: XLA partitions the program, and callgate's calls in it."""
+  called, ranks, ordered = [], [], []
+
+  def double(x):
+    called.append(list(x.shape))
+    return 2 * x
+
+  def whole(x):
+    called.append(["whole", INDEX])
+    return np.cumsum(x, 0)
+
+  def meet_ranks(context, out, x):
+    ranks.append([context.rank, context.size, context.coordinates["x"], context.device])
+    out[...] = x
+
+  double = cg.gate(double, out=lambda x: x, sharding="shard", effect="io")
+  whole = cg.gate(whole, out=lambda x: x, effect="io")
+  together = cg.gate(
+    meet_ranks, out=lambda x: x, style="context", sharding="shard", collective=True
+  )
+  weigh = cg.elementwise("T x, T w", "T z", "z = x * w")
+  rows = 2 * len(jax.devices())
+  values = np.arange(4.0 * rows, dtype=np.float32).reshape(rows, 4)
+  mesh = Mesh(np.array(jax.devices()), "x")
+  x = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("x")), lambda i: values[i])
+
+  @jax.jit
+  def program(x):
+    cg.tap(x, "shards")
+    cg.tap(x.sum(), "shards", name="total")
+    for step in range(3):
+      cg.tap(x[0, 0] + step, lambda v, info: ordered.append(float(v)), ordered=True, name="step")
+    return double(x) + weigh(x, x), whole(x), together(x).sum()
+
+  with cg.channel("shards", to=cg.sinks.Stream("shards-{process}.cgs")):
+    y, cumulated, total = jax.block_until_ready(program(x))
+    cg.barrier(all_processes=True)
+  right = [
+    np.array_equal(shard.data, want[shard.index])
+    for got, want in ((y, 2 * values + values**2), (cumulated, np.cumsum(values, 0)))
+    for shard in got.addressable_shards
+  ]
+  report(right=right, called=sorted(called, key=str), ranks=sorted(ranks), ordered=ordered)
+  report(total=bool(float(total) == values.sum()), rows=rows)
+
+  @cg.gate(out=lambda x: x, sharding="shard", name="worker.fails on a shard")
+  def fails_here(x):
+    if INDEX == 1:
+      raise KeyError("shard of process 1")
+    return x
+
+  y = jax.jit(lambda x: fails_here(x).sum())(x)  # a collective follows: nothing hangs
+  report(one_shard=meet(), after_one_shard=meet(), poisoned=bool(np.isnan(float(y))))
+
+
 def bars():
   """What progress bars draw in this process."""
   drawn = io.StringIO()
@@ -88,7 +144,7 @@ def outcome(call, *arguments, **options):
   except cg.ProcessError as error:
     notes = "".join(getattr(error, "__notes__", ()))
     result = ["ProcessError", error.process, error.kind, error.message, notes]
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, KeyError) as error:
     result = [type(error).__name__, str(error)]
   else:
     result = ["fine"]
@@ -167,6 +223,7 @@ def leave():
 def main():
   jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX)
   calls()
+  partitioned()
   bars()
   barriers()
   {"exception": end_by_exception, "death": end_by_death, "well": lambda: report(end=meet())}[

@@ -109,6 +109,39 @@ def test_the_terminal_shows_the_merged_streams(group):
   assert {line["process"] for line in shown} == set(range(len(group.ended)))
 
 
+def test_partitioned_programs_call_on_the_shards_of_each_process(group):
+  count, rows = len(group.ended), group.reports("rows")[0]
+  assert all(all(right) for right in group.reports("right"))
+  assert all(group.reports("total"))
+  for index, called in enumerate(group.reports("called")):
+    # What gathers is called once, by the first device; the others get its results.
+    whole = [["whole", 0]] if index == 0 else []
+    assert sorted(called, key=str) == sorted([*whole, [2, 4], [2, 4]], key=str)
+  devices = group.reports("devices")
+  for index, ranks in enumerate(group.reports("ranks")):
+    mine = range(2 * index, 2 * index + 2)
+    assert ranks == [[r, rows // 2, r, d] for r, d in zip(mine, devices[index], strict=True)]
+  assert group.reports("ordered") == [[0.0, 1.0, 2.0], *[[]] * (count - 1)]
+
+
+def test_whole_arrays_come_from_the_merged_streams_of_shards(group):
+  rows = group.reports("rows")[0]
+  with cg.open_stream(str(group.folder / "shards-*.cgs")) as stream:
+    records = list(stream)
+  shards = [r for r in records if r.name == "shards"]
+  assert len(shards) == rows // 2
+  assert {r.process for r in shards} == set(range(len(group.ended)))
+  np.testing.assert_array_equal(cg.assemble(shards), np.arange(4.0 * rows).reshape(rows, 4))
+  (total,) = [r for r in records if r.name == "total"]
+  assert float(total.leaves[""]) == np.arange(4.0 * rows).sum()
+
+
+def test_an_exception_in_one_processs_shard_reaches_the_others(group):
+  check_failure(group.reports("one_shard"), 1, "KeyError", "'shard of process 1'")
+  assert {one[0] for one in group.reports("after_one_shard")} == {"fine"}
+  assert all(group.reports("poisoned"))
+
+
 def test_progress_bars_are_drawn_by_process_0_alone(group):
   first, *others = group.reports("drawn")
   assert re.match(r"steps: 100% 50/50 ", first)

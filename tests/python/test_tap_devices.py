@@ -55,31 +55,16 @@ print(per_device == [[100.0 * k + i for i in range(20)] for k in range(4)])
   )
 
 
-def test_automatically_partitioned_programs_tap_the_whole_value_once():
+def test_automatically_partitioned_programs_gather_the_value_when_asked_to():
   assert (
     run(
       """
 x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x")))
 for effect in ("io", "dataflow"):
-  y = jax.jit(lambda x: cg.tap(x + 1, keep, effect=effect) * 2)(x)
+  y = jax.jit(lambda x: cg.tap(x + 1, keep, effect=effect, sharding="gather") * 2)(x)
   assert y.tolist() == [2 * (i + 1.0) for i in range(8)]
 cg.barrier()
 print([v for _, v in seen] == 2 * [[i + 1.0 for i in range(8)]])
-"""
-    )
-    == "True"
-  )
-
-
-def test_ordered_taps_are_refused_there_with_a_reason():
-  assert (
-    run(
-      """
-x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x")))
-try:
-  jax.jit(lambda x: cg.tap(x, keep, ordered=True))(x)
-except cg.GateDefinitionError as error:
-  print("partitioned automatically" in str(error))
 """
     )
     == "True"

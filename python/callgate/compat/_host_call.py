@@ -90,8 +90,10 @@ def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
   if body.options.with_device:
 
     def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
-      # JAX's own callback, which serves partitioned programs, doesn't say which device calls.
-      device = context.device if isinstance(context, Context) else None
+      # JAX's own callback doesn't say which device calls; and one calls for all that share a
+      # partitioned program.
+      alone = isinstance(context, Context) and context.size == 1
+      device = context.device if alone else None
       for view, result in zip(out, body(leaves, device), strict=True):
         view[...] = result
 
