@@ -16,6 +16,9 @@
 //   'S'      24  u32    version, 1                    A writer's first frame. One that appends to
 //            28  u32    process id of the writer      a file writes another; sources of the
 //            32  i64    time, ns since the epoch      session before are forgotten then.
+//            40  i32    index of the writer's process among those of its program, -1 when the
+//                       writer did not know it; streams before this field end here
+//            44  u32    0
 //
 //   'D'      24  u32    number of the source in this session: 0, 1, 2, ...
 //            28  u8     role: 0 primal, 1 tangent, 2 cotangent
@@ -111,6 +114,7 @@ struct Source {
 struct Session {
   std::uint32_t version = 0, process = 0;
   std::int64_t time_ns = 0;
+  std::int32_t process_index = -1;
 };
 
 struct Record {
@@ -370,6 +374,7 @@ class Reader {
       in.fail("version " + std::to_string(session_.version) + " of the format; this reads 1");
     session_.process = in.get<std::uint32_t>();
     session_.time_ns = in.get<std::int64_t>();
+    session_.process_index = in.left() < sizeof(std::int32_t) ? -1 : in.get<std::int32_t>();
     sources_.clear();
   }
 

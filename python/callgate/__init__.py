@@ -5,6 +5,7 @@ from callgate import (
   _control,
   _delivery,
   _install,
+  _processes,
   _producer,
   _progress,
   _progress_draw,
@@ -12,6 +13,7 @@ from callgate import (
   _runtime,
   sinks,
 )
+from callgate._barrier import barrier
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
 from callgate._install import install, uninstall
@@ -35,8 +37,8 @@ from callgate.errors import (
   GateTimeoutError,
   InputWriteError,
   KernelError,
+  ProcessError,
   ResultError,
-  barrier,
   errors,
   last_error,
 )
@@ -77,6 +79,7 @@ __all__ = [
   "KernelFileError",
   "Library",
   "LoadedKernels",
+  "ProcessError",
   "Progress",
   "Record",
   "ResultError",
@@ -120,6 +123,7 @@ __all__ = [
 ]
 
 _runtime.start()
+_processes.start()
 _producer.start()  # after the runtime: what is registered last runs first at the end
 _config.start()
 _install.start()

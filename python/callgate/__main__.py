@@ -29,7 +29,7 @@ def add_tail(subparsers: Subparsers) -> None:
   """Adds `tail`: prints the last records of a stream, and those that follow."""
   parser = subparsers.add_parser("tail", help="print the last records of a stream, and follow it")
   parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
-                      help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+                      help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
   parser.add_argument("-n", "--lines", type=_count, default=10, metavar="N",
                       help="records of files to begin with (default: 10)")  # fmt: skip
   parser.add_argument("-f", "--follow", action="store_true",
@@ -99,7 +99,8 @@ def text_line(record: StreamRecord) -> str:
   notes = [record.role] if record.role != "primal" else []
   notes += ["repeated"] if record.repeated else []
   lane = f"[{record.lane}]" if record.lane else ""
-  where = f"{clock} device {record.device} {record.name}{lane} #{record.seq}"
+  process = f" process {record.process}" if record.process else ""
+  where = f"{clock}{process} device {record.device} {record.name}{lane} #{record.seq}"
   values = "  ".join(
     f"{path}={_short(array)}" if path else _short(array) for path, array in record.leaves.items()
   )
@@ -122,6 +123,7 @@ def json_line(record: StreamRecord) -> str:
       "name": record.name,
       "seq": record.seq,
       "time_ns": record.time_ns,
+      "process": record.process,
       "device": record.device,
       "run": record.run,
       "role": record.role,

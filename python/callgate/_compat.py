@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import debugging as _debugging
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import ffi as _ffi
@@ -109,20 +112,27 @@ def effects_barrier_alone() -> None:
     _local.alone = False
 
 
-def wait_for_effects(timeout: float | None) -> bool:
+def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = None) -> bool:
   """Waits for the programs with effects that any thread dispatched; False when the time ran out.
 
   Whatever they failed with is left to `jax.effects_barrier` in the thread that dispatched them.
+  `watch` is called now and then meanwhile, and ends the wait by raising.
   """
   if not _effect_tokens:
     return True
-  if timeout is None:
+  if timeout is None and watch is None:
     _wait_for_tokens()
     return True
   # Tokens have no wait with a limit. The thread ends with the programs.
   waiter = threading.Thread(target=_wait_for_tokens, name="callgate barrier", daemon=True)
   waiter.start()
-  waiter.join(timeout)
+  if watch is None:
+    waiter.join(timeout)
+    return not waiter.is_alive()
+  deadline = math.inf if timeout is None else time.monotonic() + timeout
+  while waiter.is_alive() and (left := deadline - time.monotonic()) > 0:
+    waiter.join(min(left, 0.1))
+    watch()
   return not waiter.is_alive()
 
 
@@ -408,11 +418,87 @@ def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..
 # -- waiting ---------------------------------------------------------------------------------------
 def live_arrays() -> Sequence[Any]:
   """All arrays of the CPU backend, or none when no backend has been started."""
+  return jax.live_arrays("cpu") if has_backend() else []
+
+
+def has_backend() -> bool:
+  """Whether JAX has started its devices (0.10 to 0.12); no public name."""
   from jax._src import xla_bridge
 
-  if not xla_bridge.backends_are_initialized():
-    return []
-  return jax.live_arrays("cpu")
+  return xla_bridge.backends_are_initialized()
+
+
+# -- many processes --------------------------------------------------------------------------------
+# The client of the coordination service that `jax.distributed.initialize` connects to: a store of
+# texts by key, common to all processes. `jax.experimental.multihost_utils` is public, but needs
+# collectives, which hang when another process has failed (0.10 to 0.12).
+def distributed_client() -> Any:
+  """The client, or None without `jax.distributed.initialize`."""
+  return _distributed.global_state.client
+
+
+def distributed_place() -> tuple[int, int]:
+  """(index of this process, number of processes), once there is a client."""
+  state = _distributed.global_state
+  return int(state.process_id), int(state.num_processes or 1)
+
+
+def after_distributed_start(function: Callable[[], None]) -> None:
+  """Calls a function now if there is a client, and after each `jax.distributed.initialize`."""
+  original = _distributed.State.initialize
+
+  @functools.wraps(original)
+  def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self is _distributed.global_state:
+      function()
+
+  _distributed.State.initialize = initialize
+  if distributed_client() is not None:
+    function()
+
+
+class CommonStore:
+  """Texts by key that all processes see (`distributed_client`). Its calls release the GIL.
+
+  A coordinator that does not answer is a ConnectionError.
+  """
+
+  def __init__(self, client: Any) -> None:
+    self._client = client
+
+  def put(self, key: str, text: str, *, overwrite: bool = False) -> bool:
+    """Writes; False when the key is there already and may not be overwritten."""
+    return self._answer("ALREADY_EXISTS", self._client.key_value_set, key, text, overwrite) != ()
+
+  def get(self, key: str, seconds: float = 0.0) -> str | None:
+    """The text, waited for; None when there was none in time."""
+    if seconds <= 0:
+      found = self._answer("NOT_FOUND", self._client.key_value_try_get, key)
+    else:
+      milliseconds = max(1, round(1000 * seconds))
+      blocking = self._client.blocking_key_value_get
+      found = self._answer("DEADLINE_EXCEEDED", blocking, key, milliseconds)
+    return None if found == () else found
+
+  def under(self, folder: str) -> dict[str, str]:
+    """The texts whose keys begin with `folder`, which ends with "/", by the rest of their keys."""
+    found = self._answer("NOT_FOUND", self._client.key_value_dir_get, folder)
+    return {key.removeprefix(folder): text for key, text in found}
+
+  def remove(self, folder: str) -> None:
+    """Removes all keys that begin with `folder`."""
+    self._answer("NOT_FOUND", self._client.key_value_delete, folder)
+
+  @staticmethod
+  def _answer(expected: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What the call returns; () for an error that begins with `expected`."""
+    try:
+      return call(*arguments)
+    except jax.errors.JaxRuntimeError as error:
+      if str(error).startswith(expected):
+        return ()
+      raise ConnectionError(f"the coordinator of jax.distributed: {error}") from error
 
 
 # -- sharding --------------------------------------------------------------------------------------

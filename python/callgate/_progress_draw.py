@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate, _runtime
+from callgate._barrier import at_barrier
 from callgate._progress import file_of, noted
-from callgate.errors import at_barrier
 
 _PERIOD = 0.1
 _BARRIER_SECONDS = 10.0  # that a barrier waits for bars at most

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from callgate import _callgate
+from callgate import _callgate, _processes
 from callgate.sinks._native import NativeSink
 
 
@@ -25,13 +25,16 @@ class Stream(NativeSink):
 
   Args:
     destination: a file, which is appended to; `unix:PATH` or `tcp://HOST:PORT`, which readers
-      connect to. The host is this machine unless it is named, and port 0 is any free one.
-
+      connect to. The host is this machine unless it is named, and port 0 is any free one. With
+      "{process}" in it, this process's index stands there: "run-{process}.cgs".
   """
 
   def __init__(self, destination: str | os.PathLike[str]) -> None:
-    self._destination = os.fspath(destination)
-    self._sink = _callgate.stream_sink(self._destination)
+    self._destination = _processes.fill_index(os.fspath(destination))
+    known = _processes.known_index()
+    self._sink = _callgate.stream_sink(
+      self._destination, process_index=-1 if known is None else known
+    )
     super().__init__(self._sink)
 
   def __repr__(self) -> str:

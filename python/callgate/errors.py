@@ -93,6 +93,23 @@ class ConsumerError(GateError):
   """A native consumer of a channel failed, or a sink's file did."""
 
 
+class ProcessError(GateError, RuntimeError):
+  """Another process failed, ended or died, while this one was in `barrier(all_processes=True)`.
+
+  Attributes:
+    process: index of that process (`jax.process_index()`).
+    kind: name of the exception's type there; "" where there was none: it ended, or died.
+    message: the exception's text, or what is known otherwise.
+  """
+
+  def __init__(self, process: int, kind: str, message: str) -> None:
+    super().__init__(f"process {process}: {kind}: {message}" if kind else
+                     f"process {process} {message}")  # fmt: skip
+    self.process = process
+    self.kind = kind
+    self.message = message
+
+
 @dataclasses.dataclass
 class _Kept:
   id: int
@@ -287,6 +304,13 @@ def _original(error: BaseException) -> _Kept | None:
     return kept
 
 
+def original_of(error: BaseException) -> BaseException:
+  """The gate's exception that JAX's error stands for, where it is still here; else the error."""
+  with _lock:
+    kept = _store.get(_id_of(error) or 0)
+  return error if kept is None else kept.exception
+
+
 def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
   number = _id_of(failure)
@@ -300,6 +324,13 @@ def _python_threads() -> set[int | None]:
   """Threads that Python started. XLA's have an entry, too, once Python code asked for it there."""
   dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
   return {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
+
+
+def raise_program_failure(failure: BaseException | None) -> None:
+  """Raises what `wait_for_programs` returned, as the original exception, once."""
+  if failure is not None and not _is_stale(failure, first=0):
+    kept = _original(failure)
+    _raise(kept.exception if kept is not None else failure)
 
 
 def _raise(exception: BaseException) -> None:
@@ -403,76 +434,45 @@ class errors:
       raise failure
 
 
-def wait_for_programs(timeout: float | None) -> BaseException | None:
-  """Waits until no program of any thread runs; returns the first failure met on the way."""
+def wait_for_programs(
+  timeout: float | None, watch: Callable[[], None] | None = None
+) -> BaseException | None:
+  """Waits until no program of any thread runs; returns the first failure met on the way.
+
+  Args:
+    timeout: seconds to wait at most; None for no limit.
+    watch: called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
+
+  Returns:
+    What the first program to fail did so with, or None.
+
+  Raises:
+    TimeoutError: the time was over.
+  """
   deadline = None if timeout is None else time.monotonic() + timeout
   failure: BaseException | None = None
   for array in list(_compat.live_arrays()):
     try:
-      while deadline is not None and not array.is_ready():
-        if time.monotonic() > deadline:
+      while not (deadline is None and watch is None) and not array.is_ready():
+        if deadline is not None and time.monotonic() > deadline:
           raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+        if watch is not None:
+          watch()
         time.sleep(0.001)
       if not array.is_ready():
         array.block_until_ready()
-    except TimeoutError:
+    except (TimeoutError, ProcessError):
       raise
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
   rest = None if deadline is None else max(0.0, deadline - time.monotonic())
   try:
-    if not _compat.wait_for_effects(rest):
+    if not _compat.wait_for_effects(rest, watch):
       raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
     _compat.effects_barrier_alone()
-  except TimeoutError:
+  except (TimeoutError, ProcessError):
     raise
   except Exception as error:  # noqa: BLE001 - as above
     failure = failure or error
   return failure
-
-
-_at_barrier: list[Callable[[], object]] = []
-
-
-def at_barrier(settle: Callable[[], object]) -> None:
-  """Has `settle` called by each barrier, when the programs have run."""
-  _at_barrier.append(settle)
-
-
-def barrier(timeout: float | None = None) -> None:
-  """Waits until every program dispatched so far has run, and every tap's record is delivered.
-
-  Programs of all threads count, also those whose results were dropped. Raises what a gate raised in
-  one of them, else what a consumer of taps raised.
-
-  Args:
-    timeout: seconds to wait at most; None for no limit.
-
-  Raises:
-    TimeoutError: programs still ran, or records still waited, when the time was over.
-    BaseException: the original exception of a gate whose program failed during the wait, or of a
-      consumer, with those of other consumers attached (`callgate_others`).
-  """
-  if _callgate.channels_abandoned():
-    raise RuntimeError(
-      "callgate.barrier: this process was forked from one that had channels, whose threads are not "
-      "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
-    )
-  deadline = None if timeout is None else time.monotonic() + timeout
-  failure = wait_for_programs(timeout)
-  for settle in _at_barrier:
-    settle()
-  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
-  if not _callgate.flush_channels(rest):
-    pending = {
-      name: stats["pending"]
-      for name, stats in _callgate.channel_stats().items()
-      if stats["pending"]
-    }
-    raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
-  raise_deferred()
-  if failure is not None and not _is_stale(failure, first=0):
-    kept = _original(failure)
-    _raise(kept.exception if kept is not None else failure)
-  raise_consumer_errors()

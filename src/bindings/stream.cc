@@ -63,7 +63,7 @@ nb::object text_of(const std::string& text) {
       PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
 
-nb::dict source_dict(const stream::Source& source) {
+nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
   nb::list leaves, levels;
   for (const stream::Leaf& leaf : source.leaves) {
     nb::list dims;
@@ -82,6 +82,7 @@ nb::dict source_dict(const stream::Source& source) {
   dict["leaves"] = leaves;
   dict["value_leaves"] = source.value_leaves;
   dict["has_where"] = source.has_where;
+  dict["process_index"] = process_index;  // of the session that described it; -1: not known
   return dict;
 }
 
@@ -147,7 +148,7 @@ class StreamReader {
     Use use(*this);
     remember_sources();
     nb::list dicts;
-    for (const auto& source : seen_) dicts.append(source_dict(*source));
+    for (const auto& [source, process] : seen_) dicts.append(source_dict(*source, process));
     return dicts;
   }
 
@@ -160,6 +161,8 @@ class StreamReader {
   const std::string& address() const noexcept { return address_; }
 
  private:
+  using Seen = std::pair<std::shared_ptr<const stream::Source>, std::int32_t>;  // process's index
+
   // The time in which a thread uses the reader.
   class Use {
    public:
@@ -218,16 +221,21 @@ class StreamReader {
 
   void remember_sources() {
     if (reader_->sources().empty()) return;
-    if (!seen_.empty() && seen_.back() == reader_->sources().back()) return;
+    if (!seen_.empty() && seen_.back().first == reader_->sources().back()) return;
     for (const auto& source : reader_->sources()) {
-      if (std::find(seen_.rbegin(), seen_.rend(), source) == seen_.rend()) seen_.push_back(source);
+      auto is_it = [&](const Seen& seen) { return seen.first == source; };
+      if (std::find_if(seen_.rbegin(), seen_.rend(), is_it) == seen_.rend())
+        seen_.emplace_back(source, reader_->session().process_index);
     }
   }
 
   // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
   nb::object tuple_of(const stream::Record& record) {
     auto& entry = dicts_[record.source.get()];
-    if (entry.first == nullptr) entry = {record.source, source_dict(*record.source)};
+    if (entry.first == nullptr) {
+      std::int32_t process = reader_->session().process_index;
+      entry = {record.source, source_dict(*record.source, process)};
+    }
     nb::list arrays;
     for (const stream::Leaf& leaf : record.source->leaves) arrays.append(leaf_array(record, leaf));
     return nb::make_tuple(entry.second, record.seq, record.time_ns, record.run, record.device,
@@ -238,7 +246,7 @@ class StreamReader {
   bool is_file_ = false, in_use_ = false, close_requested_ = false;
   ReaderState state_;
   std::unique_ptr<stream::Reader> reader_;
-  std::vector<std::shared_ptr<const stream::Source>> seen_;
+  std::vector<Seen> seen_;
   std::unordered_map<const stream::Source*,
                      std::pair<std::shared_ptr<const stream::Source>, nb::dict>>
       dicts_;
@@ -282,14 +290,14 @@ void bind_stream(nb::module_& module) {
       });
   module.def(
       "stream_sink",
-      [](const std::string& destination, std::size_t lag_bytes) {
+      [](const std::string& destination, std::size_t lag_bytes, std::int32_t process_index) {
         StreamServer::Limits limits;
         limits.lag_bytes = lag_bytes;
-        return StreamSinkHandle{
-            {without_gil([&] { return std::make_shared<StreamSink>(destination, limits); })}};
+        return StreamSinkHandle{{without_gil(
+            [&] { return std::make_shared<StreamSink>(destination, limits, process_index); })}};
       },
       nb::arg("destination"), nb::kw_only(),
-      nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes,
+      nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes, nb::arg("process_index") = -1,
       "Writes a stream to a file's path, unix:PATH or tcp://HOST:PORT.");
   module.def(
       "outfeed_2020_sink",
@@ -319,7 +327,7 @@ void bind_stream(nb::module_& module) {
           "Where the next frame begins.")
       .def_prop_ro(
           "process", [](const StreamReader& reader) { return reader.state().process; },
-          "The writer's process id.")
+          "The writer's process id, as its operating system has it.")
       .def_prop_ro("address", &StreamReader::address);
 }
 

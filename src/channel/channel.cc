@@ -70,11 +70,10 @@ bool Channel::send(const Parcel& parcel) noexcept {
   // Sequentially consistent, both: close() sets `closed_` and then waits for the senders it sees.
   senders_.fetch_add(1, std::memory_order_seq_cst);
   std::int64_t device = parcel.context.device;
-  auto slot = static_cast<std::size_t>(std::clamp<std::int64_t>(device, 0, kDevices - 1));
   const Source& source = *parcel.sender.source;
   Record record;
   record.source = &source;
-  record.seq = sequence_[slot].fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  record.seq = sequence_.next(device);
   record.time_ns = now_ns();
   record.run = parcel.context.run;
   record.device = static_cast<std::int32_t>(device);

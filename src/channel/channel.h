@@ -8,7 +8,6 @@
 // the last record that was sent before; or until it ends.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -24,6 +23,7 @@
 #include <vector>
 
 #include "channel/consumer.h"
+#include "channel/device_counters.h"
 #include "channel/record.h"
 #include "channel/ring.h"
 #include "channel/staging.h"
@@ -137,8 +137,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   static bool abandoned() noexcept;
 
  private:
-  static constexpr std::size_t kDevices = 256;  // the last counts for all devices from there on
-
   // A moment in the stream: what was sent before it.
   struct Moment {
     std::uint64_t position = 0;    // of the ring's tail
@@ -215,8 +213,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::shared_ptr<Channel> inherited_;
 
   // What senders write is on cache lines of their own.
-  alignas(
-      64) std::array<std::atomic<std::uint64_t>, kDevices> sequence_{};  // in sum: what was sent
+  alignas(64) DeviceCounters sequence_;  // in sum: what was sent
   std::atomic<std::uint64_t> dropped_{0}, bytes_{0};
   std::atomic<int> senders_{0};
   alignas(64) std::atomic<std::uint64_t> delivered_{0}, high_water_{0};

@@ -37,7 +37,7 @@ void Channel::adopt(std::shared_ptr<Channel> other) {
   auto add = [](std::atomic<std::uint64_t>& ours, const std::atomic<std::uint64_t>& theirs) {
     ours.fetch_add(theirs.load(std::memory_order_relaxed), std::memory_order_relaxed);
   };
-  for (std::size_t i = 0; i < kDevices; ++i) add(sequence_[i], other->sequence_[i]);
+  sequence_.add(other->sequence_);
   add(dropped_, other->dropped_);
   add(bytes_, other->bytes_);
   // `other` keeps its sources until its records are delivered.
@@ -140,7 +140,7 @@ ChannelStats Channel::stats() const noexcept {
   // reads in this order.
   stats.delivered = delivered_.load(std::memory_order_acquire);
   stats.dropped = dropped_.load(std::memory_order_acquire);
-  for (const auto& count : sequence_) stats.sent += count.load(std::memory_order_acquire);
+  stats.sent = sequence_.sum();
   stats.pending = stats.sent - stats.delivered - stats.dropped;
   // Relaxed: gauges.
   stats.bytes = bytes_.load(std::memory_order_relaxed);

@@ -123,6 +123,8 @@ void StreamEncoder::start(StreamBatch& batch) {
   put(preamble_, stream::kVersion);
   put(preamble_, static_cast<std::uint32_t>(getpid()));
   put(preamble_, now_ns());
+  put(preamble_, process_index_);
+  put(preamble_, std::uint32_t{0});
   seal(preamble_, start);
   batch.bytes.append(preamble_);
 }

@@ -49,8 +49,13 @@ struct StreamBatch {
 
 class StreamEncoder {
  public:
-  // Payloads of fewer bytes than `external_from` are copied into the batch.
-  explicit StreamEncoder(std::size_t external_from = 65'536) : external_from_(external_from) {}
+  static constexpr std::size_t kExternalBytes = 65'536;
+
+  // Payloads of fewer bytes than `external_from` are copied into the batch. `process_index` is that
+  // of this process among those of its program, -1 when it is not known.
+  explicit StreamEncoder(std::size_t external_from = kExternalBytes,
+                         std::int32_t process_index = -1)
+      : external_from_(external_from), process_index_(process_index) {}
 
   // Begins a session: the sources are forgotten, and described again before their next record.
   void start(StreamBatch& batch);
@@ -68,6 +73,7 @@ class StreamEncoder {
   std::uint32_t number_of(const Source& source, StreamBatch& batch);
 
   std::size_t external_from_;
+  std::int32_t process_index_;
   std::string preamble_;
   std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // by Source::id
   std::uint64_t records_ = 0;

@@ -11,7 +11,9 @@ constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
 
 }  // namespace
 
-StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limits) {
+StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limits,
+                       std::int32_t process_index)
+    : encoder_(StreamEncoder::kExternalBytes, process_index) {
   StreamAddress address = parse_stream_address(destination);
   if (address.transport == StreamTransport::kFile) {
     file_.emplace(address.path);

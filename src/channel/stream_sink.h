@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -23,7 +24,9 @@ class StreamSink final : public Consumer {
  public:
   // `destination`: a file's path (appended to), unix:PATH or tcp://HOST:PORT (see
   // stream_address.h). Throws Error naming it: a bad path, a port that is taken, a damaged file.
-  explicit StreamSink(const std::string& destination, StreamServer::Limits limits = {});
+  // `process_index` goes into the stream, for readers that merge several: -1 when it is not known.
+  explicit StreamSink(const std::string& destination, StreamServer::Limits limits = {},
+                      std::int32_t process_index = -1);
   ~StreamSink() override;
 
   void consume(std::span<const Record> records) override;

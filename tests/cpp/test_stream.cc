@@ -7,8 +7,10 @@
 
 #include <csignal>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "callgate/stream.h"
@@ -117,6 +119,34 @@ TEST(Stream, EveryFieldOfARecordAndItsSourceComesBack) {
   EXPECT_FALSE(reader.next());
   EXPECT_TRUE(reader.closed());
   EXPECT_EQ(reader.session().process, static_cast<std::uint32_t>(getpid()));
+  EXPECT_EQ(reader.session().process_index, -1);
+}
+
+TEST(Stream, ASessionSaysWhichProcessWroteIt) {
+  TemporaryFolder folder;
+  std::string path = folder / "run.cgs";
+  for (std::int32_t index : {3, 0}) StreamSink(path, {}, index).close();
+  stream::Reader reader(path);
+  EXPECT_FALSE(reader.next());
+  EXPECT_EQ(reader.session().process_index, 0);  // of the session that came last
+}
+
+TEST(Stream, ASessionFromBeforeProcessIndicesIsReadAsUnknown) {
+  StreamBatch batch;
+  StreamEncoder(StreamEncoder::kExternalBytes, 5).start(batch);
+  std::string old = batch.bytes.substr(0, 40);
+  std::uint64_t length = old.size();
+  std::memcpy(old.data() + 8, &length, sizeof(length));
+  std::uint32_t body = stream::crc32c(old.data() + 24, 16);
+  std::memcpy(old.data() + 4, &body, sizeof(body));
+  std::uint32_t head = stream::crc32c(old.data(), 20);
+  std::memcpy(old.data() + 20, &head, sizeof(head));
+  for (const auto& [bytes, index] : {std::pair(batch.bytes, 5), std::pair(old, -1)}) {
+    stream::Reader reader(bytes.data(), bytes.size());
+    EXPECT_FALSE(reader.next());
+    EXPECT_EQ(reader.session().process_index, index);
+    EXPECT_EQ(reader.offset(), bytes.size());
+  }
 }
 
 TEST(Stream, LargeLeavesAreWrittenFromWhereTheyLie) {

@@ -49,8 +49,12 @@ def frame(kind: str, body: bytes) -> bytes:
   return head + struct.pack("<I", crc32c(head)) + body
 
 
-def session(process: int = 1, time_ns: int = 0, version: int = 1) -> bytes:
-  return frame("S", struct.pack("<IIq", version, process, time_ns))
+def session(
+  process: int = 1, time_ns: int = 0, version: int = 1, index: int | None = None
+) -> bytes:
+  """A session; without `index` as it was before that field came."""
+  extra = b"" if index is None else struct.pack("<iI", index, 0)
+  return frame("S", struct.pack("<IIq", version, process, time_ns) + extra)
 
 
 def leaf(path: str, dtype: str, dims: tuple[int, ...]) -> bytes:

@@ -108,6 +108,33 @@ def test_a_stream_is_followed_to_its_end_by_another_process(tmp_path):
     np.testing.assert_allclose(stream.columns("train")["['loss']"], rows[:, 2], atol=1e-4)
 
 
+def test_processes_of_one_machine_train_together_and_are_read_as_one_stream(tmp_path):
+  text = run("launch_processes.py", tmp_path / "out", cwd=tmp_path)
+  assert "processes ended with [0, 0]" in text
+  with cg.open_stream(tmp_path / "out" / "run-{process}.cgs") as stream:
+    columns = stream.columns("shard")
+  pairs = set(zip(columns["process"].tolist(), columns["device"].tolist(), strict=True))
+  assert len(pairs) == 4
+  for process, device in pairs:
+    mine = columns["device"] == device
+    assert set(columns["process"][mine]) == {process}
+    np.testing.assert_array_equal(columns["['step']"][mine], np.arange(200))
+  # The same steps on all rows at once, in NumPy.
+  from sklearn.datasets import load_breast_cancer
+  from sklearn.preprocessing import StandardScaler
+
+  x, y = load_breast_cancer(return_X_y=True)
+  x, y = np.c_[StandardScaler().fit_transform(x), np.ones(len(x))][:568], y[:568]
+  w, losses = np.zeros(x.shape[1]), []
+  for _ in range(201):
+    logits = x @ w
+    losses.append(np.mean(np.logaddexp(0, logits) - y * logits))
+    w -= 0.5 * x.T @ (1 / (1 + np.exp(-logits)) - y) / len(x)
+  means = [np.mean(columns["['loss']"][columns["['step']"] == i]) for i in range(200)]
+  np.testing.assert_allclose(means, losses[:200], rtol=1e-3)
+  assert numbers(line_with(text, "loss of all rows")) == [pytest.approx(losses[200], rel=1e-3)]
+
+
 def test_lambertw_finds_the_published_parameters_of_the_solar_cell(tmp_path):
   text = run("lambertw.py", cwd=tmp_path)
   # Exact fits of these data in the literature agree on 0.76079 A, 0.3107 uA, 0.03655 and 52.89 ohms

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sink_records import TIME, floats, lines_of, losses, record, table_of
 
-from callgate import sinks
+from callgate import _processes, sinks
 
 
 def test_columns_name_a_lone_leaf_by_the_tap_and_others_by_their_paths():
@@ -156,6 +156,16 @@ def test_a_closed_sink_goes_on_and_a_new_one_appends_when_asked(file_sink, tmp_p
   with make(tmp_path) as new:
     new.write(floats(7, 8))
   assert values_in(file_sink, tmp_path) == [7]
+
+
+def test_a_path_may_hold_the_index_of_the_process(file_sink, tmp_path, monkeypatch):
+  # Stands for process 3 of several, which test_processes.py starts.
+  monkeypatch.setattr(_processes.jax, "process_index", lambda: 3)
+  with FILES[file_sink](tmp_path / "run-{process}") as sink:
+    sink.write(floats(0, 2))
+  assert values_in(file_sink, tmp_path / "run-3") == [0, 1]
+  assert [one.name for one in tmp_path.iterdir()] == ["run-3"]
+  assert "run-3" in repr(sink)
 
 
 def test_a_record_that_cannot_be_written_leaves_the_others_and_the_file(file_sink, tmp_path):

@@ -247,3 +247,56 @@ def test_several_files_are_merged_by_time(tmp_path):
   for where in (str(tmp_path / "*.cgs"), sorted(tmp_path.glob("*.cgs"))):
     assert seqs(where) == list(range(10))
     assert list(cg.open_stream(where).columns()["device"]) == [0, 1] * 5
+
+
+def write_processes(folder, schedule):
+  """A file for each process, with records at the times of its schedule, in that order."""
+  for index, times in schedule.items():
+    body = sb.session(index=index) + sb.source(0, "loss", sb.LOSS)
+    for seq, time in enumerate(times):
+      body += sb.record(0, [np.float32(time)], seq=seq, time_ns=time, device=10 * index)
+    (folder / f"run-{index}.cgs").write_bytes(body + sb.end(len(times)))
+
+
+def test_each_record_knows_its_process_and_old_streams_have_process_0(tmp_path, losses):
+  write_processes(tmp_path, {0: [5], 7: [3]})
+  records = list(cg.open_stream(str(tmp_path / "run-*.cgs")))
+  assert [(r.process, r.device, r.time_ns) for r in records] == [(7, 70, 3), (0, 0, 5)]
+  columns = cg.open_stream(str(tmp_path / "run-*.cgs")).columns("loss")
+  assert columns["process"].tolist() == [7, 0]
+  assert columns["process"].dtype == np.int32
+  assert {r.process for r in cg.open_stream(losses)} == {0}
+
+
+def test_a_file_that_two_processes_wrote_in_turn_tells_them_apart(tmp_path):
+  write_processes(tmp_path, {1: [1, 2], 2: [3]})
+  both = tmp_path / "both.cgs"
+  both.write_bytes(b"".join((tmp_path / f"run-{i}.cgs").read_bytes() for i in (1, 2)))
+  assert [r.process for r in cg.open_stream(both)] == [1, 1, 2]
+
+
+def test_the_writer_s_name_with_its_placeholder_opens_all_files(tmp_path):
+  folder = tmp_path / "odd [x]"
+  folder.mkdir()
+  write_processes(folder, {0: [0, 2], 1: [1], 10: [3]})
+  (folder / "run-all.cgs").write_bytes(b"no number, so not one of them")
+  records = list(cg.open_stream(str(folder / "run-{process}.cgs")))
+  assert [r.process for r in records] == [0, 1, 0, 10]
+  with pytest.raises(FileNotFoundError, match="no file matches"):
+    cg.open_stream(str(folder / "other-{process}.cgs"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 6), max_size=6), min_size=1))
+def test_merged_streams_are_in_order_of_time_and_then_of_process(tmp_path_factory, schedule):
+  folder = tmp_path_factory.mktemp("merge")
+  schedule = {index: sorted(times) for index, times in schedule.items()}
+  write_processes(folder, schedule)
+  found = [(r.time_ns, r.process, r.seq) for r in cg.open_stream(str(folder / "run-*.cgs"))]
+  assert found == sorted((t, i, n) for i, times in schedule.items() for n, t in enumerate(times))
+
+
+def test_a_clock_that_steps_back_does_not_reorder_the_records_of_a_device(tmp_path):
+  write_processes(tmp_path, {0: [5, 1, 6], 1: [2, 7]})
+  found = [(r.process, r.seq) for r in cg.open_stream(str(tmp_path / "run-*.cgs"))]
+  assert found == [(1, 0), (0, 0), (0, 1), (0, 2), (1, 1)]

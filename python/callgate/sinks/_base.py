@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate import _processes
 from callgate._records import Record, TapInfo
 
 StrPath = str | os.PathLike[str]
@@ -65,6 +66,7 @@ class Sink:
 class LibrarySink(Sink):
   """A sink with a state: subclasses say how to start, take one record, write out and stop.
 
+  The target may hold "{process}", which becomes this process's index when the sink is opened.
   A record that cannot be written does not take the others of its batch along: they are written,
   then the first error is raised.
   """
@@ -84,6 +86,7 @@ class LibrarySink(Sink):
         f" {self._channel!r} has it open"
       )
     with self._naming("cannot be opened"):
+      self._target = _processes.fill_index(self._target)
       self._start(resume=self._started_before)
     self._started_before = True
     self._channel = channel

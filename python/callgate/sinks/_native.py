@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _processes
 from callgate._records import Record, leaf_paths
 from callgate.sinks._base import Sink, SinkError, StrPath
 
@@ -89,7 +89,7 @@ class JSONL(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = os.fspath(path)
+    self._path = _processes.fill_index(os.fspath(path))
     super().__init__(_callgate.jsonl_sink(self._path, append))
 
   def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Npy(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = os.fspath(path)
+    self._path = _processes.fill_index(os.fspath(path))
     super().__init__(_callgate.npy_sink(self._path, append))
 
   def __repr__(self) -> str:

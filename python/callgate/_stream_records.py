@@ -1,0 +1,142 @@
+"""The records of a stream as Python has them: one for each lane that a tap sent.
+
+`Source` turns the whole records of one tap, as the native reader gives them, into `StreamRecord`s.
+Used by the thread that reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+ROLES = ("primal", "tangent", "cotangent")
+_REPEATED = 1  # RecordFlags of src/channel/record.h
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamRecord:
+  """One tapped value: what one lane of one execution of a tap sent.
+
+  Attributes:
+    name: the tap's name.
+    seq: number of the record on its device in its channel, from 0, dropped ones included.
+    time_ns: wall clock, in nanoseconds since the Unix epoch.
+    device: global id of the device.
+    run: XLA's id of the execution.
+    role: "primal", "tangent" or "cotangent".
+    lane: index of the lane in row-major order of the levels of vmap; 0 without vmap.
+    leaves: the value's arrays, by their path in its pytree; "" for a lone array.
+    description: what else the writer said of the tap.
+    repeated: whether the tap ran before in this execution, as under `jax.checkpoint`.
+    process: index of the process that wrote it (`jax.process_index()`); 0 where that is not known.
+  """
+
+  name: str
+  seq: int
+  time_ns: int
+  device: int
+  run: int
+  role: str
+  lane: int
+  leaves: Mapping[str, np.ndarray[Any, Any]]
+  description: Mapping[str, Any]
+  repeated: bool = False
+  process: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  path: str
+  dtype: str
+  bits: int
+  dims: tuple[int, ...]
+  levels: tuple[int, ...]  # those that it has as leading axes
+
+  def array(self, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The stored elements as an array: packed ones come as their bytes."""
+    if self.bits >= 8 or stored.dtype != np.uint8:
+      return stored
+    return _unpack(stored, self).reshape(self.dims)
+
+
+def _unpack(stored: np.ndarray[Any, Any], leaf: _Leaf) -> np.ndarray[Any, Any]:
+  import ml_dtypes
+
+  per_byte = 8 // leaf.bits
+  shifts = np.arange(per_byte, dtype=np.uint8) * leaf.bits
+  values = (stored[:, None] >> shifts) & ((1 << leaf.bits) - 1)
+  values = values.reshape(-1)[: int(np.prod(leaf.dims, dtype=np.int64))].astype(np.uint8)
+  if leaf.dtype.startswith("int"):
+    sign = np.uint8(1 << (leaf.bits - 1))
+    values = (values ^ sign) - sign  # extends the sign to the byte, modulo 256
+  dtype = getattr(ml_dtypes, leaf.dtype, None)
+  return values if dtype is None else values.view(dtype)
+
+
+class Source:
+  """What the records of one tap share, and how a whole record becomes those of its lanes."""
+
+  def __init__(self, fields: Mapping[str, Any]) -> None:
+    self.name: str = fields["name"]
+    self.description = _parse_description(fields["description"])
+    self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
+    sizes: list[tuple[int, str]] = fields["levels"]
+    self.sizes = tuple(size for size, _ in sizes)
+    leaves: list[tuple[str, str, int, tuple[int, ...]]] = fields["leaves"]
+    self.leaves = [
+      _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
+      for index, leaf in enumerate(leaves)
+    ]
+    self.process = max(0, int(fields["process_index"]))
+    self.value_leaves: int = fields["value_leaves"]
+    self.has_where: bool = fields["has_where"]
+    self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
+    self.paths = [leaf.path for leaf in self.leaves[: self.value_leaves]]
+
+  def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
+    """The records of the lanes that were sent, from what the native reader gives."""
+    _, seq, time_ns, run, device, flags, arrays = whole
+    if self.has_packed:
+      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
+    repeated = bool(flags & _REPEATED)
+    return [
+      StreamRecord(
+        self.name,
+        seq,
+        time_ns,
+        device,
+        run,
+        self.role,
+        lane,
+        leaves,
+        self.description,
+        repeated,
+        self.process,
+      )
+      for lane, leaves in self._lanes(arrays)
+    ]
+
+  def _lanes(self, arrays: list[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the value leaves of each lane that was sent."""
+    for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
+      selected = arrays
+      if index:
+        selected = [
+          array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
+          for leaf, array in zip(self.leaves, arrays, strict=True)
+        ]
+      if not self.has_where or selected[self.value_leaves].any():
+        yield lane, dict(zip(self.paths, selected, strict=False))  # without the control leaves
+
+
+def _parse_description(text: str) -> Mapping[str, Any]:
+  try:
+    parsed = json.loads(text) if text else {}
+  except ValueError:
+    parsed = {"text": text}
+  return parsed if isinstance(parsed, dict) else {"value": parsed}

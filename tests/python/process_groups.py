@@ -1,0 +1,107 @@
+"""Starts groups of local processes that `jax.distributed` joins, and collects what they say.
+
+A process runs a script with its index, the number of processes and the coordinator's port as first
+arguments; it reports results as lines of JSON on its standard output (`report` here, in the child).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A process that has ended.
+
+  Attributes:
+    status: its exit status, negative for a signal.
+    reports: what it reported, by name.
+    errors: its standard error.
+  """
+
+  status: int
+  reports: dict[str, Any]
+  errors: str
+
+
+def free_port() -> int:
+  """A port of the loopback interface that was free a moment ago."""
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+def run_group(
+  script: pathlib.Path,
+  count: int,
+  *arguments: str,
+  folder: pathlib.Path,
+  devices: int = 2,
+  seconds: float = 240,
+  **environment: str,
+) -> list[Ended]:
+  """Runs `count` processes of a script; all are killed when the time is over.
+
+  Args:
+    script: what they run.
+    count: how many.
+    *arguments: for the script, after index, count and port.
+    folder: where they run, and where their outputs go.
+    devices: of the CPU backend, in each process.
+    seconds: the time limit for all together.
+    **environment: variables of their environment.
+
+  Returns:
+    How each ended.
+  """
+  port = free_port()
+  flags = f"--xla_force_host_platform_device_count={devices}"
+  variables = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": flags,
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    **environment,
+  }
+  with contextlib.ExitStack() as stack:
+    children: list[subprocess.Popen[bytes]] = []
+    for index in range(count):
+      out = stack.enter_context(open(folder / f"{index}.out", "wb"))
+      err = stack.enter_context(open(folder / f"{index}.err", "wb"))
+      command = [sys.executable, str(script), str(index), str(count), str(port), *arguments]
+      child = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
+      stack.callback(_end, child)
+      children.append(child)
+    deadline = time.monotonic() + seconds
+    for child in children:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(max(0.1, deadline - time.monotonic()))
+  return [_ended(folder, index, child) for index, child in enumerate(children)]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+  if child.poll() is None:
+    child.kill()
+    child.wait()
+
+
+def _ended(folder: pathlib.Path, index: int, child: subprocess.Popen[bytes]) -> Ended:
+  reports: dict[str, Any] = {}
+  for line in (folder / f"{index}.out").read_text().splitlines():
+    with contextlib.suppress(json.JSONDecodeError):
+      reports.update(json.loads(line))
+  return Ended(child.returncode, reports, (folder / f"{index}.err").read_text(errors="replace"))
+
+
+def report(**results: Any) -> None:
+  """In a child: reports results by name."""
+  print(json.dumps(results), flush=True)
