@@ -49,7 +49,7 @@ def work(count, port, index):
   data = StandardScaler().fit_transform(x)[:rows].astype(np.float32), y[:rows].astype(np.float32)
   split = NamedSharding(mesh, P("rows"))
   x, y = (jax.make_array_from_callback(a.shape, split, lambda i, a=a: a[i]) for a in data)
-  specs = dict(in_specs=(P(), P("rows"), P("rows")), out_specs=P(), check_vma=False)
+  specs = {"in_specs": (P(), P("rows"), P("rows")), "out_specs": P(), "check_vma": False}
   with cg.channel("run", to=cg.sinks.Stream("run-{process}.cgs")):
     w = jax.jit(jax.shard_map(train, mesh=mesh, **specs))(jnp.zeros(x.shape[1] + 1), x, y)
     cg.barrier(all_processes=True)  # all has been written, or raises what failed elsewhere

@@ -32,8 +32,9 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.control_flow import loops as _loops
-from jax._src.lib import xla_client as _xla_client
-from jax._src.lib.mlir import ir as _ir
+from jax._src.lib import (
+  xla_client as _xla_client,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
@@ -315,6 +316,27 @@ def device_count(context: Any) -> int:
   return mesh.size if mesh is not None else 1
 
 
+def program_devices(context: Any) -> tuple[Any, ...] | None:
+  """The devices of the program being lowered; None inside a manual region (0.10 to 0.12)."""
+  from jax._src import sharding_impls
+
+  axes = context.module_context.axis_context
+  if not isinstance(axes, sharding_impls.ShardingContext):
+    return None
+  devices = axes.device_assignment
+  return tuple(devices) if devices is not None else (None,) * axes.num_devices
+
+
+def in_manual_region() -> bool:
+  """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
+  return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def trace_key() -> Any:
+  """What JAX's own caches of traces depend on besides the arguments (0.10 to 0.12)."""
+  return _config.trace_context()
+
+
 def keep_with_program(context: Any, value: object) -> None:
   """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
 
@@ -506,7 +528,10 @@ class CommonStore:
 # `jax.experimental.custom_partitioning` is public, but holds pointers in programs, calls no target
 # of ours, and takes no call with side effects alone.
 def register_partitioner(
-  target: str, propagate: Callable[..., Any], partition: Callable[..., Any], infer: Callable[..., Any]
+  target: str,
+  propagate: Callable[..., Any],
+  partition: Callable[..., Any],
+  infer: Callable[..., Any],
 ) -> None:
   """Has XLA's partitioner ask these about custom calls of a target, on plugins too."""
   from jax._src import xla_bridge
@@ -669,145 +694,6 @@ def partition_id(context: Any) -> Any:
   from jax._src.lib.mlir.dialects import hlo
 
   return hlo.partition_id()
-
-
-@contextlib.contextmanager
-def ir_context() -> Any:
-  """A context for `read_attributes` and `local_module`."""
-  with _mlir.make_ir_context() as context, _ir.Location.unknown(context):
-    yield
-
-
-def read_attributes(text: bytes) -> dict[str, Any]:
-  """A call's attributes from the text that XLA holds them as: strings as str, others as they are."""
-  held: Any = _ir.Attribute.parse(text.decode())
-  return {
-    entry.name: entry.attr.value if isinstance(entry.attr, _ir.StringAttr) else entry.attr
-    for entry in _ir.DictAttr(held)
-  }
-
-
-def local_module(
-  target: str,
-  operands: Sequence[tuple[Sequence[int], Any]],
-  results: Sequence[tuple[Sequence[int], Any]],
-  attributes: Mapping[str, Any],
-  *,
-  has_side_effect: bool,
-  aliases: Mapping[int, int],
-  partition_id: bool,
-  broadcast: Sequence[Sequence[int]] | None,
-) -> bytes:
-  """A module whose `main` makes one FFI call, as bytecode.
-
-  Args:
-    target: the FFI target.
-    operands: (shape, dtype) of each; a dtype None is a token.
-    results: likewise.
-    attributes: as from `read_attributes`.
-    has_side_effect: of the call.
-    aliases: operand to result: one memory.
-    partition_id: the device's number is one more operand, the last.
-    broadcast: groups of devices; the results of each group are added up, bit by bit.
-  """
-  from jax._src.lib.mlir.dialects import func, hlo
-
-  def ir_type(shape: Sequence[int], dtype: Any) -> Any:
-    if dtype is None:
-      return hlo.TokenType.get()
-    return _ir.RankedTensorType.get(shape, _mlir.dtype_to_ir_type(np.dtype(dtype)))
-
-  inputs = [ir_type(*operand) for operand in operands]
-  outputs = [ir_type(*result) for result in results]
-  module: Any = _ir.Module.create()
-  with _ir.InsertionPoint(module.body):
-    function = func.FuncOp("main", _ir.FunctionType.get(inputs, outputs))
-    function.attributes["sym_visibility"] = _ir.StringAttr.get("public")
-    with _ir.InsertionPoint(function.add_entry_block()):
-      values = list(function.arguments)
-      ranks = [len(shape) for shape, _ in operands]
-      if partition_id:
-        values.append(hlo.partition_id())
-        ranks.append(0)
-      call = hlo.CustomCallOp(
-        outputs,
-        values,
-        call_target_name=_ir.StringAttr.get(target),
-        has_side_effect=_ir.BoolAttr.get(has_side_effect),
-        api_version=_mlir.i32_attr(4),
-        backend_config=_ir.DictAttr.get(
-          {
-            name: _ir.StringAttr.get(value) if isinstance(value, str) else value
-            for name, value in attributes.items()
-          }
-        ),
-        operand_layouts=_layouts(ranks),
-        result_layouts=_layouts([len(shape) for shape, _ in results]),
-        output_operand_aliases=_ir.ArrayAttr.get(
-          [
-            hlo.OutputOperandAlias.get([o] if len(outputs) > 1 else [], i, [])
-            for i, o in aliases.items()
-          ]
-        ),
-      )
-      returned = list(call.results)
-      if broadcast is not None:
-        returned = [
-          value if dtype is None else _added_up(value, np.dtype(dtype), broadcast)
-          for value, (_, dtype) in zip(returned, results, strict=True)
-        ]
-      func.ReturnOp(returned)
-  return _mlir.module_to_bytecode(module)
-
-
-def _layouts(ranks: Sequence[int]) -> Any:
-  index = _ir.IndexType.get()
-  return _ir.ArrayAttr.get(
-    [
-      _ir.DenseIntElementsAttr.get(np.arange(rank - 1, -1, -1, dtype=np.int64), type=index)
-      for rank in ranks
-    ]
-  )
-
-
-def _added_up(value: Any, dtype: np.dtype[Any], groups: Sequence[Sequence[int]]) -> Any:
-  """The sum over groups of devices, of which all but one have zeros, of a value's bits."""
-  from jax._src.lib.mlir.dialects import hlo
-
-  own = _ir.RankedTensorType(value.type)
-
-  def of(element: Any) -> Any:
-    return _ir.RankedTensorType.get(own.shape, element)
-
-  if dtype.kind == "c":
-    part = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
-    halves = [_added_up(half, part, groups) for half in (hlo.real(value), hlo.imag(value))]
-    return hlo.complex(*halves)
-  packed = dtype.itemsize == 1 and dtype.name not in ("bool", "int8", "uint8") and "float8" not in (
-    dtype.name
-  )
-  if dtype.name == "bool" or packed:
-    word = of(_mlir.dtype_to_ir_type(np.dtype(np.int32)))
-    return hlo.convert(own, _all_reduce(hlo.convert(word, value), groups))
-  word = of(_mlir.dtype_to_ir_type(np.dtype(f"uint{8 * dtype.itemsize}")))
-  return hlo.bitcast_convert(own, _all_reduce(hlo.bitcast_convert(word, value), groups))
-
-
-def _all_reduce(value: Any, groups: Sequence[Sequence[int]]) -> Any:
-  from jax._src.lib.mlir.dialects import hlo
-
-  element = _ir.RankedTensorType.get([], _ir.RankedTensorType(value.type).element_type)
-  reduce = hlo.AllReduceOp(
-    [value.type],
-    [value],
-    _ir.DenseIntElementsAttr.get(np.array(groups, dtype=np.int64)),
-    channel_handle=hlo.ChannelHandle.get(1, 1),
-    use_global_device_ids=_ir.UnitAttr.get(),
-  )
-  block = reduce.regions[0].blocks.append(element, element)
-  with _ir.InsertionPoint(block):
-    hlo.return_([hlo.add(*block.arguments)])
-  return reduce.results[0]
 
 
 # -- JAX's callbacks: callgate.compat and callgate.install -----------------------------------------

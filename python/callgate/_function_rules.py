@@ -85,8 +85,8 @@ def _ask(
     return _rules.of_call(label, found, shapes, results)
   if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) != 2:
     raise GateDefinitionError(
-      f"{label}: sharding: the function returned {found!r}; expected 'shard', 'gather', a rule such "
-      "as 'i j, j k -> i k', or (operands' PartitionSpecs, results' PartitionSpecs)"
+      f"{label}: sharding: the function returned {found!r}; expected 'shard', 'gather', a rule "
+      "such as 'i j, j k -> i k', or (operands' PartitionSpecs, results' PartitionSpecs)"
     )
   ins, outs = cast("tuple[Any, Any]", found)
   return _full(label, "operand", ins, shapes), _full(label, "result", outs, results)
@@ -106,7 +106,9 @@ def _full(label: str, kind: str, given: Any, shapes: Sequence[Shape]) -> list[tu
         f"{label}: sharding: the function returned {spec} for a {kind} of shape {list(shape)}; "
         f"expected at most {len(shape)} entries"
       )
-  return [(*spec, *[None] * (len(shape) - len(spec))) for spec, shape in zip(found, shapes, strict=True)]
+  return [
+    (*spec, *[None] * (len(shape) - len(spec))) for spec, shape in zip(found, shapes, strict=True)
+  ]
 
 
 def _tiling(label: str, mesh: Any, spec: Sequence[Any], shape: Shape) -> Tiling:

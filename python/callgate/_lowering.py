@@ -93,7 +93,7 @@ def emit(
     aliases=aliases or {},
     token=token,
     sharding=sharding,
-    # Nothing follows from the operands of a call without results, and Shardy's rules know no tokens.
+    # Nothing follows from the operands of a call without results; Shardy's rules know no tokens.
     rule=rule if avals_out and token is None else None,
   )
 

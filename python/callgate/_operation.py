@@ -125,6 +125,8 @@ class Operation:
     site = dataclasses.replace(site, by_jax=by_jax)
     _shapes.check_call(self, site, structs)
     self.check_call(site, structs)
+    if isinstance(self.sharding, str):  # raises, if it is a rule that doesn't fit
+      self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
     if by_jax and not stays:
       flat = _jax_engine.bind(self, site, leaves)
     else:

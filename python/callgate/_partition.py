@@ -1,4 +1,4 @@
-"""The partitioner of callgate's calls: XLA asks it how a call on whole arrays becomes one on shards.
+"""The partitioner of callgate's calls: how a call on whole arrays becomes one on shards.
 
 A call in a program over several devices holds, besides what every call holds, the attribute `shard`
 (`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _compat, _function_rules, _names, _shards, _tiles
+from callgate import _compat, _function_rules, _local_module, _names, _shards, _tiles
 from callgate._rules import Rule
 from callgate._tiles import Plan, Tiling
+
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
@@ -117,8 +118,8 @@ def _partition(
   shardings = shardings[: len(result_shapes)]  # XLA's empty tuple has a sharding
   operands = _arrays(operand_shapes, operand_shardings)
   results = _arrays(result_shapes, shardings)
-  with _compat.ir_context():
-    held = _compat.read_attributes(config)
+  with _local_module.ir_context():
+    held = _local_module.read_attributes(config)
     call = Sharded.read(held.pop("shard"))
     inputs, outputs = operands[call.token :], results[call.token :]
     devices = _device_count(call, [*inputs, *outputs])
@@ -148,8 +149,8 @@ def _infer(
   shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
   operands = _arrays(operand_shapes, operand_shardings)
   results = _arrays(shapes, [None] * len(shapes))
-  with _compat.ir_context():
-    call = Sharded.read(_compat.read_attributes(config)["shard"])
+  with _local_module.ir_context():
+    call = Sharded.read(_local_module.read_attributes(config)["shard"])
   inputs, outputs = operands[call.token :], results[call.token :]
   devices = _device_count(call, inputs)
   plan = _plan(call, inputs, outputs, devices)
@@ -177,9 +178,7 @@ def _device_count(call: Sharded, arrays: Sequence[_Array]) -> int:
 
 
 # -- the plan ------------------------------------------------------------------------------------
-def _plan(
-  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
-) -> Plan:
+def _plan(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int) -> Plan:
   shapes = [a.shape for a in inputs], [a.shape for a in outputs]
   given = (
     [_tiling(a, devices) for a in inputs],
@@ -201,9 +200,7 @@ def _tiling(array: _Array, devices: int) -> Tiling:
   return array.tiling(devices)
 
 
-def _by_function(
-  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]
-) -> Rule | Plan:
+def _by_function(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]) -> Rule | Plan:
   """What an operation's function says of these operands, on the program's mesh."""
   operation = _names.get(call.function)
   if operation is None:
@@ -265,7 +262,7 @@ def _module(
     *((t.tile(a.shape), a.dtype) for a, t in zip(results[skip:], plan.results, strict=True)),
   ]
   share = located and call.once and call.tap < 0 and len(groups) < devices
-  return _compat.local_module(
+  return _local_module.local_module(
     target,
     tiles,
     outs,

@@ -82,7 +82,7 @@ class Group:
     self.store = store
     self.index = index
     self.count = count
-    self.silent_seconds = float(os.environ.get("CALLGATE_SILENT_SECONDS", "60"))
+    self.silent_seconds = max(1.0, float(os.environ.get("CALLGATE_SILENT_SECONDS", "60")))
     # Looks at the others are rarer the more there are: all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
     self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when

@@ -18,7 +18,7 @@ from callgate._process_group import Group
 
 _group: Group | None = None
 _hooked = False
-_process = os.getpid()
+_process = 0  # of the operating system, whose group this is: a fork's child has none
 
 
 def group() -> Group | None:
@@ -60,12 +60,13 @@ def fill_index(path: str) -> str:
 
 def _join() -> None:
   """After `jax.distributed.initialize`."""
-  global _group, _hooked
+  global _group, _hooked, _process
   if _group is not None:
     _group.leave()
   if not _hooked:
     _hooked = True
     _tell_of_uncaught()
+  _process = os.getpid()
   place, count = _compat.distributed_place()
   _group = Group(_compat.CommonStore(_compat.distributed_client()), place, count)
 

@@ -28,33 +28,42 @@ BY_NAME = ("shard", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Factors, by number, of each operand's and result's dimensions, and those that are whole."""
+  """Factors, by number, of each operand's and result's dimensions.
+
+  Attributes:
+    operands: a term for each operand: the factor of each dimension.
+    results: likewise.
+    whole: factors that are not split.
+    least: factors of which a tile keeps more than one element.
+  """
 
   operands: tuple[Term, ...]
   results: tuple[Term, ...]
   whole: frozenset[int] = frozenset()
+  least: frozenset[int] = frozenset()
 
   @property
   def text(self) -> str:
-    """As programs hold it: "0 1,1 2->0 2|1"."""
+    """As programs hold it: "0 1,1 2->0 2|1|"."""
 
     def side(terms: Sequence[Term]) -> str:
       return ",".join(" ".join(map(str, term)) for term in terms)
 
-    whole = " ".join(map(str, sorted(self.whole)))
-    return f"{side(self.operands)}->{side(self.results)}|{whole}"
+    marked = (" ".join(map(str, sorted(some))) for some in (self.whole, self.least))
+    return f"{side(self.operands)}->{side(self.results)}|{'|'.join(marked)}"
 
   @classmethod
   def read(cls, text: str, operands: int, results: int) -> Rule:
     """The rule of a text that `text` made, for so many operands and results."""
-    sides, _, whole = text.partition("|")
+    sides, *marked = text.split("|")
     left, _, right = sides.partition("->")
 
     def side(part: str, count: int) -> tuple[Term, ...]:
       terms = tuple(tuple(map(int, term.split())) for term in part.split(","))
       return terms if count else ()
 
-    return cls(side(left, operands), side(right, results), frozenset(map(int, whole.split())))
+    whole, least = (frozenset(map(int, some.split())) for some in marked)
+    return cls(side(left, operands), side(right, results), whole, least)
 
   def closed(self) -> Rule:
     """With every factor whole that a part of the result could not be computed by."""
@@ -82,11 +91,8 @@ class Rule:
       lanes = (first + n for n, (_, mask) in enumerate(levels) if mask[index])
       operands.append((*lanes, *term))
     lanes = tuple(first + n for n in range(len(levels)))
-    return Rule(
-      tuple(operands),
-      tuple((*lanes, *t) if i < results else t for i, t in enumerate(self.results)),
-      self.whole,
-    )
+    outs = tuple((*lanes, *t) if i < results else t for i, t in enumerate(self.results))
+    return dataclasses.replace(self, operands=tuple(operands), results=outs)
 
 
 def gathered(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
@@ -127,7 +133,12 @@ def leading(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
 
 @functools.lru_cache(maxsize=4096)
 def parse(
-  label: str, text: str, operands: tuple[Shape, ...], results: tuple[Shape, ...], *, tap: bool = False
+  label: str,
+  text: str,
+  operands: tuple[Shape, ...],
+  results: tuple[Shape, ...],
+  *,
+  tap: bool = False,
 ) -> Rule:
   """The rule that a user wrote, for arrays of these shapes.
 
@@ -183,7 +194,9 @@ class _Reader:
       # Dimensions are named from the right, as NumPy aligns them.
       tokens = [f"...{rest - n}" for n in range(max(rest, 0))] + tokens[1:]
     if len(tokens) != len(shape):
-      raise self._fail(f"{len(shape)} name(s) for {where} of shape {list(shape)}", repr(term.strip()))
+      raise self._fail(
+        f"{len(shape)} name(s) for {where} of shape {list(shape)}", repr(term.strip())
+      )
     factors = tuple(
       self._factor(token, extent, f"{where}, dimension {axis}")
       for axis, (token, extent) in enumerate(zip(tokens, shape, strict=True))

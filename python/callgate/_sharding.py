@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from callgate import _compat, _function_rules, _names, _rules
 from callgate._partition import Sharded, mesh_text
@@ -85,7 +85,7 @@ def result_specs(
 
 
 # A device's position in the program, which collective gates get as their last operand.
-PARTITION = jax.core.ShapedArray((), np.dtype(np.uint32))
+PARTITION = ShapedArray((), np.dtype(np.uint32))
 
 
 def in_manual(context: Any, gate: Any) -> tuple[Any, dict[str, str]] | None:
@@ -94,8 +94,8 @@ def in_manual(context: Any, gate: Any) -> tuple[Any, dict[str, str]] | None:
     return None
   if _compat.is_partly_manual(context):
     raise GateDefinitionError(
-      f"{gate.label}: collective=True works in programs that are partitioned automatically, and in a "
-      "jax.shard_map over all axes of its mesh; this jax.shard_map leaves some of them to XLA "
+      f"{gate.label}: collective=True works in programs that are partitioned automatically, and in "
+      "a jax.shard_map over all axes of its mesh; this jax.shard_map leaves some of them to XLA "
       "(axis_names=)"
     )
   devices, mesh = _compat.device_count(context), _compat.mesh_axes(context)
@@ -118,13 +118,13 @@ def specs_of(rule: Rule, specs: Sequence[Sequence[Any]]) -> list[list[Any]]:
   out: list[list[Any]] = []
   for term in rule.results:
     used: set[Any] = set()
-    spec: list[Any] = []
+    own: list[Any] = []
     for factor in term:
       axis = axes.get(factor)
-      names = set(axis if isinstance(axis, tuple) else (axis,)) - {None}
-      spec.append(None if names & used else axis)
+      names: set[Any] = set(axis if isinstance(axis, tuple) else (axis,)) - {None}  # pyright: ignore[reportUnknownArgumentType]
+      own.append(None if names & used else axis)
       used |= names
-    out.append(spec)
+    out.append(own)
   return out
 
 

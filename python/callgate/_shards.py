@@ -47,7 +47,8 @@ class Part:
     index = np.unravel_index(tile, self.counts) if self.counts else ()
     extents = [extent // count for extent, count in zip(self.shape, self.counts, strict=True)]
     return tuple(
-      slice(int(i) * extent, (int(i) + 1) * extent) for i, extent in zip(index, extents, strict=True)
+      slice(int(i) * extent, (int(i) + 1) * extent)
+      for i, extent in zip(index, extents, strict=True)
     )
 
 

@@ -146,6 +146,8 @@ def plan(
       count = tiling.counts[axis]
       if factor in rule.whole or factor in split or count == 1 or shape[axis] % count:
         continue
+      if factor in rule.least and shape[axis] == count:
+        continue
       split[factor] = (count, tiling.index[:, axis])
       if not all(made(other).expressible for other in terms if factor in other):
         del split[factor]

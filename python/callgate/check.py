@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _runtime, _shapes
-from callgate import _primitive
+from callgate import _callgate, _primitive, _runtime, _shapes
 from callgate._primitive import CallSite
 from callgate.errors import CheckError, GateDefinitionError, raise_deferred
 from callgate.gate import Gate

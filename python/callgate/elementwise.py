@@ -14,11 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _elementwise_derivatives, _elementwise_params, _runtime, _toolchain
+from callgate import (
+  _callgate,
+  _elementwise_derivatives,
+  _elementwise_params,
+  _rules,
+  _runtime,
+  _toolchain,
+)
 from callgate._elementwise_params import Param, dtype_named
 from callgate._elementwise_source import Code, cpu_unit, has_complex
 from callgate._operation import Effect
 from callgate._parameters import Kind, Parameter, from_codes
+from callgate._rules import Rule
 from callgate._toolchain import CompileError
 from callgate.cpp import caller_module
 from callgate.errors import GateDefinitionError
@@ -125,6 +133,19 @@ class ElementwiseKernel(Kernel):
     operands, static = self._arguments(args, kwargs)
     results = jax.tree.leaves(self.out(*operands, **dict(static)))
     return self._source(self.variant_key(self.types_of(operands, results, static)))
+
+  def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
+    if self.sharding is not None:
+      return super().sharding_rule(site, operands, results)
+    if self.user_code.knows_place:
+      return _rules.gathered(operands, results)
+    ins, outs = (", ".join(["..."] * len(shapes)) for shapes in (operands, results))
+    rule = _rules.parse(self.label, f"{ins} -> {outs}", tuple(operands), tuple(results))
+    if all(shape == results[0] for shape in operands):
+      return rule
+    # The code is made for what varies along the innermost axis, which therefore must stay one.
+    inner = [f for f, extent in zip(rule.results[0], results[0], strict=True) if extent != 1]
+    return dataclasses.replace(rule, least=frozenset(inner[-1:]))
 
   # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:

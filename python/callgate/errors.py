@@ -103,8 +103,8 @@ class ProcessError(GateError, RuntimeError):
   """
 
   def __init__(self, process: int, kind: str, message: str) -> None:
-    super().__init__(f"process {process}: {kind}: {message}" if kind else
-                     f"process {process} {message}")  # fmt: skip
+    said = f": {kind}: {message}" if kind else f" {message}"
+    super().__init__(f"process {process}{said}")
     self.process = process
     self.kind = kind
     self.message = message

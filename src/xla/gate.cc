@@ -174,8 +174,11 @@ void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
   ProgressBoard::instance().fail(call.context().run);
   if (!site.poison_on_error) {
     promise.fail(ErrorCode::kDeadlineExceeded, report);
-  } else if (promise.succeed([&call] { call.poison_results(); })) {
-    site.callee->defer(Failure{ErrorCode::kDeadlineExceeded, report});
+  } else {
+    promise.succeed([&] {
+      call.poison_results();
+      site.callee->defer(Failure{ErrorCode::kDeadlineExceeded, report});
+    });
   }
 }
 

@@ -1,7 +1,8 @@
 """Starts groups of local processes that `jax.distributed` joins, and collects what they say.
 
 A process runs a script with its index, the number of processes and the coordinator's port as first
-arguments; it reports results as lines of JSON on its standard output (`report` here, in the child).
+arguments. It reports results as lines of JSON in a file of its own (`report` here, in the child):
+on its standard output JAX's libraries have their say, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+_REPORTS = "PROCESS_GROUP_REPORTS"  # the file that a child reports to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,8 @@ def run_group(
       out = stack.enter_context(open(folder / f"{index}.out", "wb"))
       err = stack.enter_context(open(folder / f"{index}.err", "wb"))
       command = [sys.executable, str(script), str(index), str(count), str(port), *arguments]
-      child = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=err)
+      own = {**variables, _REPORTS: str(_reports(folder, index))}
+      child = subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err)
       stack.callback(_end, child)
       children.append(child)
     deadline = time.monotonic() + seconds
@@ -96,12 +100,17 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def _ended(folder: pathlib.Path, index: int, child: subprocess.Popen[bytes]) -> Ended:
   reports: dict[str, Any] = {}
-  for line in (folder / f"{index}.out").read_text().splitlines():
-    with contextlib.suppress(json.JSONDecodeError):
-      reports.update(json.loads(line))
+  written = _reports(folder, index)
+  for line in written.read_text().splitlines() if written.exists() else ():
+    reports.update(json.loads(line))
   return Ended(child.returncode, reports, (folder / f"{index}.err").read_text(errors="replace"))
+
+
+def _reports(folder: pathlib.Path, index: int) -> pathlib.Path:
+  return folder / f"{index}.reports"
 
 
 def report(**results: Any) -> None:
   """In a child: reports results by name."""
-  print(json.dumps(results), flush=True)
+  with open(os.environ[_REPORTS], "a") as file:
+    file.write(json.dumps(results) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -97,10 +98,12 @@ def test_streams_of_all_processes_are_read_as_one(group):
 
 
 def test_the_terminal_shows_the_merged_streams(group):
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   done = subprocess.run(
     [sys.executable, "-m", "callgate", "tail", "--json", "-n", "100", "run-*.cgs"],
-    cwd=group.folder, capture_output=True, text=True, timeout=120, check=True,
+    cwd=group.folder, env=environment, capture_output=True, text=True, timeout=120,
   )  # fmt: skip
+  assert done.returncode == 0, done.stderr
   shown = [json.loads(line) for line in done.stdout.splitlines()]
   assert len(shown) == 6 * len(group.ended)
   assert {line["process"] for line in shown} == set(range(len(group.ended)))

@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 import callgate as cg
 
-MESHES = {"8": ((8,), "a"), "4x2": ((4, 2), "ab"), "2x4": ((2, 4), "ab"), "2x2x2": ((2, 2, 2), "abc")}
+MESHES = {
+  "8": ((8,), "a"),
+  "4x2": ((4, 2), "ab"),
+  "2x4": ((2, 4), "ab"),
+  "2x2x2": ((2, 2, 2), "abc"),
+}
 DTYPES = ["int32", "float32", "bfloat16", "uint8", "complex64", "bool", "int8", "float16"]
 MOVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
@@ -79,10 +84,14 @@ def follow(
   """
 
   def function(*xs: np.ndarray) -> tuple[np.ndarray, ...]:
-    sizes = {n: e for x, term in zip(xs, terms, strict=True) for n, e in zip(term, x.shape, strict=True)}
+    sizes = {
+      n: e for x, term in zip(xs, terms, strict=True) for n, e in zip(term, x.shape, strict=True)
+    }
     results: list[np.ndarray] = []
     for out in outs:
-      total = np.zeros([sizes[n] for n in out], np.complex64 if np.dtype(dtype).kind == "c" else int)
+      total = np.zeros(
+        [sizes[n] for n in out], np.complex64 if np.dtype(dtype).kind == "c" else int
+      )
       for x, term in zip(xs, terms, strict=True):
         y = x.astype(total.dtype)
         for axis, name in enumerate(term):
@@ -94,7 +103,7 @@ def follow(
         total = total + y.reshape([sizes[n] if n in kept else 1 for n in out])
       limit = 7 if np.dtype(dtype).kind != "b" else 2
       small = total if np.dtype(dtype).kind == "c" else total % limit
-      results.append(np.ascontiguousarray(small.astype(dtype)))
+      results.append(np.array(small.astype(dtype), order="C"))
     return tuple(results)
 
   return function
@@ -116,7 +125,10 @@ def specs(draw: st.DrawFn, shape: tuple[int, ...], on: Mesh) -> P:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=60,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
@@ -150,13 +162,18 @@ def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
   ]
   placed = data.draw(st.booleans(), "results are placed")
   call = jax.jit(gate, out_shardings=tuple(wanted) if placed else None)
-  for got, want in zip(call(*inputs), function(*arrays), strict=True):
+  with cg.errors():
+    found = jax.block_until_ready(call(*inputs))
+  for got, want in zip(found, function(*arrays), strict=True):
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
 @hypothesis.given(st.data())
 @hypothesis.settings(
-  max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+  max_examples=25,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_lanes_may_be_anywhere(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
@@ -245,7 +262,7 @@ def test_effects_happen_once_a_distinct_shard(effect: str) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn", "int16", "uint32"])
 def test_results_of_one_call_reach_every_device(dtype: str) -> None:
   values = jnp.asarray((np.arange(16).reshape(8, 2) % 3) - 1).astype(dtype)
-  gate = cg.gate(lambda x: (x.copy(), x[0].copy()), out=lambda x: (x, x[0]), effect="io")
+  gate = cg.gate(lambda x: (x.copy(), x[0].copy()), out=(values, values[0]), effect="io")
   whole, row = jax.jit(gate)(put(values, mesh("8"), "a"))
   for shard in (*whole.addressable_shards, *row.addressable_shards):
     want = values if shard.data.ndim == 2 else values[0]
@@ -263,7 +280,7 @@ def test_zero_size_arrays_and_scalars() -> None:
   gate, calls = doubling(sharding="shard", effect="io")
   assert jax.jit(gate)(put(np.zeros((8, 0), np.float32), mesh("8"), "a")).shape == (8, 0)
   assert float(jax.jit(gate)(put(np.float32(3), mesh("8")))) == 6
-  assert len(calls.take()) == 9
+  assert set(calls.take()) == {((),), ((8, 0),)}
 
 
 def test_an_uneven_dimension_is_gathered() -> None:
@@ -324,13 +341,22 @@ def programs(on: Mesh) -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
     "vmap of scan": lambda g: jax.vmap(
       lambda r: jax.lax.scan(lambda c, _: (g(c[None])[0], None), r, length=1)[0]
     ),
-    "gradient": lambda g: lambda x: jax.grad(lambda x: (with_rule(g)(x) * x).sum())(x) - with_rule(g)(x),
-    "remat": lambda g: lambda x: jax.grad(
-      lambda c: jax.lax.scan(jax.checkpoint(lambda c, _: (with_rule(g)(c), None)), c, length=1)[0].sum()
-    )(x) * x,
+    "gradient": lambda g: (
+      lambda x: jax.grad(lambda x: (with_rule(g)(x) * x).sum())(x) - with_rule(g)(x)
+    ),
+    "remat": lambda g: (
+      lambda x: (
+        jax.grad(
+          lambda c: jax.lax.scan(jax.checkpoint(lambda c, _: (with_rule(g)(c), None)), c, length=1)[
+            0
+          ].sum()
+        )(x)
+        * x
+      )
+    ),
     "jvp": lambda g: lambda x: jax.jvp(lambda x: x * 2, (x,), (g(x) / 2,))[1],
-    "constraint": lambda g: lambda x: g(
-      jax.lax.with_sharding_constraint(x, NamedSharding(on, P("b", "a")))
+    "constraint": lambda g: (
+      lambda x: g(jax.lax.with_sharding_constraint(x, NamedSharding(on, P("b", "a"))))
     ),
     "shard_map": lambda g: jax.shard_map(g, mesh=on, in_specs=spec, out_specs=spec),
     "shard_map, unchecked": lambda g: jax.shard_map(
@@ -345,9 +371,7 @@ def programs(on: Mesh) -> dict[str, Callable[[Any], Callable[[Any], Any]]]:
   }
 
 
-@pytest.mark.parametrize(
-  ("rule", "program"), list(itertools.product(RULES, programs(mesh())))
-)
+@pytest.mark.parametrize(("rule", "program"), list(itertools.product(RULES, programs(mesh()))))
 def test_every_rule_under_every_transformation(rule: str, program: str) -> None:
   on = mesh()
   gate, calls = doubling(**RULES[rule])
@@ -407,7 +431,7 @@ def test_donated_memory_is_the_results_on_every_device() -> None:
     np.add(x, 1, out=out)
 
   gate = cg.gate(add, out=lambda x: x, style="inplace", aliases={0: 0}, sharding="shard")
-  x = put(X, mesh("8"), "a")
+  x = jnp.copy(put(X, mesh("8"), "a"))  # not NumPy's memory
   before = [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
   y = jax.jit(gate, donate_argnums=0)(x)
   np.testing.assert_array_equal(y, X + 1)
@@ -444,6 +468,35 @@ def test_elementwise_kernels_are_split_as_they_broadcast() -> None:
   np.testing.assert_array_equal(y, X * X[:1] + 1)
   assert y.sharding.spec == P("a", "b")
   assert moves(kernel, x, row) == set()
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(
+  max_examples=15,
+  deadline=None,
+  derandomize=True,
+  suppress_health_check=list(hypothesis.HealthCheck),
+)
+def test_elementwise_kernels_broadcast_on_any_tiles(data: st.DataObject) -> None:
+  on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
+  shapes = [
+    data.draw(st.sampled_from([(8, 8), (8, 1), (1, 8), (8,), (1, 1), ()]), f"shape {i}")
+    for i in range(2)
+  ]
+  arrays = [np.arange(int(np.prod(s)), dtype=np.float32).reshape(s) for s in shapes]
+  inputs = [put(x, on, *data.draw(specs(x.shape, on), "sharding")) for x in arrays]
+  with cg.errors():
+    got = jax.block_until_ready(jax.jit(SCALED)(*inputs))
+  np.testing.assert_array_equal(got, arrays[0] * arrays[1] + 1)
+
+
+SCALED = cg.elementwise("T x, T y", "T z", "z = x * y + 1", name="scaled on tiles")
+
+
+def test_a_kernel_that_knows_its_place_is_gathered() -> None:
+  kernel = cg.elementwise("T x", "T z", "z = x + i")
+  y = jax.jit(kernel)(put(np.zeros(16, np.float32), mesh("8"), "a"))
+  np.testing.assert_array_equal(y, np.arange(16))
 
 
 # -- functions as rules --------------------------------------------------------------------------
@@ -514,11 +567,13 @@ def test_an_exception_in_one_shard_before_a_collective(sharding: str, effect: st
       raise KeyError("sixteen")
     return x
 
-  gate = cg.gate(fail, out=lambda x: x, sharding=sharding, effect=effect, name=f"f {sharding} {effect}")
+  gate = cg.gate(
+    fail, out=lambda x: x, sharding=sharding, effect=effect, name=f"f {sharding} {effect}"
+  )
   program = jax.jit(lambda x: gate(x).sum())
   x = put(X, mesh("8"), "a")
   with pytest.raises(KeyError, match="sixteen") as caught, cg.errors():
-    program(x)
+    jax.block_until_ready(program(x))
   note = " ".join(caught.value.__notes__)
   assert f"gate 'f {sharding} {effect}' on shard" in note
   if sharding == "shard":
@@ -548,7 +603,7 @@ def test_a_call_that_takes_too_long_is_given_up_on_every_device() -> None:
   gate = cg.gate(wait, out=lambda x: x, sharding="shard", timeout=0.5)
   try:
     with pytest.raises(cg.GateTimeoutError), cg.errors():
-      jax.jit(lambda x: gate(x).sum())(put(X, mesh("8"), "a"))
+      jax.block_until_ready(jax.jit(lambda x: gate(x).sum())(put(X, mesh("8"), "a")))
   finally:
     release.set()
 
@@ -631,4 +686,4 @@ def test_ordered_gates_keep_the_program_order_on_each_device() -> None:
     program(x)
   jax.effects_barrier()
   steps = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-  assert seen == {device: steps * 2 for device in range(8)}
+  assert seen == dict.fromkeys(range(8), steps * 2)

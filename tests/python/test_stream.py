@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callgate as cg
+from callgate.__main__ import main
 
 
 @pytest.fixture
@@ -300,3 +301,12 @@ def test_a_clock_that_steps_back_does_not_reorder_the_records_of_a_device(tmp_pa
   write_processes(tmp_path, {0: [5, 1, 6], 1: [2, 7]})
   found = [(r.process, r.seq) for r in cg.open_stream(str(tmp_path / "run-*.cgs"))]
   assert found == [(1, 0), (0, 0), (0, 1), (0, 2), (1, 1)]
+
+
+def test_tail_shows_the_process_of_each_record_but_of_process_0(tmp_path, capsys):
+  write_processes(tmp_path, {0: [1], 2: [0]})
+  assert main(["tail", str(tmp_path / "run-*.cgs")]) == 0
+  second, first = capsys.readouterr().out.splitlines()
+  assert " process 2 device 20 loss #0 " in second
+  assert " device 0 loss #0 " in first
+  assert "process" not in first

@@ -1,0 +1,182 @@
+"""What counts of parts mean: the specs of `compat.sharded_jit`, their devices and their shardings.
+
+Pure functions of specs, devices and shapes; any thread may call them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as _Names
+
+
+class PartitionSpec(tuple[int, ...]):
+  """Into how many parts each dimension is split: `PartitionSpec(2, 1)` halves the rows.
+
+  The parts are numbered in row-major order, and the device of that number holds each.
+
+  Args:
+    *partitions: a count a dimension, so that an array of shape (8, 6) has tiles of shape (4, 6)
+      under `PartitionSpec(2, 1)`. The product is the number of devices.
+
+  Raises:
+    ValueError: a count that is not an integer of at least 1.
+  """
+
+  __slots__ = ()
+
+  def __new__(cls, *partitions: int) -> PartitionSpec:
+    for count in partitions:
+      if not is_count(count):
+        raise ValueError(f"PartitionSpec: expected counts of at least 1, got {count!r}")
+    return tuple.__new__(cls, map(int, partitions))
+
+  def __getnewargs__(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    return tuple(self)  # for pickle and copy, which would pass one tuple otherwise
+
+  def __repr__(self) -> str:
+    return f"PartitionSpec({', '.join(map(str, self))})"
+
+
+Parts = PartitionSpec | None
+"""How one array is split; None is a copy on every device."""
+
+
+def is_count(value: object) -> bool:
+  """Whether `value` is an integer of at least 1."""
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
+
+
+def is_parts(value: object) -> bool:
+  """Whether `value` is a leaf of `in_parts` and `out_parts`."""
+  return value is None or isinstance(value, PartitionSpec)
+
+
+# -- from counts to shardings ----------------------------------------------------------------------
+def _primes(number: int) -> Iterator[int]:
+  """The prime factors of a number, in order."""
+  for prime in itertools.count(2):
+    while number % prime == 0:
+      yield prime
+      number //= prime
+    if number == 1:
+      return
+
+
+@functools.lru_cache(maxsize=1024)
+def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
+  """Tile number k of a split, in row-major order, is on device k.
+
+  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
+
+  Args:
+    devices: the devices; their number is a multiple of the product of the counts.
+    parts: the counts of an array, or None.
+
+  Returns:
+    The sharding. Devices beyond the product hold copies.
+  """
+  counts = [tuple(_primes(count)) for count in parts or ()]
+  split = list(itertools.chain.from_iterable(counts))
+  shape = (*split, *_primes(len(devices) // math.prod(split)))
+  names = iter([f"parts{axis}" for axis in range(len(shape))])
+  mesh = Mesh(np.array(devices).reshape(shape), tuple(f"parts{a}" for a in range(len(shape))))
+  return NamedSharding(mesh, _Names(*[tuple(itertools.islice(names, len(c))) for c in counts]))
+
+
+# -- from trees of specs to a spec a leaf ----------------------------------------------------------
+def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
+  """The spec of each leaf.
+
+  Args:
+    parts: specs; a pytree prefix of `tree`.
+    tree: the arguments, or the results.
+    what: the name of `parts` in messages.
+
+  Returns:
+    A spec a leaf of `tree`, in order.
+
+  Raises:
+    ValueError: `parts` is not a prefix, or has leaves that are no specs.
+  """
+  flat: list[Parts] = []
+
+  def spread(part: Any, below: Any) -> None:
+    flat.extend([part] * len(jax.tree.leaves(below)))
+
+  specs(parts, what)
+  try:
+    jax.tree.map(spread, parts, tree, is_leaf=is_parts)
+  except ValueError as error:
+    raise ValueError(
+      f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
+    ) from error
+  return flat
+
+
+def specs(parts: Any, what: str) -> list[PartitionSpec]:
+  """The leaves of a tree of specs that aren't None.
+
+  Args:
+    parts: the tree.
+    what: its name in messages.
+
+  Returns:
+    The specs, in order.
+
+  Raises:
+    ValueError: a leaf that is neither a spec nor None.
+  """
+  leaves = jax.tree.leaves(parts, is_leaf=is_parts)
+  for leaf in leaves:
+    if not is_parts(leaf):
+      raise ValueError(
+        f"sharded_jit: {what}: expected a PartitionSpec or None as leaves, got {leaf!r}"
+      )
+  return [leaf for leaf in leaves if leaf is not None]
+
+
+def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
+  """Each spec has as many counts as its array has dimensions.
+
+  Args:
+    parts: a spec a leaf.
+    leaves: what has a `shape`, one each.
+    what: the name of the specs in messages.
+
+  Raises:
+    ValueError: the first that hasn't.
+  """
+  for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
+    if part is not None and len(part) != len(leaf.shape):
+      raise ValueError(
+        f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
+        f"{len(leaf.shape)}: shape {list(leaf.shape)}"
+      )
+
+
+def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
+  """Each spec divides the dimensions of its array: arguments and results aren't padded.
+
+  Args:
+    parts: a spec an array.
+    shapes: the arrays' shapes, with as many dimensions.
+    what: the name of the specs in messages.
+
+  Raises:
+    ValueError: the first that doesn't.
+  """
+  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
+      if size % count != 0:
+        raise ValueError(
+          f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
+          f"expected a multiple of {count}, got {size}: shape {list(shape)}"
+        )

@@ -1,0 +1,317 @@
+"""`jax.experimental.sharded_jit` of 2020-21: a jit whose arguments and results are split by counts.
+
+```python
+import jax.numpy as jnp
+from callgate.compat.sharded_jit import PartitionSpec, sharded_jit
+
+add = sharded_jit(lambda x, y: x + y, in_parts=(PartitionSpec(1), None), out_parts=PartitionSpec(1))
+assert add(jnp.ones(4), jnp.ones(4)).tolist() == [2.0] * 4
+```
+
+It ran on TPUs, then on GPUs; this one is `jax.jit` with shardings underneath, so it runs on every
+platform. A function is traced and compiled once for each kind of arguments, on the thread that
+first calls it with them; any thread may call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
+
+from callgate import _compat
+from callgate.compat._sharded_constraint import counts_inside, with_sharding_constraint
+from callgate.compat._sharded_local import (
+  LocalParts,
+  Part,
+  agreed,
+  check_local,
+  devices_of,
+  is_shared,
+  part_of,
+  put,
+)
+from callgate.compat._sharded_parts import (
+  PartitionSpec,
+  Parts,
+  check_divides,
+  check_ranks,
+  flat_parts,
+  is_count,
+  specs,
+)
+
+__all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
+
+
+def sharded_jit(
+  fun: Callable[..., Any],
+  in_parts: Any,
+  out_parts: Any,
+  num_partitions: int | None = None,
+  local_in_parts: Any = None,
+  local_out_parts: Any = None,
+  local_num_partitions: int | None = None,
+  static_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+  """Like `jax.jit`, with arguments and results split over several devices.
+
+  The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
+  constraints inside, which must all agree. They are the first ones of this process. Where there are
+  several processes, and more partitions than a process has devices, they are all devices of all
+  processes; then each process passes its part of every argument and gets its part of every result:
+  arrays on its own devices. The function itself sees the whole arrays. In a program around (`jit`,
+  `grad`, `vmap`, loops) arguments and results are whole there, too.
+
+  Args:
+    fun: a function of arrays and pytrees of arrays.
+    in_parts: how the arguments are split: a `PartitionSpec` for all, None (replicated), or a tuple
+      with an entry an argument, each a pytree prefix of it. Without the static arguments. A spec
+      has a count for each dimension of its arrays.
+    out_parts: the same for the results.
+    num_partitions: the number of devices, where nothing else says it.
+    local_in_parts: with several processes, how the part of the arguments that a process passes
+      is split over its own devices. It follows from the devices, and is checked if given.
+    local_out_parts: the same for the part of the results that it gets.
+    local_num_partitions: the number of devices of each process. Across processes it must be said
+      where all arguments and results are replicated.
+    static_argnums: positions of arguments that are hashable values, not arrays.
+
+  Returns:
+    The function. Its results are `jax.Array`s with the shapes and types that `fun` gives them,
+    split as `out_parts` says; across processes, the process's tiles of them.
+
+  Raises:
+    ValueError: here or in a call: partitions that disagree with each other, with the arrays or with
+      the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
+    NotImplementedError: in a call with keyword arguments.
+  """
+  for name, count in (
+    ("num_partitions", num_partitions),
+    ("local_num_partitions", local_num_partitions),
+  ):
+    if count is not None and not is_count(count):
+      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
+  static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+  local = LocalParts(_entries(local_in_parts), local_out_parts, local_num_partitions)
+  split = _ShardedJit(fun, _entries(in_parts), out_parts, num_partitions, local, static)
+
+  @functools.wraps(fun)
+  def wrapped(*args: Any, **kwargs: Any) -> Any:
+    if kwargs:
+      raise NotImplementedError(
+        f"sharded_jit over kwargs not yet supported: got {', '.join(kwargs)}; pass them by position"
+      )
+    return split.call(args)
+
+  return wrapped
+
+
+def _entries(parts: Any) -> Any:
+  """Parts of arguments: a list of them is a tuple, as the arguments are."""
+  return tuple(parts) if isinstance(parts, list) else parts
+
+
+class _ShardedJit:
+  """What one call of `sharded_jit` made: the function, its parts and its programs."""
+
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    in_parts: Any,
+    out_parts: Any,
+    num_partitions: int | None,
+    local: LocalParts,
+    static: tuple[int, ...],
+  ) -> None:
+    self.fun, self.static, self.local = fun, static, local
+    self.name = getattr(fun, "__name__", "sharded_jit")
+    self.in_parts, self.out_parts = in_parts, out_parts
+    split = {"in_parts": specs(in_parts, "in_parts"), "out_parts": specs(out_parts, "out_parts")}
+    self.split = any(split.values())
+    # Disagreement is an error before any call.
+    self.said = agreed("partitions", {"num_partitions": num_partitions, **split})
+    self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
+    self._lock = threading.Lock()
+
+  def call(self, args: tuple[Any, ...]) -> Any:
+    """The function of positional arguments."""
+    fixed = self._fixed(args)
+    given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
+    leaves, tree = jax.tree.flatten(given)
+    types = [jax.typeof(leaf) for leaf in leaves]
+    # In a program around, arrays are whole even across processes, and its mesh may decide.
+    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
+    static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
+    key = (tree, *map(str, types), static, inside, _compat.trace_key())
+    with self._lock:
+      run = self._programs.get(key)
+    if run is None:
+      program = _Program(self, given, fixed, inside)
+      run = program.runner(types)
+      if program.lasting:
+        with self._lock:
+          self._programs[key] = run
+    return run(leaves)
+
+  def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
+    """The static arguments by position."""
+    if not all(-len(args) <= i < len(args) for i in self.static):
+      raise ValueError(
+        f"sharded_jit: static_argnums={self.static}, but {self.name} was called with only "
+        f"{len(args)} positional arguments"
+      )
+    fixed = {i % len(args): args[i] for i in self.static}
+    for i, value in fixed.items():
+      try:
+        hash(value)
+      except TypeError as error:
+        raise ValueError(
+          f"sharded_jit: static argument {i} of {self.name}: expected a hashable value, got "
+          f"{value!r}"
+        ) from error
+    return fixed
+
+
+class _Program:
+  """One program of a sharded_jit function: for arguments of certain shapes and types."""
+
+  def __init__(
+    self, split: _ShardedJit, given: tuple[Any, ...], fixed: dict[int, Any], inside: bool
+  ) -> None:
+    self.split, self.fixed, self.inside = split, fixed, inside
+    self.given, self.tree = given, jax.tree.structure(given)
+    self.lasting = True  # until it turns out that it closes over a value being traced
+
+  def runner(self, types: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Traces the function for arguments of `types`; returns what runs it on flat arguments."""
+    parts = flat_parts(self.split.in_parts, self.given, "in_parts")
+    check_ranks(parts, types, "in_parts")
+    shapes = self._whole_shapes(parts, types)
+    check_divides(parts, shapes, "in_parts")
+    closed, info = self._traced(shapes, types)
+    out_parts = flat_parts(self.split.out_parts, info, "out_parts")
+    results = jax.tree.leaves(info)
+    check_ranks(out_parts, results, "out_parts")
+    check_divides(out_parts, [result.shape for result in results], "out_parts")
+    count = self._count(closed.jaxpr)
+    self.lasting = not any(isinstance(const, Tracer) for const in closed.consts)
+    if count is None or _compat.in_manual_region():
+      # Replicated on as many devices as the program around has; parts of parts aren't split again.
+      return _runner(closed, info, self.split.name)
+    devices = self._devices(count)
+    ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
+    self._check_local(ins, outs, info)
+    shared = is_shared(devices)
+    if shared and not self.inside and not self.lasting:
+      raise ValueError(
+        f"sharded_jit across processes: expected {self.split.name} to close over values, got one "
+        "that is being traced: pass it as an argument, or transform inside of sharded_jit"
+      )
+    return _runner(closed, info, self.split.name, ins, outs, shared, self.inside)
+
+  def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
+    """The shapes that the function sees."""
+    shapes = [t.shape for t in types]
+    if self.split.said is None or self.inside:
+      return shapes  # nothing is split, or nothing is a part
+    devices = self._devices(self.split.said)
+    if not is_shared(devices):
+      return shapes
+    return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
+
+  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> tuple[Any, Any]:
+    """The program and the tree of its results; what the function closes over are constants."""
+    fixed, fun, tree = self.fixed, self.split.fun, self.tree
+    total = len(self.given) + len(fixed)
+
+    def flat(*leaves: Any) -> Any:
+      rest = iter(jax.tree.unflatten(tree, leaves))
+      return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
+
+    flat.__name__ = self.split.name
+    arguments = [
+      jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
+      for shape, t in zip(shapes, types, strict=True)
+    ]
+    return jax.make_jaxpr(flat, return_shape=True)(*arguments)
+
+  def _count(self, jaxpr: Any) -> int | None:
+    """The number of partitions; None where nothing says it and the program around may."""
+    count = self.split.said
+    for inside, who in counts_inside(jaxpr):
+      if count is not None and inside != count:
+        raise ValueError(
+          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
+          f"{count}. If these partitions look right, check outer sharded_jit and/or other "
+          "with_sharding_constraint calls."
+        )
+      count = inside
+    return 1 if count is None and self.split.local.said is not None else count
+
+  def _devices(self, count: int) -> tuple[Any, ...]:
+    return devices_of(count, self.split.local, self.split.split)
+
+  def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
+    local = self.split.local
+    for parts, said, tree, what in (
+      (ins, local.in_parts, self.given, "local_in_parts"),
+      (outs, local.out_parts, results, "local_out_parts"),
+    ):
+      if said is not None:
+        check_local(parts, flat_parts(said, tree, what), what)
+
+
+def _runner(
+  closed: Any,
+  info: Any,
+  name: str,
+  ins: Sequence[Part] | None = None,
+  outs: Sequence[Part] = (),
+  shared: bool = False,
+  inside: bool = False,
+) -> Callable[[list[Any]], Any]:
+  """What runs a traced program on flat arguments; it is not traced again.
+
+  Args:
+    closed: the program.
+    info: the tree of its results.
+    name: its name in profiles and texts.
+    ins: how the arguments are split; None leaves them, and the results, where they are.
+    outs: how the results are split.
+    shared: whether the devices are of several processes.
+    inside: whether a program around calls it, with whole arrays.
+  """
+  program = jaxpr_as_fun(closed)
+  tree = jax.tree.structure(info)
+
+  def flat(*leaves: Any) -> list[Any]:
+    return program(*leaves)
+
+  flat.__name__ = flat.__qualname__ = name
+  if ins is None:
+    compiled = jax.jit(flat)
+    return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
+  compiled = jax.jit(
+    flat,
+    in_shardings=tuple(part.whole for part in ins),
+    out_shardings=[part.whole for part in outs],
+  )
+
+  def place(leaf: Any, part: Part) -> Any:
+    if inside and (shared or isinstance(leaf, Tracer)):
+      return leaf
+    return part.to_program(leaf) if shared else put(leaf, part.whole)
+
+  def run(leaves: list[Any]) -> Any:
+    results = compiled(*[place(leaf, part) for leaf, part in zip(leaves, ins, strict=True)])
+    if shared and not inside:
+      results = [part.to_process(whole) for part, whole in zip(outs, results, strict=True)]
+    return jax.tree.unflatten(tree, results)
+
+  return run
