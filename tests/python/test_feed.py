@@ -342,23 +342,19 @@ def test_torch_s_loaders_are_fed_as_they_are() -> None:
 
 
 # -- many devices ---
-def test_a_partitioned_program_says_that_feeds_are_for_one_device() -> None:
-  printed = output_of(
-    """
-    import jax, jax.numpy as jnp, numpy as np
-    import callgate as cg
-    from jax.sharding import NamedSharding, PartitionSpec
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("d")))
-    with cg.feed([np.float32(1)], name="data") as feed:
-      try:
-        jax.jit(lambda x: x + feed.next())(x)
-      except cg.GateDefinitionError as error:
-        print(error)
-    """,
-    XLA_FLAGS="--xla_force_host_platform_device_count=4",
-  )
-  assert "gate 'data': effect='ordered' works in programs for one CPU device" in printed
+def test_a_program_over_several_devices_takes_each_item_once() -> None:
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+  x = jax.device_put(jnp.arange(8.0), split)
+  with cg.feed(np.float32([i, 10 * i]) for i in range(10)) as feed:
+    step = lambda c, _: (c + feed.next()[1], None)
+    program = jax.jit(lambda x: jax.lax.scan(step, x, length=3)[0])
+    np.testing.assert_array_equal(program(x), np.arange(8.0) + 30)
+    lanes = jax.jit(jax.vmap(lambda x: x * 0 + feed.next()[0]))(x[:4])
+    np.testing.assert_array_equal(lanes, [3, 4, 5, 6])
+    np.testing.assert_array_equal(program(x), np.arange(8.0) + 70 + 80 + 90)
+    with pytest.raises(cg.EndOfFeed), cg.errors():
+      program(x)
 
 
 def test_a_feed_s_program_and_others_share_a_process() -> None:
