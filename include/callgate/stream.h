@@ -37,7 +37,9 @@
 //            24  i64[]  dims, outermost first, batch levels included
 //                       dtype's name as NumPy or ml_dtypes has it, path; each padded to 8 bytes
 //
-//   'R'      24  u32    number of its source          28  u32  flags: 1 repeated
+//   'R'      24  u32    number of its source          28  u32  flags: 1 repeated;
+//                                                             from bit 8 on, the number of the
+//                                                             shard plus 1; 0 for whole arrays
 //            32  u64    sequence number               40  i64  time, ns since the epoch
 //            48  i64    run                           56  i32  device        60  u32  0
 //            64         each leaf's elements, row-major, padded to 8 bytes; elements of less than
@@ -125,6 +127,9 @@ struct Record {
   std::uint32_t flags = 0;
   const char* payload = nullptr;  // source->payload_bytes, until the reader is used again
 
+  // The device's position in the program that sent a shard; -1 for whole arrays. Which part of the
+  // array it is stands in the source's description.
+  std::int32_t shard() const noexcept { return static_cast<std::int32_t>(flags >> 8) - 1; }
   const char* data(const Leaf& leaf) const noexcept { return payload + leaf.offset; }
 };
 

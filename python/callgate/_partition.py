@@ -316,7 +316,8 @@ def _tap_spec(
 ) -> str:
   head, _, description = spec.partition("\n\n")
   code = json.loads(description)
-  sizes = [size // count for size, (count, _) in zip(code["sizes"], lanes, strict=True)]
+  whole: list[int] = code["sizes"]
+  sizes = [size // count for size, (count, _) in zip(whole, lanes, strict=True)]
   code["sizes"] = sizes
   if located:
     leaves: list[Any] = []
@@ -326,7 +327,7 @@ def _tap_spec(
       core = dataclasses.replace(tiling, counts=tiling.counts[skip:], index=tiling.index[:, skip:])
       leaves.append(_shards.encode(core, inputs[index].shape[skip:]))
     starts = [(index * size).tolist() for size, (_, index) in zip(sizes, lanes, strict=True)]
-    code["shards"] = {"leaves": leaves, "lanes": starts}
+    code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
   return f"{head}\n\n{json.dumps(code, separators=(',', ':'))}"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from callgate._shards import Part, shard_of
+
 ROLES = ("primal", "tangent", "cotangent")
 _REPEATED = 1  # RecordFlags of src/channel/record.h
 
@@ -34,6 +36,8 @@ class StreamRecord:
     description: what else the writer said of the tap.
     repeated: whether the tap ran before in this execution, as under `jax.checkpoint`.
     process: index of the process that wrote it (`jax.process_index()`); 0 where that is not known.
+    shard: slices of the global array that each leaf is, by its path; None for whole values.
+    global_shape: the shapes of the global arrays, likewise.
   """
 
   name: str
@@ -47,6 +51,8 @@ class StreamRecord:
   description: Mapping[str, Any]
   repeated: bool = False
   process: int = 0
+  shard: Mapping[str, tuple[slice, ...]] | None = None
+  global_shape: Mapping[str, tuple[int, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,10 @@ class Source:
       _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
       for index, leaf in enumerate(leaves)
     ]
+    shards: dict[str, Any] = self.description.get("shards") or {}
+    self.parts = [Part(part) for part in shards.get("leaves", ())]
+    self.lane_starts: list[list[int]] = shards.get("lanes", [])
+    self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
     self.process = max(0, int(fields["process_index"]))
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
@@ -104,6 +114,12 @@ class Source:
     if self.has_packed:
       arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
     repeated = bool(flags & _REPEATED)
+    number = shard_of(flags)
+    shard = shapes = None
+    if number >= 0 and self.parts:
+      named = list(zip(self.paths, self.parts, strict=False))  # without logical sizes
+      shard = {path: part.slices(number) for path, part in named}
+      shapes = {path: part.shape for path, part in named}
     return [
       StreamRecord(
         self.name,
@@ -117,12 +133,15 @@ class Source:
         self.description,
         repeated,
         self.process,
+        shard,
+        shapes,
       )
-      for lane, leaves in self._lanes(arrays)
+      for lane, leaves in self._lanes(arrays, number)
     ]
 
-  def _lanes(self, arrays: list[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+  def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""
+    starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
     for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
       selected = arrays
       if index:
@@ -131,6 +150,9 @@ class Source:
           for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
       if not self.has_where or selected[self.value_leaves].any():
+        if starts:  # the number among all devices' lanes
+          place = tuple(i + start for i, start in zip(index, starts, strict=True))
+          lane = int(np.ravel_multi_index(place, self.all_sizes))
         yield lane, dict(zip(self.paths, selected, strict=False))  # without the control leaves
 
 

@@ -9,27 +9,36 @@ import jax
 import numpy as np
 
 from callgate._records import Record
+from callgate._stream_records import StreamRecord
 
 
-def assemble(records: Iterable[Record]) -> Any:
+def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   """The whole value of a tap in a program over several devices, from the records of its shards.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
+  from jax.sharding import NamedSharding, PartitionSpec
 
-  with cg.channel("shards") as channel:
-    jax.jit(lambda x: cg.tap(x, channel))(jnp.arange(4.0))
-    cg.barrier()
-    records = list(channel.records(timeout=0))
-  assert cg.assemble(records).tolist() == [0.0, 1.0, 2.0, 3.0]
+  mesh = jax.make_mesh((len(jax.devices()),), ("rows",))
+  rows = NamedSharding(mesh, PartitionSpec("rows"))
+  records = []
+
+  @jax.jit
+  def program(x):
+    return cg.tap(x, lambda value, info: records.append(cg.Record(value, info)))
+
+  program(jax.device_put(jnp.arange(16.0), rows))
+  cg.barrier()
+  assert cg.assemble(records).tolist() == list(range(16))
   ```
 
   Args:
-    records: those of one tap in one execution (`info.run`; of several processes, from merged
-      streams), in any order. Copies of one shard may be among them.
+    records: those of one tap in one execution (`info.run`), in any order, as consumers get them or
+      as `open_stream` reads them, of several processes, too. Copies of a shard may be among them.
 
   Returns:
-    The pytree, with NumPy arrays of the global shapes.
+    The pytree, with NumPy arrays of the global shapes; from a stream, the array of a tap of a lone
+    array, else a dictionary of arrays by their paths.
 
   Raises:
     ValueError: there is none, they are of several taps, lanes or shapes, or shards are missing.
@@ -38,51 +47,63 @@ def assemble(records: Iterable[Record]) -> Any:
   if not found:
     raise ValueError("assemble: expected the records of one tap's shards, got none")
   _check_alike(found)
-  first = found[0]
-  if first.info.shard is None:
+  first = _Shard(found[0])
+  if first.parts is None:
     if len(found) > 1:
       raise ValueError(
-        f"assemble: expected one record of the whole value of tap {first.info.name!r}, got "
-        f"{len(found)}; records with info.shard None are not shards of one array"
+        f"assemble: expected one record of the whole value of tap {first.name!r}, got "
+        f"{len(found)}; records whose shard is None are not shards of one array"
       )
     return first.value
-  leaves, tree = jax.tree.flatten(first.value)
-  shapes = _tuples(first.info.global_shape, len(leaves))
-  whole = [np.empty(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
-  filled = [np.zeros(shape, bool) for shape in shapes]
-  for record in found:
-    parts = _tuples(record.info.shard, len(leaves))
+  whole = [
+    np.empty(shape, leaf.dtype) for shape, leaf in zip(first.shapes, first.leaves, strict=True)
+  ]
+  filled = [np.zeros(shape, bool) for shape in first.shapes]
+  for record in map(_Shard, found):
     for array, mask, leaf, part in zip(
-      whole, filled, jax.tree.leaves(record.value), parts, strict=True
+      whole, filled, record.leaves, record.parts or (), strict=True
     ):
       array[part] = leaf
       mask[part] = True
   for index, mask in enumerate(filled):
     if not mask.all():
       raise ValueError(
-        f"assemble: expected shards that make up leaf {index} of tap {first.info.name!r}, of shape "
+        f"assemble: expected shards that make up leaf {index} of tap {first.name!r}, of shape "
         f"{list(mask.shape)}, got {int(mask.sum())} of {mask.size} elements"
       )
-  return jax.tree.unflatten(tree, whole)
+  return jax.tree.unflatten(first.tree, whole)
 
 
-def _check_alike(records: Sequence[Record]) -> None:
-  def what(record: Record) -> tuple[Any, ...]:
-    info = record.info
-    return info.name, info.role, info.lane, info.global_shape
+class _Shard:
+  """One record's leaves, where they belong, and the shapes of the whole ones."""
 
-  kinds = {repr(what(record)): what(record) for record in records}
+  def __init__(self, record: Record | StreamRecord) -> None:
+    at: Any
+    if isinstance(record, StreamRecord):
+      self.name = record.name
+      leaves = dict(record.leaves)
+      lone = list(leaves) == [""]
+      self.value: Any = leaves[""] if lone else leaves
+      at = record
+      parts = record.shard[""] if lone and record.shard else record.shard
+      shapes = record.global_shape[""] if lone and record.global_shape else record.global_shape
+    else:
+      self.name = record.info.name
+      self.value = record.value
+      at = record.info
+      parts, shapes = at.shard, at.global_shape
+    self.kind = (self.name, at.role, at.lane)
+    self.leaves, self.tree = jax.tree.flatten(self.value)
+    known = parts is not None
+    self.parts = self.tree.flatten_up_to(parts) if known else None
+    self.shapes: Sequence[Any] = self.tree.flatten_up_to(shapes) if known else ()
+
+
+def _check_alike(records: Sequence[Record | StreamRecord]) -> None:
+  kinds = sorted({shard.kind for shard in map(_Shard, records)})
   if len(kinds) > 1:
-    shown = ", ".join(f"{name!r} ({role}, lane {lane})" for name, role, lane, _ in kinds.values())
+    shown = ", ".join(f"{name!r} ({role}, lane {lane})" for name, role, lane in kinds)
     raise ValueError(f"assemble: expected the records of one tap and one lane, got {shown}")
-
-
-def _tuples(value: Any, count: int) -> list[Any]:
-  """One tuple a leaf, of a pytree of tuples of slices or numbers."""
-  if isinstance(value, tuple) and count == 1 and all(not isinstance(x, tuple) for x in value):  # pyright: ignore[reportUnknownVariableType]
-    return [value]
-
-  def is_leaf(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(y, (slice, int)) for y in x)  # pyright: ignore[reportUnknownVariableType]
-
-  return jax.tree.leaves(value, is_leaf=is_leaf)
+  shapes = sorted({repr(tuple(shard.shapes)) for shard in map(_Shard, records)})
+  if len(shapes) > 1:
+    raise ValueError(f"assemble: expected shards of one value, got shapes {', '.join(shapes)}")

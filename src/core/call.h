@@ -24,8 +24,8 @@ namespace callgate {
 struct CallContext {
   std::int64_t device = -1;
   std::int64_t run = -1;
-  std::int32_t shard = -1;
   void* stream = nullptr;
+  std::int32_t shard = -1;
 };
 
 struct Call {

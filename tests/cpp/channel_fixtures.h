@@ -84,7 +84,7 @@ class Feed {
     fill(id, payload.data(), bytes_);
     std::array<std::int64_t, 1> dims{static_cast<std::int64_t>(bytes_)};
     ArrayView view{payload.data(), dims.data(), 1, DType::kU8};
-    return channel.send(Parcel{sender_, {&view, 1}, {device, 7, nullptr}});
+    return channel.send(Parcel{sender_, {&view, 1}, {device, 7, nullptr, -1}});
   }
 
   const Source& source() const { return *sender_.source; }

@@ -30,6 +30,7 @@ class FunctionCallee final : public Callee {
     std::chrono::nanoseconds timeout{0};
     std::function<std::string(const std::string&)> report;
     std::function<void(const SiteSpec&)> on_specialise;
+    std::function<void(const Failure&)> on_defer;
   };
 
   explicit FunctionCallee(std::string name) : FunctionCallee(std::move(name), nullptr, {}) {}
@@ -43,6 +44,9 @@ class FunctionCallee final : public Callee {
   const std::string& name() const noexcept override { return name_; }
   bool own_thread() const noexcept override { return options_.own_thread; }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
+  void defer(const Failure& failure) override {
+    if (options_.on_defer) options_.on_defer(failure);
+  }
   std::string stall_report(const std::string& call, bool /*timed_out*/) override {
     return options_.report ? options_.report(call) : name_ + call + " is stalled";
   }

@@ -403,6 +403,10 @@ class Program {
   }
 
  protected:
+  static AttributeMap with_name(AttributeMap attributes, const std::string& name) {
+    attributes.emplace("name", name);
+    return attributes;
+  }
   Program(AttributeMap attributes, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute)
       : attributes_(std::move(attributes)), instantiate_(instantiate), execute_(execute) {}
 
@@ -413,18 +417,20 @@ class Program {
   XLA_FFI_ExecutionContext context_;
 };
 
+// One call site of the target `callgate.gate`, with the attributes given and its name.
+class GateProgram : public Program {
+ public:
+  explicit GateProgram(const std::string& name, AttributeMap attributes)
+      : Program(with_name(std::move(attributes), name), &xla_ffi::gate_instantiate,
+                &xla_ffi::gate_execute) {}
+};
+
 // One call site of the target `callgate.kernel`, with the attributes given and its name.
 class KernelProgram : public Program {
  public:
   explicit KernelProgram(const std::string& name, AttributeMap attributes = {})
       : Program(with_name(std::move(attributes), name), &xla_ffi::kernel_instantiate,
                 &xla_ffi::kernel_execute) {}
-
- private:
-  static AttributeMap with_name(AttributeMap attributes, const std::string& name) {
-    attributes.emplace("name", name);
-    return attributes;
-  }
 };
 
 // Asks a handler for its metadata, as XLA does when a target is registered.

@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 using Phase = ProgressState::Phase;
 
 CallContext on(std::int64_t run, std::int64_t device = 0) {
-  return {.device = device, .run = run, .stream = nullptr};
+  return {.device = device, .run = run, .stream = nullptr, .shard = -1};
 }
 
 ProgressStart start_of(std::int64_t site, std::int64_t total = -1, std::int64_t every = 0) {

@@ -179,6 +179,21 @@ TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
   EXPECT_THAT(records()[0].first, IsEmpty());
 }
 
+TEST_F(Taps, AShardsNumberIsInItsFlagsAndCopiesSendNothing) {
+  fake::GateProgram program(
+      "tap", {{"shards", "10"}, {"spec", "name=s\nrepeated=1\nvalues=1\nreturned=1\npath=\n"}});
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x = {5}, y = {0};
+  for (std::uint32_t number : {1U, 0U}) {
+    y[0] = 0;
+    fake::Array partition{XLA_FFI_DataType_U32, {}, &number};
+    ASSERT_TRUE(program.execute({floats(x, {}), partition}, {floats(y, {})}).wait().ok());
+    EXPECT_EQ(y[0], 5) << "the value passes, whoever sends it";
+  }
+  ASSERT_EQ(records().size(), 1U);
+  EXPECT_EQ(records()[0].record.flags, kRepeated | 1U << kShardBit);
+}
+
 TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
   fake::Program program("tap", "name=w\nvalues=1\nwhere=1\npath=\n");
   ASSERT_TRUE(program.load().ok());

@@ -244,8 +244,24 @@ def test_shards_are_in_streams(tmp_path: Any) -> None:
   found = list(cg.open_stream(path))
   assert len(found) == 8
   for record in found:
-    np.testing.assert_array_equal(record.value, X[record.info.shard])
+    assert record.shard is not None
+    np.testing.assert_array_equal(record.leaves[""], X[record.shard[""]])
   np.testing.assert_array_equal(cg.assemble(found), X)
+
+
+def test_lanes_and_pytrees_of_shards_are_in_streams(tmp_path: Any) -> None:
+  path = tmp_path / "run.cgs"
+  with cg.channel("streamed", to=cg.sinks.Stream(path)) as channel:
+    tap = jax.vmap(lambda x: cg.tap({"a": x, "b": x[0]}, channel))
+    jax.block_until_ready(jax.jit(tap)(put(X, mesh(), "a", "b")))
+  lanes: dict[int, list[Any]] = collections.defaultdict(list)
+  for record in cg.open_stream(path):
+    lanes[record.lane].append(record)
+  assert sorted(lanes) == list(range(16))
+  for lane, found in lanes.items():
+    value = cg.assemble(found)
+    np.testing.assert_array_equal(value["['a']"], X[lane])
+    assert value["['b']"] == X[lane, 0]
 
 
 def test_missing_shards_and_foreign_ones_are_told_of() -> None:
@@ -257,7 +273,7 @@ def test_missing_shards_and_foreign_ones_are_told_of() -> None:
   with pytest.raises(ValueError, match="got none"):
     cg.assemble([])
   other = records(lambda ch, x: cg.tap(x, ch, name="other"), put(X, mesh(), "a", "b"))
-  with pytest.raises(ValueError, match="one tap and one lane, got 'sharded'"):
+  with pytest.raises(ValueError, match="one tap and one lane, got 'other'"):
     cg.assemble([*found, *other])
   (whole,) = records(lambda ch, x: cg.tap(x, ch), X)
   with pytest.raises(ValueError, match="one record of the whole value"):

@@ -1,0 +1,149 @@
+// Calls on shards: the partition that comes as the last operand, and who makes the call.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <latch>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/registry.h"
+#include "fake_callee.h"
+#include "fake_kernel.h"
+#include "fake_xla.h"
+
+namespace callgate {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsNan;
+using Options = fake::FunctionCallee::Options;
+
+class Shards : public ::testing::Test {
+ protected:
+  std::shared_ptr<Callee> define(fake::FunctionSite::Function function, Options options = {}) {
+    auto callee =
+        std::make_shared<fake::FunctionCallee>("f", std::move(function), std::move(options));
+    Registry::instance().add(callee);
+    return callee;
+  }
+  void TearDown() override { EXPECT_EQ(fake::Runtime::instance().live_errors.load(), 0); }
+
+  fake::Array array(std::vector<float>& memory) {
+    return {XLA_FFI_DataType_F32, {static_cast<std::int64_t>(memory.size())}, memory.data()};
+  }
+  fake::Array partition(std::uint32_t number) {
+    partition_ = number;
+    return {XLA_FFI_DataType_U32, {}, &partition_};
+  }
+
+  std::vector<float> x_{1, 2}, y_{-1, -1};
+  std::uint32_t partition_ = 0;
+};
+
+TEST_F(Shards, ThePartitionIsTheContextsAndNoOperand) {
+  std::vector<std::int32_t> shards;
+  std::size_t operands = 0;
+  SiteSpec spec;
+  Options options;
+  options.on_specialise = [&](const SiteSpec& seen) { spec = seen; };
+  auto callee = define(
+      [&](const Call& call) {
+        shards.push_back(call.context.shard);
+        operands = call.operands.size();
+        return Outcome::success();
+      },
+      options);
+  fake::GateProgram program("f", {{"shards", "1111"}, {"mesh", "4|x=2,y=2"}, {"layout", "{}"}});
+  ASSERT_TRUE(program.load().ok());
+  for (std::uint32_t number : {0U, 3U})
+    EXPECT_TRUE(program.execute({array(x_), partition(number)}, {array(y_)}).wait().ok());
+  EXPECT_THAT(shards, ElementsAre(0, 3));
+  EXPECT_EQ(operands, 1U);
+  EXPECT_EQ(spec.mesh, "4|x=2,y=2");
+  EXPECT_EQ(spec.layout, "{}");
+}
+
+TEST_F(Shards, ACallOnWholeArraysHasNone) {
+  std::int32_t shard = 0;
+  auto callee = define([&](const Call& call) {
+    shard = call.context.shard;
+    return Outcome::success();
+  });
+  fake::GateProgram program("f", {});
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_TRUE(program.execute({array(x_)}, {array(y_)}).wait().ok());
+  EXPECT_EQ(shard, -1);
+}
+
+TEST_F(Shards, APartitionThatDoesNotMakeTheCallHasZeros) {
+  int calls = 0;
+  auto callee = define([&](const Call&) {
+    ++calls;
+    return Outcome::success();
+  });
+  fake::GateProgram program("f", {{"shards", "10"}});
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  EXPECT_THAT(y_, Each(0.0F));
+  EXPECT_EQ(calls, 0);
+  EXPECT_TRUE(program.execute({array(x_), partition(0)}, {array(y_)}).wait().ok());
+  EXPECT_EQ(calls, 1);
+}
+
+TEST_F(Shards, ACallWithoutItsPartitionIsAnError) {
+  auto callee = define([](const Call&) { return Outcome::success(); });
+  fake::GateProgram program("f", {{"shards", "10"}});
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_THAT(program.execute().wait().message, HasSubstr("got no operand"));
+  EXPECT_THAT(program.execute({array(x_)}).wait().message, HasSubstr("got float32[2]"));
+  EXPECT_THAT(program.execute({partition(2)}).wait().message,
+              HasSubstr("expected one of 2 partitions, got number 2"));
+}
+
+TEST_F(Shards, KernelsOnShardsToo) {
+  auto kernel = fake::kernel("k", &fake::twice, fake::in_out(), {});
+  Registry::instance().add(kernel);
+  fake::KernelProgram program("k", {{"shards", "10"}});
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
+  EXPECT_THAT(y_, Each(0.0F));
+  EXPECT_TRUE(program.execute({array(x_), partition(0)}, {array(y_)}).wait().ok());
+  EXPECT_THAT(y_, ElementsAre(2.0F, 4.0F));
+}
+
+TEST_F(Shards, ACallThatTakesTooLongPoisonsItsResultsAndIsKept) {
+  std::latch release(1);
+  std::latch kept(1);
+  Options options;
+  options.own_thread = true;
+  options.timeout = std::chrono::milliseconds(1);
+  std::string message;
+  options.on_defer = [&](const Failure& failure) {
+    message = failure.message;
+    kept.count_down();
+  };
+  auto callee = define(
+      [&](const Call&) {
+        release.wait();
+        return Outcome::success();
+      },
+      options);
+  fake::GateProgram program("f", {{"shards", "11"}, {"on_error", "poison"}});
+  ASSERT_TRUE(program.load().ok());
+  auto execution = program.execute({array(x_), partition(1)}, {array(y_)});
+  EXPECT_TRUE(execution.wait().ok());
+  kept.wait();
+  EXPECT_THAT(y_, Each(IsNan()));
+  EXPECT_THAT(message, HasSubstr("f(float32[2]) is stalled"));
+  release.count_down();
+}
+
+}  // namespace
+}  // namespace callgate
