@@ -20,6 +20,7 @@ SUBJECTS = (
   "kernels",
   "identity",
   "vmap",
+  "sharding",
   "feed",
   "install",
   "dispatch",

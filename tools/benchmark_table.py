@@ -86,6 +86,43 @@ def full(name: str) -> str:
   return "\n".join(lines) + "\n"
 
 
+def sharding() -> str:
+  """What moves, what a call costs and what compiling costs, by the number of devices."""
+  report = subject("sharding")
+  if report is None:
+    return "Not measured yet.\n"
+  counts: list[int] = report["settings"]["devices"]
+
+  def cell(who: str, what: str, devices: int, unit: str) -> str:
+    name = f"{who}, {what}, {devices} device{'s' if devices > 1 else ''}"
+    return quantity(minimum(report, name), unit)
+
+  gate, kernel, theirs = "callgate gate on shards", "callgate kernel on shards", "jax pure_callback"
+  lines = [
+    "| | devices | gate: moved | time | `pure_callback`: moved | time |",
+    "|---|--:|--:|--:|--:|--:|",
+  ]
+  for what in ("fixed array", "fixed shard"):
+    for count in counts:
+      cells = [
+        cell(who, what + also, count, unit)
+        for who in (gate, theirs)
+        for also, unit in ((", moved", "MiB"), ("", "ms"))
+      ]
+      lines.append(f"| {what} | {count} | {' | '.join(cells)} |")
+  lines += ["", f"| devices | {' | '.join(map(str, counts))} |", "|---|" + "--:|" * len(counts)]
+  for what, unit, ways in (
+    ("call", "us", (gate, kernel, theirs)),
+    ("call, processor time", "us", (gate, kernel, theirs)),
+    ("100 calls in a program", "ms", (gate, theirs)),
+    ("100 bare calls", "ms", (gate, theirs)),
+  ):
+    for who in ways:
+      cells = [cell(who, what, count, unit).replace("not measured", "") for count in counts]
+      lines.append(f"| {who}: {what}{', compiled' if unit == 'ms' else ''} | {' | '.join(cells)} |")
+  return "\n".join(lines) + "\n"
+
+
 def environment() -> str:
   """One line on the machine and the versions."""
   report = subject("scalar")
@@ -101,7 +138,8 @@ def environment() -> str:
 
 def table(name: str) -> str:
   """The text between two markers."""
-  return {"summary": summary, "environment": environment}.get(name, lambda: full(name))()
+  own = {"summary": summary, "environment": environment, "sharding": sharding}
+  return own.get(name, lambda: full(name))()
 
 
 def filled(text: str) -> str:

@@ -58,7 +58,7 @@ def plan(
     for specs, side in zip(found, (shapes, results), strict=True)
     for spec, shape in zip(specs, side, strict=True)
   ]
-  return Plan(tuple(tilings[: len(shapes)]), tuple(tilings[len(shapes) :]))
+  return Plan(tuple(tilings[: len(shapes)]), tuple(tilings[len(shapes) :]), mesh.size)
 
 
 def specs(

@@ -93,8 +93,8 @@ def emit(
     aliases=aliases or {},
     token=token,
     sharding=sharding,
-    # Nothing follows from the operands of a call without results; Shardy's rules know no tokens.
-    rule=rule if avals_out and token is None else None,
+    # Nothing follows without operands or results, and Shardy's rules know no tokens.
+    rule=rule if avals_in and avals_out and token is None else None,
   )
 
 

@@ -241,7 +241,7 @@ def _module(
   """The call on one device's tiles, as the bytes of a module."""
   located = call.located and devices == call.devices
   groups = plan.groups()
-  if located and call.once and groups:
+  if located and call.once:
     runs = {group[0] for group in groups}
   else:
     runs = set(range(call.devices))

@@ -78,28 +78,17 @@ class Plan:
   Attributes:
     operands: the tilings that the operands must have.
     results: those that the results have.
+    devices: how many there are.
   """
 
   operands: tuple[Tiling, ...]
   results: tuple[Tiling, ...]
-
-  def copies(self) -> np.ndarray:
-    """int64[devices]: which of the devices with the same tiles of everything each one is."""
-    arrays = (*self.operands, *self.results)
-    devices = len(arrays[0].index) if arrays else 0
-    seen: dict[tuple[int, ...], int] = {}
-    numbers = np.zeros(devices, int)
-    for device in range(devices):
-      key = self.tiles_of(device)
-      numbers[device] = seen.get(key, 0)
-      seen[key] = int(numbers[device]) + 1
-    return numbers
+  devices: int
 
   def groups(self) -> list[list[int]]:
     """The devices that hold the same tiles of everything, in order of their numbers."""
     found: dict[tuple[int, ...], list[int]] = {}
-    arrays = (*self.operands, *self.results)
-    for device in range(len(arrays[0].index) if arrays else 0):
+    for device in range(self.devices):
       found.setdefault(self.tiles_of(device), []).append(device)
     return list(found.values())
 
@@ -153,4 +142,4 @@ def plan(
         del split[factor]
   found = [made(term) for term in terms]
   results = len(rule.results)
-  return Plan(tuple(found[results:]), tuple(found[:results]))
+  return Plan(tuple(found[results:]), tuple(found[:results]), devices)

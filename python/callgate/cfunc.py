@@ -97,7 +97,8 @@ def cfunc(
     aliases: flat input position to flat output position: both are one memory. `inout` needs none.
     vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; all lanes
       in one call for a loop.
-    sharding: None or "gather".
+    sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a rule
+      such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
     gradient: "finite-difference": derivatives by central differences.
     thread_safe: the function may run on several threads at once, for lanes and elements.

@@ -357,7 +357,8 @@ def elementwise(
       `jvp`, and those of higher order where there is; and `check`'s truth.
     effect: "pure", "io" or "ordered", as for `callgate.gate`.
     aliases: flat input position to flat output position: both are one memory.
-    sharding: None or "gather".
+    sharding: which dimensions of the arrays may stay split over devices. Default: all, as operands
+      broadcast. "gather", or a rule or function as for `callgate.gate`, for less.
     gradient: "finite-difference": derivatives by central differences, element by element.
     flags: for the compiler, after callgate's own.
     include_dirs: folders of headers.

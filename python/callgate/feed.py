@@ -97,8 +97,8 @@ class Feed:
 
     Each execution takes the next item, in program order, also across calls of the program. Under
     `jax.vmap` each lane takes an item of its own, in lane order, whether or not anything else in
-    the function is mapped. Items are constants to derivatives. A program reads a feed on one CPU
-    device; see docs/feeds.md.
+    the function is mapped. Items are constants to derivatives. In a
+    program over several devices one of them takes the item for all; see docs/feeds.md.
 
     Raises:
       EndOfFeed: there are no more items, and no default.

@@ -177,7 +177,8 @@ def gate(
       particular order) or "ordered" (as io, in program order, also across calls of the program).
     style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
       (`fn(out, *args)` writes into views of XLA's result memory and returns None) or "context"
-      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.device`).
+      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.device`, and `.rank`,
+      `.size`, `.coordinates` of the shard).
     arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
       arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
       (`config(check_writes=True)` finds who does).
@@ -186,8 +187,12 @@ def gate(
       arguments have one leading batch axis, others none), "broadcast" (one call, all arguments
       batched) or a rule as for `Gate.defvmap`. Nested vmaps reach "whole" and "broadcast" gates as
       one folded axis.
-    sharding: None or "gather": in a program over several devices the call runs once, on the whole
-      arrays.
+    sharding: which dimensions of the arrays may stay split in a program over several devices. None
+      or "gather": none, and one device calls for all. "shard": the leading ones that all arrays
+      share; each device calls with its part. A rule, as "i k, k j -> i j": dimensions of one name
+      are split alike; `[k]`, `_` and what is in no result are whole; `...` are leading dimensions.
+      Or a function of the mesh and the operands' ShapeDtypeStructs (with shardings) that returns
+      one of these or (PartitionSpecs of operands, of results). Lanes of a vmap are always split.
     thread: "xla" (XLA's calling thread: fastest) or "own" (a thread of callgate's; XLA's is free
       meanwhile, so the callable may itself run JAX programs of any size).
     timeout: seconds after which the program fails with a report, while the callable may go on
@@ -197,6 +202,9 @@ def gate(
       `Gate.deftranspose`.
     gradient: "finite-difference": derivatives by central differences, two calls for each input
       element. For small inputs.
+    collective: every device makes its call, also where several have the same shard, and a context
+      knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
+      that talk to each other.
 
   Returns:
     A `Gate`, or a decorator that makes one.

@@ -131,7 +131,7 @@ class Kernel(Operation):
       effect: "pure", "io" or "ordered".
       aliases: results that share an operand's memory.
       vmap: "each", "whole", "broadcast" or a rule.
-      sharding: how calls are split over devices.
+      sharding: which dimensions may stay split over devices.
       linear: positions of the arguments in which it is linear.
       gradient: "finite-difference" or None.
       thread_safe: lanes of a vmap may run on several threads at once.

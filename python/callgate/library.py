@@ -161,7 +161,8 @@ class Library:
       effect: "pure", "io" or "ordered".
       aliases: flat input position to flat output position: both are one memory.
       vmap: "each", "whole", "broadcast" or a rule.
-      sharding: None or "gather".
+      sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a
+        rule such as "i [j] -> i" or a function, as for `callgate.gate`.
       linear: True, a position or positions of arguments in which the kernel is linear.
       gradient: "finite-difference": derivatives by central differences.
       thread_safe: the lanes of `vmap="each"` may run on several threads at once.

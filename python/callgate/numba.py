@@ -383,7 +383,8 @@ def numba(
     aliases: flat input position to flat output position: both are one memory.
     vmap: "each" (a loop over the lanes in C++), "whole" (batched arguments have a leading axis),
       "broadcast" (all have) or a rule, as for `callgate.gate`.
-    sharding: None or "gather".
+    sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a rule
+      such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
     gradient: "finite-difference": derivatives by central differences.
     thread_safe: the lanes of `vmap="each"` may run on several threads at once.

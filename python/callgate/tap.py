@@ -66,9 +66,10 @@ def tap(
     roles: what else to send under differentiation: "tangent", "cotangent" of the value.
     logical_shape: sizes of the part of a padded array that counts, traced or not: consumers get
       that part. A tuple for a lone array, else a pytree like `value` with tuples (or None).
-    sharding: "shard" or "gather". So far programs that XLA partitions over several devices send
-      one record of the whole value in both cases.
-    replicas: "once" or "all": whether each device's copy of the same data is sent.
+    sharding: in a program over several devices "shard" sends a record of each device's part, with
+      `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
+      gathers the dimensions in brackets alone.
+    replicas: "once": of devices with copies of the same part one sends; "all": each does.
 
   Returns:
     `value`.

@@ -268,7 +268,8 @@ def torch(
     vmap: "auto" (all lanes in one call through `torch.func.vmap` where it takes the function, which
       is tried when the program is traced; else lane by lane), "whole" (always `torch.func.vmap`),
       "each" (always lane by lane) or a rule as for `callgate.gate`.
-    sharding: None or "gather".
+    sharding: which dimensions of the arrays may stay split over devices, as for `callgate.gate`:
+      None or "gather", "shard", a rule such as "i [j] -> i [j]", or a function.
     thread: "xla" or "own", as for `callgate.gate`.
     timeout: seconds, as for `callgate.gate`.
     cast: allow same-kind casts of results: int64 to int32 where JAX has no int64.

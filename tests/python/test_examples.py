@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import process_groups
 import pytest
 
 import callgate as cg
@@ -133,6 +134,67 @@ def test_processes_of_one_machine_train_together_and_are_read_as_one_stream(tmp_
   means = [np.mean(columns["['loss']"][columns["['step']"] == i]) for i in range(200)]
   np.testing.assert_allclose(means, losses[:200], rtol=1e-3)
   assert numbers(line_with(text, "loss of all rows")) == [pytest.approx(losses[200], rel=1e-3)]
+
+
+def check_the_sharded_training(text, paths, devices):
+  """Against the same training in NumPy: what each device tapped, and where the weights ended.
+
+  Args:
+    text: what the example printed.
+    paths: of the streams.
+    devices: (process, device) of each part of the rows, in order.
+  """
+  from sklearn.datasets import load_digits
+
+  x, y = load_digits(return_X_y=True)
+  x, y = np.c_[x / 16, np.ones(len(x))][:1796].reshape(4, 449, 65), y[:1796].reshape(4, 449)
+  w, losses, norms = np.zeros((65, 10)), np.zeros((300, 4)), np.zeros((300, 4))
+  for step in range(300):
+    scores = np.exp(x @ w)
+    shares = scores / scores.sum(2, keepdims=True)
+    losses[step] = -np.log(np.take_along_axis(shares, y[..., None], 2)).mean((1, 2))
+    slopes = x.transpose(0, 2, 1) @ (shares - np.eye(10)[y]) / 449
+    norms[step] = np.sqrt((slopes**2).sum((1, 2)))
+    w -= 0.2 * slopes.mean(0)
+  with cg.open_stream(paths) as stream:
+    found = stream.columns("shard")
+  assert len(found["device"]) == 4 * 300  # each step of each device, once
+  for part, (process, device) in enumerate(devices):
+    mine = found["device"] == device
+    assert set(found["process"][mine]) == {process}
+    np.testing.assert_array_equal(found["['step']"][mine], np.arange(300))
+    assert found["['norm']"][mine].shape == (300, 1)  # a shard, not the whole
+    np.testing.assert_allclose(found["['norm']"][mine][:, 0], norms[:, part], rtol=1e-3)
+    np.testing.assert_allclose(found["['loss']"][mine][:, 0], losses[:, part], rtol=1e-3)
+    said = line_with(text, f"process {process}, device {device}:")
+    assert numbers(said)[2:] == pytest.approx(norms[[0, -1], part], abs=2e-4)
+  right = np.mean((x @ w).argmax(2) == y)
+  assert numbers(line_with(text, "read right")) == [pytest.approx(right, abs=2e-3)]
+
+
+def test_the_devices_of_a_sharded_training_tap_their_own_gradients(tmp_path):
+  text = run("sharded_training.py", tmp_path, cwd=tmp_path)
+  check_the_sharded_training(text, tmp_path / "run-0.cgs", [(0, i) for i in range(4)])
+
+
+def test_the_same_training_on_two_processes_makes_one_merged_stream(tmp_path):
+  address = f"127.0.0.1:{process_groups.free_port()}"
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  command = [sys.executable, EXAMPLES / "sharded_training.py", tmp_path, "2", address]
+  with open(tmp_path / "second.err", "wb") as err:
+    second = subprocess.Popen([*command, "1"], env=environment, stdout=err, stderr=err)
+    try:
+      text = run("sharded_training.py", tmp_path, 2, address, 0, cwd=tmp_path)
+      status = second.wait(120)
+    finally:
+      second.kill()
+      second.wait()
+  assert status == 0, (tmp_path / "second.err").read_text()
+  paths = tmp_path / "run-{process}.cgs"
+  with cg.open_stream(paths) as stream:
+    pairs = sorted({(record.process, record.device) for record in stream})
+  assert [process for process, _ in pairs] == [0, 0, 1, 1]
+  check_the_sharded_training(text, paths, pairs)
 
 
 def test_lambertw_finds_the_published_parameters_of_the_solar_cell(tmp_path):

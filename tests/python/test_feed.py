@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 from subprocesses import output_of
 
 import callgate as cg
@@ -343,14 +342,19 @@ def test_torch_s_loaders_are_fed_as_they_are() -> None:
 
 
 # -- many devices ---
-def test_the_devices_of_a_partitioned_program_share_what_one_of_them_reads() -> None:
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-  x = jax.device_put(jnp.zeros((8, 2)), NamedSharding(mesh, PartitionSpec("d")))
-  rows = [np.arange(2, dtype=np.float32) + 10 * i for i in range(6)]
-  with cg.feed(rows) as feed:
-    program = jax.jit(lambda x: jax.lax.scan(lambda c, _: (c + feed.next(), None), x, length=3)[0])
-    np.testing.assert_array_equal(program(x), np.tile(sum(rows[:3]), (8, 1)))
-    np.testing.assert_array_equal(program(x), np.tile(sum(rows[3:]), (8, 1)))
+def test_a_program_over_several_devices_takes_each_item_once() -> None:
+  mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+  split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+  x = jax.device_put(jnp.arange(8.0), split)
+  with cg.feed(np.float32([i, 10 * i]) for i in range(10)) as feed:
+    step = lambda c, _: (c + feed.next()[1], None)
+    program = jax.jit(lambda x: jax.lax.scan(step, x, length=3)[0])
+    np.testing.assert_array_equal(program(x), np.arange(8.0) + 30)
+    lanes = jax.jit(jax.vmap(lambda x: x * 0 + feed.next()[0]))(x[:4])
+    np.testing.assert_array_equal(lanes, [3, 4, 5, 6])
+    np.testing.assert_array_equal(program(x), np.arange(8.0) + 70 + 80 + 90)
+    with pytest.raises(cg.EndOfFeed), cg.errors():
+      program(x)
 
 
 def test_a_feed_s_program_and_others_share_a_process() -> None:

@@ -283,6 +283,27 @@ def test_zero_size_arrays_and_scalars() -> None:
   assert set(calls.take()) == {((),), ((8, 0),)}
 
 
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gates_without_operands_are_called_once(effect: Any, kind: AxisType) -> None:
+  calls: list[int] = []
+  on = mesh(kind=kind)
+  gives = cg.gate(
+    lambda: (calls.append(1), np.float32(3))[1],
+    out=jax.ShapeDtypeStruct((), jnp.float32),
+    effect=effect,
+  )
+  with jax.set_mesh(on):
+    y = jax.jit(lambda x: x * gives())(put(X, on, "a"))
+    np.testing.assert_array_equal(y, X * 3)
+    assert calls == [1]
+    if effect != "pure":
+      notes = cg.gate(lambda: calls.append(2), out=(), effect=effect)
+      jax.block_until_ready(jax.jit(lambda x: (notes(), x + 1)[1])(put(X, on, "a")))
+      jax.effects_barrier()
+      assert calls == [1, 2]
+
+
 def test_an_uneven_dimension_is_gathered() -> None:
   gate, calls = doubling(sharding="shard")
   on = mesh("8")
