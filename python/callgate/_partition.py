@@ -118,13 +118,12 @@ def _partition(
   shardings = shardings[: len(result_shapes)]  # XLA's empty tuple has a sharding
   operands = _arrays(operand_shapes, operand_shardings)
   results = _arrays(result_shapes, shardings)
-  with _local_module.ir_context():
-    held = _local_module.read_attributes(config)
-    call = Sharded.read(held.pop("shard"))
-    inputs, outputs = operands[call.token :], results[call.token :]
-    devices = _device_count(call, [*inputs, *outputs])
-    plan = _plan(call, inputs, outputs, devices)
-    module = _module(target, call, plan, operands, results, held, devices)
+  held = _local_module.read_attributes(config)
+  call = Sharded.read(held.pop("shard"))
+  inputs, outputs = operands[call.token :], results[call.token :]
+  devices = _device_count(call, [*inputs, *outputs])
+  plan = _plan(call, inputs, outputs, devices)
+  module = _module(target, call, plan, operands, results, held, devices)
   # A sharding that stays is the one that came: XLA then has nothing to compare.
   ins = [*operand_shardings[: call.token], *_shardings(inputs, plan.operands, devices)]
   outs = [*shardings[: call.token], *_shardings(outputs, plan.results, devices)]
@@ -149,8 +148,7 @@ def _infer(
   shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
   operands = _arrays(operand_shapes, operand_shardings)
   results = _arrays(shapes, [None] * len(shapes))
-  with _local_module.ir_context():
-    call = Sharded.read(_local_module.read_attributes(config)["shard"])
+  call = Sharded.read(_local_module.read_attributes(config)["shard"])
   inputs, outputs = operands[call.token :], results[call.token :]
   devices = _device_count(call, inputs)
   plan = _plan(call, inputs, outputs, devices)
