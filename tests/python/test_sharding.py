@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import run_python
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -468,6 +470,44 @@ def test_exported_programs_keep_their_shards() -> None:
   again = jax.export.deserialize(exported.serialize())
   np.testing.assert_array_equal(jax.jit(again.call)(put(X, on, "a", "b")), X * 2)
   assert calls.take() == [((4, 4),)] * 8
+
+
+CACHED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+hits, shapes = [], []
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.monitoring.register_event_listener(
+  lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
+)
+split = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
+x = jax.device_put(np.arange(16, dtype=np.float32), split)
+
+@cg.gate(out=lambda x: x, sharding="shard", effect="io", name="cached shard")
+def double(x):
+  shapes.append(x.shape)
+  return 2 * x
+
+starts = []
+tap = lambda x: cg.tap(x, lambda v, info: starts.append(info.shard[0].start), name="cached")
+program = jax.jit(lambda x: double(tap(x))).lower(x)
+before = len(hits)
+y = jax.block_until_ready(program.compile()(x))
+cg.barrier()
+print(y.tolist() == list(range(0, 32, 2)), shapes == [(2,)] * 8, sorted(starts), len(hits) - before)
+"""
+
+
+def test_a_second_process_finds_sharded_programs_in_the_persistent_cache(tmp_path: Path) -> None:
+  first, second = (run_python(CACHED, str(tmp_path)).strip() for _ in range(2))
+  assert first == "True True [0, 2, 4, 6, 8, 10, 12, 14] 0"
+  assert second == "True True [0, 2, 4, 6, 8, 10, 12, 14] 1"
 
 
 # -- kernels -------------------------------------------------------------------------------------
