@@ -177,7 +177,8 @@ class TapHandle {
       key += '\n' + to_string(views.back());  // a site's shapes are those of its first call
     }
     std::shared_ptr<Site>& site = sites_[key];
-    if (site == nullptr) site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch)});
+    if (site == nullptr)
+      site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch), "", ""});
     CallContext context;
     context.device = device;
     nb::gil_scoped_release unlocked;  // the channel may be full

@@ -177,7 +177,8 @@ struct Mesh {
     if (text.empty()) return;
     std::size_t bar = text.find('|');
     size = number(text.substr(0, bar));
-    std::string_view rest = bar == text.npos ? std::string_view() : text.substr(bar + 1);
+    std::string_view rest =
+        bar == std::string_view::npos ? std::string_view() : text.substr(bar + 1);
     while (!rest.empty()) {
       std::string_view axis = rest.substr(0, rest.find(','));
       rest.remove_prefix(std::min(axis.size() + 1, rest.size()));

@@ -39,8 +39,8 @@ struct SiteSpec {
   std::string spec;    // how flat arrays make up the call's arguments and results; "" when flat
   std::string site;    // where in the user's source the call was traced
   Lanes lanes;         // vmapped levels that the runtime loops over
-  std::string mesh = {};    // the program's devices and their axes, "8|x=2,y=4"; "" for one
-  std::string layout = {};  // which part of its arrays each shard is, for messages; "" for whole ones
+  std::string mesh;    // the program's devices and their axes, "8|x=2,y=4"; "" for one
+  std::string layout;  // which part of its arrays each shard is, for messages; "" for whole ones
 };
 
 class Site {

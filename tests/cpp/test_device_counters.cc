@@ -47,7 +47,7 @@ TEST(DeviceCounters, ThreadsThatCountFirstAtOnceGetEachNumberOnce) {
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&counters, &mine = numbers[static_cast<std::size_t>(t)]] {
-      for (int i = 0; i < kEach; ++i) mine.push_back(counters.next(2048 * (i % 8)));
+      for (int i = 0; i < kEach; ++i) mine.push_back(counters.next(std::int64_t{2048} * (i % 8)));
     });
   }
   for (std::thread& thread : threads) thread.join();
