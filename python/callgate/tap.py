@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from callgate import _callgate, _delivery, _tap
+from callgate import _callgate, _delivery, _rules, _tap
 from callgate._tap import Tap, TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
 from callgate.channel import DEFAULT, Channel, check_not_forked
@@ -88,6 +88,8 @@ def tap(
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
+  if sharding not in _rules.BY_NAME:  # raises, if the rule doesn't fit
+    _rules.parse(f"tap '{label}'", sharding, tuple(x.shape for x, _ in carried), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
   site = TapSite(
     tree=tree,
@@ -190,7 +192,9 @@ def _check_options(
     refuse("every", "a positive int", every)
   if isinstance(roles, str) or not set(roles) <= set(_delivery.ROLES) or "primal" not in roles:
     refuse("roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
-  if not isinstance(sharding, str) or not sharding:
+  # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
+  named = isinstance(sharding, str) and sharding.isidentifier()
+  if not isinstance(sharding, str) or not sharding or (named and sharding not in _rules.BY_NAME):
     refuse("sharding", "'shard', 'gather' or a rule such as 'i [j]'", sharding)
   if replicas not in ("once", "all"):
     refuse("replicas", "'once' or 'all'", replicas)

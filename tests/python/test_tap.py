@@ -389,7 +389,7 @@ def test_a_consumer_dies_with_the_last_program_that_can_call_it(clean_caches):
     ({"where": 3}, "where: expected a bool of shape (), got int32[]"),
     ({"logical_shape": (1, 2)}, "expected 1 sizes for float32[3], got 2"),
     ({"name": "a\nb"}, "name: expected a line of text"),
-    ({"sharding": "x"}, "sharding: expected 'shard' or 'gather'"),
+    ({"sharding": "x"}, "sharding: expected 'shard', 'gather' or a rule"),
     ({"replicas": "x"}, "replicas: expected 'once' or 'all'"),
   ],
 )
