@@ -248,7 +248,7 @@ std::int32_t call(ProgressCallee& callee, const std::string& spec,
   for (std::int32_t& value : values) operands.push_back(scalar(value));
   std::int32_t answer = -1;
   std::vector<ArrayView> results{scalar(answer)};
-  auto site = callee.specialise({.spec = spec, .site = "", .lanes = {}});
+  auto site = callee.specialise({.spec = spec, .site = "", .lanes = {}, .mesh = "", .layout = ""});
   EXPECT_TRUE(site->run({operands, results, on(3)}).ok()) << spec;
   return answer;
 }
@@ -276,7 +276,7 @@ TEST(ProgressCallee, RefusesSpecsThatItDoesNotKnow) {
   ProgressCallee callee(t.board);
   for (const char* spec : {"", "begin", "begin 1", "begin x 1 t", "start 1 1 t", "begin 1 2x t"}) {
     try {
-      callee.specialise({.spec = spec, .site = "", .lanes = {}});
+      callee.specialise({.spec = spec, .site = "", .lanes = {}, .mesh = "", .layout = ""});
       ADD_FAILURE() << "'" << spec << "' was taken";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
@@ -288,7 +288,8 @@ TEST(ProgressCallee, RefusesSpecsThatItDoesNotKnow) {
 TEST(ProgressCallee, RefusesOperandsOfAnotherType) {
   Timed t;
   ProgressCallee callee(t.board);
-  auto site = callee.specialise({.spec = "update 0 1 t", .site = "", .lanes = {}});
+  auto site = callee.specialise(
+      {.spec = "update 0 1 t", .site = "", .lanes = {}, .mesh = "", .layout = ""});
   float value = 0;
   ArrayView real{&value, nullptr, 0, DType::kF32};
   EXPECT_FALSE(site->run({std::vector{real, real}, {}, on(1)}).ok());
