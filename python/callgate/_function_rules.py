@@ -6,6 +6,8 @@ sharded program also while it is traced, with those that the operands' types hav
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -27,6 +29,8 @@ def plan(
   axes: Sequence[tuple[str, int]],
   operands: Sequence[tuple[Shape, Any, Any]],
   results: Sequence[Shape],
+  *,
+  tap: bool = False,
 ) -> Rule | Plan:
   """What the function says of operands as XLA describes them.
 
@@ -36,6 +40,7 @@ def plan(
     axes: names and sizes of the program's mesh.
     operands: shape, dtype and `HloSharding` of each.
     results: the results' shapes.
+    tap: the call is a tap, whose rules have no arrow.
   """
   if not axes:
     raise GateDefinitionError(
@@ -50,7 +55,7 @@ def plan(
     for shape, dtype, sharding in operands
   ]
   shapes = [shape for shape, _, _ in operands]
-  found = _ask(label, function, mesh, structs, results)
+  found = _ask(label, function, mesh, structs, results, tap=tap)
   if isinstance(found, Rule):
     return found
   tilings = [
@@ -59,6 +64,55 @@ def plan(
     for spec, shape in zip(specs, side, strict=True)
   ]
   return Plan(tuple(tilings[: len(shapes)]), tuple(tilings[len(shapes) :]), mesh.size)
+
+
+def whole_axes(
+  label: str,
+  function: Function,
+  axes: Sequence[tuple[str, int]],
+  values: Sequence[tuple[Shape, Any, Any]],
+) -> set[tuple[int, int]]:
+  """Of a tap: (leaf, dimension) of those dimensions that the function wants whole.
+
+  Arguments are those of `plan`. What the function leaves split stays as it lies.
+  """
+  found = plan(label, function, axes, values, [], tap=True)
+  if isinstance(found, Rule):
+    return {
+      (leaf, axis)
+      for leaf, term in enumerate(found.operands)
+      for axis, factor in enumerate(term)
+      if factor in found.whole
+    }
+  return {
+    (leaf, axis)
+    for leaf, tiling in enumerate(found.operands)
+    for axis, count in enumerate(tiling.counts)
+    if count == 1
+  }
+
+
+_names: weakref.WeakKeyDictionary[Function, str] = weakref.WeakKeyDictionary()
+_named: weakref.WeakValueDictionary[str, Function] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def name_of(function: Function) -> str:
+  """What programs call a tap's rule by: the same in the next process that makes them in order."""
+  with _lock:
+    name = _names.get(function)
+    if name is None:
+      base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
+      number = sum(known.partition("#")[0] == base for known in _named)
+      name = f"{base}#{number}" if number else base
+      _names[function] = name
+      _named[name] = function
+    return name
+
+
+def named(name: str) -> Function | None:
+  """The live rule of a name, or None."""
+  return _named.get(name)
 
 
 def specs(
@@ -77,10 +131,20 @@ def specs(
 
 
 def _ask(
-  label: str, function: Function, mesh: Any, operands: Sequence[Any], results: Sequence[Shape]
+  label: str,
+  function: Function,
+  mesh: Any,
+  operands: Sequence[Any],
+  results: Sequence[Shape],
+  *,
+  tap: bool = False,
 ) -> Rule | tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
   found = function(mesh, *operands)
   shapes = [operand.shape for operand in operands]
+  if tap and isinstance(found, str):
+    return _rules.of_tap(label, found, shapes)
+  if tap and not isinstance(found, tuple):
+    found = (found, ())
   if isinstance(found, str):
     return _rules.of_call(label, found, shapes, results)
   if not isinstance(found, tuple) or len(cast("tuple[Any, ...]", found)) != 2:

@@ -45,7 +45,8 @@ class Sharded:
     tap: the operands from which a tap's records are made; -1 for other calls.
     lanes: the masks of the batch levels, outermost first.
     names: of the operands, for messages.
-    function: the operation whose rule is a function.
+    function: the operation whose rule is a function; of a tap, the function's name.
+    label: a tap's name.
   """
 
   rule: str
@@ -60,6 +61,7 @@ class Sharded:
   lanes: tuple[str, ...] = ()
   names: tuple[str, ...] = ()
   function: str = ""
+  label: str = ""
 
   @property
   def text(self) -> str:
@@ -92,7 +94,9 @@ class _Array:
     return self.dtype is None
 
   def tiling(self, devices: int) -> Tiling:
-    grid = _compat.device_grid(self.sharding, len(self.shape))
+    grid = None
+    if self.sharding is not None:
+      grid = _compat.device_grid(self.sharding, len(self.shape))
     if grid is None or grid.size != devices:
       return Tiling.replicated(len(self.shape), devices)
     return Tiling.of_grid(grid, len(self.shape))
@@ -122,11 +126,10 @@ def _partition(
   call = Sharded.read(held.pop("shard"))
   inputs, outputs = operands[call.token :], results[call.token :]
   devices = _device_count(call, [*inputs, *outputs])
-  plan = _plan(call, inputs, outputs, devices)
-  module = _module(target, call, plan, operands, results, held, devices)
-  # A sharding that stays is the one that came: XLA then has nothing to compare.
-  ins = [*operand_shardings[: call.token], *_shardings(inputs, plan.operands, devices)]
-  outs = [*shardings[: call.token], *_shardings(outputs, plan.results, devices)]
+  found = _solve(call, inputs, outputs, devices)
+  module = _module(target, call, found.plan, operands, results, held, devices)
+  ins = [*operand_shardings[: call.token], *found.operands]
+  outs = [*shardings[: call.token], *found.results]
   if not outs:
     return module, ins, result_sharding
   return module, ins, _compat.tuple_sharding(outs) if is_tuple else outs[0]
@@ -151,11 +154,8 @@ def _infer(
   call = Sharded.read(_local_module.read_attributes(config)["shard"])
   inputs, outputs = operands[call.token :], results[call.token :]
   devices = _device_count(call, inputs)
-  plan = _plan(call, inputs, outputs, devices)
-  out = [
-    *[_compat.replicated_sharding()] * call.token,
-    *(_compat.sharding_of_grid(tiling.grid(), len(tiling.counts)) for tiling in plan.results),
-  ]
+  found = _solve(call, inputs, outputs, devices)
+  out = [*[_compat.replicated_sharding()] * call.token, *found.results]
   return _compat.tuple_sharding(out) if is_tuple else out[0]
 
 
@@ -176,26 +176,76 @@ def _device_count(call: Sharded, arrays: Sequence[_Array]) -> int:
 
 
 # -- the plan ------------------------------------------------------------------------------------
-def _plan(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int) -> Plan:
-  shapes = [a.shape for a in inputs], [a.shape for a in outputs]
-  given = (
-    [_tiling(a, devices) for a in inputs],
-    [_tiling(a, devices) for a in outputs],
-  )
+@dataclasses.dataclass(frozen=True)
+class _Solution:
+  """A call's plan, and the shardings that XLA is told."""
+
+  plan: Plan
+  operands: list[Any]
+  results: list[Any]
+
+
+# Programs hold many calls alike. Emptied when it is full.
+_solutions: dict[Any, _Solution] = {}
+_MANY = 1024
+
+
+def _solve(
+  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
+) -> _Solution:
   if call.function:
-    found = _by_function(call, inputs, outputs)
-    if isinstance(found, Plan):
-      return found
-    rule = found
+    return _worked_out(call, inputs, outputs, devices)
+  arrays = tuple((a.shape, str(a.sharding)) for a in (*inputs, *outputs))
+  key = call.rule, devices, len(inputs), arrays
+  found = _solutions.get(key)
+  if found is None:
+    if len(_solutions) >= _MANY:
+      _solutions.clear()
+    found = _solutions[key] = _worked_out(call, inputs, outputs, devices)
+  return found
+
+
+def _worked_out(
+  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
+) -> _Solution:
+  given = [a.tiling(devices) for a in inputs], [a.tiling(devices) for a in outputs]
+  plan: Rule | Plan
+  if call.function and call.tap < 0:
+    plan = _by_function(call, inputs, outputs)
   else:
-    rule = Rule.read(call.rule, len(inputs), len(outputs))
-  return _tiles.plan(rule, shapes, given, devices)
+    plan = Rule.read(call.rule, len(inputs), len(outputs))
+    if call.function:
+      plan = _with_whole(call, plan, inputs)
+  if isinstance(plan, Rule):
+    shapes = [a.shape for a in inputs], [a.shape for a in outputs]
+    plan = _tiles.plan(plan, shapes, given, devices)
+  return _Solution(
+    plan,
+    [_sharding(*each) for each in zip(inputs, given[0], plan.operands, strict=True)],
+    [_sharding(*each) for each in zip(outputs, given[1], plan.results, strict=True)],
+  )
 
 
-def _tiling(array: _Array, devices: int) -> Tiling:
-  if array.sharding is None:
-    return Tiling.replicated(len(array.shape), devices)
-  return array.tiling(devices)
+def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
+  """One that stays is the one that came: XLA then has nothing to compare."""
+  same = given.counts == wanted.counts and np.array_equal(given.index, wanted.index)
+  if same and array.sharding is not None:
+    return array.sharding
+  return _compat.sharding_of_grid(wanted.grid(), len(wanted.counts))
+
+
+def _with_whole(call: Sharded, rule: Rule, inputs: Sequence[_Array]) -> Rule:
+  """A tap's rule with what its function wants whole."""
+  function = _function_rules.named(call.function)
+  if function is None:
+    raise LookupError(
+      f"callgate: tap '{call.label}' has a function as its sharding rule, which is not defined in "
+      "the process that compiles the program; expected the tap to be traced there"
+    )
+  values = [(a.shape, a.dtype, a.sharding) for a in inputs[: call.tap]]
+  axes = _function_rules.whole_axes(f"tap '{call.label}'", function, call.mesh, values)
+  whole = {rule.operands[leaf][axis] for leaf, axis in axes}
+  return dataclasses.replace(rule, whole=rule.whole | whole)
 
 
 def _by_function(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]) -> Rule | Plan:
@@ -212,20 +262,6 @@ def _by_function(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Arr
   )
 
 
-def _shardings(arrays: Sequence[_Array], tilings: Sequence[Tiling], devices: int) -> list[Any]:
-  out: list[Any] = []
-  for array, tiling in zip(arrays, tilings, strict=True):
-    if array.sharding is not None and _same(array.tiling(devices), tiling):
-      out.append(array.sharding)
-    else:
-      out.append(_compat.sharding_of_grid(tiling.grid(), len(tiling.counts)))
-  return out
-
-
-def _same(a: Tiling, b: Tiling) -> bool:
-  return a.counts == b.counts and np.array_equal(a.index, b.index)
-
-
 # -- the module ----------------------------------------------------------------------------------
 def _module(
   target: str,
@@ -238,7 +274,7 @@ def _module(
 ) -> bytes:
   """The call on one device's tiles, as the bytes of a module."""
   located = call.located and devices == call.devices
-  groups = plan.groups()
+  groups = plan.groups
   if located and call.once:
     runs = {group[0] for group in groups}
   else:

@@ -227,6 +227,21 @@ class _Reader:
     return _refuse(self._label, self._text, expected, got)
 
 
+def of_tap(label: str, sharding: str, leaves: Sequence[Shape]) -> Rule:
+  """The rule of a tap's leaves, in one lane.
+
+  Args:
+    label: what messages call the tap.
+    sharding: "shard", "gather" or a rule's text.
+    leaves: shapes of the leaves.
+  """
+  if sharding == "shard":
+    return independent(leaves)
+  if sharding == "gather":
+    return gathered(leaves, [])
+  return parse(label, sharding, tuple(leaves), (), tap=True)
+
+
 def of_call(
   label: str,
   sharding: Any,

@@ -139,16 +139,13 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   shapes = [aval.shape for aval in context.avals_in]
   lane = [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
   values, rest = lane[: tap_site.values], lane[tap_site.values :]
-  if tap_site.sharding == "shard":
-    rule = _rules.independent(lane)
-  elif tap_site.sharding == "gather":
-    rule = _rules.gathered(lane, [])
-  else:
-    rule = _rules.parse(f"tap '{tap_site.name}'", tap_site.sharding, tuple(values), (), tap=True)
-    first = rule.factors()
-    others = _rules.independent(rest).operands
-    others = tuple(tuple(first + factor for factor in term) for term in others)
-    rule = Rule((*rule.operands, *others), (), rule.whole)
+  function = tap_site.sharding if callable(tap_site.sharding) else None
+  said = "shard" if function is not None else tap_site.sharding
+  rule = _rules.of_tap(f"tap '{tap_site.name}'", said, values)
+  first = rule.factors()
+  others = _rules.independent(rest).operands
+  others = tuple(tuple(first + factor for factor in term) for term in others)
+  rule = Rule((*rule.operands, *others), (), rule.whole)
   # Sizes and the predicate are small, and every record has them whole.
   extras = rule.operands[tap_site.values : count - tap_site.untapped]
   rule = Rule(rule.operands, (), rule.whole | {f for term in extras for f in term})
@@ -166,6 +163,9 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     located=located,
     tap=tap_site.values,
     lanes=tuple(_digits(mask) for _, mask in levels),
+    mesh=_compat.mesh_axes(context) if function is not None else (),
+    function=_function_rules.name_of(function) if function is not None else "",
+    label=tap_site.name if function is not None else "",
   )
   return sharded, rule
 

@@ -62,7 +62,7 @@ class TapSite:
   untapped: int = 0
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
-  sharding: str = "gather"  # "shard", "gather" or a rule's text
+  sharding: Any = "gather"  # "shard", "gather", a rule's text or a function
   replicas: str = "once"
   kept: Any = None  # programs keep it (`_compat.ask_before_execution`)
 

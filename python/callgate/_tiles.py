@@ -10,6 +10,7 @@ partly manual program devices with different `manual` labels hold different arra
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,6 +86,7 @@ class Plan:
   results: tuple[Tiling, ...]
   devices: int
 
+  @functools.cached_property
   def groups(self) -> list[list[int]]:
     """The devices that hold the same tiles of everything, in order of their numbers."""
     found: dict[tuple[int, ...], list[int]] = {}

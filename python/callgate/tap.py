@@ -30,7 +30,7 @@ def tap(
   effect: Effect = "io",
   roles: Sequence[Role] = ("primal",),
   logical_shape: Any = None,
-  sharding: str = "shard",
+  sharding: str | Callable[..., Any] = "shard",
   replicas: Literal["once", "all"] = "once",
 ) -> Any:
   """Sends a value out of a (compiled) program, and returns it.
@@ -68,7 +68,9 @@ def tap(
       that part. A tuple for a lone array, else a pytree like `value` with tuples (or None).
     sharding: in a program over several devices "shard" sends a record of each device's part, with
       `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
-      gathers the dimensions in brackets alone.
+      gathers the dimensions in brackets alone; a function of the mesh and the leaves, each a
+      ShapeDtypeStruct with its sharding, returns one of these or a PartitionSpec for each leaf,
+      and gathers what that leaves whole.
     replicas: "once": of devices with copies of the same part one sends; "all": each does.
 
   Returns:
@@ -88,7 +90,9 @@ def tap(
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
-  if sharding not in _rules.BY_NAME:  # raises, if the rule doesn't fit
+  if (
+    isinstance(sharding, str) and sharding not in _rules.BY_NAME
+  ):  # raises, if the rule doesn't fit
     _rules.parse(f"tap '{label}'", sharding, tuple(x.shape for x, _ in carried), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
   site = TapSite(
@@ -194,8 +198,9 @@ def _check_options(
     refuse("roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
   # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
   named = isinstance(sharding, str) and sharding.isidentifier()
-  if not isinstance(sharding, str) or not sharding or (named and sharding not in _rules.BY_NAME):
-    refuse("sharding", "'shard', 'gather' or a rule such as 'i [j]'", sharding)
+  text = isinstance(sharding, str) and sharding and (not named or sharding in _rules.BY_NAME)
+  if not text and not callable(sharding):
+    refuse("sharding", "'shard', 'gather' or a rule such as 'i [j]' or a function", sharding)
   if replicas not in ("once", "all"):
     refuse("replicas", "'once' or 'all'", replicas)
 

@@ -153,7 +153,7 @@ def test_a_plan_keeps_factors_together_and_whole_ones_whole(data: st.DataObject)
         assert shape[axis] % tiling.counts[axis] == 0
         this = tiling.counts[axis], tuple(tiling.index[:, axis])
         assert split.setdefault(factor, this) == this
-  assert sorted(device for group in plan.groups() for device in group) == list(range(8))
+  assert sorted(device for group in plan.groups for device in group) == list(range(8))
 
 
 def test_what_lies_right_stays_as_it_lies() -> None:

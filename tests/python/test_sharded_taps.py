@@ -73,6 +73,27 @@ def test_a_rule_says_which_dimensions_are_whole() -> None:
     np.testing.assert_array_equal(record.value, X[record.info.shard])
 
 
+@pytest.mark.parametrize(
+  "rule", ["i [j]", P("a"), "gather", (P("a"), ())], ids=["text", "spec", "gather", "specs"]
+)
+def test_a_function_of_the_mesh_says_which_dimensions_are_whole(rule: Any) -> None:
+  seen: list[Any] = []
+
+  def ask(mesh: Any, x: Any) -> Any:
+    seen.append((dict(mesh.shape), x.shape, x.sharding.spec))
+    return rule
+
+  on = mesh()
+  x = put(X, on, "a", "b")
+  with jax.set_mesh(on):
+    found = records(lambda ch, x: cg.tap(x, ch, sharding=ask), x)
+    lanes = records(lambda ch, x: jax.vmap(lambda r: cg.tap(r, ch, where=r[0] >= 0))(x), x)
+  assert seen == [({"a": 4, "b": 2}, (16, 8), P("a", "b"))]
+  assert starts(found) == ([(0, 0)] if rule == "gather" else [(0, 0), (4, 0), (8, 0), (12, 0)])
+  np.testing.assert_array_equal(cg.assemble(found), X)
+  assert len(lanes) == 32
+
+
 @pytest.mark.parametrize("sharding", ["i", "i j ->  k", "", 3])
 def test_a_rule_that_does_not_fit_is_refused(sharding: Any) -> None:
   with pytest.raises(cg.GateDefinitionError, match="tap 'sharded': sharding"):
