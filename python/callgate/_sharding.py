@@ -140,7 +140,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   lane = [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
   values, rest = lane[: tap_site.values], lane[tap_site.values :]
   function = tap_site.sharding if callable(tap_site.sharding) else None
-  said = "shard" if function is not None else tap_site.sharding
+  said: Any = "shard" if function is not None else tap_site.sharding
   rule = _rules.of_tap(f"tap '{tap_site.name}'", said, values)
   first = rule.factors()
   others = _rules.independent(rest).operands
