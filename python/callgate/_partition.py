@@ -89,10 +89,6 @@ class _Array:
   dtype: Any
   sharding: Any
 
-  @property
-  def is_token(self) -> bool:
-    return self.dtype is None
-
   def tiling(self, devices: int) -> Tiling:
     grid = None
     if self.sharding is not None:
