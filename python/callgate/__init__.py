@@ -20,7 +20,8 @@ from callgate._install import install, uninstall
 from callgate._print import print
 from callgate._progress import Progress, progress
 from callgate._records import BatchInfo, Record, TapInfo
-from callgate._stream import StreamReader, StreamRecord, open_stream
+from callgate._stream import StreamReader, open_stream
+from callgate._stream_records import StreamRecord
 from callgate._toolchain import CompileError
 from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from callgate import _toolchain
-from callgate._stream import StreamReader, StreamRecord, open_stream
+from callgate._stream import StreamReader, open_stream
+from callgate._stream_records import StreamRecord
 from callgate._watch import add_watch
 
 if TYPE_CHECKING:

@@ -6,9 +6,12 @@ replace it. A new JAX version that moves one of these is served here alone.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
+import os
+import queue
 import threading
 import time
 import weakref
@@ -85,10 +88,12 @@ def remember_effects() -> None:
   set_output, set_result = tokens.set_output_runtime_token, tokens.set_token_result
 
   def set_output_runtime_token(self: Any, device: Any, token: Any) -> None:
+    _have_waiter()
     _effect_tokens[threading.get_ident(), device] = token
     set_output(self, device, token)
 
   def set_token_result(self: Any, effect: Any, token: Any) -> None:
+    _have_waiter()
     _effect_tokens[threading.get_ident(), effect] = token
     set_result(self, effect, token)
 
@@ -124,17 +129,52 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
   if timeout is None and watch is None:
     _wait_for_tokens()
     return True
-  # Tokens have no wait with a limit. The thread ends with the programs.
-  waiter = threading.Thread(target=_wait_for_tokens, name="callgate barrier", daemon=True)
-  waiter.start()
+  # Tokens have no wait with a limit, so another thread waits.
+  done = threading.Event()
+  try:
+    _idle_waiter().put(done)
+  except RuntimeError:  # too late for a thread: what came so late ran where it was dispatched
+    _wait_for_tokens()
+    return True
   if watch is None:
-    waiter.join(timeout)
-    return not waiter.is_alive()
+    return done.wait(timeout)
   deadline = math.inf if timeout is None else time.monotonic() + timeout
-  while waiter.is_alive() and (left := deadline - time.monotonic()) > 0:
-    waiter.join(min(left, 0.1))
+  while not done.is_set() and (left := deadline - time.monotonic()) > 0:
+    done.wait(min(left, 0.1))
     watch()
-  return not waiter.is_alive()
+  return done.is_set()
+
+
+# The requests of each idle thread that waits for tokens on another's behalf. There is one from the
+# first program with effects on: at the end of the process Python 3.12 makes no thread any more.
+_waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
+
+
+def _have_waiter() -> None:
+  if not _waiters:
+    with contextlib.suppress(RuntimeError):  # at the end of the process: see above
+      _waiters.append(_idle_waiter())
+
+
+def _idle_waiter() -> queue.SimpleQueue[threading.Event]:
+  """One that is nobody else's from now on."""
+  with contextlib.suppress(IndexError):
+    return _waiters.pop()
+  requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+  name, own = "callgate barrier", (requests,)
+  threading.Thread(target=_wait_on_request, args=own, name=name, daemon=True).start()
+  return requests
+
+
+def _wait_on_request(requests: queue.SimpleQueue[threading.Event]) -> None:
+  while True:
+    done = requests.get()
+    _wait_for_tokens()
+    _waiters.append(requests)
+    done.set()
+
+
+os.register_at_fork(after_in_child=_waiters.clear)  # which has none of these threads
 
 
 def _wait_for_tokens() -> None:

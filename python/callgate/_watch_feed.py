@@ -11,7 +11,8 @@ import os
 import threading
 import time
 
-from callgate._stream import StreamReader, StreamRecord, open_stream
+from callgate._stream import StreamReader, open_stream
+from callgate._stream_records import StreamRecord
 from callgate._watch_model import Model
 
 _CHUNK = 4096  # records that the model gets at once, at most

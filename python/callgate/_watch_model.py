@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate._stream import StreamRecord
+from callgate._stream_records import StreamRecord
 from callgate._watch_curve import Curve, Lanes, Window
 from callgate._watch_source import Rate, Source
 

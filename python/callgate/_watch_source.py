@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate._stream import StreamRecord
+from callgate._stream_records import StreamRecord
 
 _RECENT_SECONDS = 10.0  # what "records per second" looks back over
 

@@ -22,9 +22,8 @@ class PartitionSpec(tuple[int, ...]):
 
   The parts are numbered in row-major order, and the device of that number holds each.
 
-  Args:
-    *partitions: a count a dimension, so that an array of shape (8, 6) has tiles of shape (4, 6)
-      under `PartitionSpec(2, 1)`. The product is the number of devices.
+  It takes a count for each dimension: an array of shape (8, 6) has tiles of shape (4, 6) under
+  `PartitionSpec(2, 1)`. The product is the number of devices.
 
   Raises:
     ValueError: a count that is not an integer of at least 1.
