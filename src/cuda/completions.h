@@ -1,0 +1,48 @@
+// What is to be done on the host when a stream has got so far.
+//
+// One thread a device, "cg-cuda-N", started with the first task and joined by stop(). It waits for
+// the event of each task in the order in which tasks came, so tasks of one stream run in the
+// stream's order, and then runs the task. A task must not wait for work that is given to the stream
+// later. Where the stream failed, the task is told so.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "cuda/device.h"
+#include "cuda/event.h"
+
+namespace callgate::cuda {
+
+class Completions {
+ public:
+  // The device's; never destroyed.
+  static Completions& of(Device& device);
+
+  // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
+  bool after(StreamEvent event, std::function<void(Result)> task);
+
+  // Waits until the tasks that were given before have run; at once on the thread itself. False when
+  // the time ran out.
+  bool drain(std::chrono::nanoseconds limit);
+
+  // Tasks given and not yet run.
+  std::int64_t pending() const noexcept;
+
+  // All devices' at once. stop_all() runs what is there first, as far as the time allows; false
+  // when it did not suffice.
+  static bool drain_all(std::chrono::nanoseconds limit);
+  static bool stop_all(std::chrono::nanoseconds limit);
+
+  // In a fork's child: CUDA and the threads are gone; tasks are dropped.
+  static void abandon_all() noexcept;
+
+ private:
+  explicit Completions(Device& device);
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace callgate::cuda

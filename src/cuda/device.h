@@ -1,0 +1,65 @@
+// A GPU as callgate uses it: its primary context, which is XLA's too, and what depends on it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/types.h"
+
+namespace callgate::cuda {
+
+// Never destroyed: programs may end after everything else. All members are fixed once it is made.
+class Device {
+ public:
+  // Throw Error where there is no such device, or no driver.
+  static Device& of(Stream stream);
+  static Device& at(int ordinal);
+  static int count();
+
+  int ordinal() const noexcept { return ordinal_; }
+  Context context() const noexcept { return context_; }
+  const std::string& name() const noexcept { return name_; }
+  // 90 for compute capability 9.0.
+  int capability() const noexcept { return capability_; }
+  int multiprocessors() const noexcept { return multiprocessors_; }
+
+ private:
+  Device(int ordinal, Context context);
+  int ordinal_;
+  Context context_;
+  std::string name_;
+  int capability_ = 0;
+  int multiprocessors_ = 0;
+};
+
+// Makes a device's context the calling thread's, and puts back what was there.
+class ContextScope {
+ public:
+  explicit ContextScope(const Device& device);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  Context before_ = nullptr;
+  bool changed_ = false;
+};
+
+// Whether work on the stream is being recorded into a graph rather than run.
+bool capturing(Stream stream);
+
+// Lets the thread allocate and wait although some stream of it is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  CaptureMode mode_ = CaptureMode::kRelaxed;
+};
+
+}  // namespace callgate::cuda
