@@ -55,6 +55,13 @@ class Site {
   }
 };
 
+// What a callee makes of a call whose arrays are a GPU's.
+enum class OnDevice : std::uint8_t {
+  kStaged,    // it gets copies in the host's memory, and its results are copied back
+  kDeferred,  // the same, later: the program does not wait for it, and gets nothing from it
+  kNative,    // it gets the device's own arrays, while the stream may still be writing them
+};
+
 class Callee {
  public:
   virtual ~Callee() = default;
@@ -69,6 +76,8 @@ class Callee {
 
   // False when its sites never look at a call's context, which then is not asked for.
   virtual bool reads_context() const noexcept { return true; }
+
+  virtual OnDevice on_device() const noexcept { return OnDevice::kStaged; }
 
   // True when a call that comes while the process is ending succeeds without running.
   virtual bool quiet_at_exit() const noexcept { return false; }
