@@ -28,6 +28,10 @@ class Completions {
   // the time ran out.
   bool drain(std::chrono::nanoseconds limit);
 
+  // Takes no more tasks, runs what is there and joins the thread. False when the time ran out: the
+  // thread then ends by itself.
+  bool stop(std::chrono::nanoseconds limit);
+
   // Tasks given and not yet run.
   std::int64_t pending() const noexcept;
 

@@ -6,6 +6,8 @@
 // library than libcuda.so.1; tests use it.
 #pragma once
 
+#include <string>
+
 #include "cuda/types.h"
 
 // X(member, symbol, arguments): every one returns a Result.
@@ -49,10 +51,6 @@
     (DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream))                     \
   X(set_8, "cuMemsetD8Async",                                                                     \
     (DevicePointer to, unsigned char value, std::size_t count, Stream stream))                    \
-  X(set_16, "cuMemsetD16Async",                                                                   \
-    (DevicePointer to, unsigned short value, std::size_t count, Stream stream))                   \
-  X(set_32, "cuMemsetD32Async",                                                                   \
-    (DevicePointer to, unsigned value, std::size_t count, Stream stream))                         \
   X(pointer_attribute, "cuPointerGetAttribute",                                                   \
     (void* value, PointerAttribute attribute, DevicePointer pointer))                             \
   X(module_load, "cuModuleLoadData", (Module * module, const void* image))                        \
@@ -87,11 +85,17 @@ struct Driver {
   int version = 0;  // 1000 * major + 10 * minor
 };
 
+// The table of the library at `path`, initialised. Throws Error as driver() does.
+Driver load_driver(const std::string& path);
+
 // The driver, initialised. Throws Error where there is none, it is too old or has no device.
 const Driver& driver();
 
 // The same, or null where it was not asked for yet or could not be had.
 const Driver* loaded_driver() noexcept;
+
+// "CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
+std::string error_text(Result result);
 
 // Throws Error unless the call of `what` succeeded: "cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (out
 // of memory)".

@@ -36,6 +36,9 @@ class HostCopies {
   void publish(Stream stream) &&;
 
  private:
+  void own_dims(ArrayView& view);
+  std::size_t shared_with(const ArrayView& result) const;
+
   Device* device_;
   std::vector<ArrayView> operands_, results_;
   std::vector<DevicePointer> sources_, targets_;  // of each

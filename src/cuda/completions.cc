@@ -1,0 +1,167 @@
+// See the header.
+#include "cuda/completions.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda/driver.h"
+
+namespace callgate::cuda {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Task {
+  StreamEvent event;
+  std::function<void(Result)> run;
+};
+
+// All devices' queues; never destroyed.
+struct Queues {
+  std::mutex mutex;
+  std::map<const Device*, Completions*> all;
+};
+
+Queues& queues() {
+  static auto* queues = new Queues();
+  return *queues;
+}
+
+// In a fork's child: the locks may be held by threads that are not in this process.
+std::atomic<bool> abandoned{false};
+
+bool is_abandoned() noexcept {
+  return abandoned.load(std::memory_order_relaxed);  // the child has one thread when it is set
+}
+
+std::vector<Completions*> every() {
+  if (is_abandoned()) return {};
+  std::lock_guard lock(queues().mutex);
+  std::vector<Completions*> every;
+  for (auto [device, completions] : queues().all) every.push_back(completions);
+  return every;
+}
+
+std::chrono::nanoseconds left(Clock::time_point end) {
+  return std::max(std::chrono::nanoseconds(0),
+                  std::chrono::duration_cast<std::chrono::nanoseconds>(end - Clock::now()));
+}
+
+}  // namespace
+
+// What the thread and those who ask share: the thread may have to be abandoned.
+struct Completions::State {
+  explicit State(Device& of) : device(of) {}
+
+  Device& device;
+  std::mutex mutex;  // guards all that follows
+  std::condition_variable changed;
+  std::deque<Task> tasks;
+  std::uint64_t given = 0, done = 0;
+  bool stopping = false;
+  std::optional<std::thread> thread;
+
+  void work() {
+    driver().context_set_current(device.context());  // for the tasks
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return stopping || !tasks.empty(); });
+      if (tasks.empty()) return;
+      Task task = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      task.run(task.event.wait());
+      task.run = nullptr;  // what it held dies before it counts as done
+      lock.lock();
+      ++done;
+      changed.notify_all();
+    }
+  }
+
+  void start() {
+    thread.emplace([this] { work(); });
+    std::string name = "cg-cuda-" + std::to_string(device.ordinal());
+    pthread_setname_np(thread->native_handle(), name.c_str());
+  }
+};
+
+Completions::Completions(Device& device) : state_(std::make_shared<State>(device)) {}
+
+Completions& Completions::of(Device& device) {
+  std::lock_guard lock(queues().mutex);
+  Completions*& completions = queues().all[&device];
+  if (completions == nullptr) completions = new Completions(device);  // NOLINT: never destroyed
+  return *completions;
+}
+
+bool Completions::after(StreamEvent event, std::function<void(Result)> task) {
+  if (is_abandoned()) return false;
+  std::lock_guard lock(state_->mutex);
+  if (state_->stopping) return false;
+  state_->tasks.push_back({std::move(event), std::move(task)});
+  ++state_->given;
+  if (!state_->thread.has_value()) state_->start();
+  state_->changed.notify_all();
+  return true;
+}
+
+bool Completions::drain(std::chrono::nanoseconds limit) {
+  if (is_abandoned()) return true;
+  std::unique_lock lock(state_->mutex);
+  if (!state_->thread.has_value() || state_->thread->get_id() == std::this_thread::get_id())
+    return true;
+  std::uint64_t until = state_->given;
+  return state_->changed.wait_for(lock, limit, [&] { return state_->done >= until; });
+}
+
+bool Completions::stop(std::chrono::nanoseconds limit) {
+  if (is_abandoned()) return true;
+  std::unique_lock lock(state_->mutex);
+  state_->stopping = true;
+  state_->changed.notify_all();
+  if (!state_->thread.has_value()) return true;
+  bool finished =
+      state_->changed.wait_for(lock, limit, [&] { return state_->done >= state_->given; });
+  if (!finished) return false;  // it holds on to its own state, and ends with its task
+  std::thread thread = std::move(*state_->thread);
+  state_->thread.reset();
+  lock.unlock();
+  thread.join();
+  return true;
+}
+
+std::int64_t Completions::pending() const noexcept {
+  std::lock_guard lock(state_->mutex);
+  return static_cast<std::int64_t>(state_->given - state_->done);
+}
+
+bool Completions::drain_all(std::chrono::nanoseconds limit) {
+  bool drained = true;
+  Clock::time_point end = Clock::now() + limit;
+  for (Completions* completions : every()) drained &= completions->drain(left(end));
+  return drained;
+}
+
+bool Completions::stop_all(std::chrono::nanoseconds limit) {
+  bool stopped = true;
+  Clock::time_point end = Clock::now() + limit;
+  for (Completions* completions : every()) stopped &= completions->stop(left(end));
+  return stopped;
+}
+
+void Completions::abandon_all() noexcept {
+  abandoned.store(true, std::memory_order_relaxed);  // see is_abandoned()
+}
+
+}  // namespace callgate::cuda

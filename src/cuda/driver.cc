@@ -1,0 +1,113 @@
+// See the header.
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/error.h"
+
+namespace callgate::cuda {
+namespace {
+
+constexpr int kOldestVersion = 11040;
+constexpr const char* kWhere = "CUDA's driver";
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+template <typename F>
+bool look_up(void* library, const char* symbol, F& function) {
+  function = reinterpret_cast<F>(dlsym(library, symbol));
+  return function != nullptr;
+}
+
+// Enough to call before the table is complete.
+void expect(Result result, const char* what, const std::string& path) {
+  if (result == Result::kSuccess) return;
+  throw Error(ErrorCode::kInternal, kWhere, std::string(what) + " of '" + path + "' to succeed",
+              "error " + std::to_string(static_cast<int>(result)) +
+                  (result == Result::kNoDevice ? ": no GPU is visible to this process" : ""));
+}
+
+}  // namespace
+
+Driver load_driver(const std::string& path) {
+  // Never closed: threads of the driver's own run in it.
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* reason = dlerror();
+    throw Error(ErrorCode::kNotFound, kWhere,
+                "the library '" + path + "', which comes with NVIDIA's driver",
+                reason == nullptr ? "none" : reason);
+  }
+  Driver table;
+  std::string missing;
+#define X(member, symbol, arguments) \
+  if (!look_up(library, symbol, table.member)) missing += std::string(" ") + symbol;
+  CALLGATE_CUDA_FUNCTIONS(X)
+#undef X
+#define X(member, symbol, arguments) look_up(library, symbol, table.member);
+  CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)
+#undef X
+  if (!missing.empty()) {
+    throw Error(ErrorCode::kNotFound, kWhere,
+                "'" + path + "' of CUDA " + version_text(kOldestVersion) + " or later",
+                "one that lacks" + missing);
+  }
+  expect(table.init(0), "cuInit", path);
+  expect(table.driver_version(&table.version), "cuDriverGetVersion", path);
+  if (table.version < kOldestVersion) {
+    throw Error(ErrorCode::kNotFound, kWhere, "CUDA " + version_text(kOldestVersion) + " or later",
+                version_text(table.version) + "; update NVIDIA's driver");
+  }
+  int devices = 0;
+  expect(table.device_count(&devices), "cuDeviceGetCount", path);
+  if (devices == 0)
+    throw Error(ErrorCode::kNotFound, kWhere, "a GPU that this process can see", "none");
+  return table;
+}
+
+namespace {
+
+std::atomic<const Driver*> loaded{nullptr};
+
+}  // namespace
+
+const Driver& driver() {
+  // Acquire: the table was complete before it was published.
+  if (const Driver* known = loaded.load(std::memory_order_acquire)) [[likely]]
+    return *known;
+  static auto* mutex = new std::mutex();  // never destroyed: programs may end after everything else
+  std::lock_guard lock(*mutex);
+  if (const Driver* known = loaded.load(std::memory_order_acquire)) return *known;  // as above
+  const char* path = std::getenv("CALLGATE_CUDA_DRIVER");
+  auto table = std::make_unique<Driver>(load_driver(path != nullptr ? path : "libcuda.so.1"));
+  loaded.store(table.get(), std::memory_order_release);  // see above
+  return *table.release();                               // NOLINT: never destroyed
+}
+
+const Driver* loaded_driver() noexcept { return loaded.load(std::memory_order_acquire); }
+
+std::string error_text(Result result) {
+  const Driver* table = loaded_driver();
+  const char *name = nullptr, *text = nullptr;
+  if (table != nullptr && table->error_name(result, &name) == Result::kSuccess &&
+      table->error_string(result, &text) == Result::kSuccess && name != nullptr) {
+    return std::string(name) + (text != nullptr ? " (" + std::string(text) + ")" : "");
+  }
+  return "CUDA error " + std::to_string(static_cast<int>(result));
+}
+
+void check(Result result, const char* what) {
+  if (result == Result::kSuccess) [[likely]]
+    return;
+  throw Error(ErrorCode::kInternal, std::string(what) + ": " + error_text(result));
+}
+
+}  // namespace callgate::cuda

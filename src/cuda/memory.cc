@@ -1,0 +1,181 @@
+// See the header.
+#include "cuda/memory.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "cuda/driver.h"
+
+namespace callgate::cuda {
+namespace {
+
+constexpr std::size_t kSmallest = 4096;
+constexpr std::size_t kPinnedKept = std::size_t{256} << 20;
+constexpr std::size_t kDeviceKept = std::size_t{256} << 20;  // a device
+
+// Powers of two up to 1 MiB, then whole MiB: large blocks waste little, and blocks of one size find
+// each other again.
+std::size_t size_class(std::size_t bytes) {
+  constexpr std::size_t kMebi = std::size_t{1} << 20;
+  if (bytes <= kMebi) return std::bit_ceil(std::max(bytes, kSmallest));
+  return (bytes + kMebi - 1) / kMebi * kMebi;
+}
+
+// Blocks of one kind that nobody uses.
+template <typename Handle>
+class Pool {
+ public:
+  explicit Pool(std::size_t budget) : budget_(budget) {}
+
+  // A block of the class, or a null one.
+  Handle take(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    in_use_ += bytes;
+    std::vector<Handle>& free = free_[bytes];
+    if (free.empty()) return Handle{};
+    Handle block = free.back();
+    free.pop_back();
+    kept_ -= bytes;
+    return block;
+  }
+
+  // False when the block is to be freed.
+  bool keep(Handle block, std::size_t bytes) noexcept try {
+    std::lock_guard lock(mutex_);
+    in_use_ -= bytes;
+    if (kept_ + bytes > budget_) return false;
+    free_[bytes].push_back(block);
+    kept_ += bytes;
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+
+  void failed(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    in_use_ -= bytes;
+  }
+
+  std::vector<Handle> take_all() {
+    std::lock_guard lock(mutex_);
+    std::vector<Handle> all;
+    for (auto& [bytes, free] : free_) {
+      all.insert(all.end(), free.begin(), free.end());
+      free.clear();
+    }
+    kept_ = 0;
+    return all;
+  }
+
+  std::size_t in_use() {
+    std::lock_guard lock(mutex_);
+    return in_use_;
+  }
+
+ private:
+  std::size_t budget_;
+  std::mutex mutex_;
+  std::map<std::size_t, std::vector<Handle>> free_;
+  std::size_t kept_ = 0, in_use_ = 0;
+};
+
+// Never destroyed, as the devices.
+Pool<char*>& pinned() {
+  static auto* pool = new Pool<char*>(kPinnedKept);
+  return *pool;
+}
+
+constexpr std::size_t kMost = 64;
+
+Pool<DevicePointer>& pool_of(int ordinal) {
+  static auto* pools = [] {
+    auto* made = new std::array<std::unique_ptr<Pool<DevicePointer>>, kMost>();
+    for (auto& pool : *made) pool = std::make_unique<Pool<DevicePointer>>(kDeviceKept);
+    return made;
+  }();
+  return *(*pools)[static_cast<std::size_t>(ordinal)];
+}
+
+void free_blocks(std::vector<DevicePointer> blocks) noexcept {
+  for (DevicePointer block : blocks) driver().mem_free(block);
+}
+
+}  // namespace
+
+PinnedBlock::PinnedBlock(std::size_t bytes) : size_(size_class(bytes)) {
+  data_ = pinned().take(size_);
+  if (data_ != nullptr) return;
+  void* made = nullptr;
+  Result result = driver().mem_host_alloc(&made, size_, kHostAllocPortable);
+  if (result == Result::kOutOfMemory) {  // what others have kept may be of another size
+    trim_memory();
+    result = driver().mem_host_alloc(&made, size_, kHostAllocPortable);
+  }
+  if (result != Result::kSuccess) pinned().failed(size_);
+  check(result, "cuMemHostAlloc");
+  data_ = static_cast<char*>(made);
+}
+
+PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  data_ = std::exchange(other.data_, nullptr);
+  size_ = std::exchange(other.size_, 0);
+  return *this;
+}
+
+void PinnedBlock::reset() noexcept {
+  if (data_ != nullptr && !pinned().keep(data_, size_)) driver().mem_free_host(data_);
+  data_ = nullptr;
+}
+
+DeviceBlock::DeviceBlock(Device& device, std::size_t bytes)
+    : device_(&device), size_(size_class(bytes)) {
+  Pool<DevicePointer>& pool = pool_of(device.ordinal());
+  data_ = pool.take(size_);
+  if (data_ != 0) return;
+  Result result = driver().mem_alloc(&data_, size_);
+  if (result == Result::kOutOfMemory) {
+    free_blocks(pool.take_all());
+    result = driver().mem_alloc(&data_, size_);
+  }
+  if (result != Result::kSuccess) {
+    data_ = 0;
+    pool.failed(size_);
+  }
+  check(result, "cuMemAlloc_v2");
+}
+
+DeviceBlock& DeviceBlock::operator=(DeviceBlock&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  device_ = other.device_;
+  data_ = std::exchange(other.data_, 0);
+  size_ = std::exchange(other.size_, 0);
+  return *this;
+}
+
+void DeviceBlock::reset() noexcept {
+  if (data_ != 0 && !pool_of(device_->ordinal()).keep(data_, size_)) driver().mem_free(data_);
+  data_ = 0;
+}
+
+MemoryInUse memory_in_use() noexcept {
+  MemoryInUse in_use{pinned().in_use(), 0};
+  for (std::size_t i = 0; i < kMost; ++i) in_use.device += pool_of(static_cast<int>(i)).in_use();
+  return in_use;
+}
+
+void trim_memory() noexcept {
+  if (loaded_driver() == nullptr) return;
+  for (char* block : pinned().take_all()) driver().mem_free_host(block);
+  for (std::size_t i = 0; i < kMost; ++i) free_blocks(pool_of(static_cast<int>(i)).take_all());
+}
+
+}  // namespace callgate::cuda
