@@ -329,13 +329,19 @@ def lower(
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
+  platform: str = "cpu",
 ) -> Sequence[Any]:
   ordered = gate.effect == "ordered"
   if site.by_jax:
     return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  called, target, attributes = gate.batched(whole).emission(
-    site, context.avals_in, context.avals_out, levels
-  )
+  runs = gate.batched(whole)
+  if platform == "cuda":
+    devices = _compat.device_count(context)
+    called, target, attributes = runs.cuda_emission(
+      site, context.avals_in, context.avals_out, levels, whole, devices
+    )
+  else:
+    called, target, attributes = runs.emission(site, context.avals_in, context.avals_out, levels)
   avals_in = context.avals_in
   if gate.collective and (located := _sharding.in_manual(context, gate)):
     partition, more = located
@@ -374,7 +380,7 @@ def lower_by_jax(
 ) -> Sequence[Any]:
   if gate.effect == "ordered":
     raise GateDefinitionError(
-      f"{gate.label}: effect='ordered' works in programs for one CPU device, or inside "
+      f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
@@ -393,6 +399,8 @@ def lower_by_jax(
 for primitive in _PRIMITIVES:
   mlir.register_lowering(primitive, lower_by_jax, cacheable=False)
   mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
+  on_cuda = functools.partial(lower, platform="cuda")
+  mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

@@ -13,6 +13,7 @@ axes that it is mapped over, and its call then takes an item for each lane.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import enum
 import math
 import weakref
@@ -282,7 +283,13 @@ batching.fancy_primitive_batchers[next_p] = _batch
 
 
 def _lower(
-  context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
+  context: Any,
+  *,
+  gate: Gate,
+  site: CallSite,
+  lead: tuple[int, ...],
+  engine: str,
+  lower: Any = _primitive.lower_by_jax,
 ) -> Sequence[Any]:
   whole = dataclasses.replace(
     site, results=tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
@@ -290,10 +297,11 @@ def _lower(
   if engine == "jax":
     call = mlir.lower_fun(lambda: _jax_engine.bind(gate, whole, ()), multiple_results=True)
     return call(context)
-  on_cpu = tuple(context.module_context.platforms) == ("cpu",)
-  lower = _primitive.lower if on_cpu else _primitive.lower_by_jax
   return lower(context, gate=gate, site=whole, levels=(), whole=None)
 
 
 # Not cached, as the gates' own rule: its source line is part of the program.
 mlir.register_lowering(next_p, _lower, cacheable=False)
+for platform in ("cpu", "cuda"):
+  rule = functools.partial(_lower, lower=functools.partial(_primitive.lower, platform=platform))
+  mlir.register_lowering(next_p, rule, platform=platform, cacheable=False)
