@@ -29,9 +29,10 @@ def install() -> None:
 
   It counts for the whole process, for programs on the CPU and on CUDA GPUs (there through pinned
   memory), and for functions that were jitted before, too: they are traced and compiled again when
-  next called. Compiled objects that you hold (`jit(f).lower(x).compile()`) stay as they are. A program that one thread compiles while another
-  switches keeps the engine that its compilation met: both give the same results. What callbacks
-  receive, return and raise stays JAX's. Installing twice does nothing more.
+  next called. Compiled objects that you hold (`jit(f).lower(x).compile()`) stay as they are. A
+  program that one thread compiles while another switches keeps the engine that its compilation met:
+  both give the same results. What callbacks receive, return and raise stays JAX's. Installing twice
+  does nothing more.
 
   Example:
     >>> import callgate as cg, jax, numpy as np

@@ -13,7 +13,6 @@ axes that it is mapped over, and its call then takes an item for each lane.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import enum
 import math
 import weakref
@@ -289,7 +288,6 @@ def _lower(
   site: CallSite,
   lead: tuple[int, ...],
   engine: str,
-  lower: Any = _primitive.lower_by_jax,
 ) -> Sequence[Any]:
   whole = dataclasses.replace(
     site, results=tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
@@ -297,11 +295,8 @@ def _lower(
   if engine == "jax":
     call = mlir.lower_fun(lambda: _jax_engine.bind(gate, whole, ()), multiple_results=True)
     return call(context)
-  return lower(context, gate=gate, site=whole, levels=(), whole=None)
+  return _primitive.lower(context, gate=gate, site=whole, levels=(), whole=None)
 
 
 # Not cached, as the gates' own rule: its source line is part of the program.
 mlir.register_lowering(next_p, _lower, cacheable=False)
-for platform in ("cpu", "cuda"):
-  rule = functools.partial(_lower, lower=functools.partial(_primitive.lower, platform=platform))
-  mlir.register_lowering(next_p, rule, platform=platform, cacheable=False)

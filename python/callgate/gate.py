@@ -45,6 +45,7 @@ class Gate(Operation):
   """
 
   kind = "gate"
+  same_on_all_platforms = True  # programs for several have no graphs: see `cuda_emission`
 
   def __init__(
     self,

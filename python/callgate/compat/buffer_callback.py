@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from callgate import _compat, _runtime
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
+from callgate._primitive import RUNTIME_PLATFORMS
 from callgate.compat._call import emit_call
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
@@ -179,10 +180,17 @@ def _transpose(*_args: Any, **_params: Any) -> Any:
   )
 
 
-def _lowering(
+def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+  platforms = _compat.platforms_of(ctx)
+  if len(platforms) > 1:
+    raise NotImplementedError("multi-platform lowering for buffer_callback")
+  rule = _lowering_to_runtime if platforms[0] in RUNTIME_PLATFORMS else _other_lowering
+  return rule(ctx, *operands, **params)
+
+
+def _lowering_to_runtime(
   ctx: Any,
   *operands: Any,
-  graph: bool,
   callback: Callable[..., None],
   in_tree: Any,
   out_tree: Any,
@@ -191,8 +199,6 @@ def _lowering(
   command_buffer_compatible: bool,
   **_params: Any,
 ) -> Sequence[Any]:
-  if len(ctx.module_context.platforms) > 1:
-    raise NotImplementedError("multi-platform lowering for buffer_callback")
   callee = Callee(
     _runtime.unique_name(callback),
     _flat_callback(callback, in_tree, out_tree),
@@ -202,7 +208,7 @@ def _lowering(
     native=True,
     command_buffer=command_buffer_compatible,
   )
-  graph = graph and command_buffer_compatible
+  graph = command_buffer_compatible and _compat.platforms_of(ctx)[0] == "cuda"
   results, _ = emit_call(
     ctx,
     callee,
@@ -248,7 +254,4 @@ ad.primitive_transposes[buffer_callback_p] = _transpose
 batching.primitive_batchers[buffer_callback_p] = functools.partial(
   _compat.ffi_batching_rule, buffer_callback_p
 )
-mlir.register_lowering(buffer_callback_p, _other_lowering, cacheable=False)
-for platform, graph in (("cpu", False), ("cuda", True)):
-  rule = functools.partial(_lowering, graph=graph)
-  mlir.register_lowering(buffer_callback_p, rule, platform=platform, cacheable=False)
+mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)
