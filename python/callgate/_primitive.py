@@ -422,8 +422,8 @@ def lower_by_jax(
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
-# Not cached: a cached rule would know the source line of no more than one of its call sites. One rule
-# for all platforms: of several, JAX would make a branch of the program for each.
+# Not cached: a cached rule would know the source line of no more than one of its call sites. One
+# rule for all platforms: of several, JAX would make a branch of the program for each.
 for primitive in _PRIMITIVES:
   mlir.register_lowering(primitive, lower, cacheable=False)
 
