@@ -16,7 +16,13 @@ import numpy as np
 from callgate import _compat
 from callgate._partition import Sharded
 from callgate._rules import Rule
-from callgate._runtime import GATE_TARGET, KERNEL_TARGET, PARTITIONED, remember_site
+from callgate._runtime import (
+  GATE_TARGET,
+  KERNEL_TARGET,
+  PARTITIONED,
+  name_gpus,
+  remember_site,
+)
 from callgate.errors import GateDefinitionError
 
 # A batch level: its extent and, for each operand, whether it has that axis.
@@ -67,6 +73,8 @@ def emit(
       f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
       "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
     )
+  if "cuda" in platforms:
+    name_gpus()
   held = {
     "name": name,
     "spec": spec,
