@@ -95,17 +95,20 @@ void count(LaunchPlan& plan) {
   if (scratch > plan.scratch.size()) refuse("scratch memory for each address", "too little");
 }
 
-std::string text_of(const std::array<unsigned, 3>& extent) {
-  return "(" + std::to_string(extent[0]) + ", " + std::to_string(extent[1]) + ", " +
-         std::to_string(extent[2]) + ")";
+void append(std::string& text, const char* what, const std::array<unsigned, 3>& extent) {
+  text.append(what).append(" (").append(std::to_string(extent[0])).append(", ");
+  text.append(std::to_string(extent[1])).append(", ").append(std::to_string(extent[2])).append(")");
 }
 
 }  // namespace
 
 std::string Launch::text() const {
-  std::string text = "grid " + text_of(grid) + ", block " + text_of(block) + ", shared " +
-                     std::to_string(shared_bytes) + " bytes";
-  return clustered() ? text + ", cluster " + text_of(cluster) : text;
+  std::string text;
+  append(text, "grid", grid);
+  append(text, ", block", block);
+  text.append(", shared ").append(std::to_string(shared_bytes)).append(" bytes");
+  if (clustered()) append(text, ", cluster", cluster);
+  return text;
 }
 
 LaunchPlan LaunchPlan::parse(std::string_view text) {
