@@ -147,7 +147,7 @@ class SourcePart(CudaPart):
     if name not in static:
       return ""
     value = static[name]
-    if isinstance(value, (bool, int, np.integer)):
+    if isinstance(value, (bool, int, np.integer)) or str(value).lstrip("-").isdigit():
       return str(int(value))
     try:
       return self._type(name, _cuda_source.dtype_by_name(value))
@@ -272,7 +272,8 @@ class SourcePart(CudaPart):
     if parameter.name not in call.static:
       raise GateDefinitionError(
         f"{self.label}: parameter '{parameter.name}', a number by value: expected a static value "
-        f"of that name, got {', '.join(call.static) or 'none'}; declare it as a pointer for an array"
+        f"of that name, got {', '.join(call.static) or 'none'}; declare it as a pointer for an "
+        "array"
       )
     element = parameter.element
     dtype = self._dtype(element)
@@ -340,3 +341,21 @@ def build_options(
 ) -> BuildOptions:
   """The options as they are kept: folders by their absolute paths."""
   return BuildOptions(tuple(options), tuple(os.path.abspath(d) for d in include_dirs), arch)
+
+
+def launch_options(
+  label: str,
+  grid: Any,
+  block: Any,
+  shared: Any,
+  cluster: Any,
+  zeroed: Sequence[int],
+  scratch: Mapping[str, Any] | None,
+) -> LaunchOptions:
+  """The options of a launch, checked as far as they can be before a call."""
+  positions = tuple(zeroed)
+  if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
+    raise GateDefinitionError(
+      f"{label}: zeroed: expected flat positions of results, got {zeroed!r}"
+    )
+  return LaunchOptions(grid, block, shared, cluster, positions, tuple((scratch or {}).items()))

@@ -134,8 +134,8 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
     folders = [*near, *((Path(toolkit) / "include",) if toolkit else ())]
   else:
     folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
-  for folder in folders:
-    if (folder / "cuda_fp16.h").exists() or folder.name == "include" and folder.exists():
+  for folder in dict.fromkeys(folders):
+    if any((folder / name).exists() for name in ("cuda_fp16.h", "cuda/std", "crt")):
       yield str(folder)
 
 

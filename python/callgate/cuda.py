@@ -10,10 +10,10 @@ import jax.core
 import numpy as np
 
 from callgate import _cuda_part, _cuda_source, _options, _runtime
-from callgate._cuda_kernel import CudaKernel, parse_arch
+from callgate._cuda_kernel import CudaKernel
 from callgate._cuda_launch import Image, Plan
 from callgate._cuda_part import LaunchOptions, SourcePart
-from callgate._cuda_program import CudaCall
+from callgate._cuda_program import CudaCall, parse_arch
 from callgate._operation import Effect, Vmap
 from callgate.cpp import caller_module
 from callgate.errors import GateDefinitionError
@@ -207,7 +207,7 @@ def cuda(
     _options.strings(label, "include_dirs", include_dirs),
     parse_arch(label, arch),
   )
-  launching = launch_options(label, grid, block, shared, cluster, zeroed, scratch)
+  launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
   if name is None:
     name = _runtime.free_name(f"{caller_module()}.{known.name}")
   part = SourcePart(f"kernel '{name}'", source, kernel, launching, building, dict(aliases or {}))
@@ -223,21 +223,3 @@ def cuda(
     linear=linear,
     gradient=gradient,
   )
-
-
-def launch_options(
-  label: str,
-  grid: Any,
-  block: Any,
-  shared: Any,
-  cluster: Any,
-  zeroed: Sequence[int],
-  scratch: Mapping[str, Any] | None,
-) -> LaunchOptions:
-  """The options of a launch, checked as far as they can be before a call."""
-  positions = tuple(zeroed)
-  if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
-    raise GateDefinitionError(
-      f"{label}: zeroed: expected flat positions of results, got {zeroed!r}"
-    )
-  return LaunchOptions(grid, block, shared, cluster, positions, tuple((scratch or {}).items()))
