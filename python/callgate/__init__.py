@@ -30,6 +30,7 @@ from callgate.cpp import cpp
 from callgate.cuda import cuda
 from callgate.elementwise import elementwise
 from callgate.errors import (
+  CaptureError,
   CheckError,
   ConsumerError,
   EndOfFeed,
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 __all__ = [
   "BatchInfo",
   "Buffer",
+  "CaptureError",
   "Channel",
   "CheckError",
   "CompileError",

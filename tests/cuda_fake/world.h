@@ -59,6 +59,8 @@ struct Allocation {
   std::size_t bytes = 0;
   int device = 0;
   bool pinned = false, freed = false;
+  bool foreign = false;  // a test's own, so that it counts as no leak
+  bool dropped = false;  // to be freed when no work uses it any more
   char* host = nullptr;
   int pending = 0;  // works that use it and have not ended
   History history;
@@ -106,6 +108,7 @@ struct StreamState {
   int number = 0;
   int device = 0;
   bool alive = true, held = false;
+  bool foreign = false;  // as memory may be
   Result failed = Result::kSuccess;
   Result fails_next = Result::kSuccess;
   Clock clock;
@@ -146,6 +149,7 @@ struct FunctionState {
 struct DeviceState {
   std::map<int, int> attributes;
   StreamState* default_stream = nullptr;
+  StreamState* thread_stream = nullptr;
 };
 
 struct Failure {
@@ -228,6 +232,7 @@ bool disturbs_capture(World& world);
 std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer);
 // Adds the access and reports what it isn't ordered after.
 void check_order(World& world, History& history, const Past& now, const Clock& clock);
+void free_memory(Allocation& allocation);
 // Without the mutex: where the host finds it, for work that runs.
 char* resolve(std::uint64_t pointer, std::size_t bytes);
 
