@@ -207,6 +207,8 @@ class SourcePart(CudaPart):
 
   # -- launches ----------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
+    for _ in self._arrays(call):  # raises where there are more or fewer
+      pass
     expression = self.expression(call)
     values = {
       name: self._evaluated(name, getattr(self.launching, name), call)

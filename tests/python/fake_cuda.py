@@ -266,9 +266,7 @@ class FakeCuda:
       function = getattr(self.driver, f"fakecuda_{name}")
       function.restype, function.argtypes = result, arguments
     address = lambda name: ctypes.cast(getattr(self.driver, name), ctypes.c_void_p)
-    self.runner.runner_use_memory(
-      address("fakecuda_new_memory"), address("fakecuda_delete_memory")
-    )
+    self.runner.runner_use_memory(address("fakecuda_new_memory"), address("fakecuda_delete_memory"))
     self._kept: list[Any] = []
 
   def keep(self, value: Any) -> None:
