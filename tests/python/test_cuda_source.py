@@ -72,8 +72,8 @@ def test_pointers_views_and_numbers_are_read_by_their_types():
   source = """
     template <typename T, int R>
     __global__ void __launch_bounds__(256, 2) k(
-        const float* __restrict__ x, double *y, T const * z, cg::In<T, R> v, callgate::Out<int, 2> w,
-        cg::InOut<float, 1> u, const int n, unsigned long long m, __half h, float s[], size_t) {}"""
+        const float* __restrict__ x, double *y, T const * z, cg::In<T, R> v,
+        callgate::Out<int, 2> w, cg::InOut<float, 1> u, const int n, unsigned long long m, __half h, float s[], size_t) {}"""
   assert parameters(source) == [
     ("x", "in", "float", ""),
     ("y", "out", "double", ""),
@@ -406,7 +406,8 @@ def test_a_program_for_the_cpu_is_refused_by_platform():
 
 
 def test_a_kernel_for_the_cpu_is_refused_in_a_program_for_cuda():
-  kernel = cg.cpp("void k(cg::In<float, 1> x, cg::Out<float, 1> y) { y[0] = x[0]; }", out=lambda x: x)
+  kernel = cg.cpp(
+    "void k(cg::In<float, 1> x, cg::Out<float, 1> y) { y[0] = x[0]; }", out=lambda x: x
   )
   with pytest.raises(cg.GateDefinitionError, match=r"callgate\.cuda makes kernels for CUDA"):
     cuda_text(kernel, f32(1))
