@@ -7,17 +7,19 @@ import shutil
 import subprocess
 import textwrap
 
-import callgate as cg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from callgate import _cuda_launch, _cuda_source, _nvrtc, _toolchain
-from callgate._cuda_launch import Address, Launch, Parameter, Plan
-from callgate._cuda_program import CudaCall, parse_arch
+from conftest import drop_programs
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
+
+import callgate as cg
+from callgate import _cuda_launch, _cuda_source, _nvrtc, _toolchain
+from callgate._cuda_launch import Address, Launch, Parameter, Plan
+from callgate._cuda_program import CudaCall, parse_arch
 
 SAXPY = """
 __global__ void saxpy(float a, const float* x, const float* y, float* z, int n) {
@@ -73,7 +75,8 @@ def test_pointers_views_and_numbers_are_read_by_their_types():
     template <typename T, int R>
     __global__ void __launch_bounds__(256, 2) k(
         const float* __restrict__ x, double *y, T const * z, cg::In<T, R> v,
-        callgate::Out<int, 2> w, cg::InOut<float, 1> u, const int n, unsigned long long m, __half h, float s[], size_t) {}"""
+        callgate::Out<int, 2> w, cg::InOut<float, 1> u, const int n, unsigned long long m,
+        __half h, float s[], size_t) {}"""
   assert parameters(source) == [
     ("x", "in", "float", ""),
     ("y", "out", "double", ""),
@@ -401,7 +404,7 @@ def test_an_array_of_another_dtype_is_refused_when_it_is_traced():
 
 def test_a_program_for_the_cpu_is_refused_by_platform():
   kernel = saxpy()
-  with pytest.raises(cg.GateDefinitionError, match="platform cuda, .*got one for platform cpu"):
+  with pytest.raises(cg.GateDefinitionError, match=r"platform cuda, .*got one for platform cpu"):
     jax.jit(lambda x: kernel(1.0, x, x, n=1)).trace(f32(1)).lower(lowering_platforms=("cpu",))
 
 
@@ -459,15 +462,14 @@ def test_an_exported_program_finds_its_variant_by_its_key():
   def define():
     return saxpy(name="exported.saxpy")
 
-  kernel = define()
-  program = export.export(
-    jax.jit(lambda x: kernel(2.0, x, x, n=4)),
-    platforms=["cuda"],
-    disabled_checks=cg.export_checks(),
-  )(f32(4))
-  blob = program.serialize()
-  del kernel, program
-  jax.clear_caches()
+  def exported():
+    kernel = define()
+    program = jax.jit(lambda x: kernel(2.0, x, x, n=4))
+    checks = cg.export_checks()
+    return export.export(program, platforms=["cuda"], disabled_checks=checks)(f32(4)).serialize()
+
+  blob = exported()
+  drop_programs()
   again = define()
   loaded = export.deserialize(blob)
   assert 'name = "exported.saxpy[cuda:saxpy]"' in loaded.mlir_module()
