@@ -190,7 +190,9 @@ def test_scratch_memory_and_zeroed_results():
 
 def test_a_kernel_in_place():
   kernel = cg.cuda(
-    "__global__ void add(cg::InOut<float, 1> x) { if (threadIdx.x < x.size()) x[threadIdx.x] += 1; }",
+    """__global__ void add(cg::InOut<float, 1> x) {
+      if (threadIdx.x < x.size()) x[threadIdx.x] += 1;
+    }""",
     grid=1,
     block=lambda x: x.size,
     out=lambda x: x,
