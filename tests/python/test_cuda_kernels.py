@@ -6,6 +6,7 @@ its place. All else is what runs on a GPU.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any
 
@@ -25,12 +26,13 @@ from callgate._parameters import Kind
 from callgate._parameters import Parameter as KernelParameter
 
 F32 = np.dtype(np.float32)
+_numbers = itertools.count()
 
 
 class Scale(CudaKernel):
   """y = a * x, a launch of as many threads as x has elements; `made` counts its images."""
 
-  def __init__(self, name: str = "scale", **options: Any) -> None:
+  def __init__(self, name: str = "", **options: Any) -> None:
     signature = [
       KernelParameter("x", Kind.IN, F32),
       KernelParameter("a", Kind.NUMBER, F32, 0),
@@ -39,6 +41,7 @@ class Scale(CudaKernel):
     self.made = 0
     self.scratch = options.pop("scratch", ())
     self.zeroed = options.pop("zeroed", ())
+    name = name or f"scale{next(_numbers)}"  # programs of earlier tests may live
     super().__init__(name, signature, out=lambda x, a: x, **options)
 
   def plan(self, call: CudaCall) -> Plan:
@@ -98,8 +101,12 @@ def test_static_values_are_the_calls_own(fake):
 
 def test_vmap_loops_over_launches(fake):
   kernel, x = Scale(), numbers(2, 3, 4)
-  got = run(fake, jax.vmap(jax.vmap(lambda x: kernel(x, 2.0), in_axes=1), out_axes=1), x)
-  np.testing.assert_array_equal(got, np.moveaxis(2 * x, 2, 0).swapaxes(0, 2).swapaxes(0, 1))
+
+  def mapped(function):
+    return jax.vmap(jax.vmap(function, in_axes=1), out_axes=1)
+
+  got = run(fake, mapped(lambda x: kernel(x, 2.0)), x)
+  np.testing.assert_array_equal(got, mapped(lambda x: 2 * x)(x))
   assert len(fake.launches()) == 8
 
 
