@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from jax import export
 
 import callgate as cg
-from callgate import _cuda_launch, _cuda_source, _nvrtc, _toolchain
+from callgate import _cuda_launch, _cuda_program, _cuda_source, _nvrtc, _toolchain
 from callgate._cuda_launch import Address, Launch, Parameter, Plan
 from callgate._cuda_program import CudaCall, parse_arch
 
@@ -466,13 +467,12 @@ def test_an_exported_program_finds_its_variant_by_its_key():
     kernel = define()
     program = jax.jit(lambda x: kernel(2.0, x, x, n=4))
     checks = cg.export_checks()
-    return export.export(program, platforms=["cuda"], disabled_checks=checks)(f32(4)).serialize()
+    return export.export(program, platforms=["cuda"], disabled_checks=checks)(f32(4))
 
-  blob = exported()
+  program = exported().mlir_module()
   drop_programs()
   again = define()
-  loaded = export.deserialize(blob)
-  assert 'name = "exported.saxpy[cuda:saxpy]"' in loaded.mlir_module()
+  assert 'name = "exported.saxpy[cuda:saxpy]"' in program
   assert again.define_variant("cuda:saxpy")
   assert again.cuda_variants["saxpy"].name == "exported.saxpy[cuda:saxpy]"
 
@@ -597,3 +597,62 @@ def test_the_variants_of_a_part_are_named_by_expressions():
   plan = kernel.cuda.plan(CudaCall((f32(4), f32(4)), (f32(4),), {"a": 1.0, "n": 4}, None, (75, 90)))
   assert plan.key == "saxpy"
   assert [image.capability for image in plan.images] == [75, 90]
+
+
+# -- programs over several devices -----------------------------------------------------------------
+@needs_nvrtc
+def test_a_call_on_tiles_has_a_grid_for_them():
+  kernel = saxpy(name="tiled.saxpy")
+  mesh = jax.make_mesh((4,), ("i",), devices=jax.devices()[:4])
+  split = jax.NamedSharding(mesh, jax.P("i"))
+  program = jax.jit(lambda x: kernel(2.0, x, x, n=1024), in_shardings=split)
+  text = program.trace(f32(1024)).lower(lowering_platforms=("cuda",)).as_text()
+  assert "@callgate.kernel.partitioned(" in text
+  tiles = re.search(r'tiles = "((?:[^"\\]|\\.)*)"', text)
+  assert tiles is not None
+  about = tiles.group(1).replace("\\22", '"')
+  held = {"name": "tiled.saxpy[cuda:saxpy]", "plan": plans(text)[0], "tiles": about}
+  assert " 4,1,1 256,1,1 " in held["plan"]
+  tile = ((256,), np.dtype(np.float32))
+  _cuda_program.retile(held, (), [tile, tile], [tile])
+  assert " 1,1,1 256,1,1 " in held["plan"]
+  assert held["plan"].split()[-1] == "00040000;"  # n, which is the call's
+  assert held["name"] == "tiled.saxpy[cuda:saxpy]"
+
+
+@needs_nvrtc
+def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
+  kernel = saxpy(name="tiled.grid", vmap="grid")
+  about = '{"grid":true,"static":{"a":{"float":"0x1.0p+1"},"n":5}}'
+  held = {"name": "tiled.grid[cuda:saxpy]", "plan": "", "tiles": about}
+  tile = ((3, 256), np.dtype(np.float32))
+  _cuda_program.retile(held, (), [tile, tile], [tile])
+  assert " 1,1,3 256,1,1 " in held["plan"]
+  del kernel
+
+
+def test_static_values_of_every_kind_survive_the_way_through_a_program():
+  values = {
+    "a": 2.5,
+    "b": (1, "x", None, True),
+    "c": 1 + 2j,
+    "d": jnp.bfloat16,
+    "e": np.float32(3),
+    "f": float("inf"),
+  }
+  held = {name: _cuda_program._encoded(None, name, value) for name, value in values.items()}
+  back = {
+    name: _cuda_program._decoded(value) for name, value in json.loads(json.dumps(held)).items()
+  }
+  assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
+
+
+def test_a_kernel_that_is_not_defined_where_a_program_is_compiled_is_named():
+  held = {"name": "gone[cuda:k]", "tiles": '{"grid":false,"static":{}}'}
+  with pytest.raises(LookupError, match="kernel 'gone' is not defined"):
+    _cuda_program.retile(held, (), [], [])
+
+
+def test_calls_that_not_every_device_makes_are_not_captured():
+  assert _cuda_program.target_on_shards({"shards": "11"}, "t") == "t"
+  assert _cuda_program.target_on_shards({"shards": "10"}, "t") == "callgate.kernel.scratch"
