@@ -18,6 +18,7 @@ from callgate._partition import Sharded
 from callgate._rules import Rule
 from callgate._runtime import (
   GATE_TARGET,
+  KERNEL_SCRATCH_TARGET,
   KERNEL_TARGET,
   PARTITIONED,
   name_gpus,
@@ -86,7 +87,7 @@ def emit(
   rule = None
   if sharded is not None:
     held["shard"], rule = sharded[0].text, sharded[1]
-  if target == KERNEL_TARGET:
+  if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
     text = repr(sorted(held.items())).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
