@@ -329,13 +329,21 @@ def lower(
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
+  platform: str = "cpu",
 ) -> Sequence[Any]:
   ordered = gate.effect == "ordered"
   if site.by_jax:
     return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  called, target, attributes = gate.batched(whole).emission(
-    site, context.avals_in, context.avals_out, levels
-  )
+  runs = gate.batched(whole)
+  if platform == "cuda":
+    devices = _compat.device_count(context)
+    called, target, attributes = runs.cuda_emission(
+      site, context.avals_in, context.avals_out, levels, whole, devices
+    )
+  else:
+    if gate.vmap == "grid" and whole is not None:  # the runtime loops over what a grid would hold
+      levels, whole = (*levels, whole), None
+    called, target, attributes = runs.emission(site, context.avals_in, context.avals_out, levels)
   avals_in = context.avals_in
   if gate.collective and (located := _sharding.in_manual(context, gate)):
     partition, more = located
@@ -393,6 +401,8 @@ def lower_by_jax(
 for primitive in _PRIMITIVES:
   mlir.register_lowering(primitive, lower_by_jax, cacheable=False)
   mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
+  on_cuda = functools.partial(lower, platform="cuda")
+  mlir.register_lowering(primitive, on_cuda, platform="cuda", cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

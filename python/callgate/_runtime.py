@@ -36,9 +36,11 @@ from callgate.errors import (
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
+# On CUDA, a kernel with scratch memory, which a graph's replays would not have: never captured.
+KERNEL_SCRATCH_TARGET = "callgate.kernel.scratch"
 # A call that XLA's partitioner is still to make one of each device has this behind its target.
 PARTITIONED = ".partitioned"
-_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET)
+_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET)
 TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
 _counters: collections.Counter[str] = collections.Counter()
@@ -198,6 +200,10 @@ def start() -> None:
     jax.ffi.register_ffi_target(target, handlers, platform="cpu")
     # Unpartitioned after all, where XLA has but one device for it.
     jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform="cpu")
+  for target, handlers in _callgate.cuda_kernel_targets().items():
+    jax.ffi.register_ffi_target(target, handlers, platform="CUDA")
+    jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform="CUDA")
+  for target in _OWN:
     _partition.register(target, target + PARTITIONED)
   _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
   if stall := os.environ.get("CALLGATE_STALL_SECONDS"):
