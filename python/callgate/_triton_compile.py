@@ -74,6 +74,7 @@ class Compiled:
   Attributes:
     entry: its name in the image.
     cubin: the image.
+    ptx: the same as text that ends in a zero byte.
     threads: of a block.
     shared: bytes of dynamic shared memory.
     cluster: blocks of a cluster.
@@ -83,6 +84,7 @@ class Compiled:
 
   entry: str
   cubin: bytes
+  ptx: bytes
   threads: int
   shared: int
   cluster: tuple[int, int, int]
@@ -99,6 +101,18 @@ def base_function(kernel: Any) -> Any:
   while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
     kernel = getattr(kernel, "fn", None)
   return kernel
+
+
+def automatic(kernel: Any) -> set[str]:
+  """The parameters that decorators give values."""
+  found: set[str] = set()
+  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
+    if isinstance(kernel, triton.runtime.Heuristics):
+      found |= set(kernel.values)
+    if isinstance(kernel, triton.runtime.Autotuner):
+      found |= {name for config in kernel.configs for name in config.kwargs}
+    kernel = getattr(kernel, "fn", None)
+  return found
 
 
 def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
@@ -191,7 +205,7 @@ def compile_for(
   with _COMPILING:
     try:
       made = triton.compile(_source(function, arguments), target=target, options=dict(options))
-    except Exception as error:  # noqa: BLE001 - Triton raises many kinds; all say what is wrong
+    except Exception as error:  # Triton raises many kinds
       text = f"{type(error).__name__}: {error}"
       raise CompileError(
         f"{label}: Triton {triton.__version__} can't compile '{function.__name__}' for sm_"
@@ -250,6 +264,7 @@ def _compiled(label: str, made: Any, arguments: Sequence[Argument]) -> Compiled:
   return Compiled(
     metadata.name,
     bytes(made.asm["cubin"]),
+    str(made.asm["ptx"]).encode() + b"\0",
     int(metadata.num_warps) * 32,
     int(metadata.shared),
     blocks,
