@@ -141,8 +141,8 @@ class CudaKernel(Kernel, CudaPart):
   def _no_cpu(self) -> GateDefinitionError:
     return GateDefinitionError(
       f"{self.label}: expected a program for platform cuda, which is all that the kernel has code "
-      "for; got one for platform cpu. callgate.cpp(source, cuda_source=...) makes kernels for both, "
-      "and jax.lax.platform_dependent chooses between functions"
+      "for; got one for platform cpu. callgate.cpp(source, cuda_source=...) makes kernels for "
+      "both, and jax.lax.platform_dependent chooses between functions"
     )
 
 

@@ -184,8 +184,8 @@ def planned(
     for launch in plan.launches:
       if launch.grid[2] not in (batch, 0):
         raise GateDefinitionError(
-          f"{kernel.label}: vmap='grid': expected a grid whose z is free for the {batch} lanes, got "
-          f"{launch.grid}"
+          f"{kernel.label}: vmap='grid': expected a grid whose z is free for the {batch} "
+          f"lanes, got {launch.grid}"
         )
   return plan
 
@@ -274,3 +274,8 @@ def retile(
   plan = planned(kernel, inner, outer, static, batch)
   held["plan"] = encode(kernel.label, plan)
   held["name"] = variant(kernel, plan).name
+
+
+def target_on_shards(held: Mapping[str, Any], target: str) -> str:
+  """The target of a call on shards: what not all devices run reads its number, and no graph may."""
+  return _runtime.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target

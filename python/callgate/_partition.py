@@ -292,6 +292,7 @@ def _module(
     from callgate import _cuda_program
 
     _cuda_program.retile(held, call.lanes, tiles[skip:], outs[skip:])
+    target = _cuda_program.target_on_shards(held, target)
   if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
     text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -9,6 +9,7 @@
 #include "bindings/buffer.h"
 #include "bindings/channel.h"
 #include "bindings/consumer.h"
+#include "bindings/cuda_kernel.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
@@ -129,6 +130,7 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
+  bind_cuda_kernel(module);
   bind_stream(module);
   bind_progress(module);
   module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
