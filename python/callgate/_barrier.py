@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from callgate import _callgate, _processes
 from callgate._meeting import Meeting
@@ -19,6 +20,7 @@ from callgate.errors import (
 )
 
 _at_barrier: list[Callable[[], object]] = []
+_LONG_SECONDS = 1e9
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 
 
@@ -69,9 +71,11 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
     )
   deadline = None if timeout is None else time.monotonic() + timeout
   failure = wait_for_programs(timeout, watch)
+  if not _until(deadline, watch, _callgate.drain_devices, _LONG_SECONDS):
+    raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
   for settle in _at_barrier:
     settle()
-  if not _flush(deadline, watch):
+  if not _until(deadline, watch, _callgate.flush_channels, None):
     pending = {
       name: stats["pending"]
       for name, stats in _callgate.channel_stats().items()
@@ -83,13 +87,18 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   raise_consumer_errors()
 
 
-def _flush(deadline: float | None, watch: Callable[[], None] | None) -> bool:
-  """Whether all records were delivered in time."""
+def _until(
+  deadline: float | None,
+  watch: Callable[[], None] | None,
+  done: Callable[[Any], bool],
+  unlimited: float | None,
+) -> bool:
+  """Whether `done`, which takes seconds to wait, said so in time; `unlimited` are those of none."""
   while True:
     rest = None if deadline is None else max(0.0, deadline - time.monotonic())
     if watch is None:
-      return _callgate.flush_channels(rest)
-    if _callgate.flush_channels(_FLUSH_SECONDS if rest is None else min(rest, _FLUSH_SECONDS)):
+      return done(unlimited if rest is None else rest)
+    if done(_FLUSH_SECONDS if rest is None else min(rest, _FLUSH_SECONDS)):
       return True
     if rest is not None and rest <= _FLUSH_SECONDS:
       return False

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from callgate._cuda_launch import Image, Plan
-from callgate._cuda_program import CudaCall, CudaPart
+from callgate._cuda_program import CudaCall, CudaPart, parse_arch
 from callgate._kernel_types import check_types
 from callgate._lowering import is_packed
 from callgate._operation import Effect, Vmap
@@ -144,20 +144,3 @@ class CudaKernel(Kernel, CudaPart):
       "for; got one for platform cpu. callgate.cpp(source, cuda_source=...) makes kernels for "
       "both, and jax.lax.platform_dependent chooses between functions"
     )
-
-
-def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
-  """Compute capabilities from what the option `arch` takes: None, "sm_90", 90 or several."""
-  if arch is None:
-    return ()
-  several = list(arch) if isinstance(arch, (list, tuple)) else [arch]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-  return tuple(sorted({_capability(label, each) for each in several}))
-
-
-def _capability(label: str, arch: Any) -> int:
-  text = str(arch).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
-  if isinstance(arch, bool) or not text.isdigit() or not 30 <= int(text) <= 999:
-    raise GateDefinitionError(
-      f"{label}: arch: expected a compute capability such as 'sm_90' or 90, got {arch!r}"
-    )
-  return int(text)

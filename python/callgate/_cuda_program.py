@@ -90,6 +90,23 @@ def ptx_capability(known: tuple[int, ...]) -> int:
   return min(known, default=_LOWEST)
 
 
+def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
+  """Compute capabilities from what the option `arch` takes: None, "sm_90", 90 or several."""
+  if arch is None:
+    return ()
+  several = list(arch) if isinstance(arch, (list, tuple)) else [arch]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+  return tuple(sorted({_capability(label, each) for each in several}))
+
+
+def _capability(label: str, arch: Any) -> int:
+  text = str(arch).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
+  if isinstance(arch, bool) or not text.isdigit() or not 30 <= int(text) <= 999:
+    raise GateDefinitionError(
+      f"{label}: arch: expected a compute capability such as 'sm_90' or 90, got {arch!r}"
+    )
+  return int(text)
+
+
 # -- variants ------------------------------------------------------------------------------------
 def variant(kernel: Any, plan: Plan) -> _callgate.CudaKernel:
   """The runtime's handle on the images of a plan, made at its first use."""

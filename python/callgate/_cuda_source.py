@@ -73,9 +73,7 @@ _DTYPES = {
 # The type of a template argument for each dtype.
 _TYPES = {
   "bool": "bool",
-  **{
-    f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)
-  },
+  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
   "float16": "__half",
   "bfloat16": "__nv_bfloat16",
   "float32": "float",
@@ -95,7 +93,9 @@ _KERNEL = re.compile(
   r"(?:\b__global__\b(?:\s|\b(?:static|inline|extern|__inline__|__forceinline__)\b)*\bvoid\b"
   r"|\bvoid\s+__global__\b)\s*(\w+)\s*\("
 )
-_QUALIFIERS = re.compile(r"\b(?:const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b")
+_QUALIFIERS = re.compile(
+  r"\b(?:const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b"
+)
 _VIEW = re.compile(r"^(?:::)?\s*(?:(?:cg|callgate)\s*::\s*)?(In|Out|InOut)\s*<(.*)>$", re.DOTALL)
 
 
@@ -144,6 +144,11 @@ def dtype_named(text: str) -> np.dtype[Any] | None:
   plain = " ".join(text.replace("callgate::", "cg::").replace("std::", "").split())
   known = _DTYPES.get(plain.replace(" ::", "::").replace(":: ", "::"))
   return None if known is None else np.dtype(getattr(ml_dtypes, known, known))
+
+
+def dtype_by_name(value: Any) -> np.dtype[Any]:
+  """The dtype that a dtype, a scalar type or a name stands for; raises TypeError."""
+  return np.dtype(getattr(ml_dtypes, value, value) if isinstance(value, str) else value)
 
 
 def cuda_type(dtype: np.dtype[Any]) -> str:

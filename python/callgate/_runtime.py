@@ -40,7 +40,8 @@ KERNEL_TARGET = "callgate.kernel"
 KERNEL_SCRATCH_TARGET = "callgate.kernel.scratch"
 # A call that XLA's partitioner is still to make one of each device has this behind its target.
 PARTITIONED = ".partitioned"
-_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET)
+GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
+_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
 _counters: collections.Counter[str] = collections.Counter()
@@ -159,6 +160,8 @@ def _close() -> None:
   try:
     _compat.wait_for_effects(seconds)
     _compat.effects_barrier_alone()
+    if not _callgate.drain_devices(seconds):
+      print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
   except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
     traceback.print_exc()
   for end in _at_close:
@@ -196,13 +199,11 @@ def start() -> None:
     kernel_raised=kernel_raised,
     undefined=_undefined,
   )
-  for target, handlers in _callgate.targets().items():
-    jax.ffi.register_ffi_target(target, handlers, platform="cpu")
-    # Unpartitioned after all, where XLA has but one device for it.
-    jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform="cpu")
-  for target, handlers in _callgate.cuda_kernel_targets().items():
-    jax.ffi.register_ffi_target(target, handlers, platform="CUDA")
-    jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform="CUDA")
+  for platform, targets in _callgate.targets().items():
+    for target, handlers in targets.items():
+      jax.ffi.register_ffi_target(target, handlers, platform=platform)
+      # Unpartitioned after all, where XLA has but one device for it.
+      jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform=platform)
   for target in _OWN:
     _partition.register(target, target + PARTITIONED)
   _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
@@ -211,4 +212,5 @@ def start() -> None:
   _callgate.set_consumer_failed(keep_consumer_failure)
   _compat.remember_effects()
   os.register_at_fork(after_in_child=_callgate.abandon_channels)
+  os.register_at_fork(after_in_child=_callgate.abandon_devices)
   atexit.register(_close)  # runs before JAX's own, which was registered earlier

@@ -94,8 +94,8 @@ class Function:
 class Kernel(Operation):
   """A native function as a JAX function; called like any JAX function.
 
-  Made by `callgate.cpp`, `callgate.library`, `callgate.cfunc`, `callgate.numba` and
-  `callgate.elementwise`.
+  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`
+  and `callgate.elementwise`.
 
   Attributes:
     name: what compiled programs call it by; unique among the live ones of the process.

@@ -17,8 +17,6 @@
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
-#include "xla/cuda_kernel.h"
-#include "xla/kernel.h"
 
 namespace callgate::bindings {
 namespace {
@@ -74,21 +72,6 @@ std::vector<int> capabilities() {
   }
 }
 
-// Of the platform CUDA, as targets() in module.cc has those of others.
-nb::dict targets() {
-  auto handlers = [](XLA_FFI_Handler* execute) {
-    nb::dict pair;
-    pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::cuda_kernel_instantiate));
-    pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-    return pair;
-  };
-  auto name = [](std::string_view target) { return nb::str(target.data(), target.size()); };
-  nb::dict all;
-  all[name(xla_ffi::kKernelTarget)] = handlers(&xla_ffi::cuda_kernel_execute);
-  all[name(xla_ffi::kKernelScratchTarget)] = handlers(&xla_ffi::cuda_kernel_scratch_execute);
-  return all;
-}
-
 nb::tuple compile(const Nvrtc& nvrtc, const std::string& source, const std::string& name,
                   const std::vector<std::string>& options,
                   const std::vector<std::pair<std::string, std::string>>& headers,
@@ -121,7 +104,6 @@ void bind_cuda_kernel(nb::module_& module) {
       .def("compile", &compile, nb::arg("source"), nb::arg("name"), nb::arg("options"),
            nb::arg("headers"), nb::arg("expressions"),
            "(whether it succeeded, code, the expressions' names in it, the log).");
-  module.def("cuda_kernel_targets", &targets, "FFI targets of kernels for CUDA, for jax.ffi.");
   module.def("cuda_capabilities", &capabilities,
              "Compute capabilities of the devices that this process sees; none without a driver.");
 }

@@ -25,6 +25,10 @@
 #include "core/registry.h"
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
+#include "cuda/completions.h"
+#include "cuda/device.h"
+#include "xla/cuda_gate.h"
+#include "xla/cuda_kernel.h"
 #include "xla/gate.h"
 #include "xla/kernel.h"
 
@@ -69,23 +73,38 @@ void set_dtype(int code, nb::handle dtype) {
   descriptors()[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));
 }
 
+nb::dict handlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
+  nb::dict pair;
+  pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+  pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+  return pair;
+}
+
 nb::dict targets() {
-  nb::dict gate;
-  gate["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_instantiate));
-  gate["execute"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::gate_execute));
-  nb::dict all;
-  for (std::string_view target : {xla_ffi::kGateTarget, xla_ffi::kTapTarget})
-    all[nb::str(target.data(), target.size())] = gate;
-  nb::dict kernel;
-  kernel["instantiate"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::kernel_instantiate));
-  kernel["execute"] = nb::capsule(reinterpret_cast<void*>(&xla_ffi::kernel_execute));
-  all[nb::str(xla_ffi::kKernelTarget.data(), xla_ffi::kKernelTarget.size())] = kernel;
-  return all;
+  auto name = [](std::string_view target) { return nb::str(target.data(), target.size()); };
+  nb::dict cpu, cuda, platforms;
+  cpu[name(xla_ffi::kGateTarget)] = handlers(&xla_ffi::gate_instantiate, &xla_ffi::gate_execute);
+  cpu[name(xla_ffi::kTapTarget)] = cpu[name(xla_ffi::kGateTarget)];
+  cpu[name(xla_ffi::kKernelTarget)] =
+      handlers(&xla_ffi::kernel_instantiate, &xla_ffi::kernel_execute);
+  cuda[name(xla_ffi::kGateTarget)] =
+      handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_gate_execute);
+  cuda[name(xla_ffi::kGraphTarget)] =
+      handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_graph_execute);
+  cuda[name(xla_ffi::kTapTarget)] = cuda[name(xla_ffi::kGraphTarget)];
+  cuda[name(xla_ffi::kKernelTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_execute);
+  cuda[name(xla_ffi::kKernelScratchTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_scratch_execute);
+  platforms["cpu"] = cpu;
+  platforms["CUDA"] = cuda;
+  return platforms;
 }
 
 // Refuses further calls, waits for those inside, and joins callgate's threads. False when calls
 // were still running after `seconds`; their threads then stop at their next step in Python.
 bool shut_down(double seconds) {
+  constexpr std::chrono::seconds kSecond(1);  // for what needs no Python any more
   bool quiet = false;
   {
     nb::gil_scoped_release unlocked;  // calls inside need it to finish
@@ -93,6 +112,7 @@ bool shut_down(double seconds) {
     quiet = Lifecycle::instance().close(
         std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
     if (quiet) WorkerPool::instance().stop();
+    if (quiet) quiet = cuda::Completions::stop_all(kSecond);
     if (quiet) Watchdog::instance().stop();
     // A daemon thread that was inside has to get through XLA and JAX, back into Python's own code:
     // ended in between, for asking a finalizing interpreter for its GIL, it would end the process.
@@ -133,7 +153,8 @@ NB_MODULE(_callgate, module) {
   bind_cuda_kernel(module);
   bind_stream(module);
   bind_progress(module);
-  module.def("targets", &targets, "FFI target names and their handlers, for jax.ffi.");
+  module.def("targets", &targets,
+             "The handlers of each FFI target, by platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
              nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
@@ -166,6 +187,20 @@ NB_MODULE(_callgate, module) {
     for (const std::string& name : callgate::Registry::instance().names()) names.append(name);
     return names;
   });
+  module.def(
+      "drain_devices",
+      [](double seconds) {
+        nb::gil_scoped_release unlocked;  // what waits to be done may need it
+        return callgate::cuda::Completions::drain_all(
+            std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+      },
+      nb::arg("seconds"),
+      "Waits for what GPUs' programs have sent so far; False when the time ran out.");
+  module.def("abandon_devices", &callgate::cuda::Completions::abandon_all);
+  module.def(
+      "set_device_id",
+      [](int ordinal, std::int64_t id) { callgate::cuda::Device::at(ordinal).set_id(id); },
+      nb::arg("ordinal"), nb::arg("id"), "jax.Device.id of a GPU, by its number for CUDA.");
   module.def("active_calls", [] { return callgate::Lifecycle::instance().active(); });
   module.def("drain", &drain_released);
   module.def("shut_down", &shut_down, nb::arg("seconds"));

@@ -145,10 +145,24 @@ class TapSite final : public Site {
 
   Outcome run(const Call& call) override {
     if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
-    std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
-    if (wanted(call)) slot_.send(Parcel{sender_, call.operands.first(sent), call.context});
+    if (holds(call) && is_due()) send(call);
     pass_on(call);
     return Outcome::success();
+  }
+
+  // What is not due is not copied from the device. A predicate is known with the values.
+  std::size_t reads(const Call& call) override {
+    if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
+    return spec_.where || is_due() ? sent() : 0;
+  }
+
+  Outcome run_deferred(const Call& call) override {
+    if (!spec_.where || (holds(call) && is_due())) send(call);
+    return Outcome::success();
+  }
+
+  std::size_t copied_to(std::size_t result) const noexcept override {
+    return result < spec_.returned ? result : sent() + result - spec_.returned;
   }
 
   // Another device has sent the same data.
@@ -163,8 +177,18 @@ class TapSite final : public Site {
     }
   }
 
-  bool wanted(const Call& call) noexcept {
-    if (spec_.where && !any_true(call.operands[spec_.values])) return false;
+  // Operands that a record holds.
+  std::size_t sent() const noexcept { return spec_.values + (spec_.where ? 1 : 0); }
+
+  void send(const Call& call) noexcept {
+    slot_.send(Parcel{sender_, call.operands.first(sent()), call.context});
+  }
+
+  bool holds(const Call& call) const noexcept {
+    return !spec_.where || any_true(call.operands[spec_.values]);
+  }
+
+  bool is_due() noexcept {
     if (spec_.every <= 1) return true;
     // Relaxed: a count; which of two simultaneous calls is the tenth is nobody's business.
     return executions_.fetch_add(1, std::memory_order_relaxed) % spec_.every == 0;
@@ -176,10 +200,10 @@ class TapSite final : public Site {
     auto fail = [&](const std::string& expected, const std::string& got) {
       throw Error(ErrorCode::kInvalidArgument, tap, expected, got);
     };
-    std::size_t sent = spec_.values + (spec_.where ? 1 : 0), results = call.results.size();
+    std::size_t results = call.results.size();
     if (results < spec_.returned)
       fail("at least " + std::to_string(spec_.returned) + " results", std::to_string(results));
-    std::size_t operands = std::max(sent + results - spec_.returned, spec_.returned);
+    std::size_t operands = std::max(sent() + results - spec_.returned, spec_.returned);
     if (call.operands.size() < operands)
       fail("at least " + std::to_string(operands) + " operands",
            std::to_string(call.operands.size()));
@@ -195,8 +219,7 @@ class TapSite final : public Site {
 
   // What result `i` is.
   const ArrayView& operand_of(const Call& call, std::size_t i) const noexcept {
-    std::size_t sent = spec_.values + (spec_.where ? 1 : 0);
-    return call.operands[i < spec_.returned ? i : sent + i - spec_.returned];
+    return call.operands[copied_to(i)];
   }
 
   // Shapes are known from the first call on.
@@ -214,7 +237,7 @@ class TapSite final : public Site {
     source->has_where = spec_.where;
     source->consumer = consumer_;
     check(call);
-    for (std::size_t i = 0; i < spec_.values + (spec_.where ? 1 : 0); ++i) {
+    for (std::size_t i = 0; i < sent(); ++i) {
       const ArrayView& view = call.operands[i];
       LeafType leaf{i < spec_.values ? spec_.paths[i] : "",
                     view.dtype,

@@ -75,6 +75,7 @@ class TapCallee final : public Callee {
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
   bool quiet_at_exit() const noexcept override { return true; }
+  OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
 
  private:
   std::string name_;

@@ -53,6 +53,18 @@ class Site {
   virtual void skip(const Call& call) noexcept {
     for (const ArrayView& view : call.results) clear(view);
   }
+
+  // The rest is for sites of callees that are OnDevice::kDeferred.
+
+  // When the program comes to the call, before its arrays can be read: how many of its operands,
+  // the first ones, run_deferred() is to get; 0 when nothing is to be done. Throws Error for a call
+  // that it can't take.
+  virtual std::size_t reads(const Call& call) { return call.operands.size(); }
+
+  // Later, without results. The call's own results are the program's already: each is a copy of the
+  // operand that copied_to() names.
+  virtual Outcome run_deferred(const Call& call) { return run(call); }
+  virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
 };
 
 // What a callee makes of a call whose arrays are a GPU's.
@@ -73,6 +85,9 @@ class Callee {
 
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
+
+  // Called on each of callgate's own threads before it runs a call of a GPU's program.
+  virtual void enter_device_worker() {}
 
   // False when its sites never look at a call's context, which then is not asked for.
   virtual bool reads_context() const noexcept { return true; }

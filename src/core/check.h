@@ -23,6 +23,7 @@ class CheckCallee final : public Callee {
     return failed_->stall_report(call, timed_out);
   }
   bool quiet_at_exit() const noexcept override { return true; }
+  OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
   bool reads_context() const noexcept override { return failed_->reads_context(); }
 
  private:

@@ -33,7 +33,7 @@ int attribute(DeviceHandle device, DeviceAttribute which) {
 
 }  // namespace
 
-Device::Device(int ordinal, Context context) : ordinal_(ordinal), context_(context) {
+Device::Device(int ordinal, Context context) : ordinal_(ordinal), id_(ordinal), context_(context) {
   const Driver& cuda = driver();
   DeviceHandle handle = 0;
   check(cuda.device_get(&handle, ordinal), "cuDeviceGet");

@@ -1,6 +1,7 @@
 // A GPU as callgate uses it: its primary context, which is XLA's too, and what depends on it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -10,7 +11,8 @@
 
 namespace callgate::cuda {
 
-// Never destroyed: programs may end after everything else. All members are fixed once it is made.
+// Never destroyed: programs may end after everything else. But for its id, all is fixed once it is
+// made.
 class Device {
  public:
   // Throw Error where there is no such device, or no driver.
@@ -19,6 +21,9 @@ class Device {
   static int count();
 
   int ordinal() const noexcept { return ordinal_; }
+  // jax.Device.id: differs from the ordinal in programs over several processes.
+  std::int64_t id() const noexcept { return id_.load(std::memory_order_relaxed); }
+  void set_id(std::int64_t id) noexcept { id_.store(id, std::memory_order_relaxed); }
   Context context() const noexcept { return context_; }
   const std::string& name() const noexcept { return name_; }
   // 90 for compute capability 9.0.
@@ -28,6 +33,7 @@ class Device {
  private:
   Device(int ordinal, Context context);
   int ordinal_;
+  std::atomic<std::int64_t> id_;  // relaxed: a number that stands for itself
   Context context_;
   std::string name_;
   int capability_ = 0;

@@ -67,12 +67,21 @@
      void** extra))
 
 // Functions that older drivers lack: null there.
-#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                           \
-  X(stream_wait_value, "cuStreamWaitValue32_v2",                                      \
-    (Stream stream, DevicePointer address, std::uint32_t value, unsigned flags))      \
-  X(launch_ex, "cuLaunchKernelEx",                                                    \
-    (const LaunchConfig* config, Function function, void** parameters, void** extra)) \
-  X(parameter_info, "cuFuncGetParamInfo",                                             \
+#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                               \
+  X(stream_wait_value, "cuStreamWaitValue32_v2",                                          \
+    (Stream stream, DevicePointer address, std::uint32_t value, unsigned flags))          \
+  X(capture_info, "cuStreamGetCaptureInfo_v2",                                            \
+    (Stream stream, CaptureStatus * status, std::uint64_t* id, Graph* graph,              \
+     const GraphNode** dependencies, std::size_t* count))                                 \
+  X(user_object_create, "cuUserObjectCreate",                                             \
+    (UserObject * object, void* data, void (*destroy)(void*), unsigned references,        \
+     unsigned flags))                                                                     \
+  X(user_object_release, "cuUserObjectRelease", (UserObject object, unsigned references)) \
+  X(graph_retain_object, "cuGraphRetainUserObject",                                       \
+    (Graph graph, UserObject object, unsigned references, unsigned flags))                \
+  X(launch_ex, "cuLaunchKernelEx",                                                        \
+    (const LaunchConfig* config, Function function, void** parameters, void** extra))     \
+  X(parameter_info, "cuFuncGetParamInfo",                                                 \
     (Function function, std::size_t index, std::size_t* offset, std::size_t* size))
 
 namespace callgate::cuda {

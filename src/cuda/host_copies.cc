@@ -111,20 +111,19 @@ StreamEvent HostCopies::fetch_aside(Stream stream) {
   return {*device_, side};
 }
 
-void HostCopies::publish(Stream stream) && {
-  bool copied = false;
+void HostCopies::publish(Stream stream) {
   for (std::size_t i = 0; i < results_.size(); ++i) {
     std::size_t bytes = results_[i].nbytes();
     if (bytes == 0) continue;
     check(driver().copy_to_device(targets_[i], results_[i].data, bytes, stream),
           "cuMemcpyHtoDAsync_v2");
-    copied = true;
   }
-  if (!copied) return;
-  auto kept = std::make_shared<PinnedBlock>(std::move(memory_));
-  StreamEvent copies(*device_, stream);
-  if (Completions::of(*device_).after(std::move(copies), [kept](Result) {})) return;
-  driver().stream_synchronize(stream);  // nobody is there any more who would wait for them
+}
+
+void keep_until(Device& device, Stream stream, std::shared_ptr<void> kept) {
+  StreamEvent end(device, stream);
+  if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
+  driver().stream_synchronize(stream);  // nobody is there any more who would wait
 }
 
 void poison_on_device(const ArrayView& view, Stream stream) {

@@ -5,6 +5,7 @@
 // them have ended: `publish` takes care of its own.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -32,8 +33,8 @@ class HostCopies {
   std::span<ArrayView> results() noexcept { return results_; }
   std::size_t operand_bytes() const noexcept { return operand_bytes_; }
 
-  // Enqueues the copies of the results to the device; the memory is let go when they have ended.
-  void publish(Stream stream) &&;
+  // Enqueues the copies of the results to the device. Throws Error.
+  void publish(Stream stream);
 
  private:
   void own_dims(ArrayView& view);
@@ -47,6 +48,9 @@ class HostCopies {
   PinnedBlock memory_;
   DeviceBlock aside_;
 };
+
+// Keeps something until the stream is done with what it has been given so far. Throws Error.
+void keep_until(Device& device, Stream stream, std::shared_ptr<void> kept);
 
 // NaN, or zero in integers, as core's poison() leaves them; and zeros. Enqueued. Throw Error.
 void poison_on_device(const ArrayView& view, Stream stream);

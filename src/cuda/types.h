@@ -16,6 +16,9 @@ using Stream = struct StreamHandle*;
 using Event = struct EventHandle*;
 using Module = struct ModuleHandle*;
 using Function = struct FunctionHandle*;
+using Graph = struct GraphHandle*;
+using GraphNode = struct GraphNodeHandle*;
+using UserObject = struct UserObjectHandle*;
 using DevicePointer = std::uint64_t;
 using DeviceHandle = int;
 

@@ -1,6 +1,8 @@
 // Reads XLA's C structs directly: on the fast path the typed wrappers would copy what is here.
 #include "xla/decode.h"
 
+#include <string>
+
 namespace callgate::xla_ffi {
 
 // The core's dtype codes are XLA's.
@@ -69,6 +71,16 @@ CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
     context.run = run.run_id;
   }
   return context;
+}
+
+void* decode_stream(const XLA_FFI_CallFrame& frame) {
+  XLA_FFI_Stream_Get_Args args{XLA_FFI_Stream_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, nullptr};
+  if (XLA_FFI_Error* error = frame.api->XLA_FFI_Stream_Get(&args)) [[unlikely]] {
+    std::string message = ::xla::ffi::internal::GetErrorMessage(frame.api, error);
+    ::xla::ffi::internal::DestroyError(frame.api, error);
+    throw Error(ErrorCode::kInternal, "XLA gave no stream: " + message);
+  }
+  return args.stream;
 }
 
 }  // namespace callgate::xla_ffi

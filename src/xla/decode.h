@@ -57,4 +57,7 @@ class DecodedCall {
 // The device's ordinal and, when asked for, the run's id; -1 where XLA has none.
 CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept;
 
+// The stream that a GPU's program runs on. Throws Error where XLA has none.
+void* decode_stream(const XLA_FFI_CallFrame& frame);
+
 }  // namespace callgate::xla_ffi

@@ -25,7 +25,14 @@ class Shards {
   std::int32_t take(DecodedCall& call) const {
     if (runs_.empty()) [[likely]]
       return -1;
+    return read(take_operand(call).data);
+  }
+
+  // The same in two steps, for a number that is not in the host's memory: the operand, with null
+  // for its data where there is none, and its value.
+  ArrayView take_operand(DecodedCall& call) const {
     ArrayView number;
+    if (runs_.empty()) return number;
     if (!call.operands().empty()) number = call.operands().back();
     if (number.dtype != DType::kU32 || number.rank != 0) {
       throw Error(ErrorCode::kInvalidArgument, "a call on shards",
@@ -33,8 +40,11 @@ class Shards {
                   call.operands().empty() ? "no operand" : to_string(number));
     }
     call.drop_last_operand();
+    return number;
+  }
+  std::int32_t read(const void* number) const {
     std::uint32_t shard = 0;
-    std::memcpy(&shard, number.data, sizeof(shard));
+    std::memcpy(&shard, number, sizeof(shard));
     if (shard >= runs_.size()) {
       throw Error(ErrorCode::kInvalidArgument, "a call on shards",
                   "one of " + std::to_string(runs_.size()) + " partitions",
@@ -42,6 +52,8 @@ class Shards {
     }
     return static_cast<std::int32_t>(shard);
   }
+
+  bool all_run() const noexcept { return runs_.find('0') == std::string::npos; }
 
   // Whether the partition makes the call. One that doesn't has zeros for results: the program adds
   // up what its partitions have.

@@ -14,6 +14,12 @@
 
 namespace callgate::xla_ffi {
 
+// Adds to what a handler says of itself, in a frame that asks for metadata.
+inline void add_traits(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler_TraitsBits traits) noexcept {
+  auto* asked = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame.extension_start);
+  asked->metadata->traits |= static_cast<XLA_FFI_Handler_Traits>(traits);
+}
+
 template <class S>
 class StateOf {
  public:

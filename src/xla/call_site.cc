@@ -1,0 +1,35 @@
+// See the header.
+#include "xla/call_site.h"
+
+#include "core/registry.h"
+#include "xla/attributes.h"
+
+namespace callgate::xla_ffi {
+
+Outcome CallSite::run(const Call& call) const {
+  Outcome outcome = site->run(call);
+  if (outcome.ok() || !poison_on_error) return outcome;
+  for (const ArrayView& view : call.results) poison(view);
+  callee->defer(outcome.error());
+  return Outcome::success();
+}
+
+std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes) {
+  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+  auto made = std::make_shared<CallSite>();
+  made->callee = Registry::instance().find(text("name"));
+  made->poison_on_error = text("on_error") == "poison";
+  made->reads_context = made->callee->reads_context();
+  made->site = made->callee->specialise(SiteSpec{
+      text("spec"), text("site"), Lanes::parse(text("batch")), text("mesh"), text("layout")});
+  made->shards = Shards(text("shards"));
+  return made;
+}
+
+Outcome shutting_down(const Callee& callee) {
+  if (callee.quiet_at_exit()) return Outcome::success();
+  return Outcome::failure(ErrorCode::kAborted, "callgate: gate '" + callee.name() +
+                                                   "' was called while the process is ending");
+}
+
+}  // namespace callgate::xla_ffi

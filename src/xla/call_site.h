@@ -1,0 +1,34 @@
+// A call site of a gate or tap, on any platform.
+#pragma once
+
+#include <memory>
+
+#include "core/call.h"
+#include "xla/ffi.h"
+#include "xla/shards.h"
+
+namespace callgate::xla_ffi {
+
+// One call site of one executable. Shared, since a call on its own thread that was given up by the
+// watchdog may outlive the executable.
+struct CallSite {
+  std::shared_ptr<Callee> callee;
+  std::shared_ptr<Site> site;
+  // In a program over several devices an error returned by one of them leaves the others waiting in
+  // their next collective, until XLA aborts the process. There a failing call succeeds for XLA: its
+  // results are poisoned and the callee keeps the failure for the next who asks.
+  bool poison_on_error = false;
+  bool reads_context = true;
+  Shards shards;
+
+  // For arrays in the host's memory.
+  Outcome run(const Call& call) const;
+};
+
+// Finds the callee and binds it to the site that the attributes describe. Throws Error.
+std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes);
+
+// The outcome of a call that comes when the process is ending.
+Outcome shutting_down(const Callee& callee);
+
+}  // namespace callgate::xla_ffi
