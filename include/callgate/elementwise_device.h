@@ -56,7 +56,7 @@ using callgate::elementwise::real;
 // NOLINTBEGIN(modernize-*, readability-identifier-naming, *-avoid-c-arrays)
 
 namespace callgate {
-inline namespace kernel_v1 {
+namespace small {
 
 // The device's conversions of float16 are instructions.
 #ifdef __CUDA_ARCH__
@@ -75,11 +75,9 @@ class float16 {
  private:
   uint16_t bits_;
 };
-#elif !defined(__FLT16_MAX__)
-using float16 = detail::SmallFloat<uint16_t, 5, 10, 15, detail::Special::kIeee>;
 #endif
 
-}  // namespace kernel_v1
+}  // namespace small
 
 namespace elementwise {
 
@@ -152,5 +150,4 @@ __device__ __forceinline__ int64_t threads() {
 }  // namespace elementwise
 }  // namespace callgate
 
-namespace cg = callgate;
 // NOLINTEND(modernize-*, readability-identifier-naming, *-avoid-c-arrays)

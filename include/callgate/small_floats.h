@@ -7,7 +7,7 @@
 #ifdef __CUDACC__
 #define CALLGATE_FLOAT_FUNCTION __host__ __device__ __forceinline__
 #else
-#define CALLGATE_FLOAT_FUNCTION
+#define CALLGATE_FLOAT_FUNCTION inline
 #endif
 #ifndef __CUDACC_RTC__
 #include <cstdint>
@@ -18,13 +18,17 @@
 // NOLINTBEGIN(modernize-*, readability-identifier-naming)
 
 namespace callgate {
+#ifdef __CUDACC__  // beside CUDA's own types, which callgate/kernel_device.h gives these names
+namespace small {
+#else
 inline namespace kernel_v1 {
+#endif
 
 // Storage of the floating-point types that C++ lacks: they convert from and to float, and compute
 // in float. Exponent bits, mantissa bits, bias; with or without infinities; NaN's place.
 namespace detail {
 
-CALLGATE_FLOAT_FUNCTION inline float float_of(unsigned bits) {
+CALLGATE_FLOAT_FUNCTION float float_of(unsigned bits) {
 #ifdef __CUDA_ARCH__
   return __uint_as_float(bits);
 #else
@@ -33,7 +37,7 @@ CALLGATE_FLOAT_FUNCTION inline float float_of(unsigned bits) {
   return value;
 #endif
 }
-CALLGATE_FLOAT_FUNCTION inline unsigned bits_of(float value) {
+CALLGATE_FLOAT_FUNCTION unsigned bits_of(float value) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(value);
 #else
@@ -172,7 +176,7 @@ class PowerOfTwo {
 using bfloat16 = detail::SmallFloat<uint16_t, 8, 7, 127, detail::Special::kIeee>;
 #ifdef __FLT16_MAX__
 using float16 = _Float16;
-#elif !defined(__CUDACC__)  // the device has instructions: callgate/elementwise_device.h
+#elif !defined(__CUDA_ARCH__)  // the device has instructions: callgate/elementwise_device.h
 using float16 = detail::SmallFloat<uint16_t, 5, 10, 15, detail::Special::kIeee>;
 #endif
 using float8_e5m2 = detail::SmallFloat<uint8_t, 5, 2, 15, detail::Special::kIeee>;
@@ -184,7 +188,7 @@ using float8_e4m3fnuz = detail::SmallFloat<uint8_t, 4, 3, 8, detail::Special::kU
 using float8_e5m2fnuz = detail::SmallFloat<uint8_t, 5, 2, 16, detail::Special::kUnsignedZero>;
 using float8_e8m0fnu = detail::PowerOfTwo;
 
-}  // namespace kernel_v1
+}  // namespace small or kernel_v1
 }  // namespace callgate
 
 #undef CALLGATE_FLOAT_FUNCTION
