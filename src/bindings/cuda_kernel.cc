@@ -25,7 +25,7 @@ using cuda::LaunchCallee;
 using cuda::Nvrtc;
 
 std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-nb::bytes bytes_of(const std::string& text) { return {text.data(), text.size()}; }
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 // The Python object `CudaKernel`: keeps a variant's images, and its name, alive.
 class CudaKernelHandle {
@@ -79,7 +79,7 @@ nb::tuple compile(const Nvrtc& nvrtc, const std::string& source, const std::stri
   Nvrtc::Compiled compiled =
       without_gil([&] { return nvrtc.compile({source, name, options, headers, expressions}); });
   return nb::make_tuple(compiled.ok, bytes_of(compiled.code), nb::cast(compiled.names),
-                        nb::bytes(compiled.log.data(), compiled.log.size()));
+                        bytes_of(compiled.log));
 }
 
 }  // namespace
