@@ -164,9 +164,7 @@ class TritonKernel(NamedKernel):
 
   def _key(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
     # The code doesn't depend on the value of what is passed.
-    held = [
-      [a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments
-    ]
+    held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
     about: dict[str, Any] = {"function": self.function.cache_key[:16]}
     if all(isinstance(v, _PLAIN) for _, v, _ in held) and all(
       isinstance(v, _PLAIN) for v in options.values()
