@@ -27,6 +27,7 @@ from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
+from callgate.cupy import cupy
 from callgate.cuda import cuda
 from callgate.elementwise import elementwise
 from callgate.errors import (
@@ -52,10 +53,12 @@ from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, 
 from callgate.library import Library, library
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.numba import numba
+from callgate.numba_cuda import numba_cuda
 from callgate.shards import assemble
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 from callgate.torch import TorchFunction, TorchModule, torch
+from callgate.triton import triton
 
 __version__ = "0.1.0"
 
@@ -99,6 +102,7 @@ __all__ = [
   "check",
   "config",
   "cpp",
+  "cupy",
   "cuda",
   "elementwise",
   "errors",
@@ -111,6 +115,7 @@ __all__ = [
   "library",
   "load_kernels",
   "numba",
+  "numba_cuda",
   "open_stream",
   "print",
   "progress",
@@ -121,6 +126,7 @@ __all__ = [
   "tap",
   "torch",
   "trace",
+  "triton",
   "uninstall",
   "while_loop",
 ]

@@ -111,9 +111,9 @@ def _params(label: str, parameters: Sequence[Any]) -> str:
   )
 
 
-def _elementwise(kernel: Any, name: str | None, options: Mapping[str, Any]) -> Kernel:
+def _elementwise(kernel: Any, name: str, options: Mapping[str, Any]) -> Kernel:
   """An ElementwiseKernel as one of callgate's, for the CPU too."""
-  label = f"kernel '{name or kernel.name}'"
+  label = f"kernel '{name}'"
   given = dict(kernel.kwargs)
   unknown = sorted(given.keys() - {*_ELEMENTWISE, *_IGNORED})
   flags = [flag for flag in ("no_return", "return_tuple") if getattr(kernel, flag)]
@@ -125,7 +125,7 @@ def _elementwise(kernel: Any, name: str | None, options: Mapping[str, Any]) -> K
     _params(label, kernel.in_params),
     _params(label, kernel.out_params),
     str(kernel.operation),
-    name if name is not None else _runtime.free_name(f"{caller_module()}.{kernel.name}"),
+    name,
     preamble=str(kernel.preamble),
     loop_prep=str(given.get("loop_prep", "")),
     after_loop=str(given.get("after_loop", "")),
@@ -224,6 +224,8 @@ def cupy(
     })  # fmt: skip
     options = {"jvp": jvp, "like": like, "effect": effect, "aliases": aliases}
     options |= {"sharding": sharding, "gradient": gradient, "arch": arch}
+    if name is None:
+      name = _runtime.free_name(f"{caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     hint = ""
