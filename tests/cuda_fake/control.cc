@@ -133,7 +133,10 @@ FAKECUDA_API int fakecuda_device_of(void* stream) {
 FAKECUDA_API void* fakecuda_new_stream(int device) {
   World& world = World::instance();
   Lock lock(world.mutex);
-  return device < 0 || device >= world.device_count ? nullptr : new_stream(world, device);
+  if (device < 0 || device >= world.device_count) return nullptr;
+  StreamState* stream = new_stream(world, device);
+  stream->foreign = true;
+  return stream;
 }
 FAKECUDA_API void fakecuda_delete_stream(void* stream) {
   World& world = World::instance();
@@ -199,11 +202,16 @@ FAKECUDA_API void fakecuda_count_live(fakecuda_live* live) {
   Lock lock(world.mutex);
   *live = {};
   for (const auto& [address, memory] : world.memory) {
-    if (memory->freed) continue;
+    if (memory->freed || memory->foreign) continue;
     ++(memory->pinned ? live->pinned_allocations : live->device_allocations);
     (memory->pinned ? live->pinned_bytes : live->device_bytes) += memory->bytes;
   }
-  auto alive = [](const auto& pair) { return pair.second->alive; };
+  auto alive = [](const auto& pair) {
+    if constexpr (requires { pair.second->foreign; }) {
+      if (pair.second->foreign) return false;
+    }
+    return pair.second->alive;
+  };
   auto count = [&](const auto& objects) {
     return static_cast<std::size_t>(std::ranges::count_if(objects, alive));
   };

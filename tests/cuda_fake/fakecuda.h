@@ -30,7 +30,7 @@ typedef struct {
   int replayed;  // 1 in a graph's replay
 } fakecuda_launch;
 
-// What is alive.
+// What is alive, without the test's own.
 typedef struct {
   size_t device_allocations, device_bytes, pinned_allocations, pinned_bytes;
   size_t streams, events, modules, graphs;
@@ -73,6 +73,8 @@ FAKECUDA_API void* fakecuda_new_stream(int device);
 FAKECUDA_API void fakecuda_delete_stream(void* stream);
 FAKECUDA_API uint64_t fakecuda_new_memory(int device, size_t bytes);
 FAKECUDA_API void fakecuda_delete_memory(uint64_t pointer);
+// The same, when the work that uses it has ended.
+FAKECUDA_API void fakecuda_drop_memory(uint64_t pointer);
 // At once, past all streams: 0, or 1 where the range is none of a live allocation.
 FAKECUDA_API int fakecuda_read(void* to, uint64_t from, size_t bytes);
 FAKECUDA_API int fakecuda_write(uint64_t to, const void* from, size_t bytes);

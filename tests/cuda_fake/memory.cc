@@ -60,9 +60,7 @@ void free_device_memory(World& world, Allocation& allocation, const char* symbol
                     " is freed while work that uses it is pending");
     return;  // and is kept: that work runs yet
   }
-  allocation.freed = true;
-  allocation.history.clear();
-  std::free(std::exchange(allocation.host, nullptr));
+  free_memory(allocation);
 }
 
 std::shared_ptr<Allocation> live(World& world, std::uint64_t pointer, const char* symbol) {
@@ -141,6 +139,12 @@ Result fill(const char* symbol, std::uint64_t to, T value, std::size_t count, cu
 }
 
 }  // namespace
+
+void free_memory(Allocation& allocation) {
+  allocation.freed = true;
+  allocation.history.clear();
+  std::free(std::exchange(allocation.host, nullptr));
+}
 
 std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer) {
   auto it = world.memory.upper_bound(pointer);
@@ -269,7 +273,17 @@ FAKECUDA_API std::uint64_t fakecuda_new_memory(int device, std::size_t bytes) {
   World& world = World::instance();
   Lock lock(world.mutex);
   auto allocation = new_device_memory(world, device, std::max<std::size_t>(bytes, 1));
-  return allocation == nullptr ? 0 : allocation->base;
+  if (allocation == nullptr) return 0;
+  allocation->foreign = true;
+  return allocation->base;
+}
+FAKECUDA_API void fakecuda_drop_memory(std::uint64_t pointer) {
+  World& world = World::instance();
+  Lock lock(world.mutex);
+  auto found = live(world, pointer, "fakecuda_drop_memory");
+  if (found == nullptr) return;
+  found->dropped = true;
+  if (found->pending == 0) free_memory(*found);
 }
 FAKECUDA_API void fakecuda_delete_memory(std::uint64_t pointer) {
   World& world = World::instance();

@@ -46,7 +46,9 @@ void run_stream(StreamState& stream) {
     stream.failed = result;
     next.marker->result = result;
     next.marker->done = true;
-    for (const auto& allocation : next.uses) --allocation->pending;
+    for (const auto& allocation : next.uses) {
+      if (--allocation->pending == 0 && allocation->dropped) free_memory(*allocation);
+    }
     // The work's closure may own what takes the mutex to let go.
     Queued done = std::move(next);
     stream.queue.pop_front();
@@ -179,7 +181,7 @@ Result enqueue(World& world, StreamState& stream, Work work, const char* symbol,
       check_order(world, capture.history, {access, stream.number, epoch, work.what},
                   stream.capture_clock);
     }
-    capture.graph.works.push_back(std::move(work));
+    capture.graph->works.push_back(std::move(work));
     return Result::kSuccess;
   }
   join(stream.clock, world.host_clock);

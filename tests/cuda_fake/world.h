@@ -59,6 +59,8 @@ struct Allocation {
   std::size_t bytes = 0;
   int device = 0;
   bool pinned = false, freed = false;
+  bool foreign = false;  // a test's own, so that it counts as no leak
+  bool dropped = false;  // to be freed when no work uses it any more
   char* host = nullptr;
   int pending = 0;  // works that use it and have not ended
   History history;
@@ -81,8 +83,16 @@ struct Marker {
 
 struct StreamState;
 
+// Something that graphs own together: `destroy` is called when the last lets it go.
+struct UserObject {
+  void* data = nullptr;
+  void (*destroy)(void*) = nullptr;
+  unsigned references = 0;
+};
+
 struct Graph {
   std::vector<Work> works;
+  std::map<UserObject*, unsigned> objects;  // and how many references of each it has
 };
 
 struct Capture {
@@ -91,7 +101,7 @@ struct Capture {
   bool invalidated = false;
   StreamState* origin = nullptr;
   std::set<StreamState*> streams;
-  Graph graph;
+  std::unique_ptr<Graph> graph = std::make_unique<Graph>();
   History history;
 };
 
@@ -106,6 +116,7 @@ struct StreamState {
   int number = 0;
   int device = 0;
   bool alive = true, held = false;
+  bool foreign = false;  // as memory may be
   Result failed = Result::kSuccess;
   Result fails_next = Result::kSuccess;
   Clock clock;
@@ -173,6 +184,7 @@ struct World {
   std::map<const void*, std::unique_ptr<ModuleState>> modules;
   std::map<const void*, std::unique_ptr<FunctionState>> functions;
   std::map<const void*, std::unique_ptr<Graph>> graphs;
+  std::map<const void*, std::unique_ptr<UserObject>> objects;
   std::map<std::uint64_t, std::shared_ptr<Allocation>> memory;  // by its first address
   std::map<std::string, std::shared_ptr<Kernel>> kernels;
   std::set<std::shared_ptr<Capture>> captures;
@@ -228,6 +240,7 @@ bool disturbs_capture(World& world);
 std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer);
 // Adds the access and reports what it isn't ordered after.
 void check_order(World& world, History& history, const Past& now, const Clock& clock);
+void free_memory(Allocation& allocation);
 // Without the mutex: where the host finds it, for work that runs.
 char* resolve(std::uint64_t pointer, std::size_t bytes);
 
