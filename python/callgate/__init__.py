@@ -27,8 +27,8 @@ from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
-from callgate.cupy import cupy
 from callgate.cuda import cuda
+from callgate.cupy import cupy
 from callgate.elementwise import elementwise
 from callgate.errors import (
   CheckError,
@@ -102,8 +102,8 @@ __all__ = [
   "check",
   "config",
   "cpp",
-  "cupy",
   "cuda",
+  "cupy",
   "elementwise",
   "errors",
   "export_checks",

@@ -8,13 +8,13 @@ a subclass adds is how a kernel is compiled for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from callgate import _attributes, _cuda_launch
+from callgate import _attributes, _cuda_launch, _cuda_part
 from callgate._cuda_kernel import CudaKernel
 from callgate._cuda_launch import Extent
 from callgate._cuda_program import CudaCall
@@ -256,28 +256,27 @@ def _is_array(value: Any) -> bool:
   )
 
 
-def launch_extent(label: str, what: str, given: Any, call: CudaCall, lanes: bool = False) -> Extent:
-  """A grid or block: numbers, or a function of the shapes.
+def evaluated(given: Any, call: CudaCall) -> Any:
+  """An option of a launch: as given, or what a function of the operands' types says.
+
+  Static arguments that the function has parameters for are passed by name.
+  """
+  if not callable(given):
+    return given
+  return given(*call.operands, **_cuda_part.accepted(given, len(call.operands), call.static))
+
+
+def launch_extent(
+  label: str, what: str, given: Any, call: CudaCall, *, lanes: bool = False
+) -> Extent:
+  """A grid or block.
 
   Args:
     label: of the kernel.
-    what: "grid" or "block", for messages.
-    given: an int, a tuple, or a function of the operands' ShapeDtypeStructs and then the results'.
+    what: the option, for messages.
+    given: an int, a tuple, or a function: see `evaluated`.
     call: the call.
     lanes: set the z axis to the lanes that vmap="grid" gives the launch.
   """
-  value = given(*call.operands, *call.results) if callable(given) else given
-  x, y, z = _cuda_launch.extent(label, what, value)
-  if lanes and call.batch is not None and z == 1:
-    z = call.batch
-  return x, y, z
-
-
-def named_of(function: Callable[..., Any], is_constant: Callable[[str], bool]) -> list[Named]:
-  """The parameters of a Python function."""
-  import inspect
-
-  return [
-    Named(p.name, is_constant(p.name), NONE if p.default is p.empty else p.default)
-    for p in inspect.signature(function).parameters.values()
-  ]
+  x, y, z = _cuda_launch.extent(label, what, evaluated(given, call))
+  return x, y, call.batch if lanes and call.batch is not None and z == 1 else z

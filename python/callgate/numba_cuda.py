@@ -11,7 +11,7 @@ import numpy as np
 
 from callgate import _cuda_launch, _ptx, _runtime
 from callgate._cuda_launch import Image, Launch, Parameter, Plan
-from callgate._cuda_named import NONE, Bound, Named, NamedKernel, launch_extent
+from callgate._cuda_named import NONE, Bound, Named, NamedKernel, evaluated, launch_extent
 from callgate._cuda_program import CudaCall, ptx_capability
 from callgate._operation import Effect, Vmap
 from callgate._toolchain import CompileError
@@ -73,8 +73,7 @@ class NumbaCudaKernel(NamedKernel):
       )
     grid = launch_extent(self.label, "griddim", self._grid, call, lanes=True)
     block = launch_extent(self.label, "blockdim", self._block, call)
-    shared = self._shared
-    shared = shared(*call.operands, *call.results) if callable(shared) else shared
+    shared = evaluated(self._shared, call)
     blocks, threads, size, _ = _cuda_launch.checked(self.label, grid, block, shared)
     launch = Launch(entry, blocks, threads, tuple(parameters), size)
     return Plan(key, tuple(image for _, _, image in built), (launch,))
@@ -205,7 +204,7 @@ def numba_cuda(
       out[i] = a * x[i] + y[i]
 
   run = cg.numba_cuda(
-    saxpy, griddim=lambda x, y, out: -(-x.size // 256), blockdim=256, out=lambda x, y: x
+    saxpy, griddim=lambda x, y: -(-x.size // 256), blockdim=256, out=lambda x, y: x
   )
   # jax.jit(lambda x, y: run(2.0, x, y))
   ```
@@ -225,7 +224,8 @@ def numba_cuda(
     dispatcher: what the decorator made. Its options are respected (fastmath, lineinfo, opt,
       launch_bounds, max_registers, link); debug and extensions are refused.
     griddim: blocks along x, y and z: a number, a tuple of up to three, or a function of the
-      ShapeDtypeStructs of the operands and then of the results that gives one of them.
+      operands' ShapeDtypeStructs that gives one of them; a static argument that the function has a
+      parameter for is passed by name.
     blockdim: threads of a block, likewise.
     sharedmem: bytes of dynamic shared memory; a number or such a function.
     out: the results, as for `callgate.gate`: a function of the arrays, or ShapeDtypeStructs.
