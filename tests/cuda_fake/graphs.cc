@@ -5,9 +5,38 @@
 #include "world.h"
 
 namespace fakecuda {
+
+extern thread_local bool in_host_function;
+
 namespace {
 
 thread_local cu::CaptureMode thread_mode = cu::CaptureMode::kGlobal;
+
+// Takes references away; what has none left is destroyed without the mutex.
+void release(World& world, Lock& lock, UserObject* object, unsigned references) {
+  object->references -= references;
+  if (object->references > 0) return;
+  auto owned = world.objects.extract(object);
+  lock.unlock();
+  in_host_function = true;  // it may not call the driver
+  owned.mapped()->destroy(owned.mapped()->data);
+  in_host_function = false;
+  lock.lock();
+}
+
+// With the graph's works, whose closures may take the mutex when they die.
+void destroy(World& world, Lock& lock, std::unique_ptr<Graph> graph) {
+  for (auto [object, references] : graph->objects) release(world, lock, object, references);
+  lock.unlock();
+  graph.reset();
+}
+
+UserObject* find_object(World& world, cu::UserObject object, const char* symbol) {
+  auto it = world.objects.find(object);
+  if (it != world.objects.end()) return it->second.get();
+  world.violation(std::string(symbol) + ": no user object, or a destroyed one");
+  return nullptr;
+}
 
 }  // namespace
 
@@ -80,8 +109,11 @@ FAKECUDA_API void* fakecuda_end_capture(void* stream) {
   }
   found->capture_clock.clear();
   world.captures.erase(capture);
-  if (!good) return nullptr;
-  auto graph = std::make_unique<Graph>(std::move(capture->graph));
+  if (!good) {
+    destroy(world, lock, std::move(capture->graph));
+    return nullptr;
+  }
+  auto graph = std::move(capture->graph);
   void* handle = graph.get();
   world.graphs.emplace(handle, std::move(graph));
   return handle;
@@ -106,13 +138,66 @@ FAKECUDA_API std::size_t fakecuda_graph_size(void* graph) {
 }
 FAKECUDA_API void fakecuda_delete_graph(void* graph) {
   World& world = World::instance();
-  std::unique_ptr<Graph> dies;  // without the mutex
   Lock lock(world.mutex);
   auto it = world.graphs.find(graph);
   if (it == world.graphs.end()) return;
-  dies = std::move(it->second);
+  auto dies = std::move(it->second);
   world.graphs.erase(it);
-  lock.unlock();
+  destroy(world, lock, std::move(dies));
+}
+
+FAKECUDA_API Result cuStreamGetCaptureInfo_v2(cu::Stream stream, cu::CaptureStatus* status,
+                                              std::uint64_t* id, cu::Graph* graph,
+                                              const cu::GraphNode** dependencies,
+                                              std::size_t* count) {
+  return call("cuStreamGetCaptureInfo_v2", kInit, [&](World& world, Lock&) {
+    StreamState* found = find_stream(world, stream, "cuStreamGetCaptureInfo_v2");
+    if (found == nullptr) return Result::kInvalidHandle;
+    if (dependencies != nullptr || count != nullptr) return Result::kNotSupported;
+    Capture* capture = found->capture.get();
+    *status = capture == nullptr     ? cu::CaptureStatus::kNone
+              : capture->invalidated ? cu::CaptureStatus::kInvalidated
+                                     : cu::CaptureStatus::kActive;
+    bool active = *status == cu::CaptureStatus::kActive;
+    if (id != nullptr) *id = active ? reinterpret_cast<std::uint64_t>(capture) : 0;
+    if (graph != nullptr)
+      *graph = active ? reinterpret_cast<cu::Graph>(capture->graph.get()) : nullptr;
+    return Result::kSuccess;
+  });
+}
+FAKECUDA_API Result cuUserObjectCreate(cu::UserObject* object, void* data, void (*destroy)(void*),
+                                       unsigned references, unsigned flags) {
+  return call("cuUserObjectCreate", kInit, [&](World& world, Lock&) {
+    if (destroy == nullptr || references == 0 || flags != 1) return Result::kInvalidValue;
+    auto owned = std::make_unique<UserObject>(UserObject{data, destroy, references});
+    *object = reinterpret_cast<cu::UserObject>(owned.get());
+    world.objects.emplace(owned.get(), std::move(owned));
+    return Result::kSuccess;
+  });
+}
+FAKECUDA_API Result cuUserObjectRelease(cu::UserObject object, unsigned references) {
+  return call("cuUserObjectRelease", kInit, [&](World& world, Lock& lock) {
+    UserObject* found = find_object(world, object, "cuUserObjectRelease");
+    if (found == nullptr || references == 0 || references > found->references)
+      return Result::kInvalidValue;
+    release(world, lock, found, references);
+    return Result::kSuccess;
+  });
+}
+FAKECUDA_API Result cuGraphRetainUserObject(cu::Graph graph, cu::UserObject object,
+                                            unsigned references, unsigned flags) {
+  return call("cuGraphRetainUserObject", kInit, [&](World& world, Lock&) {
+    UserObject* found = find_object(world, object, "cuGraphRetainUserObject");
+    Graph* holder = nullptr;
+    if (auto it = world.graphs.find(graph); it != world.graphs.end()) holder = it->second.get();
+    for (const auto& capture : world.captures) {
+      if (reinterpret_cast<cu::Graph>(capture->graph.get()) == graph) holder = capture->graph.get();
+    }
+    if (found == nullptr || holder == nullptr || references == 0) return Result::kInvalidValue;
+    if (flags == 0) found->references += references;  // else the caller's become the graph's
+    holder->objects[found] += references;
+    return Result::kSuccess;
+  });
 }
 
 }  // namespace fakecuda

@@ -51,7 +51,7 @@ struct Parameters {
 };
 
 // Pointers among them that the kernel is declared to read or write: all of their allocation.
-Result add_accesses(World& world, const Kernel& kernel, const Parameters& parameters, Work& work) {
+void add_accesses(World& world, const Kernel& kernel, const Parameters& parameters, Work& work) {
   for (auto [index, access] : kernel.accesses) {
     std::uint64_t pointer = 0;
     if (index >= parameters.values.size() || parameters.values[index].size() < sizeof(pointer))
@@ -63,11 +63,10 @@ Result add_accesses(World& world, const Kernel& kernel, const Parameters& parame
     if ((access & 1) != 0) work.accesses.push_back({pointer, end, false});
     if ((access & 2) != 0) work.accesses.push_back({pointer, end, true});
   }
-  return Result::kSuccess;
 }
 
 // Threads of a block, or the grid, or shared memory beyond what the device has.
-bool possible(World& world, const fakecuda_launch& launch, const FunctionState& function) {
+bool possible(const fakecuda_launch& launch, const FunctionState& function) {
   std::uint64_t threads = 1;
   for (unsigned n : launch.block) threads *= n;
   const auto* clusters = launch.cluster;
@@ -76,7 +75,6 @@ bool possible(World& world, const fakecuda_launch& launch, const FunctionState& 
     if (clusters[i] != 0 && launch.grid[i] % clusters[i] != 0) return false;
   }
   if (launch.grid[1] > 65535 || launch.grid[2] > 65535 || launch.grid[0] > 0x7FFFFFFF) return false;
-  (void)world;
   return threads > 0 && threads <= 1024 &&
          launch.shared_bytes <= static_cast<unsigned>(function.dynamic_shared);
 }
@@ -101,7 +99,7 @@ Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch 
       return Result::kInvalidHandle;
     }
     auto kernel = found->kernel;
-    if (!possible(world, launch, *found) || extra != nullptr) return Result::kInvalidValue;
+    if (!possible(launch, *found) || extra != nullptr) return Result::kInvalidValue;
     if (!kernel->sizes.empty() && parameters == nullptr) return Result::kInvalidValue;
     Parameters copied;
     for (std::size_t i = 0; i < kernel->sizes.size(); ++i) {
@@ -110,7 +108,7 @@ Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch 
     }
     Work work;
     work.what = "a launch";
-    if (bad = add_accesses(world, *kernel, copied, work); bad != Result::kSuccess) return bad;
+    add_accesses(world, *kernel, copied, work);
     launch.name = kernel->name.c_str();
     work.run = [kernel, launch, copied = std::move(copied)](bool replayed) {
       {

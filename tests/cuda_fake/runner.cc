@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "runner_api.h"
+#include "runner_attributes.h"
 #include "xla/ffi/api/c_api.h"
 
 struct XLA_FFI_Error {
@@ -31,60 +32,6 @@ struct XLA_FFI_Future {
 };
 
 namespace runner {
-
-// Attributes by name, in the order of names, as XLA has them.
-struct Dictionary {
-  struct Value {
-    XLA_FFI_AttrType type = XLA_FFI_AttrType_STRING;
-    std::string bytes;
-    XLA_FFI_DataType dtype = XLA_FFI_DataType_INVALID;
-    std::size_t count = 0;
-    std::unique_ptr<Dictionary> entries;
-    XLA_FFI_ByteSpan span{}, name{};
-    XLA_FFI_Scalar scalar{};
-    XLA_FFI_Array array{};
-  };
-
-  std::map<std::string, Value> values;
-  std::vector<XLA_FFI_AttrType> types;
-  std::vector<XLA_FFI_ByteSpan*> names;
-  std::vector<void*> pointers;
-  XLA_FFI_Attrs attrs{};
-
-  // Valid until the dictionary changes.
-  XLA_FFI_Attrs* describe() {
-    types.clear(), names.clear(), pointers.clear();
-    for (auto& [name, value] : values) {
-      value.name = {name.data(), name.size()};
-      types.push_back(value.type);
-      names.push_back(&value.name);
-      pointers.push_back(describe(value));
-    }
-    attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
-             nullptr,
-             static_cast<std::int64_t>(types.size()),
-             types.data(),
-             names.data(),
-             pointers.data()};
-    return &attrs;
-  }
-
- private:
-  static void* describe(Value& value) {
-    switch (value.type) {
-      case XLA_FFI_AttrType_STRING:
-        value.span = {value.bytes.data(), value.bytes.size()};
-        return &value.span;
-      case XLA_FFI_AttrType_SCALAR:
-        value.scalar = {value.dtype, value.bytes.data()};
-        return &value.scalar;
-      case XLA_FFI_AttrType_ARRAY:
-        value.array = {value.dtype, value.count, value.bytes.data()};
-        return &value.array;
-      default: return value.entries->describe();
-    }
-  }
-};
 
 struct Site {
   XLA_FFI_Handler *instantiate, *prepare, *initialize, *execute;
@@ -200,6 +147,19 @@ XLA_FFI_Error* none(const char* what) {
   return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, std::string("not on a GPU: ") + what);
 }
 
+// Renamed, and given the code, by later versions of XLA.
+template <class Api>
+void set_error_text(Api& api) {
+  if constexpr (requires { api.XLA_FFI_Error_GetDetails; }) {
+    api.XLA_FFI_Error_GetDetails = [](auto* args) {
+      args->message = args->error->message.c_str();
+      if (args->struct_size >= sizeof(*args)) args->errc = args->error->code;
+    };
+  } else {
+    api.XLA_FFI_Error_GetMessage = [](auto* args) { args->message = args->error->message.c_str(); };
+  }
+}
+
 const XLA_FFI_Api* api() {
   static const XLA_FFI_Api table = [] {
     XLA_FFI_Api api{};
@@ -209,9 +169,7 @@ const XLA_FFI_Api* api() {
     api.XLA_FFI_Error_Create = [](XLA_FFI_Error_Create_Args* args) {
       return make_error(args->errc, args->message);
     };
-    api.XLA_FFI_Error_GetMessage = [](XLA_FFI_Error_GetMessage_Args* args) {
-      args->message = args->error->message.c_str();
-    };
+    set_error_text(api);
     api.XLA_FFI_Error_Destroy = [](XLA_FFI_Error_Destroy_Args* args) { take(args->error); };
     api.XLA_FFI_Type_Register = register_type;
     api.XLA_FFI_State_Set = set_state;
@@ -270,8 +228,8 @@ struct Side {
 // A frame that dies when the handler has returned.
 class Frame {
  public:
-  Frame(XLA_FFI_ExecutionStage stage, Context* context, XLA_FFI_Attrs* attributes,
-        Side& operands, Side& results)
+  Frame(XLA_FFI_ExecutionStage stage, Context* context, XLA_FFI_Attrs* attributes, Side& operands,
+        Side& results)
       : arg_types_(operands.buffers.size(), XLA_FFI_ArgType_BUFFER),
         ret_types_(results.buffers.size(), XLA_FFI_RetType_BUFFER) {
     frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
@@ -413,8 +371,9 @@ RUNNER_API int runner_traits(void* handler) {
   XLA_FFI_Metadata metadata{};
   metadata.struct_size = sizeof(XLA_FFI_Metadata);
   XLA_FFI_Metadata_Extension extension{};
-  extension.extension_base = {XLA_FFI_Metadata_Extension_STRUCT_SIZE, XLA_FFI_Extension_Metadata,
-                              nullptr};
+  extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
+  using Type = decltype(extension.extension_base.type);
+  extension.extension_base.type = static_cast<Type>(1);  // metadata, in every version
   extension.metadata = &metadata;
   runner::Side none(nullptr, 0, false);
   runner::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, nullptr, nullptr, none, none);

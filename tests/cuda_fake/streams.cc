@@ -183,7 +183,7 @@ Result enqueue(World& world, StreamState& stream, Work work, const char* symbol,
       check_order(world, capture.history, {access, stream.number, epoch, work.what},
                   stream.capture_clock);
     }
-    capture.graph.works.push_back(std::move(work));
+    capture.graph->works.push_back(std::move(work));
     return Result::kSuccess;
   }
   join(stream.clock, world.host_clock);

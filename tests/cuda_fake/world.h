@@ -83,8 +83,16 @@ struct Marker {
 
 struct StreamState;
 
+// Something that graphs own together: `destroy` is called when the last lets it go.
+struct UserObject {
+  void* data = nullptr;
+  void (*destroy)(void*) = nullptr;
+  unsigned references = 0;
+};
+
 struct Graph {
   std::vector<Work> works;
+  std::map<UserObject*, unsigned> objects;  // and how many references of each it has
 };
 
 struct Capture {
@@ -93,7 +101,7 @@ struct Capture {
   bool invalidated = false;
   StreamState* origin = nullptr;
   std::set<StreamState*> streams;
-  Graph graph;
+  std::unique_ptr<Graph> graph = std::make_unique<Graph>();
   History history;
 };
 
@@ -177,6 +185,7 @@ struct World {
   std::map<const void*, std::unique_ptr<ModuleState>> modules;
   std::map<const void*, std::unique_ptr<FunctionState>> functions;
   std::map<const void*, std::unique_ptr<Graph>> graphs;
+  std::map<const void*, std::unique_ptr<UserObject>> objects;
   std::map<std::uint64_t, std::shared_ptr<Allocation>> memory;  // by its first address
   std::map<std::string, std::shared_ptr<Kernel>> kernels;
   std::set<std::shared_ptr<Capture>> captures;

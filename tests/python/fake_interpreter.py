@@ -72,7 +72,7 @@ class Interpreter:
 
     def overwrite() -> None:
       for value in unused:
-        value.view().view(np.uint8).reshape(-1)[...] = 0xEE
+        value.view().reshape(-1).view(np.uint8)[...] = 0xEE
 
     self.stream.enqueue(overwrite, writes=[value for value in unused if value.nbytes])
 
