@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import device_library
@@ -23,17 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callgate as cg
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeCuda]:
-  """The fake driver; a test whose work broke a rule of CUDA's fails."""
-  one = open_fake()
-  one.clear()
-  yield one
-  violations = one.violations()
-  one.clear()
-  assert violations == []
 
 
 def add_one(fake: FakeCuda, out: Any, x: Any) -> None:
