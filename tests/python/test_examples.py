@@ -310,3 +310,42 @@ def test_lapack_agrees_with_scipy_and_its_derivative_with_differences(tmp_path):
   assert ours == pytest.approx(differences, rel=1e-3)
   before, after = (numbers(line)[0] for line in text.splitlines() if line.startswith("error"))
   assert after < before
+
+
+GPU_EXAMPLES = ("gpu_fft_filter.py", "gpu_triton_softmax.py", "gpu_cuda_scan.py")
+
+
+@pytest.mark.parametrize("name", GPU_EXAMPLES)
+def test_examples_for_gpus_say_why_they_do_nothing_where_there_is_none(name, tmp_path):
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("JAX_PLATFORMS", "cpu")
+    assert run(name, cwd=tmp_path).startswith("skipped: ")
+
+
+@pytest.mark.gpu
+def test_the_fft_filter_sharpens_the_picture_as_jnp_s_transforms_do(tmp_path):
+  pytest.importorskip("cupy")
+  text = run("gpu_fft_filter.py", cwd=tmp_path)
+  blurred, ours = numbers(line_with(text, "blurred picture"))
+  theirs, difference = numbers(line_with(text, "with jnp.fft"))
+  assert ours < 0.8 * blurred
+  assert ours == pytest.approx(theirs, abs=2e-3)
+  assert difference < 0.05  # two hundred steps carry roundings on
+
+
+@pytest.mark.gpu
+def test_the_triton_softmax_and_its_gradient_are_jax_s(tmp_path):
+  pytest.importorskip("triton")
+  text = run("gpu_triton_softmax.py", cwd=tmp_path)
+  assert numbers(line_with(text, "values"))[0] < 1e-6
+  assert numbers(line_with(text, "gradient"))[0] < 1e-5
+
+
+@pytest.mark.gpu
+def test_the_cuda_scan_sums_as_cumsum_does(tmp_path):
+  text = run("gpu_cuda_scan.py", cwd=tmp_path)
+  assert "1,000,003 integers: equal to jnp.cumsum" in text
+  _, error, off = numbers(line_with(text, "cg.cuda"))
+  _, theirs, _ = numbers(line_with(text, "jnp.cumsum: "))
+  assert error < max(3 * theirs, 1e-3)
+  assert off < 0.05
