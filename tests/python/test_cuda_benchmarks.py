@@ -74,6 +74,28 @@ def test_the_handlers_of_the_floor_compile_without_cuda(benchmarks, tmp_path, mo
     assert getattr(library, name)
 
 
+def gpu_tool(folder, *arguments):
+  command = [sys.executable, str(ROOT / "tools" / "gpu.py"), *arguments, "--out", str(folder)]
+  paths = os.pathsep.join(filter(None, sys.path))
+  environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("what", ["test", "bench"])
+def test_the_command_for_machines_with_a_gpu_says_that_there_is_none(what, tmp_path):
+  done = gpu_tool(tmp_path / "out", what)
+  assert done.returncode == 3, done.stderr
+  log = (tmp_path / "out" / f"{what}.log").read_text()
+  assert "no CUDA device that JAX can use" in log
+  assert log in done.stdout
+
+
+def test_the_command_for_machines_with_a_gpu_ends_when_its_time_is_up(tmp_path):
+  done = gpu_tool(tmp_path, "test", "--seconds", "0")
+  assert "ended after its time" in (tmp_path / "test.log").read_text()
+  assert done.returncode != 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
   "subject", ["cuda_identity", "cuda_gates", "cuda_kernels", "cuda_taps", "cuda_elementwise"]
