@@ -29,6 +29,7 @@ from callgate.check import check
 from callgate.cpp import cpp
 from callgate.elementwise import elementwise
 from callgate.errors import (
+  CaptureError,
   CheckError,
   ConsumerError,
   EndOfFeed,
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
   "BatchInfo",
   "Buffer",
+  "CaptureError",
   "Channel",
   "CheckError",
   "CompileError",

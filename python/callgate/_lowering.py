@@ -62,9 +62,9 @@ def emit(
     sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
   """
   platforms = context.module_context.platforms
-  if "cpu" not in platforms:
+  if not {"cpu", "cuda"} & set(platforms):
     raise GateDefinitionError(
-      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu. "
+      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
       "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
     )
   held = {

@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "xla/cuda_gate.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/gate.h"
 #include "xla/kernel.h"
@@ -44,6 +45,7 @@ struct XLA_FFI_ExecutionContext {
   std::int32_t device = 3;   // negative: this XLA has none
   std::int64_t run = 77;     // as above
   std::int64_t threads = 1;  // of its pool, which starts one for each task; negative: no pool
+  void* stream = nullptr;    // of a GPU's program
   void* state = nullptr;
   XLA_FFI_TypeId state_type = {0};
 
@@ -185,6 +187,13 @@ inline const XLA_FFI_Api* api() {
     api.XLA_FFI_DeviceOrdinal_Get = [](XLA_FFI_DeviceOrdinal_Get_Args* args) -> XLA_FFI_Error* {
       if (args->ctx->device < 0) return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no device");
       args->device_ordinal = args->ctx->device;
+      return nullptr;
+    };
+    api.XLA_FFI_Stream_Get = [](XLA_FFI_Stream_Get_Args* args) -> XLA_FFI_Error* {
+      if (args->ctx->stream == nullptr) {
+        return make_error(XLA_FFI_Error_Code_UNIMPLEMENTED, "no stream");
+      }
+      args->stream = args->ctx->stream;
       return nullptr;
     };
     api.XLA_FFI_ThreadPool_NumThreads =
@@ -423,6 +432,16 @@ class GateProgram : public Program {
   explicit GateProgram(const std::string& name, AttributeMap attributes)
       : Program(with_name(std::move(attributes), name), &xla_ffi::gate_instantiate,
                 &xla_ffi::gate_execute) {}
+};
+
+// The same in a GPU's program, on a stream.
+class CudaGateProgram : public Program {
+ public:
+  explicit CudaGateProgram(const std::string& name, void* stream, AttributeMap attributes = {})
+      : Program(with_name(std::move(attributes), name), &xla_ffi::cuda_gate_instantiate,
+                &xla_ffi::cuda_gate_execute) {
+    context().stream = stream;
+  }
 };
 
 // One call site of the target `callgate.kernel`, with the attributes given and its name.

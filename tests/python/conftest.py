@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from fake_cuda import FakeCuda, open_fake
 
 import callgate as cg
 
@@ -39,6 +40,23 @@ def clean_caches() -> Iterator[None]:
   drop_programs()
   yield
   drop_programs()
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+  """CUDA without a GPU. The test fails if what it ran broke a rule of CUDA's.
+
+  What is broken on purpose is taken note of with `fake.violations()` and forgotten with
+  `fake.clear()`.
+  """
+  driver = open_fake()
+  driver.clear()
+  yield driver
+  broken = driver.violations()
+  driver.clear()
+  for stream in driver.streams():
+    stream.finish()
+  assert broken == []
 
 
 def drop_programs() -> None:
