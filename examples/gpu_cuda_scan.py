@@ -12,8 +12,6 @@ import numpy as np
 import callgate as cg
 
 SOURCE = """
-#include "callgate/kernel.h"
-
 template <typename T>
 __device__ T sum_of_warp(T value) {
   for (int distance = 1; distance < 32; distance *= 2) {

@@ -4,9 +4,9 @@
 
 A block that needs a CUDA device has `<!-- gpu -->` on the line before it, or
 `<!-- gpu: NAME, ... -->` where it needs modules too. Without --gpu such blocks are compiled only;
-with it all blocks run, but those whose modules are missing, which are named. The page's code is
-written to FOLDER as one file with the page's line numbers, since compilers such as Triton's read a
-function's source.
+with it they alone run, with `cg`, `jax`, `jnp` and `np` there, and those whose modules are missing
+are named. The page's code is written to FOLDER as one file with the page's line numbers, since
+compilers such as Triton's read a function's source.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _BLOCK = re.compile(
   r"^(?P<indent>[ ]*)(?:<!-- gpu(?P<modules>:[^\n]*)? -->\n\s*)?```python\n(?P<code>.*?)^[ ]*```",
   re.MULTILINE | re.DOTALL,
 )
+_IMPORTS = "import callgate as cg, jax, jax.numpy as jnp, numpy as np"
 _GPU = re.compile(r"^[ ]*<!-- gpu")
 
 
@@ -65,18 +66,20 @@ def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool) -> None:
   Args:
     page: the Markdown file.
     folder: where its code is written as a file.
-    gpu: whether those for CUDA devices run too.
+    gpu: whether those for CUDA devices run, in place of the others.
   """
   found = blocks(page.read_text(encoding="utf-8"))
   path = folder / f"{page.stem}_blocks.py"
   path.write_text(_as_file(found), encoding="utf-8")
   namespace: dict[str, Any] = {"__name__": "__main__"}
+  if gpu:
+    exec(_IMPORTS, namespace)
   for block in found:
     code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
-    missing = [name for name in block.modules if not _has(name)]
-    if block.gpu and (missing or not gpu):
-      if gpu:
-        print(f"{page.name}:{block.line}: skipped, since there is no {', '.join(missing)}")
+    if block.gpu != gpu:
+      continue
+    if missing := [name for name in block.modules if not _has(name)]:
+      print(f"{page.name}:{block.line}: skipped, since there is no {', '.join(missing)}")
       continue
     exec(code, namespace)
 
