@@ -25,8 +25,14 @@
 // Views are dense and row-major. `x[i]` is the i-th element in memory order, `x(i, j)` the one at
 // an index. Both are checked where CALLGATE_BOUNDS_CHECK is 1, which is the default without NDEBUG.
 //
+// CUDA's compilers get the views of kernel_device.h instead.
+//
 // This header and kernel_abi.h stand alone: no XLA, no Python, nothing else of callgate.
 #pragma once
+
+#ifdef __CUDACC__
+#include "callgate/kernel_device.h"
+#else
 
 #include <cstdarg>
 #include <cstddef>
@@ -756,3 +762,4 @@ callgate_kernels() {
   const ::callgate::detail::Registration callgate_registration_##name(callgate_kernel_##name); \
   }
 // NOLINTEND(modernize-*, readability-identifier-naming)
+#endif  // __CUDACC__

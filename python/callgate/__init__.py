@@ -27,6 +27,7 @@ from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
+from callgate.cuda import cuda
 from callgate.elementwise import elementwise
 from callgate.errors import (
   CaptureError,
@@ -100,6 +101,7 @@ __all__ = [
   "check",
   "config",
   "cpp",
+  "cuda",
   "elementwise",
   "errors",
   "export_checks",

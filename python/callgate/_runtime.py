@@ -36,10 +36,12 @@ from callgate.errors import (
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
+# On CUDA, a kernel with scratch memory, which a graph's replays would not have: never captured.
+KERNEL_SCRATCH_TARGET = "callgate.kernel.scratch"
 # A call that XLA's partitioner is still to make one of each device has this behind its target.
 PARTITIONED = ".partitioned"
 GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
-_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, GRAPH_TARGET)
+_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
 _counters: collections.Counter[str] = collections.Counter()

@@ -9,6 +9,7 @@
 #include "bindings/buffer.h"
 #include "bindings/channel.h"
 #include "bindings/consumer.h"
+#include "bindings/cuda_kernel.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
@@ -27,6 +28,7 @@
 #include "cuda/completions.h"
 #include "cuda/device.h"
 #include "xla/cuda_gate.h"
+#include "xla/cuda_kernel.h"
 #include "xla/gate.h"
 #include "xla/kernel.h"
 
@@ -90,6 +92,10 @@ nb::dict targets() {
   cuda[name(xla_ffi::kGraphTarget)] =
       handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_graph_execute);
   cuda[name(xla_ffi::kTapTarget)] = cuda[name(xla_ffi::kGraphTarget)];
+  cuda[name(xla_ffi::kKernelTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_execute);
+  cuda[name(xla_ffi::kKernelScratchTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_scratch_execute);
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;
   return platforms;
@@ -144,6 +150,7 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
+  bind_cuda_kernel(module);
   bind_stream(module);
   bind_progress(module);
   module.def("targets", &targets,
