@@ -158,5 +158,7 @@ struct InOut : detail::View<T, Rank> {};
 }  // namespace device_v1
 }  // namespace callgate
 
+#ifndef CALLGATE_NO_CG  // for sources that have a name `cg` of their own
 namespace cg = callgate;
+#endif
 // NOLINTEND(modernize-*, readability-identifier-naming, *-avoid-c-arrays)

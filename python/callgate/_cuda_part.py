@@ -242,7 +242,7 @@ class SourcePart(CudaPart):
     """An option's value for a call: functions get the operands, and the static values they name."""
     if not callable(value):
       return value
-    return value(*call.operands, **_accepted(value, len(call.operands), call.static))
+    return value(*call.operands, **accepted(value, len(call.operands), call.static))
 
   def _scratch(self, call: CudaCall) -> dict[str, int]:
     sizes: dict[str, int] = {}
@@ -300,7 +300,7 @@ def _array(parameter: CudaParameter, array: Any, address: Address) -> Argument:
   return Argument(bytes(8) + struct.pack(f"<{len(extents)}q", *extents), (address,))
 
 
-def _accepted(
+def accepted(
   function: Callable[..., Any], operands: int, static: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The static values that a function has parameters for, beside those that the operands fill."""

@@ -183,7 +183,7 @@ def build(
   target, made_for = _target(used, capability, options)
   arguments = [
     *target,
-    "--std=c++17",
+    *([] if any(o.lstrip("-").startswith("std=") for o in options) else ["--std=c++17"]),
     f"--include-path={_toolchain.include_dir()}",
     *(f"--include-path={d}" for d in (*folders, *used.include_dirs)),
     *options,
