@@ -102,7 +102,7 @@ system-packages:
 # On a machine with a CUDA device: logs, test.xml and the benchmarks' JSON go to build/gpu. Where
 # nothing can be installed, `python tools/gpu.py test` does the same with what is there.
 GPU_JAX ?= cuda12
-GPU_EXTRAS ?= cuda cupy triton numba-cuda torch
+GPU_EXTRAS ?= $(if $(findstring 13,$(GPU_JAX)),cuda,cuda12) cupy triton numba-cuda torch
 GPU_ARGS ?=
 
 $(VENV)/.stamp-gpu-%: $(VENV)/.stamp-build
