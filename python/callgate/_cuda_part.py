@@ -356,7 +356,7 @@ def launch_options(
   scratch: Mapping[str, Any] | None,
 ) -> LaunchOptions:
   """The options of a launch, checked as far as they can be before a call."""
-  positions = tuple(zeroed)
+  positions: tuple[Any, ...] = tuple(zeroed)
   if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
     raise GateDefinitionError(
       f"{label}: zeroed: expected flat positions of results, got {zeroed!r}"

@@ -164,20 +164,20 @@ def emission(
       "got one for CUDA. callgate.cuda makes kernels for CUDA, and callgate.cpp ones for both with "
       "cuda_source="
     )
-  grid = kernel.vmap == "grid" and whole is not None
-  lead = len(levels) + grid
-  masks = [*(mask for _, mask in levels), *([whole[1]] if grid else [])]
+  in_grid = whole if kernel.vmap == "grid" else None
+  axes = [*levels, *(() if in_grid is None else (in_grid,))]
+  masks = [mask for _, mask in axes]
   operands = [
     jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for mask in masks) :], aval.dtype)
     for i, aval in enumerate(avals_in)
   ]
-  results = [jax.ShapeDtypeStruct(aval.shape[lead:], aval.dtype) for aval in avals_out]
-  batch = whole[0] if grid else None
+  results = [jax.ShapeDtypeStruct(aval.shape[len(axes) :], aval.dtype) for aval in avals_out]
+  batch = None if in_grid is None else in_grid[0]
   static = {name: _attributes.thaw(value) for name, value in site.static}
   plan = planned(kernel, operands, results, static, batch)
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
   if devices > 1:
-    attributes["tiles"] = _held(kernel, static, grid)
+    attributes["tiles"] = _held(kernel, static, in_grid is not None)
   return variant(kernel, plan), _target(plan), attributes
 
 

@@ -18,8 +18,6 @@ constexpr Result kIllegalInstruction{715};
 class Filled {
  public:
   Filled(const Launch& launch, const Call& call, std::span<const DevicePointer> scratch) {
-    bytes_ = room_.data();
-    pointers_ = pointer_room_.data();
     if (launch.bytes.size() > room_.size()) [[unlikely]] {
       large_ = std::make_unique<Chunk[]>(launch.bytes.size() / sizeof(Chunk) + 1);
       bytes_ = large_[0].bytes.data();
@@ -56,8 +54,8 @@ class Filled {
   std::array<void*, 64> pointer_room_;            // NOLINT(*-member-init)
   std::unique_ptr<Chunk[]> large_;
   std::unique_ptr<void*[]> many_;
-  std::byte* bytes_;
-  void** pointers_;
+  std::byte* bytes_ = room_.data();
+  void** pointers_ = pointer_room_.data();
 };
 
 Result enqueue(const Launch& launch, Function function, Stream stream, void** parameters) {
@@ -68,8 +66,7 @@ Result enqueue(const Launch& launch, Function function, Stream stream, void** pa
     return cuda.launch(function, gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, parameters,
                        nullptr);
   }
-  LaunchAttribute attribute{};
-  attribute.id = LaunchAttributeId::kClusterDimension;
+  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension, {}, {}};
   attribute.cluster = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
   LaunchConfig config{gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, &attribute, 1};
   return cuda.launch_ex(&config, function, parameters, nullptr);

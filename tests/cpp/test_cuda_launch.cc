@@ -224,6 +224,7 @@ TEST_F(Launches, AskForMoreSharedMemoryThanTheUsual) {
   Outcome outcome = run(plan(300000), {view(x, dims)}, {view(y, dims)});
   ASSERT_FALSE(outcome.ok());
   EXPECT_THAT(outcome.error().message, HasSubstr("300000 bytes of dynamic shared memory"));
+  finish();
 }
 
 TEST_F(Launches, ThatTheDriverRefusesSayWhatWasLaunched) {
@@ -267,10 +268,11 @@ TEST_F(Launches, AreCapturedInGraphsAlsoWhereTheyLoadTheModule) {
   void* graph = fakecuda_end_capture(stream_);
   ASSERT_NE(graph, nullptr);
   EXPECT_EQ(fakecuda_launch_count(), 0U);
-  fakecuda_replay(graph, stream_);
   x.set({5, 6});
+  fakecuda_replay(graph, stream_);
   finish();
-  EXPECT_THAT(fakecuda_launch_count(), 1U);
+  EXPECT_EQ(fakecuda_launch_count(), 1U);
+  EXPECT_THAT(y.values(), ElementsAre(15, 18));
   fakecuda_delete_graph(graph);
 }
 
