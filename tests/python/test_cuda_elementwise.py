@@ -198,8 +198,8 @@ def test_neighbours_are_loaded_and_stored_at_once() -> None:
   kernel = cg.elementwise("T x, T y", "T z", "z = x + y")
   x = values((1024,), "float32")
   ptx = kernel.cuda.plan(call_of(kernel, (x, x), ())).images[0].code.decode()
-  assert ptx.count("ld.global.v4") == 2
-  assert ptx.count("st.global.v4") == 1
+  # However often the loop is unrolled.
+  assert ptx.count("ld.global.v4.f32") == 2 * ptx.count("st.global.v4.f32") > 0
 
 
 @needs_nvrtc
@@ -270,8 +270,8 @@ def test_a_program_launches_the_same_code_on_cuda(fake: FakeCuda) -> None:
 
   x, y = values((4, 8), "float32"), values((8,), "float32", 1)
   register(fake, kernel, (x, y))
-  register(fake, kernel.derivatives[0].kernel, (y,))
-  register(fake, kernel.derivatives[1].kernel, (x,))
+  for derivative in kernel.derivatives.values():
+    register(fake, derivative.kernel, [(x, y)[i] for i in derivative.inputs])
   got = run(fake, function, x, y)
   want = jax.value_and_grad(lambda x, y: jnp.sum(x * y + 1), (0, 1))(x, y)
   jax.tree.map(np.testing.assert_allclose, got, want)
