@@ -31,6 +31,7 @@ from callgate.cuda import cuda
 from callgate.cupy import cupy
 from callgate.elementwise import elementwise
 from callgate.errors import (
+  CaptureError,
   CheckError,
   ConsumerError,
   EndOfFeed,
@@ -65,6 +66,7 @@ __version__ = "0.1.0"
 __all__ = [
   "BatchInfo",
   "Buffer",
+  "CaptureError",
   "Channel",
   "CheckError",
   "CompileError",

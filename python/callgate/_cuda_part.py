@@ -57,7 +57,7 @@ class SourcePart(CudaPart):
 
   Attributes:
     label: for messages.
-    source, kernel: as given.
+    source, kernel, aliases: as given.
     function: what was read of it.
     launching, building: the options.
   """
@@ -74,6 +74,7 @@ class SourcePart(CudaPart):
     self.label = label
     self.source = source
     self.kernel = kernel
+    self.aliases = dict(aliases)
     self.launching = launching
     self.building = building
     function = _cuda_source.find(label, source, kernel)
@@ -207,6 +208,8 @@ class SourcePart(CudaPart):
 
   # -- launches ----------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
+    for _ in self._arrays(call):  # raises where there are more or fewer
+      pass
     expression = self.expression(call)
     values = {
       name: self._evaluated(name, getattr(self.launching, name), call)
@@ -359,3 +362,23 @@ def launch_options(
       f"{label}: zeroed: expected flat positions of results, got {zeroed!r}"
     )
   return LaunchOptions(grid, block, shared, cluster, positions, tuple((scratch or {}).items()))
+
+
+def saved(part: SourcePart) -> dict[str, Any]:
+  """A part as files hold it: for programs, which hold the launches."""
+  return {
+    "source": part.source,
+    "function": part.kernel,
+    "options": part.building.options,
+    "include_dirs": part.building.include_dirs,
+    "arch": part.building.arch,
+    "aliases": sorted(part.aliases.items()),
+  }
+
+
+def restored(label: str, form: Mapping[str, Any]) -> SourcePart:
+  """The part that `saved` was given, but for its launches."""
+  building = build_options(form["options"], form["include_dirs"], tuple(form["arch"]))
+  aliases = {int(operand): int(result) for operand, result in form["aliases"]}
+  launching = LaunchOptions(1, 1)
+  return SourcePart(label, form["source"], form["function"], launching, building, aliases)

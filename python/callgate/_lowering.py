@@ -21,6 +21,7 @@ from callgate._runtime import (
   KERNEL_SCRATCH_TARGET,
   KERNEL_TARGET,
   PARTITIONED,
+  name_gpus,
   remember_site,
 )
 from callgate.errors import GateDefinitionError
@@ -73,6 +74,8 @@ def emit(
       f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
       "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
     )
+  if "cuda" in platforms:
+    name_gpus()
   held = {
     "name": name,
     "spec": spec,

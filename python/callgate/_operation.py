@@ -47,6 +47,8 @@ class Operation:
   cast = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
+  # Whether `emission` serves programs for CUDA, too, so that one call does for several platforms.
+  same_on_all_platforms = False
 
   def __init__(
     self,

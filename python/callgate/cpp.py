@@ -204,6 +204,7 @@ class CppKernel(Kernel):
   def saved_form(self) -> dict[str, Any] | None:
     native = any("native" in flag for flag in self.build_options["flags"])
     libraries = {**self._from_files, **self._libraries}
+    cuda = self.cuda if isinstance(self.cuda, _cuda_part.SourcePart) else None
     return {
       "kind": "cpp",
       "name": self.name,
@@ -211,6 +212,7 @@ class CppKernel(Kernel):
       "function": self._given_function,
       "build_options": self.build_options,
       "thread_safe": self.thread_safe,
+      "cuda": None if cuda is None else _cuda_part.saved(cuda),
       "compiled": compiled_form(libraries, native=native),
     }
 
@@ -279,7 +281,7 @@ def _address(library: Any, symbol: str) -> int:
 
 def _restore(form: dict[str, Any]) -> CppKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
-  return CppKernel(
+  kernel = CppKernel(
     form["name"],
     form["source"],
     form["function"],
@@ -288,6 +290,9 @@ def _restore(form: dict[str, Any]) -> CppKernel:
     out=no_new_calls(form["name"]),
     thread_safe=form["thread_safe"],
   )
+  if form.get("cuda") is not None:
+    kernel.cuda = _cuda_part.restored(kernel.label, form["cuda"])
+  return kernel
 
 
 register_kind("cpp", _restore)

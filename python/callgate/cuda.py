@@ -12,7 +12,7 @@ import numpy as np
 from callgate import _cuda_part, _cuda_source, _options, _runtime
 from callgate._cuda_kernel import CudaKernel
 from callgate._cuda_launch import Image, Plan
-from callgate._cuda_part import LaunchOptions, SourcePart
+from callgate._cuda_part import SourcePart
 from callgate._cuda_program import CudaCall, parse_arch
 from callgate._operation import Effect, Vmap
 from callgate.cpp import caller_module
@@ -51,16 +51,7 @@ class CudaSourceKernel(CudaKernel):
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
-    return {
-      "kind": "cuda",
-      "name": self.name,
-      "source": self.part.source,
-      "function": self.part.kernel,
-      "options": self.part.building.options,
-      "include_dirs": self.part.building.include_dirs,
-      "arch": self.part.building.arch,
-      "aliases": sorted(self.aliases.items()),
-    }
+    return {"kind": "cuda", "name": self.name, "cuda": _cuda_part.saved(self.part)}
 
 
 def _template_value(label: str, name: str, value: Any) -> int | str:
@@ -79,16 +70,8 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
 
 def _restore(form: dict[str, Any]) -> CudaSourceKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
-  aliases = {int(i): int(o) for i, o in form["aliases"]}
-  part = SourcePart(
-    f"kernel '{form['name']}'",
-    form["source"],
-    form["function"],
-    LaunchOptions(1, 1),
-    _cuda_part.build_options(form["options"], form["include_dirs"], tuple(form["arch"])),
-    aliases,
-  )
-  return CudaSourceKernel(form["name"], part, out=no_new_calls(form["name"]), aliases=aliases)
+  part = _cuda_part.restored(f"kernel '{form['name']}'", form["cuda"])
+  return CudaSourceKernel(form["name"], part, out=no_new_calls(form["name"]), aliases=part.aliases)
 
 
 register_kind("cuda", _restore)

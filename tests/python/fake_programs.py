@@ -1,14 +1,15 @@
 """Runs JAX programs for CUDA without a GPU, on the fake driver.
 
 A function is traced and lowered for platform "cuda" by JAX, as for a real GPU. Its program's custom
-calls go to the handlers that were registered for CUDA, with call frames as XLA makes them, memory of
-the fake driver and one of its streams. All other operations are StableHLO's own: each is computed on
-the stream by the reference interpreter that comes with jaxlib, in its place among the rest, so a
-program never waits for its stream but where XLA would: for a loop's condition and a branch's index.
+calls go to the handlers that were registered for CUDA, with call frames as XLA makes them, memory
+of the fake driver and one of its streams. All other operations are StableHLO's own: each is
+computed on the stream by the reference interpreter that comes with jaxlib, in its place among the
+rest, so a program never waits for its stream but where XLA would: for a loop's condition and a
+branch's index.
 
 What XLA does with memory is done too: a call site's state lives as long as the program; a result
-that is an operand's memory gets a copy first, unless the program's own; and intermediate arrays are
-overwritten on the stream when the program is over, as other programs would.
+that is an operand's memory gets a copy first, unless the memory is the program's own; and
+intermediate arrays are overwritten on the stream when the program is over, as other programs would.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ that MLIR's attributes can't hold in Python travel as integers of their size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ _DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
   "f8E5M2": (np.dtype(ml_dtypes.float8_e5m2), 19),
   "f8E4M3FN": (np.dtype(ml_dtypes.float8_e4m3fn), 20),
 }
-_CODES = {dtype: code for dtype, code in _DTYPES.values()}
+_CODES = dict(_DTYPES.values())
 
 
 def dtype_code(dtype: Any) -> int:
@@ -95,6 +96,10 @@ def _pack(value: Any) -> list[Any]:
   return [change(types[0], value)]
 
 
+def _flat(lists: Iterable[list[Any]]) -> list[Any]:
+  return list(itertools.chain.from_iterable(lists))
+
+
 class Evaluator:
   """One operation, ready to compute.
 
@@ -111,7 +116,7 @@ class Evaluator:
       self._outputs = [array_type(ranked) for ranked in outputs]
       self._module = ir.Module.create()
       with ir.InsertionPoint(self._module.body):
-        taken, given = sum(self._inputs, []), sum(map(_travel, outputs), [])
+        taken, given = _flat(self._inputs), _flat(map(_travel, outputs))
         block = func.FuncOp("main", ir.FunctionType.get(taken, given)).add_entry_block()
         with ir.InsertionPoint(block):
           came = iter(block.arguments)
@@ -122,7 +127,7 @@ class Evaluator:
           clone = op.operation.clone()
           for index, operand in enumerate(operands):
             clone.operands[index] = operand
-          func.ReturnOp(sum(map(_pack, clone.results), []))
+          func.ReturnOp(_flat(map(_pack, clone.results)))
 
   def __call__(self, operands: Sequence[Array]) -> list[Array]:
     with self._module.context:
@@ -147,7 +152,7 @@ def _attribute(array: Array, ranked: Any) -> Any:
     return ir.Attribute.parse(f"dense<> : {ranked}")
   dtype = _DTYPES[str(ranked.element_type)][0]
   array = np.ascontiguousarray(array).reshape(array.shape)
-  array = array.astype(np.uint8) if array.dtype == bool else array.view(dtype)
+  array = array.astype(np.uint8) if array.dtype.kind == "b" else array.view(dtype)
   return ir.DenseElementsAttr.get(array, type=ranked.element_type, shape=ranked.shape)
 
 
@@ -161,4 +166,4 @@ def _array(results: Iterator[Any], shape: tuple[int, ...], dtype: np.dtype[Any])
     real = part()
     return (real + 1j * part()).astype(dtype)
   array = part()
-  return array.astype(bool) if dtype == bool else array.view(dtype)
+  return array.astype(bool) if dtype.kind == "b" else array.view(dtype)
