@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import struct
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,14 @@ import numpy as np
 from callgate import _build_cache, _cuda_launch, _nvrtc, _toolchain
 from callgate._cuda_launch import Address, Image, Launch, Parameter, Plan
 from callgate._cuda_program import CudaCall, CudaPart
+from callgate._elementwise_layout import Layout, collapsed, layout_of
 from callgate._elementwise_params import Bindings, Param
 from callgate._elementwise_source import Code, body, has_complex, value_type
 from callgate._toolchain import CompileError
 from callgate.cpp import cpp_type
 
-ENTRY = "callgate_elementwise"
 _THREADS = 256
 _BLOCKS = 1 << 14  # more elements than these have threads are gone through in strides of the grid
-_VECTOR = 16  # bytes that a thread loads or stores at once
 _HEADERS = ("elementwise_device.h", "elementwise_body.h", "complex_device.h", "small_floats.h")
 # Without it a function of the user's preamble would be the host's.
 _OPTIONS = ("--std=c++20", "-default-device")
@@ -47,96 +47,9 @@ class CudaOptions:
   arch: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """What a variant knows of how a call's arrays lie.
-
-  Attributes:
-    kinds: for each argument that is not raw "f" where it has the result's elements, "o" where it
-      has one, "s" where it is broadcast along some axes.
-    axes: how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none.
-    vector: elements that a thread takes at once.
-    wide: whether there are more elements than 32 bits count.
-    ranks: of the raw arguments.
-  """
-
-  kinds: str
-  axes: int
-  vector: int
-  wide: bool
-  ranks: tuple[int, ...]
-
-  @property
-  def text(self) -> str:
-    """As part of a variant's key."""
-    ranks = ",".join(map(str, self.ranks))
-    return f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:{ranks}"
-
-  @staticmethod
-  def parse(text: str) -> Layout:
-    """The inverse of `text`."""
-    kinds, axes, vector, wide, ranks = text.split(":")
-    numbers = tuple(int(rank) for rank in ranks.split(",") if rank)
-    return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
-
-
-def layout_of(
-  code: Code, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], results: Sequence[Any]
-) -> Layout:
-  """The layout of a call.
-
-  Args:
-    code: the kernel's.
-    shapes: of all arguments, raw ones too.
-    dtypes: of all arguments.
-    results: ShapeDtypeStructs.
-  """
-  size = math.prod(results[0].shape)
-  mapped = [i for i, p in enumerate(code.inputs) if not p.raw]
-  kinds = "".join(_kind(math.prod(shapes[i]), size) for i in mapped)
-  full = [np.dtype(dtypes[i]).itemsize for i, k in zip(mapped, kinds, strict=True) if k == "f"]
-  items = [*full, *(x.dtype.itemsize for x in results)]
-  vector = 1 if "s" in kinds else max(1, _VECTOR // max(items))
-  # Lanes of a batch that the runtime loops over begin at multiples of their size; others are the
-  # whole buffers, which are aligned.
-  if code.knows_place and any(size * item % (vector * item) for item in items):
-    vector = 1
-  axes = collapsed([shapes[i] for i, k in zip(mapped, kinds, strict=True) if k == "s"], results)
-  ranks = tuple(len(s) for p, s in zip(code.inputs, shapes, strict=True) if p.raw)
-  return Layout(kinds, len(axes), vector, size >= 2**31, ranks)
-
-
-def _kind(own: int, size: int) -> str:
-  return "f" if own == size else "o" if own == 1 else "s"
-
-
-def collapsed(
-  shapes: Sequence[Sequence[int]], results: Sequence[Any]
-) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, each with the operands' strides; neighbours made one.
-
-  Args:
-    shapes: of the operands that are broadcast; none gives no axes.
-    results: ShapeDtypeStructs.
-  """
-  axes: list[tuple[int, list[int]]] = []
-  if not shapes:
-    return axes
-  result = tuple(results[0].shape)
-  steps = [1] * len(shapes)
-  for back, extent in enumerate(reversed(result), 1):
-    strides = [0] * len(shapes)
-    for k, shape in enumerate(shapes):
-      if len(shape) >= back and shape[-back] != 1:
-        strides[k] = steps[k]
-        steps[k] *= shape[-back]
-    if extent == 1:
-      continue
-    if axes and strides == [s * axes[-1][0] for s in axes[-1][1]]:
-      axes[-1] = (axes[-1][0] * extent, axes[-1][1])
-    else:
-      axes.append((extent, strides))
-  return axes
+def entry_of(name: str) -> str:
+  """The function of a kernel, as profilers show it."""
+  return f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
 
 
 # -- the source ----------------------------------------------------------------------------------
@@ -151,11 +64,12 @@ def _on_device(text: str) -> str:
   )
 
 
-def cuda_unit(what: str, code: Code, bindings: Bindings, layout: Layout) -> str:
+def cuda_unit(what: str, entry: str, code: Code, bindings: Bindings, layout: Layout) -> str:
   """A whole source for CUDA.
 
   Args:
     what: the kernel, for the compiler's messages.
+    entry: the function's name.
     code: the user's.
     bindings: what the letters stand for.
     layout: of the call.
@@ -174,7 +88,7 @@ def cuda_unit(what: str, code: Code, bindings: Bindings, layout: Layout) -> str:
     f"// {_header_digest()}\n"
     '#include "callgate/elementwise_device.h"\n\n'
     f"{text}\nnamespace {{\n{_elements(code, bindings, layout)}}}  // namespace\n\n"
-    f"{_kernel(code, bindings, layout)}"
+    f"{_kernel(entry, code, bindings, layout)}"
   )
 
 
@@ -293,7 +207,7 @@ def _value(param: Param, bindings: Bindings) -> str:
   return _on_device(value_type(param.dtype(bindings)))
 
 
-def _kernel(code: Code, bindings: Bindings, layout: Layout) -> str:
+def _kernel(entry: str, code: Code, bindings: Bindings, layout: Layout) -> str:
   """The function that a launch runs."""
   strided = _strided(code, layout)
   raws = [p for p in code.inputs if p.raw]
@@ -311,7 +225,7 @@ def _kernel(code: Code, bindings: Bindings, layout: Layout) -> str:
   fields += ["_strides"] if strided else []
   passed = "".join(f", {p.name}" for p in raws)
   return (
-    f"__global__ void __launch_bounds__({_THREADS}) {ENTRY}(\n    "
+    f"__global__ void __launch_bounds__({_THREADS}) {entry}(\n    "
     + ",\n    ".join(params)
     + f") {{\n  callgate_body(Elements{{{', '.join(fields)}}}, _size{passed});\n}}\n"
   )
@@ -387,7 +301,9 @@ class ElementwisePart(CudaPart):
   def source(self, kernel: Any, key: str) -> str:
     """The CUDA C++ of a variant."""
     layout = Layout.parse(key.partition(":")[2])
-    return cuda_unit(kernel.label, kernel.user_code, kernel.bound_of(key), layout)
+    return cuda_unit(
+      kernel.label, entry_of(kernel.name), kernel.user_code, kernel.bound_of(key), layout
+    )
 
   def _build(self, kernel: Any, key: str, capability: int) -> _nvrtc.Built:
     try:
@@ -395,7 +311,7 @@ class ElementwisePart(CudaPart):
         kernel.label,
         f"{kernel.name}.cu",
         self.source(kernel, key),
-        ENTRY,
+        entry_of(kernel.name),
         capability,
         options=(*_OPTIONS, *self.options.options),
         include_dirs=kernel.build_options["include_dirs"],

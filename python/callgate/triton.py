@@ -238,7 +238,7 @@ class TritonKernel(NamedKernel):
     self, call: CudaCall, bound: Mapping[str, Bound], meta: Mapping[str, Any]
   ) -> tuple[int, ...]:
     given = self._zeroed(dict(meta)) if callable(self._zeroed) else self._zeroed
-    names = (given,) if isinstance(given, (int, str)) else tuple(given)
+    names = (given,) if isinstance(given, (int, str)) else tuple(cast("Sequence[Any]", given))
     found: set[int] = set()
     for name in names:
       target = bound.get(name) if isinstance(name, str) else None

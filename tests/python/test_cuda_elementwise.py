@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import callgate as cg
-from callgate import _callgate, _cuda_launch, _elementwise_cuda, _nvrtc
+from callgate import _callgate, _cuda_launch, _elementwise_cuda, _elementwise_layout, _nvrtc
 from callgate._cuda_program import CudaCall
-from callgate._elementwise_cuda import ENTRY, Layout, collapsed
+from callgate._elementwise_cuda import entry_of
+from callgate._elementwise_layout import Layout, collapsed
 
 DTYPES = (
   *("float32", "float64", "float16", "bfloat16", "complex64", "complex128"),
@@ -64,7 +65,7 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     made.append(source)
-    return _nvrtc.Built(_cuda_launch.Image(b"\0", 0), ENTRY)
+    return _nvrtc.Built(_cuda_launch.Image(b"\0", 0), entry_of(kernel.name))
 
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +85,7 @@ def on_host(kernel: Any, *operands: Any, **static: Any) -> list[Any]:
     host_cuda.aligned(np.ascontiguousarray(x).tobytes()).view(x.dtype).reshape(x.shape)
     for x in map(np.asarray, operands)
   ]
-  host_cuda.run(host_cuda.build(source, ENTRY), launch, inputs, results)
+  host_cuda.run(host_cuda.build(source, entry_of(kernel.name)), launch, inputs, results)
   return results
 
 
@@ -198,8 +199,8 @@ def test_neighbours_are_loaded_and_stored_at_once() -> None:
   kernel = cg.elementwise("T x, T y", "T z", "z = x + y")
   x = values((1024,), "float32")
   ptx = kernel.cuda.plan(call_of(kernel, (x, x), ())).images[0].code.decode()
-  assert ptx.count("ld.global.v4") == 2
-  assert ptx.count("st.global.v4") == 1
+  # However often the loop is unrolled.
+  assert ptx.count("ld.global.v4.f32") == 2 * ptx.count("st.global.v4.f32") > 0
 
 
 @needs_nvrtc
@@ -220,7 +221,7 @@ def test_what_cudas_compiler_refuses_names_the_kernel() -> None:
 
 
 def test_shapes_alike_share_a_variant_and_lanes_that_may_lie_unaligned_take_no_vectors() -> None:
-  layout = lambda kernel, *xs: _elementwise_cuda.layout_of(
+  layout = lambda kernel, *xs: _elementwise_layout.layout_of(
     kernel.user_code, [x.shape for x in xs], [x.dtype for x in xs], call_of(kernel, xs).results
   )
   plain = cg.elementwise("T x, T y", "T z", "z = x + y")
@@ -270,8 +271,8 @@ def test_a_program_launches_the_same_code_on_cuda(fake: FakeCuda) -> None:
 
   x, y = values((4, 8), "float32"), values((8,), "float32", 1)
   register(fake, kernel, (x, y))
-  register(fake, kernel.derivatives[0].kernel, (y,))
-  register(fake, kernel.derivatives[1].kernel, (x,))
+  for derivative in kernel.derivatives.values():
+    register(fake, derivative.kernel, [(x, y)[i] for i in derivative.inputs])
   got = run(fake, function, x, y)
   want = jax.value_and_grad(lambda x, y: jnp.sum(x * y + 1), (0, 1))(x, y)
   jax.tree.map(np.testing.assert_allclose, got, want)
@@ -280,7 +281,7 @@ def test_a_program_launches_the_same_code_on_cuda(fake: FakeCuda) -> None:
 def register(fake: FakeCuda, kernel: Any, operands: Any) -> None:
   """Launches of a kernel run its CUDA source on the host."""
   launch, source, _ = launch_of(kernel, operands)
-  library = host_cuda.build(source, ENTRY)
+  library = host_cuda.build(source, entry_of(kernel.name))
   capability = _callgate.cuda_capabilities() or [90]
   real = kernel.cuda.plan(call_of(kernel, operands, tuple(sorted(set(capability)))))
   sizes = [len(p.data) for p in launch.parameters]
