@@ -8,18 +8,28 @@ from typing import Any
 
 import jax
 
-from callgate import _escape, _spec
+from callgate import _callgate, _cuda_arrays, _escape, _spec
 from callgate.errors import GateDefinitionError
 
-ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy")
+ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy", "numba")
 STYLES = ("return", "inplace", "context")
 
 Function = Callable[..., Any]
+Convert = Callable[[Any], Any]
 
 
 def runtime_arrays(kind: str) -> str:
   """What the C++ runtime makes for a gate with `arrays=kind`."""
   return "numpy" if kind == "numpy" else "buffer"
+
+
+def is_native(kind: str) -> bool:
+  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host.
+
+  Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
+  itself. It gets arrays on the CPU, as JAX's own callbacks do.
+  """
+  return kind in _cuda_arrays.KINDS
 
 
 def bind(
@@ -30,28 +40,59 @@ def bind(
   The runtime calls this once for each call site of a loaded executable. The flat callable's form
   follows the style: `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
   """
-  convert = converter(arrays)
-  if spec in ("", "*") and convert is None:
-    return function, spec == "*"
+  many = spec != ""
+  flat = functools.partial(_flat, function, style, gate, spec)
+  if arrays in ("numpy", "buffer") and spec in ("", "*"):
+    return function, many
+  if not is_native(arrays):
+    return flat(_host_converter(arrays), to_numpy), many
+  return _by_place(flat, arrays), many
+
+
+def _by_place(flat: Callable[[Convert, Convert], Function], arrays: str) -> Function:
+  """The flat callable of arrays that a GPU's program gives as they are."""
+
+  @functools.cache
+  def on_host() -> Function:
+    return flat(_host_converter(arrays), to_numpy)
+
+  @functools.cache
+  def on_gpu() -> tuple[_cuda_arrays.Library, Function]:
+    library = _cuda_arrays.library(arrays)
+    return library, flat(library.convert, library.result)
+
+  def call(*args: Any) -> Any:
+    place = _callgate.device_call()
+    if place is None:
+      return on_host()(*args)
+    library, function = on_gpu()
+    return library.run(*place, functools.partial(function, *args))
+
+  return call
+
+
+def _flat(
+  function: Function, style: str, gate: str, spec: str, convert: Convert, to_result: Convert
+) -> Function:
   if spec in ("", "*"):
-    return _convert_flat(function, style, convert or _same, spec == "*"), spec == "*"
+    return _convert_flat(function, style, convert, to_result, spec == "*")
   signature = _spec.signature(spec)
-  to_arguments = functools.partial(_arguments, signature, convert or _same)
+  to_arguments = functools.partial(_arguments, signature, convert)
   if style == "return":
-    return _returning(function, signature, to_arguments, gate), True
-  return _writing(function, style, signature, to_arguments, convert or _same), True
+    return _returning(function, signature, to_arguments, to_result, gate)
+  return _writing(function, style, signature, to_arguments, convert)
 
 
-def converter(arrays: str) -> Callable[[Any], Any] | None:
-  """Makes a library's array from the runtime's view; None where the view serves as it is."""
+def _host_converter(arrays: str) -> Convert:
+  """Makes a library's array from the runtime's view of the host's memory."""
   if arrays in ("numpy", "buffer"):
-    return None
+    return _same
   if arrays == "jax":
     return _to_jax
   if arrays == "torch":
     return _torch_converter()
   raise GateDefinitionError(
-    "arrays='cupy' needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
+    f"arrays={arrays!r} needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
     "'buffer', 'jax' or 'torch' here"
   )
 
@@ -109,17 +150,19 @@ def _same(array: Any) -> Any:
 
 
 def _arguments(
-  signature: _spec.Signature, convert: Callable[[Any], Any], flat: Sequence[Any]
+  signature: _spec.Signature, convert: Convert, flat: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
   return signature.arguments([convert(array) for array in flat])
 
 
 def _convert_flat(
-  function: Function, style: str, convert: Callable[[Any], Any], many: bool
+  function: Function, style: str, convert: Convert, to_result: Convert, many: bool
 ) -> Function:
   def returning(*inputs: Any) -> Any:
     result = function(*map(convert, inputs))
-    return tuple(map(to_numpy, result)) if many and isinstance(result, tuple) else to_numpy(result)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if many and isinstance(result, tuple):
+      return tuple(map(to_result, result))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return to_result(result)
 
   def outs_of(out: Any) -> Any:
     return tuple(map(convert, out)) if many else convert(out)
@@ -134,13 +177,17 @@ def _convert_flat(
 
 
 def _returning(
-  function: Function, signature: _spec.Signature, to_arguments: Function, gate: str
+  function: Function,
+  signature: _spec.Signature,
+  to_arguments: Function,
+  to_result: Convert,
+  gate: str,
 ) -> Function:
   def call(*inputs: Any) -> Any:
     args, kwargs = to_arguments(inputs)
     result = function(*args, **kwargs)
     leaves = _spec.check_structure(signature.out_tree, result, gate)
-    return tuple(map(to_numpy, leaves))
+    return tuple(map(to_result, leaves))
 
   return call
 
@@ -150,7 +197,7 @@ def _writing(
   style: str,
   signature: _spec.Signature,
   to_arguments: Function,
-  convert: Callable[[Any], Any],
+  convert: Convert,
 ) -> Function:
   def inplace(outs: Sequence[Any], *inputs: Any) -> Any:
     args, kwargs = to_arguments(inputs)

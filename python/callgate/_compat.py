@@ -323,6 +323,31 @@ def emit_ffi_call(
   return results[1:], results[0]
 
 
+def platforms_of(context: Any) -> tuple[str, ...]:
+  """The platforms that the rule being run lowers for (0.10 to 0.12)."""
+  return tuple(context.platforms or context.module_context.platforms)
+
+
+def lower_each_platform(
+  context: Any,
+  rules: Mapping[str, Callable[..., Sequence[Any]]],
+  effects: Any,
+  operands: Sequence[Any],
+) -> Sequence[Any]:
+  """What `rules` make for each platform, of which a program for several chooses when it runs.
+
+  JAX does so itself for rules that were registered by platform, but not uncached ones: it takes the
+  context's results for a list (0.10 to 0.12).
+  """
+  context_of_lists = context.replace(avals_out=list(context.avals_out))
+  results = _mlir.lower_per_platform(
+    context_of_lists, "callgate", dict(rules), None, effects, *operands
+  )
+  if context_of_lists.tokens_out is not None:
+    context.set_tokens_out(context_of_lists.tokens_out)
+  return results
+
+
 def lower_in_order(
   context: Any, function: Callable[..., Any], operands: Sequence[Any], effect: Any
 ) -> Sequence[Any]:

@@ -16,11 +16,11 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
-from callgate import _spec
+from callgate import _cuda_arrays, _spec
 from callgate._adapt import to_numpy
 from callgate._batching import apply_vmap_rule, batch_whole
 from callgate._lowering import Level
-from callgate.errors import ResultError
+from callgate.errors import GateDefinitionError, ResultError
 
 
 def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None) -> Sequence[Any]:
@@ -34,7 +34,7 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
       return jax.pure_callback(function, types, *args, vmap_method="sequential")
     return io_callback(function, types, *args, ordered=gate.effect == "ordered")
 
-  if gate.vmap_rule is None and gate.vmap == "each":
+  if gate.vmap_rule is None and gate.vmap in ("each", "grid"):
     return call(*leaves)
   with_rule = jax.custom_batching.custom_vmap(call)
 
@@ -120,6 +120,11 @@ class HostContext:
   stage = "EXECUTE"
   stream = 0
   device = 0
+  ordinal = -1
+
+  def stream_as(self, library: str) -> Any:
+    """An error: there is no stream."""
+    return _cuda_arrays.stream_as(library, 0, -1)
 
 
 def _host_converter(arrays: str) -> Callable[[Any], Any]:
@@ -127,6 +132,11 @@ def _host_converter(arrays: str) -> Callable[[Any], Any]:
     return jax.numpy.asarray
   if arrays == "torch":
     return _to_torch
+  if arrays in ("cupy", "numba"):
+    raise GateDefinitionError(
+      f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through JAX's "
+      "own callbacks, where 'numpy', 'buffer', 'jax' and 'torch' are arrays of the host"
+    )
   return lambda array: array
 
 

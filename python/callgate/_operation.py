@@ -29,7 +29,7 @@ from callgate._primitive import CallSite, TangentCall
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["pure", "io", "ordered"]
-Vmap = Literal["each", "whole", "broadcast"]
+Vmap = Literal["each", "whole", "broadcast", "grid"]
 
 
 class Operation:
@@ -47,6 +47,8 @@ class Operation:
   cast = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
+  # Whether `emission` serves programs for CUDA, too, so that one call does for several platforms.
+  same_on_all_platforms = False
 
   def __init__(
     self,
@@ -66,7 +68,11 @@ class Operation:
     self.collective = collective
     self.effect: Effect = _options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
     self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
-    self.vmap: Vmap = "each" if callable(vmap) else _options.vmap_method(self.label, vmap)
+    self.vmap: Vmap = (
+      "each"
+      if callable(vmap)
+      else _options.vmap_method(self.label, vmap, grid=self.kind == "kernel")
+    )
     self.sharding = _options.sharding(self.label, sharding)
     self.like = like
     self.out = out
@@ -151,6 +157,28 @@ class Operation:
       The runtime's callee, the FFI target and the attributes beside those of every call.
     """
     raise NotImplementedError
+
+  def cuda_emission(
+    self,
+    site: CallSite,
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    levels: Any,
+    whole: Level | None,
+    devices: int,
+  ) -> Any:
+    """The same in a program for CUDA.
+
+    Args:
+      site: the call's static description.
+      avals_in: abstract values of the operands, batch levels included.
+      avals_out: of the results, likewise.
+      levels: batch levels that the runtime loops over.
+      whole: the one leading axis of batched arguments that the function gets, or None.
+      devices: how many run the program.
+    """
+    del whole, devices
+    return self.emission(site, avals_in, avals_out, levels)
 
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]

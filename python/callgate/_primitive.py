@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,9 @@ from callgate._lowering import Level, emit
 from callgate.errors import GateDefinitionError
 
 ShapeDtype = tuple[tuple[int, ...], Any]
+
+# Where callgate's runtime runs gates; JAX's own callbacks do elsewhere.
+RUNTIME_PLATFORMS = ("cpu", "cuda")
 
 
 class GateEffect(_compat.Effect):
@@ -330,12 +333,44 @@ def lower(
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> Sequence[Any]:
-  ordered = gate.effect == "ordered"
+  params = {"gate": gate, "site": site, "levels": levels, "whole": whole}
   if site.by_jax:
-    return lower_by_jax(context, *operands, gate=gate, site=site, levels=levels, whole=whole)
-  called, target, attributes = gate.batched(whole).emission(
-    site, context.avals_in, context.avals_out, levels
-  )
+    return lower_by_jax(context, *operands, **params)
+  platforms = _compat.platforms_of(context)
+  on_runtime = all(platform in RUNTIME_PLATFORMS for platform in platforms)
+  if len(platforms) == 1 or (on_runtime and gate.same_on_all_platforms):
+    platform = platforms[0] if len(platforms) == 1 else "cpu"
+    return _lower_for(platform)(context, *operands, **params)
+  rules = {p: functools.partial(_lower_for(p), **params) for p in platforms}
+  return _compat.lower_each_platform(context, rules, _effects(gate), operands)
+
+
+def _lower_for(platform: str) -> Callable[..., Sequence[Any]]:
+  if platform not in RUNTIME_PLATFORMS:
+    return lower_by_jax
+  return functools.partial(_lower_to_runtime, platform)
+
+
+def _lower_to_runtime(
+  platform: str,
+  context: Any,
+  *operands: Any,
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> Sequence[Any]:
+  ordered = gate.effect == "ordered"
+  runs = gate.batched(whole)
+  if platform == "cuda":
+    devices = _compat.device_count(context)
+    called, target, attributes = runs.cuda_emission(
+      site, context.avals_in, context.avals_out, levels, whole, devices
+    )
+  else:
+    if gate.vmap == "grid" and whole is not None:  # the runtime loops over what a grid would hold
+      levels, whole = (*levels, whole), None
+    called, target, attributes = runs.emission(site, context.avals_in, context.avals_out, levels)
   avals_in = context.avals_in
   if gate.collective and (located := _sharding.in_manual(context, gate)):
     partition, more = located
@@ -374,7 +409,7 @@ def lower_by_jax(
 ) -> Sequence[Any]:
   if gate.effect == "ordered":
     raise GateDefinitionError(
-      f"{gate.label}: effect='ordered' works in programs for one CPU device, or inside "
+      f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
       "jax.shard_map; this program is partitioned automatically, or for platform "
       f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
@@ -389,10 +424,10 @@ def lower_by_jax(
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
-# Not cached: a cached rule would know the source line of no more than one of its call sites.
+# Not cached: a cached rule would know the source line of no more than one of its call sites. One
+# rule for all platforms: of several, JAX would make a branch of the program for each.
 for primitive in _PRIMITIVES:
-  mlir.register_lowering(primitive, lower_by_jax, cacheable=False)
-  mlir.register_lowering(primitive, lower, platform="cpu", cacheable=False)
+  mlir.register_lowering(primitive, lower, cacheable=False)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(GateEffect, ordered=False)

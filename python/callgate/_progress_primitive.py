@@ -177,9 +177,11 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
 
 
 mlir.register_lowering(progress_p, _lower_nothing)
-mlir.register_lowering(progress_p, _lower, platform="cpu")
+for platform in ("cpu", "cuda"):
+  mlir.register_lowering(progress_p, _lower, platform=platform)
 mlir.register_lowering(progress_call_p, _call_lower_by_jax)
-mlir.register_lowering(progress_call_p, _call_lower, platform="cpu")
+for platform in ("cpu", "cuda"):
+  mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
 
 # -- registration --------------------------------------------------------------------------------
 _compat.allow_effect(ProgressEffect, ordered=False, kept=True)

@@ -281,7 +281,8 @@ def _lower(
 ) -> Sequence[Any]:
   if site.kept is not None:
     _compat.add_keepalive(context, site.kept)
-  on_host = "cpu" not in context.module_context.platforms or _config.engine() == "jax"
+  served = {"cpu", "cuda"} & set(context.module_context.platforms)
+  on_host = not served or _config.engine() == "jax"
   on_host = on_host or (site.whole and _compat.is_partitioned(context))
   returned = site.values if site.effect == "dataflow" and not on_host else 0
   spec = _tap.encode(site, transforms, levels, role, repeated, returned)
@@ -327,7 +328,7 @@ def _lower_by_jax(
   ordered = site.effect == "ordered"
   if ordered and not site.whole and _compat.is_partitioned(context):
     raise GateDefinitionError(
-      f"tap '{site.name}': ordered=True works in programs for one CPU device, or inside "
+      f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
   count = site.values + len(site.logical) + int(site.where)

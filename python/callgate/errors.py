@@ -34,7 +34,9 @@ class ResultError(GateError, TypeError):
 class EscapedViewError(GateError, ValueError):
   """A view of XLA's memory was kept beyond the call that it belonged to.
 
-  What was kept has been given a private copy of the data, so reading it stays safe.
+  What was kept has been given a private copy of the data, so reading it stays safe. Not so on a
+  GPU: there `callgate.Buffer`s refuse to be used, jax.Arrays are deleted and torch tensors copied,
+  but nothing can be done about arrays of other libraries. They must not be used any more.
   """
 
 
@@ -44,6 +46,10 @@ class InputWriteError(GateError, ValueError):
 
 class GateTimeoutError(GateError, TimeoutError):
   """A gate ran longer than its `timeout`."""
+
+
+class CaptureError(GateError, RuntimeError):
+  """A gate with command_buffer=True did something that a CUDA graph can't hold."""
 
 
 class EndOfFeed(GateError):

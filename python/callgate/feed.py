@@ -282,7 +282,12 @@ batching.fancy_primitive_batchers[next_p] = _batch
 
 
 def _lower(
-  context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
+  context: Any,
+  *,
+  gate: Gate,
+  site: CallSite,
+  lead: tuple[int, ...],
+  engine: str,
 ) -> Sequence[Any]:
   whole = dataclasses.replace(
     site, results=tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
@@ -290,9 +295,7 @@ def _lower(
   if engine == "jax":
     call = mlir.lower_fun(lambda: _jax_engine.bind(gate, whole, ()), multiple_results=True)
     return call(context)
-  on_cpu = tuple(context.module_context.platforms) == ("cpu",)
-  lower = _primitive.lower if on_cpu else _primitive.lower_by_jax
-  return lower(context, gate=gate, site=whole, levels=(), whole=None)
+  return _primitive.lower(context, gate=gate, site=whole, levels=(), whole=None)
 
 
 # Not cached, as the gates' own rule: its source line is part of the program.

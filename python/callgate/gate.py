@@ -13,13 +13,23 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 
-from callgate import _adapt, _callgate, _compat, _names, _options, _runtime, _shapes
+from callgate import (
+  _adapt,
+  _callgate,
+  _compat,
+  _cuda_arrays,
+  _names,
+  _options,
+  _runtime,
+  _shapes,
+)
+from callgate._lowering import Level
 from callgate._operation import Effect, Operation, Vmap
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError
 
 Style = Literal["return", "inplace", "context"]
-Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy"]
+Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
 Thread = Literal["xla", "own"]
 
 _LEADING_PARAMETERS = {"return": 0, "inplace": 1, "context": 2}
@@ -35,6 +45,7 @@ class Gate(Operation):
   """
 
   kind = "gate"
+  same_on_all_platforms = True  # programs for several have no graphs: see `cuda_emission`
 
   def __init__(
     self,
@@ -55,6 +66,7 @@ class Gate(Operation):
     linear: bool | int | Sequence[int] = False,
     gradient: Literal["finite-difference"] | None = None,
     collective: bool = False,
+    command_buffer: bool = False,
   ) -> None:
     super().__init__(
       name if name is not None else _runtime.unique_name(function),
@@ -74,6 +86,9 @@ class Gate(Operation):
     self.thread: Thread = _options.choice(self.label, "thread", thread, ("xla", "own"))
     self.timeout = _options.timeout(self.label, timeout)
     self.cast = cast
+    self.command_buffer = command_buffer
+    if command_buffer:
+      self._check_command_buffer()
     if not callable(function):
       raise GateDefinitionError(f"{self.label}: expected a callable, got {function!r}")
     self.parameters = _names.parameters_of(function, _LEADING_PARAMETERS[style])
@@ -86,6 +101,9 @@ class Gate(Operation):
       cast=cast,
       own_thread=thread == "own",
       timeout=self.timeout,
+      native=_adapt.is_native(arrays),
+      default_stream=arrays == "numba",
+      command_buffer=command_buffer,
     )
     _names.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
@@ -101,6 +119,38 @@ class Gate(Operation):
   ) -> Any:
     del avals_in, avals_out, levels
     return self.callee, _runtime.GATE_TARGET, {"spec": site.spec}
+
+  def cuda_emission(
+    self,
+    site: CallSite,
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    levels: Any,
+    whole: Level | None,
+    devices: int,
+  ) -> Any:
+    del whole, devices
+    callee, target, attributes = self.emission(site, avals_in, avals_out, levels)
+    return callee, _runtime.GRAPH_TARGET if self.command_buffer else target, attributes
+
+  def _check_command_buffer(self) -> None:
+    where = f"{self.label}: command_buffer=True: expected"
+    if not _adapt.is_native(self.arrays):
+      kinds = ", ".join(map(repr, _cuda_arrays.KINDS))
+      raise GateDefinitionError(
+        f"{where} arrays that stay on the GPU ({kinds}), got arrays={self.arrays!r}, whose copies "
+        "the host would have to wait for"
+      )
+    if self.style == "return":
+      raise GateDefinitionError(
+        f"{where} style='inplace' or 'context', got style='return', whose results are gone when "
+        "their copying is replayed"
+      )
+    if self.effect != "pure":
+      raise GateDefinitionError(
+        f"{where} effect='pure', got effect={self.effect!r}: a graph that is replayed does not "
+        "call the callable, so its own effects would not happen once per execution"
+      )
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
@@ -125,6 +175,7 @@ class _Options(TypedDict, total=False):
   linear: bool | int | Sequence[int]
   gradient: Literal["finite-difference"] | None
   collective: bool
+  command_buffer: bool
 
 
 @overload
@@ -152,6 +203,7 @@ def gate(
   linear: bool | int | Sequence[int] = False,
   gradient: Literal["finite-difference"] | None = None,
   collective: bool = False,
+  command_buffer: bool = False,
 ) -> Any:
   """Makes a Python callable a JAX function: compiled programs call it, with XLA's memory in place.
 
@@ -165,6 +217,43 @@ def gate(
   assert sort(jnp.array([3.0, 1.0, 2.0])).tolist() == [1.0, 2.0, 3.0]
   ```
 
+  On a CUDA GPU the program does not run yet when a callable is called: it is being given to a
+  stream, XLA's, and the callable gives it more.
+
+  - "buffer", "cupy", "torch" and "numba" arrays are the GPU's own memory, without a copy; "cupy"
+    and "numba" exist there alone. Their contents are those of XLA's stream when it has come that
+    far. CuPy's and PyTorch's current stream is XLA's, so that plain code of theirs is right. Numba
+    has no current stream: a kernel takes `x.stream` of any of the arrays, and one that takes none
+    runs on the default stream, which the runtime orders between XLA's work before and after the
+    call. With "buffer", consumers of DLPack and of CUDA's array interface make their stream wait
+    for XLA's, and XLA's waits for CUDA's default streams when the call ends; for any other stream
+    the callable has to make XLA's wait.
+  - Nobody waits for the GPU, and the callable need not. None of these libraries has read-only
+    arrays: do not write to inputs. `config(check_writes=True)` finds who does, and waits for the
+    GPU to do so (not with `command_buffer`).
+  - style="return" takes anything with `__dlpack__` or `__cuda_array_interface__` on the program's
+    GPU, of the declared shape and dtype, dense and row-major (of CuPy and PyTorch others are made
+    so), and copies it on XLA's stream; or NumPy's arrays and scalars, through pinned memory. `cast`
+    is for the latter.
+  - An array that outlives the call is an error, as on the CPU. But its memory is XLA's again: a
+    Buffer then refuses to be used, a jax.Array is deleted, a torch tensor gets a copy, and arrays
+    of other libraries must not be used any more.
+  - "numpy" and "jax" arrays are copies in the host's memory (of "jax": on JAX's CPU device, since a
+    callable must not wait for the device whose program waits for it), through pinned memory. XLA's
+    thread waits for the inputs and runs the callable; with thread="own" the stream waits instead,
+    XLA's thread goes on, and a failure is kept for `callgate.errors()`, while the results are NaN,
+    or zero in integers.
+  - thread="own" and `timeout` are for calls on the host's memory: with the GPU's own arrays the
+    callable runs on XLA's thread, and has no timeout.
+  - With command_buffer=True the callable runs whenever XLA records its program's graph (once for
+    each set of addresses that the program's arrays get), and not when the graph is replayed; a
+    program whose graph XLA does not want calls it each time. So: launch the same work whatever the
+    arrays hold; read nothing on the host, wait for nothing, allocate nothing but from a pool that
+    works under capture; stay on XLA's stream, or fork from it and join it again by events; keep
+    what the launches use alive for as long as the program. What breaks a recording raises
+    `CaptureError`. It needs arrays that stay on the GPU, style="inplace" or "context", and
+    effect="pure".
+
   Args:
     fn: the callable; leave it out to use the result as a decorator.
     out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
@@ -177,11 +266,11 @@ def gate(
       particular order) or "ordered" (as io, in program order, also across calls of the program).
     style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
       (`fn(out, *args)` writes into views of XLA's result memory and returns None) or "context"
-      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.device`, and `.rank`,
-      `.size`, `.coordinates` of the shard).
+      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.stream_as(library)`,
+      `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
     arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
       arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
-      (`config(check_writes=True)` finds who does).
+      (`config(check_writes=True)` finds who does). On a CUDA GPU see below.
     aliases: flat input position to flat output position: both are one memory, in place.
     vmap: "each" (one call a lane, looped over in C++, in lane order), "whole" (one call; batched
       arguments have one leading batch axis, others none), "broadcast" (one call, all arguments
@@ -205,6 +294,8 @@ def gate(
     collective: every device makes its call, also where several have the same shard, and a context
       knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
       that talk to each other.
+    command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
+      replay that. Elsewhere it changes nothing. See below.
 
   Returns:
     A `Gate`, or a decorator that makes one.
@@ -229,6 +320,7 @@ def gate(
     "linear": linear,
     "gradient": gradient,
     "collective": collective,
+    "command_buffer": command_buffer,
   }
   if fn is None:
     return lambda function: Gate(function, **options)

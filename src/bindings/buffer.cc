@@ -1,4 +1,5 @@
-// The protocols of Buffer: NumPy's, DLPack's and Python's buffer protocol. The GIL is held.
+// Buffer, and its protocols but for the exchange of memory: NumPy's and Python's buffer protocol.
+// The GIL is held.
 #include "bindings/buffer.h"
 
 #include <nanobind/stl/optional.h>
@@ -10,20 +11,19 @@
 #include <string>
 #include <utility>
 
-#include "bindings/dlpack.h"
-#include "bindings/gil.h"
+#include "bindings/buffer_exchange.h"
 #include "bindings/views.h"
-#include "core/lifecycle.h"
 
 namespace callgate::bindings {
 
-Buffer::Buffer(const ArrayView& view, bool readonly, std::int64_t device)
+Buffer::Buffer(const ArrayView& view, bool readonly, std::int64_t device, const DeviceCall* gpu)
     : dims_(view.dims, view.dims + view.rank),
       strides_(dims_.size(), 1),
       byte_strides_(dims_.size()),
       view_(view),
       readonly_(readonly),
       device_(device) {
+  if (gpu != nullptr) gpu_ = *gpu;
   view_.dims = dims_.data();
   for (std::size_t axis = dims_.size(); axis-- > 1;)
     strides_[axis - 1] = strides_[axis] * std::max<std::int64_t>(dims_[axis], 1);
@@ -33,32 +33,61 @@ Buffer::Buffer(const ArrayView& view, bool readonly, std::int64_t device)
 
 void* Buffer::detach() {
   void* before = view_.data;
+  if (gpu_) {
+    view_.data = nullptr;
+    ended_ = true;
+    return before;
+  }
   owned_ = std::make_unique<char[]>(view_.nbytes() + 1);
   if (view_.nbytes() != 0) std::memcpy(owned_.get(), before, view_.nbytes());
   view_.data = owned_.get();
   return before;
 }
 
-PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device) {
-  return nb::cast(Buffer(view, !writable, device), nb::rv_policy::move).release().ptr();
+std::string Buffer::device_text() const {
+  if (gpu_) return "cuda:" + std::to_string(gpu_->device->ordinal());
+  return "cpu:" + std::to_string(device_);
 }
 
-namespace {
+void Buffer::check_alive() const {
+  if (!ended_) return;
+  throw nb::buffer_error(
+      "Buffer: the call that it belonged to is over, and its memory on the GPU is XLA's again; "
+      "expected a Buffer of the running call");
+}
 
-std::string type_text(const Buffer& buffer) { return to_string(buffer.view()); }
+PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
+                      const DeviceCall* gpu) {
+  return nb::cast(Buffer(view, !writable, device, gpu), nb::rv_policy::move).release().ptr();
+}
 
 void refuse_packed(const Buffer& buffer, const char* what) {
   if (!is_packed(buffer.view().dtype)) return;
-  throw nb::buffer_error((std::string("Buffer.") + what + ": " + type_text(buffer) +
-                          " packs several elements into a byte; use unpack() for an array with one "
-                          "element a byte, pack() to write one")
-                             .c_str());
+  std::string text = std::string("Buffer.") + what + ": " + to_string(buffer.view()) +
+                     " packs several elements into a byte";
+  if (buffer.gpu() == nullptr)
+    text += "; use unpack() for an array with one element a byte, pack() to write one";
+  throw nb::buffer_error(text.c_str());
 }
 
 nb::object dtype_of(const Buffer& buffer) {
   PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(buffer.view().dtype)];
   if (descr == nullptr) throw nb::type_error("Buffer.dtype: NumPy has no dtype for this type");
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
+}
+
+namespace {
+
+std::string type_text(const Buffer& buffer) { return to_string(buffer.view()); }
+
+// For what reads or writes the memory on the host.
+void refuse_gpu(const Buffer& buffer, const char* what) {
+  if (buffer.gpu() == nullptr) return;
+  throw nb::type_error(
+      (std::string("Buffer.") + what + ": " + type_text(buffer) + " is on " + buffer.device_text() +
+       ", and the host can't read it there; use arrays=\"numpy\" for copies in the "
+       "host's memory, or __dlpack__ or __cuda_array_interface__ where it is")
+          .c_str());
 }
 
 nb::object checked(PyObject* object) {
@@ -69,6 +98,7 @@ nb::object checked(PyObject* object) {
 // NumPy's protocol: https://numpy.org/doc/stable/user/basics.interoperability.html
 nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
   const auto& buffer = nb::cast<const Buffer&>(self);
+  refuse_gpu(buffer, "__array__");
   refuse_packed(buffer, "__array__");
   bool other =
       !dtype.is_none() && !nb::cast<bool>(nb::module_::import_("numpy").attr("dtype")(dtype).attr(
@@ -79,110 +109,6 @@ nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
   if (!other && !copy.is_none() && nb::cast<bool>(copy)) return checked(make_copy(buffer.view()));
   nb::object view = checked(make_array(buffer.view(), !buffer.readonly(), self.ptr()));
   return other ? nb::object(view.attr("astype")(dtype)) : view;
-}
-
-// What an exported tensor keeps: the Buffer, or the memory of a copy.
-struct Export {
-  PyObject* buffer = nullptr;
-  std::unique_ptr<char[]> copy;
-  std::vector<std::int64_t> shape, strides;
-};
-
-template <typename Managed>
-void release(Managed* managed) {
-  auto* exported = static_cast<Export*>(managed->context);
-  if (exported->buffer != nullptr && !Lifecycle::instance().closed()) {
-    GilScope gil;  // consumers may drop their tensor on any thread
-    --nb::cast<Buffer&>(nb::handle(exported->buffer)).exports;
-    Py_DECREF(exported->buffer);
-  }
-  delete exported;
-  delete managed;
-}
-
-template <typename Managed>
-nb::object capsule(std::unique_ptr<Managed> managed, const char* name) {
-  // A consumer that takes the tensor renames the capsule; only an unused one is released here.
-  PyObject* made = PyCapsule_New(managed.get(), name, [](PyObject* self) {
-    const char* unused = PyCapsule_GetName(self);
-    bool versioned = std::strcmp(unused, "dltensor_versioned") == 0;
-    if (!versioned && std::strcmp(unused, "dltensor") != 0) return;
-    auto* tensor = static_cast<Managed*>(PyCapsule_GetPointer(self, unused));
-    tensor->deleter(tensor);
-  });
-  if (made == nullptr) {
-    managed->deleter(managed.release());
-    nb::raise_python_error();
-  }
-  managed.release();
-  return nb::steal(made);
-}
-
-template <typename Managed>
-std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  auto type = dlpack::data_type(buffer.view().dtype);
-  if (!type) {
-    throw nb::buffer_error(
-        ("Buffer.__dlpack__: DLPack has no type for " + type_text(buffer)).c_str());
-  }
-  auto exported = std::make_unique<Export>();
-  auto managed = std::make_unique<Managed>();
-  exported->shape = buffer.dims();
-  exported->strides = buffer.strides();
-  void* data = buffer.view().data;
-  if (copied) {
-    exported->copy = std::make_unique<char[]>(buffer.view().nbytes() + 1);
-    if (buffer.view().nbytes() != 0)
-      std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
-    data = exported->copy.get();
-  } else {
-    ++nb::cast<Buffer&>(self).exports;
-    Py_INCREF(self.ptr());
-    exported->buffer = self.ptr();
-  }
-  managed->tensor = {data,  {dlpack::kCpu, 0},      buffer.view().rank,
-                     *type, exported->shape.data(), exported->strides.data(),
-                     0};
-  managed->context = exported.release();
-  managed->deleter = &release<Managed>;
-  return managed;
-}
-
-// https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html
-nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_version,
-                         nb::object dl_device, nb::object copy) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  refuse_packed(buffer, "__dlpack__");
-  if (!stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
-    throw nb::buffer_error("Buffer.__dlpack__: stream must be None for memory of the CPU");
-  if (!dl_device.is_none() &&
-      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(dlpack::kCpu, 0))
-    throw nb::buffer_error("Buffer.__dlpack__: dl_device must be None or (1, 0), the CPU");
-  bool versioned = !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
-  bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
-  bool forbid_copy = !copy.is_none() && !want_copy;
-  if (versioned) {
-    auto managed = export_tensor<dlpack::ManagedTensorVersioned>(self, want_copy);
-    managed->major = 1;
-    managed->minor = 0;
-    managed->flags = want_copy ? dlpack::kCopied : buffer.readonly() ? dlpack::kReadOnly : 0;
-    return capsule(std::move(managed), "dltensor_versioned");
-  }
-  // Version 0 can't say "read-only": its consumers get a copy of an input.
-  if (buffer.readonly() && forbid_copy)
-    throw nb::buffer_error(
-        "Buffer.__dlpack__: an input is read-only, which DLPack can say from version 1 on; pass "
-        "max_version=(1, 0), or let it copy");
-  return capsule(export_tensor<dlpack::ManagedTensor>(self, want_copy || buffer.readonly()),
-                 "dltensor");
-}
-
-// Zero copy also for an input and a consumer without a notion of read-only: for `arrays="torch"`,
-// whose documentation says not to write.
-nb::object dlpack_unchecked(nb::handle self) {
-  refuse_packed(nb::cast<const Buffer&>(self), "__dlpack__");
-  return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
 }
 
 // The struct-module letter of a type, for Python's buffer protocol; null where it has none.
@@ -208,6 +134,11 @@ const char* format_of(DType dtype) noexcept {
 
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   const auto& buffer = nb::cast<const Buffer&>(nb::handle(self));
+  if (buffer.gpu() != nullptr) {
+    PyErr_Format(PyExc_BufferError, "Buffer: %s is on %s, where the host can't read it",
+                 type_text(buffer).c_str(), buffer.device_text().c_str());
+    return -1;
+  }
   const char* format = format_of(buffer.view().dtype);
   if (format == nullptr) {
     PyErr_Format(PyExc_BufferError, "Buffer: the buffer protocol has no format for %s",
@@ -239,6 +170,7 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
 // One element a byte, sign-extended for signed integers: the layout of ml_dtypes' int4 and friends.
 nb::object unpack(nb::handle self) {
   const auto& buffer = nb::cast<const Buffer&>(self);
+  refuse_gpu(buffer, "unpack");
   const ArrayView& view = buffer.view();
   if (!is_packed(view.dtype)) return array(self, nb::none(), nb::bool_(true));
   nb::object made = nb::steal(PyArray_SimpleNew(
@@ -261,6 +193,7 @@ nb::object unpack(nb::handle self) {
 
 void pack(nb::handle self, nb::handle values) {
   const auto& buffer = nb::cast<const Buffer&>(self);
+  refuse_gpu(buffer, "pack");
   const ArrayView& view = buffer.view();
   if (buffer.readonly()) throw nb::type_error("Buffer.pack: an input of a gate is read-only");
   nb::object numpy = nb::module_::import_("numpy");
@@ -289,7 +222,7 @@ void pack(nb::handle self, nb::handle values) {
 }
 
 std::string repr(const Buffer& buffer) {
-  return "Buffer(" + type_text(buffer) + ", device=cpu:" + std::to_string(buffer.device()) +
+  return "Buffer(" + type_text(buffer) + ", device=" + buffer.device_text() +
          (buffer.readonly() ? ", read-only)" : ")");
 }
 
@@ -299,9 +232,16 @@ PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buf
 }  // namespace
 
 void bind_buffer(nb::module_& module) {
-  nb::class_<Buffer>(module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
-                     "An array of the running call: XLA's own memory, for the length of the call.")
-      .def_prop_ro(
+  nb::class_<Buffer> type(
+      module, "Buffer", nb::type_slots(buffer_slots), nb::is_weak_referenceable(),
+      "An array of the running call: XLA's own memory, for the length of the call.\n\n"
+      "On the CPU NumPy reads it (`__array__`, the buffer protocol), on a GPU libraries of arrays "
+      "do\n(`__cuda_array_interface__` version 3), and both exchange it by DLPack. Inputs are "
+      "read-only. On\na GPU work on the array belongs on XLA's stream, `stream`; what a library "
+      "enqueues on one of\nCUDA's default streams, after it asked for the array by a protocol, is "
+      "ordered before what XLA\ndoes next; of work on any other stream XLA's own has to wait by "
+      "the callable's doing.");
+  type.def_prop_ro(
           "shape",
           [](const Buffer& b) {
             nb::list shape;
@@ -315,15 +255,14 @@ void bind_buffer(nb::module_& module) {
       .def_prop_ro(
           "nbytes", [](const Buffer& b) { return b.view().nbytes(); },
           "Bytes of XLA's memory; sub-byte types count whole bytes.")
-      .def_prop_ro("device", [](const Buffer& b) { return "cpu:" + std::to_string(b.device()); })
+      .def_prop_ro("device", &Buffer::device_text,
+                   "\"cpu:\" and the device's global id, or \"cuda:\" and the GPU's number.")
+      .def_prop_ro(
+          "stream", [](const Buffer& b) { return b.gpu() == nullptr ? 0 : b.gpu()->number(); },
+          "XLA's CUDA stream as an integer, as the exchange protocols number it; 0 on the CPU.")
       .def_prop_ro("readonly", &Buffer::readonly, "True for inputs, False for results.")
       .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly(); })
       .def("__array__", &array, nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none())
-      .def("__dlpack__", &dlpack_export, nb::kw_only(), nb::arg("stream") = nb::none(),
-           nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(),
-           nb::arg("copy") = nb::none())
-      .def("__dlpack_device__", [](const Buffer&) { return std::pair<int, int>(dlpack::kCpu, 0); })
-      .def("_dlpack_unchecked", &dlpack_unchecked)
       .def_ro("_exports", &Buffer::exports)
       .def("_detach", [](Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.detach()); })
       .def_prop_ro("_data",
@@ -333,6 +272,7 @@ void bind_buffer(nb::module_& module) {
       .def("pack", &pack, nb::arg("values"),
            "Writes an array of the buffer's shape and dtype, packed as XLA has it.")
       .def("__repr__", &repr);
+  bind_buffer_exchange(type);
 }
 
 }  // namespace callgate::bindings

@@ -10,7 +10,7 @@
 namespace callgate::dlpack {
 
 struct Device {
-  std::int32_t type;  // kCpu
+  std::int32_t type;  // kCpu, kCuda, ...
   std::int32_t id;
 };
 
@@ -46,6 +46,9 @@ struct ManagedTensorVersioned {
 };
 
 inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCuda = 2;
+inline constexpr std::int32_t kCudaHost = 3;
+inline constexpr std::int32_t kCudaManaged = 13;
 inline constexpr std::uint64_t kReadOnly = 1;
 inline constexpr std::uint64_t kCopied = 2;
 

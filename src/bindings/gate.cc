@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "bindings/deferred.h"
+#include "bindings/device_call.h"
 #include "bindings/gate_site.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "core/check.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
@@ -72,6 +74,16 @@ void PyCallee::defer(const Failure& failure) {
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 
+void PyCallee::enter_device_worker() {
+  thread_local bool entered = false;
+  if (std::exchange(entered, true)) return;
+  ActiveCall active;
+  if (!active.entered()) return;
+  GilScope gil;
+  nb::object done = nb::steal(call_python(Hooks::instance().device_worker, ""));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
+
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
   nb::object text = nb::steal(call_python(Hooks::instance().stalled, "ssO", name_.c_str(),
@@ -122,17 +134,12 @@ class CheckHandle {
   std::shared_ptr<CheckCallee> callee_;
 };
 
-GateOptions parse_options(const std::string& style, const std::string& arrays, bool cast,
-                          bool owned_inputs, bool flat_results, bool own_thread, double timeout) {
+GateOptions parse_options(const std::string& style, const std::string& arrays, double timeout) {
   GateOptions options;
   options.style = style == "inplace"   ? Style::kInplace
                   : style == "context" ? Style::kContext
                                        : Style::kReturn;
   options.arrays = arrays == "buffer" ? Arrays::kBuffer : Arrays::kNumpy;
-  options.cast = cast;
-  options.owned_inputs = owned_inputs;
-  options.flat_results = flat_results;
-  options.own_thread = own_thread || timeout > 0;
   options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout * 1e9));
   return options;
 }
@@ -208,7 +215,24 @@ void bind_context(nb::module_& module) {
       .def_prop_ro(
           "stream",
           [](const Context& c) { return reinterpret_cast<std::uintptr_t>(c.call.stream); },
-          "The platform's stream as an integer; 0 on the CPU.")
+          "XLA's CUDA stream as an integer (a CUstream); 0 on the CPU.")
+      .def(
+          "stream_as",
+          [](const Context& c, const std::string& library) {
+            int ordinal = c.call.stream == nullptr ? -1 : DeviceCall::of(c.call).device->ordinal();
+            return nb::module_::import_("callgate._cuda_arrays")
+                .attr("stream_as")(library, reinterpret_cast<std::uintptr_t>(c.call.stream),
+                                   ordinal);
+          },
+          nb::arg("library"),
+          "XLA's stream as an object of \"cupy\", \"torch\", \"numba\" or \"cuda\" "
+          "(cuda.bindings'\nCUstream). An error on the CPU, and where the library is missing.")
+      .def_prop_ro(
+          "ordinal",
+          [](const Context& c) {
+            return c.call.stream == nullptr ? -1 : DeviceCall::of(c.call).device->ordinal();
+          },
+          "The GPU's number for CUDA in this process; -1 on the CPU.")
       .def_prop_ro(
           "device", [](const Context& c) { return c.call.device; },
           "The device's global id (jax.Device.id).")
@@ -241,6 +265,17 @@ void bind_context(nb::module_& module) {
 
 void bind_gate(nb::module_& module) {
   bind_context(module);
+  module.def(
+      "device_call",
+      [] {
+        const DeviceCall* call = DeviceCallScope::current();
+        return call == nullptr
+                   ? nb::object(nb::none())
+                   : nb::object(nb::make_tuple(reinterpret_cast<std::uintptr_t>(call->stream),
+                                               call->device->ordinal()));
+      },
+      nb::sig("def device_call() -> tuple[int, int] | None"),
+      "(stream, GPU's number) of the call on a GPU that runs on this thread; None on the CPU.");
   nb::class_<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
                            nb::is_weak_referenceable(),
                            "The runtime's handle on a Python callable, by name.")
@@ -248,17 +283,25 @@ void bind_gate(nb::module_& module) {
           "__init__",
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
-             bool flat_results, bool own_thread, double timeout) {
+             bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
+             bool command_buffer) {
             drain_released();
-            new (self) CalleeHandle(
-                std::make_shared<PyCallee>(std::move(name), std::move(function), std::move(bind),
-                                           parse_options(style, arrays, cast, owned_inputs,
-                                                         flat_results, own_thread, timeout)));
+            GateOptions options = parse_options(style, arrays, timeout);
+            options.cast = cast;
+            options.owned_inputs = owned_inputs;
+            options.flat_results = flat_results;
+            options.own_thread = own_thread || timeout > 0;
+            options.native = native;
+            options.default_stream = default_stream;
+            options.command_buffer = command_buffer;
+            new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
+                                                               std::move(bind), options));
           },
           nb::arg("name"), nb::arg("function"), nb::kw_only(), nb::arg("bind") = nb::none(),
           nb::arg("style") = "return", nb::arg("arrays") = "numpy", nb::arg("cast") = false,
           nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
-          nb::arg("own_thread") = false, nb::arg("timeout") = 0.0)
+          nb::arg("own_thread") = false, nb::arg("timeout") = 0.0, nb::arg("native") = false,
+          nb::arg("default_stream") = false, nb::arg("command_buffer") = false)
       .def_prop_ro("name", [](const CalleeHandle& handle) { return handle.callee().name(); })
       .def("stats", &stats_of);
   nb::class_<CheckHandle>(module, "Check", nb::is_weak_referenceable(),

@@ -25,6 +25,9 @@ struct GateOptions {
   bool owned_inputs = false;  // inputs are copies that the callable may keep
   bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
   bool own_thread = false;
+  bool native = false;          // gets a GPU's own arrays, else copies in the host's memory
+  bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
+  bool command_buffer = false;  // runs while XLA records its stream's work
   std::chrono::nanoseconds timeout{0};
 };
 
@@ -41,8 +44,12 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   bool reads_context() const noexcept override {
     return options_.style == Style::kContext || options_.arrays == Arrays::kBuffer;
   }
+  OnDevice on_device() const noexcept override {
+    return options_.native ? OnDevice::kNative : OnDevice::kStaged;
+  }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
   void defer(const Failure& failure) override;
+  void enter_device_worker() override;
   std::string stall_report(const std::string& call, bool timed_out) override;
 
   // For Python's cycle collector, by way of the handle.

@@ -3,15 +3,16 @@
 
 #include <nanobind/stl/string.h>
 
-#include <array>
 #include <cstdio>
-#include <functional>
-#include <string_view>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/buffer.h"
 #include "bindings/deferred.h"
+#include "bindings/device_call.h"
+#include "bindings/device_results.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/views.h"
@@ -20,39 +21,13 @@
 namespace callgate::bindings {
 namespace {
 
-// New references to the arrays of one lane; small calls stay on the stack.
-class Arguments {
- public:
-  explicit Arguments(std::size_t capacity) {
-    if (capacity > inline_.size()) overflow_.resize(capacity);
-  }
-  ~Arguments() {
-    for (PyObject* object : all()) Py_XDECREF(object);
-  }
-  Arguments(const Arguments&) = delete;
-  Arguments& operator=(const Arguments&) = delete;
-
-  // Takes a new reference; false when it is null.
-  bool push(PyObject* object) {
-    if (object == nullptr) return false;
-    data()[count_++] = object;
-    return true;
-  }
-  std::span<PyObject*> all() { return {data(), count_}; }
-  PyObject** data() { return overflow_.empty() ? inline_.data() : overflow_.data(); }
-  std::size_t size() const { return count_; }
-
- private:
-  std::array<PyObject*, 24> inline_;
-  std::vector<PyObject*> overflow_;
-  std::size_t count_ = 0;
+// A call on a GPU while it runs.
+struct OnGpu {
+  DeviceCall call;
+  unsigned default_streams = 0;  // as Buffer's, of all its buffers
 };
 
-std::string text_of(const nb::object& object) { return nb::cast<std::string>(nb::str(object)); }
-
-std::size_t checksum(const ArrayView& view) {
-  return std::hash<std::string_view>()({static_cast<const char*>(view.data), view.nbytes()});
-}
+constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
 
 class PyGateSite final : public Site {
  public:
@@ -106,15 +81,63 @@ class PyGateSite final : public Site {
   }
 
   Outcome run_lanes(const Call& call) {
-    bool ok = spec_.lanes.empty() ? run_lane(call.operands, call.results, call.context)
-                                  : loop_lanes(call);
-    if (ok) return Outcome::success();
+    if (run_where_it_is(call)) return Outcome::success();
     callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
     return Outcome::failure(ErrorCode::kInternal, take_exception(callee_->name(), spec_.site,
                                                                  spec_.layout, call.context.shard));
   }
 
-  bool loop_lanes(const Call& call) {
+  // False with a Python error, as all below.
+  bool run_where_it_is(const Call& call) {
+    bool native = options_.native && call.context.stream != nullptr;
+    if (!native) {
+      DeviceCallScope on_host(nullptr);
+      return run_all(call, nullptr);
+    }
+    try {
+      drain_released();  // the results of earlier calls hold a GPU's memory
+      OnGpu gpu{DeviceCall::of(call.context)};
+      DeviceCallScope on_device(&gpu.call);
+      return run_on_device(call, gpu);
+    } catch (const Error& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return false;
+    }
+  }
+
+  bool run_on_device(const Call& call, OnGpu& gpu) {
+    bool recorded = options_.command_buffer && cuda::capturing(gpu.call.stream);
+    // Default streams take no part in recordings.
+    bool joins = options_.default_stream && !recorded;
+    if (joins) gpu.call.hold_back(kLegacyStream);
+    if (joins) gpu.default_streams = 1u << kLegacyStream;
+    bool ok = run_all(call, &gpu);
+    if (recorded) return ok && was_recorded(gpu.call);
+    for (std::int64_t stream : {kLegacyStream, kThreadStream}) {
+      if ((gpu.default_streams & (1u << stream)) != 0) gpu.call.wait_for(stream);
+    }
+    return ok;
+  }
+
+  bool was_recorded(const DeviceCall& call) {
+    if (!capture_failed(call)) return true;
+    std::string text =
+        "gate '" + callee_->name() +
+        "': command_buffer=True: what it did can't be recorded. Expected: launches "
+        "and asynchronous copies on XLA's stream, with no waiting, no allocation by "
+        "the driver and no other stream that does not come back to it; got a capture "
+        "that CUDA has given up";
+    PyErr_SetString(nb::module_::import_("callgate.errors").attr("CaptureError").ptr(),
+                    text.c_str());
+    return false;
+  }
+
+  bool run_all(const Call& call, OnGpu* gpu) {
+    return spec_.lanes.empty() ? run_lane(call.operands, call.results, call.context, gpu)
+                               : loop_lanes(call, gpu);
+  }
+
+  bool loop_lanes(const Call& call, OnGpu* gpu) {
     try {
       spec_.lanes.check(call.operands, call.results);
     } catch (const Error& error) {
@@ -125,44 +148,64 @@ class PyGateSite final : public Site {
     for (std::int64_t lane = 0; lane < spec_.lanes.count(); ++lane) {
       spec_.lanes.select_operands(lane, call.operands, operands);
       spec_.lanes.select_results(lane, call.results, results);
-      if (!run_lane(operands, results, call.context)) return false;
+      if (!run_lane(operands, results, call.context, gpu)) return false;
     }
     return true;
   }
 
-  // One call of the callable. False with a Python error.
+  // One call of the callable.
   bool run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
-                const CallContext& context) {
+                const CallContext& context, OnGpu* gpu) {
+    const DeviceCall* on_gpu = gpu == nullptr ? nullptr : &gpu->call;
     Arguments inputs(operands.size());
     Arguments outputs(results.size());
     for (const ArrayView& view : operands) {
-      if (!inputs.push(make_input(view, context.device))) return false;
+      if (!inputs.push(make_input(view, context.device, on_gpu))) return false;
     }
     if (options_.style != Style::kReturn) {
       for (const ArrayView& view : results) {
-        if (!outputs.push(make_output(view, context.device))) return false;
+        if (!outputs.push(make_output(view, context.device, on_gpu))) return false;
       }
     }
+    // On a GPU it is slow: it waits for the stream. For debugging.
+    bool check = Settings::instance().check_writes.load(std::memory_order_relaxed);
+    check = check && !(options_.command_buffer && gpu != nullptr);
     std::vector<std::size_t> sums;
-    bool check = Settings::instance().check_writes.load(std::memory_order_relaxed);  // debugging
-    if (check) {
-      for (const ArrayView& view : operands) sums.push_back(checksum(view));
-    }
+    if (check) sums = checksums(operands, on_gpu);
     nb::object result = invoke(inputs, outputs, context);
-    bool ok = result.is_valid() &&
-              (options_.style == Style::kReturn ? take(results, result) : returned_none(result));
+    if (gpu != nullptr) gpu->call.make_current();
+    bool ok = result.is_valid() && (options_.style == Style::kReturn ? take(results, result, on_gpu)
+                                                                     : returned_none(result));
     result.reset();
+    if (gpu != nullptr) note_default_streams(inputs, outputs, *gpu);
     if (!settle_views(inputs, outputs, operands, results, ok)) return false;
-    if (check) ok = ok && unwritten(operands, sums);
+    if (check && ok) ok = unwritten(sums, checksums(operands, on_gpu));
     return ok;
   }
 
-  PyObject* make_input(const ArrayView& view, std::int64_t device) const {
-    if (options_.arrays == Arrays::kBuffer) return make_buffer(view, /*writable=*/false, device);
+  static std::vector<std::size_t> checksums(std::span<const ArrayView> views,
+                                            const DeviceCall* gpu) {
+    if (gpu != nullptr) return device_checksums(*gpu, views);
+    std::vector<std::size_t> sums;
+    for (const ArrayView& view : views) sums.push_back(checksum(view));
+    return sums;
+  }
+
+  static void note_default_streams(Arguments& inputs, Arguments& outputs, OnGpu& gpu) {
+    for (Arguments* views : {&inputs, &outputs}) {
+      for (PyObject* view : views->all())
+        gpu.default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
+    }
+  }
+
+  PyObject* make_input(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
+    if (options_.arrays == Arrays::kBuffer)
+      return make_buffer(view, /*writable=*/false, device, gpu);
     return options_.owned_inputs ? make_copy(view) : make_view(view, /*writable=*/false);
   }
-  PyObject* make_output(const ArrayView& view, std::int64_t device) const {
-    if (options_.arrays == Arrays::kBuffer) return make_buffer(view, /*writable=*/true, device);
+  PyObject* make_output(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
+    if (options_.arrays == Arrays::kBuffer)
+      return make_buffer(view, /*writable=*/true, device, gpu);
     return make_view(view, /*writable=*/true);
   }
 
@@ -209,8 +252,15 @@ class PyGateSite final : public Site {
   }
 
   // Copies a return-style callable's results into XLA's memory.
-  bool take(std::span<ArrayView> results, const nb::object& value) {
-    if (!tuple_results_) return take_one(results[0], value.ptr(), 0);
+  bool take(std::span<ArrayView> results, const nb::object& value, const DeviceCall* gpu) {
+    std::optional<CopySources> sources;
+    if (gpu != nullptr) sources.emplace(*gpu);
+    auto take_one = [&](std::size_t index, PyObject* item) {
+      return gpu == nullptr
+                 ? take_on_host(results[index], item, static_cast<int>(index))
+                 : take_on_device(results[index], item, static_cast<int>(index), *gpu, *sources);
+    };
+    if (!tuple_results_) return take_one(0, value.ptr());
     if (results.empty() && value.is_none()) return true;
     bool sequence =
         PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
@@ -221,28 +271,31 @@ class PyGateSite final : public Site {
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
       nb::object item = value[i];
-      if (!take_one(results[i], item.ptr(), static_cast<int>(i))) return false;
+      if (!take_one(i, item.ptr())) return false;
     }
     return true;
   }
 
-  bool take_one(const ArrayView& target, PyObject* value, int index) {
+  bool take_on_host(const ArrayView& target, PyObject* value, int index) {
     if (value == Py_None) return mismatch(index, to_string(target), "None");
     switch (store(target, value, options_.cast)) {
       case Stored::kYes: return true;
       case Stored::kError: return false;
       case Stored::kMismatch: break;
     }
-    nb::object array = nb::steal(PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr));
-    if (!array.is_valid()) return false;
-    auto* came = reinterpret_cast<PyArrayObject*>(array.ptr());
-    std::string got = text_of(array.attr("dtype"));
-    got += '[';
-    for (int axis = 0; axis < PyArray_NDIM(came); ++axis) {
-      if (axis != 0) got += ',';
-      got += std::to_string(PyArray_DIM(came, axis));
+    std::string got;
+    return describe(value, got) && mismatch(index, to_string(target), got);
+  }
+
+  bool take_on_device(const ArrayView& target, PyObject* value, int index, const DeviceCall& gpu,
+                      CopySources& sources) {
+    if (value == Py_None) return mismatch(index, to_string(target), "None");
+    std::string got;
+    switch (store_on_device(target, value, options_.cast, gpu, sources, got)) {
+      case Stored::kYes: return true;
+      case Stored::kError: return false;
+      case Stored::kMismatch: break;
     }
-    got += ']';
     return mismatch(index, to_string(target), got);
   }
 
@@ -306,9 +359,9 @@ class PyGateSite final : public Site {
     return false;
   }
 
-  bool unwritten(std::span<const ArrayView> operands, const std::vector<std::size_t>& sums) {
-    for (std::size_t i = 0; i < operands.size(); ++i) {
-      if (checksum(operands[i]) == sums[i]) continue;
+  bool unwritten(const std::vector<std::size_t>& before, const std::vector<std::size_t>& after) {
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      if (before[i] == after[i]) continue;
       nb::object made =
           nb::steal(call_python(Hooks::instance().input_written, "ssi", callee_->name().c_str(),
                                 spec_.spec.c_str(), static_cast<int>(i)));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <string>
 
 #include "bindings/python.h"
 #include "core/array_view.h"
@@ -29,6 +30,9 @@ enum class Stored { kYes, kMismatch, kError };
 // Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise
 // dtype and shape must be the view's. kError leaves a Python error; kMismatch does not.
 Stored store(const ArrayView& target, PyObject* value, bool cast);
+
+// What `value` is as an array, "float32[3,4]". False with a Python error where it is none.
+bool describe(PyObject* value, std::string& text);
 
 // Points `array` (a view of `old_data`'s memory that may outlive it) to the same offset in
 // `new_data`. With `base`, the array holds it from now on.

@@ -130,13 +130,15 @@ StreamState* new_stream(World& world, int device) {
 }
 
 StreamState* find_stream(World& world, cu::Stream stream, const char* symbol) {
-  if (stream == nullptr) {
+  auto number = reinterpret_cast<std::uintptr_t>(stream);
+  if (number <= 2) {  // none or 1: the legacy default stream; 2: the threads', one for all of them
     int device = current_device();
     if (device < 0) {
       world.violation(std::string(symbol) + ": the default stream, and no context is current");
       return nullptr;
     }
-    StreamState*& own = world.devices[device].default_stream;
+    auto& at = world.devices[device];
+    StreamState*& own = number == 2 ? at.thread_stream : at.default_stream;
     if (own == nullptr) own = new_stream(world, device);
     return own;
   }

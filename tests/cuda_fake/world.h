@@ -157,6 +157,7 @@ struct FunctionState {
 struct DeviceState {
   std::map<int, int> attributes;
   StreamState* default_stream = nullptr;
+  StreamState* thread_stream = nullptr;
 };
 
 struct Failure {

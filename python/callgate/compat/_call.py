@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from callgate import _compat, _lowering
+from callgate import _compat, _lowering, _runtime
 from callgate._callgate import Callee
 
 
@@ -24,6 +24,7 @@ def emit_call(
   token: Any = None,
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
+  target: str = _runtime.GATE_TARGET,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
 
@@ -41,4 +42,5 @@ def emit_call(
     aliases=aliases,
     sharding=sharding,
     on_error="return",
+    target=target,
   )

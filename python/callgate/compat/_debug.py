@@ -137,8 +137,11 @@ def after_barrier() -> None:
 def register() -> None:
   """Puts the rules in place of JAX's; once."""
   # Not cached: each call site needs its own callback.
-  mlir.register_lowering(
-    _compat.debug_callback_p, _callback_lowering, platform="cpu", cacheable=False
-  )
-  mlir.register_lowering(_compat.debug_print_p, _print_lowering, platform="cpu", cacheable=False)
+  for platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+      _compat.debug_callback_p, _callback_lowering, platform=platform, cacheable=False
+    )
+    mlir.register_lowering(
+      _compat.debug_print_p, _print_lowering, platform=platform, cacheable=False
+    )
   _compat.after_effects_barrier(after_barrier)

@@ -1,7 +1,8 @@
 """`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
 
-The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU,
-callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has one. New
+The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU and on
+CUDA GPUs callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has
+one. New
 code is better off with `callgate.gate(style="context", arrays="buffer")`, which has derivatives,
 results that are checked for escapes, and the original exceptions.
 """
@@ -19,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from callgate import _compat, _runtime
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
+from callgate._primitive import RUNTIME_PLATFORMS
 from callgate.compat._call import emit_call
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
@@ -53,7 +55,10 @@ class ExecutionContext:
 
   @property
   def stream(self) -> int:
-    """The GPU stream as an integer. Raises jax.errors.JaxRuntimeError on the CPU."""
+    """The GPU stream as an integer. Raises jax.errors.JaxRuntimeError on the CPU.
+
+    The callback's work belongs on it: XLA goes on when the callback returns, and waits for nothing.
+    """
     if not self._context.stream:
       raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: XLA FFI GPU context is not available")
     return self._context.stream
@@ -78,7 +83,8 @@ def buffer_callback(
     has_side_effect: keeps the call when its results are not used.
     vmap_method: as for `jax.pure_callback`; None makes `jax.vmap` an error.
     input_output_aliases: pairs of flat input and flat output that share their memory.
-    command_buffer_compatible: on GPUs, records the callback's work once and replays it.
+    command_buffer_compatible: on GPUs, XLA may record what the callback gives to `ctx.stream` into
+      a CUDA graph, once, and replay that: the rules of `command_buffer` in `callgate.gate` apply.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
@@ -174,7 +180,15 @@ def _transpose(*_args: Any, **_params: Any) -> Any:
   )
 
 
-def _cpu_lowering(
+def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+  platforms = _compat.platforms_of(ctx)
+  if len(platforms) > 1:
+    raise NotImplementedError("multi-platform lowering for buffer_callback")
+  rule = _lowering_to_runtime if platforms[0] in RUNTIME_PLATFORMS else _other_lowering
+  return rule(ctx, *operands, **params)
+
+
+def _lowering_to_runtime(
   ctx: Any,
   *operands: Any,
   callback: Callable[..., None],
@@ -182,17 +196,19 @@ def _cpu_lowering(
   out_tree: Any,
   has_side_effect: bool,
   input_output_aliases: tuple[tuple[int, int], ...],
+  command_buffer_compatible: bool,
   **_params: Any,
 ) -> Sequence[Any]:
-  if len(ctx.module_context.platforms) > 1:
-    raise NotImplementedError("multi-platform lowering for buffer_callback")
   callee = Callee(
     _runtime.unique_name(callback),
     _flat_callback(callback, in_tree, out_tree),
     style="context",
     arrays="buffer",
     flat_results=True,
+    native=True,
+    command_buffer=command_buffer_compatible,
   )
+  graph = command_buffer_compatible and _compat.platforms_of(ctx)[0] == "cuda"
   results, _ = emit_call(
     ctx,
     callee,
@@ -201,6 +217,7 @@ def _cpu_lowering(
     ctx.avals_out,
     has_side_effect=has_side_effect,
     aliases=dict(input_output_aliases),
+    target=_runtime.GRAPH_TARGET if graph else _runtime.GATE_TARGET,
   )
   return results
 
@@ -237,5 +254,4 @@ ad.primitive_transposes[buffer_callback_p] = _transpose
 batching.primitive_batchers[buffer_callback_p] = functools.partial(
   _compat.ffi_batching_rule, buffer_callback_p
 )
-mlir.register_lowering(buffer_callback_p, _other_lowering, cacheable=False)
-mlir.register_lowering(buffer_callback_p, _cpu_lowering, platform="cpu", cacheable=False)
+mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)

@@ -1,11 +1,13 @@
 """`jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine.
 
 JAX's own two primitives stay what they are, with all their rules: abstract evaluation, effects,
-batching, differentiation's errors, tokens. Replaced is only what a CPU program holds for them: a
-call by name of callgate's gate instead of JAX's Python callback. `callgate.install()` does that for
-every callback of the process; the two functions here do it for their own calls, installed or not.
+batching, differentiation's errors, tokens. Replaced is only what a program for a CPU or a CUDA GPU
+holds for them: a call by name of callgate's gate instead of JAX's Python callback. On a GPU its
+arrays are copied to the host through pinned memory, asynchronously, and back. `callgate.install()`
+does that for every callback of the process; the two functions here do it for their own calls,
+installed or not.
 
-JAX's own lowering serves on platforms other than the CPU, and in programs that XLA partitions over
+JAX's own lowering serves on other platforms, and in programs that XLA partitions over
 several devices (not inside `jax.shard_map`, where every device calls for itself).
 """
 
@@ -289,7 +291,8 @@ def _register() -> None:
     (_compat.pure_callback_p, _pure_callback_lowering),
     (_compat.io_callback_p, _io_callback_lowering),
   ):
-    mlir.register_lowering(primitive, rule, platform="cpu", cacheable=False)
+    for platform in ("cpu", "cuda"):
+      mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
   _debug.register()
 
 

@@ -1,0 +1,59 @@
+// A call whose arrays are a GPU's: its device and stream, and what orders work of other streams
+// against it.
+//
+// The handler has made the device's context current (src/xla/cuda_gate.cc). Nothing here waits for
+// the GPU but device_checksums(), which debugging alone asks for.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/call.h"
+#include "cuda/device.h"
+
+namespace callgate::bindings {
+
+struct DeviceCall {
+  cuda::Device* device = nullptr;
+  cuda::Stream stream = nullptr;
+
+  // The call's, from its context. Throws Error.
+  static DeviceCall of(const CallContext& context);
+
+  // The stream as DLPack and CUDA's array interface number it: 1 for the legacy default stream.
+  std::uintptr_t number() const noexcept;
+  // Makes the device's context the thread's again, after code that may have chosen another one.
+  void make_current() const;
+  // Both take a stream by that number, release the GIL meanwhile, and throw Error.
+  void hold_back(std::int64_t consumer) const;  // it waits for XLA's stream
+  void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
+};
+
+// The call that runs on this thread, for adapters of array libraries (_cuda_arrays.py).
+class DeviceCallScope {
+ public:
+  // Null for a call on the host.
+  explicit DeviceCallScope(const DeviceCall* call) noexcept;
+  ~DeviceCallScope();
+  DeviceCallScope(const DeviceCallScope&) = delete;
+  DeviceCallScope& operator=(const DeviceCallScope&) = delete;
+
+  static const DeviceCall* current() noexcept;
+
+ private:
+  const DeviceCall* before_;
+};
+
+// Whether what the stream was given since its capture began could not be recorded, so that the
+// capture has failed. Throws Error.
+bool capture_failed(const DeviceCall& call);
+
+// A number for the contents of each array, once the stream has come this far. Waits for that,
+// without the GIL. Throws Error.
+std::vector<std::size_t> device_checksums(const DeviceCall& call,
+                                          std::span<const ArrayView> arrays);
+
+std::size_t checksum(const ArrayView& host_array);
+
+}  // namespace callgate::bindings
