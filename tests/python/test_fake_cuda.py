@@ -287,7 +287,7 @@ def test_a_tap_reports_and_the_program_goes_on(fake: FakeCuda) -> None:
   seen: list[Any] = []
 
   def program(x: Any) -> Any:
-    cg.tap(lambda value: seen.append(np.array(value)), x * 2)
+    cg.tap(x * 2, lambda value: seen.append(np.array(value)))
     return x + 1
 
   np.testing.assert_array_equal(fake_programs.run(fake, program, X), X + 1)
