@@ -72,6 +72,13 @@ Device& Device::at(int ordinal) {
   return *device;
 }
 
+Device* Device::any() noexcept {
+  for (const std::atomic<Device*>& slot : table().by_ordinal) {
+    if (Device* known = slot.load(std::memory_order_acquire)) return known;  // see at()
+  }
+  return nullptr;
+}
+
 Device& Device::of(Stream stream) {
   Context context = nullptr;
   check(driver().stream_context(stream, &context), "cuStreamGetCtx");

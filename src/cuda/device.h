@@ -19,6 +19,8 @@ class Device {
   static Device& of(Stream stream);
   static Device& at(int ordinal);
   static int count();
+  // One that is in use; null while none is.
+  static Device* any() noexcept;
 
   int ordinal() const noexcept { return ordinal_; }
   // jax.Device.id: differs from the ordinal in programs over several processes.

@@ -102,8 +102,20 @@ Pool<DevicePointer>& pool_of(int ordinal) {
   return *(*pools)[static_cast<std::size_t>(ordinal)];
 }
 
-void free_blocks(std::vector<DevicePointer> blocks) noexcept {
+// Blocks may come back on threads that have no context, and freeing takes one.
+void free_pinned(const std::vector<char*>& blocks) noexcept try {
+  Device* any = Device::any();
+  if (blocks.empty() || any == nullptr) return;
+  ContextScope current(*any);
+  for (char* block : blocks) driver().mem_free_host(block);
+} catch (const Error&) {  // the driver is gone, and with it the memory
+}
+
+void free_blocks(const Device& device, const std::vector<DevicePointer>& blocks) noexcept try {
+  if (blocks.empty()) return;
+  ContextScope current(device);
   for (DevicePointer block : blocks) driver().mem_free(block);
+} catch (const Error&) {  // as above
 }
 
 }  // namespace
@@ -131,7 +143,7 @@ PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
 }
 
 void PinnedBlock::reset() noexcept {
-  if (data_ != nullptr && !pinned().keep(data_, size_)) driver().mem_free_host(data_);
+  if (data_ != nullptr && !pinned().keep(data_, size_)) free_pinned({data_});
   data_ = nullptr;
 }
 
@@ -142,7 +154,7 @@ DeviceBlock::DeviceBlock(Device& device, std::size_t bytes)
   if (data_ != 0) return;
   Result result = driver().mem_alloc(&data_, size_);
   if (result == Result::kOutOfMemory) {
-    free_blocks(pool.take_all());
+    free_blocks(device, pool.take_all());
     result = driver().mem_alloc(&data_, size_);
   }
   if (result != Result::kSuccess) {
@@ -162,7 +174,7 @@ DeviceBlock& DeviceBlock::operator=(DeviceBlock&& other) noexcept {
 }
 
 void DeviceBlock::reset() noexcept {
-  if (data_ != 0 && !pool_of(device_->ordinal()).keep(data_, size_)) driver().mem_free(data_);
+  if (data_ != 0 && !pool_of(device_->ordinal()).keep(data_, size_)) free_blocks(*device_, {data_});
   data_ = 0;
 }
 
@@ -173,9 +185,11 @@ MemoryInUse memory_in_use() noexcept {
 }
 
 void trim_memory() noexcept {
-  if (loaded_driver() == nullptr) return;
-  for (char* block : pinned().take_all()) driver().mem_free_host(block);
-  for (std::size_t i = 0; i < kMost; ++i) free_blocks(pool_of(static_cast<int>(i)).take_all());
+  free_pinned(pinned().take_all());
+  for (std::size_t i = 0; i < kMost; ++i) {
+    std::vector<DevicePointer> blocks = pool_of(static_cast<int>(i)).take_all();
+    if (!blocks.empty()) free_blocks(Device::at(static_cast<int>(i)), blocks);
+  }
 }
 
 }  // namespace callgate::cuda

@@ -607,3 +607,17 @@ def test_a_context_on_the_host_still_knows_the_stream(fake: FakeCuda) -> None:
   gate = cg.gate(callback, out=same, style="context")
   np.testing.assert_array_equal(run(fake, gate, numbers(3)), numbers(3) + 1)
   assert seen == [(True, 0)]
+
+
+def test_jax_in_a_callable_on_its_own_thread_stays_off_the_device_that_waits(
+  fake: FakeCuda,
+) -> None:
+  seen: list[Any] = []
+
+  @cg.gate(out=same, thread="own")
+  def gate(x: Any) -> Any:
+    seen.append(jax.config.jax_default_device)
+    return np.asarray(jnp.asarray(x) + 1)
+
+  np.testing.assert_array_equal(run(fake, gate, numbers(3)), numbers(3) + 1)
+  assert [device.platform for device in seen] == ["cpu"]
