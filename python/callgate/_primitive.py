@@ -333,7 +333,7 @@ def lower(
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> Sequence[Any]:
-  params = {"gate": gate, "site": site, "levels": levels, "whole": whole}
+  params: dict[str, Any] = {"gate": gate, "site": site, "levels": levels, "whole": whole}
   if site.by_jax:
     return lower_by_jax(context, *operands, **params)
   platforms = _compat.platforms_of(context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import device_library
@@ -32,7 +32,7 @@ class Recorder:
     self.log: list[Any] = []
 
   @contextlib.contextmanager
-  def device(self, ordinal: int) -> Iterator[None]:
+  def device(self, ordinal: int) -> Generator[None]:
     self.devices.append(ordinal)
     yield
     self.devices.pop()

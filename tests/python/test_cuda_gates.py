@@ -425,8 +425,9 @@ def test_cast_is_for_arrays_of_the_host(fake: FakeCuda) -> None:
   np.testing.assert_array_equal(run(fake, gate, numbers(3)), numbers(3))
 
 
-DTYPES = ["bool", "int8", "int16", "int32", "uint8", "uint32", "float16", "bfloat16", "float32"]
-DTYPES += ["complex64", "float8_e4m3fn", "float8_e5m2"]
+DTYPES = (
+  "bool int8 int16 int32 uint8 uint32 float16 bfloat16 float32 complex64 float8_e4m3fn float8_e5m2"
+).split()
 
 
 @settings(max_examples=25, deadline=None)

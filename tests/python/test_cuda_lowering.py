@@ -89,7 +89,7 @@ def test_taps_checks_prints_and_feeds_are_lowered_for_cuda() -> None:
   with cg.feed(iter([np.float32(1)] * 3)) as feed, cg.channel("lowered", to=lambda *_: None):
 
     def program(x: Any) -> Any:
-      cg.tap(x, "x", to="lowered")
+      cg.tap(x, "lowered")
       cg.check(x[0] >= 0, "x >= 0")
       cg.print("{}", x)
       return x + feed.next()

@@ -1,4 +1,4 @@
-"""Gates on a real GPU with the libraries themselves; run with `pytest -m gpu` where there is one."""
+"""Gates on a real GPU with the libraries themselves: `pytest -m gpu` where there is one."""
 
 from __future__ import annotations
 
