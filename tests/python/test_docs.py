@@ -8,6 +8,9 @@ import sys
 import doc_blocks
 import pytest
 
+import callgate as cg
+from callgate import _nvrtc
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in PAGES}
@@ -33,10 +36,21 @@ def test_the_code_of_a_page_runs(page, tmp_path):
   run(page, tmp_path)
 
 
+FOR_GPUS = [p for p in PAGES if any(block.gpu for block in FOUND[p])]
+
+
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
+def test_the_code_of_a_page_for_gpus_lowers_for_cuda_without_one(page, tmp_path):
+  try:
+    _nvrtc.compiler()
+  except cg.CompileError as error:
+    pytest.skip(str(error).splitlines()[0])
+  text = run(page, tmp_path, "--lower")
+  assert "lowered, calls callgate.kernel" in text
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-  "page", [p for p in PAGES if any(block.gpu for block in FOUND[p])], ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_on_a_gpu(page, tmp_path):
   print(run(page, tmp_path, "--gpu"))
 
