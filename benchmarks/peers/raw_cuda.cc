@@ -1,5 +1,5 @@
-// The floor on a GPU: what a launch costs in the driver alone and in a hand-written FFI handler, and
-// what copies the driver makes of pinned and device memory.
+// The floor on a GPU: what a launch costs in the driver alone and in a hand-written FFI handler,
+// and what copies the driver makes of pinned and device memory.
 //
 // Loads the driver's library itself, so that it compiles without CUDA. One device, whose primary
 // context is XLA's too; `bench_cuda_load` comes first, from one thread. Functions return null, or
@@ -146,14 +146,10 @@ extern "C" const char* bench_cuda_copies(std::size_t bytes, int way, int count) 
   return nullptr;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(bench_cuda_launch, Launch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<void*>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(bench_cuda_launch_graph, Launch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<void*>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    bench_cuda_launch, Launch,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    bench_cuda_launch_graph, Launch,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+    {ffi::Traits::kCmdBufferCompatible});

@@ -16,7 +16,8 @@
 #pragma once
 
 #ifndef __CUDACC__
-#error "callgate/kernel_device.h is for CUDA's compilers; kernels for the CPU take callgate/kernel.h"
+#error \
+    "callgate/kernel_device.h is for CUDA's compilers; kernels for the CPU take callgate/kernel.h"
 #endif
 
 #ifdef __CUDACC_RTC__

@@ -66,8 +66,10 @@ Result enqueue(const Launch& launch, Function function, Stream stream, void** pa
     return cuda.launch(function, gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, parameters,
                        nullptr);
   }
-  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension, {}, {}};
-  attribute.cluster = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
+  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension,
+                            {},
+                            {launch.cluster[0], launch.cluster[1], launch.cluster[2]},
+                            {}};
   LaunchConfig config{gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, &attribute, 1};
   return cuda.launch_ex(&config, function, parameters, nullptr);
 }

@@ -89,7 +89,7 @@ def fake_cupy(recorder: Recorder) -> Any:
     MemoryPointer=lambda memory, offset: (memory, offset),
   )
 
-  class ndarray(LibraryArray):  # noqa: N801 - the library's name
+  class ndarray(LibraryArray):
     def __init__(self, shape: Any, dtype: Any, memptr: Any) -> None:
       if np.dtype(dtype).kind == "V":
         raise ValueError(f"Unsupported dtype {dtype}")
@@ -335,7 +335,7 @@ def test_arrays_of_gpus_alone_are_refused_on_the_cpu(kind: Any) -> None:
 def test_a_stream_is_refused_on_the_cpu_and_by_another_name() -> None:
   with pytest.raises(cg.GateDefinitionError, match="got one on the CPU"):
     _cuda_arrays.stream_as("cupy", 0, -1)
-  with pytest.raises(cg.GateDefinitionError, match="expected one of 'cupy'.*got 'jax'"):
+  with pytest.raises(cg.GateDefinitionError, match=r"expected one of 'cupy'.*got 'jax'"):
     _cuda_arrays.stream_as("jax", 1, 0)
 
   def callback(ctx: Any, out: Any, x: Any) -> None:

@@ -226,7 +226,8 @@ def test_the_host_is_told_that_it_cannot_read_a_buffer(fake: FakeCuda) -> None:
 def test_a_buffer_on_the_cpu_has_no_array_interface_and_no_stream() -> None:
   def ask(x: Any) -> Any:
     assert not hasattr(x, "__cuda_array_interface__")
-    assert x.stream == 0 and x.device.startswith("cpu:")
+    assert x.stream == 0
+    assert x.device.startswith("cpu:")
     return np.asarray(x)
 
   gate = cg.gate(ask, out=same, arrays="buffer")
@@ -425,9 +426,10 @@ def test_cast_is_for_arrays_of_the_host(fake: FakeCuda) -> None:
   np.testing.assert_array_equal(run(fake, gate, numbers(3)), numbers(3))
 
 
-DTYPES = (
-  "bool int8 int16 int32 uint8 uint32 float16 bfloat16 float32 complex64 float8_e4m3fn float8_e5m2"
-).split()
+DTYPES = [
+  *("bool", "int8", "int16", "int32", "uint8", "uint32"),
+  *("float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", "float8_e5m2"),
+]
 
 
 @settings(max_examples=25, deadline=None)
@@ -478,7 +480,7 @@ def test_a_buffer_that_outlives_its_call_is_an_error_and_cannot_be_used(fake: Fa
     add_one(fake, out, x)
 
   gate = cg.gate(leak, out=same, arrays="buffer", style="inplace")
-  with pytest.raises(fake_programs.ProgramError, match="EscapedViewError|kept after the call"):
+  with pytest.raises(fake_programs.ProgramError, match=r"EscapedViewError|kept after the call"):
     run(fake, gate, numbers(2))
   assert isinstance(cg.last_error(), cg.EscapedViewError)
   for use in (
