@@ -74,6 +74,34 @@ def test_the_handlers_of_the_floor_compile_without_cuda(benchmarks, tmp_path, mo
     assert getattr(library, name)
 
 
+ADAPTERS = ("gate_empty", "gate_aliased", "gate_cupy", "gate_numpy", "gate_numpy_aliased",
+  "cuda_empty", "triton_empty", "numba_empty")  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # of the peers' own
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_is_measured_of_callgate_lowers_for_cuda(benchmarks, name):
+  import jax
+  import jax.numpy as jnp
+
+  import callgate as cg
+
+  harness = importlib.import_module("benchmarks.harness")
+  cuda = importlib.import_module("benchmarks.peers.cuda")
+  x = jnp.ones(1024)
+  try:
+    function = getattr(cuda, name)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 5, lambda _, carry: function(carry), x))
+    lowered = program.trace(x).lower(lowering_platforms=("cuda",))
+  except harness.NotInstalled as error:
+    pytest.skip(str(error))
+  except (cg.CompileError, cg.GateDefinitionError) as error:
+    if "pip install" not in str(error):
+      raise
+    pytest.skip(str(error).splitlines()[0])
+  assert "@callgate." in lowered.as_text()
+
+
 def gpu_tool(folder, *arguments):
   command = [sys.executable, str(ROOT / "tools" / "gpu.py"), *arguments, "--out", str(folder)]
   paths = os.pathsep.join(filter(None, sys.path))
