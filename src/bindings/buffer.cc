@@ -256,7 +256,7 @@ void bind_buffer(nb::module_& module) {
           "nbytes", [](const Buffer& b) { return b.view().nbytes(); },
           "Bytes of XLA's memory; sub-byte types count whole bytes.")
       .def_prop_ro("device", &Buffer::device_text,
-                   "\"cpu:\" and the device's global id, or \"cuda:\" and the GPU's number.")
+                   "'cpu:' and the device's global id, or 'cuda:' and the GPU's number.")
       .def_prop_ro(
           "stream", [](const Buffer& b) { return b.gpu() == nullptr ? 0 : b.gpu()->number(); },
           "XLA's CUDA stream as an integer, as the exchange protocols number it; 0 on the CPU.")

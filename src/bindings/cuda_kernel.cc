@@ -50,6 +50,7 @@ class CudaKernelHandle {
 std::shared_ptr<LaunchCallee> make_callee(std::string name,
                                           const std::vector<std::pair<nb::bytes, int>>& images) {
   std::vector<cuda::Image> held;
+  held.reserve(images.size());
   for (const auto& [code, capability] : images) held.push_back({text_of(code), capability});
   // Failures are the kernel's, whatever its variant.
   auto text = [kernel = name.substr(0, name.find('['))](const std::string& message,
@@ -64,8 +65,9 @@ std::shared_ptr<LaunchCallee> make_callee(std::string name,
 // The capabilities of the devices that this process sees; none where there is no driver.
 std::vector<int> capabilities() {
   try {
-    std::vector<int> all;
-    for (int i = 0; i < cuda::Device::count(); ++i) all.push_back(cuda::Device::at(i).capability());
+    std::vector<int> all(static_cast<std::size_t>(cuda::Device::count()));
+    for (std::size_t i = 0; i < all.size(); ++i)
+      all[i] = cuda::Device::capability_of(static_cast<int>(i));
     return all;
   } catch (const Error&) {
     return {};  // no driver, or no device: a machine to compile on

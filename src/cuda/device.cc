@@ -31,6 +31,12 @@ int attribute(DeviceHandle device, DeviceAttribute which) {
   return value;
 }
 
+Context current_context() {
+  Context context = nullptr;
+  check(driver().context_current(&context), "cuCtxGetCurrent");
+  return context;
+}
+
 }  // namespace
 
 Device::Device(int ordinal, Context context) : ordinal_(ordinal), id_(ordinal), context_(context) {
@@ -40,9 +46,15 @@ Device::Device(int ordinal, Context context) : ordinal_(ordinal), id_(ordinal), 
   std::array<char, 256> name{};
   check(cuda.device_name(name.data(), static_cast<int>(name.size()), handle), "cuDeviceGetName");
   name_ = name.data();
-  capability_ = attribute(handle, DeviceAttribute::kComputeCapabilityMajor) * 10 +
-                attribute(handle, DeviceAttribute::kComputeCapabilityMinor);
+  capability_ = capability_of(ordinal);
   multiprocessors_ = attribute(handle, DeviceAttribute::kMultiprocessorCount);
+}
+
+int Device::capability_of(int ordinal) {
+  DeviceHandle handle = 0;
+  check(driver().device_get(&handle, ordinal), "cuDeviceGet");
+  return attribute(handle, DeviceAttribute::kComputeCapabilityMajor) * 10 +
+         attribute(handle, DeviceAttribute::kComputeCapabilityMinor);
 }
 
 int Device::count() {
@@ -86,8 +98,7 @@ Device& Device::of(Stream stream) {
     Device* known = slot.load(std::memory_order_acquire);  // see at()
     if (known != nullptr && known->context() == context) return *known;
   }
-  Context before = nullptr;
-  check(driver().context_current(&before), "cuCtxGetCurrent");
+  Context before = current_context();
   check(driver().context_set_current(context), "cuCtxSetCurrent");
   DeviceHandle handle = 0;
   Result found = driver().context_device(&handle);
@@ -101,11 +112,9 @@ Device& Device::of(Stream stream) {
   return device;
 }
 
-ContextScope::ContextScope(const Device& device) {
-  const Driver& cuda = driver();
-  check(cuda.context_current(&before_), "cuCtxGetCurrent");
-  changed_ = before_ != device.context();
-  if (changed_) check(cuda.context_set_current(device.context()), "cuCtxSetCurrent");
+ContextScope::ContextScope(const Device& device)
+    : before_(current_context()), changed_(before_ != device.context()) {
+  if (changed_) check(driver().context_set_current(device.context()), "cuCtxSetCurrent");
 }
 
 ContextScope::~ContextScope() {

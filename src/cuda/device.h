@@ -19,6 +19,8 @@ class Device {
   static Device& of(Stream stream);
   static Device& at(int ordinal);
   static int count();
+  // As capability(), without taking the device into use. Throws Error.
+  static int capability_of(int ordinal);
   // One that is in use; null while none is.
   static Device* any() noexcept;
 
@@ -51,8 +53,8 @@ class ContextScope {
   ContextScope& operator=(const ContextScope&) = delete;
 
  private:
-  Context before_ = nullptr;
-  bool changed_ = false;
+  Context before_;
+  bool changed_;
 };
 
 // Whether work on the stream is being recorded into a graph rather than run.

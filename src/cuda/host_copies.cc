@@ -120,7 +120,7 @@ void HostCopies::publish(Stream stream) {
   }
 }
 
-void keep_until(Device& device, Stream stream, std::shared_ptr<void> kept) {
+void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
   StreamEvent end(device, stream);
   if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
   driver().stream_synchronize(stream);  // nobody is there any more who would wait

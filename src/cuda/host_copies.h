@@ -50,7 +50,7 @@ class HostCopies {
 };
 
 // Keeps something until the stream is done with what it has been given so far. Throws Error.
-void keep_until(Device& device, Stream stream, std::shared_ptr<void> kept);
+void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept);
 
 // NaN, or zero in integers, as core's poison() leaves them; and zeros. Enqueued. Throw Error.
 void poison_on_device(const ArrayView& view, Stream stream);

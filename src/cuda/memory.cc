@@ -102,20 +102,31 @@ Pool<DevicePointer>& pool_of(int ordinal) {
   return *(*pools)[static_cast<std::size_t>(ordinal)];
 }
 
-// Blocks may come back on threads that have no context, and freeing takes one.
-void free_pinned(const std::vector<char*>& blocks) noexcept try {
-  Device* any = Device::any();
-  if (blocks.empty() || any == nullptr) return;
-  ContextScope current(*any);
-  for (char* block : blocks) driver().mem_free_host(block);
-} catch (const Error&) {  // the driver is gone, and with it the memory
+// Does something in the device's context; not at all where the driver is gone, and with it memory.
+template <typename Body>
+void within(const Device& device, Body&& body) noexcept {
+  const Driver& cuda = driver();
+  Context before = nullptr;
+  if (cuda.context_current(&before) != Result::kSuccess) return;
+  if (cuda.context_set_current(device.context()) != Result::kSuccess) return;
+  body();
+  cuda.context_set_current(before);
 }
 
-void free_blocks(const Device& device, const std::vector<DevicePointer>& blocks) noexcept try {
+// Blocks may come back on threads that have no context, and freeing takes one.
+void free_pinned(const std::vector<char*>& blocks) noexcept {
+  Device* any = Device::any();
+  if (blocks.empty() || any == nullptr) return;
+  within(*any, [&] {
+    for (char* block : blocks) driver().mem_free_host(block);
+  });
+}
+
+void free_blocks(const Device& device, const std::vector<DevicePointer>& blocks) noexcept {
   if (blocks.empty()) return;
-  ContextScope current(device);
-  for (DevicePointer block : blocks) driver().mem_free(block);
-} catch (const Error&) {  // as above
+  within(device, [&] {
+    for (DevicePointer block : blocks) driver().mem_free(block);
+  });
 }
 
 }  // namespace
