@@ -305,7 +305,7 @@ def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
   """Sends an item to a GPU; where that fails, whoever takes it does so again, and is told why."""
   try:
     return _callgate.Upload(gpu, item)
-  except (ValueError, TypeError):
+  except Exception:  # noqa: BLE001 - see above
     return None
 
 

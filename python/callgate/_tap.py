@@ -159,7 +159,7 @@ def encode(
     f"values={site.values + len(site.logical)}",
     f"returned={returned}",
     f"where={int(site.where)}",
-    f"on_device={int(site.on_device)}",
+    *(["on_device=1"] if site.on_device else []),
     *(f"path={path}" for path in paths),
     "",
     describe(site, transforms, levels),

@@ -25,7 +25,16 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from callgate import _callgate, _compat, _config, _items, _jax_engine, _primitive, _producer, _runtime
+from callgate import (
+  _callgate,
+  _compat,
+  _config,
+  _items,
+  _jax_engine,
+  _primitive,
+  _producer,
+  _runtime,
+)
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred
 from callgate.gate import Gate

@@ -23,7 +23,8 @@ namespace {
 ArrayView type_of(nb::handle object) {
   auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
   if (!PyArray_Check(object.ptr())) throw nb::type_error("Upload: expected NumPy arrays");
-  auto dtype = dtype_from_name(nb::cast<std::string>(nb::str(object.attr("dtype"))));
+  nb::object descr = object.attr("dtype");
+  auto dtype = dtype_from_name(nb::cast<std::string>(nb::str(descr)));
   if (!dtype) throw nb::type_error("Upload: expected arrays of a dtype that JAX has");
   static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   return {nullptr, reinterpret_cast<const std::int64_t*>(PyArray_DIMS(array)), PyArray_NDIM(array),

@@ -150,9 +150,8 @@ class CudaKeptTaps : public fake::GpuTest {
   void SetUp() override {
     GpuTest::SetUp();
     channel_ = std::make_shared<Channel>(
-        ChannelOptions{"kept", 1 << 16}, [this](const Channel&, const Consumer&, const auto& text) {
-          errors_.push_back(text);
-        });
+        ChannelOptions{"kept", 1 << 16},
+        [this](const Channel&, const Consumer&, const auto& text) { errors_.push_back(text); });
     Channels::instance().slot("kept").open(channel_);
     callee_ = std::make_shared<TapCallee>("tap", "kept", nullptr);
     Registry::instance().add(callee_);
@@ -165,8 +164,9 @@ class CudaKeptTaps : public fake::GpuTest {
   }
 
   static std::string spec(bool where) {
-    return std::string("name=t\nrole=primal\nordered=0\nrepeated=0\nevery=1\nvalues=1\nreturned=0\n"
-                       "where=") +
+    return std::string(
+               "name=t\nrole=primal\nordered=0\nrepeated=0\nevery=1\nvalues=1\nreturned=0\n"
+               "where=") +
            (where ? "1" : "0") + "\non_device=1\npath=\n\n{}";
   }
   void deliver() {

@@ -175,13 +175,12 @@ def test_a_program_waits_for_an_item_that_is_not_there(fake: FakeCuda) -> None:
 
 
 def test_what_is_uploaded_and_never_asked_for_is_freed(fake: FakeCuda) -> None:
-  feed = cg.feed(items(size=5000), prefetch=4)
-  program = fake_programs.load(fake, lambda: feed.next())
-  program()
-  until(lambda: uploads(fake) >= 4)
-  feed.close()
-  program.close()
-  del program, feed  # the fixture looks at what is left
+  def run() -> None:
+    with cg.feed(items(size=5000), prefetch=4) as feed:
+      fake_programs.load(fake, feed.next)()
+      until(lambda: uploads(fake) >= 4)
+
+  run()  # the fixture looks at what is left
 
 
 def test_out_of_memory_is_an_error_of_the_program_that_asks(fake: FakeCuda) -> None:

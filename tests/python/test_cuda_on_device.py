@@ -72,9 +72,7 @@ def test_consumers_get_arrays_that_never_were_on_the_host(
 
 
 def test_the_exported_memory_is_the_gpus_and_writable(fake: FakeCuda, buffers: list[Any]) -> None:
-  fake_programs.run(
-    fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(2, 3)
-  )
+  fake_programs.run(fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(2, 3))
   cg.barrier()
   (buffer,) = buffers
   assert buffer.__dlpack_device__() == (2, 0)
@@ -92,7 +90,9 @@ def test_the_exported_memory_is_the_gpus_and_writable(fake: FakeCuda, buffers: l
 def test_the_memory_is_kept_for_as_long_as_an_array_and_then_goes_back(
   fake: FakeCuda, buffers: list[Any]
 ) -> None:
-  program = fake_programs.load(fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(3))
+  program = fake_programs.load(
+    fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(3)
+  )
   for _ in range(3):
     program(numbers(3))
   cg.barrier()
@@ -246,7 +246,9 @@ def test_a_consumer_that_raises_does_not_keep_the_memory(
 
 
 def test_a_graph_is_not_made_of_it(fake: FakeCuda, buffers: list[Any]) -> None:
-  program = fake_programs.load(fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(3))
+  program = fake_programs.load(
+    fake, lambda x: cg.tap(x, lambda _: None, on_device=True), numbers(3)
+  )
   assert not fake_programs.is_capturable(program.targets()[0])
   with pytest.raises(fake_programs.ProgramError, match="not recorded into a CUDA graph"):
     program.capture(numbers(3))
