@@ -187,11 +187,11 @@ class Producer:
     Args:
       gpu: its number for CUDA.
     """
-    if self._gpu != gpu:
+    entry = self._take()
+    if self._gpu != gpu:  # after the first was taken, which is sent from here
       with self._changed:
         self._gpu = gpu
         self._changed.notify_all()
-    entry = self._take()
     if entry.upload is not None and entry.upload.ordinal == gpu:
       return entry.upload
     return _callgate.Upload(gpu, entry.item)
