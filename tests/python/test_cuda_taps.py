@@ -171,8 +171,17 @@ def test_padding_is_taken_off_by_the_logical_shape(fake: FakeCuda) -> None:
   assert value.shape == (3, 2)
 
 
-DTYPES = ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"]
-DTYPES += ["float8_e4m3fn"]
+DTYPES = [
+  "bool",
+  "int8",
+  "uint16",
+  "int32",
+  "float16",
+  "bfloat16",
+  "float32",
+  "complex64",
+  "float8_e4m3fn",
+]
 
 
 @settings(max_examples=20, deadline=None)
