@@ -5,9 +5,11 @@
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
+#   make gpu-test  the tests that need a CUDA device, into build/gpu; make gpu-bench its benchmarks
 #
 # Variables: PYTHON (the interpreter of a new $(VENV)), VENV, JAX (a version, such as 0.11.2),
-# WHEEL (install this wheel instead of building), PRESET (of CMakePresets.json), PYTEST_ARGS.
+# WHEEL (install this wheel instead of building), PRESET (of CMakePresets.json), PYTEST_ARGS,
+# GPU_JAX (cuda12 or cuda13), GPU_EXTRAS.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -36,7 +38,7 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
   2>/dev/null)
 
 .PHONY: help demo test cpp-test python-test examples lint format bench docs wheel matrix \
-  asan-python system-packages clean
+  gpu-test gpu-bench asan-python system-packages clean
 
 help:
 	@sed -n 's/^#  //p' Makefile
@@ -96,6 +98,22 @@ system-packages:
 	      libgtest-dev libgmock-dev libbenchmark-dev; } >/dev/null 2>&1 \
 	    || echo "could not install GoogleTest and Google Benchmark with apt-get"; \
 	fi
+
+# On a machine with a CUDA device: logs, test.xml and the benchmarks' JSON go to build/gpu. Where
+# nothing can be installed, `python tools/gpu.py test` does the same with what is there.
+GPU_JAX ?= cuda12
+GPU_EXTRAS ?= $(if $(findstring 13,$(GPU_JAX)),cuda,cuda12) cupy triton numba-cuda torch
+GPU_ARGS ?=
+
+$(VENV)/.stamp-gpu-%: $(VENV)/.stamp-build
+	$(PIP) install "jax[$*]" $$($(PY) tools/requirements.py test bench $(GPU_EXTRAS))
+	touch $@
+
+gpu-test: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
+	$(PY) tools/gpu.py test $(GPU_ARGS)
+
+gpu-bench: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
+	$(PY) tools/gpu.py bench $(GPU_ARGS)
 
 # One wheel for the stable ABI, built once against the oldest JAX's headers, run on every JAX that
 # its Python can have.

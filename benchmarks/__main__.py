@@ -1,7 +1,8 @@
 """`python -m benchmarks [subject ...] [--quick] [--rounds N]`: runs subjects and writes their JSON.
 
 Contestants of one subject share a process; several subjects run in one child process each, so that
-what one of them imports or installs does not reach the next.
+what one of them imports or installs does not reach the next. `cuda` stands for the subjects that
+need a CUDA device; without one they say so, and write nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import Options, environment
+from benchmarks.harness import NoDevice, Options, environment
 
 SUBJECTS = (
   "scalar",
@@ -30,14 +31,20 @@ SUBJECTS = (
   "import",
   "memory",
 )
+CUDA_SUBJECTS = (
+  "cuda_identity",
+  "cuda_gates",
+  "cuda_kernels",
+  "cuda_taps",
+  "cuda_elementwise",
+)
 
 
 def main() -> int:
   """Runs what the command line asks for; non-zero when a subject could not be run."""
   arguments = _parser().parse_args()
-  # Deviceless runs must not pick up an accelerator or probe for one.
-  os.environ.setdefault("JAX_PLATFORMS", "cpu")
   subjects = arguments.subjects or list(SUBJECTS)
+  subjects = [each for name in subjects for each in (CUDA_SUBJECTS if name == "cuda" else [name])]
   if len(subjects) == 1:
     return _run(subjects[0], arguments)
   return max(_run_in_child(subject, arguments) for subject in subjects)
@@ -45,7 +52,9 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-  parser.add_argument("subjects", nargs="*", metavar="subject", help=", ".join(SUBJECTS))
+  parser.add_argument(
+    "subjects", nargs="*", metavar="subject", help=", ".join((*SUBJECTS, *CUDA_SUBJECTS))
+  )
   parser.add_argument("--quick", action="store_true", help="short run, for a smoke test")
   parser.add_argument("--rounds", type=int, help="rounds, in place of each subject's own number")
   parser.add_argument("--no-json", action="store_true", help="print only")
@@ -53,11 +62,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(subject: str, arguments: argparse.Namespace) -> int:
-  if subject not in SUBJECTS:
-    print(f"no benchmark named '{subject}'; there are {', '.join(SUBJECTS)}", file=sys.stderr)
+  known = (*SUBJECTS, *CUDA_SUBJECTS)
+  if subject not in known:
+    print(f"no benchmark named '{subject}'; there are {', '.join(known)}", file=sys.stderr)
     return 2
+  if subject in CUDA_SUBJECTS:
+    # Other libraries and pinned memory need some of the device, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  else:
+    # Deviceless runs must not pick up an accelerator or probe for one.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
   module = importlib.import_module(f"benchmarks.bench_{subject}")
-  report = module.run(Options(quick=arguments.quick, rounds=arguments.rounds))
+  try:
+    report = module.run(Options(quick=arguments.quick, rounds=arguments.rounds))
+  except NoDevice as error:
+    print(f"{subject}: nothing measured and nothing written: {error}")
+    return 3
   report.show()
   where = environment()
   versions = where["versions"]

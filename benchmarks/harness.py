@@ -56,6 +56,10 @@ class NotInstalled(Exception):
   """A contestant's package (or compiler) is not in this environment; the message says which."""
 
 
+class NoDevice(Exception):
+  """A subject needs a device that is not there; the message says which."""
+
+
 @dataclass(frozen=True)
 class Work:
   """A thunk, and how many calls one run of it makes."""
@@ -142,6 +146,7 @@ class Report:
   facts: dict[str, Any] = field(default_factory=dict)
   quick: bool = False
   references: dict[str, str] = field(default_factory=dict)
+  device: dict[str, Any] | None = None  # that it ran on, if not the processor
 
   def row(self, name: str) -> Row | None:
     """The row of that name, if there is one."""
@@ -177,7 +182,7 @@ class Report:
       "unit": self.unit,
       "quick": self.quick,
       "settings": self.settings,
-      "environment": environment(),
+      "environment": environment() | ({"device": self.device} if self.device else {}),
       "rows": [self._row_to_json(row) for row in self.rows],
       "targets": [self._target_to_json(target) for target in self.targets],
       "facts": self.facts,

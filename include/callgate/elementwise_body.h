@@ -4,10 +4,12 @@
 // is compiled for the CPU (callgate/elementwise.h) and can be compiled for others.
 #pragma once
 
+#ifndef __CUDACC_RTC__  // has these built in, and no standard library
 #include <math.h>    // the C++ library's: overloads for each floating type in the global namespace
 #include <stdlib.h>  // abs, likewise
 
 #include <cstdint>
+#endif
 
 #if defined(__CUDACC__)
 #define CALLGATE_FUNCTION __device__ __forceinline__
@@ -41,7 +43,7 @@ CALLGATE_FUNCTION constexpr auto min(A a, B b) -> decltype(true ? A() : B()) {
   return x < y || x != x ? x : y;
 }
 
-#ifdef CALLGATE_ELEMENTWISE_COMPLEX
+#if defined(CALLGATE_ELEMENTWISE_COMPLEX) && !defined(__CUDACC__)
 // Complex numbers with numbers of any type: the library has these for one and the same type alone.
 #define CALLGATE_COMPLEX_OPERATOR(op)                                 \
   template <class T, class U>                                         \

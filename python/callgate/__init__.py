@@ -27,6 +27,8 @@ from callgate.cfunc import cfunc
 from callgate.channel import Channel, channel
 from callgate.check import check
 from callgate.cpp import cpp
+from callgate.cuda import cuda
+from callgate.cupy import cupy
 from callgate.elementwise import elementwise
 from callgate.errors import (
   CaptureError,
@@ -52,10 +54,12 @@ from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, 
 from callgate.library import Library, library
 from callgate.loops import fori_loop, scan, while_loop
 from callgate.numba import numba
+from callgate.numba_cuda import numba_cuda
 from callgate.shards import assemble
 from callgate.stats import stats, trace
 from callgate.tap import channel_stats, tap
 from callgate.torch import TorchFunction, TorchModule, torch
+from callgate.triton import triton
 
 __version__ = "0.1.0"
 
@@ -100,6 +104,8 @@ __all__ = [
   "check",
   "config",
   "cpp",
+  "cuda",
+  "cupy",
   "elementwise",
   "errors",
   "export_checks",
@@ -111,6 +117,7 @@ __all__ = [
   "library",
   "load_kernels",
   "numba",
+  "numba_cuda",
   "open_stream",
   "print",
   "progress",
@@ -121,6 +128,7 @@ __all__ = [
   "tap",
   "torch",
   "trace",
+  "triton",
   "uninstall",
   "while_loop",
 ]

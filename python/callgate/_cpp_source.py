@@ -94,7 +94,7 @@ class SourceFunction:
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
-  text = _SKIPPED.sub(_blank, source)
+  text = without_comments(source)
   last = None if name is None else name.rsplit("::", 1)[-1]
   found: list[SourceFunction] = []
   for match in _FUNCTION.finditer(text):
@@ -136,8 +136,13 @@ def _not_one(
   )
 
 
-def _blank(match: re.Match[str]) -> str:
-  """Spaces for a comment or a literal; lines stay lines."""
+def without_comments(source: str) -> str:
+  """The source with spaces for comments and literals."""
+  return _SKIPPED.sub(blank, source)
+
+
+def blank(match: re.Match[str]) -> str:
+  """Spaces for a match; lines stay lines."""
   return re.sub(r"[^\n]", " ", match.group())
 
 
@@ -147,19 +152,19 @@ def _is_named(function: SourceFunction, name: str) -> bool:
 
 def _function(text: str, match: re.Match[str]) -> SourceFunction | None:
   """The definition that begins at a match; None for a declaration."""
-  end = _closing(text, match.end() - 1)
+  end = closing(text, match.end() - 1)
   after = text[end + 1 :].lstrip()
   if end < 0 or not re.match(r"(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{", after):
     return None
   return SourceFunction(
     match.group(1),
-    "::".join([*_scopes(text[: match.start()]), match.group(1)]),
-    _template(text[: match.start()]),
+    "::".join([*scopes(text[: match.start()]), match.group(1)]),
+    template(text[: match.start()]),
     tuple(_parameter(part) for part in split_arguments(text[match.end() : end])),
   )
 
 
-def _scopes(before: str) -> list[str]:
+def scopes(before: str) -> list[str]:
   """Namespaces and classes that are open at the end of a text."""
   opened: list[str] = []
   start = 0
@@ -174,7 +179,8 @@ def _scopes(before: str) -> list[str]:
   return [name for name in opened if name]
 
 
-def _closing(text: str, opening: int) -> int:
+def closing(text: str, opening: int) -> int:
+  """Where the bracket that opens at a position closes; -1 for nowhere."""
   depth = 0
   for i in range(opening, len(text)):
     depth += (text[i] == "(") - (text[i] == ")")
@@ -213,7 +219,7 @@ def _parameter(text: str) -> SourceParameter:
   )
 
 
-def _template(before: str) -> tuple[TemplateParameter, ...]:
+def template(before: str) -> tuple[TemplateParameter, ...]:
   """The parameters of the `template <…>` that ends just before a function."""
   heads = list(re.finditer(r"\btemplate\s*(?=<)", before))
   if not heads:

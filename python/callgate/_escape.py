@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _callgate, _names
+from callgate import _callgate, _cuda_arrays, _names
 from callgate.errors import EscapedViewError
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
@@ -52,8 +52,14 @@ def settle(gate: str, spec: str, suspects: list[Suspect], exception: BaseExcepti
   raise EscapedViewError(
     f"gate '{gate}': {', '.join(names)}: a view of XLA's memory, or an array derived from it, was "
     "kept after the call returned. Expected: views used during the call alone; keep a copy "
-    "(x.copy()) instead. What was kept now holds a private copy of the data."
+    f"(x.copy()) instead. {_consequence(suspects)}"
   )
+
+
+def _consequence(suspects: list[Suspect]) -> str:
+  if any(not isinstance(suspect[2], np.ndarray) and suspect[2].stream for suspect in suspects):
+    return "What was kept must not be used any more: its memory on the GPU is XLA's."
+  return "What was kept now holds a private copy of the data."
 
 
 def _escaped(suspects: list[Suspect]) -> list[tuple[Suspect, int]]:
@@ -79,6 +85,9 @@ def _escaped_for_good(suspects: list[Suspect]) -> list[tuple[Suspect, int]]:
 
 def _make_safe(suspect: Suspect, references: int, exception: BaseException | None) -> None:
   _, _, view, address, size = suspect
+  if not isinstance(view, np.ndarray) and view.stream:
+    _leave_gpu(view, address, size, exception)
+    return
   if isinstance(view, np.ndarray):
     keeper = view.copy()
     keeper.setflags(write=view.flags.writeable)
@@ -93,6 +102,19 @@ def _make_safe(suspect: Suspect, references: int, exception: BaseException | Non
   # the search of the whole heap (a good part of a second) is not needed.
   if exception is None or rescue.run(_frames_of(exception)) < references:
     rescue.run(_heap())
+
+
+def _leave_gpu(view: Any, address: int, size: int, exception: BaseException | None) -> None:
+  """Ends a Buffer on a GPU: whoever asks it for the memory gets an error, not a copy.
+
+  Of what was made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
+  """
+  if _tensor_types():
+    rescue = _Rescue(view, view, address, 0, size)
+    roots = _heap() if exception is None else _frames_of(exception)
+    torch = _cuda_arrays.library("torch")
+    torch.run(view.stream, view.__dlpack_device__()[1], lambda: rescue.run(roots))
+  view._detach()  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclasses.dataclass

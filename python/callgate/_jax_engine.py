@@ -34,7 +34,7 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
       return jax.pure_callback(function, types, *args, vmap_method="sequential")
     return io_callback(function, types, *args, ordered=gate.effect == "ordered")
 
-  if gate.vmap_rule is None and gate.vmap == "each":
+  if gate.vmap_rule is None and gate.vmap in ("each", "grid"):
     return call(*leaves)
   with_rule = jax.custom_batching.custom_vmap(call)
 

@@ -16,7 +16,14 @@ import numpy as np
 from callgate import _compat
 from callgate._partition import Sharded
 from callgate._rules import Rule
-from callgate._runtime import GATE_TARGET, KERNEL_TARGET, PARTITIONED, remember_site
+from callgate._runtime import (
+  GATE_TARGET,
+  KERNEL_SCRATCH_TARGET,
+  KERNEL_TARGET,
+  PARTITIONED,
+  name_gpus,
+  remember_site,
+)
 from callgate.errors import GateDefinitionError
 
 # A batch level: its extent and, for each operand, whether it has that axis.
@@ -67,6 +74,8 @@ def emit(
       f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
       "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
     )
+  if "cuda" in platforms:
+    name_gpus()
   held = {
     "name": name,
     "spec": spec,
@@ -78,7 +87,7 @@ def emit(
   rule = None
   if sharded is not None:
     held["shard"], rule = sharded[0].text, sharded[1]
-  if target == KERNEL_TARGET:
+  if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
     text = repr(sorted(held.items())).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -29,7 +29,7 @@ from callgate._primitive import CallSite, TangentCall
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["pure", "io", "ordered"]
-Vmap = Literal["each", "whole", "broadcast"]
+Vmap = Literal["each", "whole", "broadcast", "grid"]
 
 
 class Operation:
@@ -68,7 +68,11 @@ class Operation:
     self.collective = collective
     self.effect: Effect = _options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
     self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
-    self.vmap: Vmap = "each" if callable(vmap) else _options.vmap_method(self.label, vmap)
+    self.vmap: Vmap = (
+      "each"
+      if callable(vmap)
+      else _options.vmap_method(self.label, vmap, grid=self.kind == "kernel")
+    )
     self.sharding = _options.sharding(self.label, sharding)
     self.like = like
     self.out = out

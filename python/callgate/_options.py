@@ -16,8 +16,9 @@ def choice(label: str, option: str, value: Any, allowed: Sequence[str]) -> Any:
   return value
 
 
-def vmap_method(label: str, value: Any) -> Any:
-  return choice(label, "vmap", value, ("each", "whole", "broadcast"))
+def vmap_method(label: str, value: Any, *, grid: bool = False) -> Any:
+  more = ("grid",) if grid else ()
+  return choice(label, "vmap", value, ("each", "whole", "broadcast", *more))
 
 
 def sharding(label: str, value: Any) -> Any:

@@ -279,9 +279,6 @@ def _module(
   if located:
     held["shards"] = "".join("01"[device in runs] for device in range(devices))
     held["mesh"] = mesh_text(call.devices, call.mesh)
-  if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
-    text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
-    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
   skip = int(call.token)
   tiles = [
     *((a.shape, None) for a in operands[:skip]),
@@ -291,6 +288,14 @@ def _module(
     *((a.shape, None) for a in results[:skip]),
     *((t.tile(a.shape), a.dtype) for a, t in zip(results[skip:], plan.results, strict=True)),
   ]
+  if "tiles" in held:  # of a kernel for CUDA, whose grid depends on shapes
+    from callgate import _cuda_program
+
+    _cuda_program.retile(held, call.lanes, tiles[skip:], outs[skip:])
+    target = _cuda_program.target_on_shards(held, target)
+  if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
+    text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
+    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
   share = located and call.once and call.tap < 0 and len(groups) < devices
   return _local_module.local_module(
     target,

@@ -333,7 +333,7 @@ def lower(
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> Sequence[Any]:
-  params = {"gate": gate, "site": site, "levels": levels, "whole": whole}
+  params: dict[str, Any] = {"gate": gate, "site": site, "levels": levels, "whole": whole}
   if site.by_jax:
     return lower_by_jax(context, *operands, **params)
   platforms = _compat.platforms_of(context)
@@ -368,6 +368,8 @@ def _lower_to_runtime(
       site, context.avals_in, context.avals_out, levels, whole, devices
     )
   else:
+    if gate.vmap == "grid" and whole is not None:  # the runtime loops over what a grid would hold
+      levels, whole = (*levels, whole), None
     called, target, attributes = runs.emission(site, context.avals_in, context.avals_out, levels)
   avals_in = context.avals_in
   if gate.collective and (located := _sharding.in_manual(context, gate)):

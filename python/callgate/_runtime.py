@@ -36,10 +36,12 @@ from callgate.errors import (
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
+# On CUDA, a kernel with scratch memory, which a graph's replays would not have: never captured.
+KERNEL_SCRATCH_TARGET = "callgate.kernel.scratch"
 # A call that XLA's partitioner is still to make one of each device has this behind its target.
 PARTITIONED = ".partitioned"
 GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
-_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, GRAPH_TARGET)
+_OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
 _counters: collections.Counter[str] = collections.Counter()
@@ -130,6 +132,31 @@ def _stalled(gate: str, call: str, timed_out: bool) -> str:
   return f"[callgate error #{keep(GateTimeoutError(report))}] {report}"
 
 
+def _device_worker() -> None:
+  """Has JAX use the CPU on this thread, unless told otherwise.
+
+  A GPU's stream waits for the call that the thread is about to make: what the call gave the same
+  GPU to do would wait for the call.
+  """
+  try:
+    cpu = jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return
+  jax.default_device(cpu).__enter__()
+
+
+def name_gpus() -> None:
+  """Tells the runtime the GPUs' ids, where these are not CUDA's own numbers: over processes."""
+  if not jax.distributed.is_initialized():
+    return
+  try:
+    gpus = jax.local_devices(backend="cuda")
+  except RuntimeError:  # lowered for another machine
+    return
+  for gpu in gpus:
+    _callgate.set_device_id(gpu.local_hardware_id, gpu.id)
+
+
 def _undefined(name: str) -> bool:
   from callgate.kernel import undefined
 
@@ -196,6 +223,7 @@ def start() -> None:
     kernel_failed=_kernel_failed,
     kernel_raised=kernel_raised,
     undefined=_undefined,
+    device_worker=_device_worker,
   )
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():

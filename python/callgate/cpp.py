@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from callgate import _callgate, _cpp_source, _options, _runtime, _toolchain
+from callgate import (
+  _callgate,
+  _cpp_source,
+  _cuda_part,
+  _cuda_program,
+  _options,
+  _runtime,
+  _toolchain,
+)
 from callgate._cpp_source import SourceFunction, SourceParameter, TemplateParameter
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, from_codes
@@ -196,6 +204,7 @@ class CppKernel(Kernel):
   def saved_form(self) -> dict[str, Any] | None:
     native = any("native" in flag for flag in self.build_options["flags"])
     libraries = {**self._from_files, **self._libraries}
+    cuda = self.cuda if isinstance(self.cuda, _cuda_part.SourcePart) else None
     return {
       "kind": "cpp",
       "name": self.name,
@@ -203,6 +212,7 @@ class CppKernel(Kernel):
       "function": self._given_function,
       "build_options": self.build_options,
       "thread_safe": self.thread_safe,
+      "cuda": None if cuda is None else _cuda_part.saved(cuda),
       "compiled": compiled_form(libraries, native=native),
     }
 
@@ -271,7 +281,7 @@ def _address(library: Any, symbol: str) -> int:
 
 def _restore(form: dict[str, Any]) -> CppKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
-  return CppKernel(
+  kernel = CppKernel(
     form["name"],
     form["source"],
     form["function"],
@@ -280,6 +290,9 @@ def _restore(form: dict[str, Any]) -> CppKernel:
     out=no_new_calls(form["name"]),
     thread_safe=form["thread_safe"],
   )
+  if form.get("cuda") is not None:
+    kernel.cuda = _cuda_part.restored(kernel.label, form["cuda"])
+  return kernel
 
 
 register_kind("cpp", _restore)
@@ -310,6 +323,16 @@ def cpp(
   libraries: Sequence[str] = (),
   library_dirs: Sequence[str | os.PathLike[str]] = (),
   debug: bool = False,
+  cuda_source: str | None = None,
+  cuda_kernel: str | None = None,
+  grid: Any = None,
+  block: Any = None,
+  shared: Any = 0,
+  cluster: Any = None,
+  zeroed: Sequence[int] = (),
+  scratch: Mapping[str, Any] | None = None,
+  cuda_options: Sequence[str] = (),
+  arch: str | int | Sequence[str | int] | None = None,
 ) -> Kernel:
   """Makes a C++ function a JAX function: compiled once, cached on disk, no Python at run time.
 
@@ -338,7 +361,8 @@ def cpp(
     aliases: flat input position to flat output position: both are one memory. An `InOut` is aliased
       without being named here.
     vmap: "each" (a loop over the lanes in C++), "whole" (batched arguments have a leading axis),
-      "broadcast" (all have) or a rule, as for `callgate.gate`.
+      "broadcast" (all have) or a rule, as for `callgate.gate`; "grid" as for `callgate.cuda`, and
+      on the CPU as "each".
     sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a rule
       such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
@@ -349,6 +373,19 @@ def cpp(
     libraries: names for `-l`, or paths of libraries.
     library_dirs: folders where they are, now and at run time.
     debug: "-O0 -g" and bounds checks of every index instead of the flags above.
+    cuda_source: CUDA C++ with the same kernel, which runs in programs for CUDA. Its arrays are
+      those of the C++ function, in the same order: pointers or views, `const T*` also where that
+      takes a number by value; its numbers by value are the C++ function's `cg::Attr` of the same
+      names.
+    cuda_kernel: which kernel of it, where it has several.
+    grid: with cuda_source, blocks of its launch, as for `callgate.cuda`; also all that follow.
+    block: threads of a block.
+    shared: bytes of dynamic shared memory.
+    cluster: blocks of a cluster.
+    zeroed: flat positions of results that are set to zero before a launch.
+    scratch: bytes of the memory behind parameters, by their names.
+    cuda_options: for NVRTC.
+    arch: what to compile for where the process has no CUDA device.
 
   Returns:
     A `Kernel`.
@@ -367,9 +404,13 @@ def cpp(
     "libraries": _options.strings(label, "libraries", libraries),
     "library_dirs": _options.strings(label, "library_dirs", library_dirs),
   }
+  if cuda_source is None and (grid, block, cuda_kernel) != (None, None, None):
+    raise GateDefinitionError(
+      f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
+    )
   if name is None:
     name = _runtime.free_name(f"{caller_module()}.{known.name}")
-  return CppKernel(
+  made = CppKernel(
     name,
     source,
     function,
@@ -384,3 +425,14 @@ def cpp(
     gradient=gradient,
     thread_safe=thread_safe,
   )
+  if cuda_source is not None:
+    launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
+    building = _cuda_part.build_options(
+      _options.strings(label, "cuda_options", cuda_options),
+      _options.strings(label, "include_dirs", include_dirs),
+      _cuda_program.parse_arch(label, arch),
+    )
+    made.cuda = _cuda_part.SourcePart(
+      made.label, cuda_source, cuda_kernel, launching, building, made.aliases
+    )
+  return made

@@ -16,12 +16,16 @@ import numpy as np
 
 from callgate import (
   _callgate,
+  _elementwise_cuda,
   _elementwise_derivatives,
   _elementwise_params,
+  _options,
   _rules,
   _runtime,
   _toolchain,
 )
+from callgate._cuda_program import PREFIX, parse_arch
+from callgate._elementwise_cuda import CudaOptions
 from callgate._elementwise_params import Param, dtype_named
 from callgate._elementwise_source import Code, cpu_unit, has_complex
 from callgate._operation import Effect
@@ -45,6 +49,7 @@ class ElementwiseKernel(Kernel):
     user_code: as given.
     derivatives: for each argument that has one, by its position.
     build_options: flags, include_dirs, libraries and library_dirs of its compilation.
+    cuda_options: of its compilation for CUDA.
   """
 
   def __init__(
@@ -53,6 +58,7 @@ class ElementwiseKernel(Kernel):
     code: Code,
     *,
     build_options: Mapping[str, Any],
+    cuda_options: CudaOptions,
     jvp: str | None = None,
     like: Callable[..., Any] | None = None,
     gradient: Literal["finite-difference"] | None = None,
@@ -60,6 +66,7 @@ class ElementwiseKernel(Kernel):
   ) -> None:
     self.user_code = code
     self.build_options = dict(build_options)
+    self.cuda_options = cuda_options
     self.derivatives: dict[int, _elementwise_derivatives.Derivative] = {}
     signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
     signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
@@ -72,10 +79,11 @@ class ElementwiseKernel(Kernel):
       thread_safe=True,
       **options,
     )
+    self.cuda = _elementwise_cuda.ElementwisePart(self, cuda_options)
     if not code.knows_place:
       self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
     if jvp is not None:
-      make = functools.partial(_derivative_kernel, name, self.build_options)
+      make = functools.partial(_derivative_kernel, name, self.build_options, cuda_options)
       self.derivatives = _elementwise_derivatives.derive(self.label, code, jvp, like, make)
       self._set_rule(_elementwise_derivatives.rule)
     elif gradient is not None and like is None:
@@ -163,10 +171,20 @@ class ElementwiseKernel(Kernel):
     return CallTypes((), (), (("key", key),))
 
   def define_variant(self, key: str) -> bool:
+    if key.startswith(PREFIX):
+      return super().define_variant(key)
     letters, _, varies = key.partition(":")
     names = tuple(part.partition("=")[0] for part in letters.split(",") if part)
     fits = names == self.user_code.letters and len(varies) == len(self.user_code.mapped)
     return fits and super().define_variant(key)
+
+  def bound_of(self, key: str) -> dict[str, np.dtype[Any]]:
+    """A variant's letters, from its key."""
+    return _bound_of(key)
+
+  def explained(self, error: CompileError) -> CompileError:
+    """What the compiler said, with what the user should know of it."""
+    return error
 
   def compile(self, types: CallTypes) -> tuple[str, Function]:
     key = self.variant_key(types)
@@ -191,22 +209,28 @@ class _DerivativeKernel(ElementwiseKernel):
     try:
       return super().compile(types)
     except CompileError as error:
-      raise CompileError(
-        f"{error}\njvp= is compiled for tangents `dx` of a type that takes only what is linear: "
-        "sums, differences, and products and quotients with numbers; a tangent that is nowhere is "
-        "written 0, and a variable that holds one is declared auto",
-        error.output,
-      ) from None
+      raise self.explained(error) from None
+
+  def explained(self, error: CompileError) -> CompileError:
+    return CompileError(
+      f"{error}\njvp= is compiled for tangents `dx` of a type that takes only what is linear: "
+      "sums, differences, and products and quotients with numbers; a tangent that is nowhere is "
+      "written 0, and a variable that holds one is declared auto",
+      error.output,
+    )
 
 
 def _derivative_kernel(
   name: str,
   build_options: Mapping[str, Any],
+  cuda_options: CudaOptions,
   suffix: str,
   code: Code,
   like: Callable[..., Any] | None,
 ) -> ElementwiseKernel:
-  kernel = _DerivativeKernel(f"{name}.{suffix}", code, build_options=build_options, like=like)
+  kernel = _DerivativeKernel(
+    f"{name}.{suffix}", code, build_options=build_options, cuda_options=cuda_options, like=like
+  )
   if like is None:
 
     def refuse(primals: Any, tangents: Any) -> Any:
@@ -326,8 +350,12 @@ def elementwise(
   libraries: Sequence[str] = (),
   library_dirs: Sequence[str | os.PathLike[str]] = (),
   debug: bool = False,
+  cuda_options: Sequence[str] = (),
+  arch: str | int | Sequence[str | int] | None = None,
 ) -> ElementwiseKernel:
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
+
+  The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -364,7 +392,10 @@ def elementwise(
     include_dirs: folders of headers.
     libraries: names for `-l`, or paths of libraries.
     library_dirs: folders where they are, now and at run time.
-    debug: "-O0 -g" and bounds checks of raw arguments.
+    debug: "-O0 -g" and bounds checks of raw arguments; on the CPU.
+    cuda_options: for CUDA's run-time compiler, after callgate's own; "--use_fast_math", say.
+    arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
+      or several. Default: PTX, which any device runs.
 
   Returns:
     A `Kernel`. Its calls take the arguments by position or name; `size=` where all are raw; and the
@@ -393,6 +424,9 @@ def elementwise(
       "libraries": tuple(libraries),
       "library_dirs": tuple(os.fspath(d) for d in library_dirs),
     },
+    cuda_options=CudaOptions(
+      _options.strings(label, "cuda_options", cuda_options), parse_arch(label, arch)
+    ),
     jvp=jvp,
     like=like,
     effect=effect,

@@ -19,6 +19,7 @@ import numpy as np
 from callgate import (
   _attributes,
   _callgate,
+  _cuda_program,
   _derivatives,
   _names,
   _runtime,
@@ -93,8 +94,8 @@ class Function:
 class Kernel(Operation):
   """A native function as a JAX function; called like any JAX function.
 
-  Made by `callgate.cpp`, `callgate.library`, `callgate.cfunc`, `callgate.numba` and
-  `callgate.elementwise`.
+  Made by `callgate.cpp`, `callgate.cuda`, `callgate.library`, `callgate.cfunc`, `callgate.numba`
+  and `callgate.elementwise`.
 
   Attributes:
     name: what compiled programs call it by; unique among the live ones of the process.
@@ -104,6 +105,8 @@ class Kernel(Operation):
 
   kind = "kernel"
   arrays = "native"
+  # What runs it on CUDA devices, for kernels that have code for them.
+  cuda: _cuda_program.CudaPart | None = None
 
   def __init__(
     self,
@@ -130,7 +133,8 @@ class Kernel(Operation):
       like: a JAX function with the same meaning.
       effect: "pure", "io" or "ordered".
       aliases: results that share an operand's memory.
-      vmap: "each", "whole", "broadcast" or a rule.
+      vmap: "each", "whole", "broadcast", "grid" (of kernels for CUDA: the lanes are the grid's z
+        axis; on the CPU as "each") or a rule.
       sharding: which dimensions may stay split over devices.
       linear: positions of the arguments in which it is linear.
       gradient: "finite-difference" or None.
@@ -154,7 +158,8 @@ class Kernel(Operation):
     self.thread_safe = thread_safe
     self.signature = None if signature is None else tuple(signature)
     self._variants: dict[str, Variant] = {}
-    self._defining = threading.RLock()
+    self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
+    self.defining = threading.RLock()
     if self.signature is not None:
       self.parameters = tuple(p.name for p in self.signature if p.is_operand)
       self._alias_inouts(self.signature)
@@ -229,12 +234,14 @@ class Kernel(Operation):
 
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
+    if key.startswith(_cuda_program.PREFIX):
+      return _cuda_program.define(self, key.removeprefix(_cuda_program.PREFIX))
     if key not in self._variants:
       self._define(key, self.types_of_key(key))
     return True
 
   def _define(self, key: str, types: CallTypes) -> Variant:
-    with self._defining:  # threads that trace at once get the same variant
+    with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
         self._variants[key] = self._defined(key, self.compile(types)[1])
       return self._variants[key]
@@ -436,6 +443,21 @@ class Kernel(Operation):
     if held:
       attributes["attributes"] = held
     return variant.callee, _runtime.KERNEL_TARGET, attributes
+
+  def cuda_emission(
+    self,
+    site: CallSite,
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    levels: Sequence[Level],
+    whole: Level | None,
+    devices: int,
+  ) -> Any:
+    return _cuda_program.emission(self, site, avals_in, avals_out, levels, whole, devices=devices)
+
+  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
+    del site, mask, lanes
+    return "broadcast" if self.vmap == "grid" else self.vmap
 
   def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)

@@ -189,6 +189,13 @@ nb::object dlpack_unchecked(nb::handle self) {
   return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
 }
 
+// Whether the type is one of NumPy's own: those of ml_dtypes have names that say something else.
+bool has_numpy_name(DType dtype) {
+  auto type = dlpack::data_type(dtype);
+  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;  // below: integers
+  return type && (type->code <= kFloat || type->code == kComplex || type->code == kBool);
+}
+
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 nb::dict cuda_array_interface(Buffer& buffer) {
   buffer.check_alive();
@@ -198,10 +205,8 @@ nb::dict cuda_array_interface(Buffer& buffer) {
         ("Buffer.__cuda_array_interface__: " + type + " is on the CPU; use __array__ or __dlpack__")
             .c_str());
   }
-  nb::object dtype = is_packed(buffer.view().dtype) ? nb::none() : dtype_of(buffer);
-  // NumPy's own types alone: those of ml_dtypes have the letter of raw bytes.
-  if (dtype.is_none() || nb::cast<std::string>(dtype.attr("kind")) == "V" ||
-      !nb::cast<bool>(dtype.attr("isbuiltin").equal(nb::int_(1)))) {
+  nb::object dtype = has_numpy_name(buffer.view().dtype) ? dtype_of(buffer) : nb::none();
+  if (dtype.is_none()) {
     throw nb::attribute_error(("Buffer.__cuda_array_interface__: it has no name for the elements "
                                "of " +
                                type + "; use __dlpack__")

@@ -213,14 +213,14 @@ CopySources::~CopySources() {
   if (objects_.empty() && blocks_.empty()) return;
   auto kept = std::make_shared<Kept>(std::move(objects_), std::move(blocks_));
   without_gil([&] {
+    bool taken = false;
     try {
       cuda::StreamEvent event(*call_.device, call_.stream);
-      auto task = [kept](cuda::Result) {};
-      if (cuda::Completions::of(*call_.device).after(std::move(event), task)) return;
+      taken = cuda::Completions::of(*call_.device).after(std::move(event), [kept](cuda::Result) {});
     } catch (const Error&) {
-      // No event: the device is lost, or close to it. The wait below fails at once, or is right.
+      taken = false;  // no event: the device is lost, or close to it
     }
-    cuda::driver().stream_synchronize(call_.stream);
+    if (!taken) cuda::driver().stream_synchronize(call_.stream);
   });
 }
 

@@ -15,6 +15,7 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "core/check.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
@@ -70,6 +71,16 @@ void PyCallee::defer(const Failure& failure) {
   GilScope gil;
   nb::object done =
       nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
+
+void PyCallee::enter_device_worker() {
+  thread_local bool entered = false;
+  if (std::exchange(entered, true)) return;
+  ActiveCall active;
+  if (!active.entered()) return;
+  GilScope gil;
+  nb::object done = nb::steal(call_python(Hooks::instance().device_worker, ""));
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 

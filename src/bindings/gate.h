@@ -49,6 +49,7 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
   void defer(const Failure& failure) override;
+  void enter_device_worker() override;
   std::string stall_report(const std::string& call, bool timed_out) override;
 
   // For Python's cycle collector, by way of the handle.

@@ -33,30 +33,6 @@ std::shared_ptr<void> share(nb::handle object) {
           [](void* pointer) { release_later(static_cast<PyObject*>(pointer)); }};
 }
 
-// Text for XLA, by way of the hook, which makes the exception and keeps it. Without Python, which
-// may be gone, the message itself.
-std::string describe(const std::string& kernel, const std::string& message,
-                     const std::string& site) {
-  std::string plain = "callgate: kernel '" + kernel + "': " + message;
-  ActiveCall active;
-  if (!active.entered()) return plain;
-  GilScope gil;
-  nb::object text = nb::steal(call_python(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                          message.c_str(), site.c_str()));
-  if (text.is_valid()) return nb::cast<std::string>(text);
-  PyErr_Clear();
-  return plain;
-}
-
-void defer(const Failure& failure) {
-  ActiveCall active;
-  if (!active.entered()) return;
-  GilScope gil;
-  nb::object done =
-      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
-}
-
 // For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
@@ -161,10 +137,10 @@ std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t funct
   info.thread_safe = thread_safe;
   info.repeatable = repeatable;
   auto text = [kernel = info.name](const std::string& message, const std::string& site) {
-    return describe(kernel, message, site);
+    return describe_kernel_failure(kernel, message, site);
   };
   auto callee = std::make_shared<KernelCallee>(std::move(info), text, share(keep));
-  callee->set_defer(&defer);
+  callee->set_defer(&defer_kernel_failure);
   return callee;
 }
 
@@ -184,6 +160,28 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
 }
 
 }  // namespace
+
+std::string describe_kernel_failure(const std::string& kernel, const std::string& message,
+                                    const std::string& site) {
+  std::string plain = "callgate: kernel '" + kernel + "': " + message;
+  ActiveCall active;
+  if (!active.entered()) return plain;
+  GilScope gil;
+  nb::object text = nb::steal(call_python(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+                                          message.c_str(), site.c_str()));
+  if (text.is_valid()) return nb::cast<std::string>(text);
+  PyErr_Clear();
+  return plain;
+}
+
+void defer_kernel_failure(const Failure& failure) {
+  ActiveCall active;
+  if (!active.entered()) return;
+  GilScope gil;
+  nb::object done =
+      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
 
 void bind_kernel(nb::module_& module) {
   nb::class_<KernelHandle>(module, "Kernel", nb::is_weak_referenceable(),

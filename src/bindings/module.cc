@@ -9,6 +9,7 @@
 #include "bindings/buffer.h"
 #include "bindings/channel.h"
 #include "bindings/consumer.h"
+#include "bindings/cuda_kernel.h"
 #include "bindings/deferred.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
@@ -29,6 +30,7 @@
 #include "cuda/device.h"
 #include "cuda/memory.h"
 #include "xla/cuda_gate.h"
+#include "xla/cuda_kernel.h"
 #include "xla/gate.h"
 #include "xla/kernel.h"
 
@@ -40,7 +42,8 @@ PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 
 void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
                nb::callable result_error, nb::callable input_written, nb::callable stalled,
-               nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined) {
+               nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined,
+               nb::callable device_worker) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
   hooks.deferred = keep(deferred);
@@ -51,6 +54,7 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.kernel_failed = keep(kernel_failed);
   hooks.kernel_raised = keep(kernel_raised);
   hooks.undefined = keep(undefined);
+  hooks.device_worker = keep(device_worker);
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveCall active;
     if (!active.entered()) return false;
@@ -92,6 +96,10 @@ nb::dict targets() {
   cuda[name(xla_ffi::kGraphTarget)] =
       handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_graph_execute);
   cuda[name(xla_ffi::kTapTarget)] = cuda[name(xla_ffi::kGraphTarget)];
+  cuda[name(xla_ffi::kKernelTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_execute);
+  cuda[name(xla_ffi::kKernelScratchTarget)] =
+      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_scratch_execute);
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;
   return platforms;
@@ -146,6 +154,7 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
+  bind_cuda_kernel(module);
   bind_stream(module);
   bind_progress(module);
   bind_upload(module);
@@ -154,7 +163,7 @@ NB_MODULE(_callgate, module) {
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
              nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
-             nb::arg("undefined"));
+             nb::arg("undefined"), nb::arg("device_worker"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));

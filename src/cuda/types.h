@@ -75,12 +75,8 @@ enum class LaunchAttributeId : int { kClusterDimension = 4 };
 struct LaunchAttribute {
   LaunchAttributeId id;
   char padding[4];
-  union {
-    char bytes[64];
-    struct {
-      unsigned x, y, z;
-    } cluster;
-  };
+  unsigned cluster[3];  // of kClusterDimension
+  char rest[52];        // other attributes have up to 64 bytes
 };
 static_assert(sizeof(LaunchAttribute) == 72);
 

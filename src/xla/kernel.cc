@@ -37,7 +37,7 @@ std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
   auto kernel = std::dynamic_pointer_cast<KernelCallee>(callee);
   if (kernel == nullptr) {
     throw Error(ErrorCode::kInvalidArgument, "the program's call of '" + callee->name() + "'",
-                "a kernel", "a gate of that name");
+                "a kernel for the CPU", "a gate, or a kernel for CUDA alone, of that name");
   }
   auto state = std::make_unique<KernelState>();
   state->bound = share(attrs, *kernel, [&] {

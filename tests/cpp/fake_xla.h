@@ -14,6 +14,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "xla/cuda_gate.h"
+#include "xla/cuda_kernel.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/gate.h"
 #include "xla/kernel.h"
@@ -46,6 +48,8 @@ struct XLA_FFI_ExecutionContext {
   std::int64_t run = 77;     // as above
   std::int64_t threads = 1;  // of its pool, which starts one for each task; negative: no pool
   void* stream = nullptr;    // of a GPU's program
+  std::function<void*(std::size_t bytes)> allocate;  // scratch memory on it; null for none
+  std::function<void(void*)> free;
   void* state = nullptr;
   XLA_FFI_TypeId state_type = {0};
 
@@ -195,6 +199,16 @@ inline const XLA_FFI_Api* api() {
       }
       args->stream = args->ctx->stream;
       return nullptr;
+    };
+    api.XLA_FFI_DeviceMemory_Allocate =
+        [](XLA_FFI_DeviceMemory_Allocate_Args* args) -> XLA_FFI_Error* {
+      args->data = args->ctx->allocate ? args->ctx->allocate(args->size) : nullptr;
+      if (args->data != nullptr) return nullptr;
+      return make_error(XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of memory");
+    };
+    api.XLA_FFI_DeviceMemory_Free = [](XLA_FFI_DeviceMemory_Free_Args* args) {
+      args->ctx->free(args->data);
+      return static_cast<XLA_FFI_Error*>(nullptr);
     };
     api.XLA_FFI_ThreadPool_NumThreads =
         [](XLA_FFI_ThreadPool_NumThreads_Args* args) -> XLA_FFI_Error* {
@@ -440,6 +454,16 @@ class CudaGateProgram : public Program {
   explicit CudaGateProgram(const std::string& name, void* stream, AttributeMap attributes = {})
       : Program(with_name(std::move(attributes), name), &xla_ffi::cuda_gate_instantiate,
                 &xla_ffi::cuda_gate_execute) {
+    context().stream = stream;
+  }
+};
+
+// A kernel's call in a GPU's program, on a stream.
+class CudaKernelProgram : public Program {
+ public:
+  CudaKernelProgram(const std::string& name, void* stream, AttributeMap attributes)
+      : Program(with_name(std::move(attributes), name), &xla_ffi::cuda_kernel_instantiate,
+                &xla_ffi::cuda_kernel_execute) {
     context().stream = stream;
   }
 };

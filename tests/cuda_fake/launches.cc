@@ -235,9 +235,9 @@ FAKECUDA_API Result cuLaunchKernelEx(const cu::LaunchConfig* config, cu::Functio
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const cu::LaunchAttribute& attribute = config->attributes[i];
     if (attribute.id != cu::LaunchAttributeId::kClusterDimension) continue;
-    launch.cluster[0] = attribute.cluster.x;
-    launch.cluster[1] = attribute.cluster.y;
-    launch.cluster[2] = attribute.cluster.z;
+    launch.cluster[0] = attribute.cluster[0];
+    launch.cluster[1] = attribute.cluster[1];
+    launch.cluster[2] = attribute.cluster[2];
   }
   return launch_kernel("cuLaunchKernelEx", function, launch, parameters, extra);
 }

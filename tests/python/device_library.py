@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,7 +161,7 @@ def read_capsule(capsule: Any) -> Read:
 class DlpackArray:
   """An array with DLPack alone, of version 0; notes the streams that consumers name."""
 
-  CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+  CODES = types.MappingProxyType({"i": 0, "u": 1, "f": 2, "c": 5, "b": 6})
 
   def __init__(self, memory: DeviceArray, strides: Sequence[int] | None = None) -> None:
     self.memory, self.streams = memory, []

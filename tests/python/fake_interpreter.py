@@ -207,7 +207,8 @@ def _aliases(op: Any) -> list[tuple[int, int]]:
 def _attributes(op: Any) -> dict[str, Any]:
   for name in ("mhlo.backend_config", "backend_config"):
     if name in op.attributes and str(op.attributes[name]).startswith("{"):
-      return _value(op.attributes[name])
+      with op.context, ir.Location.unknown():
+        return _value(op.attributes[name])
   return {}
 
 

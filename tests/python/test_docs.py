@@ -2,44 +2,72 @@
 
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
+import doc_blocks
 import pytest
+
+import callgate as cg
+from callgate import _nvrtc
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-# Runs the blocks in one namespace. Empty lines before each keep the page's line numbers.
-RUNNER = """
-import re, sys
-path, pattern = sys.argv[1:]
-text = open(path, encoding="utf-8").read()
-namespace = {"__name__": "__main__"}
-for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
-  source = chr(10) * text.count(chr(10), 0, match.start(1)) + match[1]
-  exec(compile(source, path, "exec"), namespace)
-"""
+FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in PAGES}
 
 
-def pages_with_code():
-  return [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+def run(page, folder, *options):
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  command = [sys.executable, doc_blocks.__file__, str(page), str(folder), *options]
+  done = subprocess.run(
+    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
 
 
-@pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if FOUND[p]], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path):
+  code = "".join(block.code for block in FOUND[page] if not block.gpu)
   if page.name == "README.md" or "scipy" in page.read_text(encoding="utf-8"):
     pytest.importorskip("scipy")
-  if "import torch" in page.read_text(encoding="utf-8"):
+  if "import torch" in code:
     pytest.importorskip("torch")
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  done = subprocess.run(
-    [sys.executable, "-c", RUNNER, str(page), BLOCK.pattern],
-    cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
+  run(page, tmp_path)
+
+
+FOR_GPUS = [p for p in PAGES if any(block.gpu for block in FOUND[p])]
+
+
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
+def test_the_code_of_a_page_for_gpus_lowers_for_cuda_without_one(page, tmp_path):
+  try:
+    _nvrtc.compiler()
+  except cg.CompileError as error:
+    pytest.skip(str(error).splitlines()[0])
+  text = run(page, tmp_path, "--lower")
+  assert "lowered, calls callgate.kernel" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_on_a_gpu(page, tmp_path):
+  print(run(page, tmp_path, "--gpu"))
+
+
+def test_blocks_for_gpus_are_compiled_and_not_run_without_one(tmp_path):
+  page = tmp_path / "page.md"
+  page.write_text(
+    "```python\nx = 1\n```\n"
+    '=== "A tab"\n\n    <!-- gpu: no_such_module -->\n    ```python\n    x = 1 / 0\n    ```\n\n'
+    "```python\nassert x == 1\n```\n"
+  )
+  assert [block.gpu for block in doc_blocks.blocks(page.read_text())] == [False, True, False]
+  run(page, tmp_path)
+  assert "page.md:8: skipped, since there is no no_such_module" in run(page, tmp_path, "--gpu")
+  page.write_text("<!-- gpu -->\n```python\nx = = 1\n```\n")
+  with pytest.raises(AssertionError, match="SyntaxError"):
+    run(page, tmp_path)
 
 
 def test_the_readme_opens_with_the_two_commands():

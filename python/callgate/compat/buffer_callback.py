@@ -181,10 +181,10 @@ def _transpose(*_args: Any, **_params: Any) -> Any:
 
 
 def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-  platforms = _compat.platforms_of(ctx)
-  if len(platforms) > 1:
+  platform, *others = _compat.platforms_of(ctx)
+  if others:
     raise NotImplementedError("multi-platform lowering for buffer_callback")
-  rule = _lowering_to_runtime if platforms[0] in RUNTIME_PLATFORMS else _other_lowering
+  rule = _lowering_to_runtime if platform in RUNTIME_PLATFORMS else _other_lowering
   return rule(ctx, *operands, **params)
 
 

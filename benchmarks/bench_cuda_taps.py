@@ -1,0 +1,139 @@
+"""What a tap costs a program on a GPU: of 4 bytes, and of 64 MiB beside work of the device.
+
+The loop of small taps is timed until the program is done, as in `bench_taps`. The large tap is in a
+program of matrix products that take about as long as its copy; the same program without the tap is
+what it is compared to. "64 MiB, until delivered" is a program of eight taps and nothing else, with
+`cg.barrier()`, beside as many copies to pinned memory by the driver alone. Unit: microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.harness import (
+  Contestant,
+  Options,
+  Report,
+  Row,
+  Target,
+  Thunk,
+  Work,
+  fitted,
+  measure,
+)
+from benchmarks.peers import adapters, raw_cuda
+
+LOOP = "loop only (one addition)"
+SCALAR, DEBUG = "callgate tap, f32 scalar", "jax debug.callback, f32 scalar"
+EXTRA = "tap of a scalar less the loop"
+PLAIN, TAPPED = "a step of matrix products", "the same with a tap of 64 MiB"
+DEBUGGED = "the same with debug.callback of 64 MiB"
+DELIVERED, COPIED = "tap of 64 MiB, until delivered", "pinned copy of 64 MiB"
+TARGETS = (
+  Target("a tap's host time, microseconds", EXTRA, at_most=2.0),
+  Target("debug.callback over a tap", DEBUG, SCALAR, at_least=10.0),
+  Target("a step with a tap of 64 MiB over one without", TAPPED, PLAIN, at_most=1.03),
+  Target("until delivered over the pinned copy", DELIVERED, COPIED, at_most=1 / 0.85),
+)
+
+Body = Callable[[Any], Any]
+
+
+def run(options: Options) -> Report:
+  """Measures small taps, then large ones."""
+  device = raw_cuda.device()
+  most = options.pick(2000, 50)
+  small = [
+    Contestant(name, functools.partial(_small, body, most, device))
+    for name, body in ((LOOP, lambda x: x + 1.0), (SCALAR, _tapped), (DEBUG, _debugged))
+  ]
+  rows = measure(small, rounds=options.rounds_or(60))
+  floats = options.pick(1 << 24, 1 << 16)
+  steps = options.pick(4, 1)
+  products = options.pick(12, 1)
+  large = [
+    Contestant(name, functools.partial(_step, body, floats, steps, products, device))
+    for name, body in ((PLAIN, lambda x: x), (TAPPED, _tapped), (DEBUGGED, _debugged))
+  ]
+  large += [
+    Contestant(DELIVERED, functools.partial(_delivered, floats, device)),
+    Contestant(COPIED, lambda: Work(raw_cuda.copies(4 * floats, raw_cuda.TO_HOST, 8), 8)),
+  ]
+  rows += measure(large, rounds=options.rounds_or(20))
+  raw_cuda.room(0)
+  title = "One tap on a GPU, as the program pays for it"
+  report = Report("cuda_taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick)
+  report.references = {TAPPED: PLAIN, DEBUGGED: PLAIN, DELIVERED: COPIED}
+  report.settings = {"large_bytes": 4 * floats, "steps": steps, "products": products}
+  report.device = raw_cuda.described()
+  loop, tap = report.row(LOOP), report.row(SCALAR)
+  if loop and tap and loop.minimum is not None and tap.minimum is not None:
+    report.rows.append(Row(EXTRA, samples=(tap.minimum - loop.minimum,)))
+  return report
+
+
+@functools.cache
+def _channel() -> Any:
+  """A channel with room for what is on its way; its consumer does nothing with the records."""
+  return adapters.callgate().channel(
+    "benchmark", to=lambda values: None, batch=True, capacity="1GiB"
+  )
+
+
+def _tapped(x: Any) -> Any:
+  return adapters.callgate().tap(x, _channel())
+
+
+def _debugged(x: Any) -> Any:
+  jax.debug.callback(lambda x: None, x)
+  return x
+
+
+def _small(body: Body, most: int, device: jax.Device) -> Work:
+  operand = jax.device_put(jnp.float32(1), device)
+
+  def make(calls: int) -> Thunk:
+    def each(_: Any, carry: Any) -> Any:
+      return body(carry + 1.0)
+
+    program = jax.jit(lambda x: lax.fori_loop(0, calls, each, x))
+    compiled = program.lower(operand).compile()
+    return lambda: jax.block_until_ready(compiled(operand))
+
+  return fitted(make, most, least=20)
+
+
+def _step(body: Body, floats: int, steps: int, products: int, device: jax.Device) -> Work:
+  """Steps of products of square matrices, each with one call of `body` on the large carry."""
+  side = int(floats**0.5)
+  matrix = jax.device_put(jnp.eye(side) * 0.999, device)
+
+  def step(carry: Any, _: Any) -> tuple[Any, None]:
+    for _ in range(products):
+      carry = carry @ matrix
+    return body(carry), None
+
+  program = jax.jit(lambda x: lax.scan(step, x, length=steps)[0])
+  operand = jax.device_put(jnp.ones((side, side)), device)
+  compiled = program.lower(operand).compile()
+  return Work(lambda: jax.block_until_ready(compiled(operand)), steps)
+
+
+def _delivered(floats: int, device: jax.Device) -> Work:
+  calls = 8
+  barrier = adapters.callgate().barrier
+  program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: _tapped(carry), x))
+  operand = jax.device_put(jnp.ones(floats), device)
+  compiled = program.lower(operand).compile()
+
+  def thunk() -> None:
+    jax.block_until_ready(compiled(operand))
+    barrier()
+
+  return Work(thunk, calls)

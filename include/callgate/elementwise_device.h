@@ -1,0 +1,284 @@
+// How the kernels of `callgate.elementwise` go through their elements on CUDA: C++20, for NVRTC.
+//
+// Each thread takes elements a grid's width apart. What is compiled in is how each operand lies:
+// `full` along the result's elements, `one` for all of them, or `strided`, broadcast along some
+// axes. Where all are full or one, a thread loads and stores several neighbours at once, up to 128
+// bits. The structs that a launch passes are filled in by python/callgate/_elementwise_cuda.py.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+// As in CUDA's own headers for NVRTC, so that both may be there.
+typedef signed char int8_t;
+typedef signed short int16_t;
+typedef signed int int32_t;
+typedef signed long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef unsigned long size_t;
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#ifndef NAN
+#define NAN __int_as_float(0x7fffffff)
+#endif
+#ifndef M_PI
+#define M_PI 3.14159265358979323846
+#define M_E 2.7182818284590452354
+#define M_LN2 0.69314718055994530942
+#define M_SQRT2 1.41421356237309504880
+#endif
+#endif
+
+#include "callgate/complex_device.h"
+#include "callgate/small_floats.h"
+
+#ifdef __CUDACC_RTC__
+// NVRTC's functions are those of float and double; C++'s take integers too, as doubles.
+namespace callgate::elementwise {
+template <class T>
+struct IsWhole {
+  static constexpr bool value = IsReal<T>::value;
+};
+template <>
+struct IsWhole<float> {
+  static constexpr bool value = false;
+};
+template <>
+struct IsWhole<double> {
+  static constexpr bool value = false;
+};
+template <class A, class B>
+struct IsMixed {
+  static constexpr bool value = IsReal<A>::value && IsReal<B>::value;
+};
+template <>
+struct IsMixed<float, float> {
+  static constexpr bool value = false;
+};
+template <>
+struct IsMixed<double, double> {
+  static constexpr bool value = false;
+};
+#define CALLGATE_OF_WHOLE(name)                     \
+  template <class T>                                \
+    requires(IsWhole<T>::value)                     \
+  __device__ __forceinline__ double name(T value) { \
+    return ::name(static_cast<double>(value));      \
+  }
+CALLGATE_OF_WHOLE(acos)
+CALLGATE_OF_WHOLE(acosh)
+CALLGATE_OF_WHOLE(asin)
+CALLGATE_OF_WHOLE(asinh)
+CALLGATE_OF_WHOLE(atan)
+CALLGATE_OF_WHOLE(atanh)
+CALLGATE_OF_WHOLE(cbrt)
+CALLGATE_OF_WHOLE(ceil)
+CALLGATE_OF_WHOLE(cos)
+CALLGATE_OF_WHOLE(cosh)
+CALLGATE_OF_WHOLE(erf)
+CALLGATE_OF_WHOLE(erfc)
+CALLGATE_OF_WHOLE(exp)
+CALLGATE_OF_WHOLE(exp2)
+CALLGATE_OF_WHOLE(expm1)
+CALLGATE_OF_WHOLE(fabs)
+CALLGATE_OF_WHOLE(floor)
+CALLGATE_OF_WHOLE(lgamma)
+CALLGATE_OF_WHOLE(log)
+CALLGATE_OF_WHOLE(log10)
+CALLGATE_OF_WHOLE(log1p)
+CALLGATE_OF_WHOLE(log2)
+CALLGATE_OF_WHOLE(rint)
+CALLGATE_OF_WHOLE(round)
+CALLGATE_OF_WHOLE(sin)
+CALLGATE_OF_WHOLE(sinh)
+CALLGATE_OF_WHOLE(sqrt)
+CALLGATE_OF_WHOLE(tan)
+CALLGATE_OF_WHOLE(tanh)
+CALLGATE_OF_WHOLE(tgamma)
+CALLGATE_OF_WHOLE(trunc)
+#undef CALLGATE_OF_WHOLE
+#define CALLGATE_OF_MIXED(name)                                    \
+  template <class A, class B>                                      \
+    requires(IsMixed<A, B>::value)                                 \
+  __device__ __forceinline__ double name(A a, B b) {               \
+    return ::name(static_cast<double>(a), static_cast<double>(b)); \
+  }
+CALLGATE_OF_MIXED(atan2)
+CALLGATE_OF_MIXED(copysign)
+CALLGATE_OF_MIXED(fdim)
+CALLGATE_OF_MIXED(fmax)
+CALLGATE_OF_MIXED(fmin)
+CALLGATE_OF_MIXED(fmod)
+CALLGATE_OF_MIXED(hypot)
+CALLGATE_OF_MIXED(nextafter)
+CALLGATE_OF_MIXED(pow)
+CALLGATE_OF_MIXED(remainder)
+#undef CALLGATE_OF_MIXED
+}  // namespace callgate::elementwise
+#endif
+
+#ifdef __CUDACC_RTC__
+namespace std {
+using ::abs, ::acos, ::acosh, ::asin, ::asinh, ::atan, ::atan2, ::atanh, ::cbrt, ::ceil, ::copysign;
+using ::cos, ::cosh, ::erf, ::erfc, ::exp, ::exp2, ::expm1, ::fabs, ::fdim, ::floor, ::fma, ::fmax;
+using ::fmin, ::fmod, ::hypot, ::ilogb, ::isfinite, ::isinf, ::isnan, ::ldexp, ::lgamma, ::log;
+using ::int16_t, ::int32_t, ::int64_t, ::int8_t, ::size_t;
+using ::log10, ::log1p, ::log2, ::logb, ::lrint, ::lround, ::nearbyint, ::nextafter, ::pow;
+using ::remainder, ::rint, ::round, ::signbit, ::sin, ::sinh, ::sqrt, ::tan, ::tanh, ::tgamma,
+    ::trunc;
+using ::uint16_t, ::uint32_t, ::uint64_t, ::uint8_t;
+using callgate::elementwise::abs;
+using callgate::elementwise::acos;
+using callgate::elementwise::acosh;
+using callgate::elementwise::arg, callgate::elementwise::imag, callgate::elementwise::polar;
+using callgate::elementwise::asin;
+using callgate::elementwise::asinh;
+using callgate::elementwise::atan;
+using callgate::elementwise::atan2;
+using callgate::elementwise::atanh;
+using callgate::elementwise::cbrt;
+using callgate::elementwise::ceil;
+using callgate::elementwise::complex;
+using callgate::elementwise::conj;
+using callgate::elementwise::copysign;
+using callgate::elementwise::cos;
+using callgate::elementwise::cosh;
+using callgate::elementwise::erf;
+using callgate::elementwise::erfc;
+using callgate::elementwise::exp;
+using callgate::elementwise::exp2;
+using callgate::elementwise::expm1;
+using callgate::elementwise::fabs;
+using callgate::elementwise::fdim;
+using callgate::elementwise::floor;
+using callgate::elementwise::fmax;
+using callgate::elementwise::fmin;
+using callgate::elementwise::fmod;
+using callgate::elementwise::hypot;
+using callgate::elementwise::imag;
+using callgate::elementwise::lgamma;
+using callgate::elementwise::log;
+using callgate::elementwise::log10;
+using callgate::elementwise::log1p;
+using callgate::elementwise::log2;
+using callgate::elementwise::nextafter;
+using callgate::elementwise::norm;
+using callgate::elementwise::polar;
+using callgate::elementwise::pow;
+using callgate::elementwise::real;
+using callgate::elementwise::remainder;
+using callgate::elementwise::rint;
+using callgate::elementwise::round;
+using callgate::elementwise::sin;
+using callgate::elementwise::sinh;
+using callgate::elementwise::sqrt;
+using callgate::elementwise::tan;
+using callgate::elementwise::tanh;
+using callgate::elementwise::tgamma;
+using callgate::elementwise::trunc;
+}  // namespace std
+#endif
+
+#include "callgate/elementwise_body.h"
+
+// C++20, the names that users write.
+// NOLINTBEGIN(modernize-*, readability-identifier-naming, *-avoid-c-arrays)
+
+namespace callgate {
+namespace small {
+
+// The device's conversions of float16 are instructions.
+#ifdef __CUDA_ARCH__
+class float16 {
+ public:
+  float16() = default;
+  __device__ __forceinline__ float16(float value) {  // NOLINT: implicit, as float itself
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits_) : "f"(value));
+  }
+  __device__ __forceinline__ operator float() const {  // NOLINT
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits_));
+    return value;
+  }
+
+ private:
+  uint16_t bits_;
+};
+#endif
+
+}  // namespace small
+
+namespace elementwise {
+
+// Several neighbours, loaded and stored at once.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T values[kCount];
+};
+
+// How operands lie along the result's axes, innermost first, collapsed; strides in elements, 0
+// where an operand is broadcast.
+template <int kAxes, int kOperands>
+struct Strides {
+  int64_t extents[kAxes];
+  int64_t steps[kAxes][kOperands];
+
+  // The operands' positions of the element `i`. `Whole` is wide enough for the number of elements:
+  // divisions of 64 bits are slow.
+  template <class Whole>
+  __device__ __forceinline__ void place(int64_t i, int64_t (&offsets)[kOperands]) const {
+    Whole rest = static_cast<Whole>(i);
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) offsets[k] = 0;
+#pragma unroll
+    for (int axis = 0; axis < kAxes; ++axis) {
+      const Whole extent = static_cast<Whole>(extents[axis]);
+      const Whole next = axis + 1 < kAxes ? rest / extent : 0;
+      const Whole index = axis + 1 < kAxes ? rest - next * extent : rest;
+#pragma unroll
+      for (int k = 0; k < kOperands; ++k)
+        offsets[k] += static_cast<int64_t>(index) * steps[axis][k];
+      rest = next;
+    }
+  }
+};
+
+// A `raw` argument: the whole array, as numbers of the type that the code computes in.
+template <class Stored, class T, int kRank>
+struct Raw {
+  const Stored* data;
+  int64_t extents[kRank == 0 ? 1 : kRank];
+
+  __device__ __forceinline__ T operator[](int64_t index) const {
+    return static_cast<T>(data[index]);
+  }
+  template <class... Index>
+  __device__ __forceinline__ T operator()(Index... index) const {
+    static_assert(sizeof...(Index) == kRank, "an index for each axis");
+    int64_t position = 0;
+    int axis = 0;
+    ((position = position * extents[axis] + static_cast<int64_t>(index), ++axis), ...);
+    return static_cast<T>(data[position]);
+  }
+  __device__ __forceinline__ int64_t size() const {
+    int64_t size = 1;
+    for (int axis = 0; axis < kRank; ++axis) size *= extents[axis];
+    return size;
+  }
+  __device__ __forceinline__ static constexpr int rank() { return kRank; }
+  __device__ __forceinline__ int64_t extent(int axis) const { return extents[axis]; }
+};
+
+__device__ __forceinline__ int64_t first_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+__device__ __forceinline__ int64_t threads() {
+  return static_cast<int64_t>(gridDim.x) * blockDim.x;
+}
+
+}  // namespace elementwise
+}  // namespace callgate
+
+// NOLINTEND(modernize-*, readability-identifier-naming, *-avoid-c-arrays)

@@ -1,0 +1,63 @@
+// Compiled kernels as the driver holds them: images for several devices, loaded where they run.
+//
+// A ModuleSet belongs to one variant of a kernel. Each device that calls it loads one image, when
+// it first does, under a lock; the modules are unloaded when the set dies, if the driver still
+// lives. Any thread.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda/device.h"
+
+namespace callgate::cuda {
+
+// Machine code for one compute capability, or PTX.
+struct Image {
+  std::string code;    // PTX ends in a zero byte
+  int capability = 0;  // 90 for 9.0; 0 for PTX
+};
+
+// What a launch asks of its function beside the grid.
+struct FunctionNeeds {
+  unsigned shared_bytes = 0;  // of dynamic shared memory
+  bool wide_cluster = false;  // more than 8 blocks
+};
+
+class ModuleSet {
+ public:
+  // `name`: the kernel, for messages.
+  ModuleSet(std::string name, std::vector<Image> images);
+  ~ModuleSet();
+  ModuleSet(const ModuleSet&) = delete;
+  ModuleSet& operator=(const ModuleSet&) = delete;
+
+  // A function of the device's module, allowed to have what a launch needs. Throws Error where no
+  // image fits the device, or the driver refuses it. The device's context is current.
+  Function function(const Device& device, const std::string& entry, const FunctionNeeds& needs);
+
+  // The image for a device of this capability: machine code of the same major version, the newest
+  // that the device runs; else PTX. Throws Error where there is none.
+  const Image& choose(const Device& device) const;
+
+ private:
+  struct Loaded {
+    const Device* device = nullptr;
+    Module module = nullptr;
+    std::unordered_map<std::string, unsigned> shared_bytes;  // that functions are allowed to have
+  };
+  Loaded& loaded(const Device& device);
+  void allow(Loaded& module, Function function, const std::string& entry,
+             const FunctionNeeds& needs) const;
+
+  std::string name_;
+  std::vector<Image> images_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Loaded>> loaded_;
+};
+
+}  // namespace callgate::cuda

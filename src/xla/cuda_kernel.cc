@@ -1,0 +1,188 @@
+// See the header. XLA's threads, several at once; nothing waits for a device.
+#include "xla/cuda_kernel.h"
+
+#include <array>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/registry.h"
+#include "cuda/device.h"
+#include "cuda/host_copies.h"
+#include "cuda/launch.h"
+#include "xla/attributes.h"
+#include "xla/cuda_shards.h"
+#include "xla/decode.h"
+#include "xla/guard.h"
+#include "xla/state.h"
+
+namespace callgate::xla_ffi {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// One call site of one executable. CUDA's plugin has a registry of types of its own.
+struct CudaKernelState {
+  static ffi::TypeId id;
+  std::unique_ptr<cuda::LaunchSite> site;
+  bool poison_on_error = false;  // see CallSite in gate.cc
+  Shards shards;
+  DeviceShards numbers;
+};
+
+ffi::TypeId CudaKernelState::id = {};
+
+constexpr std::string_view kStateName = "callgate.cuda_kernel_state";
+
+// Throws; cuda_kernel_instantiate() guards it.
+std::unique_ptr<CudaKernelState> instantiate(const XLA_FFI_Attrs& attrs) {
+  ffi::Dictionary attributes(&attrs);
+  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+  std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
+  auto kernel = std::dynamic_pointer_cast<cuda::LaunchCallee>(callee);
+  if (kernel == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument, "the CUDA program's call of '" + callee->name() + "'",
+                "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)",
+                "a gate, or a kernel for the CPU alone, of that name");
+  }
+  auto state = std::make_unique<CudaKernelState>();
+  state->site = kernel->bind({text("plan"), text("site"), Lanes::parse(text("batch"))});
+  state->poison_on_error = text("on_error") == "poison";
+  state->shards = Shards(text("shards"));
+  return state;
+}
+
+// The blocks of one call, from XLA's allocator. They are given back when the call has been
+// enqueued: whoever gets them next uses them on the same stream, later.
+class ScratchBlocks {
+ public:
+  ScratchBlocks(const XLA_FFI_CallFrame& frame, std::span<const std::size_t> sizes)
+      : frame_(frame), sizes_(sizes) {
+    if (sizes.size() > inline_.size()) overflow_.resize(sizes.size());
+    for (; count_ < sizes.size(); ++count_) addresses()[count_] = allocate(sizes[count_]);
+  }
+  ScratchBlocks(const ScratchBlocks&) = delete;
+  ScratchBlocks& operator=(const ScratchBlocks&) = delete;
+  ~ScratchBlocks() {
+    for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses()[i]);
+  }
+
+  std::span<const cuda::DevicePointer> blocks() noexcept { return {addresses(), sizes_.size()}; }
+
+ private:
+  static constexpr std::size_t kAlignment = 256;
+
+  cuda::DevicePointer* addresses() noexcept {
+    return overflow_.empty() ? inline_.data() : overflow_.data();
+  }
+
+  cuda::DevicePointer allocate(std::size_t bytes) {
+    if (bytes == 0) return 0;
+    XLA_FFI_DeviceMemory_Allocate_Args args{XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE,
+                                            nullptr,
+                                            frame_.ctx,
+                                            bytes,
+                                            kAlignment,
+                                            nullptr};
+    if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Allocate(&args)) {
+      std::string message = ffi::internal::GetErrorMessage(frame_.api, error);
+      ffi::internal::DestroyError(frame_.api, error);
+      free_all();
+      throw Error(ErrorCode::kInternal, "a kernel's scratch memory",
+                  std::to_string(bytes) + " bytes on the device", message);
+    }
+    return reinterpret_cast<cuda::DevicePointer>(args.data);
+  }
+
+  // A constructor that throws has no destructor run for it.
+  void free_all() noexcept {
+    for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses()[i]);
+    count_ = 0;
+  }
+
+  void release(std::size_t bytes, cuda::DevicePointer address) noexcept {
+    if (bytes == 0) return;
+    XLA_FFI_DeviceMemory_Free_Args args{XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE, nullptr,
+                                        frame_.ctx, bytes, reinterpret_cast<void*>(address)};
+    if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Free(&args))
+      ffi::internal::DestroyError(frame_.api, error);
+  }
+
+  const XLA_FFI_CallFrame& frame_;
+  std::span<const std::size_t> sizes_;
+  std::array<cuda::DevicePointer, 4> inline_{};
+  std::vector<cuda::DevicePointer> overflow_;
+  std::size_t count_ = 0;  // allocated so far
+};
+
+// Whether this device makes the call. The partition's number is looked at only where it matters.
+bool runs(CudaKernelState& state, DecodedCall& decoded, cuda::Device& device, cuda::Stream stream) {
+  ArrayView number = state.shards.take_operand(decoded);
+  if (number.data == nullptr || state.shards.all_run()) [[likely]]
+    return true;
+  return state.shards.runs(state.numbers.read(state.shards, number, device, stream));
+}
+
+Outcome launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Call& call,
+               cuda::Device& device) {
+  if (state.site->scratch().empty()) [[likely]]
+    return state.site->run(call, device, {});
+  ScratchBlocks scratch(frame, state.site->scratch());
+  return state.site->run(call, device, scratch.blocks());
+}
+
+XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+  CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
+  auto* stream = static_cast<cuda::Stream>(decode_stream(*frame));
+  cuda::Device& device = cuda::Device::of(stream);
+  cuda::ContextScope current(device);
+  DecodedCall decoded(*frame);
+  if (!runs(state, decoded, device, stream)) [[unlikely]] {
+    for (const ArrayView& view : decoded.results()) cuda::clear_on_device(view, stream);
+    return nullptr;
+  }
+  CallContext context;
+  context.stream = stream;
+  Outcome outcome =
+      launch(state, *frame, Call{decoded.operands(), decoded.results(), context}, device);
+  if (outcome.ok()) [[likely]]
+    return nullptr;
+  if (!state.poison_on_error)
+    return make_error(frame->api, outcome.error().code, outcome.error().message);
+  for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
+  state.site->callee().defer(outcome.error());
+  return nullptr;
+}
+
+}  // namespace
+
+XLA_FFI_Error* cuda_kernel_instantiate(XLA_FFI_CallFrame* frame) {
+  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
+    XLA_FFI_Error* error = nullptr;
+    if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
+      return error;
+    error = StateOf<CudaKernelState>::register_type(frame->api, kStateName);
+    if (error != nullptr) return error;
+    return StateOf<CudaKernelState>::give(*frame, instantiate(frame->attrs));
+  });
+}
+
+XLA_FFI_Error* cuda_kernel_execute(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Error* error = nullptr;
+  if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error)) {
+    if (error == nullptr) add_traits(*frame, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
+    return error;
+  }
+  return guarded(frame->api, [frame] { return execute(frame); });
+}
+
+XLA_FFI_Error* cuda_kernel_scratch_execute(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Error* error = nullptr;
+  if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
+    return error;
+  return guarded(frame->api, [frame] { return execute(frame); });
+}
+
+}  // namespace callgate::xla_ffi

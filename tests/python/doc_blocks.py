@@ -1,0 +1,155 @@
+"""Runs the Python blocks of a documentation page, in order, in one namespace.
+
+    python doc_blocks.py PAGE FOLDER [--gpu | --lower]
+
+A block that needs a CUDA device has `<!-- gpu -->` on the line before it, or
+`<!-- gpu: NAME, ... -->` where it needs modules too. Without --gpu such blocks are compiled only;
+with it they alone run, with `cg`, `jax`, `jnp` and `np` there, and those whose modules are missing
+are named. --lower runs them where there is no device: jitted functions are lowered for CUDA, which
+compiles their kernels, and give zeros; what is asserted is computed and not looked at. The page's
+code is written to FOLDER as one file with the page's line numbers, since compilers such as Triton's
+read a function's source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import textwrap
+from typing import Any
+
+_BLOCK = re.compile(
+  r"^(?P<indent>[ ]*)(?:<!-- gpu(?P<modules>:[^\n]*)? -->\n\s*)?```python\n(?P<code>.*?)^[ ]*```",
+  re.MULTILINE | re.DOTALL,
+)
+_IMPORTS = "import callgate as cg, jax, jax.numpy as jnp, numpy as np"
+_GPU = re.compile(r"^[ ]*<!-- gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """A Python block of a page.
+
+  Attributes:
+    line: of its first statement, from 1.
+    code: without the block's indentation.
+    gpu: whether it needs a CUDA device.
+    modules: what it imports that may be missing.
+  """
+
+  line: int
+  code: str
+  gpu: bool
+  modules: tuple[str, ...]
+
+
+def blocks(text: str) -> list[Block]:
+  """The Python blocks of a page, in order."""
+  found: list[Block] = []
+  for match in _BLOCK.finditer(text):
+    named = (match["modules"] or "").removeprefix(":").split(",")
+    found.append(
+      Block(
+        line=text.count("\n", 0, match.start("code")) + 1,
+        code=textwrap.dedent(match["code"]),
+        gpu=_GPU.match(match[0]) is not None,
+        modules=tuple(name.strip() for name in named if name.strip()),
+      )
+    )
+  return found
+
+
+def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = False) -> None:
+  """Runs a page's blocks.
+
+  Args:
+    page: the Markdown file.
+    folder: where its code is written as a file.
+    gpu: whether those for CUDA devices run, in place of the others.
+    lower: whether these are lowered only.
+  """
+  found = blocks(page.read_text(encoding="utf-8"))
+  path = folder / f"{page.stem}_blocks.py"
+  path.write_text(_as_file(found), encoding="utf-8")
+  namespace: dict[str, Any] = {"__name__": "__main__"}
+  if gpu:
+    exec(_IMPORTS, namespace)
+  if lower:
+    _lower_jitted(namespace["jax"])
+  for block in found:
+    tree = ast.parse("\n" * (block.line - 1) + block.code, str(path))
+    if lower:
+      tree = ast.fix_missing_locations(_WithoutAsserts().visit(tree))
+    code = compile(tree, str(path), "exec")
+    if block.gpu != gpu:
+      continue
+    if missing := [name for name in block.modules if not _has(name)]:
+      print(f"{page.name}:{block.line}: skipped, since there is no {', '.join(missing)}")
+      continue
+    exec(code, namespace)
+
+
+class _WithoutAsserts(ast.NodeTransformer):
+  """Leaves what is asserted, as a statement."""
+
+  def visit_Assert(self, node: ast.Assert) -> ast.Expr:
+    return ast.copy_location(ast.Expr(node.test), node)
+
+
+class _Lowered:
+  """In place of a jitted function: a call lowers it for CUDA."""
+
+  def __init__(self, jitted: Any) -> None:
+    self._jitted = jitted
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    import jax
+    import numpy as np
+
+    lowered = self._jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    called = sorted(set(re.findall(r"@(callgate\.[\w.]+)", lowered.as_text())))
+    print(f"lowered, calls {', '.join(called)}")
+    return jax.tree.map(lambda info: np.zeros(info.shape, info.dtype), lowered.out_info)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._jitted, name)
+
+
+def _lower_jitted(jax: Any) -> None:
+  jit = jax.jit
+
+  def lowering(fun: Any = None, /, **options: Any) -> Any:
+    return (
+      (lambda fun: _Lowered(jit(fun, **options))) if fun is None else _Lowered(jit(fun, **options))
+    )
+
+  jax.jit = lowering
+
+
+def _as_file(found: list[Block]) -> str:
+  lines: list[str] = []
+  for block in found:
+    lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+  return "\n".join(lines) + "\n"
+
+
+def _has(module: str) -> bool:
+  try:
+    return importlib.util.find_spec(module) is not None
+  except ModuleNotFoundError:  # a parent of it
+    return False
+
+
+if __name__ == "__main__":
+  parser = argparse.ArgumentParser()
+  parser.add_argument("page", type=pathlib.Path)
+  parser.add_argument("folder", type=pathlib.Path)
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument("--gpu", action="store_true")
+  which.add_argument("--lower", action="store_true")
+  given = parser.parse_args()
+  run(given.page, given.folder, gpu=given.gpu or given.lower, lower=given.lower)
