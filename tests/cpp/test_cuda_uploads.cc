@@ -36,7 +36,7 @@ class CudaUploads : public fake::GpuTest {
   }
   void give(const std::shared_ptr<cuda::Upload>& made, const Floats& to) {
     std::array<void*, 1> targets{to.data()};
-    cuda::Upload::give(made, targets, stream_);
+    cuda::Upload::give(made, targets, static_cast<cuda::Stream>(stream_));
   }
 };
 
@@ -110,7 +110,7 @@ TEST_F(CudaUploads, CopiesThatStayHoldWhatTheArraysHeldThen) {
   std::vector<ArrayView> arrays{{x.data(), &two, 1, DType::kF32}, {y.data(), &one, 1, DType::kF32}};
   {
     cuda::ContextScope current(cuda::Device::at(0));
-    cuda::KeptCopies kept(cuda::Device::at(0), stream_, arrays);
+    cuda::KeptCopies kept(cuda::Device::at(0), static_cast<cuda::Stream>(stream_), arrays);
     EXPECT_EQ(fakecuda_finish(stream_), 0);
     x.set({8, 9});
     std::vector<float> copied(2);
