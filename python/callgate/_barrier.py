@@ -13,6 +13,7 @@ from typing import Any
 from callgate import _callgate, _processes
 from callgate._meeting import Meeting
 from callgate.errors import (
+  LONG_SECONDS,
   raise_consumer_errors,
   raise_deferred,
   raise_program_failure,
@@ -20,7 +21,7 @@ from callgate.errors import (
 )
 
 _at_barrier: list[Callable[[], object]] = []
-_LONG_SECONDS = 1e9
+
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 
 
@@ -71,7 +72,7 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
     )
   deadline = None if timeout is None else time.monotonic() + timeout
   failure = wait_for_programs(timeout, watch)
-  if not _until(deadline, watch, _callgate.drain_devices, _LONG_SECONDS):
+  if not _until(deadline, watch, _callgate.drain_devices, LONG_SECONDS):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
   for settle in _at_barrier:
     settle()

@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _spec
+from callgate import _device_arrays, _spec
 from callgate._records import BatchInfo, Record, TapInfo
 from callgate._shards import SHARD_BIT, Part, shard_of
 from callgate.errors import keep_consumer_error
@@ -26,7 +26,7 @@ REPEATED = 1  # kRepeated in src/channel/record.h
 
 # (id, name, role, description, has lanes), and (lane, seq, time_ns, device, run, flags, arrays)
 _RawSource = tuple[int, str, int, str, bool]
-_Row = tuple[int, int, int, int, int, int, tuple[np.ndarray, ...]]
+_Row = tuple[int, int, int, int, int, int, tuple[Any, ...]]
 _Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
 
@@ -44,6 +44,7 @@ class Description:
     self.logical: list[int] = code["logical"]
     self.transforms: _Transforms = tuple((name, dict(how)) for name, how in code["transforms"])
     self._plain = not self.logical and not any(self.dtypes)
+    self.on_device: bool = code.get("on_device", False)
     shards = code.get("shards")
     self._parts = [Part(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
@@ -168,7 +169,9 @@ def listen(listener: Callable[[str, Any], None]) -> None:
 
 
 def _tell(source: _RawSource, arrays: Sequence[np.ndarray]) -> None:
-  if _listener is not None and len(arrays) == 1 and arrays[0].ndim == 0 and source[2] == 0:
+  if _listener is None or len(arrays) != 1 or source[2] != 0 or isinstance(arrays[0], tuple):
+    return
+  if arrays[0].ndim == 0:
     _listener(source[1], arrays[0].item())
 
 
@@ -189,10 +192,14 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
   with_info = wants_info(function)
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
-    value_of = description(source[3]).value
+    about = description(source[3])
+    value_of = about.value
     _tell(source, rows[-1][6])
+    convert = _device_arrays.Converter() if about.on_device else None
     for row in rows:
       try:
+        if convert is not None:
+          row = convert(row)
         if with_info:
           function(value_of(row[6], shard_of(row[5])), info_of(source, row))
         else:
@@ -207,9 +214,12 @@ def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Call
   """A consumer of rows that calls `write(records)` with all that are there."""
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
-    value_of = description(source[3]).value
+    about = description(source[3])
+    value_of = about.value
     _tell(source, rows[-1][6])
     try:
+      if about.on_device:
+        rows = list(map(_device_arrays.Converter(), rows))
       write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(owner, source, rows[0]))

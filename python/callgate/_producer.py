@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import dataclasses
 import os
 import threading
 import time
@@ -21,10 +22,21 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from callgate import _callgate
 from callgate.errors import EndOfFeed, GateError
 
 Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
+
+
+@dataclasses.dataclass
+class _Entry:
+  """An item in the queue; `upload` is its way to a GPU, once that was tried and could be begun."""
+
+  item: Item
+  tried: bool = False
+  upload: _callgate.Upload | None = None
+
 
 _alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
@@ -46,13 +58,14 @@ class Producer:
     self._refill = prefetch // 2
     # Its lock is reentrant: the collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
-    self._queue: collections.deque[Item] = collections.deque()
+    self._queue: collections.deque[_Entry] = collections.deque()
     self._convert: Convert | None = None
     self._default: Item | None = None
     self._has_first = False
     self._over = False
     self._failure: tuple[BaseException, TracebackType | None] | None = None
     self._closed = False
+    self._gpu: int | None = None  # the number of the GPU whose program asked last
     self._patience: float | None = None  # how long to wait for an item, while the process ends
     self._produced = self._served = self._waited = 0
     self._process = os.getpid()
@@ -83,10 +96,25 @@ class Producer:
       self._end(None)
 
   def _wait_for_room(self) -> bool:
-    with self._changed:
-      if len(self._queue) >= self._prefetch:
-        self._changed.wait_for(lambda: self._closed or len(self._queue) <= self._refill)
-      return not self._closed
+    while True:
+      with self._changed:
+        if len(self._queue) >= self._prefetch:
+          self._changed.wait_for(
+            lambda: self._closed or len(self._queue) <= self._refill or self._next_upload()
+          )
+        if self._closed:
+          return False
+        entry, gpu = self._next_upload(), self._gpu
+      if entry is None or gpu is None:
+        return True
+      entry.tried = True
+      entry.upload = _start_upload(gpu, entry.item)
+
+  def _next_upload(self) -> _Entry | None:
+    """The first item that is to be on its way to a GPU and is not."""
+    if self._gpu is None:
+      return None
+    return next((entry for entry in self._queue if not entry.tried), None)
 
   def _put(self, item: Any, number: int) -> bool:
     if number == 0 and not self._offer_first(item):
@@ -96,7 +124,7 @@ class Producer:
     with self._changed:
       if self._closed:
         return False
-      self._queue.append(flat)
+      self._queue.append(_Entry(flat))
       self._produced += 1
       self._changed.notify_all()
     return True
@@ -151,6 +179,31 @@ class Producer:
       GateError: the feed is closed, or of another process.
       BaseException: what the iterator raised in the place of this item.
     """
+    return self._take().item
+
+  def take_uploaded(self, gpu: int) -> _callgate.Upload:
+    """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead.
+
+    Args:
+      gpu: its number for CUDA.
+    """
+    entry = self._take()
+    if self._gpu != gpu:  # after the first was taken, which is sent from here
+      with self._changed:
+        self._gpu = gpu
+        self._changed.notify_all()
+    if entry.upload is not None and entry.upload.ordinal == gpu:
+      return entry.upload
+    return _callgate.Upload(gpu, entry.item)
+
+  def _take(self) -> _Entry:
+    """The next item.
+
+    Raises:
+      EndOfFeed: there are no more, and there is no default.
+      GateError: the feed is closed, or of another process.
+      BaseException: what the iterator raised in the place of this item.
+    """
     self.check()
     with self._changed:
       if not (self._queue or self._over or self._closed):
@@ -159,11 +212,11 @@ class Producer:
       self.check()
       if not self._queue:
         return self._after_the_last()
-      item = self._queue.popleft()
+      entry = self._queue.popleft()
       self._served += 1
       if len(self._queue) <= self._refill:
         self._changed.notify_all()
-      return item
+      return entry
 
   def _wait_for_item(self) -> None:
     while not (self._queue or self._over or self._closed):
@@ -173,7 +226,7 @@ class Producer:
           f"feed '{self.name}': the process is ending, and no item came within {self._patience:g} s"
         )
 
-  def _after_the_last(self) -> Item:
+  def _after_the_last(self) -> _Entry:
     if self._failure is not None:
       # Without the frames of those who got it before.
       raise self._failure[0].with_traceback(self._failure[1])
@@ -183,7 +236,7 @@ class Producer:
         "default= to serve from then on"
       )
     self._served += 1
-    return self._default
+    return _Entry(self._default)
 
   def check(self) -> None:
     """Raises GateError when items can't be taken: the feed is closed, or of another process."""
@@ -246,6 +299,14 @@ class Producer:
     with self._changed:
       self._patience = seconds
       self._changed.notify_all()
+
+
+def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
+  """Sends an item to a GPU; where that fails, whoever takes it does so again, and is told why."""
+  try:
+    return _callgate.Upload(gpu, item)
+  except Exception:  # noqa: BLE001 - see above
+    return None
 
 
 # -- the end of the process ------------------------------------------------------------------------

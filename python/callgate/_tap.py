@@ -64,6 +64,7 @@ class TapSite:
   transposed: bool = False  # where the value is itself linear, its cotangent is sent instead
   sharding: Any = "gather"  # "shard", "gather", a rule's text or a function
   replicas: str = "once"
+  on_device: bool = False  # consumers get jax.Arrays where the program ran
   kept: Any = None  # programs keep it (`_compat.ask_before_execution`)
 
   @property
@@ -158,6 +159,7 @@ def encode(
     f"values={site.values + len(site.logical)}",
     f"returned={returned}",
     f"where={int(site.where)}",
+    *(["on_device=1"] if site.on_device else []),
     *(f"path={path}" for path in paths),
     "",
     describe(site, transforms, levels),
@@ -176,6 +178,8 @@ def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> 
     "logical": site.logical,
     "transforms": transforms,
   }
+  if site.on_device:
+    description["on_device"] = True
   return json.dumps(description, separators=(",", ":"))
 
 

@@ -302,7 +302,8 @@ def _lower(
     has_side_effect=True,
     token=token,
     aliases=_aliases(site, len(operands)),
-    target=_runtime.TAP_TARGET,
+    # No CUDA graph can allocate the memory of copies on the device.
+    target=_runtime.GATE_TARGET if site.on_device else _runtime.TAP_TARGET,
     sharded=_sharding.of_tap(context, site, levels),
   )
   if ordered:

@@ -85,9 +85,10 @@ class Channel:
     if error is not None:
       self._close(None)  # what consumers raised must not hide the block's own exception
       return
-    from callgate.errors import wait_for_programs
+    from callgate.errors import LONG_SECONDS, wait_for_programs
 
     wait_for_programs(None)
+    _callgate.drain_devices(LONG_SECONDS)  # what GPUs have sent is on its way
     self.close()
 
   # -- consumers ---------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ class _Kept:
 # The newest failures; older ones keep only their text in JAX's error.
 _STORE_SIZE = 256
 _store: collections.OrderedDict[int, _Kept] = collections.OrderedDict()
+LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
 _next_id = 0
 _open_blocks = 0
@@ -403,6 +404,7 @@ class errors:
     try:
       if error is None:
         failure = wait_for_programs(None)
+        _callgate.drain_devices(LONG_SECONDS)
         _callgate.flush_channels(None)
         raise_deferred()
         self._raise_unseen(failure)

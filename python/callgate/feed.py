@@ -25,7 +25,16 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from callgate import _compat, _config, _items, _jax_engine, _primitive, _producer, _runtime
+from callgate import (
+  _callgate,
+  _compat,
+  _config,
+  _items,
+  _jax_engine,
+  _primitive,
+  _producer,
+  _runtime,
+)
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred
 from callgate.gate import Gate
@@ -83,7 +92,7 @@ class Feed:
     take = _Take(self._producer, len(types.types[0][0]))
     weakref.finalize(take, self._producer.release).atexit = False
     flat = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types.types)
-    self._gate = Gate(take, out=flat, name=self.name, effect="ordered", style="inplace")
+    self._gate = _FeedGate(take, out=flat, name=self.name, effect="ordered", style="inplace")
     self._site = CallSite(
       jax.tree.structure(((), {})), jax.tree.structure(flat), static=(), results=types.types
     )
@@ -174,6 +183,13 @@ def feed(
     name: what messages and threads call the feed. Default: the iterable's qualified name, and a
       number from the second on.
 
+  Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones to that
+  GPU ahead of the program, as far as `prefetch` goes, through pinned memory and on a stream of
+  their own. The program's stream waits for such a copy where it must; nothing on the host waits for
+  the GPU. Each waiting item then takes its size in the GPU's memory and in pinned memory. Of a feed
+  that several GPUs read, an item is copied ahead to the one that asked last, and again where
+  another gets it.
+
   Returns:
     A `Feed`.
 
@@ -186,15 +202,30 @@ def feed(
   return Feed(iterable, prefetch=prefetch, shape=shape, default=default, name=name)
 
 
+class _FeedGate(Gate):
+  """A feed's gate: NumPy's arrays on the host, the GPU's own in a program for CUDA."""
+
+  native = True
+
+
 class _Take:
-  """The function of a feed's gate: writes the next item, or one for each lane, into the results."""
+  """The function of a feed's gate: writes the next item, or one for each lane, into the results.
+
+  On a GPU the results are Buffers, and items are on their way there already (`_producer`).
+  """
 
   def __init__(self, producer: _producer.Producer, rank: int) -> None:
     self._producer = producer
     self._rank = rank  # of an item's first leaf: what comes before are batch axes
 
-  def __call__(self, outs: Sequence[np.ndarray[Any, Any]]) -> None:
+  def __call__(self, outs: Sequence[Any]) -> None:
     batch = outs[0].ndim - self._rank
+    place = _callgate.device_call()
+    if place is not None:
+      lanes = math.prod(outs[0].shape[:batch])
+      for lane in range(lanes):
+        self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
+      return
     if not batch:
       _write(outs, self._producer.take())
       return

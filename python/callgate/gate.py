@@ -45,6 +45,7 @@ class Gate(Operation):
   """
 
   kind = "gate"
+  native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
   same_on_all_platforms = True  # programs for several have no graphs: see `cuda_emission`
 
   def __init__(
@@ -101,7 +102,7 @@ class Gate(Operation):
       cast=cast,
       own_thread=thread == "own",
       timeout=self.timeout,
-      native=_adapt.is_native(arrays),
+      native=_adapt.is_native(arrays) or self.native,
       default_stream=arrays == "numba",
       command_buffer=command_buffer,
     )

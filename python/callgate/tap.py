@@ -32,6 +32,7 @@ def tap(
   logical_shape: Any = None,
   sharding: str | Callable[..., Any] = "shard",
   replicas: Literal["once", "all"] = "once",
+  on_device: bool = False,
 ) -> Any:
   """Sends a value out of a (compiled) program, and returns it.
 
@@ -72,6 +73,18 @@ def tap(
       ShapeDtypeStruct with its sharding, returns one of these or a PartitionSpec for each leaf,
       and gathers what that leaves whole.
     replicas: "once": of devices with copies of the same part one sends; "all": each does.
+    on_device: consumers get jax.Arrays on the device where the program ran, without a copy to the
+      host: for what goes on to be computed with there. On a GPU the program's stream makes a copy
+      in memory of callgate's, at the device's own speed, and nobody waits for it; the memory is
+      the arrays' and goes back when they are dropped. Records that wait take as much of the GPU's
+      memory as their channel's `capacity` says, besides one copy for each record that the program
+      has sent and its stream has not come to. A call takes about as long as a launch or two more
+      than without; a lane of a vmap is sliced from the array of all lanes, by a program of JAX's.
+      The consumers' thread runs JAX on the device, so it must not be waited for by what runs
+      there. On the CPU, and with `callgate.config(engine="jax")`, arrays are made from the
+      record's copy. For consumers in Python that are called for each record: `batch=` and native
+      sinks are refused, when the record comes. In a CUDA graph there is no memory to be had: XLA
+      leaves such taps out of its graphs.
 
   Returns:
     `value`.
@@ -87,6 +100,8 @@ def tap(
   target = target_of(to)
   label = _label(to, name)
   _check_options(label, every, effect, ordered, roles, sharding, replicas)
+  if not isinstance(on_device, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+    raise GateDefinitionError(f"tap '{label}': on_device: expected a bool, got {on_device!r}")
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
@@ -106,6 +121,7 @@ def tap(
     logical=tuple(index for index, _ in sizes),
     sharding=sharding,
     replicas=replicas,
+    on_device=on_device,
   )
   extra = [size for _, size in sizes]
   if where is not None:

@@ -31,6 +31,11 @@ Buffer::Buffer(const ArrayView& view, bool readonly, std::int64_t device, const 
     byte_strides_[axis] = strides_[axis] * bits(view_.dtype) / 8;
 }
 
+Buffer::Buffer(const ArrayView& view, const DeviceCall& gpu, std::shared_ptr<DeviceMemory> memory)
+    : Buffer(view, /*readonly=*/false, gpu.device->id(), &gpu) {
+  memory_ = std::move(memory);
+}
+
 void* Buffer::detach() {
   void* before = view_.data;
   if (gpu_) {

@@ -22,6 +22,8 @@ class Buffer {
  public:
   // `gpu` for memory of a GPU, whose contents are those at the stream's present end.
   Buffer(const ArrayView& view, bool readonly, std::int64_t device, const DeviceCall* gpu);
+  // Of memory of its own, which is ready.
+  Buffer(const ArrayView& view, const DeviceCall& gpu, std::shared_ptr<DeviceMemory> memory);
 
   const ArrayView& view() const noexcept { return view_; }
   bool readonly() const noexcept { return readonly_; }
@@ -36,6 +38,8 @@ class Buffer {
   std::string device_text() const;
   // Throws where the memory has gone back to XLA.
   void check_alive() const;
+  // Whether a consumer's stream has nothing to wait for.
+  bool ready() const noexcept { return memory_ != nullptr; }
 
   // Which of CUDA's default streams (bits 1 and 2, as DLPack numbers them) may have been given work
   // on the memory. Changes under the GIL.
@@ -56,6 +60,7 @@ class Buffer {
   std::optional<DeviceCall> gpu_;
   bool ended_ = false;
   std::unique_ptr<char[]> owned_;
+  std::shared_ptr<DeviceMemory> memory_;
 };
 
 // A new Python Buffer, or null with a Python error. `gpu` as Buffer's.

@@ -140,7 +140,7 @@ nb::object export_from_gpu(nb::handle self, nb::handle stream, nb::handle max_ve
         "own streams; got True");
   }
   std::int64_t consumer = consumer_stream(stream);
-  if (consumer != -1) {
+  if (consumer != -1 && !buffer.ready()) {
     buffer.gpu()->hold_back(consumer);
     if (consumer == 1 || consumer == 2) buffer.default_streams |= 1u << consumer;
   }

@@ -25,7 +25,7 @@ struct GateOptions {
   bool owned_inputs = false;  // inputs are copies that the callable may keep
   bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
   bool own_thread = false;
-  bool native = false;          // gets a GPU's own arrays, else copies in the host's memory
+  bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
   bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
   bool command_buffer = false;  // runs while XLA records its stream's work
   std::chrono::nanoseconds timeout{0};

@@ -199,12 +199,12 @@ class PyGateSite final : public Site {
   }
 
   PyObject* make_input(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
-    if (options_.arrays == Arrays::kBuffer)
+    if (options_.arrays == Arrays::kBuffer || gpu != nullptr)
       return make_buffer(view, /*writable=*/false, device, gpu);
     return options_.owned_inputs ? make_copy(view) : make_view(view, /*writable=*/false);
   }
   PyObject* make_output(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
-    if (options_.arrays == Arrays::kBuffer)
+    if (options_.arrays == Arrays::kBuffer || gpu != nullptr)
       return make_buffer(view, /*writable=*/true, device, gpu);
     return make_view(view, /*writable=*/true);
   }

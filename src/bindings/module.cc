@@ -20,6 +20,7 @@
 #include "bindings/sinks.h"
 #include "bindings/stats.h"
 #include "bindings/stream.h"
+#include "bindings/upload.h"
 #include "bindings/views.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
@@ -27,6 +28,7 @@
 #include "core/worker_pool.h"
 #include "cuda/completions.h"
 #include "cuda/device.h"
+#include "cuda/memory.h"
 #include "xla/cuda_gate.h"
 #include "xla/cuda_kernel.h"
 #include "xla/gate.h"
@@ -155,6 +157,7 @@ NB_MODULE(_callgate, module) {
   bind_cuda_kernel(module);
   bind_stream(module);
   bind_progress(module);
+  bind_upload(module);
   module.def("targets", &targets,
              "The handlers of each FFI target, by platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
@@ -198,6 +201,13 @@ NB_MODULE(_callgate, module) {
       },
       nb::arg("seconds"),
       "Waits for what GPUs' programs have sent so far; False when the time ran out.");
+  module.def(
+      "device_memory_in_use",
+      [] {
+        callgate::cuda::MemoryInUse in_use = callgate::cuda::memory_in_use();
+        return nb::make_tuple(in_use.pinned, in_use.device);
+      },
+      "Bytes that copies between hosts and GPUs hold: (pinned memory, memory of GPUs).");
   module.def("abandon_devices", &callgate::cuda::Completions::abandon_all);
   module.def(
       "set_device_id",

@@ -8,11 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/buffer.h"
 #include "bindings/deferred.h"
 #include "bindings/gil.h"
 #include "bindings/views.h"
 #include "channel/channel.h"
 #include "core/lifecycle.h"
+#include "cuda/kept_copies.h"
 
 namespace callgate::bindings {
 namespace {
@@ -47,7 +49,45 @@ nb::object own_array(const ArrayView& view, const Source& source,
   return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : copy_of(view);
 }
 
+// The leaves of a record whose arrays are on a device, as Buffers that own them.
+nb::list device_leaves(const Record& record, std::span<const ArrayView> whole) {
+  KeptArrays::One kept = record.source->kept->at(record.handle());
+  auto memory = std::dynamic_pointer_cast<cuda::KeptCopies>(kept.memory);
+  nb::list leaves;
+  if (memory == nullptr) return leaves;
+  DeviceCall place{&memory->device(), memory->stream()};
+  for (std::size_t i = 0; i < record.source->value_leaves; ++i)
+    leaves.append(nb::cast(Buffer(whole[i], place, memory), nb::rv_policy::move));
+  return leaves;
+}
+
+// As rows_of; the arrays of a lane are (Buffer of all lanes, first element, shape).
+nb::list device_rows_of(const Source& source, std::span<const Record> records) {
+  nb::list rows;
+  RecordViews views(source);
+  for (const Record& record : records) {
+    std::span<const ArrayView> all = views.whole(record);
+    std::vector<ArrayView> whole(all.begin(), all.end());
+    nb::list buffers = device_leaves(record, whole);
+    views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      nb::list arrays;
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        nb::list shape;
+        for (std::int64_t extent : leaves[i].shape()) shape.append(extent);
+        auto bytes =
+            static_cast<const char*>(leaves[i].data) - static_cast<const char*>(whole[i].data);
+        arrays.append(
+            nb::make_tuple(buffers[i], bytes * 8 / bits(leaves[i].dtype), nb::tuple(shape)));
+      }
+      rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
+                                 record.flags, nb::tuple(arrays)));
+    });
+  }
+  return rows;
+}
+
 nb::list rows_of(const Source& source, std::span<const Record> records) {
+  if (source.kept != nullptr) return device_rows_of(source, records);
   nb::list rows;
   RecordViews views(source);
   for (const Record& record : records) {
@@ -190,9 +230,14 @@ class PyConsumer final : public Consumer {
     }
   }
 
+  // Stacked arrays are made on the host.
+  bool takes_device_arrays() const noexcept override { return form_ == Form::kRows; }
+
   void flush() override { tell("flush"); }
   void close() override { tell("close"); }
-  std::string description() const override { return "a Python function"; }
+  std::string description() const override {
+    return form_ == Form::kRows ? "a Python function" : "a Python function with batch=";
+  }
 
  private:
   void tell(const char* what) {

@@ -27,6 +27,22 @@ std::int64_t now_ns() noexcept {
       .count();
 }
 
+// The handle, at the start, and the control leaves.
+void write_handle(const Parcel& parcel, char* payload) noexcept {
+  const Source& source = *parcel.sender.source;
+  std::memcpy(payload, &parcel.handle, sizeof(parcel.handle));
+  for (std::size_t i = 0; i < parcel.leaves.size(); ++i) {
+    const LeafType& leaf = source.leaves[source.value_leaves + i];
+    if (leaf.nbytes != 0) std::memcpy(payload + leaf.offset, parcel.leaves[i].data, leaf.nbytes);
+  }
+}
+
+void write(const Parcel& parcel, char* payload) noexcept {
+  const Source& source = *parcel.sender.source;
+  if (source.kept != nullptr) return write_handle(parcel, payload);
+  host_staging().copy(source, parcel.leaves, payload);
+}
+
 // Release: who reads it (see stats()) also sees that what it counts was sent.
 void count_up(std::atomic<std::uint64_t>& counter, std::uint64_t count) noexcept {
   counter.fetch_add(count, std::memory_order_release);
@@ -86,7 +102,7 @@ bool Channel::send(const Parcel& parcel) noexcept {
       if (parcel.sender.enrolled.load(std::memory_order_relaxed) != id_) enrol(parcel.sender);
       record.payload = entry->record.payload;
       entry->record = record;
-      host_staging().copy(source, parcel.leaves, const_cast<char*>(record.payload));
+      write(parcel, const_cast<char*>(record.payload));
       ring_.publish(*entry);
       wake_consumer();
       sent = true;
@@ -203,7 +219,10 @@ Entry* Channel::make_room(std::size_t payload) noexcept {
       continue;
     }
     note_high_water();
-    if (oldest->kind != Entry::Kind::kFiller) count_up(dropped_, 1);
+    if (oldest->kind != Entry::Kind::kFiller) {
+      oldest->record.let_go();
+      count_up(dropped_, 1);
+    }
     if (oldest->kind == Entry::Kind::kAside) give_back_aside(oldest->record);
     next = Ring::after(*oldest);
     next_.store(next, std::memory_order_relaxed);  // as above
@@ -216,7 +235,7 @@ bool Channel::send_aside_of_ring(const Parcel& parcel, Record record) noexcept {
     const Source& source = *parcel.sender.source;
     Overflow one{0, record, std::make_unique_for_overwrite<char[]>(source.payload_bytes)};
     one.record.payload = one.payload.get();
-    host_staging().copy(source, parcel.leaves, one.payload.get());
+    write(parcel, one.payload.get());
     enrol(parcel.sender);
     std::lock_guard lock(mutex_);
     one.position = ring_.tail();

@@ -64,6 +64,7 @@ struct Parcel {
   Sender& sender;
   std::span<const ArrayView> leaves;
   CallContext context;
+  std::uint64_t handle = 0;  // of KeptArrays; then `leaves` are the control leaves alone
 };
 
 class Channel : public std::enable_shared_from_this<Channel> {
@@ -195,6 +196,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void deliver_inherited();
   void deliver() noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
+  void hand_over_host_arrays(Consumer& consumer, std::span<const Record> records);
   void settle(std::uint64_t position);
   void give_room(std::uint64_t position);
   void end_delivery();

@@ -121,7 +121,10 @@ void Channel::drop_the_rest() noexcept {
   std::uint64_t dropped = 0;
   while (Entry* entry = ring_.at(next)) {
     next = Ring::after(*entry);
-    if (entry->kind != Entry::Kind::kFiller) ++dropped;
+    if (entry->kind != Entry::Kind::kFiller) {
+      entry->record.let_go();
+      ++dropped;
+    }
     if (entry->kind == Entry::Kind::kAside) give_back_aside(entry->record);
   }
   next_.store(next, std::memory_order_relaxed);  // as above

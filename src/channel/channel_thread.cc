@@ -89,7 +89,8 @@ void Channel::take(Entry& entry) {
   } else if (options_.on_full == OnFull::kDropOld) {
     // Counted as the ring's memory is that it leaves.
     copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
-    std::memcpy(copies_.back().get(), record.payload, bytes);
+    std::size_t written = record.source->kept ? record.source->written_bytes : bytes;
+    std::memcpy(copies_.back().get(), record.payload, written);
     record.payload = copies_.back().get();
     aside_->hold(bytes);
     copied_bytes_ += bytes;
@@ -121,6 +122,7 @@ void Channel::deliver_inherited() {
     if (entry->kind != Entry::Kind::kFiller) batch_.push_back(entry->record);
   }
   if (!batch_.empty()) deliver();
+  for (const Record& record : batch_) record.let_go();
   // Release: as in settle().
   delivered_.fetch_add(batch_.size(), std::memory_order_release);
   batch_.clear();
@@ -150,8 +152,31 @@ void Channel::deliver() noexcept {
 
 void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
   t_lender = last ? &taken_aside_ : nullptr;
-  tell(consumer, [&] { consumer.consume(records); });
+  tell(consumer, [&] {
+    if (consumer.takes_device_arrays()) return consumer.consume(records);
+    hand_over_host_arrays(consumer, records);
+  });
   t_lender = nullptr;
+}
+
+// To a consumer that can't read a device: without the records of sources that are for those who
+// can. Throws Error when there were any, after the others.
+void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> records) {
+  auto refused = [](const Record& record) { return record.source->on_device; };
+  auto first = std::ranges::find_if(records, refused);
+  if (first == records.end()) return consumer.consume(records);
+  const std::string& name = first->source->name;
+  while (!records.empty()) {
+    auto end = std::ranges::find_if(records, refused);
+    auto count = static_cast<std::size_t>(end - records.begin());
+    if (count != 0) consumer.consume(records.first(count));
+    records = records.subspan(count);
+    while (!records.empty() && refused(records.front())) records = records.subspan(1);
+  }
+  throw Error(ErrorCode::kInvalidArgument, "channel '" + options_.name + "'",
+              "consumers in Python, called for each record, of tap '" + name +
+                  "', which has on_device=True",
+              consumer.description());
 }
 
 std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
@@ -181,6 +206,7 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept {
 
 // Everything before `position`, and what was taken besides, is done with.
 void Channel::settle(std::uint64_t position) {
+  for (const Record& record : batch_) record.let_go();
   give_room(position);
   copies_.clear();
   // Release: the consumers' work is seen by who reads the counts; see stats().

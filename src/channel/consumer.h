@@ -24,6 +24,9 @@ class Consumer {
   // No record follows. On the channel's thread, or on the closing one when that has ended.
   virtual void close() {}
 
+  // Whether it can deal with records whose arrays are on a device. Others don't get them.
+  virtual bool takes_device_arrays() const noexcept { return false; }
+
   // For messages.
   virtual std::string description() const { return "a consumer"; }
 };

@@ -5,11 +5,16 @@ namespace callgate {
 
 std::span<const ArrayView> RecordViews::whole(const Record& record) {
   const Source& source = *record.source;
+  KeptArrays::One kept;
+  if (source.kept != nullptr) kept = source.kept->at(record.handle());
   for (std::size_t i = 0; i < source.leaves.size(); ++i) {
     const LeafType& leaf = source.leaves[i];
     // Views have no const form; consumers do not write.
-    views_[i] = ArrayView{const_cast<char*>(record.data(leaf)), leaf.dims.data(),
-                          static_cast<std::int32_t>(leaf.dims.size()), leaf.dtype};
+    void* data = const_cast<char*>(record.data(leaf));
+    if (source.kept != nullptr && i < source.value_leaves)
+      data = i < kept.data.size() ? kept.data[i] : nullptr;
+    views_[i] =
+        ArrayView{data, leaf.dims.data(), static_cast<std::int32_t>(leaf.dims.size()), leaf.dtype};
   }
   return views_;
 }

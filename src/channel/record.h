@@ -7,12 +7,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/array_view.h"
+#include "core/call.h"
 #include "core/lanes.h"
 
 namespace callgate {
@@ -43,18 +47,58 @@ struct LeafType {
   std::size_t nbytes = 0;
 };
 
+// What the records of one tap hold on a device, by handle: such a record's payload is the handle
+// and the control leaves. Any thread.
+class KeptArrays {
+ public:
+  struct One {
+    std::shared_ptr<DeviceMemory> memory;
+    std::vector<void*> data;  // of each value leaf
+  };
+
+  std::uint64_t keep(One one) {
+    std::lock_guard lock(mutex_);
+    kept_.emplace(++last_, std::move(one));
+    return last_;
+  }
+  // Empty when it was dropped.
+  One at(std::uint64_t handle) const {
+    std::lock_guard lock(mutex_);
+    auto found = kept_.find(handle);
+    return found == kept_.end() ? One{} : found->second;
+  }
+  void drop(std::uint64_t handle) noexcept {
+    One dropped;  // dies without the lock
+    std::lock_guard lock(mutex_);
+    auto found = kept_.find(handle);
+    if (found == kept_.end()) return;
+    dropped = std::move(found->second);
+    kept_.erase(found);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, One> kept_;
+  std::uint64_t last_ = 0;
+};
+
 // What the records of one tap in one program have in common. Immutable once records exist.
 struct Source {
   std::uint64_t id = 0;     // unique in the process
   std::string name;         // the tap's name, as users see it
   std::string description;  // JSON: tree, transforms and whatever Python wants to know of the tap
   Role role = Role::kPrimal;
-  Lanes lanes;                         // batch levels; empty for a tap that no vmap met
-  std::vector<LeafType> leaves;        // value leaves, then the control leaves below
-  std::size_t value_leaves = 0;        // leaves that belong to the tapped value
-  bool ordered = false;                // consumers get its records in the order of all
-  bool has_where = false;              // leaf `value_leaves` is a bool for each lane: is it sent?
-  std::size_t payload_bytes = 0;       // of a whole record
+  Lanes lanes;                    // batch levels; empty for a tap that no vmap met
+  std::vector<LeafType> leaves;   // value leaves, then the control leaves below
+  std::size_t value_leaves = 0;   // leaves that belong to the tapped value
+  bool ordered = false;           // consumers get its records in the order of all
+  bool has_where = false;         // leaf `value_leaves` is a bool for each lane: is it sent?
+  std::size_t payload_bytes = 0;  // of a whole record
+  bool on_device = false;         // consumers want arrays on the device
+  // Those that stay there; null for a source whose payloads are all on the host. Otherwise
+  // `payload_bytes` counts the arrays, though no more than `written_bytes` are written.
+  std::shared_ptr<KeptArrays> kept;
+  std::size_t written_bytes = 0;
   std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
 };
 
@@ -68,6 +112,13 @@ struct Record {
   const char* payload = nullptr;
 
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
+
+  // Of a source with arrays on a device.
+  std::uint64_t handle() const noexcept { return *reinterpret_cast<const std::uint64_t*>(payload); }
+  // Nobody reads the record any more.
+  void let_go() const noexcept {
+    if (source->kept != nullptr) source->kept->drop(handle());
+  }
 };
 
 // The leaves of a record as views into its payload, control leaves included.

@@ -152,12 +152,28 @@ class TapSite final : public Site {
 
   // What is not due is not copied from the device. A predicate is known with the values.
   std::size_t reads(const Call& call) override {
-    if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
+    if (!described_.load(std::memory_order_acquire))  // pairs with its release
+      describe(call, /*on_device=*/spec_.on_device);
     return spec_.where || is_due() ? sent() : 0;
   }
 
   Outcome run_deferred(const Call& call) override {
     if (!spec_.where || (holds(call) && is_due())) send(call);
+    return Outcome::success();
+  }
+
+  std::size_t kept_on_device() const noexcept override {
+    return spec_.on_device ? spec_.values : 0;
+  }
+
+  Outcome run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& memory) override {
+    if (spec_.where && !(holds(call) && is_due())) return Outcome::success();
+    KeptArrays::One one{memory, {}};
+    for (std::size_t i = 0; i < spec_.values; ++i) one.data.push_back(call.operands[i].data);
+    std::span<const ArrayView> control = call.operands.subspan(spec_.values, sent() - spec_.values);
+    KeptArrays& kept = *sender_.source->kept;
+    std::uint64_t handle = kept.keep(std::move(one));
+    if (!slot_.send(Parcel{sender_, control, call.context, handle})) kept.drop(handle);
     return Outcome::success();
   }
 
@@ -223,7 +239,7 @@ class TapSite final : public Site {
   }
 
   // Shapes are known from the first call on.
-  void describe(const Call& call) {
+  void describe(const Call& call, bool on_device = false) {
     std::lock_guard lock(mutex_);
     if (sender_.source != nullptr) return;
     auto source = std::make_shared<Source>();
@@ -236,6 +252,9 @@ class TapSite final : public Site {
     source->value_leaves = spec_.values;
     source->has_where = spec_.where;
     source->consumer = consumer_;
+    source->on_device = spec_.on_device;
+    if (on_device) source->kept = std::make_shared<KeptArrays>();
+    std::size_t host_bytes = kRecordAlignment;  // the handle's
     check(call);
     for (std::size_t i = 0; i < sent(); ++i) {
       const ArrayView& view = call.operands[i];
@@ -245,8 +264,14 @@ class TapSite final : public Site {
                     source->payload_bytes,
                     view.nbytes()};
       source->payload_bytes += align_record(leaf.nbytes);
+      if (on_device && i >= spec_.values) {
+        leaf.offset = host_bytes;
+        host_bytes += align_record(leaf.nbytes);
+      }
       source->leaves.push_back(std::move(leaf));
     }
+    source->written_bytes = on_device ? host_bytes : source->payload_bytes;
+    source->payload_bytes = std::max(source->payload_bytes, source->written_bytes);
     sender_.flags = spec_.repeated ? std::uint32_t{kRepeated} : 0;
     sender_.source = std::move(source);
     described_.store(true, std::memory_order_release);  // the sender is complete
@@ -303,6 +328,8 @@ void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
     spec.returned = static_cast<std::size_t>(number(key, value));
   } else if (key == "where") {
     spec.where = yes_or_no(key, value);
+  } else if (key == "on_device") {
+    spec.on_device = yes_or_no(key, value);
   } else if (key == "path") {
     spec.paths.emplace_back(value);
   } else {

@@ -88,8 +88,8 @@ class TapCallee final : public Callee {
 // `returned` operands and those that are not sent.
 //
 // As text: a line `key=value` for each of name, role, ordered, repeated, every, values, returned,
-// where (0 or 1) and, in order of the values, path; an empty line; then the description for Python,
-// as it is.
+// where (0 or 1), on_device (0 or 1; 0 where it is left out) and, in order of the values, path; an
+// empty line; then the description for Python, as it is.
 struct TapSpec {
   std::string name;
   Role role = Role::kPrimal;
@@ -99,6 +99,7 @@ struct TapSpec {
   std::size_t values = 0;
   std::size_t returned = 0;
   bool where = false;
+  bool on_device = false;
   std::vector<std::string> paths;
   std::string description;
 };

@@ -43,6 +43,12 @@ struct SiteSpec {
   std::string layout;  // which part of its arrays each shard is, for messages; "" for whole ones
 };
 
+// Memory of a device that lives as long as somebody holds on to it.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+};
+
 class Site {
  public:
   virtual ~Site() = default;
@@ -65,6 +71,14 @@ class Site {
   // operand that copied_to() names.
   virtual Outcome run_deferred(const Call& call) { return run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
+
+  // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
+  // any, run_kept() is called in place of run_deferred(): with views of `memory` for these, which
+  // the host can't read, and of the host's memory for the others.
+  virtual std::size_t kept_on_device() const noexcept { return 0; }
+  virtual Outcome run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& /*memory*/) {
+    return run_deferred(call);
+  }
 };
 
 // What a callee makes of a call whose arrays are a GPU's.

@@ -16,6 +16,7 @@
 #include "cuda/driver.h"
 #include "cuda/graph.h"
 #include "cuda/host_copies.h"
+#include "cuda/kept_copies.h"
 #include "cuda/stream_gate.h"
 #include "xla/call_site.h"
 #include "xla/cuda_backlog.h"
@@ -141,7 +142,8 @@ Outcome run_copied(const CallSite& site, HostCopies& copies, bool sharded, CallC
 
 Outcome run_staged(CudaCall& call) {
   std::shared_ptr<HostCopies> copies = fetched(call);
-  cuda::check(cuda::StreamEvent(call.device, call.stream).wait(), "cuEventSynchronize");
+  if (!copies->operands().empty())
+    cuda::check(cuda::StreamEvent(call.device, call.stream).wait(), "cuEventSynchronize");
   ActiveCall active;
   if (!active.entered()) return shutting_down(call.callee());
   bool sharded = call.number.data != nullptr;
@@ -238,13 +240,19 @@ Outcome run_on_own_thread(CudaCall& call) {
 
 // -- deferred -------------------------------------------------------------------------------------
 
-// The host's part of a deferred call. Nothing is thrown.
-void run_later(const CallSite& site, HostCopies& copies, bool sharded, CallContext context) {
+// The host's part of a deferred call; `kept` are the copies on the device of a site that wants
+// some, else null. Nothing is thrown.
+void run_later(const CallSite& site, HostCopies& copies,
+               const std::shared_ptr<cuda::KeptCopies>& kept, bool sharded, CallContext context) {
   Outcome outcome = guarded_outcome([&]() -> Outcome {
     ActiveCall active;
     if (!active.entered()) return shutting_down(*site.callee);
     Call call = on_host(copies, site.shards, sharded, context);
-    return site.shards.runs(context.shard) ? site.site->run_deferred(call) : Outcome::success();
+    if (!site.shards.runs(context.shard)) return Outcome::success();
+    if (kept == nullptr) return site.site->run_deferred(call);
+    std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
+    operands.insert(operands.end(), call.operands.begin(), call.operands.end());
+    return site.site->run_kept({operands, {}, context}, kept);
   });
   if (!outcome.ok()) site.callee->defer(outcome.error());
 }
@@ -267,7 +275,7 @@ void capture(CudaCall& call, HostCopies copies) {
   captured->copies.fetch(call.stream);
   auto replay = [](void* data) {
     auto& self = *static_cast<CapturedCall*>(data);
-    run_later(*self.site, self.copies, self.sharded, self.context);
+    run_later(*self.site, self.copies, nullptr, self.sharded, self.context);
   };
   cuda::check(cuda::driver().launch_host_function(call.stream, replay, captured.get()),
               "cuLaunchHostFunc");
@@ -276,17 +284,32 @@ void capture(CudaCall& call, HostCopies copies) {
   call.site.captured.push_back(std::move(captured));
 }
 
+Outcome no_memory_in_graphs(const Callee& callee) {
+  return Outcome::failure(ErrorCode::kInternal,
+                          "callgate: '" + callee.name() +
+                              "' keeps copies on the device; expected a program that is not "
+                              "recorded into a CUDA graph, where no memory can be allocated");
+}
+
 Outcome run_deferred(CudaCall& call) {
   pass_on(call);
   std::size_t count = call.call_site().site->reads(call.call());
   if (count == 0) return Outcome::success();
-  std::span<const ArrayView> sent = call.decoded.operands().first(count);
+  std::size_t kept_count = call.call_site().site->kept_on_device();
+  std::span<const ArrayView> sent = call.decoded.operands().first(count).subspan(kept_count);
   std::vector<ArrayView> operands(sent.begin(), sent.end());
-  if (call.number.data != nullptr) operands.push_back(call.number);
+  bool sharded = call.number.data != nullptr;
+  if (sharded) operands.push_back(call.number);
   if (cuda::capturing(call.stream)) {
+    if (kept_count != 0) return no_memory_in_graphs(call.callee());
     cuda::RelaxedCapture relaxed;
     capture(call, HostCopies(call.device, operands, {}));
     return Outcome::success();
+  }
+  std::shared_ptr<cuda::KeptCopies> kept;
+  if (kept_count != 0) {
+    kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream,
+                                              call.decoded.operands().first(kept_count));
   }
   std::size_t bytes = 0;
   for (const ArrayView& view : operands) bytes += view.nbytes();
@@ -296,12 +319,11 @@ Outcome run_deferred(CudaCall& call) {
   if (!aside) copies->fetch(call.stream);
   cuda::StreamEvent end =
       aside ? copies->fetch_aside(call.stream) : cuda::StreamEvent(call.device, call.stream);
-  bool sharded = call.number.data != nullptr;
   cuda::Completions::of(call.device)
-      .after(std::move(end), [site = call.site.call_site, copies, room, sharded,
+      .after(std::move(end), [site = call.site.call_site, copies, kept, room, sharded,
                               context = call.context](cuda::Result result) {
         // A stream that has failed fails its program, which says so.
-        if (result == cuda::Result::kSuccess) run_later(*site, *copies, sharded, context);
+        if (result == cuda::Result::kSuccess) run_later(*site, *copies, kept, sharded, context);
       });
   return Outcome::success();
 }

@@ -1,0 +1,89 @@
+// See the header.
+#include "cuda/upload.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <utility>
+
+#include "core/error.h"
+#include "cuda/completions.h"
+#include "cuda/driver.h"
+#include "cuda/host_copies.h"
+
+namespace callgate::cuda {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// The stream of a device's that uploads take; never destroyed. The device's context is current.
+Stream upload_stream(const Device& device) {
+  static auto* mutex = new std::mutex();
+  static auto* streams = new std::array<Stream, 64>();
+  std::lock_guard lock(*mutex);
+  Stream& stream = (*streams)[static_cast<std::size_t>(device.ordinal())];
+  if (stream == nullptr)
+    check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
+}  // namespace
+
+Upload::Upload(Device& device, std::span<const ArrayView> types)
+    : device_(&device), host_(types.begin(), types.end()), memory_(std::make_shared<Memory>()) {
+  std::size_t rank = 0;
+  for (const ArrayView& view : host_) rank += static_cast<std::size_t>(view.rank);
+  dims_.reserve(rank);  // views point into it
+  for (ArrayView& view : host_) {
+    std::size_t at = dims_.size();
+    dims_.insert(dims_.end(), view.dims, view.dims + view.rank);
+    view.dims = dims_.data() + at;
+    offsets_.push_back(bytes_);
+    bytes_ += aligned(view.nbytes());
+  }
+  ContextScope current(device);
+  memory_->pinned = PinnedBlock(std::max<std::size_t>(bytes_, 1));
+  memory_->block = DeviceBlock(device, std::max<std::size_t>(bytes_, 1));
+  for (std::size_t i = 0; i < host_.size(); ++i)
+    host_[i].data = memory_->pinned.data() + offsets_[i];
+}
+
+void Upload::start() {
+  ContextScope current(*device_);
+  Stream stream = upload_stream(*device_);
+  if (bytes_ != 0) {
+    check(driver().copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream),
+          "cuMemcpyHtoDAsync_v2");
+  }
+  arrived_.emplace(*device_, stream);
+}
+
+void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
+                  Stream stream) {
+  ContextScope current(*self->device_);
+  self->arrived_->hold_back(stream);
+  for (std::size_t i = 0; i < self->host_.size(); ++i) {
+    std::size_t bytes = self->host_[i].nbytes();
+    if (bytes == 0) continue;
+    check(driver().copy_on_device(reinterpret_cast<DevicePointer>(targets[i]),
+                                  self->memory_->block.data() + self->offsets_[i], bytes, stream),
+          "cuMemcpyDtoDAsync_v2");
+  }
+  keep_until(*self->device_, stream, self);
+}
+
+// The copy to the device may still be under way: nobody may have asked for it.
+Upload::~Upload() {
+  if (!arrived_ || arrived_->reached()) return;
+  try {
+    Completions::of(*device_).after(std::move(*arrived_), [kept = memory_](Result) {});
+  } catch (const std::exception&) {
+    // There is no memory for as little; the driver waits for its copies before it frees.
+  }
+}
+
+}  // namespace callgate::cuda
