@@ -129,6 +129,7 @@ TEST_F(CudaGates, AStagedCallWaitsForAnEventAndNotForTheStream) {
   ASSERT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
   EXPECT_GE(fakecuda_calls("cuEventSynchronize"), 1U);
   EXPECT_EQ(fakecuda_calls("cuStreamSynchronize"), 0U);
+  finish();
 }
 
 TEST_F(CudaGates, AnAliasedResultIsOneMemoryOnTheHostToo) {
