@@ -19,7 +19,6 @@ namespace {
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::IsNan;
 using Floats = fake::DeviceVector<float>;
 

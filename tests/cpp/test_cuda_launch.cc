@@ -19,7 +19,6 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Floats = fake::DeviceVector<float>;
-using fake::floats;
 using fake::parameter;
 
 TEST(LaunchPlan, HoldsWhatItsTextSays) {

@@ -45,6 +45,7 @@ struct Parameters {
   std::vector<std::vector<char>> values;
   std::vector<const void*> pointers() const {
     std::vector<const void*> all;
+    all.reserve(values.size());
     for (const auto& value : values) all.push_back(value.data());
     return all;
   }

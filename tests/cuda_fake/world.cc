@@ -18,7 +18,9 @@ Result injected(World& world, const std::string& symbol) {
       continue;
     }
     Result result = it->result;
-    if (it->count > 0 && --it->count == 0) world.failures.erase(it);
+    bool last = it->count == 1;
+    if (it->count > 0) --it->count;
+    if (last) world.failures.erase(it);
     return result;
   }
   return Result::kSuccess;
