@@ -116,6 +116,12 @@ bool Completions::after(StreamEvent event, std::function<void(Result)> task) {
   return true;
 }
 
+bool Completions::keep(StreamEvent event, std::shared_ptr<void> kept) noexcept try {
+  return after(std::move(event), [kept = std::move(kept)](Result) {});
+} catch (const std::exception&) {
+  return false;
+}
+
 bool Completions::drain(std::chrono::nanoseconds limit) {
   if (is_abandoned()) return true;
   std::unique_lock lock(state_->mutex);

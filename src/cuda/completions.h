@@ -24,6 +24,9 @@ class Completions {
   // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
 
+  // Keeps something until the event has come, as far as that can be done. For destructors.
+  bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
+
   // Waits until the tasks that were given before have run; at once on the thread itself. False when
   // the time ran out.
   bool drain(std::chrono::nanoseconds limit);

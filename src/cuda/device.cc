@@ -39,14 +39,14 @@ Context current_context() {
 
 }  // namespace
 
-Device::Device(int ordinal, Context context) : ordinal_(ordinal), id_(ordinal), context_(context) {
+Device::Device(int ordinal, Context context)
+    : ordinal_(ordinal), id_(ordinal), context_(context), capability_(capability_of(ordinal)) {
   const Driver& cuda = driver();
   DeviceHandle handle = 0;
   check(cuda.device_get(&handle, ordinal), "cuDeviceGet");
   std::array<char, 256> name{};
   check(cuda.device_name(name.data(), static_cast<int>(name.size()), handle), "cuDeviceGetName");
   name_ = name.data();
-  capability_ = capability_of(ordinal);
   multiprocessors_ = attribute(handle, DeviceAttribute::kMultiprocessorCount);
 }
 

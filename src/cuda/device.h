@@ -40,7 +40,7 @@ class Device {
   std::atomic<std::int64_t> id_;  // relaxed: a number that stands for itself
   Context context_;
   std::string name_;
-  int capability_ = 0;
+  int capability_;
   int multiprocessors_ = 0;
 };
 

@@ -46,13 +46,16 @@ KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView>
 
 KeptCopies::~KeptCopies() {
   if (memory_.data() == 0) return;
-  try {
-    auto kept = std::make_shared<DeviceBlock>(std::move(memory_));
-    ContextScope current(*device_);
-    Completions::of(*device_).after(StreamEvent(*device_, stream_), [kept](Result) {});
-  } catch (const std::exception&) {
-    // The device is lost, or there is no memory for as little: nothing more will run on it.
-  }
+  // Where it can't wait the device is lost, and nothing more will run on it.
+  static_cast<void>(free_later());
+}
+
+bool KeptCopies::free_later() noexcept try {
+  auto kept = std::make_shared<DeviceBlock>(std::move(memory_));
+  ContextScope current(*device_);
+  return Completions::of(*device_).keep(StreamEvent(*device_, stream_), kept);
+} catch (const std::exception&) {
+  return false;
 }
 
 }  // namespace callgate::cuda

@@ -29,6 +29,8 @@ class KeptCopies final : public DeviceMemory {
   std::span<const ArrayView> arrays() const noexcept { return arrays_; }
 
  private:
+  bool free_later() noexcept;
+
   Device* device_;
   Stream stream_;
   std::vector<ArrayView> arrays_;

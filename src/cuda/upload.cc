@@ -65,7 +65,7 @@ void Upload::start() {
 void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
                   Stream stream) {
   ContextScope current(*self->device_);
-  self->arrived_->hold_back(stream);
+  if (self->arrived_) self->arrived_->hold_back(stream);
   for (std::size_t i = 0; i < self->host_.size(); ++i) {
     std::size_t bytes = self->host_[i].nbytes();
     if (bytes == 0) continue;
@@ -79,11 +79,7 @@ void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> ta
 // The copy to the device may still be under way: nobody may have asked for it.
 Upload::~Upload() {
   if (!arrived_ || arrived_->reached()) return;
-  try {
-    Completions::of(*device_).after(std::move(*arrived_), [kept = memory_](Result) {});
-  } catch (const std::exception&) {
-    // There is no memory for as little; the driver waits for its copies before it frees.
-  }
+  Completions::of(*device_).keep(std::move(*arrived_), memory_);
 }
 
 }  // namespace callgate::cuda
