@@ -109,11 +109,12 @@ def _leave_gpu(view: Any, address: int, size: int, exception: BaseException | No
 
   Of what was made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
   """
-  if _tensor_types():
+  torch = sys.modules.get("torch")
+  if torch is not None and torch.cuda.is_available():
     rescue = _Rescue(view, view, address, 0, size)
     roots = _heap() if exception is None else _frames_of(exception)
-    torch = _cuda_arrays.library("torch")
-    torch.run(view.stream, view.__dlpack_device__()[1], lambda: rescue.run(roots))
+    library = _cuda_arrays.library("torch")
+    library.run(view.stream, view.__dlpack_device__()[1], lambda: rescue.run(roots))
   view._detach()  # pyright: ignore[reportPrivateUsage]
 
 

@@ -172,6 +172,23 @@ def test_a_kept_array_of_cupy_is_an_escape(fake: FakeCuda, modules: Any) -> None
   assert isinstance(cg.last_error(), cg.EscapedViewError)
 
 
+def test_an_escape_is_found_beside_a_pytorch_without_cuda(fake: FakeCuda, modules: Any) -> None:
+  torch: Any = types.ModuleType("torch")
+  torch.Tensor = type("Tensor", (), {})
+  torch.cuda = types.SimpleNamespace(is_available=lambda: False)  # it has nothing else that works
+  modules(torch=torch)
+  kept: list[Any] = []
+
+  def leak(out: Any, x: Any) -> None:
+    kept.append(x)
+    device_library.kernel(fake, np.copyto, reads=[x], writes=[out], stream=x.stream)
+
+  gate = cg.gate(leak, out=lambda x: x, arrays="buffer", style="inplace")
+  with pytest.raises(fake_programs.ProgramError, match="argument 'x'"):
+    fake_programs.run(fake, gate, numbers(2))
+  assert isinstance(cg.last_error(), cg.EscapedViewError)
+
+
 # -- PyTorch -------------------------------------------------------------------------------------
 class Tensor(LibraryArray):
   """torch.Tensor, as far as gates look at one."""
@@ -203,6 +220,7 @@ def fake_torch(recorder: Recorder) -> dict[str, Any]:
   torch.Tensor = Tensor
   torch.device = lambda kind, ordinal: (kind, ordinal)
   torch.cuda = types.SimpleNamespace(
+    is_available=lambda: True,
     stream=lambda stream: stream,
     ExternalStream=lambda pointer, device: LibraryStream(recorder, pointer, device),
   )
