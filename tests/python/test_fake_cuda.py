@@ -177,7 +177,9 @@ def complex_numbers(x: Any) -> Any:
   return (x * 1j + 1).conj(), jnp.abs(x + 1j)
 
 
-PROGRAMS = [elementwise, shapes, control, loop, switch, complex_numbers]
+PROGRAMS = [elementwise, shapes, control, loop, switch]
+if jax.__version_info__ < (0, 12):  # its StableHLO interpreter aborts the process
+  PROGRAMS.append(complex_numbers)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
