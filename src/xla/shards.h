@@ -23,9 +23,10 @@ class Shards {
 
   // Takes the partition's number off the operands; -1 where there is none. Throws Error.
   std::int32_t take(DecodedCall& call) const {
-    if (runs_.empty()) [[likely]]
+    const void* number = take_operand(call).data;
+    if (number == nullptr) [[likely]]
       return -1;
-    return read(take_operand(call).data);
+    return read(number);
   }
 
   // The same in two steps, for a number that is not in the host's memory: the operand, with null
