@@ -295,13 +295,13 @@ FAKECUDA_API void* fakecuda_host(std::uint64_t pointer) { return resolve(pointer
 FAKECUDA_API int fakecuda_read(void* to, std::uint64_t from, std::size_t bytes) {
   const char* source = resolve(from, bytes);
   if (source == nullptr) return 1;
-  std::memcpy(to, source, bytes);
+  if (bytes != 0) std::memcpy(to, source, bytes);
   return 0;
 }
 FAKECUDA_API int fakecuda_write(std::uint64_t to, const void* from, std::size_t bytes) {
   char* target = resolve(to, bytes);
   if (target == nullptr) return 1;
-  std::memcpy(target, from, bytes);
+  if (bytes != 0) std::memcpy(target, from, bytes);
   return 0;
 }
 
