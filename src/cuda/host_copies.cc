@@ -2,12 +2,11 @@
 #include "cuda/host_copies.h"
 
 #include <algorithm>
-#include <array>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "cuda/completions.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
 
 namespace callgate::cuda {
@@ -15,22 +14,7 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
 DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
-
-// The stream of a device's that copies to the host take beside the program's; never destroyed.
-Stream side_stream(const Device& device) {
-  static auto* mutex = new std::mutex();
-  static auto* streams = new std::array<Stream, 64>();
-  std::lock_guard lock(*mutex);
-  Stream& stream = (*streams)[static_cast<std::size_t>(device.ordinal())];
-  if (stream == nullptr)
-    check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
-  return stream;
-}
 
 }  // namespace
 
@@ -39,36 +23,26 @@ HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
     : device_(&device),
       operands_(operands.begin(), operands.end()),
       results_(results.begin(), results.end()) {
-  std::size_t rank = 0, bytes = 0;
-  for (const ArrayView& view : operands_) rank += static_cast<std::size_t>(view.rank);
-  for (const ArrayView& view : results_) rank += static_cast<std::size_t>(view.rank);
-  dims_.reserve(rank);  // views point into it
+  dims_ = own_dims({operands_, results_});
+  std::size_t bytes = 0;
   std::vector<std::size_t> operand_at, result_at;
-  for (ArrayView& view : operands_) {
-    own_dims(view);
+  for (const ArrayView& view : operands_) {
     sources_.push_back(address(view.data));
     operand_at.push_back(bytes);
-    bytes += aligned(view.nbytes());
+    bytes += round_up(view.nbytes(), kAlignment);
   }
   operand_bytes_ = bytes;
-  for (ArrayView& view : results_) {
-    own_dims(view);
+  for (const ArrayView& view : results_) {
     targets_.push_back(address(view.data));
     std::size_t shared = shared_with(view);
     result_at.push_back(shared < operand_at.size() ? operand_at[shared] : bytes);
-    if (shared == operand_at.size()) bytes += aligned(view.nbytes());
+    if (shared == operand_at.size()) bytes += round_up(view.nbytes(), kAlignment);
   }
   memory_ = PinnedBlock(std::max<std::size_t>(bytes, 1));
   for (std::size_t i = 0; i < operands_.size(); ++i)
     operands_[i].data = memory_.data() + operand_at[i];
   for (std::size_t i = 0; i < results_.size(); ++i)
     results_[i].data = memory_.data() + result_at[i];
-}
-
-void HostCopies::own_dims(ArrayView& view) {
-  std::size_t at = dims_.size();
-  dims_.insert(dims_.end(), view.dims, view.dims + view.rank);
-  view.dims = dims_.data() + at;
 }
 
 // The operand that has the result's memory; their number for none.
@@ -103,7 +77,7 @@ StreamEvent HostCopies::fetch_aside(Stream stream) {
                                   stream),
           "cuMemcpyDtoDAsync_v2");
   }
-  Stream side = side_stream(*device_);
+  Stream side = side_stream(*device_, Direction::kToHost);
   StreamEvent(*device_, stream).hold_back(side);
   // One copy for all: operands lie in both as they lie in the other.
   check(driver().copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side),

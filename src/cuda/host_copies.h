@@ -37,7 +37,6 @@ class HostCopies {
   void publish(Stream stream);
 
  private:
-  void own_dims(ArrayView& view);
   std::size_t shared_with(const ArrayView& result) const;
 
   Device* device_;

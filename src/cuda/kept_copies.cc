@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "cuda/completions.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
 #include "cuda/event.h"
 
@@ -16,31 +17,21 @@ namespace {
 // What XLA expects of the memory of its programs' arguments.
 constexpr std::size_t kAlignment = 256;
 
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
 }  // namespace
 
 KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays)
     : device_(&device), stream_(stream), arrays_(arrays.begin(), arrays.end()) {
-  std::size_t rank = 0, bytes = 0;
-  for (const ArrayView& view : arrays_) {
-    rank += static_cast<std::size_t>(view.rank);
-    bytes += aligned(view.nbytes());
-  }
-  dims_.reserve(rank);  // views point into it
+  dims_ = own_dims({arrays_});
+  std::size_t bytes = 0;
+  for (const ArrayView& view : arrays_) bytes += round_up(view.nbytes(), kAlignment);
   memory_ = DeviceBlock(device, std::max<std::size_t>(bytes, 1));
   DevicePointer to = memory_.data();
   for (ArrayView& view : arrays_) {
-    std::size_t at = dims_.size();
-    dims_.insert(dims_.end(), view.dims, view.dims + view.rank);
-    view.dims = dims_.data() + at;
     auto from = reinterpret_cast<DevicePointer>(view.data);
     view.data = reinterpret_cast<void*>(to);
     if (view.nbytes() == 0) continue;
     check(driver().copy_on_device(to, from, view.nbytes(), stream), "cuMemcpyDtoDAsync_v2");
-    to += aligned(view.nbytes());
+    to += round_up(view.nbytes(), kAlignment);
   }
 }
 

@@ -2,12 +2,11 @@
 #include "cuda/upload.h"
 
 #include <algorithm>
-#include <array>
-#include <mutex>
 #include <utility>
 
 #include "core/error.h"
 #include "cuda/completions.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
 #include "cuda/host_copies.h"
 
@@ -16,34 +15,14 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
-// The stream of a device's that uploads take; never destroyed. The device's context is current.
-Stream upload_stream(const Device& device) {
-  static auto* mutex = new std::mutex();
-  static auto* streams = new std::array<Stream, 64>();
-  std::lock_guard lock(*mutex);
-  Stream& stream = (*streams)[static_cast<std::size_t>(device.ordinal())];
-  if (stream == nullptr)
-    check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
-  return stream;
-}
-
 }  // namespace
 
 Upload::Upload(Device& device, std::span<const ArrayView> types)
     : device_(&device), host_(types.begin(), types.end()), memory_(std::make_shared<Memory>()) {
-  std::size_t rank = 0;
-  for (const ArrayView& view : host_) rank += static_cast<std::size_t>(view.rank);
-  dims_.reserve(rank);  // views point into it
-  for (ArrayView& view : host_) {
-    std::size_t at = dims_.size();
-    dims_.insert(dims_.end(), view.dims, view.dims + view.rank);
-    view.dims = dims_.data() + at;
+  dims_ = own_dims({host_});
+  for (const ArrayView& view : host_) {
     offsets_.push_back(bytes_);
-    bytes_ += aligned(view.nbytes());
+    bytes_ += round_up(view.nbytes(), kAlignment);
   }
   ContextScope current(device);
   memory_->pinned = PinnedBlock(std::max<std::size_t>(bytes_, 1));
@@ -54,7 +33,7 @@ Upload::Upload(Device& device, std::span<const ArrayView> types)
 
 void Upload::start() {
   ContextScope current(*device_);
-  Stream stream = upload_stream(*device_);
+  Stream stream = side_stream(*device_, Direction::kToDevice);
   if (bytes_ != 0) {
     check(driver().copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream),
           "cuMemcpyHtoDAsync_v2");
