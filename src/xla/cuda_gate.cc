@@ -55,12 +55,11 @@ struct CudaSite {
 // What XLA owns for the site. CUDA's plugin has a registry of types of its own.
 struct CudaGateState {
   static ffi::TypeId id;
+  static constexpr std::string_view kName = "callgate.cuda_gate_state";
   std::shared_ptr<CudaSite> site;
 };
 
 ffi::TypeId CudaGateState::id = {};
-
-constexpr std::string_view kStateName = "callgate.cuda_gate_state";
 
 // One call, with all that the ways to make it need.
 struct CudaCall {
@@ -163,9 +162,20 @@ class OwnThreadCall {
         copies_(fetched(call)),
         fetched_(call.device, call.stream),
         sharded_(call.number.data != nullptr),
-        context_(call.context) {
-    gate_.hold(call.stream);
-    copies_->publish(call.stream);
+        context_(call.context) {}
+
+  // From here on the stream waits until the call has settled or is abandoned.
+  void hold(cuda::Stream stream) {
+    gate_.hold(stream);
+    copies_->publish(stream);
+  }
+
+  // For a call that can't be handed on: its error is XLA's, and its results are nobody's. Waits
+  // for the stream, which uses what is here.
+  void abandon(cuda::Stream stream) noexcept {
+    settled_.store(true, std::memory_order_release);  // see claim()
+    gate_.open();
+    cuda::driver().stream_synchronize(stream);
   }
 
   void run() {
@@ -223,8 +233,8 @@ class OwnThreadCall {
   bool settled_by_me_ = false;  // the worker's alone
 };
 
-Outcome run_on_own_thread(CudaCall& call) {
-  auto owned = std::make_shared<OwnThreadCall>(call, call.site.call_site);
+void hand_on(CudaCall& call, const std::shared_ptr<OwnThreadCall>& owned) {
+  owned->hold(call.stream);
   cuda::keep_until(call.device, call.stream, owned);
   auto timeout = call.callee().timeout();
   Watchdog::Ticket ticket;
@@ -235,6 +245,16 @@ Outcome run_on_own_thread(CudaCall& call) {
     if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
   });
   if (!taken) owned->run();  // the process is ending: it fails, but opens the stream
+}
+
+Outcome run_on_own_thread(CudaCall& call) {
+  auto owned = std::make_shared<OwnThreadCall>(call, call.site.call_site);
+  try {
+    hand_on(call, owned);
+  } catch (...) {
+    owned->abandon(call.stream);
+    throw;
+  }
   return Outcome::success();
 }
 
@@ -284,6 +304,12 @@ void capture(CudaCall& call, HostCopies copies) {
   call.site.captured.push_back(std::move(captured));
 }
 
+std::size_t nbytes(std::span<const ArrayView> views) {
+  std::size_t sum = 0;
+  for (const ArrayView& view : views) sum += view.nbytes();
+  return sum;
+}
+
 Outcome no_memory_in_graphs(const Callee& callee) {
   return Outcome::failure(ErrorCode::kInternal,
                           "callgate: '" + callee.name() +
@@ -306,14 +332,12 @@ Outcome run_deferred(CudaCall& call) {
     capture(call, HostCopies(call.device, operands, {}));
     return Outcome::success();
   }
+  std::span<const ArrayView> to_keep = call.decoded.operands().first(kept_count);
+  std::size_t bytes = nbytes(operands);
+  auto room = std::make_shared<Backlog::Room>(bytes + nbytes(to_keep));
   std::shared_ptr<cuda::KeptCopies> kept;
-  if (kept_count != 0) {
-    kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream,
-                                              call.decoded.operands().first(kept_count));
-  }
-  std::size_t bytes = 0;
-  for (const ArrayView& view : operands) bytes += view.nbytes();
-  auto room = std::make_shared<Backlog::Room>(bytes);
+  if (!to_keep.empty())
+    kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);
   auto copies = std::make_shared<HostCopies>(call.device, operands, std::span<const ArrayView>());
   bool aside = bytes > kCopiedInStream;
   if (!aside) copies->fetch(call.stream);
@@ -329,6 +353,13 @@ Outcome run_deferred(CudaCall& call) {
 }
 
 // -- handlers -------------------------------------------------------------------------------------
+
+std::unique_ptr<CudaGateState> instantiate(const XLA_FFI_Attrs& attrs) {
+  auto state = std::make_unique<CudaGateState>();
+  state->site = std::make_shared<CudaSite>();
+  state->site->call_site = make_call_site(ffi::Dictionary(&attrs));
+  return state;
+}
 
 Outcome run(CudaCall& call) {
   switch (call.callee().on_device()) {
@@ -351,33 +382,16 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* cuda_gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
-    XLA_FFI_Error* error = nullptr;
-    if (StateOf<CudaGateState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
-      return error;
-    error = StateOf<CudaGateState>::register_type(frame->api, kStateName);
-    if (error != nullptr) return error;
-    auto state = std::make_unique<CudaGateState>();
-    state->site = std::make_shared<CudaSite>();
-    state->site->call_site = make_call_site(ffi::Dictionary(&frame->attrs));
-    return StateOf<CudaGateState>::give(*frame, std::move(state));
-  });
+  return StateOf<CudaGateState>::instantiate(frame, instantiate);
 }
 
 XLA_FFI_Error* cuda_gate_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<CudaGateState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
-    return error;
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<CudaGateState>::execute(frame, execute);
 }
 
 XLA_FFI_Error* cuda_graph_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<CudaGateState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error)) {
-    if (error == nullptr) add_traits(*frame, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
-    return error;
-  }
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<CudaGateState>::execute(frame, execute,
+                                         XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 }  // namespace callgate::xla_ffi

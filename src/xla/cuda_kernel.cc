@@ -26,6 +26,7 @@ namespace ffi = ::xla::ffi;
 // One call site of one executable. CUDA's plugin has a registry of types of its own.
 struct CudaKernelState {
   static ffi::TypeId id;
+  static constexpr std::string_view kName = "callgate.cuda_kernel_state";
   std::unique_ptr<cuda::LaunchSite> site;
   bool poison_on_error = false;  // see CallSite in gate.cc
   Shards shards;
@@ -34,9 +35,7 @@ struct CudaKernelState {
 
 ffi::TypeId CudaKernelState::id = {};
 
-constexpr std::string_view kStateName = "callgate.cuda_kernel_state";
-
-// Throws; cuda_kernel_instantiate() guards it.
+// Throws.
 std::unique_ptr<CudaKernelState> instantiate(const XLA_FFI_Attrs& attrs) {
   ffi::Dictionary attributes(&attrs);
   auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
@@ -59,7 +58,8 @@ std::unique_ptr<CudaKernelState> instantiate(const XLA_FFI_Attrs& attrs) {
 class ScratchBlocks {
  public:
   ScratchBlocks(const XLA_FFI_CallFrame& frame, std::span<const std::size_t> sizes)
-      : frame_(frame), sizes_(sizes) {
+      : ScratchBlocks(frame) {  // from here on a failure runs the destructor
+    sizes_ = sizes;
     if (sizes.size() > inline_.size()) overflow_.resize(sizes.size());
     for (; count_ < sizes.size(); ++count_) addresses()[count_] = allocate(sizes[count_]);
   }
@@ -73,6 +73,8 @@ class ScratchBlocks {
 
  private:
   static constexpr std::size_t kAlignment = 256;
+
+  explicit ScratchBlocks(const XLA_FFI_CallFrame& frame) : frame_(frame) {}
 
   cuda::DevicePointer* addresses() noexcept {
     return overflow_.empty() ? inline_.data() : overflow_.data();
@@ -89,17 +91,10 @@ class ScratchBlocks {
     if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Allocate(&args)) {
       std::string message = ffi::internal::GetErrorMessage(frame_.api, error);
       ffi::internal::DestroyError(frame_.api, error);
-      free_all();
       throw Error(ErrorCode::kInternal, "a kernel's scratch memory",
                   std::to_string(bytes) + " bytes on the device", message);
     }
     return reinterpret_cast<cuda::DevicePointer>(args.data);
-  }
-
-  // A constructor that throws has no destructor run for it.
-  void free_all() noexcept {
-    for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses()[i]);
-    count_ = 0;
   }
 
   void release(std::size_t bytes, cuda::DevicePointer address) noexcept {
@@ -159,30 +154,16 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* cuda_kernel_instantiate(XLA_FFI_CallFrame* frame) {
-  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
-    XLA_FFI_Error* error = nullptr;
-    if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
-      return error;
-    error = StateOf<CudaKernelState>::register_type(frame->api, kStateName);
-    if (error != nullptr) return error;
-    return StateOf<CudaKernelState>::give(*frame, instantiate(frame->attrs));
-  });
+  return StateOf<CudaKernelState>::instantiate(frame, instantiate);
 }
 
 XLA_FFI_Error* cuda_kernel_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error)) {
-    if (error == nullptr) add_traits(*frame, XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
-    return error;
-  }
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<CudaKernelState>::execute(frame, execute,
+                                           XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 XLA_FFI_Error* cuda_kernel_scratch_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<CudaKernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
-    return error;
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<CudaKernelState>::execute(frame, execute);
 }
 
 }  // namespace callgate::xla_ffi

@@ -23,17 +23,16 @@ namespace ffi = ::xla::ffi;
 // What XLA owns for the site.
 struct GateState {
   static ffi::TypeId id;
+  static constexpr std::string_view kName = "callgate.gate_state";
   std::shared_ptr<CallSite> call_site;
 };
 
 ffi::TypeId GateState::id = {};
 
-constexpr std::string_view kStateName = "callgate.gate_state";
-
-// Throws; gate_instantiate() guards it.
-std::unique_ptr<GateState> instantiate(const ffi::Dictionary& attributes) {
+// Throws.
+std::unique_ptr<GateState> instantiate(const XLA_FFI_Attrs& attrs) {
   auto state = std::make_unique<GateState>();
-  state->call_site = make_call_site(attributes);
+  state->call_site = make_call_site(ffi::Dictionary(&attrs));
   return state;
 }
 
@@ -120,21 +119,11 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
-    XLA_FFI_Error* error = nullptr;
-    if (StateOf<GateState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
-      return error;
-    error = StateOf<GateState>::register_type(frame->api, kStateName);
-    if (error != nullptr) return error;
-    return StateOf<GateState>::give(*frame, instantiate(ffi::Dictionary(&frame->attrs)));
-  });
+  return StateOf<GateState>::instantiate(frame, instantiate);
 }
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<GateState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
-    return error;
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<GateState>::execute(frame, execute);
 }
 
 }  // namespace callgate::xla_ffi

@@ -22,14 +22,13 @@ namespace ffi = ::xla::ffi;
 // One call site of one executable.
 struct KernelState {
   static ffi::TypeId id;
+  static constexpr std::string_view kName = "callgate.kernel_state";
   std::shared_ptr<BoundKernel> bound;
 };
 
 ffi::TypeId KernelState::id = {};
 
-constexpr std::string_view kStateName = "callgate.kernel_state";
-
-// Throws; kernel_instantiate() guards it.
+// Throws.
 std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
   ffi::Dictionary attributes(&attrs);
   auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
@@ -74,21 +73,11 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
-  return guarded(frame->api, [frame]() -> XLA_FFI_Error* {
-    XLA_FFI_Error* error = nullptr;
-    if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/true, error))
-      return error;
-    error = StateOf<KernelState>::register_type(frame->api, kStateName);
-    if (error != nullptr) return error;
-    return StateOf<KernelState>::give(*frame, instantiate(frame->attrs));
-  });
+  return StateOf<KernelState>::instantiate(frame, instantiate);
 }
 
 XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* error = nullptr;
-  if (StateOf<KernelState>::answer_metadata(frame, kStateName, /*gives_state=*/false, error))
-    return error;
-  return guarded(frame->api, [frame] { return execute(frame); });
+  return StateOf<KernelState>::execute(frame, execute);
 }
 
 }  // namespace callgate::xla_ffi

@@ -1,8 +1,8 @@
 // The state of a call site that XLA owns, for handlers that read the raw call frame.
 //
-// A state's type S has a static `id`. XLA hands it out when it asks a handler for its metadata, as
-// a target is registered with a backend: that needs no private API and doesn't disturb the backend,
-// as registering a type before it exists would.
+// A state's type S has a static `id` and a static `kName`, the type's name. XLA hands it out when
+// it asks a handler for its metadata, as a target is registered with a backend: that needs no
+// private API and doesn't disturb the backend, as registering a type before it exists would.
 #pragma once
 
 #include <memory>
@@ -11,45 +11,36 @@
 #include <string_view>
 
 #include "xla/ffi.h"
+#include "xla/guard.h"
 
 namespace callgate::xla_ffi {
-
-// Adds to what a handler says of itself, in a frame that asks for metadata.
-inline void add_traits(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler_TraitsBits traits) noexcept {
-  auto* asked = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame.extension_start);
-  asked->metadata->traits |= static_cast<XLA_FFI_Handler_Traits>(traits);
-}
 
 template <class S>
 class StateOf {
  public:
-  // True for a frame that asks for metadata; `error` is then what to return. `name` is the type's.
-  // `gives_state`: the handler is that of the instantiate stage.
-  static bool answer_metadata(XLA_FFI_CallFrame* frame, std::string_view name, bool gives_state,
-                              XLA_FFI_Error*& error) {
-    if (frame->extension_start == nullptr ||
-        frame->extension_start->type != XLA_FFI_Extension_Metadata) [[likely]] {
-      return false;
+  // The handler of the instantiate stage: `make` gives a site's state from its attributes.
+  template <typename Make>
+  static XLA_FFI_Error* instantiate(XLA_FFI_CallFrame* frame, Make&& make) {
+    return guarded(frame->api, [&]() -> XLA_FFI_Error* {
+      XLA_FFI_Error* error = register_type(frame->api);
+      if (error != nullptr) return error;
+      if (asks_for_metadata(*frame)) return kGives(frame);
+      return give(*frame, make(frame->attrs));
+    });
+  }
+
+  // The handler of the execute stage: `run` makes the call, which gets its state by get(). What it
+  // says of itself has `traits`.
+  template <typename Run>
+  static XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame, Run&& run,
+                                XLA_FFI_Handler_Traits traits = 0) {
+    if (asks_for_metadata(*frame)) [[unlikely]] {
+      XLA_FFI_Error* error = register_type(frame->api);
+      if (error == nullptr) error = kTakes(frame);
+      if (error == nullptr) add_traits(*frame, traits);
+      return error;
     }
-    error = register_type(frame->api, name);
-    if (error == nullptr) error = gives_state ? kGives(frame) : kTakes(frame);
-    return true;
-  }
-
-  static XLA_FFI_Error* register_type(const XLA_FFI_Api* api, std::string_view name) {
-    static std::mutex mutex;  // several programs may be loaded at once
-    std::lock_guard lock(mutex);
-    if (S::id.type_id != 0) return nullptr;
-    return ::xla::ffi::Ffi::RegisterTypeId(api, name, &S::id, &kInfo);
-  }
-
-  // Hands the state of the site to XLA, in the instantiate stage.
-  static XLA_FFI_Error* give(const XLA_FFI_CallFrame& frame, std::unique_ptr<S> state) {
-    XLA_FFI_State_Set_Args args{XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame.ctx,
-                                XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  state.get()};
-    XLA_FFI_Error* error = frame.api->XLA_FFI_State_Set(&args);
-    if (error == nullptr) state.release();  // NOLINT: XLA's now
-    return error;
+    return guarded(frame->api, [&] { return run(frame); });
   }
 
   // The state of the site that the frame calls. Throws Error where there is none.
@@ -65,6 +56,31 @@ class StateOf {
   }
 
  private:
+  static bool asks_for_metadata(const XLA_FFI_CallFrame& frame) noexcept {
+    return frame.extension_start != nullptr &&
+           frame.extension_start->type == XLA_FFI_Extension_Metadata;
+  }
+
+  static void add_traits(const XLA_FFI_CallFrame& frame, XLA_FFI_Handler_Traits traits) noexcept {
+    auto* asked = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame.extension_start);
+    asked->metadata->traits |= traits;
+  }
+
+  static XLA_FFI_Error* register_type(const XLA_FFI_Api* api) {
+    static std::mutex mutex;  // several programs may be loaded at once
+    std::lock_guard lock(mutex);
+    if (S::id.type_id != 0) return nullptr;
+    return ::xla::ffi::Ffi::RegisterTypeId(api, S::kName, &S::id, &kInfo);
+  }
+
+  static XLA_FFI_Error* give(const XLA_FFI_CallFrame& frame, std::unique_ptr<S> state) {
+    XLA_FFI_State_Set_Args args{XLA_FFI_State_Set_Args_STRUCT_SIZE, nullptr, frame.ctx,
+                                XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  state.get()};
+    XLA_FFI_Error* error = frame.api->XLA_FFI_State_Set(&args);
+    if (error == nullptr) state.release();  // NOLINT: XLA's now
+    return error;
+  }
+
   static constexpr XLA_FFI_TypeInfo kInfo = ::xla::ffi::MakeTypeInfo<S>();
   // Typed wrappers, which are only ever asked for what they know of S.
   XLA_FFI_DEFINE_HANDLER(

@@ -285,6 +285,32 @@ TEST_F(CudaGates, ATimeoutLetsTheStreamGo) {
   EXPECT_THAT(y.values(), Each(IsNan()));
 }
 
+// The copies of the results, and the event that says when they have ended.
+TEST_F(CudaGates, ACallThatCannotBeHandedOnLetsTheStreamGo) {
+  for (auto [symbol, after] :
+       {std::pair("cuMemcpyHtoDAsync_v2", 0), std::pair("cuEventRecord", 1)}) {
+    SCOPED_TRACE(symbol);
+    Floats x({3}), y({0});
+    int runs = 0;
+    behaviour_.own_thread = true;
+    behaviour_.timeout = std::chrono::seconds(60);
+    behaviour_.run = [&](const Call& call) {
+      ++runs;
+      return doubled(call);
+    };
+    fake::CudaGateProgram program("f", stream_);
+    ASSERT_TRUE(program.load().ok());
+    fakecuda_fail(symbol, 1, after, 1);
+    EXPECT_THAT(program.execute({array(x)}, {array(y)}).wait().message, HasSubstr("CUDA_ERROR"));
+    finish();
+    EXPECT_EQ(runs, 0);
+    EXPECT_TRUE(behaviour_.deferred.empty());
+    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());  // and the next one runs
+    finish();
+    EXPECT_THAT(y.values(), ElementsAre(6));
+  }
+}
+
 TEST_F(CudaGates, ADeferredCallRunsLaterWithWhatTheArraysHeldThen) {
   Floats x({1, 2});
   std::vector<std::vector<float>> seen;

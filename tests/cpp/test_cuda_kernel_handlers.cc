@@ -123,6 +123,17 @@ TEST_F(CudaKernels, SayThatThereIsNoScratchMemory) {
               HasSubstr("expected 4 bytes on the device, got out of memory"));
 }
 
+TEST_F(CudaKernels, GiveBackWhatScratchMemoryTheyGotBeforeThereWasNone) {
+  fake::CudaKernelProgram program(kName, stream_, {{"plan", "scratch 4;scratch 0;scratch 8;"}});
+  int memory = 0;
+  std::vector<void*> freed;
+  program.context().allocate = [&](std::size_t bytes) { return bytes == 4 ? &memory : nullptr; };
+  program.context().free = [&](void* block) { freed.push_back(block); };
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_THAT(program.execute({}, {}).wait().message, HasSubstr("expected 8 bytes on the device"));
+  EXPECT_THAT(freed, ElementsAre(&memory));
+}
+
 TEST_F(CudaKernels, OnShardsThatOneDeviceRunsReadTheirPartitionOnce) {
   Floats x({1}), y({5});
   fake::DeviceVector<std::uint32_t> number({1});
