@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "channel/channel.h"
+#include "core/thread_end.h"
 
 namespace callgate {
 namespace {
@@ -36,6 +37,7 @@ void Channel::run() {
   }
   finish();
   thread_id_.store({}, std::memory_order_relaxed);  // another thread may get the same
+  end_thread();
 }
 
 void Channel::begin_delivery() {

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <utility>
 
+#include "core/thread_end.h"
+
 namespace callgate {
 namespace {
 
@@ -67,6 +69,9 @@ void WorkerPool::work() {
     } else if (stopping_) {
       return;
     } else if (!woken && threads_.size() > kKeptThreads) {
+      lock.unlock();
+      end_thread();  // before anybody can join it
+      lock.lock();
       for (auto it = threads_.begin(); it != threads_.end(); ++it) {
         if (it->get_id() != std::this_thread::get_id()) continue;
         ended_.splice(ended_.end(), threads_, it);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
+import time
 import weakref
 from typing import Any
 
@@ -110,6 +112,49 @@ def test_compiled_gates_leave_nothing_behind() -> None:
   jax.clear_caches()
   collect()
   assert set(_callgate.registered_names()) <= before
+
+
+def thread_states() -> int:
+  """The threads that the interpreter knows, by its own list."""
+  api, pointer = ctypes.pythonapi, ctypes.c_void_p
+  get = ctypes.PYFUNCTYPE(pointer)(("PyInterpreterState_Get", api))
+  head = ctypes.PYFUNCTYPE(pointer, pointer)(("PyInterpreterState_ThreadHead", api))
+  following = ctypes.PYFUNCTYPE(pointer, pointer)(("PyThreadState_Next", api))
+  count, state = 0, head(get())
+  while state:
+    count, state = count + 1, following(state)
+  return count
+
+
+def test_the_threads_of_closed_channels_leave_nothing_behind() -> None:
+  tapped = jax.jit(lambda x: cg.tap(x, "threads"))
+  seen: list[float] = []
+  with cg.channel("threads"):
+    tapped(X)  # XLA's thread, which stays
+  before = thread_states()
+  for _ in range(20):
+    with cg.channel("threads", to=lambda x: seen.append(float(x))):
+      tapped(X)
+  assert seen == [1.0] * 20
+  assert thread_states() <= before
+
+
+def test_the_threads_of_gates_leave_nothing_behind() -> None:
+  """Those that are given back, five seconds after their last call."""
+  depth = 5
+
+  def nest(x: Any) -> Any:
+    return x if x == depth else np.asarray(program(x + 1))
+
+  program = jax.jit(cg.gate(nest, out=lambda x: x, thread="own"))
+  program(np.float32(depth))  # JAX lets a program's first call come to its end before others
+  before = thread_states()
+  assert program(np.float32(0)) == depth
+  assert thread_states() > before + 2  # more than are kept
+  end = time.monotonic() + 60
+  while thread_states() > before + 2 and time.monotonic() < end:
+    time.sleep(0.1)
+  assert thread_states() <= before + 2
 
 
 # -- names ---
