@@ -21,8 +21,9 @@ JAX ?=
 WHEEL ?=
 PRESET ?= debug
 PYTEST_ARGS ?= tests/python
-# On every core, one file's tests in one process: files may share expensive programs.
-PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
+# On every core, one file's tests in one process: files may share expensive programs. A process
+# that dies ends the run.
+PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin

@@ -150,6 +150,7 @@ class Interpreter:
   def _evaluate(self, op: Any, operands: list[Any], path: Path) -> list[Any]:
     evaluator = self.program.evaluator(path, op)
     results = [self._empty(result) for result in op.results]
+    failures = self.pending.failures  # not the run itself: a graph of it lives no longer than it
 
     def compute() -> None:
       try:
@@ -157,7 +158,7 @@ class Interpreter:
         for result, array in zip(results, arrays, strict=True):
           result.view()[...] = array
       except BaseException as error:  # noqa: BLE001 - a stream's thread has no one to tell
-        self.pending.failures.append(error)
+        failures.append(error)
 
     self.stream.enqueue(
       compute,
