@@ -14,8 +14,7 @@ from jax.core import Tracer
 
 from callgate._cuda_launch import Image, Plan
 from callgate._cuda_program import CudaCall, CudaPart, parse_arch
-from callgate._kernel_types import check_types
-from callgate._lowering import is_packed
+from callgate._kernel_types import check_types, refuse_packed
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter
 from callgate._primitive import CallSite
@@ -110,13 +109,7 @@ class CudaKernel(Kernel, CudaPart):
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    for index, value in enumerate((*structs, *results)):
-      if is_packed(value.dtype):
-        what = f"argument {index}" if index < len(structs) else f"result {index - len(structs)}"
-        raise GateDefinitionError(
-          f"{self.label}: {what}: {value.dtype.name} has several elements in a byte, which kernels "
-          "don't take; convert to int8 before the call"
-        )
+    refuse_packed(self.label, structs, results)
     if self.signature is not None:
       check_types(self, self.signature, site, structs, results)
 

@@ -8,9 +8,21 @@ from typing import Any
 import numpy as np
 
 from callgate import _compat, _names
+from callgate._lowering import is_packed
 from callgate._parameters import Kind, Parameter, expected_text, fits, type_text
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError
+
+
+def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
+  """Raises where an array has elements smaller than a byte."""
+  for index, value in enumerate((*operands, *results)):
+    if is_packed(value.dtype):
+      what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
+      raise GateDefinitionError(
+        f"{label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, which "
+        "kernels don't take; convert to int8 before the call"
+      )
 
 
 def check_types(

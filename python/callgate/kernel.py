@@ -26,8 +26,8 @@ from callgate import (
   _shapes,
 )
 from callgate._benchmark import BenchmarkResult, benchmark
-from callgate._kernel_types import check_argument, check_types
-from callgate._lowering import Level, is_packed
+from callgate._kernel_types import check_argument, check_types, refuse_packed
+from callgate._lowering import Level
 from callgate._operation import Effect, Operation, Vmap
 from callgate._parameters import (
   Kind,
@@ -331,13 +331,7 @@ class Kernel(Operation):
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     """Raises unless the call's arrays are what the kernel takes."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    for index, value in enumerate((*structs, *results)):
-      if is_packed(value.dtype):
-        what = f"argument {index}" if index < len(structs) else f"result {index - len(structs)}"
-        raise GateDefinitionError(
-          f"{self.label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, "
-          "which kernels don't take; convert to int8 before the call"
-        )
+    refuse_packed(self.label, structs, results)
     variant = self.variant(self.types_of(structs, results, site.static))
     self._check_types(variant.parameters, site, structs, results)
     values = dict(site.static)

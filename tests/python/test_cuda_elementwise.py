@@ -220,6 +220,27 @@ def test_what_cudas_compiler_refuses_names_the_kernel() -> None:
     kernel.cuda.plan(call_of(kernel, (values((3,), "float32"),)))
 
 
+def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatch: Any) -> None:
+  kernel = cg.elementwise(
+    "T x, T y", "T z", "z = x * y * y", jvp="dz = y * y * dx + 2 * x * y * dy"
+  )
+  built: list[str] = []
+
+  def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
+    built.append(name)
+    return _nvrtc.Built(_cuda_launch.Image(b"\0", 0), name)
+
+  monkeypatch.setattr(_elementwise_cuda._nvrtc, "build", build)
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setenv("CXX", "no-such-compiler")
+  traced = jax.jit(jax.grad(lambda x: kernel(x, x).sum())).trace(np.float32(3))
+  assert built == []
+  traced.lower(lowering_platforms=("cuda",))
+  assert len(built) == 2  # the kernel's value is not used
+  with pytest.raises(cg.CompileError, match="CXX=no-such-compiler"):
+    traced.lower(lowering_platforms=("cpu",))
+
+
 def test_shapes_alike_share_a_variant_and_lanes_that_may_lie_unaligned_take_no_vectors() -> None:
   layout = lambda kernel, *xs: _elementwise_layout.layout_of(
     kernel.user_code, [x.shape for x in xs], [x.dtype for x in xs], call_of(kernel, xs).results
