@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from callgate.errors import GateDefinitionError
@@ -247,7 +247,6 @@ def of_call(
   sharding: Any,
   operands: Sequence[Shape],
   results: Sequence[Shape],
-  default: Callable[[], Rule] | None = None,
 ) -> Rule:
   """The rule of one lane's call.
 
@@ -256,11 +255,8 @@ def of_call(
     sharding: the operation's option: None, "shard", "gather" or a rule's text.
     operands: shapes of a lane's operands.
     results: of a lane's results.
-    default: the rule for None. Default: all arrays whole.
   """
-  if sharding is None:
-    return default() if default is not None else gathered(operands, results)
-  if sharding == "gather":
+  if sharding is None or sharding == "gather":
     return gathered(operands, results)
   if sharding == "shard":
     return leading(operands, results)
