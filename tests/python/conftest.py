@@ -56,6 +56,7 @@ def fake() -> Iterator[FakeCuda]:
   driver.clear()
   for stream in driver.streams():
     stream.finish()
+  driver.forget()
   assert broken == []
 
 

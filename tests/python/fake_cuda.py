@@ -268,10 +268,15 @@ class FakeCuda:
     address = lambda name: ctypes.cast(getattr(self.driver, name), ctypes.c_void_p)
     self.runner.runner_use_memory(address("fakecuda_new_memory"), address("fakecuda_delete_memory"))
     self._kept: list[Any] = []
+    self._kernels: list[Any] = []
 
   def keep(self, value: Any) -> None:
-    """Keeps something for the rest of the process: a stream may call it at any time."""
+    """Keeps something until `forget()`: a stream may call it at any time."""
     self._kept.append(value)
+
+  def forget(self) -> None:
+    """Drops what was kept, when no stream has work and no graph will be replayed."""
+    self._kept.clear()
 
   # -- arrays and streams
   def put(self, array: Any, device: int = 0) -> DeviceArray:
@@ -345,7 +350,7 @@ class FakeCuda:
       return 0
 
     kernel = _KERNEL() if function is None else _KERNEL(call)
-    self.keep(kernel)
+    self._kernels.append(kernel)  # the driver knows it until the process ends
     array = (ctypes.c_size_t * len(sizes))(*sizes)
     self.driver.fakecuda_register_kernel(name.encode(), kernel, len(sizes), array, None)
     for index in {*reads, *writes}:
