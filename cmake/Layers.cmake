@@ -11,7 +11,7 @@ target_compile_definitions(callgate_options INTERFACE $<$<CONFIG:Debug>:_GLIBCXX
 if(CALLGATE_SANITIZE)
   # A report ends the process, so that a test fails on it; frame pointers make its stacks whole.
   target_compile_options(callgate_options INTERFACE
-    "-fsanitize=${CALLGATE_SANITIZE}" -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+    "-fsanitize=${CALLGATE_SANITIZE}" -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   target_link_options(callgate_options INTERFACE "-fsanitize=${CALLGATE_SANITIZE}")
 endif()
 
