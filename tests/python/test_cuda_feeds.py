@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_cuda import OUT_OF_MEMORY, FakeCuda
+from waiting import until
 
 import callgate as cg
 from callgate import _callgate
@@ -31,14 +31,6 @@ def uploads(fake: FakeCuda) -> int:
   return fake.calls("cuMemcpyHtoDAsync_v2")
 
 
-def until(condition: Any) -> None:
-  """Waits for another thread to make something true."""
-  end = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < end, "it did not come true within a minute"
-    time.sleep(0.01)
-
-
 def in_use() -> tuple[int, int]:
   gc.collect()
   _callgate.drain()
@@ -48,9 +40,8 @@ def in_use() -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(fake: FakeCuda) -> Iterator[None]:
-  pinned, device = in_use()  # by programs of other tests that are alive
   yield
-  until(lambda: all(now <= before for now, before in zip(in_use(), (pinned, device), strict=True)))
+  until(lambda: in_use() == (0, 0), "all memory given back")
 
 
 def test_items_come_in_order_within_and_across_programs(fake: FakeCuda) -> None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import until
 
 import callgate as cg
 
@@ -45,16 +46,6 @@ class Steps:
     return np.float32(self.given - 1)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-  """Polls for what has no event; a test that hangs fails after a minute."""
-  event = threading.Event()
-  for _ in range(6000):
-    if holds():
-      return
-    event.wait(0.01)
-  raise AssertionError("did not happen within a minute")
-
-
 def threads(name: str) -> list[threading.Thread]:
   return [t for t in threading.enumerate() if t.name == f"callgate {name}"]
 
@@ -72,7 +63,7 @@ def test_the_iterator_is_at_most_prefetch_items_ahead(prefetch: int) -> None:
       served = feed.stats()["served"]
       assert take(feed, taken) == list(range(served, served + taken)) if taken else True
       # Full again once the queue was half empty.
-      wait_until(lambda s=served + taken: feed.stats()["queued"] > prefetch // 2)
+      until(lambda s=served + taken: feed.stats()["queued"] > prefetch // 2)
       assert served + taken <= steps.given <= served + taken + prefetch
 
 
@@ -81,10 +72,10 @@ def test_the_program_waits_only_for_items_that_are_not_there() -> None:
   with cg.feed(steps, prefetch=3, shape=SCALAR) as feed:
     for _ in range(3):
       steps.permits.release()
-    wait_until(lambda: feed.stats()["queued"] == 3)
+    until(lambda: feed.stats()["queued"] == 3)
     assert take(feed, 3) == [0, 1, 2]
     assert feed.stats() == {"produced": 3, "served": 3, "waited": 0, "queued": 0}
-    waiter = threading.Thread(target=lambda: wait_until(lambda: feed.stats()["waited"] == 1))
+    waiter = threading.Thread(target=lambda: until(lambda: feed.stats()["waited"] == 1))
     releaser = threading.Thread(target=lambda: (waiter.join(), steps.permits.release()))
     waiter.start()
     releaser.start()
@@ -238,7 +229,7 @@ def test_wrong_options_are_said(make: Callable[[], Any], message: str) -> None:
   before = threading.active_count()
   with pytest.raises(cg.GateDefinitionError, match=message):
     make()
-  wait_until(lambda: threading.active_count() <= before)
+  until(lambda: threading.active_count() <= before)
 
 
 def test_keys_are_no_items() -> None:
@@ -285,7 +276,7 @@ def test_close_fails_a_program_that_waits() -> None:
   errors: list[BaseException] = []
   program = threading.Thread(target=lambda: errors.append(raised(jax.jit(feed.next))))
   program.start()
-  wait_until(lambda: feed.stats()["waited"] == 1)
+  until(lambda: feed.stats()["waited"] == 1)
   feed.close(timeout=0)
   program.join(60)
   assert "feed 'awaited' is closed" in str(errors[0])
@@ -300,7 +291,7 @@ def test_a_feed_that_nobody_can_read_ends_its_thread(clean_caches: None) -> None
     del feed
     jax.clear_caches()
     gc.collect()
-    wait_until(lambda: gc.collect() >= 0 and not threads("forgotten"))
+    until(lambda: gc.collect() >= 0 and not threads("forgotten"))
 
 
 def test_a_program_keeps_its_feed(clean_caches: None) -> None:
@@ -312,7 +303,7 @@ def test_a_program_keeps_its_feed(clean_caches: None) -> None:
   assert [float(compiled()) for _ in range(5)] == [0, 1, 2, 3, 4]
   del compiled
   jax.clear_caches()
-  wait_until(lambda: gc.collect() >= 0 and not threads("kept"))
+  until(lambda: gc.collect() >= 0 and not threads("kept"))
 
 
 def test_many_threads_take_every_item_once() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
-import time
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from subprocesses import output_of
+from waiting import until
 
 import callgate as cg
 from callgate import _callgate
@@ -151,10 +151,7 @@ def test_the_threads_of_gates_leave_nothing_behind() -> None:
   before = thread_states()
   assert program(np.float32(0)) == depth
   assert thread_states() > before + 2  # more than are kept
-  end = time.monotonic() + 60
-  while thread_states() > before + 2 and time.monotonic() < end:
-    time.sleep(0.1)
-  assert thread_states() <= before + 2
+  until(lambda: thread_states() <= before + 2, "their states given back")
 
 
 # -- names ---

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import stream_bytes as sb
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 import callgate as cg
 from callgate._stream_sink import Stream
@@ -36,13 +36,6 @@ def modelled(path: Path, data: bytes, *, points: int = 1000, chunk: int = 7) -> 
   for start in range(0, len(records), chunk):
     model.add(records[start : start + chunk])
   return model
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-  deadline = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < deadline, f"after a minute: not {what}"
-    time.sleep(0.01)
 
 
 def mean(model: Model, key: Key = LOSS, device: int = 0) -> np.ndarray:
