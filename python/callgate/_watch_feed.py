@@ -57,8 +57,13 @@ class Feed:
       OSError: there is no such file, or nobody serves the address.
       ValueError: it is not a stream.
     """
-    self._inode = _inode(self.where)
-    self._reader = open_stream(self.where, follow=True)
+    while True:
+      self._inode = _inode(self.where)
+      reader = open_stream(self.where, follow=True)
+      if _inode(self.where) == self._inode:
+        self._reader = reader
+        return
+      reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
 
   def start(self) -> None:
     """Starts reading."""

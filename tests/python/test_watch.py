@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 import callgate as cg
+from callgate import _watch_feed
 from callgate._stream_sink import Stream
 from callgate._watch_curve import Curve, Lanes
 from callgate._watch_feed import Feed
@@ -299,6 +300,21 @@ def test_a_feed_waits_for_its_file_and_follows_it_through_restarts(tmp_path, fed
   until(lambda: model.totals().records == 3, "the second writer's record")
   np.testing.assert_array_equal(mean(model), [3, 2, np.nan, 9])
   assert model.totals().sessions == 2
+
+
+def test_a_file_that_comes_while_a_feed_opens_it_is_read_once(tmp_path, fed, monkeypatch):
+  path = tmp_path / "run.cgs"
+  path.write_bytes(sb.losses([3.0]))
+  asked: list[str] = []
+
+  def inode(where: str) -> int:
+    asked.append(where)
+    return path.stat().st_ino if len(asked) > 1 else 0  # not there yet when first looked for
+
+  monkeypatch.setattr(_watch_feed, "_inode", inode)
+  _, model = fed(str(path))
+  until(lambda: len(asked) >= 8, "the feed has looked for another file several times")
+  assert (model.totals().records, model.totals().sessions) == (1, 1)
 
 
 def test_a_feed_goes_over_to_the_file_that_replaces_its_own(tmp_path, fed):
