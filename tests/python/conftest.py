@@ -1,12 +1,9 @@
-"""What the Python tests share: the two engines, clean caches, fresh processes."""
+"""What the Python tests share: the two engines, clean caches, CUDA without a GPU."""
 
 from __future__ import annotations
 
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -64,16 +61,3 @@ def drop_programs() -> None:
   """Frees all compiled programs, and what only they held."""
   jax.clear_caches()
   gc.collect()
-
-
-def run_python(code: str, *arguments: str, **environment: str) -> str:
-  """Runs `code` in a new interpreter, which must succeed; returns what it printed."""
-  done = subprocess.run(
-    [sys.executable, "-W", "error", "-c", code, *arguments],
-    env={**os.environ, **environment},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert done.returncode == 0, done.stderr
-  return done.stdout

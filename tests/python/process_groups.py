@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Any
 
+from interpreters import Process, start
+
 _REPORTS = "PROCESS_GROUP_REPORTS"  # the file that a child reports to
 
 
@@ -69,20 +71,21 @@ def run_group(
   port = free_port()
   flags = f"--xla_force_host_platform_device_count={devices}"
   variables = {
-    **os.environ,
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": flags,
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     **environment,
   }
   with contextlib.ExitStack() as stack:
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[Process] = []
     for index in range(count):
       out = stack.enter_context(open(folder / f"{index}.out", "wb"))
       err = stack.enter_context(open(folder / f"{index}.err", "wb"))
-      command = [sys.executable, str(script), str(index), str(count), str(port), *arguments]
       own = {**variables, _REPORTS: str(_reports(folder, index))}
-      child = subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err)
+      child = start(
+        script, index, count, port, *arguments, environment=own, cwd=folder,
+        stdout=out, stderr=err,
+      )  # fmt: skip
       stack.callback(_end, child)
       children.append(child)
     deadline = time.monotonic() + seconds
@@ -92,17 +95,18 @@ def run_group(
   return [_ended(folder, index, child) for index, child in enumerate(children)]
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: Process) -> None:
   if child.poll() is None:
     child.kill()
     child.wait()
 
 
-def _ended(folder: pathlib.Path, index: int, child: subprocess.Popen[bytes]) -> Ended:
+def _ended(folder: pathlib.Path, index: int, child: Process) -> Ended:
   reports: dict[str, Any] = {}
   written = _reports(folder, index)
   for line in written.read_text().splitlines() if written.exists() else ():
     reports.update(json.loads(line))
+  assert child.returncode is not None
   return Ended(child.returncode, reports, (folder / f"{index}.err").read_text(errors="replace"))
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 from jax import export
 from test_transformations import PAIRS, run
 
@@ -121,7 +121,7 @@ DEFINITIONS = textwrap.dedent("""
 
 def test_an_exported_program_finds_its_kernels_by_name(path: Path, tmp_path: Path) -> None:
   file = tmp_path / "program"
-  run_python(
+  printed_by(
     DEFINITIONS
     + "exported = export.export(jax.jit(program), disabled_checks=cg.export_checks())(x)\n"
     + "pathlib.Path(sys.argv[2]).write_bytes(exported.serialize())",
@@ -133,7 +133,7 @@ def test_an_exported_program_finds_its_kernels_by_name(path: Path, tmp_path: Pat
   )
   load = "loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[2]).read_bytes()))\n"
   call = "print(loaded.call(x).tolist())"
-  assert run_python(DEFINITIONS + load + call, str(path), str(file)).strip() == "[0.0, 3.0, 18.0]"
+  assert printed_by(DEFINITIONS + load + call, str(path), str(file)).strip() == "[0.0, 3.0, 18.0]"
   loaded = export.deserialize(bytearray(file.read_bytes()))
   with pytest.raises(Exception, match=r"c\.(cube|saxpy)"):
     loaded.call(jnp.arange(3.0)).block_until_ready()
@@ -150,7 +150,7 @@ def test_the_persistent_cache_serves_the_next_process(path: Path, tmp_path: Path
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
-  outputs = [run_python(code, str(path), **cache).split("] ") for _ in range(2)]
+  outputs = [printed_by(code, str(path), **cache).split("] ") for _ in range(2)]
   assert [o[0] for o in outputs] == ["[0.0, 3.0, 18.0"] * 2
   assert outputs[1][1].strip() == "True"
 
@@ -158,9 +158,9 @@ def test_the_persistent_cache_serves_the_next_process(path: Path, tmp_path: Path
 def test_the_compiled_glue_is_kept_between_processes(path: Path, tmp_path: Path) -> None:
   code = DEFINITIONS + "print(program(x).tolist())"
   cache = {"CALLGATE_CACHE_DIR": str(tmp_path)}
-  first = run_python(code, str(path), **cache)
+  first = printed_by(code, str(path), **cache)
   made = sorted(tmp_path.rglob("*.so"))
   stamps = [file.stat().st_mtime_ns for file in made]
   assert len(made) == 2
-  assert run_python(code, str(path), **cache) == first
+  assert printed_by(code, str(path), **cache) == first
   assert [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("*.so"))] == stamps

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import fake_programs
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda
+from interpreters import run
 
 import callgate as cg
 from callgate import _callgate
@@ -111,14 +110,7 @@ def test_records_on_the_stream_at_exit_are_delivered(fake: FakeCuda, size: int) 
     pending = program.start(np.ones({size}, np.float32), stream=stream)
     threading.Timer(0.2, stream.release).start()
   """
-  here = str(Path(__file__).parent)
-  path = os.pathsep.join([here, *sys.path])
-  done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(script)],
-    capture_output=True,
-    text=True,
-    timeout=120,
-    env={**os.environ, "PYTHONPATH": path, "CALLGATE_CUDA_DRIVER": str(fake.path)},
-  )
+  path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+  done = run(script, environment={"PYTHONPATH": path, "CALLGATE_CUDA_DRIVER": str(fake.path)})
   assert done.returncode == 0, done.stderr
   assert done.stdout.split() == ["got", str(np.float32(size))]

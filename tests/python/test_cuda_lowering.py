@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 from jax import export
 from jax.experimental import io_callback
 
@@ -171,7 +171,7 @@ loaded = open("/proc/self/maps").read()
 print("libcuda" in loaded, "cupy" in sys.modules, "numba" in sys.modules, "torch" in sys.modules)
 print(jax._src.xla_bridge.backends_are_initialized())
 """
-  assert run_python(code) == "False False False False\nFalse\n"
+  assert printed_by(code, new=True) == "False False False False\nFalse\n"
 
 
 def test_every_target_is_partitioned_too() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import doc_blocks
+import interpreters
 import pytest
 
 import callgate as cg
@@ -17,10 +18,14 @@ FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in P
 
 
 def run(page, folder, *options):
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  command = [sys.executable, doc_blocks.__file__, str(page), str(folder), *options]
-  done = subprocess.run(
-    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+  done = interpreters.run(
+    pathlib.Path(doc_blocks.__file__),
+    page,
+    folder,
+    *options,
+    cwd=folder,
+    environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout

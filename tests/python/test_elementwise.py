@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreters import printed_by
 
 import callgate as cg
 
@@ -76,7 +76,7 @@ def test_every_bfloat16_is_read_and_every_float_is_rounded_to_one() -> None:
 
 
 def test_64_bit_types_are_as_exact_as_numpy_s() -> None:
-  run_python("""
+  printed_by("""
 import callgate as cg, jax, numpy as np
 jax.config.update("jax_enable_x64", True)
 third = cg.elementwise("T x", "T z", "z = x * 0.1 + 1e-3")
@@ -368,11 +368,11 @@ from jax import export
 value, grad = export.deserialize(path.read_bytes()).call(*args)
 print(float(value), grad.tolist())
 """
-  run_python(define + export, str(tmp_path / "program"))
-  assert run_python(define + load, str(tmp_path / "program")) == "12.0 [4.0, 4.0, 4.0]\n"
+  printed_by(define + export, str(tmp_path / "program"))
+  assert printed_by(define + load, str(tmp_path / "program")) == "12.0 [4.0, 4.0, 4.0]\n"
   changed = define.replace("T x, T y", "float32 x, float32 y").replace("T z", "float32 z")
   with pytest.raises(AssertionError, match=r"'pw\.mul(\.dx)?\[T=float32:"):
-    run_python(changed + load, str(tmp_path / "program"))
+    printed_by(changed + load, str(tmp_path / "program"))
 
 
 def test_check_compares_with_the_reference() -> None:

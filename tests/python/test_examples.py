@@ -5,9 +5,9 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
+import interpreters
 import numpy as np
 import process_groups
 import pytest
@@ -22,10 +22,9 @@ pytest.importorskip("sklearn")
 
 def run(name, *args, cwd):
   """What `examples/<name>` prints. Works wherever callgate is imported from here."""
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  done = subprocess.run(
-    [sys.executable, str(EXAMPLES / name), *map(str, args)],
-    cwd=cwd, env=environment, capture_output=True, text=True, timeout=300,
+  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  done = interpreters.run(
+    EXAMPLES / name, *args, cwd=cwd, environment=environment, timeout=300
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   return done.stdout
@@ -179,10 +178,12 @@ def test_the_devices_of_a_sharded_training_tap_their_own_gradients(tmp_path):
 
 def test_the_same_training_on_two_processes_makes_one_merged_stream(tmp_path):
   address = f"127.0.0.1:{process_groups.free_port()}"
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  command = [sys.executable, EXAMPLES / "sharded_training.py", tmp_path, "2", address]
+  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   with open(tmp_path / "second.err", "wb") as err:
-    second = subprocess.Popen([*command, "1"], env=environment, stdout=err, stderr=err)
+    second = interpreters.start(
+      EXAMPLES / "sharded_training.py", tmp_path, 2, address, 1,
+      environment=environment, stdout=err, stderr=err,
+    )  # fmt: skip
     try:
       text = run("sharded_training.py", tmp_path, 2, address, 0, cwd=tmp_path)
       status = second.wait(120)

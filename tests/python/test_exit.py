@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
-from subprocesses import run_python
+from interpreters import run_python, start
 
 PRELUDE = """
 import os, sys, threading, time
@@ -172,13 +170,7 @@ def test_ctrl_c_during_a_gate_ends_in_keyboard_interrupt(what: str, thread: str)
       time.sleep(1)  # where the signal is seen if it came while only other threads ran Python
     """
   )
-  process = subprocess.Popen(
-    [sys.executable, "-c", source],
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = start(source, environment={"JAX_PLATFORMS": "cpu"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"

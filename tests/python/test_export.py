@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import drop_programs, run_python
+from conftest import drop_programs
+from interpreters import printed_by
 from jax import export
 
 import callgate as cg
@@ -87,7 +88,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
   """What each program, exported here, gave in a fresh process."""
   folder = tmp_path_factory.mktemp("exported")
   arguments = {name: export_to(folder, name) for name in NAMES}
-  printed = run_python(GATES + CALL, str(folder), json.dumps(arguments))
+  printed = printed_by(GATES + CALL, str(folder), json.dumps(arguments))
   return {name: rest for name, *rest in map(json.loads, printed.splitlines())}
 
 
@@ -122,7 +123,7 @@ def test_an_exported_program_without_its_gate_is_an_error_that_names_it(tmp_path
     except jax.errors.JaxRuntimeError as error:
       print(error)
   """).replace("CALL", repr(CALL))
-  printed = run_python(code, str(tmp_path), json.dumps(arguments))
+  printed = printed_by(code, str(tmp_path), json.dumps(arguments))
   assert "export.scale" in printed
   assert "name=" in printed
 
@@ -143,7 +144,7 @@ PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_tex
 
 def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
   first, second = (
-    run_python(GATES + PROGRAMS + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
+    printed_by(GATES + PROGRAMS + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
   )
   assert first == second
   assert "export.sort" in first
@@ -171,7 +172,7 @@ CACHED = textwrap.dedent("""
 
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
   first, second = (
-    run_python(GATES + PROGRAMS + CACHED, str(tmp_path)).splitlines() for _ in range(2)
+    printed_by(GATES + PROGRAMS + CACHED, str(tmp_path)).splitlines() for _ in range(2)
   )
   hits = [re.fullmatch(r"(.*?) (\d+) (\[|\{|\().*", line) for line in second[:-1]]
   assert [(m[1], m[2]) for m in hits if m] == [(name, "1") for name in NAMES]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from subprocesses import output_of
+from interpreters import output_of
 
 import callgate as cg
 

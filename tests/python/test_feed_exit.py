@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from subprocesses import output_of, run_python
+from interpreters import output_of, run_python, start
 
 PRELUDE = """
 import itertools, os, sys, threading, time
@@ -91,13 +88,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_an_item() -> None:
     jax.block_until_ready(read())
     """
   )
-  process = subprocess.Popen(
-    [sys.executable, "-c", source],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = start(source, environment={"JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"

@@ -4,10 +4,10 @@ import importlib
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import warnings
 
+import interpreters
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,10 +20,9 @@ NAMES = ("gpu_fft_filter.py", "gpu_triton_softmax.py", "gpu_cuda_scan.py")
 
 
 def run(name, folder, **variables):
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
-  done = subprocess.run(
-    [sys.executable, str(EXAMPLES / name)],
-    cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+  done = interpreters.run(
+    EXAMPLES / name, cwd=folder, environment=environment, timeout=300
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   return done.stdout

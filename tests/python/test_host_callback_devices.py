@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import run_python
+from interpreters import printed_by
 
 FOUR = "--xla_force_host_platform_device_count=4"
 HEAD = """
@@ -20,7 +20,7 @@ seen = []
 
 
 def on_four_devices(code):
-  run_python(HEAD + code, XLA_FLAGS=FOUR, JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2")
+  printed_by(HEAD + code, XLA_FLAGS=FOUR, JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="2")
 
 
 def test_of_2020_each_device_sends_its_own():

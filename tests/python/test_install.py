@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import output_of
 from jax.experimental import io_callback
-from subprocesses import output_of
 
 import callgate as cg
 from callgate._install import installed

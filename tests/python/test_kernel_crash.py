@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from subprocesses import output_of, run_python
+from interpreters import output_of, run_python
 
 KERNEL = """
   import jax, jax.numpy as jnp, numpy as np

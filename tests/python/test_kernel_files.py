@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import drop_programs, run_python
+from conftest import drop_programs
+from interpreters import printed_by
 from jax import export
 from kernel_libraries import build
 
@@ -76,7 +77,7 @@ def write_program(folder: Path, name: str, function: Any) -> None:
 
 
 def lines(*arguments: Any, **environment: str) -> list[str]:
-  return run_python(LOAD, *map(str, arguments), **environment).splitlines()
+  return printed_by(LOAD, *map(str, arguments), **environment).splitlines()
 
 
 # --- Travelling -----------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_for_another_cpu_or_interface_the_source_is_compiled(
   assert (tmp_path / "cache" / "kernels").exists()
   assert not (tmp_path / "cache" / "loaded").exists()
   code = "import callgate as cg, sys\ntry: cg.load_kernels(sys.argv[1])\nexcept cg.CompileError as"
-  printed = run_python(
+  printed = printed_by(
     code + " e: print(e)", str(path), **NO_COMPILER, CALLGATE_CACHE_DIR=str(tmp_path / "none")
   )
   assert "CXX=/nonexistent/c++" in printed

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 from jax import export
 from test_transformations import (
   PAIRS,
@@ -187,7 +187,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
     (folder / name).write_bytes(exported.serialize())
     arguments.append([name, x.tolist(), x.dtype.name])
-  printed = run_python(KERNELS + CALL, str(folder), json.dumps(arguments))
+  printed = printed_by(KERNELS + CALL, str(folder), json.dumps(arguments))
   return dict(map(json.loads, printed.splitlines()))
 
 
@@ -213,7 +213,7 @@ def test_an_exported_program_without_its_kernel_is_an_error_that_names_it(tmp_pa
       print(error)
   """)
   arguments = json.dumps([["template", x.tolist(), "float32"]])
-  printed = run_python(code, str(tmp_path), arguments)
+  printed = printed_by(code, str(tmp_path), arguments)
   assert "elsewhere.scale[T=float32,R=1,kNegate=1]" in printed
   assert "Define it before the program is loaded" in printed
 
@@ -231,7 +231,7 @@ def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -
     except jax.errors.JaxRuntimeError as error:
       print(error)
   """)
-  printed = run_python(code, str(tmp_path), json.dumps([["plain", x.tolist(), "float32"]]))
+  printed = printed_by(code, str(tmp_path), json.dumps([["plain", x.tolist(), "float32"]]))
   assert "In<float32,1>,Out<float32,1>" in printed
   assert "In<float32,1>,float32,Out<float32,1>" in printed
 
@@ -241,7 +241,7 @@ PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_tex
 
 def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
   first, second = (
-    run_python(KERNELS + MORE + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
+    printed_by(KERNELS + MORE + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
   )
   assert first == second
   assert "elsewhere.scale[T=float32,R=2,kNegate=1]" in first
@@ -266,7 +266,7 @@ CACHED = textwrap.dedent("""
 
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
   first, second = (
-    [line.split(": ") for line in run_python(KERNELS + MORE + CACHED, str(tmp_path)).splitlines()]
+    [line.split(": ") for line in printed_by(KERNELS + MORE + CACHED, str(tmp_path)).splitlines()]
     for _ in range(2)
   )
   assert [line[:2] for line in second] == [[name, "1"] for name in NAMES]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from subprocesses import output_of
+from interpreters import output_of
 
 import callgate as cg
 

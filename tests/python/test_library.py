@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 from jax import export
 from kernel_libraries import KERNELS, WARNINGS, build
 
@@ -345,7 +345,7 @@ def test_without_exceptions_an_index_outside_ends_the_process_with_its_text(tmp_
     done = subprocess.run([sys.executable, "-c", run % sys.argv[1]], capture_output=True, text=True)
     print(done.returncode, done.stderr)
   """)
-  printed = run_python(code, str(path))
+  printed = printed_by(code, str(path))
   assert printed.startswith("-6 ")
   assert "callgate: index 3 is outside [0, 3)" in printed
 
@@ -371,8 +371,8 @@ def test_an_exported_program_finds_its_kernel_once_the_library_is_open(tmp_path:
   kernel = cg.library(path).scale
   exported = export.export(jax.jit(kernel), disabled_checks=cg.export_checks())(jnp.arange(3.0))
   (tmp_path / "program").write_bytes(exported.serialize())
-  assert run_python(LOAD, str(tmp_path / "program"), str(path)) == "[0.0, 4.0, 8.0]\n"
-  printed = run_python(LOAD, str(tmp_path / "program"), "")
+  assert printed_by(LOAD, str(tmp_path / "program"), str(path)) == "[0.0, 4.0, 8.0]\n"
+  printed = printed_by(LOAD, str(tmp_path / "program"), "")
   assert "no gate or kernel named 'travelling.scale' is defined in this process" in printed
   assert "callgate.library" in printed
 
@@ -384,7 +384,7 @@ def test_a_library_whose_kernel_has_changed_refuses_the_program_of_before(tmp_pa
   )(jnp.arange(3.0))  # fmt: skip
   (tmp_path / "program").write_bytes(exported.serialize())
   path = build(tmp_path, "changing", scaling(4).replace("In<float, 1>", "In<float>"))
-  printed = run_python(LOAD, str(tmp_path / "program"), str(path))
+  printed = printed_by(LOAD, str(tmp_path / "program"), str(path))
   assert "as a program that was compiled before calls it" in printed
   assert "In<float32,1>" in printed
   assert "In<float32,*>" in printed

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from subprocesses import output_of
+from interpreters import output_of
 from waiting import until
 
 import callgate as cg

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from interpreters import printed_by
 
 import callgate as cg
 
@@ -482,7 +482,7 @@ def fail_at_three(out: Any, i: Any) -> None:
 
 
 def test_on_several_devices_the_exception_surfaces_and_the_results_are_poisoned() -> None:
-  printed = run_python(
+  printed = printed_by(
     """if True:
     import callgate as cg, jax, jax.numpy as jnp, math
     from jax.sharding import PartitionSpec as P
@@ -509,7 +509,7 @@ def test_on_several_devices_the_exception_surfaces_and_the_results_are_poisoned(
 
 # -- numba itself --------------------------------------------------------------------------------
 def test_without_numba_an_error_names_the_extra() -> None:
-  printed = run_python(
+  printed = printed_by(
     """if True:
     import sys
     sys.modules["numba"] = None
@@ -525,7 +525,9 @@ def test_without_numba_an_error_names_the_extra() -> None:
 
 
 def test_importing_callgate_does_not_import_numba() -> None:
-  printed = run_python("import callgate, sys; print('numba' in sys.modules, callgate.numba)")
+  printed = printed_by(
+    "import callgate, sys; print('numba' in sys.modules, callgate.numba)", new=True
+  )
   assert printed.startswith("False <function numba")
 
 
@@ -537,4 +539,4 @@ def test_with_numba_s_compiler_off_the_error_says_so() -> None:
     except cg.GateDefinitionError as error:
       print(error)
   """
-  assert "NUMBA_DISABLE_JIT" in run_python(code, NUMBA_DISABLE_JIT="1")
+  assert "NUMBA_DISABLE_JIT" in printed_by(code, NUMBA_DISABLE_JIT="1")

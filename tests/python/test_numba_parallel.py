@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 
 import callgate as cg
 
@@ -225,7 +225,7 @@ TWO_PROGRAMS = textwrap.dedent("""
 
 @pytest.mark.parametrize("layer", ["default", "workqueue"])
 def test_two_programs_with_parallel_kernels_run_at_once(layer: str) -> None:
-  used = run_python(TWO_PROGRAMS, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2").strip()
+  used = printed_by(TWO_PROGRAMS, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2").strip()
   assert used == (layer if layer != "default" else used)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
+from interpreters import printed_by
 from jax import export
 from test_transformations import PAIRS, TRANSFORMATIONS, TRIPLES, X, expected, reference, run
 
@@ -178,7 +178,7 @@ USE = textwrap.dedent("""
 
 
 def fresh(code: str, folder: Path, *arguments: str, **environment: str) -> list[str]:
-  return run_python(code, *arguments, CALLGATE_CACHE_DIR=str(folder), **environment).splitlines()
+  return printed_by(code, *arguments, CALLGATE_CACHE_DIR=str(folder), **environment).splitlines()
 
 
 @pytest.fixture(scope="module")

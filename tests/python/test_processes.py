@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from interpreters import Module, run
 from process_groups import Ended, run_group
 
 import callgate as cg
@@ -98,10 +96,8 @@ def test_streams_of_all_processes_are_read_as_one(group):
 
 
 def test_the_terminal_shows_the_merged_streams(group):
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  done = subprocess.run(
-    [sys.executable, "-m", "callgate", "tail", "--json", "-n", "100", "run-*.cgs"],
-    cwd=group.folder, env=environment, capture_output=True, text=True, timeout=120,
+  done = run(
+    Module("callgate"), "tail", "--json", "-n", "100", "run-*.cgs", cwd=group.folder
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   shown = [json.loads(line) for line in done.stdout.splitlines()]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreters import output_of
 from recorded_bars import XS, add, counts, done, recorded, same, summed
-from subprocesses import output_of
 
 import callgate as cg
 from callgate import _progress_draw

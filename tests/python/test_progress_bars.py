@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import output_of, run_python
 from recorded_bars import XS, add, counts, done, recorded, same, summed
-from subprocesses import output_of, run_python
 
 import callgate as cg
 from callgate import _progress, _progress_draw

@@ -18,6 +18,7 @@ import sys
 import time
 
 import pytest
+from interpreters import start
 
 from callgate.compat.sharded_jit import PartitionSpec
 
@@ -34,7 +35,6 @@ def names(cases: pathlib.Path) -> list[str]:
 def run_cases(folder: pathlib.Path, commands: list[list[str]], devices: int) -> None:
   """Runs scripts at once, with `devices` CPU devices each; all must succeed."""
   environment = {
-    **os.environ,
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -42,10 +42,12 @@ def run_cases(folder: pathlib.Path, commands: list[list[str]], devices: int) -> 
   logs = [folder / f"{i}.log" for i in range(len(commands))]
   with contextlib.ExitStack() as stack:
     running = [
-      subprocess.Popen(
-        [sys.executable, "-W", "error", *command],
-        env=environment,
-        stdout=stack.enter_context(log.open("w")),
+      start(
+        pathlib.Path(command[0]),
+        *command[1:],
+        environment=environment,
+        errors=True,
+        stdout=stack.enter_context(log.open("wb")),
         stderr=subprocess.STDOUT,
       )
       for command, log in zip(commands, logs, strict=True)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_python
 from hypothesis import strategies as st
+from interpreters import printed_by
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -505,7 +505,7 @@ print(y.tolist() == list(range(0, 32, 2)), shapes == [(2,)] * 8, sorted(starts),
 
 
 def test_a_second_process_finds_sharded_programs_in_the_persistent_cache(tmp_path: Path) -> None:
-  first, second = (run_python(CACHED, str(tmp_path)).strip() for _ in range(2))
+  first, second = (printed_by(CACHED, str(tmp_path)).strip() for _ in range(2))
   assert first == "True True [0, 2, 4, 6, 8, 10, 12, 14] 0"
   assert second == "True True [0, 2, 4, 6, 8, 10, 12, 14] 1"
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stream_bytes as sb
-from subprocesses import run_python
+from interpreters import Module, run, run_python
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -281,13 +281,7 @@ def test_tail_reads_connections_to_their_end(listener, capsys):
 
 
 def test_tail_reports_errors_without_a_traceback(tmp_path):
-  done = subprocess.run(
-    [sys.executable, "-m", "callgate", "tail", str(tmp_path / "none.cgs")],
-    capture_output=True,
-    text=True,
-    timeout=100,
-    check=False,
-  )
+  done = run(Module("callgate"), "tail", tmp_path / "none.cgs", timeout=100)
   assert done.returncode == 1
   assert done.stdout == ""
   assert done.stderr.startswith("python -m callgate tail: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from subprocesses import output_of
+from interpreters import output_of
 
 PRELUDE = """
 import jax, jax.numpy as jnp, numpy as np

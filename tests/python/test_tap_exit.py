@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 
 import pytest
-from subprocesses import run_python
+from interpreters import run_python, start
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -83,13 +81,7 @@ def test_after_ctrl_c_everything_that_ran_is_delivered():
     """
     )
   )
-  process = subprocess.Popen(
-    [sys.executable, "-c", source],
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = start(source, environment={"JAX_PLATFORMS": "cpu"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
@@ -112,13 +104,7 @@ def test_ctrl_c_frees_a_program_that_waits_for_a_stuck_consumer():
     time.sleep(1000)
     """
   )
-  process = subprocess.Popen(
-    [sys.executable, "-c", source],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = start(source, environment={"JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "0.5"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from subprocesses import output_of
+from interpreters import output_of
 
 EXPORT = """
 import callgate as cg, jax, jax.numpy as jnp, pathlib

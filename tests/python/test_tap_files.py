@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpreters import start
 
 import callgate as cg
 from callgate import _callgate
@@ -103,12 +101,7 @@ def test_a_killed_program_leaves_a_stream_that_reads_to_its_last_whole_record(tm
         print("go", flush=True)
     """
   )
-  process = subprocess.Popen(
-    [sys.executable, "-c", source],
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    stdout=subprocess.PIPE,
-    text=True,
-  )
+  process = start(source, environment={"JAX_PLATFORMS": "cpu"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
@@ -116,7 +109,7 @@ def test_a_killed_program_leaves_a_stream_that_reads_to_its_last_whole_record(tm
     process.wait(timeout=60)
   finally:
     process.kill()
-    process.stdout.close()
+    process.communicate()
   with cg.open_stream(path) as stream:
     values = [int(r.leaves[""]) for r in stream]
   assert len(values) >= 2100

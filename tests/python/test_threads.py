@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from subprocesses import output_of
+from interpreters import output_of
 
 import callgate as cg
 
@@ -165,7 +165,7 @@ STALL = """
   [("", {"CALLGATE_STALL_SECONDS": "0.1"}), ("cg.config(stall_seconds=0.1)", {})],
 )
 def test_a_stall_is_reported_and_the_program_succeeds(setup: str, environment: Any) -> None:
-  from subprocesses import run_python
+  from interpreters import run_python
 
   done = run_python(STALL.format(setup=setup), **environment)
   assert (done.returncode, done.stdout.strip()) == (0, "5.0")
@@ -174,7 +174,7 @@ def test_a_stall_is_reported_and_the_program_succeeds(setup: str, environment: A
 
 
 def test_without_a_limit_nothing_is_reported() -> None:
-  from subprocesses import run_python
+  from interpreters import run_python
 
   done = run_python(STALL.format(setup=""))
   assert (done.returncode, done.stdout.strip()) == (0, "5.0")

@@ -10,13 +10,14 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import jax.numpy as jnp
 import pytest
+from interpreters import Process
 
 import callgate as cg
 from callgate import _build_cache, _toolchain
@@ -70,18 +71,13 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
   return made
 
 
-def start(code: str, *, new_session: bool = False, **environment: str) -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    [sys.executable, "-W", "error", "-c", KERNEL + code],
-    env={**os.environ, **environment},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=new_session,
+def start(code: str, *, new_session: bool = False, **environment: str) -> Process:
+  return interpreters.start(
+    KERNEL + code, environment=environment, errors=True, new_session=new_session
   )
 
 
-def output_of(process: subprocess.Popen[str]) -> str:
+def output_of(process: Process) -> str:
   out, err = process.communicate(timeout=240)
   assert process.returncode == 0, err
   return out
@@ -344,14 +340,7 @@ except KeyboardInterrupt:
 pathlib.Path("go").touch()
 print(make()(jnp.ones(1)).tolist())
 """
-  process = subprocess.Popen(
-    [sys.executable, "-c", KERNEL + code],
-    env={**os.environ, "CXX": f"'{slow.path}'"},
-    cwd=tmp_path,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+  process = interpreters.start(KERNEL + code, environment={"CXX": f"'{slow.path}'"}, cwd=tmp_path)
   while slow.compilations == 0:
     assert process.poll() is None, process.communicate()
     time.sleep(0.01)

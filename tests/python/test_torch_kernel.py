@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import drop_programs, run_python
+from conftest import drop_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from interpreters import printed_by
 from test_transformations import PAIRS, TRANSFORMATIONS, TRIPLES, reference, run
 
 import callgate as cg
@@ -539,7 +540,7 @@ def test_wrong_options_are_errors() -> None:
 
 
 def test_without_pytorch_the_error_says_what_to_install() -> None:
-  printed = run_python("""
+  printed = printed_by("""
 import sys
 sys.modules["torch"] = None
 import callgate as cg
@@ -552,7 +553,7 @@ except cg.GateDefinitionError as error:
 
 
 def test_importing_callgate_does_not_import_pytorch() -> None:
-  assert run_python("import callgate, sys; print('torch' in sys.modules)") == "False\n"
+  assert printed_by("import callgate, sys; print('torch' in sys.modules)", new=True) == "False\n"
 
 
 # -- names and lives -----------------------------------------------------------------------------
@@ -582,7 +583,7 @@ def test_exported_programs_find_the_derivatives_in_a_fresh_process(tmp_path: Any
   step = jax.jit(jax.grad(lambda p, x: here["model"](p, x).sum()))
   exported = jax.export.export(step, disabled_checks=cg.export_checks())(params, X)
   (tmp_path / "module").write_bytes(exported.serialize())
-  printed = run_python(
+  printed = printed_by(
     EXPORTED
     + f"""
 import pathlib, sys

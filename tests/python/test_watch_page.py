@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ pytest.importorskip("bokeh")
 
 from bokeh.client import pull_session
 from bokeh.document import Document
+from interpreters import Module, Process, start
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -149,14 +149,13 @@ def test_what_has_not_changed_is_not_sent_again(page):
 
 # -- the server ------------------------------------------------------------------------------------
 @contextmanager
-def watching(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def watching(*arguments: object) -> Iterator[tuple[Process, str]]:
   """Runs `watch` in a process of its own; gives it, and the address of its page."""
-  with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
-    [sys.executable, "-m", "callgate", "watch", "--port", "0", "--no-browser",
-     *map(str, arguments)],
-    stdout=subprocess.PIPE, stderr=errors, text=True,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-  ) as process:  # fmt: skip
+  with tempfile.TemporaryFile("w+b") as errors:
+    process = start(
+      Module("callgate"), "watch", "--port", "0", "--no-browser", *arguments, stderr=errors,
+      environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
     try:
       assert process.stdout is not None
       line = process.stdout.readline()
@@ -164,10 +163,11 @@ def watching(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
       if found is None:
         process.wait(60)
         errors.seek(0)
-        raise AssertionError(line + errors.read())
+        raise AssertionError(line + errors.read().decode())
       yield process, found[0]
     finally:
       process.kill()
+      process.communicate()
 
 
 @pytest.fixture
