@@ -1,7 +1,10 @@
 # What a developer types. Everything Python lives in $(VENV), everything built in build/.
 #
 #   make demo      build, install and run examples/demo.py
-#   make test      C++ tests, then the Python suite
+#   make test      C++ tests, then the Python tests
+#   make quick     what belongs to the files that changed since the last commit, and a few others
+#   make soak      everything long: many examples of each property, slow tests, repeated threads
+#   make examples  the tests of the examples
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
@@ -19,16 +22,19 @@ VENV ?= .venv
 PYTHON ?= $(shell sh tools/find_python.sh)
 JAX ?=
 WHEEL ?=
-PRESET ?= debug
-PYTEST_ARGS ?= tests/python
-# On every core, one file's tests in one process: files may share expensive programs. A process
-# that dies ends the run.
-PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart 0
+PRESET ?= asan
+PYTEST_ARGS ?= tests/python --ignore=tests/python/test_examples.py
+# On every core. A process takes a run of neighbouring tests, since those of a file share expensive
+# programs, and one that has no more takes half of another's. In place of one that a test brought
+# down another runs the rest.
+PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist worksteal --max-worker-restart 8
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+# Python compiles what is imported; pip would compile all that is installed, which takes longer.
+INSTALL := $(PIP) install --no-compile
 # pip-installed tools (cmake, ninja, ...) come before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
@@ -38,8 +44,9 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help demo test cpp-test python-test examples lint format bench docs wheel matrix \
-  gpu-test gpu-bench asan-python system-packages clean
+.PHONY: help demo test quick soak cpp-build cpp-test python-test environment examples lint \
+  lint-python lint-types lint-cpp format bench docs wheel matrix gpu-test gpu-bench asan-python \
+  system-packages clean
 
 help:
 	@sed -n 's/^#  //p' Makefile
@@ -50,18 +57,20 @@ $(PY):
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp a group of requirements (tools/requirements.py): "build" holds callgate's own too.
+# Groups joined by + are installed at once.
+WITH_JAX = $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
 $(VENV)/.stamp-build: pyproject.toml tools/requirements.py | $(PY)
-	$(PIP) install $$($(PY) tools/requirements.py run build) $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	$(INSTALL) $$($(PY) tools/requirements.py run build) $(WITH_JAX)
 	touch $@
 
 $(VENV)/.stamp-%: pyproject.toml tools/requirements.py $(VENV)/.stamp-build
-	$(PIP) install $$($(PY) tools/requirements.py $*) $(if $(JAX),"jax==$(JAX)" "jaxlib==$(JAX)")
+	$(INSTALL) $$($(PY) tools/requirements.py $(subst +, ,$*)) $(WITH_JAX)
 	touch $@
 
 # PyTorch's CPU build, where pip can find one (its plain wheel brings gigabytes of CUDA with it).
-# Without it the tests that need torch are skipped.
-$(VENV)/.stamp-torch-cpu: $(VENV)/.stamp-build
-	$(PIP) install 'torch==2.13.0+cpu' 2>/dev/null \
+# Without it the tests that need torch are skipped. No two pips at once in one environment.
+$(VENV)/.stamp-torch-cpu: $(VENV)/.stamp-build | $(VENV)/.stamp-test+demo
+	$(INSTALL) 'torch==2.13.0+cpu' 2>/dev/null \
 	  || echo "no CPU build of PyTorch found: tests that need torch will be skipped"
 	touch $@
 
@@ -78,18 +87,50 @@ $(VENV)/.stamp-package: $(SOURCES) CMakeLists.txt pyproject.toml $(WHEEL) \
 
 # --- tests and examples ------------------------------------------------------------------------
 
-demo: $(VENV)/.stamp-demo $(VENV)/.stamp-package
+demo:
+	@sh tools/check_machine.sh demo "$(PYTHON)"
+	@$(MAKE) $(VENV)/.stamp-demo $(VENV)/.stamp-package
 	$(PY) examples/demo.py
 
-test: cpp-test python-test
+# What pip brings and what the compiler makes come at the same time.
+test:
+	@sh tools/check_machine.sh test "$(PYTHON)"
+	@$(MAKE) $(VENV)/.stamp-build
+	@$(MAKE) -j2 environment cpp-build
+	@$(MAKE) cpp-test python-test
 
-cpp-test: build/xla-headers/jaxlib-version system-packages
+cpp-build: build/xla-headers/jaxlib-version system-packages
 	cmake --preset $(PRESET)
 	cmake --build --preset $(PRESET)
+
+cpp-test: cpp-build
 	ctest --preset $(PRESET)
 
-python-test: $(VENV)/.stamp-test $(VENV)/.stamp-demo $(VENV)/.stamp-torch-cpu $(VENV)/.stamp-package
-	$(PY) -m pytest $(PYTEST_PARALLEL) $(PYTEST_ARGS)
+environment: $(VENV)/.stamp-test+demo $(VENV)/.stamp-torch-cpu
+
+# build/python-tests.xml: how long each test took.
+python-test: environment $(VENV)/.stamp-package
+	$(PY) -m pytest $(PYTEST_PARALLEL) --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+
+examples: environment $(VENV)/.stamp-package
+	$(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_examples.py
+
+# After a first `make test`: the C++ tests if C++ has changed, test_smoke.py, and the tests nearest
+# to what has changed by their imports, as many as take a minute and a half.
+quick: $(VENV)/.stamp-build
+	@if $(PY) tools/changed_tests.py --cpp; then $(MAKE) cpp-test; fi
+	@$(MAKE) environment $(VENV)/.stamp-package
+	$(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
+
+# Hours, and no time limit of a test that counts in minutes.
+SOAK_REPEATS ?= 20
+soak: environment $(VENV)/.stamp-package
+	$(MAKE) cpp-build PRESET=tsan
+	ctest --preset tsan --repeat until-fail:$(SOAK_REPEATS)
+	$(MAKE) cpp-build PRESET=asan
+	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS) -R 'Fuzz|Soak|Cut|Race|Many|Threads'
+	$(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 -m "not gpu" \
+	  --hypothesis-profile=soak tests/python
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:
@@ -107,7 +148,7 @@ GPU_EXTRAS ?= $(if $(findstring 13,$(GPU_JAX)),cuda,cuda12) cupy triton numba-cu
 GPU_ARGS ?=
 
 $(VENV)/.stamp-gpu-%: $(VENV)/.stamp-build
-	$(PIP) install "jax[$*]" $$($(PY) tools/requirements.py test bench $(GPU_EXTRAS))
+	$(INSTALL) "jax[$*]" $$($(PY) tools/requirements.py test bench $(GPU_EXTRAS))
 	touch $@
 
 gpu-test: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
@@ -143,16 +184,22 @@ STUB := python/callgate/_callgate.pyi
 $(STUB): $(VENV)/.stamp-package tools/installed_stub.py
 	cp -f $$($(PY) tools/installed_stub.py) $@
 
-lint: $(VENV)/.stamp-lint $(VENV)/.stamp-test $(STUB)
+lint: lint-python lint-types lint-cpp
+
+lint-python: $(VENV)/.stamp-lint+docs
 	ruff format --check $(PY_DIRS)
 	ruff check $(PY_DIRS)
 	$(PY) tests/check_layers.py
-	clang-format --dry-run -Werror $(CPP_FILES)
+
+lint-types: $(VENV)/.stamp-lint+docs environment $(STUB)
 	pyright --pythonpath $(PY)
-	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/debug
+
+lint-cpp: $(VENV)/.stamp-lint+docs cpp-build $(VENV)/.stamp-package
+	clang-format --dry-run -Werror $(CPP_FILES)
+	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/$(PRESET)
 
 # Rewrites the files that `make lint` finds wrongly formatted.
-format: $(VENV)/.stamp-lint
+format: $(VENV)/.stamp-lint+docs
 	ruff format $(PY_DIRS)
 	ruff check --fix $(PY_DIRS)
 	clang-format -i $(CPP_FILES)
@@ -160,7 +207,7 @@ format: $(VENV)/.stamp-lint
 # The Python suite with the module under the address and undefined-behaviour sanitizers
 # (CONTRIBUTING.md, "Sanitizers"). The sanitized package shadows the installed one.
 ASAN_SITE := build/asan-site
-asan-python: $(VENV)/.stamp-test $(VENV)/.stamp-torch-cpu build/xla-headers/jaxlib-version
+asan-python: environment build/xla-headers/jaxlib-version
 	rm -rf $(ASAN_SITE)
 	$(PIP) install --no-deps --no-build-isolation --target $(ASAN_SITE) \
 	  -C build-dir=build/asan-module -C cmake.build-type=RelWithDebInfo \
@@ -178,7 +225,7 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-torch-cpu
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-package
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
-docs: $(VENV)/.stamp-docs $(STUB)
+docs: $(VENV)/.stamp-lint+docs $(STUB)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 clean:

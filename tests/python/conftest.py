@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import jax
 import pytest
@@ -21,6 +24,39 @@ jax.config.update("jax_num_cpu_devices", 8)
 # send it to processes of their own.
 if threading.current_thread() is threading.main_thread():
   signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# These take longest for a test, so they start first; which worker runs what comes out as it goes.
+_LONG = ("test_examples", "test_processes", "test_sharded_jit", "test_docs", "test_torch_kernel")
+
+
+_stderr: list[int] = []  # a copy, since pytest captures the other
+
+
+def pytest_configure() -> None:
+  _stderr.append(os.dup(2))  # not captured yet
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  items.sort(key=lambda item: not item.path.stem.startswith(_LONG))  # stable: the rest stays in order
+
+
+def pytest_collection_finish() -> None:
+  gc.collect()
+  gc.freeze()  # what is imported stays: collections look at what tests make alone
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+  """Gives a test marked `limit(seconds)` its own limit in place of faulthandler_timeout.
+
+  What is over its limit ends its process of tests, with every thread's stack; pytest-xdist names
+  the test and starts another process for those that are left.
+  """
+  marker = item.get_closest_marker("limit")
+  if marker is not None and not sys.gettrace():
+    faulthandler.dump_traceback_later(marker.args[0], exit=True, file=_stderr[0])
+  return (yield)
 
 
 @pytest.fixture(params=["callgate", "jax"])
