@@ -44,7 +44,7 @@ MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))
 SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not -name '_callgate*' \
   2>/dev/null)
 
-.PHONY: help demo test quick soak cpp-build cpp-test python-test environment examples lint \
+.PHONY: help demo test quick soak cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench docs wheel matrix gpu-test gpu-bench asan-python \
   system-packages clean
 
@@ -111,6 +111,8 @@ environment: $(VENV)/.stamp-test+demo $(VENV)/.stamp-torch-cpu
 # build/python-tests.xml: how long each test took.
 python-test: environment $(VENV)/.stamp-package
 	$(PY) -m pytest $(PYTEST_PARALLEL) --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+
+package: environment $(VENV)/.stamp-package
 
 examples: environment $(VENV)/.stamp-package
 	$(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_examples.py

@@ -7,7 +7,7 @@ What has changed is what git says of the work tree, or, where that is clean, the
 distance of a test file to a module is the number of imports between them; `cg.tap` in a test counts
 as an import of the module that defines it. Files are named until those of a distance no longer fit
 into SECONDS, by the times of the last `make python-test` (build/python-tests.xml); what is left out
-is counted on stderr. A change of a file that all tests share, such as conftest.py, names none.
+is counted on stderr. Fixtures count for no import, so conftest.py is near to few.
 """
 
 from __future__ import annotations
@@ -90,12 +90,10 @@ def imports(file: Path) -> frozenset[Path]:
           found.add(public_names()[alias.name])
         else:
           found.add(module_file(f"{node.module}.{alias.name}") or module_file(node.module))
-  # Programs for other processes are text: `cg` there is what it is everywhere.
-  words = "cg" if "cg." in file.read_text(encoding="utf-8") and file.is_relative_to(TESTS) else ""
   for node in ast.walk(tree):
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-      if node.value.id in packages | {words}:
-        found.add(public_names().get(node.attr))
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    if isinstance(node, ast.Attribute) and isinstance(owner, ast.Name) and owner.id in packages:
+      found.add(public_names().get(node.attr))
   return frozenset(path for path in found if path is not None and path != file)
 
 

@@ -38,7 +38,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  items.sort(key=lambda item: not item.path.stem.startswith(_LONG))  # stable: the rest stays in order
+  items.sort(
+    key=lambda item: not item.path.stem.startswith(_LONG)
+  )  # stable: the rest stays in order
 
 
 def pytest_collection_finish() -> None:
