@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import jax
+import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
 from fake_cuda import FakeCuda, open_fake
 
@@ -21,6 +22,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # send it to processes of their own.
 if threading.current_thread() is threading.main_thread():
   signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+  """Collections, and searches of the heap after errors, leave out what imports have made."""
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(params=["callgate", "jax"])
