@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import printed_by
+from property_checks import examples
 
 import callgate as cg
 
@@ -141,7 +142,7 @@ def test_a_dtype_that_no_argument_has_is_given_by_keyword() -> None:
 SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(full=SHAPES, data=st.data())
 def test_arguments_broadcast_as_numpy_s(full: list[int], data: Any) -> None:
   shapes: list[tuple[int, ...]] = []
@@ -287,7 +288,7 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
 
 
 # -- batching ------------------------------------------------------------------------------------
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(
   x=st.sampled_from([(), (3,), (4, 1), (4, 3)]),
   y=st.sampled_from([(), (3,), (1, 3), (4, 3)]),
