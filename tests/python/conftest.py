@@ -11,6 +11,7 @@ import threading
 from collections.abc import Generator, Iterator
 
 import jax
+import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
 from fake_cuda import FakeCuda, open_fake
 
@@ -26,10 +27,8 @@ if threading.current_thread() is threading.main_thread():
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# These take longest for a test, so they start first; which worker runs what comes out as it goes.
+# What takes longest starts first; which worker runs what comes out as it goes.
 _LONG = ("test_examples", "test_processes", "test_sharded_jit", "test_docs", "test_torch_kernel")
-
-
 _stderr: list[int] = []  # a copy, since pytest captures the other
 
 
@@ -38,14 +37,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  items.sort(
-    key=lambda item: not item.path.stem.startswith(_LONG)
-  )  # stable: the rest stays in order
+  items.sort(key=lambda item: not item.path.stem.startswith(_LONG))  # the rest stays in order
 
 
 def pytest_collection_finish() -> None:
+  """Collections, and searches of the heap after errors, leave out what imports have made."""
   gc.collect()
-  gc.freeze()  # what is imported stays: collections look at what tests make alone
+  gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

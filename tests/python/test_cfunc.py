@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from property_checks import examples
 
 import callgate as cg
 
@@ -245,7 +246,7 @@ def test_scratch_memory_is_of_the_size_that_shapes_give(lib: ctypes.CDLL) -> Non
     np.testing.assert_array_equal(jax.vmap(reverse)(x), x[:, ::-1])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(m=st.integers(1, 9), n=st.integers(1, 9), k=st.integers(-20, 20))
 def test_expressions_of_shapes_are_what_python_makes_of_them(m: int, n: int, k: int) -> None:
   x = np.zeros((m, n), np.float32)
@@ -432,7 +433,7 @@ threaded = cg.cfunc(libm("hypot", 2), cast=True, thread_safe=True, name="test_cf
 shapes = hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=4, max_side=4, min_side=0)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(14)
 @given(shapes=shapes, kernel=st.sampled_from([hypot, threaded]))
 def test_a_function_of_numbers_broadcasts_as_a_ufunc(shapes: Any, kernel: cg.Kernel) -> None:
   generator = np.random.default_rng(0)
@@ -451,7 +452,7 @@ def test_a_long_loop_is_the_same_on_several_threads() -> None:
 axes = st.one_of(st.none(), st.integers(0, 1))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(first=axes, second=axes, rank=st.integers(0, 2), nested=st.booleans())
 def test_a_loop_maps_over_any_axes(first: Any, second: Any, rank: int, nested: bool) -> None:
   if first is None and second is None:

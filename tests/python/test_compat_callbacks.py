@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from callback_engines import ENGINES, FLAVORS, JAX, Api, Engine, assert_same, failure, like
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 pytestmark = ENGINES
 
@@ -152,7 +153,7 @@ def test_results_are_canonicalised_as_jax_does(engine: Engine, flavor: str, valu
   shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4),
   flavor=st.sampled_from(["pure", "unordered", "ordered"]),
 )
-@settings(max_examples=15, deadline=None)
+@examples(6)
 def test_any_number_of_arguments_and_results_works(
   engine: Engine, shapes: list[list[int]], flavor: str
 ) -> None:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from property_checks import examples
 
 import callgate as cg
 
@@ -142,7 +143,7 @@ def test_ins_and_outs_take_any_number_of_arrays(engine: str) -> None:
   assert [g.shape for g in three] == [(4, 3)] * 3
 
 
-@settings(max_examples=20, deadline=None)
+@examples(7)
 @given(hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=3))
 def test_views_of_any_rank_see_every_element_in_order(shape: tuple[int, ...]) -> None:
   x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
@@ -460,7 +461,7 @@ def test_attributes_that_compare_equal_in_python_make_their_own_programs() -> No
   assert kind({"n": True}, -0.0).tolist() == [0, 0, 1, 1]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(7)
 @given(
   st.floats(width=32, allow_nan=False, allow_subnormal=False),
   st.text(max_size=20),

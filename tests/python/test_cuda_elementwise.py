@@ -14,8 +14,9 @@ import pytest
 from cuda_images import check_plan
 from fake_cuda import FakeCuda
 from fake_programs import run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 import callgate as cg
 from callgate import _callgate, _cuda_launch, _elementwise_cuda, _elementwise_layout, _nvrtc
@@ -261,7 +262,7 @@ def test_empty_results_launch_nothing() -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@examples(27)
 def test_collapsed_axes_say_where_each_operand_is(data: Any) -> None:
   shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
   operands = []

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from device_library import LEGACY, Array, DlpackArray, kernel
 from fake_cuda import FakeCuda, open_fake
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 import callgate as cg
 
@@ -432,7 +433,7 @@ DTYPES = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(
   dtype=st.sampled_from(DTYPES),
   shape=st.lists(st.integers(0, 4), max_size=3).map(tuple),

@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, open_fake
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 from recorded_bars import counts, recorded
 
 import callgate as cg
@@ -183,7 +184,7 @@ DTYPES = [
 ]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(7)
 @given(
   dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3),
   shape=st.lists(st.integers(0, 3), max_size=3).map(tuple),

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 import callgate as cg
 
@@ -182,7 +183,7 @@ def test_derivatives_are_the_same_on_jaxs_engine(kind: str, engine: str) -> None
   assert_close(jax.jit(lambda: compute(GATES[kind]()))(), compute(wave), kind)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(7)
 @given(st.lists(st.floats(-30, 30, width=32), min_size=3, max_size=3))
 def test_finite_differences_have_a_bounded_error(values: list[float]) -> None:
   x = np.array(values, np.float32)

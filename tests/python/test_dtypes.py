@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from property_checks import examples
 
 import callgate as cg
 
@@ -158,7 +159,7 @@ def test_a_rank_0_result_may_be_a_numpy_scalar(value: Any) -> None:
   assert jax.jit(cg.gate(lambda: value, out=jax.ShapeDtypeStruct((), np.float32)))() == 3.0
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@examples(10)
 @hypothesis.given(
   x=st.sampled_from(["bool", "int8", "uint16", "int32", "float16", "float32", "complex64"]).flatmap(
     lambda dtype: hnp.arrays(

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from fake_cuda import DeviceArray, FakeCuda, Stream, open_fake
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from property_checks import examples
 
 import callgate as cg
 
@@ -191,7 +191,7 @@ def test_programs_give_what_they_give_on_the_cpu(fake: FakeCuda, program: Any) -
     np.testing.assert_allclose(a.astype(complex), np.asarray(b).astype(complex), rtol=1e-5)
 
 
-@hypothesis_settings(max_examples=20, deadline=None, database=None)
+@examples(7)
 @given(
   hnp.arrays(
     st.sampled_from([np.dtype(np.float32), np.dtype(np.int32), np.dtype(bool)]),

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import output_of
+from property_checks import examples
 
 import callgate as cg
 
@@ -229,7 +230,7 @@ def test_a_feed_may_read_a_feed_and_run_jax_programs() -> None:
     assert jax.jit(lambda: scan(outer, 10))().tolist() == list(range(0, 20, 2))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 5), st.booleans())
 def test_any_sequence_of_calls_sees_every_item_once(
   lengths: list[int], prefetch: int, default: bool

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hcb_streams import Stream, lines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 import callgate as cg
 from callgate import _callgate
@@ -140,7 +141,7 @@ def test_every_dtype_passes(dtype):
     np.testing.assert_array_equal(got.astype("complex64"), want.astype("complex64"))
 
 
-@settings(max_examples=10, deadline=None)
+@examples(6)
 @given(
   st.recursive(
     st.integers(0, 3).map(lambda n: np.arange(n, dtype=np.float32)),

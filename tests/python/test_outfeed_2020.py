@@ -7,8 +7,9 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 from callgate import _callgate
 
@@ -43,13 +44,13 @@ types = st.lists(
 large_dims = st.lists(st.integers(0, 2**62), max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(17)
 @given(st.integers(1, 2**64 - 1), st.lists(st.tuples(st.sampled_from(NAMES), large_dims)))
 def test_a_header_is_that_of_msgpack(consumer, types):
   assert _callgate.outfeed_2020_header(consumer, types) == header(consumer, types)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(17)
 @given(st.lists(st.tuples(st.integers(1, 2**64 - 1), types), max_size=4))
 def test_messages_made_with_msgpack_are_read(tmp_path_factory, messages):
   random = np.random.default_rng(0)

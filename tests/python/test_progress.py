@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import output_of
+from property_checks import examples
 from recorded_bars import XS, add, counts, done, recorded, same, summed
 
 import callgate as cg
@@ -20,7 +21,7 @@ from callgate import _progress_draw
 
 
 # -- results are JAX's -----------------------------------------------------------------------------
-@settings(max_examples=12, deadline=None)
+@examples(6)
 @given(
   length=st.sampled_from([0, 1, 2, 3, 7, 16]),
   reverse=st.booleans(),

@@ -6,6 +6,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from property_checks import examples
 
 from callgate import _rules, _tiles
 from callgate._rules import Rule
@@ -127,7 +128,7 @@ def tilings(draw: st.DrawFn, rank: int) -> Tiling:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=200, deadline=None)
+@examples(67)
 def test_a_plan_keeps_factors_together_and_whole_ones_whole(data: st.DataObject) -> None:
   names = st.lists(st.sampled_from("ijkl"), max_size=3, unique=True)
   ins = data.draw(st.lists(names, min_size=1, max_size=3), "operands")

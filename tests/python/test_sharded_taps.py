@@ -14,6 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from property_checks import examples
 from test_sharding import MESHES, X, mesh, moves, put, specs
 
 import callgate as cg
@@ -117,12 +118,7 @@ def test_a_pytree_of_arrays_that_lie_differently() -> None:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-  max_examples=30,
-  deadline=None,
-  derandomize=True,
-  suppress_health_check=list(hypothesis.HealthCheck),
-)
+@examples(10, suppress_health_check=list(hypothesis.HealthCheck))
 def test_whole_arrays_come_from_their_records(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
   shapes = data.draw(

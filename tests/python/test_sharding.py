@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from interpreters import printed_by
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from property_checks import examples
 
 import callgate as cg
 
@@ -126,12 +127,7 @@ def specs(draw: st.DrawFn, shape: tuple[int, ...], on: Mesh) -> P:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-  max_examples=60,
-  deadline=None,
-  derandomize=True,
-  suppress_health_check=list(hypothesis.HealthCheck),
-)
+@examples(20, suppress_health_check=list(hypothesis.HealthCheck))
 def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
   dtype = jnp.dtype(data.draw(st.sampled_from(DTYPES), "dtype"))
@@ -171,12 +167,7 @@ def test_every_rule_gives_what_one_device_gives(data: st.DataObject) -> None:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-  max_examples=25,
-  deadline=None,
-  derandomize=True,
-  suppress_health_check=list(hypothesis.HealthCheck),
-)
+@examples(9, suppress_health_check=list(hypothesis.HealthCheck))
 def test_lanes_may_be_anywhere(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
   vmap = data.draw(st.sampled_from(["each", "whole", "broadcast"]), "vmap")
@@ -532,12 +523,7 @@ def test_elementwise_kernels_are_split_as_they_broadcast() -> None:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(
-  max_examples=15,
-  deadline=None,
-  derandomize=True,
-  suppress_health_check=list(hypothesis.HealthCheck),
-)
+@examples(6, suppress_health_check=list(hypothesis.HealthCheck))
 def test_elementwise_kernels_broadcast_on_any_tiles(data: st.DataObject) -> None:
   on = mesh(data.draw(st.sampled_from(sorted(MESHES)), "mesh"))
   shapes = [

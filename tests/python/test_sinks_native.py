@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sink_records import EXPECTED, TIME, C, W, grads, lines_of, losses, record
 
@@ -92,7 +92,6 @@ def test_npy_holds_numpys_dtypes_as_they_are(dtype, tmp_path):
   np.testing.assert_array_equal(loaded, values)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(width=64), min_size=1, max_size=8))
 def test_jsonl_floats_round_trip(tmp_path_factory, values):
   expected = np.array(values)
@@ -106,7 +105,6 @@ def test_jsonl_floats_round_trip(tmp_path_factory, values):
 keys = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(st.dictionaries(keys, st.lists(st.integers(-5, 5), max_size=2), max_size=4))
 def test_native_sinks_name_leaves_as_columns_does(tree):
   """Paths go to C++ as `keystr` writes them; both sides make the same names of them."""

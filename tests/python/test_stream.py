@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stream_bytes as sb
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_checks import examples
 
 import callgate as cg
 from callgate.__main__ import main
@@ -168,7 +169,7 @@ def test_a_dtype_that_arrow_lacks_is_named(tmp_path):
     cg.open_stream(path).table()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(
   st.lists(
     st.tuples(
@@ -287,7 +288,7 @@ def test_the_writer_s_name_with_its_placeholder_opens_all_files(tmp_path):
     cg.open_stream(str(folder / "other-{process}.cgs"))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(14)
 @given(st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 6), max_size=6), min_size=1))
 def test_merged_streams_are_in_order_of_time_and_then_of_process(tmp_path_factory, schedule):
   folder = tmp_path_factory.mktemp("merge")

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from property_checks import examples
 
 import callgate as cg
 
@@ -316,7 +317,7 @@ def test_every_dtype_and_shape_arrives_as_it_was(dtype, shape, seen):
   np.testing.assert_array_equal(got.astype(np.complex64), x.astype(np.complex64))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(7)
 @given(shape=hnp.array_shapes(min_dims=1, max_dims=3, max_side=4), axis=st.integers(0, 2))
 def test_any_axis_can_be_mapped(shape, axis):
   axis %= len(shape)

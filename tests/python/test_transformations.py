@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from property_checks import examples
 
 import callgate as cg
 
@@ -187,7 +188,7 @@ def arrays(shape: tuple[int, ...], dtype: str) -> Any:
   return (np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape).astype(jnp.dtype(dtype))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3), st.sampled_from(DTYPES))
 def test_any_shape_and_dtype_comes_back_as_numpy_makes_it(shape: Any, dtype: str) -> None:
   def halves(x: Any) -> Any:
@@ -200,7 +201,7 @@ def test_any_shape_and_dtype_comes_back_as_numpy_makes_it(shape: Any, dtype: str
     assert got.dtype == want.dtype
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(
   first=axes,
   second=axes,
@@ -242,7 +243,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(9)
 @given(tree=trees, keyword=trees)
 def test_any_pytree_makes_the_round_trip(tree: Any, keyword: Any) -> None:
   gate = cg.gate(lambda t, k: {"out": (t, k)}, out=lambda t, k: {"out": (t, k)})

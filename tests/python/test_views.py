@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import drop_programs
 
 import callgate as cg
 
@@ -27,10 +28,12 @@ SCALAR = jax.ShapeDtypeStruct((), np.float32)
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> Iterator[None]:
   """The search of the heap leaves out what JAX and pytest have made so far: it is quick."""
-  gc.collect()
+  drop_programs()
   gc.freeze()
   yield
   gc.unfreeze()
+  drop_programs()
+  gc.freeze()  # what imports have made, as pytest_collection_finish does
 
 
 def numbers(size: int = SIZE) -> np.ndarray[Any, Any]:
