@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -140,16 +141,7 @@ def test_a_test_over_its_limit_shows_every_threads_stack_and_the_rest_runs(tmp_p
     """)
   )
   shutil.copy(TESTS / "conftest.py", tmp_path)
-  options = [
-    "-n",
-    "1",
-    "--dist",
-    "worksteal",
-    "--max-worker-restart",
-    "2",
-    "-p",
-    "no:cacheprovider",
-  ]
+  options = shlex.split("-n 1 --dist worksteal --max-worker-restart 2 -p no:cacheprovider")
   config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
   done = subprocess.run(
     [sys.executable, "-m", "pytest", *options, *config, str(tmp_path)],
