@@ -14,13 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_transformations import PAIRS, TRANSFORMATIONS, TRIPLES, X, build, reference
+from test_transformations import (
+  PAIRS,
+  QUICKLY_COMPILED,
+  TRANSFORMATIONS,
+  TRIPLES,
+  X,
+  build,
+  expected,
+  reference,
+)
 
 import callgate as cg
 
 
 def run(
-  chains: Sequence[Sequence[str]], tapped: bool, **options: Any
+  chains: Sequence[Sequence[str]], **options: Any
 ) -> tuple[list[np.ndarray], list[list[Any]]]:
   """Results of the chains, as one program, and for each what its tap saw."""
   seen: list[list[Any]] = [[] for _ in chains]
@@ -32,14 +41,12 @@ def run(
     return consume
 
   def function(index: int) -> Any:
-    if not tapped:
-      return reference
     to = consumer(index)
     return lambda x: cg.tap(reference(x), to, **options)
 
   program = jax.jit(
     lambda x: [build(chain, function(i))(x) for i, chain in enumerate(chains)],
-    compiler_options={"xla_backend_optimization_level": 0},
+    compiler_options=QUICKLY_COMPILED,
   )
   results = [np.asarray(y) for y in program(X)]
   cg.barrier()
@@ -47,10 +54,10 @@ def run(
 
 
 def assert_chains_agree(chains: Sequence[Sequence[str]], **options: Any) -> None:
-  want, _ = run(chains, tapped=False)
-  got, seen = run(chains, tapped=True, **options)
+  want = expected(tuple(chains))
+  got, seen = run(chains, **options)
   with cg.config(engine="jax"):
-    oracle, oracle_seen = run(chains, tapped=True, **options)
+    oracle, oracle_seen = run(chains, **options)
   for chain, a, b, c in zip(chains, got, oracle, want, strict=True):
     np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5, err_msg=str(chain))
     np.testing.assert_allclose(b, c, rtol=1e-4, atol=1e-5, err_msg=str(chain))
@@ -75,8 +82,8 @@ def test_pairs_take_taps_in_the_flow_of_data(effect):
 def test_pairs_take_ordered_taps():
   # JAX refuses its own ordered effects in some of these; callgate's are allowed in all.
   chains = random.Random(2).sample(PAIRS, 30)
-  want, _ = run(chains, tapped=False)
-  got, seen = run(chains, tapped=True, ordered=True)
+  want = expected(tuple(chains))
+  got, seen = run(chains, ordered=True)
   for chain, a, c in zip(chains, got, want, strict=True):
     np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5, err_msg=str(chain))
   assert not [chain for chain, one in zip(chains, seen, strict=True) if not one]
@@ -98,7 +105,7 @@ def expected_counts() -> dict[str, int]:
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_the_primal_leaves_exactly_as_often_as_its_place_runs(name):
-  _, (seen,) = run([[name]], tapped=True)
+  _, (seen,) = run([[name]])
   assert len(seen) == expected_counts()[name]
 
 
