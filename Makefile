@@ -19,7 +19,7 @@ VENV ?= .venv
 PYTHON ?= $(shell sh tools/find_python.sh)
 JAX ?=
 WHEEL ?=
-PRESET ?= debug
+PRESET ?= asan
 PYTEST_ARGS ?= tests/python
 # On every core, one file's tests in one process: files may share expensive programs. A process
 # that dies ends the run.
@@ -149,7 +149,7 @@ lint: $(VENV)/.stamp-lint $(VENV)/.stamp-test $(STUB)
 	$(PY) tests/check_layers.py
 	clang-format --dry-run -Werror $(CPP_FILES)
 	pyright --pythonpath $(PY)
-	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/debug
+	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/asan
 
 # Rewrites the files that `make lint` finds wrongly formatted.
 format: $(VENV)/.stamp-lint
