@@ -69,9 +69,17 @@ def units(folders: list[Path]) -> list[Unit]:
   return found
 
 
+def config_of(unit: Unit) -> Path:
+  """The checks for the folder of its sources: a unity file itself lies in the build's."""
+  folders = unit.sources[0].parents
+  return next(f / ".clang-tidy" for f in folders if (f / ".clang-tidy").exists())
+
+
 def headers_digest() -> bytes:
   digest = hashlib.sha256((ROOT / ".clang-tidy").read_bytes())
   for folder in OURS:
+    for path in sorted((ROOT / folder).rglob(".clang-tidy")):
+      digest.update(path.read_bytes())
     for path in sorted((ROOT / folder).rglob("*.h")):
       digest.update(path.read_bytes())
   return digest.digest()
@@ -85,7 +93,8 @@ def check(unit: Unit, shared: bytes) -> tuple[bool, str]:
   done = MEMORY / digest.hexdigest()
   if done.exists():
     return True, ""
-  command = ["clang-tidy", "-p", str(unit.folder), "--quiet", *EXTRA, str(unit.path)]
+  command = ["clang-tidy", "-p", str(unit.folder), "--quiet", *EXTRA]
+  command += [f"--config-file={config_of(unit)}", str(unit.path)]
   result = subprocess.run(command, capture_output=True, text=True, check=False)
   if result.returncode == 0:
     done.touch()
