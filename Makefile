@@ -198,7 +198,7 @@ lint-types: $(VENV)/.stamp-lint+docs environment $(STUB)
 
 lint-cpp: $(VENV)/.stamp-lint+docs cpp-build $(VENV)/.stamp-package
 	clang-format --dry-run -Werror $(CPP_FILES)
-	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/$(PRESET)
+	$(PY) tools/clang_tidy.py $(MODULE_BUILD) build/asan
 
 # Rewrites the files that `make lint` finds wrongly formatted.
 format: $(VENV)/.stamp-lint+docs

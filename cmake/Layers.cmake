@@ -4,6 +4,10 @@
 # warnings are about our own code.
 add_library(callgate_options INTERFACE)
 target_compile_options(callgate_options INTERFACE -Wall -Wextra -Wconversion)
+if(CMAKE_UNITY_BUILD)
+  # It takes the .cc files that are compiled at once for headers.
+  target_compile_options(callgate_options INTERFACE -Wno-subobject-linkage)
+endif()
 if(CALLGATE_WERROR)
   target_compile_options(callgate_options INTERFACE -Werror)
 endif()

@@ -2,17 +2,20 @@
 
     python tools/clang_tidy.py BUILD_FOLDER...
 
-Folders without a database are left out. A file is checked once, with the first database that has
-it, and not again until it, a header, .clang-tidy or the database changes: results are remembered in
+Folders without a database are left out. Files that the build compiles at once are checked at once,
+as what their unity file includes. A file is checked once, with the first database that has it, and
+not again until it, a header, .clang-tidy or the database changes: results are remembered in
 build/clang-tidy. Exit status 1 when clang-tidy finds anything.
 """
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,35 +32,69 @@ EXTRA = [
 ]
 
 
-def entries(folders: list[Path]) -> dict[Path, tuple[Path, str]]:
-  """Each of our source files with the build folder and the command that compile it."""
-  found: dict[Path, tuple[Path, str]] = {}
+@dataclass(frozen=True)
+class Unit:
+  """What is compiled at once: a file of ours, or a unity file that includes several."""
+
+  path: Path
+  sources: tuple[Path, ...]
+  folder: Path
+  command: str
+
+  def __str__(self) -> str:
+    return ", ".join(str(source.relative_to(ROOT)) for source in self.sources)
+
+
+def sources_of(path: Path) -> tuple[Path, ...]:
+  """The files of ours that are compiled with `path`; none where it is not one of ours."""
+  paths = [path]
+  if path.parent.name == "Unity":
+    paths = [Path(name) for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)]
+  return tuple(p for p in paths if p.is_relative_to(ROOT) and p.relative_to(ROOT).parts[0] in OURS)
+
+
+def units(folders: list[Path]) -> list[Unit]:
+  found: list[Unit] = []
+  seen: set[Path] = set()
   for folder in folders:
     database = folder / "compile_commands.json"
     if not database.exists():
       continue
     for entry in json.loads(database.read_text()):
       path = Path(entry["file"])
-      ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS
-      if ours and path.exists():
-        found.setdefault(path, (folder, entry["command"]))
+      sources = sources_of(path) if path.exists() else ()
+      if not seen.issuperset(sources):
+        seen.update(sources)
+        found.append(Unit(path, sources, folder, entry["command"]))
   return found
+
+
+def config_of(unit: Unit) -> Path:
+  """The checks for the folder of its sources: a unity file itself lies in the build's."""
+  folders = unit.sources[0].parents
+  return next(f / ".clang-tidy" for f in folders if (f / ".clang-tidy").exists())
 
 
 def headers_digest() -> bytes:
   digest = hashlib.sha256((ROOT / ".clang-tidy").read_bytes())
   for folder in OURS:
+    for path in sorted((ROOT / folder).rglob(".clang-tidy")):
+      digest.update(path.read_bytes())
     for path in sorted((ROOT / folder).rglob("*.h")):
       digest.update(path.read_bytes())
   return digest.digest()
 
 
-def check(path: Path, folder: Path, key: str) -> tuple[bool, str]:
-  """Whether `path` is clean, and what clang-tidy prints about it."""
-  done = MEMORY / key
+def check(unit: Unit, shared: bytes) -> tuple[bool, str]:
+  """Whether `unit` is clean, and what clang-tidy prints about it."""
+  digest = hashlib.sha256(shared + unit.command.encode())
+  for source in unit.sources:
+    digest.update(hashlib.sha256(source.read_bytes()).digest())
+  done = MEMORY / digest.hexdigest()
   if done.exists():
     return True, ""
-  command = ["clang-tidy", "-p", str(folder), "--quiet", *EXTRA, str(path)]
+  command = ["clang-tidy", "-p", str(unit.folder), "--quiet", *EXTRA]
+  command += [f"--config-file={config_of(unit)}", str(unit.path)]
   result = subprocess.run(command, capture_output=True, text=True, check=False)
   if result.returncode == 0:
     done.touch()
@@ -66,25 +103,22 @@ def check(path: Path, folder: Path, key: str) -> tuple[bool, str]:
 
 
 def main(argv: list[str]) -> int:
-  files = entries([ROOT / arg for arg in argv])
-  if not files:
+  todo = units([ROOT / arg for arg in argv])
+  if not todo:
     print("clang-tidy: no compile database in", *argv)
     return 1
   MEMORY.mkdir(parents=True, exist_ok=True)
   shared = headers_digest()
 
-  def run(item: tuple[Path, tuple[Path, str]]) -> tuple[bool, str]:
-    path, (folder, command) = item
-    key = hashlib.sha256(shared + command.encode() + path.read_bytes()).hexdigest()
-    return check(path, folder, key)
-
   failed = 0
   with ThreadPoolExecutor(os.cpu_count()) as pool:
-    for (path, _), (clean, output) in zip(files.items(), pool.map(run, files.items()), strict=True):
+    results = pool.map(lambda unit: check(unit, shared), todo)
+    for unit, (clean, output) in zip(todo, results, strict=True):
       if not clean:
         failed += 1
-        print(f"== {path.relative_to(ROOT)}\n{output}", flush=True)
-  print(f"clang-tidy: {len(files)} files, {failed} with findings")
+        print(f"== {unit}\n{output}", flush=True)
+  files = sum(len(unit.sources) for unit in todo)
+  print(f"clang-tidy: {files} files in {len(todo)} compilations, {failed} with findings")
   return 1 if failed else 0
 
 

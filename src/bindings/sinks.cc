@@ -68,7 +68,7 @@ nb::dict to_dict(const Summary& summary) {
   return out;
 }
 
-nb::dict read(const StatsReader& reader) {
+nb::dict read_stats(const StatsReader& reader) {
   std::map<std::string, Summary> summaries;
   {
     nb::gil_scoped_release unlocked;  // the lock may be held while values are merged
@@ -80,7 +80,7 @@ nb::dict read(const StatsReader& reader) {
   return out;
 }
 
-void clear(const StatsReader& reader) {
+void clear_stats(const StatsReader& reader) {
   nb::gil_scoped_release unlocked;
   reader.sink->clear();
 }
@@ -89,8 +89,8 @@ void clear(const StatsReader& reader) {
 
 void bind_sinks(nb::module_& module) {
   nb::class_<StatsReader>(module, "StatsReader", "What a Stats sink has counted.")
-      .def("read", &read)
-      .def("clear", &clear);
+      .def("read", &read_stats)
+      .def("clear", &clear_stats);
   nb::class_<RecordWriter>(module, "RecordWriter",
                            "Hands records made in Python to a native consumer.")
       .def(nb::init<const ConsumerHandle&>(), nb::arg("consumer"))

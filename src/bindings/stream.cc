@@ -32,7 +32,7 @@ using std::chrono::milliseconds;
 
 struct StreamSinkHandle : ConsumerHandle {};
 
-nb::object checked(PyObject* made) {
+nb::object taken(PyObject* made) {
   if (made == nullptr) nb::raise_python_error();
   return nb::steal(made);
 }
@@ -41,7 +41,7 @@ nb::object checked(PyObject* made) {
 // know, are handed out as. callgate._stream makes arrays of the former.
 nb::object raw_bytes(const char* data, std::size_t size) {
   auto length = static_cast<npy_intp>(size);
-  nb::object array = checked(PyArray_SimpleNew(1, &length, NPY_UINT8));
+  nb::object array = taken(PyArray_SimpleNew(1, &length, NPY_UINT8));
   if (size != 0)
     std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())), data, size);
   return array;
@@ -53,14 +53,13 @@ nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
   bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
                name(*dtype) == leaf.dtype;
   if (!known || is_packed(*dtype)) return raw_bytes(record.data(leaf), leaf.nbytes);
-  return checked(make_copy({const_cast<char*>(record.data(leaf)), leaf.dims.data(),
-                            static_cast<std::int32_t>(leaf.dims.size()), *dtype}));
+  return taken(make_copy({const_cast<char*>(record.data(leaf)), leaf.dims.data(),
+                          static_cast<std::int32_t>(leaf.dims.size()), *dtype}));
 }
 
 // Text of a file: whatever is no UTF-8 is replaced.
 nb::object text_of(const std::string& text) {
-  return checked(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  return taken(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
 
 nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
@@ -259,9 +258,8 @@ nb::list read_outfeed(const std::string& path) {
     nb::list arrays;
     const char* data = message->data.data();
     for (const outfeed_2020::ArrayType& array : message->arrays) {
-      arrays.append(
-          checked(make_copy({const_cast<char*>(data), array.dims.data(),
-                             static_cast<std::int32_t>(array.dims.size()), array.dtype})));
+      arrays.append(taken(make_copy({const_cast<char*>(data), array.dims.data(),
+                                     static_cast<std::int32_t>(array.dims.size()), array.dtype})));
       data += array.nbytes();
     }
     messages.append(nb::make_tuple(message->consumer, arrays));

@@ -301,6 +301,8 @@ void Channel::rest() {
   // Sequentially consistent: before we look once more; see wake_consumer().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
   if (ring_.at(next()) == nullptr && overflow_.empty()) {
+    // There is room again. Now, not after the rest: senders may never leave us one to its end.
+    interrupted_.store(false, std::memory_order_relaxed);
     if (sleep) {
       work_.wait(lock);
     } else {
@@ -308,11 +310,7 @@ void Channel::rest() {
     }
   }
   rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
-  if (ring_.at(next()) != nullptr) {
-    idle_naps_ = 0;
-  } else {
-    interrupted_.store(false, std::memory_order_relaxed);  // there is room again
-  }
+  if (ring_.at(next()) != nullptr) idle_naps_ = 0;
 }
 
 void Channel::finish() {

@@ -30,7 +30,7 @@ void put_text(std::string& out, std::string_view text) {
 
 std::uint32_t size32(std::size_t size) { return static_cast<std::uint32_t>(size); }
 
-std::int64_t now_ns() {
+std::int64_t wall_time_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::system_clock::now().time_since_epoch())
       .count();
@@ -122,7 +122,7 @@ void StreamEncoder::start(StreamBatch& batch) {
   std::size_t start = begin_frame(preamble_, 'S');
   put(preamble_, stream::kVersion);
   put(preamble_, static_cast<std::uint32_t>(getpid()));
-  put(preamble_, now_ns());
+  put(preamble_, wall_time_ns());
   put(preamble_, process_index_);
   put(preamble_, std::uint32_t{0});
   seal(preamble_, start);
@@ -171,7 +171,7 @@ void StreamEncoder::add(const Record& record, StreamBatch& batch) {
 void StreamEncoder::finish(StreamBatch& batch) {
   std::size_t start = begin_frame(batch.bytes, 'E');
   put(batch.bytes, records_);
-  put(batch.bytes, now_ns());
+  put(batch.bytes, wall_time_ns());
   seal(batch.bytes, start);
 }
 

@@ -7,7 +7,7 @@ namespace callgate {
 namespace {
 
 // What is gathered before it is written, so that a large batch needs no second copy in memory.
-constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
+constexpr std::size_t kBatchBytes = std::size_t{1} << 20;
 
 }  // namespace
 
@@ -41,7 +41,7 @@ void StreamSink::consume(std::span<const Record> records) {
   in_session_ = true;
   for (const Record& record : records) {
     encoder_.add(record, batch_);
-    if (batch_.bytes.size() >= kWriteBytes) write();
+    if (batch_.bytes.size() >= kBatchBytes) write();
   }
   write();
 }

@@ -16,7 +16,7 @@
 namespace callgate {
 namespace {
 
-constexpr std::array<const char*, 11> kKinds = {
+constexpr std::array<const char*, 11> kKindNames = {
     "In", "Out", "InOut", "", "Ins", "Outs", "Attr", "String", "Numbers", "Dict", "Context"};
 
 bool variadic(const callgate_parameter& parameter) {
@@ -58,7 +58,7 @@ std::string signature(const KernelInfo& kernel) {
   for (const callgate_parameter& p : kernel.parameters) {
     if (!text.empty()) text += ',';
     std::string dtype = p.dtype != 0 ? std::string(dtype_name(p.dtype)) : std::string();
-    text += kKinds[static_cast<std::size_t>(p.kind)];
+    text += kKindNames[static_cast<std::size_t>(p.kind)];
     if (p.kind == CALLGATE_SCALAR) {
       text += dtype;
     } else if (takes_operands(p) || takes_results(p)) {
@@ -165,10 +165,11 @@ void KernelSite::bind_attribute(std::size_t index) {
   int kind = parameter.kind - CALLGATE_ATTR_NUMBER;
   if (value == nullptr || value->kind != kind ||
       (parameter.dtype != 0 && value->dtype != parameter.dtype)) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
-                std::string("an attribute for ") + kKinds[static_cast<std::size_t>(parameter.kind)],
-                value == nullptr ? "none" : "one of another type");
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
+        std::string("an attribute for ") + kKindNames[static_cast<std::size_t>(parameter.kind)],
+        value == nullptr ? "none" : "one of another type");
   }
   ordered_.push_back(*value);
 }

@@ -12,11 +12,11 @@
 namespace callgate {
 namespace {
 
-constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
+constexpr std::size_t kBlockAlignment = 64;  // as XLA's own buffers
 
 }  // namespace
 
-struct alignas(kAlignment) Scratch::Block {
+struct alignas(kBlockAlignment) Scratch::Block {
   Block* next;
   std::size_t bytes;  // that follow this description
   void* memory;       // to give back to the system
@@ -71,9 +71,9 @@ class ScratchCache {
 };
 
 void* Scratch::take(std::size_t bytes, std::size_t alignment) noexcept {
-  alignment = std::max(alignment, kAlignment);
+  alignment = std::max(alignment, kBlockAlignment);
   if (bytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) return nullptr;
-  Block* block = alignment == kAlignment ? ScratchCache::instance().take(bytes) : nullptr;
+  Block* block = alignment == kBlockAlignment ? ScratchCache::instance().take(bytes) : nullptr;
   if (block == nullptr) {
     // The description takes a whole step of the alignment, so that the memory after it is aligned.
     std::size_t size = (bytes / alignment + 1) * alignment;

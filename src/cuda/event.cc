@@ -12,13 +12,13 @@ namespace callgate::cuda {
 namespace {
 
 // Events that nobody uses, by device; never destroyed.
-struct Pool {
+struct EventPool {
   std::mutex mutex;
   std::map<const Device*, std::vector<Event>> free;
 };
 
-Pool& pool() {
-  static auto* pool = new Pool();
+EventPool& pool() {
+  static auto* pool = new EventPool();
   return *pool;
 }
 

@@ -12,7 +12,7 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kHostAlignment = 64;
 
 DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
@@ -29,14 +29,14 @@ HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
   for (const ArrayView& view : operands_) {
     sources_.push_back(address(view.data));
     operand_at.push_back(bytes);
-    bytes += round_up(view.nbytes(), kAlignment);
+    bytes += round_up(view.nbytes(), kHostAlignment);
   }
   operand_bytes_ = bytes;
   for (const ArrayView& view : results_) {
     targets_.push_back(address(view.data));
     std::size_t shared = shared_with(view);
     result_at.push_back(shared < operand_at.size() ? operand_at[shared] : bytes);
-    if (shared == operand_at.size()) bytes += round_up(view.nbytes(), kAlignment);
+    if (shared == operand_at.size()) bytes += round_up(view.nbytes(), kHostAlignment);
   }
   memory_ = PinnedBlock(std::max<std::size_t>(bytes, 1));
   for (std::size_t i = 0; i < operands_.size(); ++i)

@@ -15,7 +15,7 @@ namespace callgate::cuda {
 namespace {
 
 // What XLA expects of the memory of its programs' arguments.
-constexpr std::size_t kAlignment = 256;
+constexpr std::size_t kKeptAlignment = 256;
 
 }  // namespace
 
@@ -23,7 +23,7 @@ KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView>
     : device_(&device), stream_(stream), arrays_(arrays.begin(), arrays.end()) {
   dims_ = own_dims({arrays_});
   std::size_t bytes = 0;
-  for (const ArrayView& view : arrays_) bytes += round_up(view.nbytes(), kAlignment);
+  for (const ArrayView& view : arrays_) bytes += round_up(view.nbytes(), kKeptAlignment);
   memory_ = DeviceBlock(device, std::max<std::size_t>(bytes, 1));
   DevicePointer to = memory_.data();
   for (ArrayView& view : arrays_) {
@@ -31,7 +31,7 @@ KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView>
     view.data = reinterpret_cast<void*>(to);
     if (view.nbytes() == 0) continue;
     check(driver().copy_on_device(to, from, view.nbytes(), stream), "cuMemcpyDtoDAsync_v2");
-    to += round_up(view.nbytes(), kAlignment);
+    to += round_up(view.nbytes(), kKeptAlignment);
   }
 }
 

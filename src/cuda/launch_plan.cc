@@ -11,7 +11,7 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kAlignment = 16;  // more than any parameter's type asks for
+constexpr std::size_t kParameterAlignment = 16;  // more than any parameter's type asks for
 
 [[noreturn]] void refuse(std::string_view expected, std::string_view got) {
   throw Error(ErrorCode::kInvalidArgument, "a kernel's launch plan", std::string(expected),
@@ -58,7 +58,8 @@ Address address(std::string_view text, std::size_t start, std::size_t size) {
 void add_parameter(Launch& launch, std::string_view text) {
   std::string_view hex = next(text, '@');
   if (hex.empty() || hex.size() % 2 != 0) refuse("a parameter's bytes", hex);
-  std::size_t start = (launch.bytes.size() + kAlignment - 1) / kAlignment * kAlignment;
+  std::size_t start =
+      (launch.bytes.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
   launch.bytes.resize(start);
   for (std::size_t i = 0; i < hex.size(); i += 2)
     launch.bytes.push_back(std::byte{number<std::uint8_t>(hex.substr(i, 2), 16)});

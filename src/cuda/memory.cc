@@ -91,11 +91,11 @@ Pool<char*>& pinned() {
   return *pool;
 }
 
-constexpr std::size_t kMost = 64;
+constexpr std::size_t kMostDevices = 64;
 
 Pool<DevicePointer>& pool_of(int ordinal) {
   static auto* pools = [] {
-    auto* made = new std::array<std::unique_ptr<Pool<DevicePointer>>, kMost>();
+    auto* made = new std::array<std::unique_ptr<Pool<DevicePointer>>, kMostDevices>();
     for (auto& pool : *made) pool = std::make_unique<Pool<DevicePointer>>(kDeviceKept);
     return made;
   }();
@@ -191,13 +191,14 @@ void DeviceBlock::reset() noexcept {
 
 MemoryInUse memory_in_use() noexcept {
   MemoryInUse in_use{pinned().in_use(), 0};
-  for (std::size_t i = 0; i < kMost; ++i) in_use.device += pool_of(static_cast<int>(i)).in_use();
+  for (std::size_t i = 0; i < kMostDevices; ++i)
+    in_use.device += pool_of(static_cast<int>(i)).in_use();
   return in_use;
 }
 
 void trim_memory() noexcept {
   free_pinned(pinned().take_all());
-  for (std::size_t i = 0; i < kMost; ++i) {
+  for (std::size_t i = 0; i < kMostDevices; ++i) {
     std::vector<DevicePointer> blocks = pool_of(static_cast<int>(i)).take_all();
     if (!blocks.empty()) free_blocks(Device::at(static_cast<int>(i)), blocks);
   }

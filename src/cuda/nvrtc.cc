@@ -36,7 +36,7 @@ namespace {
 using Program = struct NvrtcProgram*;
 
 constexpr int kCompilationFailed = 6;
-constexpr const char* kWhere = "CUDA's run-time compiler";
+constexpr const char* kCompiler = "CUDA's run-time compiler";
 
 }  // namespace
 
@@ -92,7 +92,7 @@ Nvrtc::Nvrtc(const std::string& path) : path_(path), functions_(std::make_unique
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
-    throw Error(ErrorCode::kNotFound, kWhere, "the library '" + path + "'",
+    throw Error(ErrorCode::kNotFound, kCompiler, "the library '" + path + "'",
                 reason == nullptr ? "none" : reason);
   }
   std::string missing;
@@ -106,7 +106,7 @@ Nvrtc::Nvrtc(const std::string& path) : path_(path), functions_(std::make_unique
 #undef X
   look_up(functions_->error_string, "nvrtcGetErrorString");
   if (!missing.empty()) {
-    throw Error(ErrorCode::kNotFound, kWhere, "'" + path + "' of CUDA 11.2 or later",
+    throw Error(ErrorCode::kNotFound, kCompiler, "'" + path + "' of CUDA 11.2 or later",
                 "one that lacks" + missing);
   }
   int major = 0, minor = 0, count = 0;
@@ -122,7 +122,7 @@ Nvrtc::~Nvrtc() = default;
 
 void Nvrtc::expect(int result, const char* what) const {
   if (result == 0) return;
-  throw Error(ErrorCode::kInternal, std::string(kWhere) + " '" + path_ + "': " + what + ": " +
+  throw Error(ErrorCode::kInternal, std::string(kCompiler) + " '" + path_ + "': " + what + ": " +
                                         functions_->error_string(result));
 }
 

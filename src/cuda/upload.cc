@@ -13,7 +13,7 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kUploadAlignment = 64;
 
 }  // namespace
 
@@ -22,7 +22,7 @@ Upload::Upload(Device& device, std::span<const ArrayView> types)
   dims_ = own_dims({host_});
   for (const ArrayView& view : host_) {
     offsets_.push_back(bytes_);
-    bytes_ += round_up(view.nbytes(), kAlignment);
+    bytes_ += round_up(view.nbytes(), kUploadAlignment);
   }
   ContextScope current(device);
   memory_->pinned = PinnedBlock(std::max<std::size_t>(bytes_, 1));

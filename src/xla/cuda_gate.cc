@@ -354,7 +354,7 @@ Outcome run_deferred(CudaCall& call) {
 
 // -- handlers -------------------------------------------------------------------------------------
 
-std::unique_ptr<CudaGateState> instantiate(const XLA_FFI_Attrs& attrs) {
+std::unique_ptr<CudaGateState> instantiate_cuda_gate(const XLA_FFI_Attrs& attrs) {
   auto state = std::make_unique<CudaGateState>();
   state->site = std::make_shared<CudaSite>();
   state->site->call_site = make_call_site(ffi::Dictionary(&attrs));
@@ -370,7 +370,7 @@ Outcome run(CudaCall& call) {
   return call.callee().own_thread() ? run_on_own_thread(call) : call.settled(run_staged(call));
 }
 
-XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* execute_cuda_gate(XLA_FFI_CallFrame* frame) {
   CudaCall call(*StateOf<CudaGateState>::get(*frame).site, *frame);
   cuda::ContextScope current(call.device);
   Outcome outcome = run(call);
@@ -382,15 +382,15 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* cuda_gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaGateState>::instantiate(frame, instantiate);
+  return StateOf<CudaGateState>::instantiate(frame, instantiate_cuda_gate);
 }
 
 XLA_FFI_Error* cuda_gate_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaGateState>::execute(frame, execute);
+  return StateOf<CudaGateState>::execute(frame, execute_cuda_gate);
 }
 
 XLA_FFI_Error* cuda_graph_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaGateState>::execute(frame, execute,
+  return StateOf<CudaGateState>::execute(frame, execute_cuda_gate,
                                          XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 

@@ -36,7 +36,7 @@ struct CudaKernelState {
 ffi::TypeId CudaKernelState::id = {};
 
 // Throws.
-std::unique_ptr<CudaKernelState> instantiate(const XLA_FFI_Attrs& attrs) {
+std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& attrs) {
   ffi::Dictionary attributes(&attrs);
   auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
@@ -128,7 +128,7 @@ Outcome launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Cal
   return state.site->run(call, device, scratch.blocks());
 }
 
-XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
   CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
   auto* stream = static_cast<cuda::Stream>(decode_stream(*frame));
   cuda::Device& device = cuda::Device::of(stream);
@@ -154,16 +154,16 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* cuda_kernel_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaKernelState>::instantiate(frame, instantiate);
+  return StateOf<CudaKernelState>::instantiate(frame, instantiate_cuda_kernel);
 }
 
 XLA_FFI_Error* cuda_kernel_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaKernelState>::execute(frame, execute,
+  return StateOf<CudaKernelState>::execute(frame, execute_cuda_kernel,
                                            XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE);
 }
 
 XLA_FFI_Error* cuda_kernel_scratch_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<CudaKernelState>::execute(frame, execute);
+  return StateOf<CudaKernelState>::execute(frame, execute_cuda_kernel);
 }
 
 }  // namespace callgate::xla_ffi

@@ -30,7 +30,7 @@ struct GateState {
 ffi::TypeId GateState::id = {};
 
 // Throws.
-std::unique_ptr<GateState> instantiate(const XLA_FFI_Attrs& attrs) {
+std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
   auto state = std::make_unique<GateState>();
   state->call_site = make_call_site(ffi::Dictionary(&attrs));
   return state;
@@ -95,7 +95,7 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
   return nullptr;
 }
 
-XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
   std::int32_t shard = site->shards.take(decoded);
@@ -119,11 +119,11 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<GateState>::instantiate(frame, instantiate);
+  return StateOf<GateState>::instantiate(frame, instantiate_gate);
 }
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<GateState>::execute(frame, execute);
+  return StateOf<GateState>::execute(frame, execute_gate);
 }
 
 }  // namespace callgate::xla_ffi

@@ -29,7 +29,7 @@ struct KernelState {
 ffi::TypeId KernelState::id = {};
 
 // Throws.
-std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
+std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
   ffi::Dictionary attributes(&attrs);
   auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
@@ -51,7 +51,7 @@ std::unique_ptr<KernelState> instantiate(const XLA_FFI_Attrs& attrs) {
   return state;
 }
 
-XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* execute_kernel(XLA_FFI_CallFrame* frame) {
   BoundKernel& bound = RecentKernels::find(
       frame->attrs, [frame]() -> BoundKernel& { return *StateOf<KernelState>::get(*frame).bound; });
   DecodedCall decoded(*frame);
@@ -73,11 +73,11 @@ XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<KernelState>::instantiate(frame, instantiate);
+  return StateOf<KernelState>::instantiate(frame, instantiate_kernel);
 }
 
 XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame) {
-  return StateOf<KernelState>::execute(frame, execute);
+  return StateOf<KernelState>::execute(frame, execute_kernel);
 }
 
 }  // namespace callgate::xla_ffi

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "channel_fixtures.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
@@ -24,6 +25,7 @@
 namespace callgate {
 namespace {
 
+using fake::eventually;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::ElementsAre;
@@ -38,7 +40,7 @@ class Threads : public ::testing::Environment {
     Watchdog::instance().stop();
   }
 };
-[[maybe_unused]] const ::testing::Environment* const kThreads =
+[[maybe_unused]] const ::testing::Environment* const kThreadsEnd =
     ::testing::AddGlobalTestEnvironment(new Threads());
 
 std::shared_ptr<Callee> define(std::string name, fake::FunctionSite::Function function,
@@ -66,16 +68,6 @@ Outcome twice(const Call& call) {
   auto* y = static_cast<float*>(call.results[0].data);
   for (std::size_t i = 0; i < call.operands[0].size(); ++i) y[i] = 2 * x[i];
   return Outcome::success();
-}
-
-template <typename Condition>
-bool eventually(Condition condition) {
-  auto deadline = std::chrono::steady_clock::now() + seconds(60);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return true;
 }
 
 // Every test leaves no call inside, no callee alive and no error that nobody destroyed.

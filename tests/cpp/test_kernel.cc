@@ -111,12 +111,12 @@ TEST(ExportedKernels, EitherAllParametersHaveNamesOrNone) {
 // --- Binding -------------------------------------------------------------------------------------
 
 // What the last call of `record` saw.
-struct Seen {
+struct SeenByKernel {
   std::vector<int> starts, counts;
   std::vector<std::string> attributes;
   void* user_data = nullptr;
 };
-Seen seen;
+SeenByKernel seen;
 constexpr int kSeenParameters = 5;
 
 std::int32_t record(const callgate_call* call) {

@@ -49,7 +49,7 @@ std::vector<std::uint64_t> sequence(stream::Reader& reader) {
   return seqs;
 }
 
-std::vector<std::uint64_t> count_to(std::uint64_t end) {
+std::vector<std::uint64_t> counts_below(std::uint64_t end) {
   std::vector<std::uint64_t> counts(end);
   for (std::uint64_t i = 0; i < end; ++i) counts[i] = i;
   return counts;
@@ -205,14 +205,14 @@ TEST(Stream, AFileCutAnywhereGivesItsWholeRecordsAndIsAppendedTo) {
     std::string path = folder / "cut.cgs";
     write_contents(path, whole.substr(0, cut));
     stream::Reader reader(path);
-    EXPECT_EQ(sequence(reader), count_to(kept)) << cut;
+    EXPECT_EQ(sequence(reader), counts_below(kept)) << cut;
     EXPECT_FALSE(reader.closed());
     write_scalars(path, kept, 6);  // while the reader stands in the torn frame
     auto rest = sequence(reader);
     EXPECT_EQ(rest.size(), 6 - kept) << cut;
     EXPECT_TRUE(reader.closed());
     stream::Reader again(path);
-    EXPECT_EQ(sequence(again), count_to(6)) << cut;
+    EXPECT_EQ(sequence(again), counts_below(6)) << cut;
   }
 }
 
@@ -304,7 +304,7 @@ TEST(Stream, AKilledWriterLosesNothingThatWasConsumed) {
   });
   EXPECT_EQ(status, -SIGKILL);
   stream::Reader reader(path);
-  EXPECT_EQ(sequence(reader), count_to(1000));
+  EXPECT_EQ(sequence(reader), counts_below(1000));
   EXPECT_FALSE(reader.closed());
   write_scalars(path, 1000, 1003);
   EXPECT_EQ(sequence(reader), (std::vector<std::uint64_t>{1000, 1001, 1002}));
@@ -340,7 +340,7 @@ TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
   });
   EXPECT_EQ(status, 0);
   stream::Reader reader(path);
-  EXPECT_EQ(sequence(reader), count_to(2));
+  EXPECT_EQ(sequence(reader), counts_below(2));
 }
 
 }  // namespace

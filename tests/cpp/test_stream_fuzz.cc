@@ -130,7 +130,7 @@ TEST(StreamFuzz, AClaimedLengthTakesNoMemoryFromFilesOrPipes) {
   EXPECT_TRUE(file.ended());
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
-  ASSERT_EQ(write(ends[1], claim(length).data(), 124), 124);
+  ASSERT_EQ(::write(ends[1], claim(length).data(), 124), 124);
   close(ends[1]);
   stream::Reader piped(ends[0]);
   EXPECT_FALSE(piped.next());

@@ -15,7 +15,7 @@
 namespace callgate {
 namespace {
 
-constexpr std::size_t kWriteBytes = std::size_t{1} << 20;  // larger writes gain nothing
+constexpr std::size_t kLineBytes = std::size_t{1} << 20;  // larger writes gain nothing
 constexpr std::size_t kReadBytes = std::size_t{1} << 16;
 
 void append_integer(std::string& out, std::string_view key, std::int64_t value) {
@@ -117,7 +117,7 @@ void JsonlSink::append_record(const Record& record) {
       lines_.resize(start);  // no half of a line
       throw;
     }
-    if (lines_.size() >= kWriteBytes) write_out();
+    if (lines_.size() >= kLineBytes) write_out();
   });
 }
 
@@ -153,7 +153,7 @@ void JsonlSink::write_out() {
     throw;
   }
   lines_.clear();
-  if (lines_.capacity() > 2 * kWriteBytes) lines_.shrink_to_fit();  // after one great record
+  if (lines_.capacity() > 2 * kLineBytes) lines_.shrink_to_fit();  // after one great record
 }
 
 void JsonlSink::close() {

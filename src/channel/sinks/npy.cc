@@ -16,7 +16,7 @@
 namespace callgate {
 namespace {
 
-constexpr std::size_t kWriteBytes = std::size_t{1} << 20;  // larger writes gain nothing
+constexpr std::size_t kRowBytes = std::size_t{1} << 20;  // larger writes gain nothing
 constexpr std::string_view kPlaceholder = "{name}";
 
 template <typename T>
@@ -102,7 +102,7 @@ class NpySink::Column {
   void append(const ArrayView& view) {
     append_row(rows_, view);
     ++waiting_;
-    if (rows_.size() >= kWriteBytes) write_rows();
+    if (rows_.size() >= kRowBytes) write_rows();
   }
 
   // Rows first, then the header that counts them.

@@ -16,7 +16,7 @@
 namespace callgate {
 namespace {
 
-constexpr int kSmallest = -32, kGreatest = 64;  // exponents of the inner edges
+constexpr int kSmallestValue = -32, kGreatest = 64;  // exponents of the inner edges
 
 double to_double(std::complex<float> value) { return std::hypot(value.real(), value.imag()); }
 double to_double(std::complex<double> value) { return std::hypot(value.real(), value.imag()); }
@@ -47,7 +47,7 @@ void merge(Summary& summary, std::span<const double> values) {
 
 Histogram Histogram::powers_of_two() {
   std::vector<double> positive;
-  for (int exponent = kSmallest; exponent <= kGreatest; ++exponent) {
+  for (int exponent = kSmallestValue; exponent <= kGreatest; ++exponent) {
     positive.push_back(std::ldexp(1.0, exponent));
   }
   positive.push_back(std::numeric_limits<double>::infinity());
