@@ -4,9 +4,9 @@
 
 Folders without a database are left out. Tests that the build compiles at once are checked at once,
 as what their unity file includes. Other files are checked one by one: the analyzer and
-misc-unused-using-decls look at a compilation's main file alone. A file is checked once, with the first database that has it, and
-not again until it, a header, .clang-tidy or the database changes: results are remembered in
-build/clang-tidy. Exit status 1 when clang-tidy finds anything.
+misc-unused-using-decls look at a compilation's main file alone. A file is checked once, with the
+first database that has it, and not again until it, a header, .clang-tidy or the database changes:
+results are remembered in build/clang-tidy. Exit status 1 when clang-tidy finds anything.
 """
 
 import hashlib
