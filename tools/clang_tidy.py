@@ -67,7 +67,7 @@ def units(folders: list[Path]) -> list[Unit]:
       sources = sources_of(path) if path.exists() else ()
       if not seen.issuperset(sources):
         seen.update(sources)
-        tests = all("tests" in source.relative_to(ROOT).parts for source in sources)
+        tests = all(source.is_relative_to(ROOT / "tests" / "cpp") for source in sources)
         for part in [sources] if tests else [(source,) for source in sources]:
           found.append(Unit(path if tests else part[0], part, folder, entry["command"]))
   return found
