@@ -68,8 +68,10 @@ def units(folders: list[Path]) -> list[Unit]:
       if not seen.issuperset(sources):
         seen.update(sources)
         tests = all(source.is_relative_to(ROOT / "tests" / "cpp") for source in sources)
-        for part in [sources] if tests else [(source,) for source in sources]:
-          found.append(Unit(path if tests else part[0], part, folder, entry["command"]))
+        if tests:
+          found.append(Unit(path, sources, folder, entry["command"]))
+        else:
+          found += [Unit(source, (source,), folder, entry["command"]) for source in sources]
   return found
 
 
