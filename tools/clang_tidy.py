@@ -2,16 +2,18 @@
 
     python tools/clang_tidy.py BUILD_FOLDER...
 
-Folders without a database are left out. Files that the build compiles at once are checked at once,
-as what their unity file includes. A file is checked once, with the first database that has it, and
-not again until it, a header, .clang-tidy or the database changes: results are remembered in
-build/clang-tidy. Exit status 1 when clang-tidy finds anything.
+Folders without a database are left out. Tests that the build compiles at once are checked at once,
+as what their unity file includes. Other files are checked one by one: the analyzer and
+misc-unused-using-decls look at a compilation's main file alone. A file is checked once, with the
+first database that has it, and not again until it, a header, .clang-tidy or the database changes:
+results are remembered in build/clang-tidy. Exit status 1 when clang-tidy finds anything.
 """
 
 import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +67,11 @@ def units(folders: list[Path]) -> list[Unit]:
       sources = sources_of(path) if path.exists() else ()
       if not seen.issuperset(sources):
         seen.update(sources)
-        found.append(Unit(path, sources, folder, entry["command"]))
+        tests = all(source.is_relative_to(ROOT / "tests" / "cpp") for source in sources)
+        if tests:
+          found.append(Unit(path, sources, folder, entry["command"]))
+        else:
+          found += [Unit(source, (source,), folder, entry["command"]) for source in sources]
   return found
 
 
@@ -93,9 +99,12 @@ def check(unit: Unit, shared: bytes) -> tuple[bool, str]:
   done = MEMORY / digest.hexdigest()
   if done.exists():
     return True, ""
-  command = ["clang-tidy", "-p", str(unit.folder), "--quiet", *EXTRA]
-  command += [f"--config-file={config_of(unit)}", str(unit.path)]
-  result = subprocess.run(command, capture_output=True, text=True, check=False)
+  # The database's command is for the unity file; without its last words, "-c FILE", for any.
+  words = shlex.split(unit.command)
+  options = words[1 : words.index("-c")]
+  command = ["clang-tidy", "--quiet", *EXTRA, f"--config-file={config_of(unit)}", str(unit.path)]
+  command += ["--", *options]
+  result = subprocess.run(command, cwd=unit.folder, capture_output=True, text=True, check=False)
   if result.returncode == 0:
     done.touch()
     return True, ""
