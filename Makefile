@@ -12,7 +12,7 @@
 #
 # Variables: PYTHON (the interpreter of a new $(VENV)), VENV, JAX (a version, such as 0.11.2),
 # WHEEL (install this wheel instead of building), PRESET (of CMakePresets.json), PYTEST_ARGS,
-# GPU_JAX (cuda12 or cuda13), GPU_EXTRAS.
+# TEST_XLA (quick or default), GPU_JAX (cuda12 or cuda13), GPU_EXTRAS.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -28,6 +28,8 @@ PYTEST_ARGS ?= tests/python --ignore=tests/python/test_examples.py
 # programs, and one that has no more takes half of another's. In place of one that a test brought
 # down another runs the rest.
 PYTEST_PARALLEL ?= -n auto --maxprocesses 8 --dist worksteal --max-worker-restart 8
+# "quick": XLA spends less on the arithmetic of the tests' programs; "default": as for users.
+TEST_XLA ?= quick
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -110,7 +112,8 @@ environment: $(VENV)/.stamp-test+demo $(VENV)/.stamp-torch-cpu
 
 # build/python-tests.xml: how long each test took.
 python-test: environment $(VENV)/.stamp-package
-	$(PY) -m pytest $(PYTEST_PARALLEL) --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
+	  --junitxml=build/python-tests.xml $(PYTEST_ARGS)
 
 package: environment $(VENV)/.stamp-package
 
@@ -122,7 +125,7 @@ examples: environment $(VENV)/.stamp-package
 quick: $(VENV)/.stamp-build
 	@if $(PY) tools/changed_tests.py --cpp; then $(MAKE) cpp-test; fi
 	@$(MAKE) environment $(VENV)/.stamp-package
-	$(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
+	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
 
 # Hours, and no time limit of a test that counts in minutes.
 SOAK_REPEATS ?= 20
@@ -167,7 +170,7 @@ matrix:
 	rm -rf build/matrix
 	$(MAKE) wheel VENV=.venv-matrix PYTHON="$(PYTHON)" WHEEL_DIR=build/matrix
 	for jax in $(MATRIX_JAX); do \
-	  $(MAKE) python-test VENV=.venv-jax-$$jax JAX=$$jax PYTHON="$(PYTHON)" \
+	  $(MAKE) python-test VENV=.venv-jax-$$jax JAX=$$jax PYTHON="$(PYTHON)" TEST_XLA=default \
 	    WHEEL="$$(echo build/matrix/callgate-*.whl)"; \
 	done
 

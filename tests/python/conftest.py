@@ -21,6 +21,19 @@ jax.config.update("jax_enable_x64", False)
 # What is about several devices runs on these; other programs use the first.
 jax.config.update("jax_num_cpu_devices", 8)
 
+# What XLA makes of a program's own arithmetic is not what most tests are about. The processes that
+# tests start keep XLA's defaults.
+if os.environ.get("CALLGATE_TEST_XLA") == "quick":
+  flags = os.environ.get("XLA_FLAGS")
+  os.environ["XLA_FLAGS"] = (
+    f"{flags or ''} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+  )
+  jax.devices()  # reads them
+  if flags is None:
+    del os.environ["XLA_FLAGS"]
+  else:
+    os.environ["XLA_FLAGS"] = flags
+
 # In a job that a shell started in the background SIGINT is ignored, and so in its children. Tests
 # send it to processes of their own.
 if threading.current_thread() is threading.main_thread():
@@ -44,6 +57,7 @@ def pytest_collection_finish() -> None:
   """Collections, and searches of the heap after errors, leave out what imports have made."""
   gc.collect()
   gc.freeze()
+  gc.set_threshold(20_000, 20, 50)  # what JAX traces lives shortly or long
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -303,8 +303,10 @@ class FakeCuda:
 
   def streams(self) -> list[Stream]:
     """All that are alive, callgate's too, in the order in which they were made."""
-    handles = (ctypes.c_void_p * 256)()
-    count = self.driver.fakecuda_streams(handles, 256)
+    handles, count = (ctypes.c_void_p * 0)(), 256
+    while count > len(handles):
+      handles = (ctypes.c_void_p * count)()
+      count = self.driver.fakecuda_streams(handles, count)
     return [Stream(self, handle) for handle in handles[:count] if handle]
 
   # -- time and faults

@@ -3,8 +3,8 @@
 `start` and `run` are as subprocess.Popen and subprocess.run of `python -c SOURCE`, `python SCRIPT`
 or `python -m MODULE`. The process is forked off a template that has imported JAX, once for each
 process of tests (template.py), where nothing tells it from a new interpreter. It is a new
-interpreter where something does: what an interpreter, JAX or the loader read from the environment
-when they start, a test of what an import does, no Linux.
+interpreter where something does: what an interpreter or the loader read from the environment when
+they start, a test of what an import does, no Linux.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Prefixes of variables that count when a process starts or imports JAX; but these two the template
-# hands on.
-_AT_START = ("PYTHON", "JAX_", "LD_", "MALLOC", "OMP_", "OPENBLAS", "GLIBC", "TF_")
-_LATER = ("PYTHONPATH", "JAX_PLATFORMS")
+# Prefixes of variables that count when a process starts. The template hands on the one below, and
+# JAX's, which are options by other names.
+_AT_START = ("PYTHON", "LD_", "MALLOC", "OMP_", "OPENBLAS", "GLIBC")
+_LATER = ("PYTHONPATH",)
 
 
 @dataclasses.dataclass

@@ -70,8 +70,9 @@ def become(request: dict[str, Any]) -> None:
   os.chdir(request["cwd"])
   os.environ.clear()
   os.environ.update(request["environment"])
-  if platforms := os.environ.get("JAX_PLATFORMS"):
-    jax.config.update("jax_platforms", platforms)
+  for name, value in os.environ.items():
+    if name.startswith("JAX_") and _at_start.get(name) != value:
+      set_option(name.lower(), value)
   if request["errors"]:
     warnings.simplefilter("error")
     sys.warnoptions.append("error")
@@ -95,6 +96,16 @@ def become(request: dict[str, Any]) -> None:
   exec(compile(program, file, "exec"), main.__dict__)
 
 
+def set_option(name: str, text: str) -> None:
+  """Gives an option of JAX the value that its environment variable would have given it."""
+  now = jax.config.values[name]
+  if isinstance(now, bool):
+    jax.config.update(name, text.lower() in ("1", "true", "yes", "on", "y", "t"))
+  else:
+    jax.config.update(name, type(now)(text) if isinstance(now, (int, float)) else text)
+
+
+_at_start = dict(os.environ)
 _inherited = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 if __name__ == "__main__":

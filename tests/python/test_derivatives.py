@@ -173,7 +173,7 @@ def compiled(table: str, kind: str) -> dict[str, Any]:
 def assert_derivative_agrees(table: str, kind: str, transform: str) -> None:
   want = compiled(table, "")[transform]
   assert_close(compiled(table, kind)[transform], want, kind)
-  assert_close(TABLES[table][transform](GATES[kind]()), want)  # each operation on its own
+  assert_close(TABLES[table][transform](GATES[kind]()), want, kind)  # each operation on its own
 
 
 @pytest.mark.parametrize("kind", GATES)

@@ -111,6 +111,12 @@ def test_two_streams_may_read_the_same(fake: FakeCuda) -> None:
   copy(fake.stream(), a, c)
 
 
+def test_more_streams_than_a_few_hundred_are_all_known(fake: FakeCuda) -> None:
+  made = [fake.stream() for _ in range(300)]
+  known = {stream.handle for stream in fake.streams()}
+  assert {stream.handle for stream in made} <= known
+
+
 def test_dropped_memory_lives_until_its_work_has_ended(fake: FakeCuda) -> None:
   a, b = fake.put(X), fake.empty(X.shape, X.dtype)
   stream = fake.stream()
