@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
-import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import jax
 import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
 from fake_cuda import FakeCuda, open_fake
+from limits import pytest_configure as pytest_configure
+from limits import pytest_runtest_protocol as pytest_runtest_protocol
 
 import callgate as cg
 
@@ -42,11 +42,6 @@ if threading.current_thread() is threading.main_thread():
 
 # What takes longest starts first; which worker runs what comes out as it goes.
 _LONG = ("test_examples", "test_processes", "test_sharded_jit", "test_docs", "test_torch_kernel")
-_stderr: list[int] = []  # a copy, since pytest captures the other
-
-
-def pytest_configure() -> None:
-  _stderr.append(os.dup(2))  # not captured yet
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,19 +53,6 @@ def pytest_collection_finish() -> None:
   gc.collect()
   gc.freeze()
   gc.set_threshold(20_000, 20, 50)  # what JAX traces lives shortly or long
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-  """Gives a test marked `limit(seconds)` its own limit in place of faulthandler_timeout.
-
-  What is over its limit ends its process of tests, with every thread's stack; pytest-xdist names
-  the test and starts another process for those that are left.
-  """
-  marker = item.get_closest_marker("limit")
-  if marker is not None and not sys.gettrace():
-    faulthandler.dump_traceback_later(marker.args[0], exit=True, file=_stderr[0])
-  return (yield)
 
 
 @pytest.fixture(params=["callgate", "jax"])

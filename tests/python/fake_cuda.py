@@ -92,7 +92,7 @@ def _compile(compiler: str, folder: Path, name: str, sources: list[Path], *flags
   if library.exists():
     return library
   part = folder / f"{name}.{os.getpid()}"
-  command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", *flags]
+  command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", *flags]
   done = subprocess.run(
     [*command, *map(str, sources), "-o", str(part)], capture_output=True, text=True, timeout=300
   )

@@ -116,6 +116,7 @@ def start(
   errors: bool = False,
   new_session: bool = False,
   new: bool = False,
+  preload: str = "",
 ) -> Process:
   """Starts a program; its outputs are text.
 
@@ -129,6 +130,7 @@ def start(
     errors: whether warnings are errors.
     new_session: whether it leads a session and a group of processes.
     new: whether the interpreter must be a new one: for tests of what imports do.
+    preload: a module that the template has imported, too, in the name of the program.
   """
   variables = {**os.environ, **(environment or {})}
   words = [str(word) for word in arguments]
@@ -138,7 +140,7 @@ def start(
     kind, text = "script", str(program.absolute())
   else:
     kind, text = "source", textwrap.dedent(program)
-  if new or not sys.platform.startswith("linux") or not _template().serves(variables):
+  if new or not sys.platform.startswith("linux") or not _template(preload).serves(variables):
     ways = {"source": ["-c"], "script": [], "module": ["-m"]}
     options = [*(["-W", "error"] if errors else []), *ways[kind]]
     return subprocess.Popen(
@@ -160,7 +162,7 @@ def start(
     "errors": errors,
     "new_session": new_session,
   }
-  return _template().fork(request, stdout, stderr)
+  return _template(preload).fork(request, stdout, stderr)
 
 
 def run(
@@ -191,21 +193,24 @@ def output_of(source: str, *, timeout: float = 120, **environment: str) -> str:
   return done.stdout
 
 
-def printed_by(code: str, *arguments: str, new: bool = False, **environment: str) -> str:
+def printed_by(
+  code: str, *arguments: str, new: bool = False, preload: str = "", **environment: str
+) -> str:
   """What a source prints for which warnings are errors; fails unless it exits with 0."""
-  done = run(code, *arguments, environment=environment, errors=True, new=new)
+  done = run(code, *arguments, environment=environment, errors=True, new=new, preload=preload)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
 
 class _Template:
-  """The template of this process, and the socket on which it takes requests."""
+  """A template of this process, and the socket on which it takes requests."""
 
-  def __init__(self) -> None:
+  def __init__(self, preload: str) -> None:
     reaper = ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     assert reaper == 0, os.strerror(ctypes.get_errno())
     self._lock = threading.Lock()
-    self._at_start = _at_start(os.environ)
+    self._prefixes = (*_AT_START, f"{preload.upper()}_") if preload else _AT_START
+    self._at_start = self._of_the_start(os.environ)
     self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
       self.process = subprocess.Popen(
@@ -213,6 +218,7 @@ class _Template:
           sys.executable,
           str(pathlib.Path(__file__).with_name("template.py")),
           str(theirs.fileno()),
+          *filter(None, [preload]),
         ],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -220,7 +226,10 @@ class _Template:
 
   def serves(self, variables: Mapping[str, str]) -> bool:
     """Whether its processes are as new interpreters with these variables."""
-    return _at_start(variables) == self._at_start
+    return self._of_the_start(variables) == self._at_start
+
+  def _of_the_start(self, variables: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in variables.items() if k.startswith(self._prefixes) and k not in _LATER}
 
   def fork(
     self, request: dict[str, Any], stdout: IO[bytes] | int, stderr: IO[bytes] | int
@@ -249,10 +258,6 @@ class _Template:
       return Interpreter(int(answer), *ends)
 
 
-def _at_start(variables: Mapping[str, str]) -> dict[str, str]:
-  return {k: v for k, v in variables.items() if k.startswith(_AT_START) and k not in _LATER}
-
-
 @functools.cache
-def _template() -> _Template:
-  return _Template()
+def _template(preload: str) -> _Template:
+  return _Template(preload)

@@ -1,6 +1,6 @@
 """A process that has imported JAX and forks itself on request; run by interpreters.py, not by hand.
 
-    python template.py SOCKET
+    python template.py SOCKET [MODULE]
 
 Most of what a new interpreter costs a test is the import of JAX. The template pays it once. A
 message on the socket names a file with a request, and brings descriptors for stdin, stdout and
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -110,4 +111,6 @@ _inherited = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 if __name__ == "__main__":
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to see
+  for _name in sys.argv[2:]:
+    importlib.import_module(_name)
   become(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -140,7 +140,9 @@ def test_a_test_over_its_limit_shows_every_threads_stack_and_the_rest_runs(tmp_p
       def test_after(i): pass
     """)
   )
-  shutil.copy(TESTS / "conftest.py", tmp_path)
+  (tmp_path / "conftest.py").write_text(
+    "from limits import pytest_configure, pytest_runtest_protocol\n"
+  )
   options = shlex.split("-n 1 --dist worksteal --max-worker-restart 2 -p no:cacheprovider")
   config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
   done = subprocess.run(

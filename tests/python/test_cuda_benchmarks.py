@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import interpreters
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -20,11 +21,10 @@ def benchmarks(monkeypatch):
 
 def run(*arguments):
   paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-  return subprocess.run(
-    [sys.executable, "-m", "benchmarks", *arguments],
-    cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
-    capture_output=True, text=True, timeout=300,
-  )  # fmt: skip
+  environment = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+  return interpreters.run(
+    interpreters.Module("benchmarks"), *arguments, cwd=ROOT, environment=environment, timeout=100
+  )
 
 
 def test_every_subject_for_gpus_imports_and_names_its_targets_rows(benchmarks):

@@ -178,7 +178,8 @@ USE = textwrap.dedent("""
 
 
 def fresh(code: str, folder: Path, *arguments: str, **environment: str) -> list[str]:
-  return printed_by(code, *arguments, CALLGATE_CACHE_DIR=str(folder), **environment).splitlines()
+  environment["CALLGATE_CACHE_DIR"] = str(folder)
+  return printed_by(code, *arguments, preload="numba", **environment).splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ class Group:
   def __init__(self, count: int, ending: str, folder: pathlib.Path) -> None:
     self.folder = folder
     self.ended: list[Ended] = run_group(
-      WORKER, count, ending, folder=folder, CALLGATE_SILENT_SECONDS="15"
+      WORKER, count, ending, folder=folder, CALLGATE_SILENT_SECONDS="8"
     )
 
   def reports(self, name: str) -> list:
@@ -201,4 +201,4 @@ def test_a_process_that_is_gone_is_an_error_in_the_others(group):
       assert "RuntimeError: gone for good" in gone.errors
     else:
       last = len(group.ended) - 1
-      assert result == ["ProcessError", last, "", "has not been heard of for 15 s"]
+      assert result == ["ProcessError", last, "", "has not been heard of for 8 s"]
