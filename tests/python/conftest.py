@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 import property_checks  # noqa: F401  (registers the profiles of properties)
 import pytest
+import quick_xla
 from fake_cuda import FakeCuda, open_fake
 from limits import pytest_configure as pytest_configure
 from limits import pytest_runtest_protocol as pytest_runtest_protocol
@@ -24,15 +25,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # What XLA makes of a program's own arithmetic is not what most tests are about. The processes that
 # tests start keep XLA's defaults.
 if os.environ.get("CALLGATE_TEST_XLA") == "quick":
-  flags = os.environ.get("XLA_FLAGS")
-  os.environ["XLA_FLAGS"] = (
-    f"{flags or ''} --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-  )
-  jax.devices()  # reads them
-  if flags is None:
-    del os.environ["XLA_FLAGS"]
-  else:
-    os.environ["XLA_FLAGS"] = flags
+  quick_xla.use()
 
 # In a job that a shell started in the background SIGINT is ignored, and so in its children. Tests
 # send it to processes of their own.

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from property_checks import examples
-from test_transformations import QUICKLY_COMPILED
 
 import callgate as cg
 
@@ -167,7 +166,7 @@ def compiled(table: str, kind: str) -> dict[str, Any]:
   """All of a table as one program, which compiles faster than one each; "": of the reference."""
   make = GATES.get(kind, lambda: wave)
   program = lambda: {name: compute(make()) for name, compute in TABLES[table].items()}
-  return jax.jit(program, compiler_options=QUICKLY_COMPILED)()
+  return jax.jit(program)()
 
 
 def assert_derivative_agrees(table: str, kind: str, transform: str) -> None:
@@ -288,7 +287,7 @@ LINEAR: dict[str, Callable[[Any], Any]] = {
 def all_linear(method: str) -> dict[str, Any]:
   make = lambda: (lambda x, scale: scale * (A @ x)) if method == "matrix" else matvec(method)
   program = lambda: {name: compute(make()) for name, compute in LINEAR.items()}
-  return jax.jit(program, compiler_options=QUICKLY_COMPILED)()
+  return jax.jit(program)()
 
 
 @pytest.mark.parametrize("method", ["each", "whole", "broadcast"])

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_xla import QUICKLY_COMPILED
 from test_transformations import (
   PAIRS,
-  QUICKLY_COMPILED,
   TRANSFORMATIONS,
   TRIPLES,
   X,

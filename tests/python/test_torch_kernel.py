@@ -22,7 +22,6 @@ from interpreters import printed_by
 from property_checks import examples
 from test_transformations import (
   PAIRS,
-  QUICKLY_COMPILED,
   TRANSFORMATIONS,
   TRIPLES,
   expected,
@@ -123,13 +122,13 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 def wanted_derivatives() -> dict[str, Any]:
   """All the derivatives in JAX, as one program, which compiles faster than one each."""
   program = lambda *args: {name: of(f_in_jax)(*args) for name, of in DERIVATIVES.items()}
-  return jax.jit(program, compiler_options=QUICKLY_COMPILED)(*ARGS)
+  return jax.jit(program)(*ARGS)
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_of_pytrees_agree_with_jax(name: str, engine: str) -> None:
   want = wanted_derivatives()[name]
-  derivative = jax.jit(DERIVATIVES[name](cg.torch(f_in_torch)), compiler_options=QUICKLY_COMPILED)
+  derivative = jax.jit(DERIVATIVES[name](cg.torch(f_in_torch)))
   close(derivative(*ARGS), want)
   if engine == "callgate":
     close(DERIVATIVES[name](cg.torch(f_in_torch))(*ARGS), want)
@@ -160,7 +159,7 @@ def mapped(f: Any, axes: str, derivative: str) -> Any:
 def wanted_mapped_derivatives() -> dict[tuple[str, str], Any]:
   cases = list(itertools.product(MAPPED, MAPPED_DERIVATIVES))
   program = lambda *args: [mapped(f_in_jax, *case)(*args) for case in cases]
-  results = jax.jit(program, compiler_options=QUICKLY_COMPILED)(*ARGS)
+  results = jax.jit(program)(*ARGS)
   return dict(zip(cases, results, strict=True))
 
 
@@ -169,7 +168,7 @@ def wanted_mapped_derivatives() -> dict[tuple[str, str], Any]:
 @pytest.mark.parametrize("method", ["auto", "each", "whole"])
 def test_mapped_derivatives_agree_with_jax(axes: str, derivative: str, method: Any) -> None:
   program = mapped(cg.torch(f_in_torch, vmap=method), axes, derivative)
-  got = jax.jit(program, compiler_options=QUICKLY_COMPILED)(*ARGS)
+  got = jax.jit(program)(*ARGS)
   close(got, wanted_mapped_derivatives()[axes, derivative], rtol=1e-3)
 
 

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from property_checks import examples
+from quick_xla import QUICKLY_COMPILED
 
 import callgate as cg
 
@@ -94,8 +95,6 @@ TRANSFORMATIONS: dict[str, Callable[[F], F]] = {
   "custom_jvp": custom_jvp,
   "custom_vjp": custom_vjp,
 }
-# For programs of a hundred loops: what XLA makes of their arithmetic is not what is tested.
-QUICKLY_COMPILED = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 FORWARD = {"jvp", "linearize"}
 LOOPS = {"while", "while with lanes apart"}
 

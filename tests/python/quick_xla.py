@@ -1,0 +1,23 @@
+"""Options with which XLA compiles quickly: for programs whose arithmetic is not what is tested."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+QUICKLY_COMPILED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
+  QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
+
+
+def use() -> None:
+  """Has all programs of this process compiled so; the processes that it starts keep the defaults."""
+  flags = os.environ.get("XLA_FLAGS")
+  more = [f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items()]
+  os.environ["XLA_FLAGS"] = " ".join([flags or "", *more])
+  jax.devices()  # reads them
+  if flags is None:
+    del os.environ["XLA_FLAGS"]
+  else:
+    os.environ["XLA_FLAGS"] = flags
