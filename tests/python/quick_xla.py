@@ -12,7 +12,7 @@ if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
 
 
 def use() -> None:
-  """Has all programs of this process compiled so; the processes that it starts keep the defaults."""
+  """Has this process compile all programs so; the processes that it starts keep the defaults."""
   flags = os.environ.get("XLA_FLAGS")
   more = [f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items()]
   os.environ["XLA_FLAGS"] = " ".join([flags or "", *more])
