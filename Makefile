@@ -4,7 +4,7 @@
 #   make test      C++ tests, then the Python tests
 #   make quick     what belongs to the files that changed since the last commit, and a few others
 #   make soak      everything long: many examples of each property, slow tests, repeated threads
-#   make examples  the tests of the examples
+#   make examples  the tests of the examples and of the documentation's code
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
@@ -23,7 +23,9 @@ PYTHON ?= $(shell sh tools/find_python.sh)
 JAX ?=
 WHEEL ?=
 PRESET ?= asan
-PYTEST_ARGS ?= tests/python --ignore=tests/python/test_examples.py
+# `make examples` runs these; what shows callgate to readers takes a minute and a half.
+EXAMPLES := tests/python/test_examples.py tests/python/test_docs.py
+PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES))
 # On every core. A process takes a run of neighbouring tests, since those of a file share expensive
 # programs, and one that has no more takes half of another's. In place of one that a test brought
 # down another runs the rest.
@@ -118,7 +120,7 @@ python-test: environment $(VENV)/.stamp-package
 package: environment $(VENV)/.stamp-package
 
 examples: environment $(VENV)/.stamp-package
-	$(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_examples.py
+	$(PY) -m pytest $(PYTEST_PARALLEL) $(EXAMPLES)
 
 # After a first `make test`: the C++ tests if C++ has changed, test_smoke.py, and the tests nearest
 # to what has changed by their imports, as many as take a minute and a half.

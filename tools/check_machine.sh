@@ -16,11 +16,11 @@ lack() {  # what is missing, then how to get it
 case $what in
   test)
     cat <<'TEXT'
-make test does four things, in about 8 minutes the first time and 5 afterwards:
+make test does four things, in about 10 minutes the first time and 8 afterwards:
   1. installs what the tests use into .venv (1.2 GB, from PyPI) while the compiler works
   2. builds the C++ tests with the address and undefined-behaviour sanitizers, and the package
-  3. runs the C++ tests (1 minute)
-  4. runs the Python tests (5 minutes)
+  3. runs the C++ tests (half a minute)
+  4. runs the Python tests (7 minutes)
 `make quick` runs what belongs to the files you changed, in under two minutes.
 TEXT
     ;;
