@@ -72,8 +72,8 @@ $(VENV)/.stamp-%: pyproject.toml tools/requirements.py $(VENV)/.stamp-build
 	touch $@
 
 # PyTorch's CPU build, where pip can find one (its plain wheel brings gigabytes of CUDA with it).
-# Without it the tests that need torch are skipped. No two pips at once in one environment.
-$(VENV)/.stamp-torch-cpu: $(VENV)/.stamp-build | $(VENV)/.stamp-test+demo
+# Without it the tests that need torch are skipped.
+$(VENV)/.stamp-torch-cpu: $(VENV)/.stamp-build
 	$(INSTALL) 'torch==2.13.0+cpu' 2>/dev/null \
 	  || echo "no CPU build of PyTorch found: tests that need torch will be skipped"
 	touch $@
@@ -110,34 +110,37 @@ cpp-build: build/xla-headers/jaxlib-version system-packages
 cpp-test: cpp-build
 	ctest --preset $(PRESET)
 
-environment: $(VENV)/.stamp-test+demo $(VENV)/.stamp-torch-cpu
-
-# build/python-tests.xml: how long each test took.
-python-test: environment $(VENV)/.stamp-package
-	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
-	  --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+# What the Python tests import, callgate aside. One pip after the other, under -j too.
+environment: $(VENV)/.stamp-test+demo
+	@$(MAKE) --no-print-directory $(VENV)/.stamp-torch-cpu
 
 package: environment $(VENV)/.stamp-package
 
-examples: environment $(VENV)/.stamp-package
+# build/python-tests.xml: how long each test took.
+python-test: package
+	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
+	  --junitxml=build/python-tests.xml $(PYTEST_ARGS)
+
+examples: package
 	$(PY) -m pytest $(PYTEST_PARALLEL) $(EXAMPLES)
 
 # After a first `make test`: the C++ tests if C++ has changed, test_smoke.py, and the tests nearest
 # to what has changed by their imports, as many as take a minute and a half.
 quick: $(VENV)/.stamp-build
 	@if $(PY) tools/changed_tests.py --cpp; then $(MAKE) cpp-test; fi
-	@$(MAKE) environment $(VENV)/.stamp-package
-	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
+	@$(MAKE) package
+	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
+	  tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
 
-# Hours, and no time limit of a test that counts in minutes.
+# Takes hours; each Python test may take two. CALLGATE_SOAK reaches the processes of tests, too.
 SOAK_REPEATS ?= 20
-soak: environment $(VENV)/.stamp-package
+soak: package
 	$(MAKE) cpp-build PRESET=tsan
 	ctest --preset tsan --repeat until-fail:$(SOAK_REPEATS)
 	$(MAKE) cpp-build PRESET=asan
 	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS) -R 'Fuzz|Soak|Cut|Race|Many|Threads'
-	$(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 -m "not gpu" \
-	  --hypothesis-profile=soak tests/python
+	CALLGATE_SOAK=1 $(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 \
+	  -m "not gpu" tests/python
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:

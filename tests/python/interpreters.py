@@ -73,11 +73,11 @@ class Interpreter:
     for reader in readers:
       reader.start()
     end = None if timeout is None else time.monotonic() + timeout
+    left = lambda: None if end is None else max(0.0, end - time.monotonic())
     for reader in readers:
-      reader.join(None if end is None else max(0.0, end - time.monotonic()))
-    late = any(reader.is_alive() for reader in readers)
+      reader.join(left())
     try:
-      self.wait(0 if late else None if end is None else max(0.0, end - time.monotonic()))
+      self.wait(left())
     except subprocess.TimeoutExpired:
       self.kill()
       self.wait()
@@ -174,6 +174,7 @@ def run(
     out, err = process.communicate(timeout=timeout)
   except subprocess.TimeoutExpired:
     process.kill()
+    process.wait()
     raise
   assert process.returncode is not None
   return subprocess.CompletedProcess(["python", *map(str, arguments)], process.returncode, out, err)
@@ -186,20 +187,28 @@ def run_python(
   return run(source, timeout=timeout, environment={"JAX_PLATFORMS": "cpu", **environment})
 
 
-def output_of(source: str, *, timeout: float = 120, **environment: str) -> str:
-  """What the source prints; fails unless it exits with 0."""
-  done = run_python(source, timeout=timeout, **environment)
+def succeed(program: str | pathlib.Path | Module, *arguments: Any, **options: Any) -> str:
+  """What a program prints that exits with 0; else the test fails. Takes what `run` takes."""
+  done = run(program, *arguments, **options)
   assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
   return done.stdout
+
+
+def output_of(source: str, *, timeout: float = 120, **environment: str) -> str:
+  """What the source prints with JAX on the CPU; fails unless it exits with 0."""
+  return succeed(source, timeout=timeout, environment={"JAX_PLATFORMS": "cpu", **environment})
 
 
 def printed_by(
   code: str, *arguments: str, new: bool = False, preload: str = "", **environment: str
 ) -> str:
   """What a source prints for which warnings are errors; fails unless it exits with 0."""
-  done = run(code, *arguments, environment=environment, errors=True, new=new, preload=preload)
-  assert done.returncode == 0, done.stderr
-  return done.stdout
+  return succeed(code, *arguments, environment=environment, errors=True, new=new, preload=preload)
+
+
+def same_path(*first: str | pathlib.Path) -> dict[str, str]:
+  """A PYTHONPATH with which a program imports what this process does, `first` before the rest."""
+  return {"PYTHONPATH": os.pathsep.join([*map(str, first), *filter(None, sys.path)])}
 
 
 class _Template:

@@ -14,11 +14,10 @@ import os
 import pathlib
 import socket
 import subprocess
-import sys
 import time
 from typing import Any
 
-from interpreters import Process, start
+from interpreters import Process, same_path, start
 
 _REPORTS = "PROCESS_GROUP_REPORTS"  # the file that a child reports to
 
@@ -73,7 +72,7 @@ def run_group(
   variables = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": flags,
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    **same_path(),
     **environment,
   }
   with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import jax
+import pytest
 
 QUICKLY_COMPILED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
@@ -13,11 +14,7 @@ if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
 
 def use() -> None:
   """Has this process compile all programs so; the processes that it starts keep the defaults."""
-  flags = os.environ.get("XLA_FLAGS")
-  more = [f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items()]
-  os.environ["XLA_FLAGS"] = " ".join([flags or "", *more])
-  jax.devices()  # reads them
-  if flags is None:
-    del os.environ["XLA_FLAGS"]
-  else:
-    os.environ["XLA_FLAGS"] = flags
+  flags = [f"--{name}={str(value).lower()}" for name, value in QUICKLY_COMPILED.items()]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]))
+    jax.devices()  # reads them

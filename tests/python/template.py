@@ -79,9 +79,8 @@ def become(request: dict[str, Any]) -> None:
     sys.warnoptions.append("error")
   kind, program = request["kind"], request["program"]
   first = os.path.dirname(program) if kind == "script" else ""
-  added = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
   own = [path for path in sys.path[1:] if path not in _inherited]
-  sys.path[:] = [first, *added, *own]
+  sys.path[:] = [first, *python_path(), *own]
   sys.argv[:] = [program if kind == "script" else "-c", *request["arguments"]]
   if kind == "module":
     runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -97,6 +96,11 @@ def become(request: dict[str, Any]) -> None:
   exec(compile(program, file, "exec"), main.__dict__)
 
 
+def python_path() -> list[str]:
+  """The folders that PYTHONPATH names now."""
+  return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 def set_option(name: str, text: str) -> None:
   """Gives an option of JAX the value that its environment variable would have given it."""
   now = jax.config.values[name]
@@ -107,7 +111,7 @@ def set_option(name: str, text: str) -> None:
 
 
 _at_start = dict(os.environ)
-_inherited = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+_inherited = python_path()
 
 if __name__ == "__main__":
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' to see

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from interpreters import same_path
 
 import callgate as cg
 from callgate.__main__ import main
@@ -69,7 +70,7 @@ def test_the_folders_hold_the_header_and_the_package(capsys: pytest.CaptureFixtu
 
 
 def test_the_command_prints_the_folder_alone(capsys: pytest.CaptureFixture[str]) -> None:
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+  environment = {**os.environ, **same_path()}
   done = subprocess.run(
     [sys.executable, "-m", "callgate", "cmake-dir"],
     env=environment, capture_output=True, text=True, timeout=120, check=True,

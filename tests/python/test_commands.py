@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from interpreters import same_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path(__file__).parent
@@ -147,7 +148,7 @@ def test_a_test_over_its_limit_shows_every_threads_stack_and_the_rest_runs(tmp_p
   config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
   done = subprocess.run(
     [sys.executable, "-m", "pytest", *options, *config, str(tmp_path)],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])},
+    env={**os.environ, **same_path(TESTS)},
     cwd=tmp_path, capture_output=True, text=True, timeout=100,
   )  # fmt: skip
   said = done.stdout + done.stderr

@@ -20,8 +20,7 @@ def benchmarks(monkeypatch):
 
 
 def run(*arguments):
-  paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-  environment = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+  environment = {**interpreters.same_path(ROOT), "JAX_PLATFORMS": "cpu"}
   return interpreters.run(
     interpreters.Module("benchmarks"), *arguments, cwd=ROOT, environment=environment, timeout=100
   )
@@ -104,8 +103,7 @@ def test_what_is_measured_of_callgate_lowers_for_cuda(benchmarks, name):
 
 def gpu_tool(folder, *arguments):
   command = [sys.executable, str(ROOT / "tools" / "gpu.py"), *arguments, "--out", str(folder)]
-  paths = os.pathsep.join(filter(None, sys.path))
-  environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+  environment = {**os.environ, **interpreters.same_path(), "JAX_PLATFORMS": "cpu"}
   return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -129,7 +127,7 @@ def test_the_command_for_machines_with_a_gpu_ends_when_its_time_is_up(tmp_path):
   "subject", ["cuda_identity", "cuda_gates", "cuda_kernels", "cuda_taps", "cuda_elementwise"]
 )
 def test_a_quick_run_on_a_gpu_measures_callgate_s_own_rows(subject):
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+  environment = {**os.environ, **interpreters.same_path(ROOT)}
   done = subprocess.run(
     [sys.executable, "-m", "benchmarks", subject, "--quick", "--no-json"],
     cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import fake_programs
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda
-from interpreters import run
+from interpreters import run, same_path
 
 import callgate as cg
 from callgate import _callgate
@@ -110,7 +108,7 @@ def test_records_on_the_stream_at_exit_are_delivered(fake: FakeCuda, size: int) 
     pending = program.start(np.ones({size}, np.float32), stream=stream)
     threading.Timer(0.2, stream.release).start()
   """
-  path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-  done = run(script, environment={"PYTHONPATH": path, "CALLGATE_CUDA_DRIVER": str(fake.path)})
+  path = same_path(Path(__file__).parent)
+  done = run(script, environment={**path, "CALLGATE_CUDA_DRIVER": str(fake.path)})
   assert done.returncode == 0, done.stderr
   assert done.stdout.split() == ["got", str(np.float32(size))]

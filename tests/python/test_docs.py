@@ -1,6 +1,5 @@
 """The documentation's code runs: each page's Python blocks, in order, in a fresh interpreter."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -18,17 +17,15 @@ FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in P
 
 
 def run(page, folder, *options):
-  done = interpreters.run(
+  return interpreters.succeed(
     pathlib.Path(doc_blocks.__file__),
     page,
     folder,
     *options,
     cwd=folder,
-    environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    environment=interpreters.same_path(),
     timeout=300,
   )
-  assert done.returncode == 0, done.stderr
-  return done.stdout
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if FOUND[p]], ids=lambda page: page.name)

@@ -22,12 +22,8 @@ pytest.importorskip("sklearn")
 
 def run(name, *args, cwd):
   """What `examples/<name>` prints. Works wherever callgate is imported from here."""
-  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  done = interpreters.run(
-    EXAMPLES / name, *args, cwd=cwd, environment=environment, timeout=300
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
-  return done.stdout
+  path = interpreters.same_path()
+  return interpreters.succeed(EXAMPLES / name, *args, cwd=cwd, environment=path, timeout=300)
 
 
 def numbers(text):
@@ -178,11 +174,10 @@ def test_the_devices_of_a_sharded_training_tap_their_own_gradients(tmp_path):
 
 def test_the_same_training_on_two_processes_makes_one_merged_stream(tmp_path):
   address = f"127.0.0.1:{process_groups.free_port()}"
-  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
   with open(tmp_path / "second.err", "wb") as err:
     second = interpreters.start(
       EXAMPLES / "sharded_training.py", tmp_path, 2, address, 1,
-      environment=environment, stdout=err, stderr=err,
+      environment=interpreters.same_path(), stdout=err, stderr=err,
     )  # fmt: skip
     try:
       text = run("sharded_training.py", tmp_path, 2, address, 0, cwd=tmp_path)

@@ -1,7 +1,6 @@
 """The examples for GPUs: what they say without one, and what they find on one."""
 
 import importlib
-import os
 import pathlib
 import re
 import sys
@@ -20,12 +19,8 @@ NAMES = ("gpu_fft_filter.py", "gpu_triton_softmax.py", "gpu_cuda_scan.py")
 
 
 def run(name, folder, **variables):
-  environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
-  done = interpreters.run(
-    EXAMPLES / name, cwd=folder, environment=environment, timeout=300
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
-  return done.stdout
+  environment = {**interpreters.same_path(), **variables}
+  return interpreters.succeed(EXAMPLES / name, cwd=folder, environment=environment, timeout=300)
 
 
 def numbers(text, words):

@@ -96,9 +96,7 @@ def test_streams_of_all_processes_are_read_as_one(group):
 
 
 def test_the_terminal_shows_the_merged_streams(group):
-  done = run(
-    Module("callgate"), "tail", "--json", "-n", "100", "run-*.cgs", cwd=group.folder
-  )  # fmt: skip
+  done = run(Module("callgate"), "tail", "--json", "-n", "100", "run-*.cgs", cwd=group.folder)
   assert done.returncode == 0, done.stderr
   shown = [json.loads(line) for line in done.stdout.splitlines()]
   assert len(shown) == 6 * len(group.ended)

@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import pathlib
 import pickle
 import re
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
-from interpreters import start
+from interpreters import same_path, start
 
 from callgate.compat.sharded_jit import PartitionSpec
 
@@ -37,7 +35,7 @@ def run_cases(folder: pathlib.Path, commands: list[list[str]], devices: int) -> 
   environment = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    **same_path(),
   }
   logs = [folder / f"{i}.log" for i in range(len(commands))]
   with contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ pytest.importorskip("bokeh")
 
 from bokeh.client import pull_session
 from bokeh.document import Document
-from interpreters import Module, Process, start
+from interpreters import Module, Process, same_path, start
 
 import callgate as cg
 from callgate import __main__ as cli
@@ -154,7 +154,7 @@ def watching(*arguments: object) -> Iterator[tuple[Process, str]]:
   with tempfile.TemporaryFile("w+b") as errors:
     process = start(
       Module("callgate"), "watch", "--port", "0", "--no-browser", *arguments, stderr=errors,
-      environment={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+      environment=same_path(),
     )  # fmt: skip
     try:
       assert process.stdout is not None
