@@ -138,7 +138,7 @@ soak: package
 	$(MAKE) cpp-build PRESET=tsan
 	ctest --preset tsan --repeat until-fail:$(SOAK_REPEATS)
 	$(MAKE) cpp-build PRESET=asan
-	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS) -R 'Fuzz|Soak|Cut|Race|Many|Threads'
+	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS)
 	CALLGATE_SOAK=1 $(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 \
 	  -m "not gpu" tests/python
 

@@ -19,7 +19,7 @@ case $what in
 make test does four things, in about 10 minutes the first time and 8 afterwards:
   1. installs what the tests use into .venv (1.2 GB, from PyPI) while the compiler works
   2. builds the C++ tests with the address and undefined-behaviour sanitizers, and the package
-  3. runs the C++ tests (half a minute)
+  3. runs the C++ tests (a quarter of a minute)
   4. runs the Python tests (7 minutes)
 `make quick` runs what belongs to the files you changed, in under two minutes.
 TEXT

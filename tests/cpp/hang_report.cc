@@ -39,7 +39,7 @@ extern "C" int __sigaction(int, const struct sigaction*, struct sigaction*) noex
 namespace callgate::fake {
 namespace {
 
-// ctest's limit is 120 s: what is left is for reading the program's debug information.
+// ctest ends a suite after 300 s: what is left is for reading the program's debug information.
 constexpr std::chrono::milliseconds kTestLimit = std::chrono::seconds(100);
 constexpr int kAnswerSteps = 300;  // of 10 ms; a sanitizer's own thread never answers
 

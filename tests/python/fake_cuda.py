@@ -93,8 +93,13 @@ def _compile(compiler: str, folder: Path, name: str, sources: list[Path], *flags
     return library
   part = folder / f"{name}.{os.getpid()}"
   command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", *flags]
+  together = "".join(f'#include "{file}"\n' for file in sources)  # a third of the time of one by one
   done = subprocess.run(
-    [*command, *map(str, sources), "-o", str(part)], capture_output=True, text=True, timeout=300
+    [*command, "-x", "c++", "-", "-o", str(part)],
+    input=together,
+    capture_output=True,
+    text=True,
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   part.replace(library)  # at once, whoever builds it too
