@@ -4,9 +4,13 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <string_view>
 #include <thread>
 #include <utility>
+
+#include "channel/device_counters.h"
 
 namespace callgate {
 namespace {
@@ -137,7 +141,8 @@ class TapSite final : public Site {
       : slot_(slot),
         consumer_(std::move(consumer)),
         spec_(std::move(spec)),
-        lanes_(std::move(lanes)) {}
+        lanes_(std::move(lanes)),
+        executions_(spec_.every > 1 ? std::make_unique<DeviceCounters>() : nullptr) {}
 
   ~TapSite() override {
     if (sender_.source != nullptr) slot_.retire(*sender_.source);
@@ -145,20 +150,31 @@ class TapSite final : public Site {
 
   Outcome run(const Call& call) override {
     if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
-    if (holds(call) && is_due()) send(call);
+    if (holds(call) && is_due(call)) send(call);
     pass_on(call);
     return Outcome::success();
   }
 
   // What is not due is not copied from the device. A predicate is known with the values.
-  std::size_t reads(const Call& call) override {
+  std::optional<std::size_t> reads(const Call& call) override {
     if (!described_.load(std::memory_order_acquire))  // pairs with its release
       describe(call, /*on_device=*/spec_.on_device);
-    return spec_.where || is_due() ? sent() : 0;
+    if (spec_.where || is_due(call)) return sent();
+    return std::nullopt;
   }
 
   Outcome run_deferred(const Call& call) override {
-    if (!spec_.where || (holds(call) && is_due())) send(call);
+    if (!spec_.where || (holds(call) && is_due(call))) send(call);
+    return Outcome::success();
+  }
+
+  std::size_t reads_replayed(const Call& call) override {
+    if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
+    return sent();
+  }
+
+  Outcome run_replayed(const Call& call) override {
+    if (holds(call) && is_due(call)) send(call);
     return Outcome::success();
   }
 
@@ -167,7 +183,7 @@ class TapSite final : public Site {
   }
 
   Outcome run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& memory) override {
-    if (spec_.where && !(holds(call) && is_due())) return Outcome::success();
+    if (spec_.where && !(holds(call) && is_due(call))) return Outcome::success();
     KeptArrays::One one{memory, {}};
     for (std::size_t i = 0; i < spec_.values; ++i) one.data.push_back(call.operands[i].data);
     std::span<const ArrayView> control = call.operands.subspan(spec_.values, sent() - spec_.values);
@@ -204,10 +220,10 @@ class TapSite final : public Site {
     return !spec_.where || any_true(call.operands[spec_.values]);
   }
 
-  bool is_due() noexcept {
-    if (spec_.every <= 1) return true;
-    // Relaxed: a count; which of two simultaneous calls is the tenth is nobody's business.
-    return executions_.fetch_add(1, std::memory_order_relaxed) % spec_.every == 0;
+  // Each device counts its own executions, so that all send at the same steps.
+  bool is_due(const Call& call) noexcept {
+    if (executions_ == nullptr) return true;
+    return executions_->next(call.context.device) % static_cast<std::uint64_t>(spec_.every) == 0;
   }
 
   void check(const Call& call) const {
@@ -284,7 +300,7 @@ class TapSite final : public Site {
   std::mutex mutex_;
   Sender sender_;
   std::atomic<bool> described_{false};
-  std::atomic<std::int64_t> executions_{0};
+  std::unique_ptr<DeviceCounters> executions_;  // where not each of them is sent
 };
 
 std::int64_t number(std::string_view key, std::string_view text) {

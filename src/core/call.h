@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -63,14 +64,19 @@ class Site {
   // The rest is for sites of callees that are OnDevice::kDeferred.
 
   // When the program comes to the call, before its arrays can be read: how many of its operands,
-  // the first ones, run_deferred() is to get; 0 when nothing is to be done. Throws Error for a call
-  // that it can't take.
-  virtual std::size_t reads(const Call& call) { return call.operands.size(); }
+  // the first ones, run_deferred() is to get; nothing when nothing is to be done. Throws Error for
+  // a call that it can't take.
+  virtual std::optional<std::size_t> reads(const Call& call) { return call.operands.size(); }
 
   // Later, without results. The call's own results are the program's already: each is a copy of the
   // operand that copied_to() names.
   virtual Outcome run_deferred(const Call& call) { return run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
+
+  // The same for a call that is recorded once and then replayed, of which the site hears each time
+  // after the copies are made: what the copies are of, and the call.
+  virtual std::size_t reads_replayed(const Call& call) { return call.operands.size(); }
+  virtual Outcome run_replayed(const Call& call) { return run_deferred(call); }
 
   // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
   // any, run_kept() is called in place of run_deferred(): with views of `memory` for these, which

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -261,14 +262,16 @@ Outcome run_on_own_thread(CudaCall& call) {
 // -- deferred -------------------------------------------------------------------------------------
 
 // The host's part of a deferred call; `kept` are the copies on the device of a site that wants
-// some, else null. Nothing is thrown.
+// some, else null. `replayed`: by a graph. Nothing is thrown.
 void run_later(const CallSite& site, HostCopies& copies,
-               const std::shared_ptr<cuda::KeptCopies>& kept, bool sharded, CallContext context) {
+               const std::shared_ptr<cuda::KeptCopies>& kept, bool sharded, CallContext context,
+               bool replayed = false) {
   Outcome outcome = guarded_outcome([&]() -> Outcome {
     ActiveCall active;
     if (!active.entered()) return shutting_down(*site.callee);
     Call call = on_host(copies, site.shards, sharded, context);
     if (!site.shards.runs(context.shard)) return Outcome::success();
+    if (replayed) return site.site->run_replayed(call);
     if (kept == nullptr) return site.site->run_deferred(call);
     std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
     operands.insert(operands.end(), call.operands.begin(), call.operands.end());
@@ -295,7 +298,7 @@ void capture(CudaCall& call, HostCopies copies) {
   captured->copies.fetch(call.stream);
   auto replay = [](void* data) {
     auto& self = *static_cast<CapturedCall*>(data);
-    run_later(*self.site, self.copies, nullptr, self.sharded, self.context);
+    run_later(*self.site, self.copies, nullptr, self.sharded, self.context, /*replayed=*/true);
   };
   cuda::check(cuda::driver().launch_host_function(call.stream, replay, captured.get()),
               "cuLaunchHostFunc");
@@ -319,15 +322,17 @@ Outcome no_memory_in_graphs(const Callee& callee) {
 
 Outcome run_deferred(CudaCall& call) {
   pass_on(call);
-  std::size_t count = call.call_site().site->reads(call.call());
-  if (count == 0) return Outcome::success();
+  bool captured = cuda::capturing(call.stream);
   std::size_t kept_count = call.call_site().site->kept_on_device();
-  std::span<const ArrayView> sent = call.decoded.operands().first(count).subspan(kept_count);
+  if (captured && kept_count != 0) return no_memory_in_graphs(call.callee());
+  std::optional<std::size_t> count = captured ? call.call_site().site->reads_replayed(call.call())
+                                              : call.call_site().site->reads(call.call());
+  if (!count) return Outcome::success();
+  std::span<const ArrayView> sent = call.decoded.operands().first(*count).subspan(kept_count);
   std::vector<ArrayView> operands(sent.begin(), sent.end());
   bool sharded = call.number.data != nullptr;
   if (sharded) operands.push_back(call.number);
-  if (cuda::capturing(call.stream)) {
-    if (kept_count != 0) return no_memory_in_graphs(call.callee());
+  if (captured) {
     cuda::RelaxedCapture relaxed;
     capture(call, HostCopies(call.device, operands, {}));
     return Outcome::success();

@@ -221,6 +221,24 @@ TEST_F(Taps, EverySendsTheFirstOfEachSoMany) {
   EXPECT_THAT(sent, ElementsAre(0, 3, 6));
 }
 
+TEST_F(Taps, EachDeviceCountsItsOwnExecutions) {
+  std::shared_ptr<Site> site =
+      tap_->specialise({"name=e\nvalues=1\nevery=3\npath=\n", "", Lanes(), "", ""});
+  std::vector<float> x = {0};
+  for (int step = 0; step < 7; ++step) {
+    for (std::int64_t device : {0, 1, 2048}) {  // ids of other processes' devices are far apart
+      x[0] = static_cast<float>(step);
+      ArrayView view{x.data(), nullptr, 0, DType::kF32};
+      CallContext context;
+      context.device = device;
+      ASSERT_TRUE(site->run(Call{{&view, 1}, {}, context}).ok());
+    }
+  }
+  std::vector<float> sent;
+  for (const Seen& seen : records()) sent.push_back(seen.first[0]);
+  EXPECT_THAT(sent, ElementsAre(0, 0, 0, 3, 3, 3, 6, 6, 6));
+}
+
 TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
   fake::Program program("tap", "name=v\nvalues=1\nwhere=1\npath=\n", "", "2:10;3:11");
   ASSERT_TRUE(program.load().ok());

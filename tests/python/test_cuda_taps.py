@@ -343,6 +343,37 @@ def test_a_recorded_tap_with_a_predicate_asks_it_at_each_replay(fake: FakeCuda) 
   assert seen == [1, 3, 5]
 
 
+def test_a_print_without_arrays_is_one(fake: FakeCuda, capsys: Any) -> None:
+  def f(x: Any) -> Any:
+    cg.print("a step")
+    return x + 1
+
+  program = fake_programs.load(fake, f, numbers(3))
+  for _ in range(2):
+    program(numbers(3))
+  cg.barrier()
+  assert capsys.readouterr().out == "a step\n" * 2
+
+
+@pytest.mark.parametrize("before", range(3))
+def test_a_recorded_tap_counts_its_replays(fake: FakeCuda, before: int) -> None:
+  seen: list[int] = []
+  program = fake_programs.load(
+    fake, lambda x: cg.tap(x, lambda v: seen.append(int(v)), every=3), np.int32(0)
+  )
+  for i in range(before):  # runs that are no graph count, too
+    program(np.int32(i))
+  argument = fake.put(np.int32(0))
+  pending = program.capture(argument)
+  assert pending.graph is not None
+  for i in range(before, 9):
+    argument.set(np.int32(i))
+    pending.graph.replay(pending.stream)
+    pending.stream.finish()
+  cg.barrier()
+  assert seen == [0, 3, 6]
+
+
 # -- checks, prints, bars ------------------------------------------------------------------------
 def test_a_check_that_passes_is_silent_and_one_that_fails_says_what_and_where(
   fake: FakeCuda,

@@ -20,7 +20,7 @@ from test_sharding import MESHES, X, mesh, moves, put, specs
 import callgate as cg
 
 
-def records(function: Callable[..., Any], *args: Any) -> list[cg.Record]:
+def records(function: Callable[..., Any], *args: Any, times: int = 1) -> list[cg.Record]:
   """What the taps of a program sent, which it makes with a channel."""
   found: list[cg.Record] = []
 
@@ -28,7 +28,9 @@ def records(function: Callable[..., Any], *args: Any) -> list[cg.Record]:
     found.append(cg.Record(value, info))
 
   with cg.channel("sharded", to=keep) as channel:
-    jax.block_until_ready(jax.jit(lambda *args: function(channel, *args))(*args))
+    program = jax.jit(lambda *args: function(channel, *args))
+    for _ in range(times):
+      jax.block_until_ready(program(*args))
     cg.barrier()
   return found
 
@@ -124,7 +126,7 @@ def test_whole_arrays_come_from_their_records(data: st.DataObject) -> None:
   shapes = data.draw(
     st.lists(st.sampled_from([(8, 8), (8,), (4, 8, 2), ()]), min_size=1, max_size=3)
   )
-  effect = data.draw(st.sampled_from(["io", "dataflow"]), "effect")
+  effect: Any = data.draw(st.sampled_from(["io", "dataflow"]), "effect")
   lanes = data.draw(st.booleans(), "under vmap")
   arrays = [np.arange(8 * int(np.prod(s)), dtype=np.int32).reshape(8, *s) for s in shapes]
   inputs = [put(x, on, *data.draw(specs(x.shape, on), "sharding")) for x in arrays]
@@ -234,6 +236,30 @@ def test_in_a_shard_map_every_device_sends_what_it_has(axes: Any, check: bool) -
   assert len(found) == 8
   assert {r.info.shard for r in found} == {None}
   assert sum(float(r.value.sum()) for r in found) == X.sum()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_every_device_sends_the_same_steps(manual: bool) -> None:
+  on = mesh("8")
+  x = put(np.zeros(8, np.float32), on, "a")
+
+  def calls(channel: cg.Channel, x: jax.Array) -> jax.Array:
+    def body(step: Any, x: jax.Array) -> jax.Array:
+      cg.tap(x + step, channel, every=5)
+      return x
+
+    def program(x: jax.Array) -> jax.Array:
+      return jax.lax.fori_loop(0, 12, body, x)
+
+    if manual:
+      return jax.shard_map(program, mesh=on, in_specs=P("a"), out_specs=P("a"))(x)
+    return program(x)
+
+  seen: dict[int, list[float]] = {}
+  for record in records(calls, x, times=3):
+    seen.setdefault(record.info.device, []).append(float(record.value[0]))
+  # Executions 0, 5, 10, ... of each device, which has twelve a call.
+  assert seen == {device: [0, 5, 10, 3, 8, 1, 6, 11] for device in range(8)}
 
 
 def test_an_ordered_tap_in_a_partly_automatic_shard_map_is_refused() -> None:
