@@ -37,6 +37,8 @@ RNG = "rng"  # the keyword that carries the key of a function that draws random 
 
 # torch's generator of random numbers is one for all threads.
 _generator_lock = threading.RLock()
+# So are the levels of its forward mode: those of two threads mixed up give zeros for tangents.
+_forward_lock = threading.RLock()
 
 
 def of_function(
@@ -186,9 +188,10 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
   def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
     inner = _Inner(run, wanted, args, static)
     if functional:
-      prepare_forward_mode()
       primals = tuple(inner.primals)
-      return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
+      with _forward_lock:
+        prepare_forward_mode()
+        return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
       primals = [_tracked(x) for x in inner.primals]
@@ -205,7 +208,7 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
 def prepare_forward_mode() -> None:
   """Has torch load its forward mode, which warns that it is compiled by deprecated means."""
   one = torch.ones(())
-  with warnings.catch_warnings():
+  with _forward_lock, warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     torch.func.jvp(torch.neg, (one,), (one,))
 

@@ -134,6 +134,14 @@ def test_derivatives_of_pytrees_agree_with_jax(name: str, engine: str) -> None:
     close(DERIVATIVES[name](cg.torch(f_in_torch))(*ARGS), want)
 
 
+def test_all_derivatives_in_one_program_that_runs_them_at_once() -> None:
+  program = jax.jit(
+    lambda *args: {n: of(cg.torch(f_in_torch))(*args) for n, of in DERIVATIVES.items()}
+  )
+  for _ in range(10):
+    close(program(*ARGS), wanted_derivatives())
+
+
 MAPPED: dict[str, Any] = {
   "x": (0, None),
   "w": (None, {"w": 0, "v": None}),
