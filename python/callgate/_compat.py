@@ -221,16 +221,63 @@ def shaped_array(
 ) -> Any:
   """The abstract value of a result that depends on `operands` (0.10 to 0.12).
 
-  Carries the mesh of an explicitly sharded program and the varying manual axes of the operands, as
-  `jax.ffi.ffi_call` does for its results; `jax.core.ShapedArray` alone has no such arguments.
+  Carries the mesh of an explicitly sharded program, and in a `jax.shard_map` varies over each mesh
+  axis that an operand varies over; `jax.core.ShapedArray` alone has no such arguments.
   """
   aval = _core.ShapedArray(shape, dtype, weak_type=weak_type)
   if aval.sharding.mesh.empty:
     aval = aval.update(sharding=_core.get_cur_mesh_sharding())
-  vma: frozenset[Any] = frozenset()
-  for operand in operands:
-    vma = vma | frozenset(getattr(operand, "vma", ()) or ())
-  return aval.update(vma=vma) if vma and hasattr(aval, "vma") else aval
+  return varying_aval(aval, varying_axes(operands))
+
+
+# In a `jax.shard_map` with `check_vma=True`, its default, JAX types each value by the mesh axes
+# that it varies over. Transposition adds up over the axes that a value is cast to vary over, so
+# what a type says decides what a gradient is. `jax.lax.pcast` is the public cast, `jax.typeof(x)`
+# shows the axes; JAX has no public way to give an abstract value its axes (0.10 to 0.12).
+def varying_axes(values: Sequence[Any]) -> frozenset[Any]:
+  """The manual mesh axes that one of the values, abstract or not, varies over."""
+  axes: frozenset[Any] = frozenset()
+  for value in values:
+    axes |= _manual_type(value).varying
+  return axes
+
+
+def varying_aval(aval: Any, axes: frozenset[Any]) -> Any:
+  """An abstract value that varies over the axes as well as over its own."""
+  more = axes - aval.manual_axis_type.varying
+  if not more:
+    return aval
+  return aval.update(
+    manual_axis_type=aval.manual_axis_type.update(varying=aval.manual_axis_type.varying | more)
+  )
+
+
+def vary_over(axes: frozenset[Any], value: Any) -> Any:
+  """The value, cast to vary over the axes as well as over its own."""
+  more = axes - _manual_type(value).varying
+  return _core.pvary(value, tuple(sorted(more, key=str))) if more else value
+
+
+def manual_axes() -> frozenset[Any]:
+  """The mesh axes of the `jax.shard_map` being traced whose check is on; none outside of one."""
+  if not _config._check_vma.value:  # pyright: ignore[reportPrivateUsage]
+    return frozenset()
+  return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def vary_alike(what: str, values: Sequence[Any]) -> Sequence[Any]:
+  """The values, cast to vary over the same axes, as operands of JAX's own operations are.
+
+  Raises ValueError where the user has switched such casts off (`jax_auto_pcast`) and they differ.
+  """
+  alike: Sequence[Any] = _core.auto_insert_reshard(*values)
+  _core.standard_vma_rule(what, *map(_core.typeof, alike))
+  return alike
+
+
+def _manual_type(value: Any) -> Any:
+  aval = value if isinstance(value, _core.AbstractValue) else _core.typeof(value)
+  return getattr(aval, "manual_axis_type", _core.empty_mat)
 
 
 def canonical_dtype(dtype: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate import _compat
 from callgate.errors import GateDefinitionError
 
 Static = tuple[tuple[str, Any], ...]
@@ -90,7 +91,7 @@ def apply(
   wrapped = rules.wrapped.get(static)
   if wrapped is None:
     wrapped = rules.wrapped[static] = _wrap(gate, rules, static)
-  return wrapped(*args)
+  return wrapped(*_vary_alike(gate, args))
 
 
 def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
@@ -100,7 +101,10 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
   call.__name__ = call.__qualname__ = gate.name
 
   def ruled(function: Callable[..., Any], lead: int) -> Callable[..., Any]:
-    return lambda *args: gate.call_rule(function, args[:lead], args[lead:], {}, static)
+    def rule(*args: Any) -> Any:
+      return _vary_as(args, gate.call_rule(function, args[:lead], args[lead:], {}, static))
+
+    return rule
 
   if rules.vjp is not None:
     fwd, bwd = rules.vjp
@@ -115,6 +119,35 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
   else:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   return with_jvp
+
+
+def _vary_alike(gate: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+  """In a `jax.shard_map`, arguments that vary over the same mesh axes.
+
+  So rules may be written as if there was one device: where devices share an argument, the cast's
+  transpose adds up the cotangents of all, which vary as the results do.
+  """
+  if not _compat.manual_axes():
+    return args
+  leaves, tree = jax.tree.flatten(args)
+  arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+  return jax.tree.unflatten(tree, _compat.vary_alike(gate.label, arrays))
+
+
+def _vary_as(args: Any, found: Any) -> Any:
+  """In a `jax.shard_map`, what a rule found, varying over the axes that its arguments vary over.
+
+  Constants, such as a rule's zeros, vary over none.
+  """
+  if not _compat.manual_axes():
+    return found
+  axes = _compat.varying_axes([x for x in jax.tree.leaves(args) if _is_number(x)])
+  return jax.tree.map(lambda x: _compat.vary_over(axes, x) if _is_number(x) else x, found)
+
+
+def _is_number(leaf: Any) -> bool:
+  dtype = getattr(leaf, "dtype", None)
+  return isinstance(leaf, (jax.Array, np.ndarray)) and dtype != jax.dtypes.float0
 
 
 def _jvp_of_reference(

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import io_callback
 
-from callgate import _cuda_arrays, _spec
+from callgate import _compat, _cuda_arrays, _spec
 from callgate._adapt import to_numpy
 from callgate._batching import apply_vmap_rule, batch_whole
 from callgate._lowering import Level
@@ -34,8 +34,14 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
       return jax.pure_callback(function, types, *args, vmap_method="sequential")
     return io_callback(function, types, *args, ordered=gate.effect == "ordered")
 
+  axes = _compat.varying_axes(leaves)
+
+  def vary(results: Sequence[Any]) -> list[Any]:
+    """JAX's callbacks don't know that their results vary."""
+    return [_compat.vary_over(axes, result) for result in results]
+
   if gate.vmap_rule is None and gate.vmap in ("each", "grid"):
-    return call(*leaves)
+    return vary(call(*leaves))
   with_rule = jax.custom_batching.custom_vmap(call)
 
   @with_rule.def_vmap
@@ -47,7 +53,7 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
     results = batch_whole(inner, gate.vmap, (size, tuple(batched)), args, whole)
     return list(results), [True] * len(results)
 
-  return with_rule(*leaves)
+  return vary(with_rule(*leaves))
 
 
 def host_function(

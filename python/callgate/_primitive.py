@@ -121,7 +121,7 @@ _compat.needs_devices(mesh_gate_p)
 def bind(*operands: Any, gate: Any, **params: Any) -> Sequence[Any]:
   """Makes a call of a gate or kernel."""
   primitive = mesh_gate_p if gate.collective or callable(gate.sharding) else gate_p
-  return primitive.bind(*operands, gate=gate, **params)
+  return primitive.bind(*_compat.vary_alike(gate.label, operands), gate=gate, **params)
 
 
 # -- impl ----------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ def _transpose(
   out: list[Any] = [None] * len(operands)
   for index, grad in zip(linear, grads, strict=True):
     shared = tuple(axis for axis, (_, mask) in enumerate(masks) if not mask[index])
-    out[index] = grad.sum(axis=shared) if shared else grad
+    summed = grad.sum(axis=shared) if shared else grad
+    out[index] = _compat.vary_over(_compat.varying_axes([operands[index].aval]), summed)
   return out
 
 

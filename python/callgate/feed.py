@@ -291,8 +291,10 @@ def _abstract_eval(
   *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
 ) -> tuple[tuple[Any, ...], frozenset[Any]]:
   effect = _compat.ordered_io_effect if engine == "jax" else _primitive.ORDERED_GATE_EFFECT
-  results = tuple(_compat.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
-  return results, frozenset({effect})
+  avals = (_compat.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
+  # In a jax.shard_map each device takes items for itself.
+  axes = _compat.manual_axes()
+  return tuple(_compat.varying_aval(aval, axes) for aval in avals), frozenset({effect})
 
 
 def _batch(

@@ -93,7 +93,9 @@ def _compile(compiler: str, folder: Path, name: str, sources: list[Path], *flags
     return library
   part = folder / f"{name}.{os.getpid()}"
   command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", *flags]
-  together = "".join(f'#include "{file}"\n' for file in sources)  # a third of the time of one by one
+  together = "".join(
+    f'#include "{file}"\n' for file in sources
+  )  # a third of the time of one by one
   done = subprocess.run(
     [*command, "-x", "c++", "-", "-o", str(part)],
     input=together,

@@ -675,7 +675,7 @@ def test_collective_gates_know_rank_size_and_coordinates() -> None:
   assert sorted(seen) == EVERYBODY
   seen.clear()
   on = mesh()
-  mapped = jax.jit(jax.shard_map(gate, mesh=on, in_specs=P("a"), out_specs=P("a"), check_vma=False))
+  mapped = jax.jit(jax.shard_map(gate, mesh=on, in_specs=P("a"), out_specs=P("a")))
   jax.block_until_ready(mapped(x))
   assert sorted(seen) == EVERYBODY
   seen.clear()
@@ -703,9 +703,7 @@ def test_collective_gates_may_wait_for_each_other() -> None:
 def test_a_collective_gate_in_a_partly_automatic_shard_map_is_refused() -> None:
   gate = ranks([])
   on = mesh()
-  mapped = jax.shard_map(
-    gate, mesh=on, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}, check_vma=False
-  )
+  mapped = jax.shard_map(gate, mesh=on, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
   with pytest.raises(cg.GateDefinitionError, match="collective=True works in programs"):
     jax.jit(mapped)(put(X, on, "a"))
 

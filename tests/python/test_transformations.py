@@ -85,7 +85,7 @@ TRANSFORMATIONS: dict[str, Callable[[F], F]] = {
   "vmap of axis 1": lambda f: lambda x: jax.vmap(f, 1, -1)(jnp.stack([x, x + 1], 1)).sum(-1),
   "grad": lambda f: jax.grad(lambda x: (f(x) * X).sum()),
   "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
-  "linearize": lambda f: lambda x: jax.linearize(f, x)[1](X),
+  "linearize": lambda f: lambda x: jax.linearize(f, x)[1](jnp.cos(x)),
   "checkpoint": jax.checkpoint,
   "scan": scan,
   "while": while_loop,

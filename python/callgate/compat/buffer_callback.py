@@ -111,7 +111,7 @@ def buffer_callback(
     flat_args, in_tree = jax.tree.flatten((args, kwargs))
     in_avals = [jax.typeof(x) for x in flat_args]
     flat_results = buffer_callback_p.bind(
-      *flat_args,
+      *_compat.vary_alike("buffer_callback", flat_args),
       callback=callback,
       result_avals=result_avals,
       in_tree=in_tree,
@@ -161,9 +161,11 @@ buffer_callback_p.multiple_results = True
 
 
 def _abstract_eval(
-  *_avals: Any, result_avals: tuple[Any, ...], has_side_effect: bool, **_params: Any
+  *avals: Any, result_avals: tuple[Any, ...], has_side_effect: bool, **_params: Any
 ) -> tuple[tuple[Any, ...], set[Any]]:
-  return result_avals, {_effect} if has_side_effect else set()
+  axes = _compat.varying_axes(avals)
+  results = tuple(_compat.varying_aval(aval, axes) for aval in result_avals)
+  return results, {_effect} if has_side_effect else set()
 
 
 def _jvp(*_args: Any, **_params: Any) -> Any:
