@@ -742,6 +742,11 @@ def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
   return sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]
 
 
+def is_automatic(context: Any) -> bool:
+  """Whether XLA splits arrays of the call being lowered: all of its program, or all but some axes."""
+  return is_partitioned(context) or is_partly_manual(context)
+
+
 def is_partly_manual(context: Any) -> bool:
   """Whether the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
   manual = getattr(context.module_context.axis_context, "manual_axes", frozenset())

@@ -122,7 +122,7 @@ batching.primitive_batchers[progress_p] = _batch
 # -- lowering ------------------------------------------------------------------------------------
 def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
   """A mark that no loop took out."""
-  if bar.engine == "callgate" and not _compat.is_partitioned(context):
+  if bar.engine == "callgate" and not _compat.is_automatic(context):
     emit(
       context, operands, context.avals_in, (), name=CALLEE, spec=bar.spec("step"),
       has_side_effect=True,
@@ -137,7 +137,7 @@ def _lower_nothing(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
 
 def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
   # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks.
-  if bar.engine != "callgate" or _compat.is_partitioned(context):
+  if bar.engine != "callgate" or _compat.is_automatic(context):
     return _call_lower_by_jax(context, *operands, kind=kind, bar=bar)
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE, spec=bar.spec(kind),
@@ -147,7 +147,7 @@ def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[A
 
 def _call_lower_by_jax(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
-  alone = _compat.device_count(context) == 1 or _compat.is_partitioned(context)
+  alone = _compat.device_count(context) == 1 or _compat.is_automatic(context)
   scalars = {"begin": 0, "begin_of": 1, "update": 2, "end": 2}[kind]  # the rest are anchors
   function = _host_function(kind, bar)
 

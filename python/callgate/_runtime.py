@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
+import itertools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,6 +49,7 @@ TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 _counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
 _lock = threading.Lock()
+_naming = threading.RLock()  # held from the choice of a name until it is taken
 _process = os.getpid()
 _at_close: list[Callable[[], None]] = []
 
@@ -57,11 +60,33 @@ def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
   Numbers count gates of the same name in order of creation, so that the next run of the program
   gives the same names and finds its compiled programs in the persistent cache.
   """
+  return free_name(f"{prefix}{_name_of(function)}")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
   function = getattr(function, "func", function)  # functools.partial
   module = getattr(function, "__module__", None) or type(function).__module__
   named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-  qualname = named or type(function).__qualname__
-  return free_name(f"{prefix}{module}.{qualname}")
+  return f"{module}.{named or type(function).__qualname__}"
+
+
+@contextlib.contextmanager
+def name_while_alive(function: Callable[..., Any], prefix: str) -> Iterator[str]:
+  """A name that nothing alive has; the block registers what is to have it.
+
+  So a program that is lowered anew, when the last one is gone, has the same text, and is found in
+  the persistent cache.
+  """
+  base = f"{prefix}{_name_of(function)}"
+  with _naming:
+    taken = set(_callgate.registered_names())
+    yield next(name for name in _numbered(base) if name not in taken)
+
+
+def _numbered(base: str) -> Iterator[str]:
+  yield base
+  for number in itertools.count(1):
+    yield f"{base}#{number}"
 
 
 def free_name(base: str) -> str:

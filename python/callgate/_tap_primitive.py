@@ -283,7 +283,7 @@ def _lower(
     _compat.add_keepalive(context, site.kept)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   on_host = not served or _config.engine() == "jax"
-  on_host = on_host or (site.whole and _compat.is_partitioned(context))
+  on_host = on_host or (site.whole and _compat.is_automatic(context))
   returned = site.values if site.effect == "dataflow" and not on_host else 0
   spec = _tap.encode(site, transforms, levels, role, repeated, returned)
   if on_host:

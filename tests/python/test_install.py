@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import output_of
+from interpreters import output_of, printed_by
 from jax.experimental import io_callback
 
 import callgate as cg
@@ -263,6 +263,49 @@ SHARDED = """
   assert refusal() == refused and refused
   print("same")
 """
+
+
+ROUNDS = textwrap.dedent("""
+  import os, sys
+  import jax, numpy as np
+  import callgate as cg
+  from jax.experimental import io_callback
+  jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  hits = []
+  jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
+  )
+  cg.install()
+  like = jax.ShapeDtypeStruct((3,), np.float32)
+  seen = []
+
+  def programs(factor):  # the same text each time, and a callback of its own
+    times = lambda x: np.asarray(x) * np.float32(factor)
+    def pure(x): return jax.pure_callback(times, like, x)
+    def io(x): return io_callback(times, like, x)
+    def debug(x): jax.debug.callback(lambda v: seen.append(times(v)[1].item()), x); return x
+    def both(x): return pure(pure(x)) + io(x)
+    return pure, io, debug, both
+
+  for factor in range(1, 4):
+    before, results = len(hits), []
+    for f in programs(factor):
+      results.append(jax.jit(f)(np.arange(3, dtype=np.float32)).tolist()[1])
+    jax.effects_barrier()
+    print(factor, len(hits) - before, *results, seen[-1])
+    jax.clear_caches()
+  print(len([name for name in os.listdir(sys.argv[1]) if name.endswith("-cache")]))
+""")
+
+
+def test_a_program_that_is_lowered_anew_is_found_in_the_persistent_cache(tmp_path: Path) -> None:
+  first, second = (printed_by(ROUNDS, str(tmp_path)).splitlines() for _ in range(2))
+  results = [f"{k}.0 {k}.0 1.0 {k * k + k}.0 {k}.0" for k in (1, 2, 3)]
+  assert first[:3] == [f"{k} {4 * (k > 1)} {r}" for k, r in zip((1, 2, 3), results, strict=True)]
+  assert second[:3] == [f"{k} 4 {r}" for k, r in zip((1, 2, 3), results, strict=True)]
+  assert first[3] == second[3] == "4"
 
 
 def test_sharded_programs_call_on_the_devices_that_jax_calls_on() -> None:

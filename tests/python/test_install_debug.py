@@ -137,6 +137,21 @@ def test_shard_map_calls_on_each_device():
   assert values(seen) == [[0.0, 1.0]]
 
 
+def test_in_a_partly_automatic_shard_map_each_manual_part_calls_once():
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  mesh = jax.sharding.Mesh(devices, ("x", "y"))
+  spec = jax.sharding.PartitionSpec("x")
+  seen, callback = collect()
+
+  def f(x):
+    jax.debug.callback(callback, x)
+    return x
+
+  mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"x"})
+  jax.jit(mapped)(np.arange(8.0, dtype=np.float32).reshape(4, 2))
+  assert sorted(values(seen)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
 @pytest.mark.parametrize(
   "dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", "int4"]
 )

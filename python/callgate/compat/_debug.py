@@ -45,7 +45,7 @@ class _Flat:
 
 
 def _is_ours(ctx: Any, callback: Any) -> bool:
-  if _config.engine() == "jax" or _compat.is_partitioned(ctx):
+  if _config.engine() == "jax" or _compat.is_automatic(ctx):
     return False
   if len(ctx.module_context.platforms) > 1:
     return False
@@ -75,7 +75,8 @@ def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -
   flat = _Flat(callback, jax.tree.structure(((0,) * len(inputs), {})))
   run = host_function(flat, inputs, [], api="debug.callback")
   consumer = _callgate.python_consumer(_consumer_of(run))
-  tap = Tap(_runtime.unique_name(callback, prefix=JAX_CALLBACK), DEFAULT, consumer)
+  with _runtime.name_while_alive(callback, JAX_CALLBACK) as name:
+    tap = Tap(name, DEFAULT, consumer)
   _compat.add_keepalive(ctx, tap)
   site = TapSite(
     tree=jax.tree.structure([0] * len(inputs)),

@@ -215,7 +215,7 @@ class _OnCallgate:
 def _is_ours(ctx: Any, callback: Any) -> bool:
   # In a program that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA
   # arranges that for JAX's own call targets alone: any other would run on every device.
-  if _config.engine() == "jax" or _compat.is_partitioned(ctx):
+  if _config.engine() == "jax" or _compat.is_automatic(ctx):
     return False
   return _install.installed() or isinstance(callback.callback_func, _OnCallgate)
 
@@ -255,12 +255,9 @@ def _lower(
   inputs = [carrier(aval) for aval in ctx.avals_in]
   outputs = [carrier(aval) for aval in ctx.avals_out]
   function = _unmarked(callback.callback_func)
-  callee = Callee(
-    _runtime.unique_name(function, prefix=JAX_CALLBACK),
-    host_function(callback, inputs, outputs, api=api),
-    owned_inputs=True,
-    flat_results=True,
-  )
+  run = host_function(callback, inputs, outputs, api=api)
+  with _runtime.name_while_alive(function, JAX_CALLBACK) as name:
+    callee = Callee(name, run, owned_inputs=True, flat_results=True)
   results, token = emit_call(
     ctx,
     callee,
