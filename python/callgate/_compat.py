@@ -743,7 +743,7 @@ def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
 
 
 def is_automatic(context: Any) -> bool:
-  """Whether XLA splits arrays of the call being lowered: all of its program, or all but some axes."""
+  """Whether XLA splits the arrays of the call being lowered, along all mesh axes or some."""
   return is_partitioned(context) or is_partly_manual(context)
 
 

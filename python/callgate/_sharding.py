@@ -6,7 +6,7 @@ partitioned: in a program of one device, and inside a fully manual `jax.shard_ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,27 @@ def of_gate(
       _names.argument(gate.name, site.spec, i).strip("'") for i in range(len(context.avals_in))
     ),
     function=gate.name if rule is None else "",
+  )
+  return sharded, rule
+
+
+def of_callback(
+  context: Any, label: str, said: Any, *, effect: bool, aliases: Mapping[int, int]
+) -> tuple[Sharded, Rule] | None:
+  """For a callback of flat arrays, by `said`: its option `sharding`."""
+  if not _compat.is_automatic(context):
+    return None
+  shapes = [aval.shape for aval in context.avals_in], [aval.shape for aval in context.avals_out]
+  rule = _rules.of_call(label, said, *shapes).closed()
+  sharded = Sharded(
+    rule=rule.text,
+    devices=_compat.device_count(context),
+    mesh=_compat.mesh_axes(context),
+    effect=effect,
+    once=effect or said in (None, "gather"),
+    aliases=tuple(sorted(aliases.items())),
+    located=_compat.is_partitioned(context),
+    names=tuple(f"argument {i}" for i in range(len(context.avals_in))),
   )
   return sharded, rule
 

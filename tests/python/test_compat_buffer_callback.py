@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental import buffer_callback as jaxs
 
+import callgate as cg
 from callgate.compat import buffer_callback as ours
 
 Program = Callable[[Any], Any]
@@ -197,6 +198,66 @@ def test_impossible_aliases_are_the_same_error(aliases: dict[int, int]) -> None:
 
   expected, actual = failure(program, jaxs), failure(program, ours)
   assert (type(actual), str(actual)) == (type(expected), str(expected))
+
+
+@pytest.mark.parametrize(
+  ("aliases", "message"),
+  [
+    ({-1: 0}, "'-1:0' with input index -1 outside the range"),
+    ({0: -1}, "'0:-1' with output index -1 outside the range"),
+    ({0: 0, 1: 0}, "'1:0' referring to an output that another input has"),
+  ],
+)
+def test_aliases_that_jax_lets_pass_are_refused(aliases: dict[int, int], message: str) -> None:
+  call = ours.buffer_callback(copy, like(jnp.ones(2)), input_output_aliases=aliases)
+  with pytest.raises(ValueError, match=message):
+    call(jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all", "sequential"])
+def test_an_aliased_input_that_lanes_share_is_theirs_each(method: str) -> None:
+  """JAX's own can't lower "expand_dims" here."""
+
+  def add(_context: Any, out: Any, _total: Any, x: Any) -> None:
+    np.asarray(out)[...] += np.asarray(x)
+
+  total, rows = np.array([1, 2], F32), np.arange(6, dtype=F32).reshape(3, 2)
+  call = ours.buffer_callback(add, like(total), vmap_method=method, input_output_aliases={0: 0})
+  np.testing.assert_array_equal(jax.vmap(call, (None, 0))(total, rows), total + rows)
+  np.testing.assert_array_equal(jax.vmap(call, (0, None))(rows, total), total + rows)
+
+
+# -- several devices -------------------------------------------------------------------------------
+@pytest.mark.parametrize("effect", [False, True])
+@pytest.mark.parametrize(
+  ("sharding", "shapes"),
+  [
+    (None, [(16, 2)]),
+    ("gather", [(16, 2)]),
+    ("shard", [(2, 2)] * 8),
+    ("i j -> i j", [(2, 2)] * 8),
+  ],
+)
+def test_in_a_partitioned_program_each_device_gets_its_part_or_one_gets_all(
+  sharding: Any, shapes: Any, effect: bool
+) -> None:
+  seen: list[tuple[int, ...]] = []
+
+  def double(_context: Any, out: Any, x: Any) -> None:
+    seen.append(np.asarray(x).shape)
+    np.multiply(np.asarray(x), 2, out=np.asarray(out))
+
+  mesh = jax.sharding.Mesh(jax.devices(), "x")
+  x = np.arange(32, dtype=F32).reshape(16, 2)
+  split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+  call = ours.buffer_callback(double, like(x), has_side_effect=effect, sharding=sharding)
+  np.testing.assert_array_equal(jax.jit(call)(split), x * 2)
+  assert seen == shapes
+
+
+def test_a_sharding_that_is_none_is_refused() -> None:
+  with pytest.raises(cg.GateDefinitionError, match="'copy': sharding: expected None, 'shard'"):
+    ours.buffer_callback(copy, like(1.0), sharding="rows")
 
 
 # -- transformations -------------------------------------------------------------------------------

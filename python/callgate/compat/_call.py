@@ -24,6 +24,7 @@ def emit_call(
   token: Any = None,
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
+  sharded: Any = None,
   target: str = _runtime.GATE_TARGET,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
@@ -41,6 +42,7 @@ def emit_call(
     token=token,
     aliases=aliases,
     sharding=sharding,
+    sharded=sharded,
     on_error="return",
     target=target,
   )

@@ -9,19 +9,20 @@ results that are checked for escapes, and the original exceptions.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from callgate import _compat, _runtime
+from callgate import _compat, _options, _runtime, _sharding
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._primitive import RUNTIME_PLATFORMS
 from callgate.compat._call import emit_call
+from callgate.errors import GateDefinitionError
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
@@ -72,6 +73,7 @@ def buffer_callback(
   vmap_method: str | None = None,
   input_output_aliases: dict[int, int] | None = None,
   command_buffer_compatible: bool = False,
+  sharding: str | None = None,
 ) -> Callable[..., Any]:
   """A callable that runs `callback` on XLA's own memory, in place.
 
@@ -85,14 +87,18 @@ def buffer_callback(
     input_output_aliases: pairs of flat input and flat output that share their memory.
     command_buffer_compatible: on GPUs, XLA may record what the callback gives to `ctx.stream` into
       a CUDA graph, once, and replay that: the rules of `command_buffer` in `callgate.gate` apply.
+    sharding: in a program that XLA splits over several devices, where JAX knows nothing like it:
+      None or "gather" calls once, with whole arrays; "shard" calls on each device with its part of
+      the leading dimensions; or a rule, as for `callgate.gate`.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
     What the callback doesn't write is undefined.
 
   Raises:
-    ValueError: from the function, for aliases out of range or of different shapes or dtypes, and
-      when differentiated.
+    ValueError: from the function, for aliases out of range, of different shapes or dtypes, or two
+      of one output, and when differentiated.
+    GateDefinitionError: `sharding` is not one of these, or doesn't fit the arrays.
     jax.errors.JaxRuntimeError: from the program, when the callback raises or returns a value.
 
   Example:
@@ -104,6 +110,10 @@ def buffer_callback(
     >>> buffer_callback(add_one, jax.ShapeDtypeStruct.like(x))(x)
     Array([1., 2., 3.], dtype=float32)
   """
+  if callable(_options.sharding(_label(callback), sharding)):
+    raise GateDefinitionError(
+      f"{_label(callback)}: sharding: expected a str or None, got a function"
+    )
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
 
@@ -120,6 +130,7 @@ def buffer_callback(
       has_side_effect=has_side_effect,
       input_output_aliases=_checked_aliases(input_output_aliases or {}, in_avals, result_avals),
       command_buffer_compatible=command_buffer_compatible,
+      sharding=sharding,
     )
     return jax.tree.unflatten(out_tree, flat_results)
 
@@ -132,9 +143,9 @@ def _checked_aliases(
   checked: list[tuple[int, int]] = []
   for i, o in sorted((int(i), int(o)) for i, o in aliases.items()):
     mapping = f"input_output_aliases contains the mapping '{i}:{o}' "
-    if i >= len(in_avals):
+    if not 0 <= i < len(in_avals):
       raise ValueError(f"{mapping}with input index {i} outside the range [0, {len(in_avals)}).")
-    if o >= len(out_avals):
+    if not 0 <= o < len(out_avals):
       raise ValueError(f"{mapping}with output index {o} outside the range [0, {len(out_avals)}).")
     source, target = in_avals[i], out_avals[o]
     if (source.shape, source.dtype) != (target.shape, target.dtype):
@@ -142,8 +153,14 @@ def _checked_aliases(
         f"{mapping}referring to an input with abstract value {source} and an output with a "
         f"different abstract value {target}."
       )
+    if any(o == other for _, other in checked):
+      raise ValueError(f"{mapping}referring to an output that another input has already.")
     checked.append((i, o))
   return tuple(checked)
+
+
+def _label(callback: Callable[..., None]) -> str:
+  return f"buffer_callback '{getattr(callback, '__name__', type(callback).__name__)}'"
 
 
 class BufferCallbackEffect(_compat.Effect):
@@ -182,6 +199,19 @@ def _transpose(*_args: Any, **_params: Any) -> Any:
   )
 
 
+def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+  """As JAX's; an operand that shares its memory with a result needs memory for every lane."""
+  shared = {i for i, _ in params["input_output_aliases"]}
+  size: int = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+  alike = [i in shared and d is None for i, d in enumerate(dims)]
+  operands = [
+    jnp.broadcast_to(x, (size, *x.shape)) if flag else x
+    for x, flag in zip(operands, alike, strict=True)
+  ]
+  dims = [0 if flag else d for d, flag in zip(dims, alike, strict=True)]
+  return _compat.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
+
+
 def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   platform, *others = _compat.platforms_of(ctx)
   if others:
@@ -199,8 +229,10 @@ def _lowering_to_runtime(
   has_side_effect: bool,
   input_output_aliases: tuple[tuple[int, int], ...],
   command_buffer_compatible: bool,
+  sharding: str | None,
   **_params: Any,
 ) -> Sequence[Any]:
+  aliases = dict(input_output_aliases)
   callee = Callee(
     _runtime.unique_name(callback),
     _flat_callback(callback, in_tree, out_tree),
@@ -218,7 +250,10 @@ def _lowering_to_runtime(
     ctx.avals_in,
     ctx.avals_out,
     has_side_effect=has_side_effect,
-    aliases=dict(input_output_aliases),
+    aliases=aliases,
+    sharded=_sharding.of_callback(
+      ctx, _label(callback), sharding, effect=has_side_effect, aliases=aliases
+    ),
     target=_runtime.GRAPH_TARGET if graph else _runtime.GATE_TARGET,
   )
   return results
@@ -253,7 +288,5 @@ _compat.define_impl(buffer_callback_p)
 buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[buffer_callback_p] = _jvp
 ad.primitive_transposes[buffer_callback_p] = _transpose
-batching.primitive_batchers[buffer_callback_p] = functools.partial(
-  _compat.ffi_batching_rule, buffer_callback_p
-)
+batching.primitive_batchers[buffer_callback_p] = _batch
 mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)
