@@ -532,6 +532,35 @@ def ask_before_execution(kind: type[Any]) -> None:
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def run_by_dispatch(context: Any) -> None:
+  """Has XLA's CPU client run the program being lowered on the thread that dispatches it.
+
+  As it runs programs with JAX's own callbacks: it only asks whether there are some (0.10 to 0.12).
+  """
+  context.module_context.add_host_callback(lambda: None)
+
+
+def end_before_dispatch_returns(kind: type[Any]) -> None:
+  """Programs that keep a `kind` have ended when their dispatch returns, where it says so, called.
+
+  For programs with effects, of which the dispatch is Python. What they failed with is left to those
+  who wait for them. XLA's CPU client runs programs with JAX's own callbacks so (0.10 to 0.12).
+  """
+  call = _pxla.ExecuteReplicated.__call__
+
+  def __call__(self: Any, *args: Any) -> Any:
+    out = call(self, *args)
+    if any(isinstance(kept, kind) and kept() for kept in self.keepalive or ()):
+      thread = threading.get_ident()
+      own = [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
+      for value in (*out, *own):
+        with contextlib.suppress(Exception):
+          value.block_until_ready()
+    return out
+
+  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # -- loops -----------------------------------------------------------------------------------------
 # What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
 # the parameters of the primitive, whatever they are called. No public name.

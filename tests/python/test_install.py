@@ -265,6 +265,47 @@ SHARDED = """
 """
 
 
+NESTED = textwrap.dedent("""
+  import threading
+  from concurrent.futures import ThreadPoolExecutor
+  import jax, jax.numpy as jnp, numpy as np
+  import callgate as cg
+  from jax.experimental import io_callback
+  THREADS = 4
+  number = jax.ShapeDtypeStruct((), np.int32)
+  meeting = threading.Barrier(THREADS, timeout=30)
+  ended, square = [], np.eye(300, dtype=np.float32)  # a product that XLA would not run at once
+
+  def meet(i):
+    meeting.wait()
+    ended.append(int(i))
+    return np.int32(i)
+
+  def inner(i, x):
+    return io_callback(meet, number, i), jnp.sin(x @ x)
+
+  def run_each(i):
+    ended.clear()
+    with ThreadPoolExecutor(THREADS) as pool:  # nobody looks at what the programs give
+      list(pool.map(lambda k: made(np.int32(k), square), range(THREADS)))
+    return np.int32(len(ended))
+
+  made = lambda *args: jax.jit(inner).lower(*args).compile()(*args)
+  outer = lambda: int(jax.jit(lambda: io_callback(run_each, number, np.int32(0)))())
+  want = outer()
+  cg.install()
+  jax.clear_caches()
+  print(want, outer())
+""")
+
+
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 12), reason="JAX's own programs with callbacks run asynchronously, too"
+)
+def test_programs_that_callbacks_run_on_threads_have_ended_when_their_dispatch_returns() -> None:
+  assert output_of(NESTED).split() == ["4", "4"]
+
+
 ROUNDS = textwrap.dedent("""
   import os, sys
   import jax, numpy as np

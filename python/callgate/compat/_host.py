@@ -83,6 +83,7 @@ def host_function(
   def call(*inputs: Array) -> list[Array]:
     arrays = to_jax(inputs)
     before = enter()
+    _running.append(None)  # in one step each, for the threads' sake
     try:
       value = function(*arrays)
       if type(value) is array_type or type(value) is numpy_type:
@@ -93,10 +94,36 @@ def host_function(
       _logger.exception("jax.%s failed", api)
       raise
     finally:
+      _running.pop()
       leave(before)
     return check(values)
 
   return call
+
+
+_running: list[None] = []  # an item for each callback that runs
+
+
+class _Nested:
+  """Kept by a program with callbacks: whether one is running as the program is dispatched."""
+
+  def __call__(self) -> bool:
+    return bool(_running)
+
+
+_compat.end_before_dispatch_returns(_Nested)
+
+
+def may_be_nested(context: Any) -> None:
+  """To be told of each io_callback: its program may be run by a callback, on any thread.
+
+  JAX's engine runs programs with callbacks on the thread that dispatches them, and so does
+  callgate's while a callback runs: XLA's own threads may all be waiting for the nested program, and
+  the outer one goes on when its callback returns.
+  """
+  if _running:
+    _compat.run_by_dispatch(context)
+  _compat.add_keepalive(context, _Nested())
 
 
 def _cpu_device() -> Any:
