@@ -79,10 +79,7 @@ bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
   for (;;) {
     Clock::duration slice = kSlice;
     if (timeout) slice = std::min<Clock::duration>(slice, deadline - Clock::now());
-    {
-      nb::gil_scoped_release unlocked;
-      if (wait(std::max(slice, Clock::duration::zero()))) return true;
-    }
+    if (without_gil([&] { return wait(std::max(slice, Clock::duration::zero())); })) return true;
     if (timeout && Clock::now() >= deadline) return false;
     if (PyErr_CheckSignals() != 0) nb::raise_python_error();
   }
@@ -126,8 +123,7 @@ class ChannelHandle {
     watch_sigint();
     ChannelOptions options{std::move(name), capacity, parse_on_full(on_full), rate};
     channel_ = std::make_shared<Channel>(std::move(options), &report_error);
-    nb::gil_scoped_release unlocked;  // it waits for senders
-    slot_->open(channel_);
+    without_gil([&] { slot_->open(channel_); });  // it waits for senders
   }
   ChannelHandle(ChannelHandle&&) = default;
 
@@ -135,10 +131,7 @@ class ChannelHandle {
   bool is(const Channel& other) const { return channel_.get() == &other; }
 
   bool close(std::optional<double> timeout) {
-    {
-      nb::gil_scoped_release unlocked;
-      slot_->vacate(*channel_);
-    }
+    without_gil([&] { slot_->vacate(*channel_); });
     return wait_in_slices(timeout,
                           [this](Clock::duration slice) { return channel_->close(slice); });
   }
@@ -181,8 +174,8 @@ class TapHandle {
       site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch), "", ""});
     CallContext context;
     context.device = device;
-    nb::gil_scoped_release unlocked;  // the channel may be full
-    Outcome outcome = site->run(Call{views, {}, context});
+    // The channel may be full.
+    Outcome outcome = without_gil([&] { return site->run(Call{views, {}, context}); });
     if (!outcome.ok()) throw Error(outcome.error().code, outcome.error().message);
   }
 
@@ -230,8 +223,8 @@ void bind_handles(nb::module_& module) {
            })
       .def("remove",
            [](ChannelHandle& handle, ConsumerHandle& consumer) {
-             nb::gil_scoped_release unlocked;  // it waits for what is in delivery
-             handle.channel().remove(consumer.consumer);
+             // It waits for what is in delivery.
+             without_gil([&] { handle.channel().remove(consumer.consumer); });
            })
       .def("start", [](ChannelHandle& handle) { handle.channel().start(); })
       .def(
