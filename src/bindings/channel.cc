@@ -6,8 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <csignal>
-#include <ctime>
 #include <map>
 #include <optional>
 #include <utility>
@@ -18,6 +16,7 @@
 #include "bindings/gil.h"
 #include "bindings/py_consumer.h"
 #include "channel/tap.h"
+#include "core/interrupt.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
@@ -25,50 +24,6 @@ namespace {
 
 using Clock = Channel::Clock;
 constexpr auto kSlice = std::chrono::milliseconds(50);
-
-// -- Ctrl-C while a sender waits -----------------------------------------------------------------
-// The main thread may be inside XLA, where Python's own handler only leaves a note. So from the
-// first channel on a handler of ours stands before Python's: it tells a sender that waits, too.
-std::atomic<std::int64_t> g_signal_ns{0};  // when the last one came, by the steady clock; 0: none
-struct sigaction g_before;
-
-std::int64_t steady_ns() noexcept {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
-  return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
-void on_sigint(int number, siginfo_t* info, void* context) {
-  g_signal_ns.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
-  if ((g_before.sa_flags & SA_SIGINFO) != 0) {
-    g_before.sa_sigaction(number, info, context);
-  } else if (g_before.sa_handler != SIG_DFL && g_before.sa_handler != SIG_IGN) {
-    g_before.sa_handler(number);
-  }
-}
-
-// Puts our handler before the one that is there, unless the signal is ignored or ends the process.
-void watch_sigint() {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  struct sigaction now;
-  if (sigaction(SIGINT, nullptr, &now) != 0) return;
-  bool with_info = (now.sa_flags & SA_SIGINFO) != 0;
-  if (with_info && now.sa_sigaction == &on_sigint) return;
-  if (!with_info && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) return;
-  g_before = now;
-  now.sa_flags |= SA_SIGINFO;
-  now.sa_sigaction = &on_sigint;
-  sigaction(SIGINT, &now, nullptr);
-}
-
-// Whether Ctrl-C came within the last second: earlier ones have been dealt with. A sender that
-// waits asks many times a second.
-bool interrupted() {
-  watch_sigint();
-  std::int64_t came = g_signal_ns.load(std::memory_order_relaxed);  // as above
-  return came != 0 && steady_ns() - came < 1'000'000'000;
-}
 
 // Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over. Raises what a
 // signal handler raises.
@@ -120,7 +75,7 @@ class ChannelHandle {
  public:
   ChannelHandle(std::string name, std::size_t capacity, const std::string& on_full, double rate)
       : slot_(&Channels::instance().slot(name)) {
-    watch_sigint();
+    Interrupts::watch();
     ChannelOptions options{std::move(name), capacity, parse_on_full(on_full), rate};
     channel_ = std::make_shared<Channel>(std::move(options), &report_error);
     without_gil([&] { slot_->open(channel_); });  // it waits for senders
@@ -258,7 +213,6 @@ void bind_handles(nb::module_& module) {
 }  // namespace
 
 void bind_channel(nb::module_& module) {
-  Channel::set_interrupted(&interrupted);
   bind_handles(module);
   module.def(
       "python_consumer",

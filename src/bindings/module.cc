@@ -14,6 +14,7 @@
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
+#include "bindings/interrupt.h"
 #include "bindings/kernel.h"
 #include "bindings/progress.h"
 #include "bindings/python.h"
@@ -149,6 +150,7 @@ NB_MODULE(_callgate, module) {
   });
   bind_buffer(module);
   bind_consumer(module);
+  bind_interrupt(module);
   bind_channel(module);
   bind_sinks(module);
   bind_gate(module);

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
 #include "core/watchdog.h"
@@ -70,10 +71,8 @@ void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
 
 XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
                                      const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
-                                     std::int32_t shard) {
+                                     const CallContext& context) {
   auto timeout = site->callee->timeout();
-  CallContext context = decode_context(*frame);
-  context.shard = shard;
   auto call = std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
                                           /*private_memory=*/timeout.count() > 0);
   auto promise = std::make_shared<Promise>(frame->api);
@@ -95,6 +94,13 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
   return nullptr;
 }
 
+// Ctrl-C ends the program, with its bars.
+XLA_FFI_Error* interrupt(XLA_FFI_CallFrame* frame, const CallSite& site, std::int64_t run) {
+  ProgressBoard::instance().fail(run);
+  Failure failure = interrupted(site.callee->name());
+  return make_error(frame->api, failure.code, failure.message);
+}
+
 XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
@@ -103,16 +109,30 @@ XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
     site->site->skip(Call{decoded.operands(), decoded.results(), {}});
     return nullptr;
   }
-  if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded, shard);
-  ActiveCall active;
-  CallContext context = site->reads_context ? decode_context(*frame) : CallContext{};
+  bool own_thread = site->callee->own_thread();
+  CallContext context;
+  if (site->reads_context || own_thread) {
+    context = decode_context(*frame);
+  } else {
+    context.run = decode_run(*frame);
+  }
   context.shard = shard;
+  if (Interrupts::ends(context.run)) [[unlikely]] {
+    if (!site->poison_on_error) return interrupt(frame, *site, context.run);
+    // An error would leave other devices waiting. What need not run is passed over, the rest runs.
+    if (site->callee->quiet_at_exit()) {
+      site->site->skip(Call{decoded.operands(), decoded.results(), context});
+      return nullptr;
+    }
+  }
+  if (own_thread) return execute_on_own_thread(frame, site, decoded, context);
+  ActiveCall active;
   Outcome outcome = active.entered()
                         ? site->run(Call{decoded.operands(), decoded.results(), context})
                         : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
   // The program ends here, and so do its bars.
-  ProgressBoard::instance().fail(decode_context(*frame).run);
+  ProgressBoard::instance().fail(context.run);
   return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 

@@ -81,7 +81,7 @@ def test_after_ctrl_c_everything_that_ran_is_delivered():
     """
     )
   )
-  process = start(source, environment={"JAX_PLATFORMS": "cpu"})
+  process = start(source, environment={"JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "60"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
