@@ -13,6 +13,7 @@
 #include "xla/decode.h"
 #include "xla/future.h"
 #include "xla/guard.h"
+#include "xla/overdue.h"
 #include "xla/owned_call.h"
 #include "xla/state.h"
 
@@ -51,22 +52,15 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
 }
 
 // On the watchdog's thread, when the time is over.
-void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
-  std::string report;
-  try {
-    report = site.callee->stall_report(call.describe(), /*timed_out=*/true);
-  } catch (const std::exception& error) {
-    report = "callgate: gate '" + site.callee->name() + "' is stalled; no report: " + error.what();
-  }
-  ProgressBoard::instance().fail(call.context().run);
-  if (!site.poison_on_error) {
-    promise.fail(ErrorCode::kDeadlineExceeded, report);
-  } else {
-    promise.succeed([&] {
-      call.poison_results();
-      site.callee->defer(Failure{ErrorCode::kDeadlineExceeded, report});
-    });
-  }
+void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedCall>& call,
+             const std::shared_ptr<Promise>& promise) {
+  fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
+               [site, call, promise](const std::string& text) {
+                 ProgressBoard::instance().fail(call->context().run);
+                 if (!site->poison_on_error)
+                   return promise->fail(ErrorCode::kDeadlineExceeded, text);
+                 return promise->succeed([&] { call->poison_results(); });
+               });
 }
 
 XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
@@ -79,8 +73,8 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
   if (timeout.count() > 0) {
-    ticket = Watchdog::instance().arm(timeout,
-                                      [site, call, promise] { give_up(*site, *call, *promise); });
+    ticket =
+        Watchdog::instance().arm(timeout, [site, call, promise] { give_up(site, call, promise); });
   }
   bool taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
     run_owned(*site, *call, *promise);
