@@ -25,19 +25,20 @@ namespace {
 using Clock = Channel::Clock;
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over. Raises what a
-// signal handler raises.
+// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over, and in a fork's
+// child, where nobody is left to wait for. Raises what a signal handler raises.
 template <typename Wait>
 bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
   auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                      std::chrono::duration<double>(timeout.value_or(0)));
-  for (;;) {
+  while (!Channel::abandoned()) {
     Clock::duration slice = kSlice;
     if (timeout) slice = std::min<Clock::duration>(slice, deadline - Clock::now());
     if (without_gil([&] { return wait(std::max(slice, Clock::duration::zero())); })) return true;
     if (timeout && Clock::now() >= deadline) return false;
     if (PyErr_CheckSignals() != 0) nb::raise_python_error();
   }
+  return false;
 }
 
 // -- channels ------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class ChannelHandle {
   bool is(const Channel& other) const { return channel_.get() == &other; }
 
   bool close(std::optional<double> timeout) {
+    if (Channel::abandoned()) return true;  // the parent's is open; locks may be held for ever
     without_gil([&] { slot_->vacate(*channel_); });
     return wait_in_slices(timeout,
                           [this](Clock::duration slice) { return channel_->close(slice); });

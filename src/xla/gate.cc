@@ -66,6 +66,13 @@ void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedC
 XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
                                      const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
                                      const CallContext& context) {
+  if (WorkerPool::instance().lost()) {
+    throw Error(ErrorCode::kAborted,
+                "gate '" + site->callee->name() +
+                    "': this process was forked from one that ran gates on threads of their own, "
+                    "which are not here; expected a process of its own (multiprocessing's 'spawn' "
+                    "or 'forkserver')");
+  }
   auto timeout = site->callee->timeout();
   auto call = std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
                                           /*private_memory=*/timeout.count() > 0);
