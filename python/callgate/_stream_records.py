@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class Source:
       )
 
   @contextlib.contextmanager
-  def _sensible(self, what: str) -> Iterator[None]:
+  def _sensible(self, what: str) -> Generator[None]:
     """What a stream says of a tap is the writer's text: anything may stand there."""
     try:
       yield
