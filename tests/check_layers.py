@@ -9,6 +9,8 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 - include/ holds public headers, which include neither a layer nor XLA nor Python;
 - Python.h, nanobind and NumPy appear in src/bindings alone;
 - XLA's headers appear in src/xla, src/bindings and the C++ tests alone;
+- the GIL is given up and taken by src/bindings/gil.h alone: not by nanobind's guards, whose
+  destructors end the process where a daemon thread's end unwinds them;
 
 and in every Python file below ROOT/python, on its syntax tree: JAX's private modules (`jax._src`,
 `jaxlib._jax`) appear in python/callgate/_compat.py alone. Prints one line a violation; the exit
@@ -34,6 +36,12 @@ LAYERS: dict[str, frozenset[str]] = {
 CPP_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".inc"}
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include(?:_next)?[ \t]*[<\"]([^>\"\n]+)[>\"]", re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^(Python\.h|structmember\.h|cpython/|nanobind/|numpy/|pybind11/)")
+GIL = PurePosixPath("src/bindings/gil.h")
+GIL_GUARD = re.compile(
+  r"\bgil_scoped_(?:release|acquire)\b|\bPyEval_(?:Save|Restore)Thread\b|\bPyGILState_Ensure\b"
+  r"|\bPy_BEGIN_ALLOW_THREADS\b"
+)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 COMPAT = PurePosixPath("python/callgate/_compat.py")
 # What takes a module's name as text. A logger's name, say, is none.
@@ -65,8 +73,21 @@ def _check_cpp(path: Path, name: PurePosixPath) -> Iterator[str]:
   for match in INCLUDE.finditer(text):
     fault = _include_fault(name, layer, match[1])
     if fault is not None:
-      line = text.count("\n", 0, match.start(1)) + 1
-      yield f"{name}:{line}: {fault}"
+      yield f"{name}:{_line_of(text, match.start(1))}: {fault}"
+  if name == GIL:
+    return
+  for match in GIL_GUARD.finditer(COMMENT.sub(_blanked, text)):
+    line = _line_of(text, match.start())
+    yield f"{name}:{line}: {match[0]}: use without_gil() or GilScope of {GIL}"
+
+
+def _line_of(text: str, position: int) -> int:
+  return text.count("\n", 0, position) + 1
+
+
+def _blanked(comment: re.Match[str]) -> str:
+  """As long as the comment, with its lines."""
+  return re.sub(r"[^\n]", " ", comment[0])
 
 
 def _include_fault(name: PurePosixPath, layer: str | None, header: str) -> str | None:

@@ -30,7 +30,9 @@
 //            56  u32    number of value leaves        60  u32  0
 //            64         name (UTF-8), description (JSON), lanes; each padded to 8 bytes by zeros
 //                       lanes: the batch levels, outermost first, "SIZE:MASK;SIZE:MASK", one digit
-//                       a leaf in each mask, 1 where the leaf has the level as a leading axis
+//                       a leaf in each mask, 1 where the leaf has the level as a leading axis;
+//                       some leaf has each level, and the lanes are 2^20 or no more than the bits
+//                       of a record's payload
 //   leaf      0  u32    code of the dtype (XLA_FFI_DataType)     4  u32  bits of one element
 //             8  u32    number of dims                          12  u32  bytes of the dtype's name
 //            16  u32    bytes of the path                       20  u32  0
@@ -76,6 +78,7 @@ inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderBytes = 24;
 inline constexpr std::size_t kRecordBytes = 64;  // of an 'R' frame, before its payload
 inline constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 60;
+inline constexpr std::uint64_t kFreeLanes = std::uint64_t{1} << 20;  // may be of empty leaves
 
 constexpr std::size_t pad8(std::size_t bytes) noexcept { return (bytes + 7) & ~std::size_t{7}; }
 
@@ -205,6 +208,14 @@ inline void parse_levels(const Cursor& in, Source& source) {
     source.levels.push_back(
         parse_level(in, source.lanes.substr(start, end - start), source.leaves.size()));
     start = end + 1;
+  }
+  // A reader goes through all lanes, so there are no more of them than bits to look at.
+  std::uint64_t lanes = 1, most = std::max<std::uint64_t>(kFreeLanes, 8 * source.payload_bytes);
+  for (const Level& level : source.levels) {
+    auto size = static_cast<std::uint64_t>(level.size);
+    if (level.mask.find('1') == std::string::npos) in.fail("lanes that no leaf has");
+    if (size != 0 && lanes > most / size) in.fail("more lanes than the leaves hold");
+    lanes *= size;
   }
   for (std::size_t i = 0; i < source.leaves.size(); ++i) {
     std::size_t axis = 0;

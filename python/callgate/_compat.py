@@ -118,6 +118,12 @@ def effects_barrier_alone() -> None:
     _local.alone = False
 
 
+def forget_effects() -> None:
+  """Has neither `jax.effects_barrier` nor JAX's exit wait for what runs now (0.10 to 0.12)."""
+  _effect_tokens.clear()
+  _dispatch.runtime_tokens.clear()
+
+
 def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = None) -> bool:
   """Waits for the programs with effects that any thread dispatched; False when the time ran out.
 

@@ -206,13 +206,17 @@ def _close() -> None:
   """
   if os.getpid() != _process or threading.current_thread() is not threading.main_thread():
     return  # a fork's child, which has none of the threads, or an embedder's thread
-  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
+  interrupted = _ends_by_interrupt()
+  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "1" if interrupted else "5"))
   try:
-    _compat.wait_for_effects(seconds)
-    _compat.effects_barrier_alone()
+    if interrupted:
+      _end_programs(seconds)
+    else:
+      _compat.wait_for_effects(seconds)
+      _compat.effects_barrier_alone()
     if not _callgate.drain_devices(seconds):
       print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
-  except Exception:  # noqa: BLE001 - the program's own error must not hide the exit
+  except BaseException:  # noqa: BLE001 - the program's own error, Ctrl-C must not hide the exit
     traceback.print_exc()
   for end in _at_close:
     end()
@@ -220,7 +224,7 @@ def _close() -> None:
     for line in close_all(seconds):
       print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
     raise_consumer_errors()
-  except BaseException:  # noqa: BLE001 - as above; KeyboardInterrupt, too, must not end the exit
+  except BaseException:  # noqa: BLE001 - as above
     traceback.print_exc()
   if not _callgate.shut_down(seconds):
     print(
@@ -228,6 +232,22 @@ def _close() -> None:
       "program and were abandoned",
       file=sys.stderr,
     )
+
+
+def _ends_by_interrupt() -> bool:
+  """Whether Ctrl-C ends the process: nobody waits for it as for its normal end."""
+  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
+  return isinstance(last, KeyboardInterrupt) or _callgate.interrupted_recently()
+
+
+def _end_programs(seconds: float) -> None:
+  """Ends the programs that run, at their next call; gives up those that make none."""
+  _callgate.end_programs(True)
+  try:
+    _compat.wait_for_effects(seconds)
+    _compat.forget_effects()
+  finally:
+    _callgate.end_programs(False)
 
 
 def at_close(end: Callable[[], None]) -> None:

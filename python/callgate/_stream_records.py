@@ -6,10 +6,12 @@ Used by the thread that reads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from callgate._shards import Part, shard_of
 
 ROLES = ("primal", "tangent", "cotangent")
+_FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
 _REPEATED = 1  # RecordFlags of src/channel/record.h
 
 
@@ -98,18 +101,51 @@ class Source:
       _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
       for index, leaf in enumerate(leaves)
     ]
+    self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
-    self.parts = [Part(part) for part in shards.get("leaves", ())]
-    self.lane_starts: list[list[int]] = shards.get("lanes", [])
-    self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
+    with self._sensible("its shards"):
+      self.parts = [Part(part) for part in shards.get("leaves", ())]
+      self.lane_starts: list[list[int]] = shards.get("lanes", [])
+      self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
     self.process = max(0, int(fields["process_index"]))
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
     self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
     self.paths = [leaf.path for leaf in self.leaves[: self.value_leaves]]
 
+  def _check_lanes(self) -> None:
+    """As the native reader does: each lane costs time, so none comes without values."""
+    held = {level for leaf in self.leaves for level in leaf.levels}
+    bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
+    if len(held) < len(self.sizes) or math.prod(self.sizes) > max(
+      _FREE_LANES, bits + 64 * len(self.leaves)
+    ):
+      raise ValueError(
+        f"callgate: a stream's tap {self.name!r}: expected lanes that its leaves hold, got levels "
+        f"of {self.sizes} for {len(self.leaves)} leaves"
+      )
+
+  @contextlib.contextmanager
+  def _sensible(self, what: str) -> Generator[None]:
+    """What a stream says of a tap is the writer's text: anything may stand there."""
+    try:
+      yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+      raise ValueError(
+        f"callgate: a stream's tap {self.name!r}: expected {what} as a tap describes them, got "
+        f"{self.description!r}"
+      ) from error
+
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
-    """The records of the lanes that were sent, from what the native reader gives."""
+    """The records of the lanes that were sent, from what the native reader gives.
+
+    Raises:
+      ValueError: the description of the tap is none that a tap makes.
+    """
+    with self._sensible("its shards and lanes"):
+      return self._records(whole)
+
+  def _records(self, whole: Sequence[Any]) -> list[StreamRecord]:
     _, seq, time_ns, run, device, flags, arrays = whole
     if self.has_packed:
       arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
@@ -159,6 +195,6 @@ class Source:
 def _parse_description(text: str) -> Mapping[str, Any]:
   try:
     parsed = json.loads(text) if text else {}
-  except ValueError:
+  except (ValueError, RecursionError):
     parsed = {"text": text}
   return parsed if isinstance(parsed, dict) else {"value": parsed}

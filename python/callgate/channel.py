@@ -82,7 +82,7 @@ class Channel:
     error: BaseException | None,
     traceback: TracebackType | None,
   ) -> None:
-    if error is not None:
+    if error is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
       return
     from callgate.errors import LONG_SECONDS, wait_for_programs
@@ -94,6 +94,7 @@ class Channel:
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
+    check_not_forked()
     self._attach([(consumer, self._adapt(consumer))])
 
   def remove(self, consumer: Any) -> None:
@@ -102,6 +103,7 @@ class Channel:
     Raises:
       GateDefinitionError: it is not a consumer of this channel.
     """
+    check_not_forked()
     for index, (one, handle) in enumerate(self._consumers):
       if one is consumer or one == consumer:
         del self._consumers[index]
@@ -177,6 +179,8 @@ class Channel:
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
 
+    In a fork's child it does nothing: the channel is open in the parent.
+
     Args:
       timeout: seconds to wait at most; None for no limit.
 
@@ -195,6 +199,8 @@ class Channel:
     if self._closed:
       return True
     self._closed = True
+    if _callgate.channels_abandoned():
+      return True  # the parent's is open; locks may be held for ever
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
@@ -240,6 +246,7 @@ class _Records(Iterator[Record]):
       self._changed.notify_all()
 
   def __next__(self) -> Record:
+    check_not_forked()
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._ended)
       if not self._waiting:

@@ -132,6 +132,9 @@ _lock = threading.Lock()
 _next_id = 0
 _open_blocks = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
+# A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
+_TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
+_timeouts: dict[int, int] = {}  # their ids
 
 
 def keep(exception: BaseException) -> int:
@@ -204,11 +207,11 @@ def kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def raise_kept(error: BaseException) -> None:
   """Raises the exception that an error's text stands for, if it is still here."""
-  match = _ID.search(str(error))
-  if match is None:
+  number = _id_of(error)
+  if number is None:
     return
   with _lock:
-    kept = _store.get(int(match.group(1)))
+    kept = _store.get(number)
   if kept is not None:
     kept.claimed = True
     raise kept.exception from None
@@ -224,10 +227,10 @@ def defer(text: str) -> None:
   for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a
   gate.
   """
-  match = _ID.search(text)
-  if match is not None:
+  number = _id_in(text)
+  if number is not None:
     with _lock:
-      _deferred.append(int(match.group(1)))
+      _deferred.append(number)
 
 
 def raise_deferred() -> None:
@@ -299,13 +302,24 @@ def raise_consumer_errors() -> None:
 
 
 def _id_of(error: BaseException) -> int | None:
-  match = _ID.search(str(error))
-  return int(match.group(1)) if match is not None else None
+  return _id_in(str(error))
+
+
+def _id_in(text: str) -> int | None:
+  if (match := _ID.search(text)) is not None:
+    return int(match.group(1))
+  if (match := _TIMEOUT.search(text)) is None:
+    return None
+  number = int(match.group(1))
+  if number not in _timeouts:
+    _timeouts[number] = keep(GateTimeoutError(match.group(2)))
+  return _timeouts[number]
 
 
 def _original(error: BaseException) -> _Kept | None:
+  number = _id_of(error) or 0
   with _lock:
-    kept = _store.get(_id_of(error) or 0)
+    kept = _store.get(number)
     if kept is not None:
       kept.claimed = True
     return kept
@@ -313,8 +327,9 @@ def _original(error: BaseException) -> _Kept | None:
 
 def original_of(error: BaseException) -> BaseException:
   """The gate's exception that JAX's error stands for, where it is still here; else the error."""
+  number = _id_of(error) or 0
   with _lock:
-    kept = _store.get(_id_of(error) or 0)
+    kept = _store.get(number)
   return error if kept is None else kept.exception
 
 

@@ -6,8 +6,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <csignal>
-#include <ctime>
 #include <map>
 #include <optional>
 #include <utility>
@@ -18,6 +16,7 @@
 #include "bindings/gil.h"
 #include "bindings/py_consumer.h"
 #include "channel/tap.h"
+#include "core/interrupt.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
@@ -26,66 +25,20 @@ namespace {
 using Clock = Channel::Clock;
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// -- Ctrl-C while a sender waits -----------------------------------------------------------------
-// The main thread may be inside XLA, where Python's own handler only leaves a note. So from the
-// first channel on a handler of ours stands before Python's: it tells a sender that waits, too.
-std::atomic<std::int64_t> g_signal_ns{0};  // when the last one came, by the steady clock; 0: none
-struct sigaction g_before;
-
-std::int64_t steady_ns() noexcept {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
-  return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
-void on_sigint(int number, siginfo_t* info, void* context) {
-  g_signal_ns.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
-  if ((g_before.sa_flags & SA_SIGINFO) != 0) {
-    g_before.sa_sigaction(number, info, context);
-  } else if (g_before.sa_handler != SIG_DFL && g_before.sa_handler != SIG_IGN) {
-    g_before.sa_handler(number);
-  }
-}
-
-// Puts our handler before the one that is there, unless the signal is ignored or ends the process.
-void watch_sigint() {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  struct sigaction now;
-  if (sigaction(SIGINT, nullptr, &now) != 0) return;
-  bool with_info = (now.sa_flags & SA_SIGINFO) != 0;
-  if (with_info && now.sa_sigaction == &on_sigint) return;
-  if (!with_info && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) return;
-  g_before = now;
-  now.sa_flags |= SA_SIGINFO;
-  now.sa_sigaction = &on_sigint;
-  sigaction(SIGINT, &now, nullptr);
-}
-
-// Whether Ctrl-C came within the last second: earlier ones have been dealt with. A sender that
-// waits asks many times a second.
-bool interrupted() {
-  watch_sigint();
-  std::int64_t came = g_signal_ns.load(std::memory_order_relaxed);  // as above
-  return came != 0 && steady_ns() - came < 1'000'000'000;
-}
-
-// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over. Raises what a
-// signal handler raises.
+// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over, and in a fork's
+// child, where nobody is left to wait for. Raises what a signal handler raises.
 template <typename Wait>
 bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
   auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                      std::chrono::duration<double>(timeout.value_or(0)));
-  for (;;) {
+  while (!Channel::abandoned()) {
     Clock::duration slice = kSlice;
     if (timeout) slice = std::min<Clock::duration>(slice, deadline - Clock::now());
-    {
-      nb::gil_scoped_release unlocked;
-      if (wait(std::max(slice, Clock::duration::zero()))) return true;
-    }
+    if (without_gil([&] { return wait(std::max(slice, Clock::duration::zero())); })) return true;
     if (timeout && Clock::now() >= deadline) return false;
     if (PyErr_CheckSignals() != 0) nb::raise_python_error();
   }
+  return false;
 }
 
 // -- channels ------------------------------------------------------------------------------------
@@ -123,11 +76,10 @@ class ChannelHandle {
  public:
   ChannelHandle(std::string name, std::size_t capacity, const std::string& on_full, double rate)
       : slot_(&Channels::instance().slot(name)) {
-    watch_sigint();
+    Interrupts::watch();
     ChannelOptions options{std::move(name), capacity, parse_on_full(on_full), rate};
     channel_ = std::make_shared<Channel>(std::move(options), &report_error);
-    nb::gil_scoped_release unlocked;  // it waits for senders
-    slot_->open(channel_);
+    without_gil([&] { slot_->open(channel_); });  // it waits for senders
   }
   ChannelHandle(ChannelHandle&&) = default;
 
@@ -135,10 +87,8 @@ class ChannelHandle {
   bool is(const Channel& other) const { return channel_.get() == &other; }
 
   bool close(std::optional<double> timeout) {
-    {
-      nb::gil_scoped_release unlocked;
-      slot_->vacate(*channel_);
-    }
+    if (Channel::abandoned()) return true;  // the parent's is open; locks may be held for ever
+    without_gil([&] { slot_->vacate(*channel_); });
     return wait_in_slices(timeout,
                           [this](Clock::duration slice) { return channel_->close(slice); });
   }
@@ -181,8 +131,8 @@ class TapHandle {
       site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch), "", ""});
     CallContext context;
     context.device = device;
-    nb::gil_scoped_release unlocked;  // the channel may be full
-    Outcome outcome = site->run(Call{views, {}, context});
+    // The channel may be full.
+    Outcome outcome = without_gil([&] { return site->run(Call{views, {}, context}); });
     if (!outcome.ok()) throw Error(outcome.error().code, outcome.error().message);
   }
 
@@ -230,8 +180,8 @@ void bind_handles(nb::module_& module) {
            })
       .def("remove",
            [](ChannelHandle& handle, ConsumerHandle& consumer) {
-             nb::gil_scoped_release unlocked;  // it waits for what is in delivery
-             handle.channel().remove(consumer.consumer);
+             // It waits for what is in delivery.
+             without_gil([&] { handle.channel().remove(consumer.consumer); });
            })
       .def("start", [](ChannelHandle& handle) { handle.channel().start(); })
       .def(
@@ -265,7 +215,6 @@ void bind_handles(nb::module_& module) {
 }  // namespace
 
 void bind_channel(nb::module_& module) {
-  Channel::set_interrupted(&interrupted);
   bind_handles(module);
   module.def(
       "python_consumer",

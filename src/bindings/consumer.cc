@@ -3,6 +3,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include "bindings/gil.h"
+
 namespace callgate::bindings {
 
 void bind_consumer(nb::module_& module) {
@@ -12,8 +14,8 @@ void bind_consumer(nb::module_& module) {
              return "<native consumer: " + handle.consumer->description() + ">";
            })
       .def(
-          "close", [](const ConsumerHandle& handle) { handle.consumer->close(); },
-          nb::call_guard<nb::gil_scoped_release>(),
+          "close",
+          [](const ConsumerHandle& handle) { without_gil([&] { handle.consumer->close(); }); },
           "No record follows; after it was removed from its channel.");
 }
 

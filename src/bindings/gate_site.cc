@@ -16,7 +16,9 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/views.h"
+#include "core/lifecycle.h"
 #include "core/watchdog.h"
+#include "core/worker_pool.h"
 
 namespace callgate::bindings {
 namespace {
@@ -50,9 +52,14 @@ class PyGateSite final : public Site {
     std::string text;
     for (const ArrayView& view : call.operands)
       text += (text.empty() ? "" : ", ") + to_string(view);
+    // On another thread than the watchdog's: the report needs the GIL, which may not be given.
     Watch watch(delay, [callee = callee_, text] {
-      std::string report = callee->stall_report("(" + text + ")", /*timed_out=*/false);
-      std::fprintf(stderr, "%s\n", report.c_str());
+      (void)WorkerPool::instance().submit([callee, text] {
+        ActiveCall active;
+        if (!active.entered()) return;
+        std::string report = callee->stall_report("(" + text + ")", /*timed_out=*/false);
+        std::fprintf(stderr, "%s\n", report.c_str());
+      });
     });
     return run_timed(call);
   }

@@ -14,6 +14,7 @@
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
+#include "bindings/interrupt.h"
 #include "bindings/kernel.h"
 #include "bindings/progress.h"
 #include "bindings/python.h"
@@ -109,19 +110,18 @@ nb::dict targets() {
 // were still running after `seconds`; their threads then stop at their next step in Python.
 bool shut_down(double seconds) {
   constexpr std::chrono::seconds kSecond(1);  // for what needs no Python any more
-  bool quiet = false;
-  {
-    nb::gil_scoped_release unlocked;  // calls inside need it to finish
+  bool quiet = without_gil([&] {              // calls inside need it to finish
     bool busy = Lifecycle::instance().active() != 0;
-    quiet = Lifecycle::instance().close(
+    bool left = Lifecycle::instance().close(
         std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
-    if (quiet) WorkerPool::instance().stop();
-    if (quiet) quiet = cuda::Completions::stop_all(kSecond);
-    if (quiet) Watchdog::instance().stop();
+    if (left) WorkerPool::instance().stop();
+    if (left) left = cuda::Completions::stop_all(kSecond);
+    if (left) Watchdog::instance().stop();
     // A daemon thread that was inside has to get through XLA and JAX, back into Python's own code:
     // ended in between, for asking a finalizing interpreter for its GIL, it would end the process.
-    if (busy && quiet) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  }
+    if (busy && left) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    return left;
+  });
   stop_releasing();
   return quiet;
 }
@@ -150,6 +150,7 @@ NB_MODULE(_callgate, module) {
   });
   bind_buffer(module);
   bind_consumer(module);
+  bind_interrupt(module);
   bind_channel(module);
   bind_sinks(module);
   bind_gate(module);
@@ -195,9 +196,9 @@ NB_MODULE(_callgate, module) {
   module.def(
       "drain_devices",
       [](double seconds) {
-        nb::gil_scoped_release unlocked;  // what waits to be done may need it
-        return callgate::cuda::Completions::drain_all(
-            std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+        const std::chrono::nanoseconds wait(static_cast<std::int64_t>(seconds * 1e9));
+        // What waits to be done may need it.
+        return without_gil([&] { return callgate::cuda::Completions::drain_all(wait); });
       },
       nb::arg("seconds"),
       "Waits for what GPUs' programs have sent so far; False when the time ran out.");

@@ -45,9 +45,9 @@ nb::list poll() {
 
 // A program without callgate's runtime comes by way of JAX's callbacks.
 std::int32_t begin(const std::string& text, std::int64_t every, std::int64_t total) {
-  nb::gil_scoped_release unlocked;  // waking takes it again
-  return ProgressBoard::instance().begin(text, {.site = 0, .every = every, .total = total},
-                                         CallContext{});
+  const ProgressStart start{.site = 0, .every = every, .total = total};
+  // Waking takes it again.
+  return without_gil([&] { return ProgressBoard::instance().begin(text, start, CallContext{}); });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "bindings/gil.h"
 #include "core/error.h"
 
 namespace callgate::bindings {
@@ -118,18 +119,15 @@ void RecordWriter::write(const std::string& name, int role, const std::vector<Le
   }
   const Record record{&from,  seq, time_ns, run, device, repeated ? std::uint32_t{kRepeated} : 0U,
                       payload};
-  nb::gil_scoped_release unlocked;
-  consumer_->consume({&record, 1});
+  without_gil([&] { consumer_->consume({&record, 1}); });
 }
 
 void RecordWriter::flush() {
-  nb::gil_scoped_release unlocked;
-  consumer_->flush();
+  without_gil([&] { consumer_->flush(); });
 }
 
 void RecordWriter::close() {
-  nb::gil_scoped_release unlocked;
-  consumer_->close();
+  without_gil([&] { consumer_->close(); });
 }
 
 }  // namespace callgate::bindings

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/consumer.h"
+#include "bindings/gil.h"
 #include "bindings/record_writer.h"
 #include "channel/sinks/jsonl.h"
 #include "channel/sinks/npy.h"
@@ -29,8 +30,9 @@ struct StatsReader {
 FileMode mode_of(bool append) { return append ? FileMode::kAppend : FileMode::kCreate; }
 
 ConsumerHandle jsonl_sink(std::string path, bool append) {
-  nb::gil_scoped_release unlocked;
-  return {std::make_shared<JsonlSink>(std::move(path), mode_of(append))};
+  return without_gil([&] {
+    return ConsumerHandle{std::make_shared<JsonlSink>(std::move(path), mode_of(append))};
+  });
 }
 
 ConsumerHandle npy_sink(std::string path, bool append) {
@@ -69,11 +71,8 @@ nb::dict to_dict(const Summary& summary) {
 }
 
 nb::dict read_stats(const StatsReader& reader) {
-  std::map<std::string, Summary> summaries;
-  {
-    nb::gil_scoped_release unlocked;  // the lock may be held while values are merged
-    summaries = reader.sink->read();
-  }
+  // The lock may be held while values are merged.
+  std::map<std::string, Summary> summaries = without_gil([&] { return reader.sink->read(); });
   nb::dict out;
   for (const auto& [name, summary] : summaries)
     out[nb::str(name.c_str(), name.size())] = to_dict(summary);
@@ -81,8 +80,7 @@ nb::dict read_stats(const StatsReader& reader) {
 }
 
 void clear_stats(const StatsReader& reader) {
-  nb::gil_scoped_release unlocked;
-  reader.sink->clear();
+  without_gil([&] { reader.sink->clear(); });
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "channel/stream_address.h"
 #include "channel/stream_sink.h"
 #include "core/error.h"
+#include "core/process.h"
 
 namespace callgate::bindings {
 namespace {
@@ -167,6 +168,8 @@ class StreamReader {
    public:
     explicit Use(StreamReader& reader) : reader_(reader) {
       if (reader.close_requested_) reader.refuse("it has been closed");
+      if (!reader.is_file_ && !reader.process_.here())
+        reader.refuse("its connection belongs to the process that this one was forked from");
       if (reader.in_use_) reader.refuse("another thread is reading it");
       reader.in_use_ = true;
     }
@@ -242,6 +245,7 @@ class StreamReader {
   }
 
   std::string address_;
+  OfProcess process_;
   bool is_file_ = false, in_use_ = false, close_requested_ = false;
   ReaderState state_;
   std::unique_ptr<stream::Reader> reader_;

@@ -97,7 +97,8 @@ bool Channel::send(const Parcel& parcel) noexcept {
   record.flags = parcel.sender.flags | shard << kShardBit;
   bool sent = false;
   if (!closed_.load(std::memory_order_seq_cst) && !abandoned() && passes_sampling(parcel.sender)) {
-    if (Entry* entry = reserve(parcel)) {
+    Place place = reserve(parcel);
+    if (Entry* entry = place.entry) {
       // Relaxed: only this source's senders write it, and enrolling twice does no harm.
       if (parcel.sender.enrolled.load(std::memory_order_relaxed) != id_) enrol(parcel.sender);
       record.payload = entry->record.payload;
@@ -106,6 +107,8 @@ bool Channel::send(const Parcel& parcel) noexcept {
       ring_.publish(*entry);
       wake_consumer();
       sent = true;
+    } else if (place.no_memory) {
+      note_no_memory(source);
     } else if (options_.on_full == OnFull::kBlock && on_own_thread()) {
       sent = send_aside_of_ring(parcel, record);
     }
@@ -130,45 +133,56 @@ bool Channel::passes_sampling(Sender& sender) const noexcept {
   return sender.last_passed.compare_exchange_strong(last, now, std::memory_order_relaxed);
 }
 
-Entry* Channel::reserve(const Parcel& parcel) noexcept {
+Channel::Place Channel::reserve(const Parcel& parcel) noexcept {
   std::size_t payload = parcel.sender.source->payload_bytes;
-  if (overflows()) return nullptr;
-  if (Entry* entry = reserve_now(payload)) return entry;
+  if (overflows()) return {};
+  if (Place place = reserve_now(payload); place.decided()) return place;
   if (options_.on_full == OnFull::kBlock) return wait_for_room(payload);
   if (options_.on_full == OnFull::kDropOld) return make_room(payload);
-  return nullptr;
+  return {};
 }
 
-Entry* Channel::reserve_now(std::size_t payload, bool starves) noexcept {
+Channel::Place Channel::reserve_now(std::size_t payload, bool starves) noexcept {
   // Relaxed: who is late to see it overtakes once more.
-  if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return nullptr;
+  if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return {};
   if (payload > std::min(ring_.max_payload(), kLargestInline)) return reserve_aside(payload);
   std::size_t aside = aside_->claimed();
-  if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity())
-    return nullptr;
+  if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity()) return {};
   Entry* entry = ring_.reserve(payload);
-  if (entry == nullptr) return nullptr;
+  if (entry == nullptr) return {};
   entry->record.payload = entry->inline_payload();
-  return entry;
+  return {entry};
 }
 
-Entry* Channel::reserve_aside(std::size_t payload) noexcept {
-  char* block = aside_->take(payload, ring_);
-  if (block == nullptr) return nullptr;
+Channel::Place Channel::reserve_aside(std::size_t payload) noexcept {
+  SideMemory::Block block = aside_->take(payload, ring_);
+  if (block.data == nullptr) return {nullptr, block.no_memory};
   Entry* entry = ring_.reserve(0);
   if (entry == nullptr) {
-    aside_->give_back(block, payload);
-    return nullptr;
+    aside_->give_back(block.data, payload);
+    return {};
   }
   entry->kind = Entry::Kind::kAside;
-  entry->record.payload = block;
-  return entry;
+  entry->record.payload = block.data;
+  return {entry};
+}
+
+// Others need not tell, too.
+void Channel::note_no_memory(const Source& source) noexcept {
+  std::size_t none = 0;
+  // Relaxed: a number that says all; the channel's thread may be late to see it.
+  if (!no_memory_.compare_exchange_strong(none, std::max<std::size_t>(source.payload_bytes, 2),
+                                          std::memory_order_relaxed))
+    return;
+  std::lock_guard lock(mutex_);
+  rest_.store(kAwake, std::memory_order_relaxed);  // as wake_consumer()
+  work_.notify_one();
 }
 
 // Until there is room, or an interrupt, or the channel is closed.
-Entry* Channel::wait_for_room(std::size_t payload) noexcept {
-  if (on_own_thread()) return nullptr;
-  Entry* entry = nullptr;
+Channel::Place Channel::wait_for_room(std::size_t payload) noexcept {
+  if (on_own_thread()) return {};
+  Place place;
   bool starves = false;
   auto patience = Clock::now() + kPatience;
   waiting_.fetch_add(1, std::memory_order_seq_cst);  // before we look, so that room is announced
@@ -177,13 +191,13 @@ Entry* Channel::wait_for_room(std::size_t payload) noexcept {
     if (interrupted_.load(std::memory_order_relaxed) || closed()) break;
     {
       std::unique_lock lock(mutex_);
-      entry = reserve_now(payload, starves);
-      if (entry != nullptr) break;
+      place = reserve_now(payload, starves);
+      if (place.decided()) break;
       work_.notify_one();
       room_.wait_for(lock, kRecheck);
     }
-    entry = reserve_now(payload, starves);
-    if (entry != nullptr) break;
+    place = reserve_now(payload, starves);
+    if (place.decided()) break;
     Interrupted check = g_interrupted.load(std::memory_order_acquire);  // see set_interrupted
     if (check != nullptr && check()) interrupt();
     if (!starves && Clock::now() > patience) {
@@ -193,7 +207,7 @@ Entry* Channel::wait_for_room(std::size_t payload) noexcept {
   }
   if (starves) starving_.fetch_sub(1, std::memory_order_relaxed);  // see reserve_now()
   waiting_.fetch_sub(1, std::memory_order_relaxed);  // an early notice more does no harm
-  return entry;
+  return place;
 }
 
 // Nobody waits for room any more until the channel's thread has found nothing to do.
@@ -205,15 +219,15 @@ void Channel::interrupt() noexcept {
 }
 
 // Drops the oldest records until there is room.
-Entry* Channel::make_room(std::size_t payload) noexcept {
+Channel::Place Channel::make_room(std::size_t payload) noexcept {
   for (;;) {
-    if (Entry* entry = reserve_now(payload)) return entry;
+    if (Place place = reserve_now(payload); place.decided()) return place;
     std::unique_lock lock(head_mutex_);
     // Relaxed: the mutex orders it.
     std::uint64_t next = next_.load(std::memory_order_relaxed);
     Entry* oldest = ring_.at(next);
     if (oldest == nullptr) {
-      if (next == ring_.tail()) return nullptr;  // what fills the channel is in delivery
+      if (next == ring_.tail()) return {};  // what fills the channel is in delivery
       lock.unlock();
       std::this_thread::yield();  // another sender is writing it
       continue;

@@ -164,11 +164,17 @@ class Channel : public std::enable_shared_from_this<Channel> {
   };
 
   // Senders.
-  Entry* reserve(const Parcel& parcel) noexcept;
-  Entry* reserve_now(std::size_t payload, bool starves = false) noexcept;
-  Entry* reserve_aside(std::size_t payload) noexcept;
-  Entry* wait_for_room(std::size_t payload) noexcept;
-  Entry* make_room(std::size_t payload) noexcept;
+  struct Place {
+    Entry* entry = nullptr;
+    bool no_memory = false;  // none for the payload: there never will be, for all we know
+    bool decided() const noexcept { return entry != nullptr || no_memory; }
+  };
+  Place reserve(const Parcel& parcel) noexcept;
+  Place reserve_now(std::size_t payload, bool starves = false) noexcept;
+  Place reserve_aside(std::size_t payload) noexcept;
+  Place wait_for_room(std::size_t payload) noexcept;
+  Place make_room(std::size_t payload) noexcept;
+  void note_no_memory(const Source& source) noexcept;
   void interrupt() noexcept;
   bool send_aside_of_ring(const Parcel& parcel, Record record) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
@@ -192,6 +198,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   }
   std::uint64_t collect();
   void take(Entry& entry);
+  void drop_uncopied() noexcept;
   void collect_overflow(std::uint64_t position);
   void deliver_inherited();
   void deliver() noexcept;
@@ -204,6 +211,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void tell(Consumer& consumer, Action&& action) noexcept;
   std::vector<std::shared_ptr<Consumer>> all_consumers() const;
   void serve_flushes();
+  void report_no_memory() noexcept;
   void rest();
   void finish();
 
@@ -252,7 +260,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   std::atomic<std::thread::id> thread_id_;
   std::atomic<bool> overflowing_{false};  // records of the thread itself wait in `overflow_`
-  std::atomic<int> starving_{0};          // senders that others may not overtake
+  // Bytes of the first record that found no memory; 0 before, and 1 once it has been reported.
+  std::atomic<std::size_t> no_memory_{0};
+  std::atomic<int> starving_{0};  // senders that others may not overtake
   std::atomic<bool> closed_{false};
   enum Rest : int { kAwake, kNapping, kAsleep };
   std::atomic<int> rest_{kAwake};

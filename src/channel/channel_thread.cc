@@ -15,6 +15,13 @@ constexpr std::size_t kBatchRecords = 4096;
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
+// Who is named where a channel has failed by itself.
+class Itself final : public Consumer {
+ public:
+  void consume(std::span<const Record> /*records*/) override {}
+  std::string description() const override { return "the sending"; }
+};
+
 // The large payloads of the batch that this thread delivers, while they may be lent.
 thread_local const std::vector<std::shared_ptr<SideBlock>>* t_lender = nullptr;
 
@@ -26,6 +33,7 @@ void Channel::run() {
   deliver_inherited();
   for (;;) {
     bool some = deliver_some();
+    report_no_memory();
     serve_flushes();
     if (some) continue;
     {
@@ -90,13 +98,28 @@ void Channel::take(Entry& entry) {
         std::make_shared<SideBlock>(aside_, const_cast<char*>(record.payload), bytes));
   } else if (options_.on_full == OnFull::kDropOld) {
     // Counted as the ring's memory is that it leaves.
-    copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
+    try {
+      copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
+    } catch (const std::bad_alloc&) {
+      return drop_uncopied();
+    }
     std::size_t written = record.source->kept ? record.source->written_bytes : bytes;
     std::memcpy(copies_.back().get(), record.payload, written);
     record.payload = copies_.back().get();
     aside_->hold(bytes);
     copied_bytes_ += bytes;
   }
+}
+
+// The batch's newest, for whose copy there is no memory. The head's mutex is held.
+void Channel::drop_uncopied() noexcept {
+  const Record record = batch_.back();
+  batch_.pop_back();
+  record.let_go();
+  dropped_.fetch_add(1, std::memory_order_release);  // see stats()
+  std::size_t none = 0;
+  no_memory_.compare_exchange_strong(none, std::max<std::size_t>(record.source->payload_bytes, 2),
+                                     std::memory_order_relaxed);  // see report_no_memory()
 }
 
 // What this thread sent while the ring was full, as far as it is its turn.
@@ -206,6 +229,21 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept {
   }
 }
 
+// Once, for all that senders and this thread have found no memory for.
+void Channel::report_no_memory() noexcept {
+  // Relaxed: see note_no_memory().
+  std::size_t bytes = no_memory_.load(std::memory_order_relaxed);
+  if (bytes <= 1) return;
+  no_memory_.store(1, std::memory_order_relaxed);
+  Itself itself;
+  tell(itself, [&] {
+    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'",
+                "memory for a record of " + std::to_string(bytes) + " bytes",
+                "none from the system: it is dropped, as all will be that find none; stats() "
+                "counts them");
+  });
+}
+
 // Everything before `position`, and what was taken besides, is done with.
 void Channel::settle(std::uint64_t position) {
   for (const Record& record : batch_) record.let_go();
@@ -278,6 +316,7 @@ void Channel::serve_flushes() {
     in_delivery_ = true;
     current_ = all_consumers();
   }
+  report_no_memory();  // of what was sent before
   for (const auto& consumer : current_) tell(*consumer, [&] { consumer->flush(); });
   current_.clear();
   std::lock_guard lock(mutex_);
@@ -289,7 +328,7 @@ void Channel::serve_flushes() {
 // wake-up costs them microseconds. Then sleep, from which they do.
 void Channel::rest() {
   std::unique_lock lock(mutex_);
-  if (closing_) return;
+  if (closing_ || no_memory_.load(std::memory_order_relaxed) > 1) return;  // see report_no_memory()
   if (!flushes_.empty()) {
     // If it is not due yet, a sender is about to publish.
     if (!settled_.covers(flushes_.front().moment)) {
@@ -314,6 +353,7 @@ void Channel::rest() {
 }
 
 void Channel::finish() {
+  report_no_memory();
   std::deque<Retired> gone;
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources;
   for (;;) {

@@ -78,8 +78,8 @@ bool SideMemory::claim(std::size_t bytes, const Ring& ring) noexcept {
   return false;
 }
 
-char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
-  if (!claim(bytes, ring)) return nullptr;
+SideMemory::Block SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
+  if (!claim(bytes, ring)) return {};
   std::vector<char*> useless;
   {
     std::lock_guard lock(mutex_);
@@ -87,7 +87,7 @@ char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
       char* block = kept_.back();
       kept_.pop_back();
       in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
-      return block;
+      return {block};
     }
     useless.swap(kept_);
   }
@@ -98,7 +98,7 @@ char* SideMemory::take(std::size_t bytes, const Ring& ring) noexcept {
   } else {
     claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
   }
-  return block;
+  return {block, /*no_memory=*/block == nullptr};
 }
 
 void SideMemory::give_back(char* block, std::size_t bytes) noexcept {

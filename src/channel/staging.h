@@ -36,9 +36,14 @@ class SideMemory {
   SideMemory(const SideMemory&) = delete;
   SideMemory& operator=(const SideMemory&) = delete;
 
+  struct Block {
+    char* data = nullptr;
+    bool no_memory = false;  // the system has none: to wait for room would not help
+  };
+
   // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
   // else is in use, a block is granted whatever its size: nothing is too large to be sent.
-  char* take(std::size_t bytes, const Ring& ring) noexcept;
+  Block take(std::size_t bytes, const Ring& ring) noexcept;
   void give_back(char* block, std::size_t bytes) noexcept;
 
   // Takes back a block that has been let go before: its reader kept it for longer.

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <chrono>
 #include <cstring>
@@ -73,7 +74,18 @@ void put_leaf(std::string& out, const LeafType& leaf) {
   put_text(out, leaf.path);
 }
 
+// Readers refuse what is beyond (callgate/stream.h).
+void check_lanes(const Source& source) {
+  auto lanes = static_cast<std::uint64_t>(source.lanes.count());
+  std::uint64_t most = std::max<std::uint64_t>(stream::kFreeLanes, 8 * source.payload_bytes);
+  if (lanes <= most) return;
+  throw Error(ErrorCode::kInvalidArgument, "a stream's tap '" + source.name + "'",
+              "at most " + std::to_string(most) + " lanes (a bit of its values each)",
+              std::to_string(lanes));
+}
+
 void put_source(std::string& out, const Source& source, std::uint32_t number) {
+  check_lanes(source);
   std::size_t start = begin_frame(out, 'D');
   std::string lanes = source.lanes.text();
   put(out, number);

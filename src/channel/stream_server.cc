@@ -66,6 +66,10 @@ void StreamServer::send(const StreamBatch& batch, const std::string& preamble) {
 }
 
 void StreamServer::close() {
+  if (!process_.here()) {
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     if (!closing_) deadline_ = std::chrono::steady_clock::now() + limits_.close_wait;

@@ -17,6 +17,7 @@
 #include "channel/stream_address.h"
 #include "channel/stream_encoder.h"
 #include "channel/unique_fd.h"
+#include "core/process.h"
 
 namespace callgate {
 
@@ -37,7 +38,8 @@ class StreamServer {
   // Sends the batch to all readers; those that connect from now on get `preamble` first.
   void send(const StreamBatch& batch, const std::string& preamble);
 
-  // Waits a bounded time for what was sent to arrive, disconnects all and joins the thread.
+  // Waits a bounded time for what was sent to arrive, disconnects all and joins the thread. In a
+  // fork's child, to whom neither belongs, it only closes descriptors.
   void close();
 
   // With the port in use, for port 0.
@@ -69,6 +71,7 @@ class StreamServer {
   Chunk preamble_;
   std::vector<std::unique_ptr<Reader>> readers_;
   bool closing_ = false;
+  OfProcess process_;
   std::chrono::steady_clock::time_point deadline_;
   std::jthread thread_;  // last: it uses all of the above
 };

@@ -35,7 +35,7 @@ StreamSink::~StreamSink() {
 }
 
 void StreamSink::consume(std::span<const Record> records) {
-  if (closed_) return;
+  if (closed_ || !process_.here()) return;  // the file and the readers are the parent's
   // After a write that failed: readers have seen nothing of it, descriptions included.
   if (!in_session_) encoder_.start(batch_);
   in_session_ = true;
@@ -62,6 +62,10 @@ void StreamSink::write() {
 void StreamSink::close() {
   if (closed_) return;
   closed_ = true;
+  if (!process_.here()) {
+    if (server_) server_->close();
+    return;
+  }
   try {
     if (in_session_) {
       encoder_.finish(batch_);

@@ -17,6 +17,7 @@
 #include "channel/stream_encoder.h"
 #include "channel/stream_file.h"
 #include "channel/stream_server.h"
+#include "core/process.h"
 
 namespace callgate {
 
@@ -45,6 +46,7 @@ class StreamSink final : public Consumer {
   std::optional<StreamServer> server_;
   bool in_session_ = false;
   bool closed_ = false;
+  OfProcess process_;
 };
 
 }  // namespace callgate

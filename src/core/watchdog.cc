@@ -12,6 +12,7 @@ Watchdog& Watchdog::instance() {
 
 Watchdog::Ticket Watchdog::arm(Clock::duration delay, Action action) {
   Ticket ticket;
+  if (!process_.here()) return ticket;  // and the lock may be held for ever
   {
     std::lock_guard lock(mutex_);
     ticket = {Clock::now() + delay, next_++};
@@ -25,6 +26,7 @@ Watchdog::Ticket Watchdog::arm(Clock::duration delay, Action action) {
 }
 
 void Watchdog::disarm(const Ticket& ticket) {
+  if (!process_.here()) return;
   std::lock_guard lock(mutex_);
   actions_.erase(ticket);
 }

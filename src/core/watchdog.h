@@ -14,6 +14,8 @@
 #include <thread>
 #include <utility>
 
+#include "core/process.h"
+
 namespace callgate {
 
 class Watchdog {
@@ -29,6 +31,7 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
+  // Does nothing in a fork's child, which has no such thread.
   Ticket arm(Clock::duration delay, Action action);
 
   // Takes the watch back. After it returns the action will not start, but may be running.
@@ -44,6 +47,7 @@ class Watchdog {
   std::map<Ticket, Action> actions_;
   std::uint64_t next_ = 0;
   bool stopped_ = false;
+  OfProcess process_;
   std::jthread thread_;
 };
 

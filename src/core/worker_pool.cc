@@ -23,11 +23,16 @@ WorkerPool& WorkerPool::instance() {
 }
 
 bool WorkerPool::submit(Job job) {
+  if (lost()) return false;
   std::list<std::jthread> ended;  // joined after the lock is gone
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return false;
     ended.swap(ended_);
+    if (!used_.load(std::memory_order_relaxed)) {  // written under the mutex
+      process_ = OfProcess();
+      used_.store(true, std::memory_order_release);  // see lost()
+    }
     // The thread first: where the system gives none this throws, and the job must not be queued.
     if (jobs_.size() + 1 > idle_) threads_.emplace_back([this] { work(); });
     jobs_.push_back(std::move(job));

@@ -5,6 +5,7 @@
 // after a while. Threads are named and joined by `stop`.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -12,6 +13,8 @@
 #include <list>
 #include <mutex>
 #include <thread>
+
+#include "core/process.h"
 
 namespace callgate {
 
@@ -26,8 +29,14 @@ class WorkerPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  // Runs the job soon on a thread of the pool. False after stop(): the job is not taken.
+  // Runs the job soon on a thread of the pool. False after stop(), and where the pool is lost: the
+  // job is not taken.
   bool submit(Job job);
+
+  // In a fork's child of a process that has used the pool: its threads are not here.
+  bool lost() const noexcept {
+    return used_.load(std::memory_order_acquire) && !process_.here();  // pairs with submit()
+  }
 
   // Finishes the jobs at hand, then joins all threads.
   void stop();
@@ -45,6 +54,8 @@ class WorkerPool {
   std::list<std::jthread> ended_;  // threads that left their loop, to be joined
   std::size_t idle_ = 0;
   bool stopping_ = false;
+  OfProcess process_;  // of the first job
+  std::atomic<bool> used_{false};
 };
 
 }  // namespace callgate

@@ -1,6 +1,7 @@
 // See the header.
 #include "xla/call_site.h"
 
+#include "core/interrupt.h"
 #include "core/registry.h"
 #include "xla/attributes.h"
 
@@ -16,6 +17,7 @@ Outcome CallSite::run(const Call& call) const {
 
 std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes) {
   auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+  Interrupts::watch();
   auto made = std::make_shared<CallSite>();
   made->callee = Registry::instance().find(text("name"));
   made->poison_on_error = text("on_error") == "poison";
@@ -30,6 +32,11 @@ Outcome shutting_down(const Callee& callee) {
   if (callee.quiet_at_exit()) return Outcome::success();
   return Outcome::failure(ErrorCode::kAborted, "callgate: gate '" + callee.name() +
                                                    "' was called while the process is ending");
+}
+
+Failure interrupted(const std::string& callee) {
+  return {ErrorCode::kAborted,
+          "callgate: Ctrl-C ended the program at its call of '" + callee + "'"};
 }
 
 }  // namespace callgate::xla_ffi

@@ -31,4 +31,7 @@ std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attribute
 // The outcome of a call that comes when the process is ending.
 Outcome shutting_down(const Callee& callee);
 
+// The failure of a call that Ctrl-C ends.
+Failure interrupted(const std::string& callee);
+
 }  // namespace callgate::xla_ffi

@@ -24,6 +24,7 @@
 #include "xla/cuda_shards.h"
 #include "xla/decode.h"
 #include "xla/guard.h"
+#include "xla/overdue.h"
 #include "xla/owned_call.h"
 #include "xla/state.h"
 
@@ -196,32 +197,34 @@ class OwnThreadCall {
       if (ran.ok() && claim()) owned.publish();
       return ran;
     });
-    if (!outcome.ok() && claim()) fail(outcome.error());
+    if (!outcome.ok() && claim()) {
+      poison_results();
+      site_->callee->defer(outcome.error());
+    }
     if (settled_by_me_) gate_.open();
   }
 
-  void give_up() {
-    if (!claim_for_watchdog()) return;
-    fail({ErrorCode::kDeadlineExceeded,
-          site_->callee->stall_report("arrays on the device", /*timed_out=*/true)});
-    gate_.open();
+  static void give_up(const std::shared_ptr<OwnThreadCall>& call) {
+    fail_overdue(call->site_, "arrays on the device", /*deferred=*/true,
+                 [call](const std::string& /*text*/) {
+                   if (call->settled_.exchange(true, std::memory_order_acq_rel)) return false;
+                   call->poison_results();
+                   call->gate_.open();
+                   return true;
+                 });
   }
 
  private:
-  // True for whoever may write the results: the call that has ended or the watchdog.
+  // True for whoever may write the results: the call that has ended, or give_up().
   bool claim() noexcept {
     // Acquire and release: the loser sees that the results are the winner's.
     settled_by_me_ = settled_by_me_ || !settled_.exchange(true, std::memory_order_acq_rel);
     return settled_by_me_;
   }
-  bool claim_for_watchdog() noexcept {
-    return !settled_.exchange(true, std::memory_order_acq_rel);  // see claim()
-  }
 
-  void fail(const Failure& failure) {
+  void poison_results() {
     ProgressBoard::instance().fail(context_.run);
     for (const ArrayView& view : copies_->results()) poison(view);
-    site_->callee->defer(failure);
   }
 
   std::shared_ptr<CallSite> site_;
@@ -240,7 +243,7 @@ void hand_on(CudaCall& call, const std::shared_ptr<OwnThreadCall>& owned) {
   auto timeout = call.callee().timeout();
   Watchdog::Ticket ticket;
   if (timeout.count() > 0)
-    ticket = Watchdog::instance().arm(timeout, [owned] { owned->give_up(); });
+    ticket = Watchdog::instance().arm(timeout, [owned] { OwnThreadCall::give_up(owned); });
   bool taken = WorkerPool::instance().submit([owned, timeout, ticket] {
     owned->run();
     if (timeout.count() > 0) Watchdog::instance().disarm(ticket);

@@ -64,13 +64,17 @@ CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
   } else {
     context.device = device.device_ordinal;
   }
-  XLA_FFI_RunId_Get_Args run{XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, -1};
-  if (XLA_FFI_Error* error = frame.api->XLA_FFI_RunId_Get(&run)) {
-    ::xla::ffi::internal::DestroyError(frame.api, error);
-  } else {
-    context.run = run.run_id;
-  }
+  context.run = decode_run(frame);
   return context;
+}
+
+std::int64_t decode_run(const XLA_FFI_CallFrame& frame) noexcept {
+  XLA_FFI_RunId_Get_Args run{XLA_FFI_RunId_Get_Args_STRUCT_SIZE, nullptr, frame.ctx, -1};
+  XLA_FFI_Error* error = frame.api->XLA_FFI_RunId_Get(&run);
+  if (error == nullptr) [[likely]]
+    return run.run_id;
+  ::xla::ffi::internal::DestroyError(frame.api, error);
+  return -1;
 }
 
 void* decode_stream(const XLA_FFI_CallFrame& frame) {

@@ -57,6 +57,9 @@ class DecodedCall {
 // The device's ordinal and, when asked for, the run's id; -1 where XLA has none.
 CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept;
 
+// The run's id alone.
+std::int64_t decode_run(const XLA_FFI_CallFrame& frame) noexcept;
+
 // The stream that a GPU's program runs on. Throws Error where XLA has none.
 void* decode_stream(const XLA_FFI_CallFrame& frame);
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
 #include "core/watchdog.h"
@@ -12,6 +13,7 @@
 #include "xla/decode.h"
 #include "xla/future.h"
 #include "xla/guard.h"
+#include "xla/overdue.h"
 #include "xla/owned_call.h"
 #include "xla/state.h"
 
@@ -50,38 +52,36 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
 }
 
 // On the watchdog's thread, when the time is over.
-void give_up(const CallSite& site, const OwnedCall& call, Promise& promise) {
-  std::string report;
-  try {
-    report = site.callee->stall_report(call.describe(), /*timed_out=*/true);
-  } catch (const std::exception& error) {
-    report = "callgate: gate '" + site.callee->name() + "' is stalled; no report: " + error.what();
-  }
-  ProgressBoard::instance().fail(call.context().run);
-  if (!site.poison_on_error) {
-    promise.fail(ErrorCode::kDeadlineExceeded, report);
-  } else {
-    promise.succeed([&] {
-      call.poison_results();
-      site.callee->defer(Failure{ErrorCode::kDeadlineExceeded, report});
-    });
-  }
+void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedCall>& call,
+             const std::shared_ptr<Promise>& promise) {
+  fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
+               [site, call, promise](const std::string& text) {
+                 ProgressBoard::instance().fail(call->context().run);
+                 if (!site->poison_on_error)
+                   return promise->fail(ErrorCode::kDeadlineExceeded, text);
+                 return promise->succeed([&] { call->poison_results(); });
+               });
 }
 
 XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
                                      const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
-                                     std::int32_t shard) {
+                                     const CallContext& context) {
+  if (WorkerPool::instance().lost()) {
+    throw Error(ErrorCode::kAborted,
+                "gate '" + site->callee->name() +
+                    "': this process was forked from one that ran gates on threads of their own, "
+                    "which are not here; expected a process of its own (multiprocessing's 'spawn' "
+                    "or 'forkserver')");
+  }
   auto timeout = site->callee->timeout();
-  CallContext context = decode_context(*frame);
-  context.shard = shard;
   auto call = std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
                                           /*private_memory=*/timeout.count() > 0);
   auto promise = std::make_shared<Promise>(frame->api);
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
   if (timeout.count() > 0) {
-    ticket = Watchdog::instance().arm(timeout,
-                                      [site, call, promise] { give_up(*site, *call, *promise); });
+    ticket =
+        Watchdog::instance().arm(timeout, [site, call, promise] { give_up(site, call, promise); });
   }
   bool taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
     run_owned(*site, *call, *promise);
@@ -95,6 +95,13 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
   return nullptr;
 }
 
+// Ctrl-C ends the program, with its bars.
+XLA_FFI_Error* interrupt(XLA_FFI_CallFrame* frame, const CallSite& site, std::int64_t run) {
+  ProgressBoard::instance().fail(run);
+  Failure failure = interrupted(site.callee->name());
+  return make_error(frame->api, failure.code, failure.message);
+}
+
 XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
@@ -103,16 +110,30 @@ XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
     site->site->skip(Call{decoded.operands(), decoded.results(), {}});
     return nullptr;
   }
-  if (site->callee->own_thread()) return execute_on_own_thread(frame, site, decoded, shard);
-  ActiveCall active;
-  CallContext context = site->reads_context ? decode_context(*frame) : CallContext{};
+  bool own_thread = site->callee->own_thread();
+  CallContext context;
+  if (site->reads_context || own_thread) {
+    context = decode_context(*frame);
+  } else {
+    context.run = decode_run(*frame);
+  }
   context.shard = shard;
+  if (Interrupts::ends(context.run)) [[unlikely]] {
+    if (!site->poison_on_error) return interrupt(frame, *site, context.run);
+    // An error would leave other devices waiting. What need not run is passed over, the rest runs.
+    if (site->callee->quiet_at_exit()) {
+      site->site->skip(Call{decoded.operands(), decoded.results(), context});
+      return nullptr;
+    }
+  }
+  if (own_thread) return execute_on_own_thread(frame, site, decoded, context);
+  ActiveCall active;
   Outcome outcome = active.entered()
                         ? site->run(Call{decoded.operands(), decoded.results(), context})
                         : shutting_down(*site->callee);
   if (outcome.ok()) return nullptr;
   // The program ends here, and so do its bars.
-  ProgressBoard::instance().fail(decode_context(*frame).run);
+  ProgressBoard::instance().fail(context.run);
   return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 

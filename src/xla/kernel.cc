@@ -5,9 +5,11 @@
 #include <string>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/kernel.h"
 #include "core/registry.h"
 #include "xla/attributes.h"
+#include "xla/call_site.h"
 #include "xla/decode.h"
 #include "xla/executor.h"
 #include "xla/guard.h"
@@ -38,6 +40,7 @@ std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
     throw Error(ErrorCode::kInvalidArgument, "the program's call of '" + callee->name() + "'",
                 "a kernel for the CPU", "a gate, or a kernel for CUDA alone, of that name");
   }
+  Interrupts::watch();
   auto state = std::make_unique<KernelState>();
   state->bound = share(attrs, *kernel, [&] {
     auto bound = std::make_shared<BoundKernel>();
@@ -58,6 +61,10 @@ XLA_FFI_Error* execute_kernel(XLA_FFI_CallFrame* frame) {
   if (!bound.shards.runs(bound.shards.take(decoded))) [[unlikely]] {
     for (const ArrayView& view : decoded.results()) clear(view);
     return nullptr;
+  }
+  if (Interrupts::ends(decode_run(*frame)) && !bound.poison_on_error) [[unlikely]] {
+    Failure failure = interrupted(bound.site->callee().name());
+    return make_error(frame->api, failure.code, failure.message);
   }
   XlaExecutor executor(*frame);
   Outcome outcome = bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);

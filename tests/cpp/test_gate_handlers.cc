@@ -505,6 +505,32 @@ TEST_F(GateHandlers, AStallReportThatThrowsStillFailsTheProgram) {
   EXPECT_THAT(status.message, HasSubstr("'f'"));
 }
 
+TEST_F(GateHandlers, AReportThatWaitsHoldsUpNeitherItsProgramNorTheTimeoutsOfOthers) {
+  auto released = std::make_shared<std::latch>(1);  // the late call still uses it in the end
+  auto wait = [released](const Call&) {
+    released->wait();
+    return Outcome::success();
+  };
+  Options waiting = on_own_thread(milliseconds(20));
+  waiting.report = [released](const std::string&) {
+    released->wait();
+    return std::string("late");
+  };
+  auto first = define("waiting", wait, waiting);
+  auto second = define("other", wait, on_own_thread(milliseconds(20)));
+  fake::Program stuck("waiting"), other("other");
+  ASSERT_TRUE(stuck.load().ok());
+  ASSERT_TRUE(other.load().ok());
+  fake::Execution of_stuck = stuck.execute(), of_other = other.execute();
+  fake::Status status = of_other.wait();
+  EXPECT_EQ(status.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
+  EXPECT_EQ(status.message, "other() is stalled");
+  status = of_stuck.wait();
+  EXPECT_EQ(status.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
+  EXPECT_THAT(status.message, HasSubstr("gate 'waiting' called with () has run longer than its"));
+  released->count_down();
+}
+
 // The end of the process can't be undone, so these tests run in processes of their own.
 class GateHandlersDeathTest : public ::testing::Test {
  protected:

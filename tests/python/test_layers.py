@@ -33,6 +33,10 @@ ALLOWED = {
   "src/cuda/driver.cc": '#include "core/a.h"\n#include <dlfcn.h>\n',
   "src/xla/tap.cc": '#include "channel/ring.h"\n#include "xla/ffi/api/ffi.h"\n',
   "src/bindings/m.cc": "#include <Python.h>\n#include <nanobind/nanobind.h>\n",
+  "src/bindings/gil.h": "struct GilScope { int s = PyGILState_Ensure(); };\n",
+  "src/bindings/g.cc": (
+    "// not by nb::gil_scoped_release\n/* nor\n gil_scoped_acquire */ int f;\n"
+  ),
   "src/bindings/n.cc": '#include <numpy/arrayobject.h>\n#include "xla/tap.h"\n',
   "include/callgate/kernel.h": '#include "callgate/types.h"\n#include <span>\n',
   "tests/cpp/test_tap.cc": '#include "xla/tap.h"\n#include <gtest/gtest.h>\n',
@@ -65,6 +69,11 @@ VIOLATIONS = [
   ("src/strange/a.cc", "int x;"),
   ("include/callgate/kernel.h", '#include "core/dtype.h"'),
   ("include/callgate/kernel.h", '#include "xla/ffi/api/ffi.h"'),
+  ("src/bindings/m.cc", "void f() { /* waits */ nb::gil_scoped_release unlocked; }"),
+  ("src/bindings/m.cc", 'm.def("f", f, nb::call_guard<nb::gil_scoped_release>());'),
+  ("src/bindings/m.h", "inline void f() { nanobind::gil_scoped_acquire locked; }"),
+  ("src/bindings/m.cc", "void f() { PyThreadState* state = PyEval_SaveThread(); }"),
+  ("src/bindings/m.cc", "void f() { Py_BEGIN_ALLOW_THREADS g(); }"),
   ("tests/cpp/test_gate.cc", '#include "bindings/gil.h"'),
   ("tests/cpp/test_gate.cc", "#include <Python.h>"),
   ("python/callgate/gate.py", "import jax._src.core"),

@@ -311,3 +311,40 @@ def test_tail_shows_the_process_of_each_record_but_of_process_0(tmp_path, capsys
   assert " process 2 device 20 loss #0 " in second
   assert " device 0 loss #0 " in first
   assert "process" not in first
+
+
+# Lanes that cost a reader time and memory, in files that hold none of their values.
+MANY_LANES = {
+  "no leaf has them": ("1000000000:0", [("x", "float32", ())]),
+  "the leaf is empty": ("1000000000:1", [("x", "float32", (1_000_000_000, 0))]),
+  "levels multiply": (
+    ";".join(f"1000:{'0' * i}1{'0' * (5 - i)}" for i in range(6)),
+    [(f"x{i}", "int8", (1000,)) for i in range(6)],
+  ),
+}
+
+
+@pytest.mark.parametrize(("lanes", "leaves"), MANY_LANES.values(), ids=MANY_LANES)
+def test_more_lanes_than_values_are_refused(tmp_path, lanes, leaves):
+  path = tmp_path / "lanes.cgs"
+  arrays = [np.zeros(dims, dtype) for _, dtype, dims in leaves]
+  path.write_bytes(sb.session() + sb.source(0, "t", leaves, lanes=lanes) + sb.record(0, arrays))
+  with pytest.raises(ValueError, match="lanes"):
+    list(cg.open_stream(path))
+
+
+@pytest.mark.parametrize(
+  "shards",
+  ["[1]", '{"lanes": [[0]], "leaves": 5}', '{"leaves": [{"shape": [4], "counts": [0]}]}', "1" * 5],
+)
+def test_a_description_that_no_tap_makes_is_a_clear_error(tmp_path, shards):
+  path = tmp_path / "shards.cgs"
+  described = f'{{"shards": {shards}}}'
+  leaves = [("x", "float32", (2,))]
+  path.write_bytes(
+    sb.session()
+    + sb.source(0, "t", leaves, description=described)
+    + sb.record(0, [np.zeros(2, np.float32)], flags=3 << 8)
+  )
+  with pytest.raises(ValueError, match="tap 't': expected its shards"):
+    list(cg.open_stream(path))

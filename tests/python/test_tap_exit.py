@@ -81,7 +81,7 @@ def test_after_ctrl_c_everything_that_ran_is_delivered():
     """
     )
   )
-  process = start(source, environment={"JAX_PLATFORMS": "cpu"})
+  process = start(source, environment={"JAX_PLATFORMS": "cpu", "CALLGATE_EXIT_SECONDS": "60"})
   try:
     assert process.stdout is not None
     assert process.stdout.readline() == "go\n"
@@ -175,3 +175,50 @@ def test_in_a_forks_child_taps_are_a_clear_error(use):
     """
   )
   assert done.stdout.split("\n")[:2] == ["child 3", "delivered 3"], done.stderr
+
+
+# What waits for a consumer that does not return, or for somebody who does not come.
+BLOCKING = {
+  "flush": "channel.flush()",
+  "close": "channel.close()",
+  "remove": "channel.remove(stuck)",
+  "barrier": "cg.barrier()",
+  "records": "next(cg.channel('other').records())",
+  "a sink's file": "cg.sinks.JSONL(fifo).open('t')",
+  "a stream's end": "next(iter(cg.open_stream(address)))",
+  "a feed's item": "cg.feed(map(time.sleep, [1000])).next()",
+}
+
+
+@pytest.mark.parametrize("call", BLOCKING.values(), ids=BLOCKING)
+def test_a_daemon_thread_in_a_call_that_waits_does_not_abort_the_exit(call, tmp_path):
+  done = finish(
+    f"""
+    called = threading.Event()
+    def stuck(value):
+      called.set()
+      time.sleep(1000)
+    fifo, address = {str(tmp_path / "fifo")!r}, "unix:" + {str(tmp_path / "socket")!r}
+    os.mkfifo(fifo)
+    channel = cg.channel("t", to=stuck)
+    source = cg.channel("source", to=cg.sinks.Stream(address))
+    jax.block_until_ready(sender("t")(3))
+    called.wait()
+    began = threading.Event()
+    def wait():
+      began.set()
+      try:
+        {call}
+      except BaseException:
+        pass  # what it waited for has been closed
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    began.wait()
+    while sys._current_frames()[thread.ident].f_code is wait.__code__:
+      time.sleep(0.001)
+    """,
+    CALLGATE_EXIT_SECONDS="0.3",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "terminate called" not in done.stderr
+  assert "Traceback" not in done.stderr

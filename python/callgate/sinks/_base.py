@@ -24,6 +24,15 @@ class SinkError(RuntimeError):
   """A sink cannot write a record; the message names the sink, the tap and what was expected."""
 
 
+def check_process(sink: Sink, process: int) -> None:
+  """Raises SinkError in a fork's child of the process that has the sink's files open."""
+  if os.getpid() != process:
+    raise SinkError(
+      f"callgate.sinks.{sink!r}: expected to be written to by process {process}, which has it "
+      f"open, got process {os.getpid()}, which was forked from it"
+    )
+
+
 class Sink:
   """A consumer of records that a channel opens, feeds, flushes and closes.
 
@@ -74,6 +83,7 @@ class LibrarySink(Sink):
   def __init__(self, target: str) -> None:
     self._target = target  # what repr shows: a path, mostly
     self._channel: str | None = None  # of the channel that has it open
+    self._process = os.getpid()  # that has opened it
     self._started_before = False
 
   def __repr__(self) -> str:
@@ -90,10 +100,12 @@ class LibrarySink(Sink):
       self._start(resume=self._started_before)
     self._started_before = True
     self._channel = channel
+    self._process = os.getpid()
 
   def write(self, records: Sequence[Record]) -> None:
     if self._channel is None:
       self.open("")
+    check_process(self, self._process)
     first: Exception | None = None
     for record in records:
       try:
@@ -110,7 +122,7 @@ class LibrarySink(Sink):
       raise first
 
   def flush(self) -> None:
-    if self._channel is not None:
+    if self._channel is not None and os.getpid() == self._process:
       with self._naming("cannot flush"):
         self._flush()
 
@@ -118,6 +130,8 @@ class LibrarySink(Sink):
     if self._channel is None:
       return
     self._channel = None
+    if os.getpid() != self._process:
+      return  # the parent's files: a fork's child writes nothing to them
     with self._naming("cannot be closed properly"):
       self._stop()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from callgate import _callgate, _processes
 from callgate._records import Record, leaf_paths
-from callgate.sinks._base import Sink, SinkError, StrPath
+from callgate.sinks._base import Sink, SinkError, StrPath, check_process
 
 _ROLES = ("primal", "tangent", "cotangent")  # the codes of src/channel/record.h
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
@@ -33,9 +33,11 @@ class NativeSink(Sink):
 
   def __init__(self, native: _callgate.Consumer) -> None:
     self.native = native
+    self._process = os.getpid()
     self._writer = _callgate.RecordWriter(native)
 
   def write(self, records: Sequence[Record]) -> None:
+    check_process(self, self._process)
     first: SinkError | None = None
     for record in records:
       try:
@@ -68,10 +70,12 @@ class NativeSink(Sink):
     )
 
   def flush(self) -> None:
-    self._writer.flush()
+    if os.getpid() == self._process:  # a fork's child may find its lock held for ever
+      self._writer.flush()
 
   def close(self) -> None:
-    self._writer.close()
+    if os.getpid() == self._process:
+      self._writer.close()
 
 
 class JSONL(NativeSink):

@@ -1,0 +1,164 @@
+"""Ctrl-C: programs end at their next call of callgate, and so does the process; others live on."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+
+import pytest
+from interpreters import Process, run_python, start
+
+# A program that would run for minutes, and tells the test when it runs.
+PRELUDE = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+
+def tell(x):
+  print("go", flush=True)
+  return x
+
+def forever(step):
+  def program(x):
+    x = cg.call(tell, x, x, effect="io", name="tell")
+    return jax.lax.fori_loop(0, 2**31 - 1, step, x)
+  return jax.jit(program)(np.float32(0))
+
+add = cg.cpp("void add(cg::In<float> x, cg::Out<float> y) { y[0] = x[0] + 1; }", out=lambda x: x)
+"""
+STEPS = {
+  "tap": "lambda i, x: cg.tap(x, lambda value: None) + 1",
+  "check": "lambda i, x: (cg.check(jnp.all(x >= 0), 'below'), x + 1)[1]",
+  "callback": "lambda i, x: (jax.debug.callback(lambda value: None, x), x + 1)[1]",
+  "gate": "lambda i, x: cg.call(lambda value: value, x, x, effect='io')",
+  "own thread": "lambda i, x: cg.call(lambda value: value, x, x, effect='io', thread='own')",
+  "kernel": "lambda i, x: add(x)",
+}
+
+
+def begin(body: str, **environment: str) -> Process:
+  process = start(
+    PRELUDE + textwrap.dedent(body), environment={"JAX_PLATFORMS": "cpu", **environment}
+  )
+  assert process.stdout is not None
+  assert process.stdout.readline() == "go\n"
+  return process
+
+
+def finish(process: Process) -> tuple[str, str]:
+  try:
+    return process.communicate(timeout=60)
+  finally:
+    process.kill()
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_ctrl_c_ends_a_program_at_its_next_call(step: str) -> None:
+  process = begin(f"cg.install()\njax.block_until_ready(forever({step}))")
+  process.send_signal(signal.SIGINT)
+  _, errors = finish(process)
+  assert "KeyboardInterrupt" in errors
+  assert process.returncode in (1, 130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("step", [STEPS["tap"], STEPS["check"]], ids=["tap", "check"])
+def test_ctrl_c_ends_a_program_of_another_thread_with_the_process(step: str) -> None:
+  process = begin(
+    f"""
+    threading.Thread(target=lambda: forever({step}), daemon=True).start()
+    time.sleep(1000)
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  _, errors = finish(process)
+  assert "KeyboardInterrupt" in errors
+
+
+def test_what_waits_behind_an_interrupt_is_delivered_or_counted() -> None:
+  process = begin(
+    """
+    def stuck(value):
+      print("stuck", flush=True)
+      time.sleep(1000)
+    jax.block_until_ready(forever(lambda i, x: cg.tap(x, stuck) + 1))
+    """
+  )
+  assert process.stdout is not None
+  assert process.stdout.readline() == "stuck\n"
+  process.send_signal(signal.SIGINT)
+  _, errors = finish(process)
+  assert "not delivered at the end of the program: taps to functions: " in errors
+
+
+def test_a_program_that_begins_after_an_interrupt_runs_to_its_end() -> None:
+  process = begin(
+    f"""
+    try:
+      jax.block_until_ready(forever({STEPS["tap"]}))
+    except KeyboardInterrupt:
+      pass
+    seen = []
+    x = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: cg.tap(x + 1, seen.append), x))(0)
+    cg.barrier()
+    print(int(x), len(seen), flush=True)
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  out, errors = finish(process)
+  assert out == "100 100\n", errors
+
+
+def test_a_handler_that_only_takes_note_lets_programs_end_by_themselves() -> None:
+  process = begin(
+    """
+    asked = []
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    stop = threading.Event()
+    def wait(value):
+      tell(value)
+      stop.wait()
+      return value
+    seen = []
+    def program(x):
+      x = cg.call(wait, x, x, effect="io")
+      return jax.lax.fori_loop(0, 1000, lambda i, x: cg.tap(x + 1, seen.append), x)
+    worker = threading.Thread(target=lambda: jax.block_until_ready(jax.jit(program)(0)))
+    worker.start()
+    while not asked:
+      time.sleep(0.001)
+    stop.set()
+    worker.join()
+    cg.barrier()
+    print(len(asked), len(seen), flush=True)
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  out, errors = finish(process)
+  assert out == "1 1000\n", errors
+
+
+def test_handlers_of_others_that_call_the_one_before_them_are_called_once() -> None:
+  done = run_python(
+    PRELUDE
+    + textwrap.dedent(
+      """
+      import faulthandler
+      def use(name):
+        with cg.channel(name, to=lambda value: None):
+          jax.jit(lambda x: cg.tap(x, name))(1.0)
+      use("a")
+      faulthandler.register(signal.SIGINT, chain=True)
+      use("b")
+      for name in "cd":
+        try:
+          os.kill(os.getpid(), signal.SIGINT)
+          time.sleep(10)
+        except KeyboardInterrupt:
+          print("interrupted", flush=True)
+        use(name)
+      """
+    )
+  )
+  assert (done.returncode, done.stdout) == (0, "interrupted\ninterrupted\n"), done.stderr
+  assert done.stderr.count("Current thread") == 2

@@ -1,0 +1,45 @@
+"""Taps where the system has no memory for their records: these are counted, and said once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from interpreters import output_of
+
+SOURCE = """
+import json, resource
+import jax, numpy as np
+import callgate as cg
+
+seen = []
+channel = cg.channel("t", on_full="{on_full}", rate=1e9, to=lambda value: seen.append(value.nbytes))
+large = jax.device_put(np.ones(128 << 20, np.uint8))
+small = jax.device_put(np.ones(1, np.uint8))
+send = jax.jit(lambda x: cg.tap(x, "t")[0])
+compiled = [send.lower(x).compile() for x in (large, small)]
+jax.block_until_ready(compiled[1](small))
+channel.flush()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+for _ in range(3):
+  jax.block_until_ready(compiled[0](large))
+jax.block_until_ready(compiled[1](small))
+errors = []
+for _ in range(2):
+  try:
+    channel.flush()
+  except cg.ConsumerError as error:
+    errors.append(str(error))
+print(json.dumps([errors, channel.stats(), seen]))
+"""
+
+
+@pytest.mark.parametrize("on_full", ["block", "drop_new", "drop_old", "sample"])
+def test_records_without_memory_are_dropped_and_reported_once(on_full: str) -> None:
+  out = output_of(SOURCE.replace("{on_full}", on_full))
+  errors, stats, seen = json.loads(out)
+  assert seen == [1, 1]
+  assert (stats["sent"], stats["delivered"], stats["dropped"]) == (5, 2, 3)
+  assert len(errors) == 1
+  assert "channel 't': expected memory for a record of 134217728 bytes, got none" in errors[0]
