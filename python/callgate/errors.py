@@ -1,26 +1,25 @@
 """Exceptions of gates: their types, how they are kept, and how they get back to the caller.
 
 A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The
-original exception object is kept here, in a bounded store, under the id that the text carries;
+original exception object is kept (`_kept.py`), under the id that the text carries;
 `errors()`, `barrier()` and `last_error()` give it back. All functions run under the GIL, on any
 thread.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import re
+import sys
 import threading
 import time
 import traceback as _traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat
+from callgate import _callgate, _compat, _kept
 
 
 class GateError(Exception):
@@ -116,33 +115,8 @@ class ProcessError(GateError, RuntimeError):
     self.message = message
 
 
-@dataclasses.dataclass
-class _Kept:
-  id: int
-  exception: BaseException
-  thread: int
-  claimed: bool = False
-
-
-# The newest failures; older ones keep only their text in JAX's error.
-_STORE_SIZE = 256
-_store: collections.OrderedDict[int, _Kept] = collections.OrderedDict()
 LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
-_next_id = 0
-_open_blocks = 0
-_ID = re.compile(r"\[callgate error #(\d+)\]")
-
-
-def keep(exception: BaseException) -> int:
-  """Stores an exception for the caller; returns its id."""
-  global _next_id
-  with _lock:
-    _next_id += 1
-    _store[_next_id] = _Kept(_next_id, exception, threading.get_ident())
-    while len(_store) > _STORE_SIZE:
-      _store.popitem(last=False)
-    return _next_id
 
 
 # The names of callees that stand for JAX's own callbacks (callgate.install) start so.
@@ -161,7 +135,7 @@ def describe_failure(exception: BaseException, gate: str, site: str, shard: str 
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
     text = "".join(_traceback.format_exception(exception)).rstrip()
-    return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
+    return f"CpuCallback error calling callback: {text}\n[callgate error #{_kept.keep(exception)}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
   on = f" on {shard}" if shard else ""
@@ -173,7 +147,7 @@ def _describe(exception: BaseException, what: str, site: str) -> str:
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
   text = "".join(_traceback.format_exception(exception)).rstrip()
-  return f"[callgate error #{keep(exception)}] {where}\n{text}"
+  return f"[callgate error #{_kept.keep(exception)}] {where}\n{text}"
 
 
 _raised: dict[int, BaseException] = {}
@@ -204,43 +178,60 @@ def kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def raise_kept(error: BaseException) -> None:
   """Raises the exception that an error's text stands for, if it is still here."""
-  match = _ID.search(str(error))
-  if match is None:
-    return
-  with _lock:
-    kept = _store.get(int(match.group(1)))
+  kept = _kept.find(str(error))
   if kept is not None:
-    kept.claimed = True
     raise kept.exception from None
 
 
-_deferred: list[int] = []
+_POISONED = (
+  "callgate: its program went on, as those of the other devices, with NaN for the call's results; "
+  "integers and booleans, which have no NaN, are 0"
+)
 
 
 def defer(text: str) -> None:
   """The runtime's `deferred` hook: a failure that its program could not be told of.
 
   In a program over several devices the failing call's results are poisoned instead (NaN, or zero
-  for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a
-  gate.
+  for integers), and the exception waits for `errors()`, `barrier()`, the next call of a gate or the
+  end of the process.
   """
-  match = _ID.search(text)
-  if match is not None:
-    with _lock:
-      _deferred.append(int(match.group(1)))
+  exception = _kept.defer(text)
+  if exception is not None and _POISONED not in getattr(exception, "__notes__", ()):
+    exception.add_note(_POISONED)
 
 
 def raise_deferred() -> None:
-  """Raises the oldest deferred exception, if there is one, and forgets the others."""
-  if not _deferred:
-    return
-  with _lock:
-    kept = [_store[i] for i in _deferred if i in _store]
-    _deferred.clear()
-    for one in kept:
-      one.claimed = True
-  if kept:
-    _raise(kept[0].exception)
+  """Raises the oldest deferred exception, if there is one, with the others named in its notes."""
+  taken = _kept.take_deferred()
+  if taken:
+    _name_others(taken[0], taken[1:])
+    _raise(taken[0])
+
+
+def print_deferred() -> bool:
+  """At the end of the process: shows the deferred exceptions; whether there were any."""
+  taken = _kept.take_deferred()
+  if not taken:
+    return False
+  print("callgate: failures that no program's caller was told of:", file=sys.stderr)
+  for exception in taken[:_SHOWN]:
+    _traceback.print_exception(exception)
+  if len(taken) > _SHOWN:
+    print(f"callgate: and {len(taken) - _SHOWN} more", file=sys.stderr)
+  return True
+
+
+_SHOWN = 10
+
+
+def _name_others(first: BaseException, others: Sequence[BaseException], more: int = 0) -> None:
+  """Notes on an exception those that came with it; there are `more` that were not kept."""
+  others = [other for other in others if other is not first]
+  for other in others[:_SHOWN]:
+    first.add_note(f"callgate: then {type(other).__name__}: {other}")
+  if len(others) + more > _SHOWN:
+    first.add_note(f"callgate: and {len(others) + more - min(len(others), _SHOWN)} more")
 
 
 # What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
@@ -291,40 +282,20 @@ def raise_consumer_errors() -> None:
     return
   first, others = errors[0], tuple(error for error in errors[1:] if error is not errors[0])
   first.callgate_others = others  # pyright: ignore[reportAttributeAccessIssue]
-  for other in others[:10]:
-    first.add_note(f"callgate: then {type(other).__name__}: {other}")
-  if len(others) + more > 10:
-    first.add_note(f"callgate: and {len(others) + more - min(len(others), 10)} more")
+  _name_others(first, others, more)
   _raise(first)
-
-
-def _id_of(error: BaseException) -> int | None:
-  match = _ID.search(str(error))
-  return int(match.group(1)) if match is not None else None
-
-
-def _original(error: BaseException) -> _Kept | None:
-  with _lock:
-    kept = _store.get(_id_of(error) or 0)
-    if kept is not None:
-      kept.claimed = True
-    return kept
 
 
 def original_of(error: BaseException) -> BaseException:
   """The gate's exception that JAX's error stands for, where it is still here; else the error."""
-  with _lock:
-    kept = _store.get(_id_of(error) or 0)
+  kept = _kept.find(str(error), claim=False)
   return error if kept is None else kept.exception
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
-  number = _id_of(failure)
-  if number is None:
-    return False
-  with _lock:
-    return number < first or (number in _store and _store[number].claimed)
+  number = _kept.id_in(str(failure))
+  return number is not None and (number < first or _kept.is_claimed(number))
 
 
 def _python_threads() -> set[int | None]:
@@ -336,7 +307,7 @@ def _python_threads() -> set[int | None]:
 def raise_program_failure(failure: BaseException | None) -> None:
   """Raises what `wait_for_programs` returned, as the original exception, once."""
   if failure is not None and not _is_stale(failure, first=0):
-    kept = _original(failure)
+    kept = _kept.find(str(failure))
     _raise(kept.exception if kept is not None else failure)
 
 
@@ -359,11 +330,10 @@ def last_error() -> BaseException | None:
   """
   own = threading.get_ident()
   python_threads = _python_threads()
-  with _lock:
-    for kept in reversed(_store.values()):
-      if kept.thread == own or kept.thread not in python_threads:
-        kept.claimed = True
-        return kept.exception
+  for kept in _kept.newest_first():
+    if kept.thread == own or kept.thread not in python_threads:
+      kept.claimed = True
+      return kept.exception
   return None
 
 
@@ -388,10 +358,7 @@ class errors:
   """
 
   def __enter__(self) -> errors:
-    global _open_blocks
-    with _lock:
-      self._first = _next_id + 1
-      _open_blocks += 1
+    self._first = _kept.enter_block()
     return self
 
   def __exit__(
@@ -400,7 +367,6 @@ class errors:
     error: BaseException | None,
     traceback: TracebackType | None,
   ) -> bool:
-    global _open_blocks
     try:
       if error is None:
         failure = wait_for_programs(None)
@@ -410,32 +376,30 @@ class errors:
         self._raise_unseen(failure)
         raise_consumer_errors()
       elif isinstance(error, _PROGRAM_ERRORS):
-        kept = _original(error)
+        kept = _kept.find(str(error))
         if kept is not None and kept.exception is not error:
           _raise(kept.exception)
     finally:
-      with _lock:
-        _open_blocks -= 1
+      _kept.leave_block(self._first)
     return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
     if failure is not None and _is_stale(failure, self._first):
       failure = None
-    kept = _original(failure) if failure is not None else None
+    kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
       own, python_threads = threading.get_ident(), _python_threads()
-      with _lock:
-        alone = _open_blocks == 1
-        unseen = [
-          k
-          for k in _store.values()
-          if k.id >= self._first
-          and not k.claimed
-          and (k.thread == own or (alone and k.thread not in python_threads))
-        ]
-        if unseen:
-          kept = unseen[0]
-          kept.claimed = True
+      alone = _kept.open_blocks() == 1
+      unseen = [
+        k
+        for k in _kept.newest_first()
+        if k.id >= self._first
+        and not k.claimed
+        and (k.thread == own or (alone and k.thread not in python_threads))
+      ]
+      if unseen:
+        kept = unseen[-1]
+        kept.claimed = True
     if kept is not None:
       _raise(kept.exception)
     if failure is not None:
