@@ -6,6 +6,7 @@ Runs on a channel's thread, under the GIL. A consumer's exception is kept with i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -158,6 +159,13 @@ def info_of(source: _RawSource, row: _Row) -> TapInfo:
   )
 
 
+@dataclasses.dataclass
+class Presence:
+  """Whether a consumer still is with its channel: one that leaves has had its last call."""
+
+  ended: bool = False
+
+
 # Told the newest scalar of each tap, once a batch: progress bars show it.
 _listener: Callable[[str, Any], None] | None = None
 
@@ -187,8 +195,11 @@ def wants_info(function: Callable[..., Any]) -> bool:
   )
 
 
-def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
+def rows_to_function(
+  function: Callable[..., Any], presence: Presence | None = None
+) -> Callable[..., None]:
   """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
+  presence = presence or Presence()
   with_info = wants_info(function)
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
@@ -197,6 +208,8 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
     _tell(source, rows[-1][6])
     convert = _device_arrays.Converter() if about.on_device else None
     for row in rows:
+      if presence.ended:
+        return
       try:
         if convert is not None:
           row = convert(row)
@@ -210,10 +223,14 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
   return consume
 
 
-def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Callable[..., None]:
+def rows_to_records(
+  write: Callable[[list[Record]], Any], owner: object, presence: Presence
+) -> Callable[..., None]:
   """A consumer of rows that calls `write(records)` with all that are there."""
 
   def consume(source: _RawSource, rows: list[_Row]) -> None:
+    if presence.ended:
+      return
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
@@ -227,7 +244,9 @@ def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Call
   return consume
 
 
-def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Callable[..., None]:
+def stacks_to_function(
+  function: Callable[..., Any], limit: int | None, presence: Presence
+) -> Callable[..., None]:
   """A consumer of stacked arrays, with at most `limit` rows a call."""
   with_info = wants_info(function)
 
@@ -237,6 +256,8 @@ def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Calla
     total = len(numbers[0])
     step = limit or total
     for start in range(0, total, step):
+      if presence.ended:
+        return
       part = slice(start, start + step)
       try:
         value = about.stacked([array[part] for array in arrays])

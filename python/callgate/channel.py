@@ -7,6 +7,7 @@ what a user waits for.
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ DEFAULT = "default"  # the channel of taps to functions
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
 _open: dict[str, Channel] = {}
+_opening: set[str] = set()  # names of channels whose sinks are being opened
 _lock = threading.Lock()
 
 
@@ -48,6 +50,7 @@ class Channel:
     self._batch = batch is not None and batch is not False
     self._limit = limit
     self._consumers: list[tuple[Any, Any]] = []
+    self._presences: dict[Any, _delivery.Presence] = {}  # by the native form
     given = list(to) if isinstance(to, (list, tuple)) else [to]
     adapted = [(one, self._adapt(one)) for one in given]
     if on_full not in ("block", "drop_new", "drop_old", "sample"):
@@ -59,15 +62,22 @@ class Channel:
       raise GateDefinitionError(
         f"channel '{name}': rate: expected records a second, above 0, got {rate!r}"
       )
+    size = parse_capacity(name, capacity)
     check_not_forked()
     self._closed = False
-    self._handle = _callgate.Channel(
-      name, capacity=parse_capacity(name, capacity), on_full=on_full, rate=float(rate)
-    )
-    # Programs that were exported, or loaded from a cache, find the channel by this callee.
-    self.tap = _tap_of_channel(name)
-    with _lock:
-      _open[name] = self
+    # Sinks first: with one that can't be opened there is no channel, and the records that wait for
+    # one of this name wait on.
+    with _reserved(name):
+      _open_sinks(name, given)
+      try:
+        self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
+        # Programs that were exported, or loaded from a cache, find the channel by this callee.
+        self.tap = _tap_of_channel(name)
+      except BaseException:
+        _close_sinks(given)
+        raise
+      with _lock:
+        _open[name] = self
     self._attach(adapted)
 
   def __repr__(self) -> str:
@@ -94,10 +104,15 @@ class Channel:
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
-    self._attach([(consumer, self._adapt(consumer))])
+    adapted = (consumer, self._adapt(consumer))
+    _open_sinks(self.name, [consumer])
+    self._attach([adapted])
 
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
+
+    After it the consumer is not called any more, not even for records that are with it: a consumer
+    that takes itself out has had its last call.
 
     Raises:
       GateDefinitionError: it is not a consumer of this channel.
@@ -105,6 +120,9 @@ class Channel:
     for index, (one, handle) in enumerate(self._consumers):
       if one is consumer or one == consumer:
         del self._consumers[index]
+        presence = self._presences.pop(handle, None)
+        if presence is not None:
+          presence.ended = True
         self._handle.remove(handle)
         if hasattr(consumer, "close"):
           consumer.close()
@@ -113,9 +131,6 @@ class Channel:
 
   def _attach(self, consumers: Sequence[tuple[Any, Any]]) -> None:
     """Adds (consumer, its native form) pairs at once: all get the same records."""
-    for consumer, _ in consumers:
-      if hasattr(consumer, "open") and hasattr(consumer, "write"):
-        consumer.open(self.name)
     self._consumers.extend(consumers)
     if consumers:
       self._handle.add([handle for _, handle in consumers])
@@ -126,18 +141,23 @@ class Channel:
     native = getattr(consumer, "native", None)
     if isinstance(native, _callgate.Consumer):
       return native
+    presence = _delivery.Presence()
     if callable(getattr(consumer, "write", None)):
-      return _callgate.python_consumer(
-        _delivery.rows_to_records(consumer.write, consumer), control=_control_of(consumer)
-      )
+      rows = _delivery.rows_to_records(consumer.write, consumer, presence)
+      return self._present(_callgate.python_consumer(rows, control=_control_of(consumer)), presence)
     if not callable(consumer):
       raise GateDefinitionError(
         f"channel '{self.name}': to: expected functions or sinks, got {consumer!r}"
       )
     if self._batch:
-      stacked = _delivery.stacks_to_function(consumer, self._limit)
-      return _callgate.python_consumer(stacked, stacked=True)
-    return _callgate.python_consumer(_delivery.rows_to_function(consumer))
+      stacked = _delivery.stacks_to_function(consumer, self._limit, presence)
+      return self._present(_callgate.python_consumer(stacked, stacked=True), presence)
+    rows = _delivery.rows_to_function(consumer, presence)
+    return self._present(_callgate.python_consumer(rows), presence)
+
+  def _present(self, native: Any, presence: _delivery.Presence) -> Any:
+    self._presences[native] = presence
+    return native
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
@@ -247,6 +267,46 @@ class _Records(Iterator[Record]):
       record = self._waiting.popleft()
       self._changed.notify_all()
       return record
+
+
+@contextlib.contextmanager
+def _reserved(name: str) -> Iterator[None]:
+  """The name is taken while a channel is made; ValueError where it is already."""
+  with _lock:
+    if name in _open or name in _opening:
+      raise ValueError(
+        f"callgate: a channel named '{name}' is open already; close it first, or give this one "
+        "another name"
+      )
+    _opening.add(name)
+  try:
+    yield
+  finally:
+    with _lock:
+      _opening.discard(name)
+
+
+def _is_sink(consumer: Any) -> bool:
+  return hasattr(consumer, "open") and hasattr(consumer, "write")
+
+
+def _open_sinks(name: str, consumers: Sequence[Any]) -> None:
+  """Opens those that are sinks, all or none."""
+  opened: list[Any] = []
+  for one in filter(_is_sink, consumers):
+    try:
+      one.open(name)
+    except BaseException:
+      _close_sinks(opened)
+      raise
+    opened.append(one)
+
+
+def _close_sinks(consumers: Sequence[Any]) -> None:
+  """After an error, which is raised whatever comes here."""
+  for one in filter(_is_sink, consumers):
+    with contextlib.suppress(Exception):
+      one.close()
 
 
 def _is_closed(channel: Channel) -> bool:

@@ -87,7 +87,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   // Consumers come and go at any time; the channel's thread starts with the first, so those that
   // are to get the same records are added at once. `remove` returns when the consumer is not in use
-  // any more.
+  // any more; called by a consumer, on the channel's thread, it takes effect at once, also for
+  // the caller.
   void add(std::shared_ptr<Consumer> consumer) { add_all({std::move(consumer)}); }
   void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
   void remove(const std::shared_ptr<Consumer>& consumer);

@@ -138,8 +138,11 @@ void Channel::deliver_inherited() {
 void Channel::deliver() noexcept {
   bool shared = std::ranges::any_of(
       batch_, [](const Record& record) { return record.source->consumer != nullptr; });
-  for (const auto& consumer : current_)
-    hand_over(*consumer, batch_, !shared && consumer == current_.back());
+  for (std::size_t i = 0; i < current_.size(); ++i) {
+    std::shared_ptr<Consumer> consumer = current_[i];  // remove() may take it out meanwhile
+    if (consumer != nullptr)
+      hand_over(*consumer, batch_, /*last=*/!shared && i + 1 == current_.size());
+  }
   // Runs of records whose sources share a consumer of their own.
   std::span<const Record> rest(batch_);
   while (!rest.empty()) {
@@ -278,7 +281,10 @@ void Channel::serve_flushes() {
     in_delivery_ = true;
     current_ = all_consumers();
   }
-  for (const auto& consumer : current_) tell(*consumer, [&] { consumer->flush(); });
+  for (std::size_t i = 0; i < current_.size(); ++i) {
+    std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
+    if (consumer != nullptr) tell(*consumer, [&] { consumer->flush(); });
+  }
   current_.clear();
   std::lock_guard lock(mutex_);
   flush_served_ = served;
@@ -329,7 +335,10 @@ void Channel::finish() {
       current_.swap(consumers_);  // others may come meanwhile
       in_delivery_ = true;
     }
-    for (const auto& consumer : current_) tell(*consumer, [&] { consumer->close(); });
+    for (std::size_t i = 0; i < current_.size(); ++i) {
+      std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
+      if (consumer != nullptr) tell(*consumer, [&] { consumer->close(); });
+    }
     current_.clear();
     std::lock_guard lock(mutex_);
     end_delivery();
