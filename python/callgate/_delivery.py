@@ -1,7 +1,8 @@
 """From what the runtime hands over to what a consumer is called with.
 
 Runs on a channel's thread, under the GIL. A consumer's exception is kept with its record for
-`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next.
+`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next. The
+runtime is told how many records were lost so.
 """
 
 from __future__ import annotations
@@ -197,19 +198,20 @@ def wants_info(function: Callable[..., Any]) -> bool:
 
 def rows_to_function(
   function: Callable[..., Any], presence: Presence | None = None
-) -> Callable[..., None]:
+) -> Callable[..., int]:
   """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
   presence = presence or Presence()
   with_info = wants_info(function)
 
-  def consume(source: _RawSource, rows: list[_Row]) -> None:
+  def consume(source: _RawSource, rows: list[_Row]) -> int:
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
     convert = _device_arrays.Converter() if about.on_device else None
+    lost = 0
     for row in rows:
       if presence.ended:
-        return
+        break
       try:
         if convert is not None:
           row = convert(row)
@@ -219,18 +221,20 @@ def rows_to_function(
           function(value_of(row[6], shard_of(row[5])))
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
         keep_consumer_error(error, _where(function, source, row))
+        lost += 1
+    return lost
 
   return consume
 
 
 def rows_to_records(
   write: Callable[[list[Record]], Any], owner: object, presence: Presence
-) -> Callable[..., None]:
+) -> Callable[..., int]:
   """A consumer of rows that calls `write(records)` with all that are there."""
 
-  def consume(source: _RawSource, rows: list[_Row]) -> None:
+  def consume(source: _RawSource, rows: list[_Row]) -> int:
     if presence.ended:
-      return
+      return 0
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
@@ -240,24 +244,27 @@ def rows_to_records(
       write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(owner, source, rows[0]))
+      return getattr(error, "lost", len(rows))  # of a SinkError, which knows
+    return 0
 
   return consume
 
 
 def stacks_to_function(
   function: Callable[..., Any], limit: int | None, presence: Presence
-) -> Callable[..., None]:
+) -> Callable[..., int]:
   """A consumer of stacked arrays, with at most `limit` rows a call."""
   with_info = wants_info(function)
 
-  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> None:
+  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
     about = description(source[3])
     _tell(source, [array[-1, ...] for array in arrays])
     total = len(numbers[0])
     step = limit or total
+    lost = 0
     for start in range(0, total, step):
       if presence.ended:
-        return
+        break
       part = slice(start, start + step)
       try:
         value = about.stacked([array[part] for array in arrays])
@@ -268,6 +275,8 @@ def stacks_to_function(
       except BaseException as error:  # noqa: BLE001 - as above
         row = (*(int(n[start]) for n in numbers), ())
         keep_consumer_error(error, _where(function, source, row))
+        lost += min(step, total - start)
+    return lost
 
   return consume
 

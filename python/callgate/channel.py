@@ -173,7 +173,8 @@ class Channel:
 
     Returns:
       `sent`, `delivered`, `dropped`, `pending`: records (all lanes of a vmap are one). `bytes`:
-      payload sent. `high_water`: most bytes that waited at once.
+      payload sent. `high_water`: most bytes that waited at once. `lost`: of the delivered, what
+      consumers could not take, a full disk's sink, say (lanes count each, and each consumer).
     """
     return self._handle.stats()
 

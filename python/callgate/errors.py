@@ -95,7 +95,21 @@ class KernelError(GateError, RuntimeError):
 
 
 class ConsumerError(GateError):
-  """A native consumer of a channel failed, or a sink's file did."""
+  """A native consumer of a channel failed, or a sink's file did.
+
+  Attributes:
+    said: what it said.
+    lost: records, lanes counted each, that it could not take until then.
+  """
+
+  def __init__(self, said: str, lost: int = 0) -> None:
+    self.said = said
+    self.count(lost)
+
+  def count(self, lost: int) -> None:
+    """Puts the number of lost records into the message."""
+    self.lost = lost
+    self.args = (self.said + (f"; {lost} record(s) lost so far" if lost else ""),)
 
 
 class ProcessError(GateError, RuntimeError):
@@ -252,9 +266,18 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
       _consumer_errors_more += 1
 
 
-def keep_consumer_failure(channel: str, consumer: str, message: str) -> None:
-  """The runtime's hook for native consumers."""
-  keep_consumer_error(ConsumerError(message), f"callgate: raised in {consumer} of '{channel}'")
+def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:
+  """The runtime's hook for native consumers: what they said, and what they have lost so far.
+
+  A full disk fails batch after batch: that is one error, with the newest count.
+  """
+  where = f"callgate: raised in {consumer} of '{channel}'"
+  with _lock:
+    for error in _consumer_errors:
+      if isinstance(error, ConsumerError) and error.said == message and where in error.__notes__:
+        error.count(lost)
+        return
+  keep_consumer_error(ConsumerError(message, lost), where)
 
 
 def take_consumer_error(where: str) -> BaseException | None:

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "bindings/gil.h"
 #include "core/error.h"
 
 namespace callgate::bindings {
@@ -120,6 +121,10 @@ void RecordWriter::write(const std::string& name, int role, const std::vector<Le
                       payload};
   nb::gil_scoped_release unlocked;
   consumer_->consume({&record, 1});
+}
+
+void RecordWriter::open() {
+  without_gil([&] { consumer_->open(); });
 }
 
 void RecordWriter::flush() {

@@ -150,6 +150,7 @@ ChannelStats Channel::stats() const noexcept {
   stats.sent = sequence_.sum();
   stats.pending = stats.sent - stats.delivered - stats.dropped;
   // Relaxed: gauges.
+  stats.lost = lost_.load(std::memory_order_relaxed);
   stats.bytes = bytes_.load(std::memory_order_relaxed);
   stats.high_water = high_water_.load(std::memory_order_relaxed);
   if (abandoned()) return stats;  // the mutex may be held for ever

@@ -157,11 +157,13 @@ void Channel::deliver() noexcept {
 
 void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
   t_lender = last ? &taken_aside_ : nullptr;
+  const std::uint64_t lost = consumer.lost();
   tell(consumer, [&] {
     if (consumer.takes_device_arrays()) return consumer.consume(records);
     hand_over_host_arrays(consumer, records);
   });
   t_lender = nullptr;
+  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's; a gauge
 }
 
 // To a consumer that can't read a device: without the records of sources that are for those who

@@ -337,11 +337,12 @@ TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
     setrlimit(RLIMIT_FSIZE, &limit);
     OwnedRecord later = record_of(*source, 1);
     sink.consume({&later.record, 1});  // there is room again
+    if (sink.lost() != 9) return 2;  // there was room for one
     return threw ? 0 : 1;
   });
   EXPECT_EQ(status, 0);
   stream::Reader reader(path);
-  EXPECT_EQ(sequence(reader), counts_below(2));
+  EXPECT_EQ(sequence(reader), (std::vector<std::uint64_t>{0, 0, 1}));
 }
 
 // What a power loss leaves: a file of the right length whose last blocks were never written.
