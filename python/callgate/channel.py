@@ -6,17 +6,17 @@ what a user waits for.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _delivery
+from callgate import _callgate, _consumers
+from callgate._delivery import Presence
 from callgate._records import Record
-from callgate.errors import GateDefinitionError, keep_consumer_error, raise_consumer_errors
+from callgate.errors import GateDefinitionError, raise_consumer_errors
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 DEFAULT = "default"  # the channel of taps to functions
@@ -50,7 +50,7 @@ class Channel:
     self._batch = batch is not None and batch is not False
     self._limit = limit
     self._consumers: list[tuple[Any, Any]] = []
-    self._presences: dict[Any, _delivery.Presence] = {}  # by the native form
+    self._presences: dict[Any, Presence] = {}  # by the native form
     given = list(to) if isinstance(to, (list, tuple)) else [to]
     adapted = [(one, self._adapt(one)) for one in given]
     if on_full not in ("block", "drop_new", "drop_old", "sample"):
@@ -68,13 +68,13 @@ class Channel:
     # Sinks first: with one that can't be opened there is no channel, and the records that wait for
     # one of this name wait on.
     with _reserved(name):
-      _open_sinks(name, given)
+      _consumers.open_sinks(name, given)
       try:
         self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
         # Programs that were exported, or loaded from a cache, find the channel by this callee.
         self.tap = _tap_of_channel(name)
       except BaseException:
-        _close_sinks(given)
+        _consumers.close_sinks(given)
         raise
       with _lock:
         _open[name] = self
@@ -105,7 +105,7 @@ class Channel:
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
     adapted = (consumer, self._adapt(consumer))
-    _open_sinks(self.name, [consumer])
+    _consumers.open_sinks(self.name, [consumer])
     self._attach([adapted])
 
   def remove(self, consumer: Any) -> None:
@@ -136,27 +136,11 @@ class Channel:
       self._handle.add([handle for _, handle in consumers])
 
   def _adapt(self, consumer: Any) -> Any:
-    if isinstance(consumer, _callgate.Consumer):
-      return consumer
-    native = getattr(consumer, "native", None)
-    if isinstance(native, _callgate.Consumer):
-      return native
-    presence = _delivery.Presence()
-    if callable(getattr(consumer, "write", None)):
-      rows = _delivery.rows_to_records(consumer.write, consumer, presence)
-      return self._present(_callgate.python_consumer(rows, control=_control_of(consumer)), presence)
-    if not callable(consumer):
-      raise GateDefinitionError(
-        f"channel '{self.name}': to: expected functions or sinks, got {consumer!r}"
-      )
-    if self._batch:
-      stacked = _delivery.stacks_to_function(consumer, self._limit, presence)
-      return self._present(_callgate.python_consumer(stacked, stacked=True), presence)
-    rows = _delivery.rows_to_function(consumer, presence)
-    return self._present(_callgate.python_consumer(rows), presence)
-
-  def _present(self, native: Any, presence: _delivery.Presence) -> Any:
-    self._presences[native] = presence
+    native, presence = _consumers.adapt(
+      consumer, f"channel '{self.name}'", batch=self._batch, limit=self._limit
+    )
+    if presence is not None:
+      self._presences[native] = presence
     return native
 
   def records(self) -> Iterator[Record]:
@@ -165,7 +149,7 @@ class Channel:
     Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
     consumer.
     """
-    return _Records(self)
+    return _consumers.Records(self, closed=self._closed)
 
   # -- state -------------------------------------------------------------------------------------
   def stats(self) -> dict[str, int]:
@@ -220,58 +204,13 @@ class Channel:
       if _open.get(self.name) is self:
         del _open[self.name]
     for one, _ in self._consumers:
-      if isinstance(one, _Records):
+      if isinstance(one, _consumers.Records):
         one.end_soon()
     return self._handle.close(timeout)
 
 
-class _Records(Iterator[Record]):
-  """An iterator that is a consumer: the channel's thread puts, the user's takes."""
-
-  _LIMIT = 1024
-
-  def __init__(self, channel: Channel) -> None:
-    self._channel = channel
-    self._waiting: collections.deque[Record] = collections.deque()
-    self._changed = threading.Condition()
-    self._ending = self._ended = False
-    if not _is_closed(channel):
-      channel.add(self)
-    else:
-      self._ended = True
-
-  def write(self, records: Sequence[Record]) -> None:
-    with self._changed:
-      self._changed.wait_for(lambda: len(self._waiting) < self._LIMIT or self._ending)
-      self._waiting.extend(records)
-      self._changed.notify_all()
-
-  def open(self, channel: str) -> None:
-    """Nothing to open."""
-
-  def end_soon(self) -> None:
-    """The channel is being closed: what is left comes at once."""
-    with self._changed:
-      self._ending = True
-      self._changed.notify_all()
-
-  def close(self) -> None:
-    with self._changed:
-      self._ending = self._ended = True
-      self._changed.notify_all()
-
-  def __next__(self) -> Record:
-    with self._changed:
-      self._changed.wait_for(lambda: self._waiting or self._ended)
-      if not self._waiting:
-        raise StopIteration
-      record = self._waiting.popleft()
-      self._changed.notify_all()
-      return record
-
-
 @contextlib.contextmanager
-def _reserved(name: str) -> Iterator[None]:
+def _reserved(name: str) -> Generator[None]:
   """The name is taken while a channel is made; ValueError where it is already."""
   with _lock:
     if name in _open or name in _opening:
@@ -285,33 +224,6 @@ def _reserved(name: str) -> Iterator[None]:
   finally:
     with _lock:
       _opening.discard(name)
-
-
-def _is_sink(consumer: Any) -> bool:
-  return hasattr(consumer, "open") and hasattr(consumer, "write")
-
-
-def _open_sinks(name: str, consumers: Sequence[Any]) -> None:
-  """Opens those that are sinks, all or none."""
-  opened: list[Any] = []
-  for one in filter(_is_sink, consumers):
-    try:
-      one.open(name)
-    except BaseException:
-      _close_sinks(opened)
-      raise
-    opened.append(one)
-
-
-def _close_sinks(consumers: Sequence[Any]) -> None:
-  """After an error, which is raised whatever comes here."""
-  for one in filter(_is_sink, consumers):
-    with contextlib.suppress(Exception):
-      one.close()
-
-
-def _is_closed(channel: Channel) -> bool:
-  return channel._closed  # pyright: ignore[reportPrivateUsage]
 
 
 def channel(
@@ -427,19 +339,6 @@ def _tap_of_channel(name: str) -> Any:
   from callgate import _tap
 
   return _tap.of_channel(name)
-
-
-def _control_of(sink: Any) -> Callable[[str], None]:
-  def control(what: str) -> None:
-    method = getattr(sink, what, None)
-    if method is None:
-      return
-    try:
-      method()
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-      keep_consumer_error(error, f"callgate: raised in {what}() of consumer {sink!r}")
-
-  return control
 
 
 def _check_name(name: Any) -> str:
