@@ -337,7 +337,7 @@ TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
     setrlimit(RLIMIT_FSIZE, &limit);
     OwnedRecord later = record_of(*source, 1);
     sink.consume({&later.record, 1});  // there is room again
-    if (sink.lost() != 9) return 2;  // there was room for one
+    if (sink.lost() != 9) return 2;    // there was room for one
     return threw ? 0 : 1;
   });
   EXPECT_EQ(status, 0);
