@@ -50,7 +50,9 @@
 //   'E'      24  u64    records of this session       32  i64  time: the writer closed the stream
 //
 // A file that ends within a frame is being written, or its writer was killed: what is whole counts,
-// and the next writer cuts the rest off. Anything else that is not as above is a FormatError.
+// and the next writer cuts the rest off. So does one whose bytes are zero from within a frame on to
+// the end, over a whole sector's beginning: after a power loss file systems have the length of what
+// was never written. Anything else that is not as above is a FormatError.
 #pragma once
 
 #include <fcntl.h>
@@ -291,14 +293,22 @@ class Reader {
     for (;;) {
       const char* head = need(kHeaderBytes);
       if (head == nullptr) return std::nullopt;
-      std::uint64_t length = check_header(head);
+      std::uint64_t length = 0;
+      try {
+        length = check_header(head);
+      } catch (const FormatError&) {
+        if (zeros_follow(kHeaderBytes)) return std::nullopt;
+        throw;
+      }
       const char* frame = need(length);
       if (frame == nullptr) return std::nullopt;
       internal::Cursor body(frame + kHeaderBytes, length - kHeaderBytes, offset_);
       std::uint32_t crc = 0;
       std::memcpy(&crc, frame + 4, sizeof(crc));
-      if (crc != crc32c(frame + kHeaderBytes, length - kHeaderBytes))
+      if (crc != crc32c(frame + kHeaderBytes, length - kHeaderBytes)) {
+        if (zeros_follow(length)) return std::nullopt;
         body.fail("a damaged frame: its checksum is another");
+      }
       std::optional<Record> record;
       if (frame[3] == 'R') record = parse_record(body);
       if (frame[3] == 'S') start(body);
@@ -349,6 +359,37 @@ class Reader {
   const char* forget() {
     begin_ = end_ = 0;
     return nullptr;
+  }
+
+  // Whether the frame of `length` bytes that is due was never written from some byte on, and
+  // nothing behind it: all is zero to the end. Then that is the end for now.
+  bool zeros_follow(std::uint64_t length) {
+    std::uint64_t size = end_;
+    if (file_) {
+      struct stat status{};
+      if (fstat(fd_, &status) != 0) return false;
+      size = static_cast<std::uint64_t>(status.st_size);
+    } else if (memory_ == nullptr) {
+      return false;  // a connection has no holes
+    }
+    std::uint64_t zeros = size;  // from here on
+    char chunk[4096];
+    for (bool all = true; all && zeros > offset_;) {
+      auto count =
+          static_cast<std::size_t>(std::min<std::uint64_t>(sizeof(chunk), zeros - offset_));
+      const char* bytes = memory_ != nullptr ? memory_ + (zeros - count) : chunk;
+      if (memory_ == nullptr && ::pread(fd_, chunk, count, static_cast<off_t>(zeros - count)) !=
+                                    static_cast<ssize_t>(count))
+        return false;
+      while (count > 0 && bytes[count - 1] == 0) --count, --zeros;
+      all = count == 0;
+    }
+    // Few zeros are nothing strange at the end of a frame: it takes the beginning of a sector.
+    constexpr std::uint64_t kSector = 512;
+    const std::uint64_t sector = (zeros + kSector - 1) / kSector * kSector;
+    ended_ = zeros <= offset_ || (zeros < offset_ + length && sector < size);
+    if (ended_ && file_) forget();
+    return ended_;
   }
 
   // Reads more bytes behind those that are there; false at the end, or when there are none yet.

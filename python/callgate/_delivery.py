@@ -1,11 +1,13 @@
 """From what the runtime hands over to what a consumer is called with.
 
 Runs on a channel's thread, under the GIL. A consumer's exception is kept with its record for
-`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next.
+`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next. The
+runtime is told how many records were lost so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -158,6 +160,13 @@ def info_of(source: _RawSource, row: _Row) -> TapInfo:
   )
 
 
+@dataclasses.dataclass
+class Presence:
+  """Whether a consumer still is with its channel: one that leaves has had its last call."""
+
+  ended: bool = False
+
+
 # Told the newest scalar of each tap, once a batch: progress bars show it.
 _listener: Callable[[str, Any], None] | None = None
 
@@ -187,16 +196,22 @@ def wants_info(function: Callable[..., Any]) -> bool:
   )
 
 
-def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
+def rows_to_function(
+  function: Callable[..., Any], presence: Presence | None = None
+) -> Callable[..., int]:
   """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
+  presence = presence or Presence()
   with_info = wants_info(function)
 
-  def consume(source: _RawSource, rows: list[_Row]) -> None:
+  def consume(source: _RawSource, rows: list[_Row]) -> int:
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
     convert = _device_arrays.Converter() if about.on_device else None
+    lost = 0
     for row in rows:
+      if presence.ended:
+        break
       try:
         if convert is not None:
           row = convert(row)
@@ -206,14 +221,20 @@ def rows_to_function(function: Callable[..., Any]) -> Callable[..., None]:
           function(value_of(row[6], shard_of(row[5])))
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
         keep_consumer_error(error, _where(function, source, row))
+        lost += 1
+    return lost
 
   return consume
 
 
-def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Callable[..., None]:
+def rows_to_records(
+  write: Callable[[list[Record]], Any], owner: object, presence: Presence
+) -> Callable[..., int]:
   """A consumer of rows that calls `write(records)` with all that are there."""
 
-  def consume(source: _RawSource, rows: list[_Row]) -> None:
+  def consume(source: _RawSource, rows: list[_Row]) -> int:
+    if presence.ended:
+      return 0
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
@@ -223,20 +244,27 @@ def rows_to_records(write: Callable[[list[Record]], Any], owner: object) -> Call
       write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(owner, source, rows[0]))
+      return getattr(error, "lost", len(rows))  # of a SinkError, which knows
+    return 0
 
   return consume
 
 
-def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Callable[..., None]:
+def stacks_to_function(
+  function: Callable[..., Any], limit: int | None, presence: Presence
+) -> Callable[..., int]:
   """A consumer of stacked arrays, with at most `limit` rows a call."""
   with_info = wants_info(function)
 
-  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> None:
+  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
     about = description(source[3])
     _tell(source, [array[-1, ...] for array in arrays])
     total = len(numbers[0])
     step = limit or total
+    lost = 0
     for start in range(0, total, step):
+      if presence.ended:
+        break
       part = slice(start, start + step)
       try:
         value = about.stacked([array[part] for array in arrays])
@@ -247,6 +275,8 @@ def stacks_to_function(function: Callable[..., Any], limit: int | None) -> Calla
       except BaseException as error:  # noqa: BLE001 - as above
         row = (*(int(n[start]) for n in numbers), ())
         keep_consumer_error(error, _where(function, source, row))
+        lost += min(step, total - start)
+    return lost
 
   return consume
 

@@ -20,7 +20,7 @@ from callgate import _compat, _cuda_arrays, _spec
 from callgate._adapt import to_numpy
 from callgate._batching import apply_vmap_rule, batch_whole
 from callgate._lowering import Level
-from callgate.errors import GateDefinitionError, ResultError
+from callgate.errors import GateDefinitionError, ResultError, describe_failure
 
 
 def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None) -> Sequence[Any]:
@@ -66,7 +66,7 @@ def host_function(
     return _run_on_host(gate, site, types, inputs)
 
   if not levels:
-    return call
+    return _told(gate, call)
 
   def loop(*inputs: Any) -> tuple[Any, ...]:
     core = [(shape[len(levels) :], dtype) for shape, dtype in types]
@@ -80,7 +80,27 @@ def host_function(
       for k, (shape, dtype) in enumerate(types)
     )
 
-  return loop
+  return _told(gate, loop)
+
+
+class HostError(RuntimeError):
+  """What JAX's own callbacks are told of a gate's exception, which they would make text of.
+
+  It carries the id of the exception, so that `callgate.errors()` has that as it was raised.
+  """
+
+
+def _told(gate: Any, call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+  """The function, with the exceptions that it raises kept for the caller."""
+
+  def told(*inputs: Any) -> tuple[Any, ...]:
+    try:
+      return call(*inputs)
+    except BaseException as error:  # noqa: BLE001 - as the runtime does: the caller gets it
+      text = describe_failure(error, gate.name, site="")
+    raise HostError(text)
+
+  return told
 
 
 def _run_on_host(

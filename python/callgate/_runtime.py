@@ -20,7 +20,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _callgate, _compat, _escape, _names, _partition, _shards
+from callgate import _callgate, _compat, _escape, _kept, _names, _partition, _shards
 from callgate.channel import close_all
 from callgate.errors import (
   GateTimeoutError,
@@ -28,10 +28,10 @@ from callgate.errors import (
   ResultError,
   defer,
   describe_failure,
-  keep,
   keep_consumer_failure,
   kernel_failed,
   kernel_raised,
+  print_deferred,
   raise_consumer_errors,
 )
 
@@ -154,7 +154,7 @@ def _stalled(gate: str, call: str, timed_out: bool) -> str:
   )
   if not timed_out:
     return f"callgate: {report}"
-  return f"[callgate error #{keep(GateTimeoutError(report))}] {report}"
+  return f"[callgate error #{_kept.keep(GateTimeoutError(report))}] {report}"
 
 
 def _device_worker() -> None:
@@ -226,6 +226,9 @@ def _close() -> None:
     raise_consumer_errors()
   except BaseException:  # noqa: BLE001 - as above
     traceback.print_exc()
+  _callgate.watch_exit()  # what comes now comes too late, and is counted
+  if print_deferred():
+    _callgate.fail_exit()
   if not _callgate.shut_down(seconds):
     print(
       f"callgate: {_callgate.active_calls()} call(s) still ran {seconds:g} s after the end of the "

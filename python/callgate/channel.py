@@ -6,16 +6,18 @@ what a user waits for.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _delivery
+from callgate import _callgate, _consumers
+from callgate._consumers import check_not_forked
+from callgate._delivery import Presence
 from callgate._records import Record
-from callgate.errors import GateDefinitionError, keep_consumer_error, raise_consumer_errors
+from callgate.errors import GateDefinitionError, raise_consumer_errors
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 DEFAULT = "default"  # the channel of taps to functions
@@ -23,6 +25,7 @@ DEFAULT = "default"  # the channel of taps to functions
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
 _open: dict[str, Channel] = {}
+_opening: set[str] = set()  # names of channels whose sinks are being opened
 _lock = threading.Lock()
 
 
@@ -48,6 +51,7 @@ class Channel:
     self._batch = batch is not None and batch is not False
     self._limit = limit
     self._consumers: list[tuple[Any, Any]] = []
+    self._presences: dict[Any, Presence] = {}  # by the native form
     given = list(to) if isinstance(to, (list, tuple)) else [to]
     adapted = [(one, self._adapt(one)) for one in given]
     if on_full not in ("block", "drop_new", "drop_old", "sample"):
@@ -59,15 +63,22 @@ class Channel:
       raise GateDefinitionError(
         f"channel '{name}': rate: expected records a second, above 0, got {rate!r}"
       )
+    size = parse_capacity(name, capacity)
     check_not_forked()
     self._closed = False
-    self._handle = _callgate.Channel(
-      name, capacity=parse_capacity(name, capacity), on_full=on_full, rate=float(rate)
-    )
-    # Programs that were exported, or loaded from a cache, find the channel by this callee.
-    self.tap = _tap_of_channel(name)
-    with _lock:
-      _open[name] = self
+    # Sinks first: with one that can't be opened there is no channel, and the records that wait for
+    # one of this name wait on.
+    with _reserved(name):
+      _consumers.open_sinks(name, given)
+      try:
+        self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
+        # Programs that were exported, or loaded from a cache, find the channel by this callee.
+        self.tap = _tap_of_channel(name)
+      except BaseException:
+        _consumers.close_sinks(given)
+        raise
+      with _lock:
+        _open[name] = self
     self._attach(adapted)
 
   def __repr__(self) -> str:
@@ -95,10 +106,15 @@ class Channel:
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
     check_not_forked()
-    self._attach([(consumer, self._adapt(consumer))])
+    adapted = (consumer, self._adapt(consumer))
+    _consumers.open_sinks(self.name, [consumer])
+    self._attach([adapted])
 
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
+
+    After it the consumer is not called any more, not even for records that are with it: a consumer
+    that takes itself out has had its last call.
 
     Raises:
       GateDefinitionError: it is not a consumer of this channel.
@@ -107,6 +123,9 @@ class Channel:
     for index, (one, handle) in enumerate(self._consumers):
       if one is consumer or one == consumer:
         del self._consumers[index]
+        presence = self._presences.pop(handle, None)
+        if presence is not None:
+          presence.ended = True
         self._handle.remove(handle)
         if hasattr(consumer, "close"):
           consumer.close()
@@ -115,31 +134,17 @@ class Channel:
 
   def _attach(self, consumers: Sequence[tuple[Any, Any]]) -> None:
     """Adds (consumer, its native form) pairs at once: all get the same records."""
-    for consumer, _ in consumers:
-      if hasattr(consumer, "open") and hasattr(consumer, "write"):
-        consumer.open(self.name)
     self._consumers.extend(consumers)
     if consumers:
       self._handle.add([handle for _, handle in consumers])
 
   def _adapt(self, consumer: Any) -> Any:
-    if isinstance(consumer, _callgate.Consumer):
-      return consumer
-    native = getattr(consumer, "native", None)
-    if isinstance(native, _callgate.Consumer):
-      return native
-    if callable(getattr(consumer, "write", None)):
-      return _callgate.python_consumer(
-        _delivery.rows_to_records(consumer.write, consumer), control=_control_of(consumer)
-      )
-    if not callable(consumer):
-      raise GateDefinitionError(
-        f"channel '{self.name}': to: expected functions or sinks, got {consumer!r}"
-      )
-    if self._batch:
-      stacked = _delivery.stacks_to_function(consumer, self._limit)
-      return _callgate.python_consumer(stacked, stacked=True)
-    return _callgate.python_consumer(_delivery.rows_to_function(consumer))
+    native, presence = _consumers.adapt(
+      consumer, f"channel '{self.name}'", batch=self._batch, limit=self._limit
+    )
+    if presence is not None:
+      self._presences[native] = presence
+    return native
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
@@ -147,7 +152,7 @@ class Channel:
     Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
     consumer.
     """
-    return _Records(self)
+    return _consumers.Records(self, closed=self._closed)
 
   # -- state -------------------------------------------------------------------------------------
   def stats(self) -> dict[str, int]:
@@ -155,7 +160,8 @@ class Channel:
 
     Returns:
       `sent`, `delivered`, `dropped`, `pending`: records (all lanes of a vmap are one). `bytes`:
-      payload sent. `high_water`: most bytes that waited at once.
+      payload sent. `high_water`: most bytes that waited at once. `lost`: of the delivered, what
+      consumers could not take, a full disk's sink, say (lanes count each, and each consumer).
     """
     return self._handle.stats()
 
@@ -205,59 +211,26 @@ class Channel:
       if _open.get(self.name) is self:
         del _open[self.name]
     for one, _ in self._consumers:
-      if isinstance(one, _Records):
+      if isinstance(one, _consumers.Records):
         one.end_soon()
     return self._handle.close(timeout)
 
 
-class _Records(Iterator[Record]):
-  """An iterator that is a consumer: the channel's thread puts, the user's takes."""
-
-  _LIMIT = 1024
-
-  def __init__(self, channel: Channel) -> None:
-    self._channel = channel
-    self._waiting: collections.deque[Record] = collections.deque()
-    self._changed = threading.Condition()
-    self._ending = self._ended = False
-    if not _is_closed(channel):
-      channel.add(self)
-    else:
-      self._ended = True
-
-  def write(self, records: Sequence[Record]) -> None:
-    with self._changed:
-      self._changed.wait_for(lambda: len(self._waiting) < self._LIMIT or self._ending)
-      self._waiting.extend(records)
-      self._changed.notify_all()
-
-  def open(self, channel: str) -> None:
-    """Nothing to open."""
-
-  def end_soon(self) -> None:
-    """The channel is being closed: what is left comes at once."""
-    with self._changed:
-      self._ending = True
-      self._changed.notify_all()
-
-  def close(self) -> None:
-    with self._changed:
-      self._ending = self._ended = True
-      self._changed.notify_all()
-
-  def __next__(self) -> Record:
-    check_not_forked()
-    with self._changed:
-      self._changed.wait_for(lambda: self._waiting or self._ended)
-      if not self._waiting:
-        raise StopIteration
-      record = self._waiting.popleft()
-      self._changed.notify_all()
-      return record
-
-
-def _is_closed(channel: Channel) -> bool:
-  return channel._closed  # pyright: ignore[reportPrivateUsage]
+@contextlib.contextmanager
+def _reserved(name: str) -> Generator[None]:
+  """The name is taken while a channel is made; ValueError where it is already."""
+  with _lock:
+    if name in _open or name in _opening:
+      raise ValueError(
+        f"callgate: a channel named '{name}' is open already; close it first, or give this one "
+        "another name"
+      )
+    _opening.add(name)
+  try:
+    yield
+  finally:
+    with _lock:
+      _opening.discard(name)
 
 
 def channel(
@@ -360,32 +333,10 @@ def close_all(timeout: float) -> list[str]:
   return left
 
 
-def check_not_forked() -> None:
-  """Channels have no thread in a fork's child: a clear error instead of a hang."""
-  if _callgate.channels_abandoned():
-    raise RuntimeError(
-      "callgate: this process was forked from one that had channels, whose threads are not here; "
-      "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
-    )
-
-
 def _tap_of_channel(name: str) -> Any:
   from callgate import _tap
 
   return _tap.of_channel(name)
-
-
-def _control_of(sink: Any) -> Callable[[str], None]:
-  def control(what: str) -> None:
-    method = getattr(sink, what, None)
-    if method is None:
-      return
-    try:
-      method()
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-      keep_consumer_error(error, f"callgate: raised in {what}() of consumer {sink!r}")
-
-  return control
 
 
 def _check_name(name: Any) -> str:

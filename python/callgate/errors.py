@@ -1,26 +1,25 @@
 """Exceptions of gates: their types, how they are kept, and how they get back to the caller.
 
 A failing gate fails the program, and JAX raises `jax.errors.JaxRuntimeError` with text. The
-original exception object is kept here, in a bounded store, under the id that the text carries;
+original exception object is kept (`_kept.py`), under the id that the text carries;
 `errors()`, `barrier()` and `last_error()` give it back. All functions run under the GIL, on any
 thread.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import re
+import sys
 import threading
 import time
 import traceback as _traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat
+from callgate import _callgate, _compat, _kept
 
 
 class GateError(Exception):
@@ -96,7 +95,21 @@ class KernelError(GateError, RuntimeError):
 
 
 class ConsumerError(GateError):
-  """A native consumer of a channel failed, or a sink's file did."""
+  """A native consumer of a channel failed, or a sink's file did.
+
+  Attributes:
+    said: what it said.
+    lost: records, lanes counted each, that it could not take until then.
+  """
+
+  def __init__(self, said: str, lost: int = 0) -> None:
+    self.said = said
+    self.count(lost)
+
+  def count(self, lost: int) -> None:
+    """Puts the number of lost records into the message."""
+    self.lost = lost
+    self.args = (self.said + (f"; {lost} record(s) lost so far" if lost else ""),)
 
 
 class ProcessError(GateError, RuntimeError):
@@ -116,36 +129,9 @@ class ProcessError(GateError, RuntimeError):
     self.message = message
 
 
-@dataclasses.dataclass
-class _Kept:
-  id: int
-  exception: BaseException
-  thread: int
-  claimed: bool = False
-
-
-# The newest failures; older ones keep only their text in JAX's error.
-_STORE_SIZE = 256
-_store: collections.OrderedDict[int, _Kept] = collections.OrderedDict()
+_kept.make_timeout = GateTimeoutError
 LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
-_next_id = 0
-_open_blocks = 0
-_ID = re.compile(r"\[callgate error #(\d+)\]")
-# A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
-_TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
-_timeouts: dict[int, int] = {}  # their ids
-
-
-def keep(exception: BaseException) -> int:
-  """Stores an exception for the caller; returns its id."""
-  global _next_id
-  with _lock:
-    _next_id += 1
-    _store[_next_id] = _Kept(_next_id, exception, threading.get_ident())
-    while len(_store) > _STORE_SIZE:
-      _store.popitem(last=False)
-    return _next_id
 
 
 # The names of callees that stand for JAX's own callbacks (callgate.install) start so.
@@ -164,7 +150,7 @@ def describe_failure(exception: BaseException, gate: str, site: str, shard: str 
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
     text = "".join(_traceback.format_exception(exception)).rstrip()
-    return f"CpuCallback error calling callback: {text}\n[callgate error #{keep(exception)}]"
+    return f"CpuCallback error calling callback: {text}\n[callgate error #{_kept.keep(exception)}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
   on = f" on {shard}" if shard else ""
@@ -176,7 +162,7 @@ def _describe(exception: BaseException, what: str, site: str) -> str:
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
   text = "".join(_traceback.format_exception(exception)).rstrip()
-  return f"[callgate error #{keep(exception)}] {where}\n{text}"
+  return f"[callgate error #{_kept.keep(exception)}] {where}\n{text}"
 
 
 _raised: dict[int, BaseException] = {}
@@ -207,43 +193,60 @@ def kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def raise_kept(error: BaseException) -> None:
   """Raises the exception that an error's text stands for, if it is still here."""
-  number = _id_of(error)
-  if number is None:
-    return
-  with _lock:
-    kept = _store.get(number)
+  kept = _kept.find(str(error))
   if kept is not None:
-    kept.claimed = True
     raise kept.exception from None
 
 
-_deferred: list[int] = []
+_POISONED = (
+  "callgate: its program went on, as those of the other devices, with NaN for the call's results; "
+  "integers and booleans, which have no NaN, are 0"
+)
 
 
 def defer(text: str) -> None:
   """The runtime's `deferred` hook: a failure that its program could not be told of.
 
   In a program over several devices the failing call's results are poisoned instead (NaN, or zero
-  for integers), and the exception waits here for `errors()`, `barrier()` or the next call of a
-  gate.
+  for integers), and the exception waits for `errors()`, `barrier()`, the next call of a gate or the
+  end of the process.
   """
-  number = _id_in(text)
-  if number is not None:
-    with _lock:
-      _deferred.append(number)
+  exception = _kept.defer(text)
+  if exception is not None and _POISONED not in getattr(exception, "__notes__", ()):
+    exception.add_note(_POISONED)
 
 
 def raise_deferred() -> None:
-  """Raises the oldest deferred exception, if there is one, and forgets the others."""
-  if not _deferred:
-    return
-  with _lock:
-    kept = [_store[i] for i in _deferred if i in _store]
-    _deferred.clear()
-    for one in kept:
-      one.claimed = True
-  if kept:
-    _raise(kept[0].exception)
+  """Raises the oldest deferred exception, if there is one, with the others named in its notes."""
+  taken = _kept.take_deferred()
+  if taken:
+    _name_others(taken[0], taken[1:])
+    _raise(taken[0])
+
+
+def print_deferred() -> bool:
+  """At the end of the process: shows the deferred exceptions; whether there were any."""
+  taken = _kept.take_deferred()
+  if not taken:
+    return False
+  print("callgate: failures that no program's caller was told of:", file=sys.stderr)
+  for exception in taken[:_SHOWN]:
+    _traceback.print_exception(exception)
+  if len(taken) > _SHOWN:
+    print(f"callgate: and {len(taken) - _SHOWN} more", file=sys.stderr)
+  return True
+
+
+_SHOWN = 10
+
+
+def _name_others(first: BaseException, others: Sequence[BaseException], more: int = 0) -> None:
+  """Notes on an exception those that came with it; there are `more` that were not kept."""
+  others = [other for other in others if other is not first]
+  for other in others[:_SHOWN]:
+    first.add_note(f"callgate: then {type(other).__name__}: {other}")
+  if len(others) + more > _SHOWN:
+    first.add_note(f"callgate: and {len(others) + more - min(len(others), _SHOWN)} more")
 
 
 # What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
@@ -264,9 +267,18 @@ def keep_consumer_error(error: BaseException, where: str) -> None:
       _consumer_errors_more += 1
 
 
-def keep_consumer_failure(channel: str, consumer: str, message: str) -> None:
-  """The runtime's hook for native consumers."""
-  keep_consumer_error(ConsumerError(message), f"callgate: raised in {consumer} of '{channel}'")
+def keep_consumer_failure(channel: str, consumer: str, message: str, lost: int) -> None:
+  """The runtime's hook for native consumers: what they said, and what they have lost so far.
+
+  A full disk fails batch after batch: that is one error, with the newest count.
+  """
+  where = f"callgate: raised in {consumer} of '{channel}'"
+  with _lock:
+    for error in _consumer_errors:
+      if isinstance(error, ConsumerError) and error.said == message and where in error.__notes__:
+        error.count(lost)
+        return
+  keep_consumer_error(ConsumerError(message, lost), where)
 
 
 def take_consumer_error(where: str) -> BaseException | None:
@@ -294,52 +306,20 @@ def raise_consumer_errors() -> None:
     return
   first, others = errors[0], tuple(error for error in errors[1:] if error is not errors[0])
   first.callgate_others = others  # pyright: ignore[reportAttributeAccessIssue]
-  for other in others[:10]:
-    first.add_note(f"callgate: then {type(other).__name__}: {other}")
-  if len(others) + more > 10:
-    first.add_note(f"callgate: and {len(others) + more - min(len(others), 10)} more")
+  _name_others(first, others, more)
   _raise(first)
-
-
-def _id_of(error: BaseException) -> int | None:
-  return _id_in(str(error))
-
-
-def _id_in(text: str) -> int | None:
-  if (match := _ID.search(text)) is not None:
-    return int(match.group(1))
-  if (match := _TIMEOUT.search(text)) is None:
-    return None
-  number = int(match.group(1))
-  if number not in _timeouts:
-    _timeouts[number] = keep(GateTimeoutError(match.group(2)))
-  return _timeouts[number]
-
-
-def _original(error: BaseException) -> _Kept | None:
-  number = _id_of(error) or 0
-  with _lock:
-    kept = _store.get(number)
-    if kept is not None:
-      kept.claimed = True
-    return kept
 
 
 def original_of(error: BaseException) -> BaseException:
   """The gate's exception that JAX's error stands for, where it is still here; else the error."""
-  number = _id_of(error) or 0
-  with _lock:
-    kept = _store.get(number)
+  kept = _kept.find(str(error), claim=False)
   return error if kept is None else kept.exception
 
 
 def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
-  number = _id_of(failure)
-  if number is None:
-    return False
-  with _lock:
-    return number < first or (number in _store and _store[number].claimed)
+  number = _kept.id_in(str(failure))
+  return number is not None and (number < first or _kept.is_claimed(number))
 
 
 def _python_threads() -> set[int | None]:
@@ -351,7 +331,7 @@ def _python_threads() -> set[int | None]:
 def raise_program_failure(failure: BaseException | None) -> None:
   """Raises what `wait_for_programs` returned, as the original exception, once."""
   if failure is not None and not _is_stale(failure, first=0):
-    kept = _original(failure)
+    kept = _kept.find(str(failure))
     _raise(kept.exception if kept is not None else failure)
 
 
@@ -374,11 +354,10 @@ def last_error() -> BaseException | None:
   """
   own = threading.get_ident()
   python_threads = _python_threads()
-  with _lock:
-    for kept in reversed(_store.values()):
-      if kept.thread == own or kept.thread not in python_threads:
-        kept.claimed = True
-        return kept.exception
+  for kept in _kept.newest_first():
+    if kept.thread == own or kept.thread not in python_threads:
+      kept.claimed = True
+      return kept.exception
   return None
 
 
@@ -403,10 +382,7 @@ class errors:
   """
 
   def __enter__(self) -> errors:
-    global _open_blocks
-    with _lock:
-      self._first = _next_id + 1
-      _open_blocks += 1
+    self._first = _kept.enter_block()
     return self
 
   def __exit__(
@@ -415,7 +391,6 @@ class errors:
     error: BaseException | None,
     traceback: TracebackType | None,
   ) -> bool:
-    global _open_blocks
     try:
       if error is None:
         failure = wait_for_programs(None)
@@ -425,32 +400,30 @@ class errors:
         self._raise_unseen(failure)
         raise_consumer_errors()
       elif isinstance(error, _PROGRAM_ERRORS):
-        kept = _original(error)
+        kept = _kept.find(str(error))
         if kept is not None and kept.exception is not error:
           _raise(kept.exception)
     finally:
-      with _lock:
-        _open_blocks -= 1
+      _kept.leave_block(self._first)
     return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
     if failure is not None and _is_stale(failure, self._first):
       failure = None
-    kept = _original(failure) if failure is not None else None
+    kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
       own, python_threads = threading.get_ident(), _python_threads()
-      with _lock:
-        alone = _open_blocks == 1
-        unseen = [
-          k
-          for k in _store.values()
-          if k.id >= self._first
-          and not k.claimed
-          and (k.thread == own or (alone and k.thread not in python_threads))
-        ]
-        if unseen:
-          kept = unseen[0]
-          kept.claimed = True
+      alone = _kept.open_blocks() == 1
+      unseen = [
+        k
+        for k in _kept.newest_first()
+        if k.id >= self._first
+        and not k.claimed
+        and (k.thread == own or (alone and k.thread not in python_threads))
+      ]
+      if unseen:
+        kept = unseen[-1]
+        kept.claimed = True
     if kept is not None:
       _raise(kept.exception)
     if failure is not None:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from callgate import _callgate, _delivery, _rules, _tap
+from callgate._consumers import check_not_forked
 from callgate._tap import Tap, TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
-from callgate.channel import DEFAULT, Channel, check_not_forked
+from callgate.channel import DEFAULT, Channel
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["io", "dataflow"]

@@ -42,12 +42,13 @@ bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
 }
 
 // -- channels ------------------------------------------------------------------------------------
-PyObject* g_on_error = nullptr;  // (channel, consumer, message); set once
+PyObject* g_on_error = nullptr;  // (channel, consumer, message, lost so far); set once
 
 void report_error(const Channel& channel, const Consumer& consumer, const std::string& message) {
   GilScope gil;
-  nb::object done = nb::steal(call_python(g_on_error, "sss", channel.options().name.c_str(),
-                                          consumer.description().c_str(), message.c_str()));
+  nb::object done = nb::steal(call_python(g_on_error, "sssK", channel.options().name.c_str(),
+                                          consumer.description().c_str(), message.c_str(),
+                                          static_cast<unsigned long long>(consumer.lost())));
   if (!done.is_valid()) PyErr_WriteUnraisable(g_on_error);
 }
 
@@ -66,6 +67,7 @@ nb::dict to_dict(const ChannelStats& stats) {
   out["delivered"] = stats.delivered;
   out["dropped"] = stats.dropped;
   out["pending"] = stats.pending;
+  out["lost"] = stats.lost;
   out["bytes"] = stats.bytes;
   out["high_water"] = stats.high_water;
   return out;

@@ -11,6 +11,7 @@
 #include "bindings/consumer.h"
 #include "bindings/cuda_kernel.h"
 #include "bindings/deferred.h"
+#include "bindings/exit.h"
 #include "bindings/gate.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
@@ -157,6 +158,7 @@ NB_MODULE(_callgate, module) {
   bind_kernel(module);
   bind_cuda_kernel(module);
   bind_stream(module);
+  bind_exit(module);
   bind_progress(module);
   bind_upload(module);
   module.def("targets", &targets,

@@ -287,6 +287,10 @@ class PyConsumer final : public Consumer {
       done = nb::steal(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
     }
     if (!done.is_valid()) nb::raise_python_error();
+    // How many of them the consumer raised for; None where nobody counted.
+    if (const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
+        failed > 0)
+      lose(static_cast<std::uint64_t>(failed));
   }
 
   PyObject* function_;

@@ -122,6 +122,10 @@ void RecordWriter::write(const std::string& name, int role, const std::vector<Le
   without_gil([&] { consumer_->consume({&record, 1}); });
 }
 
+void RecordWriter::open() {
+  without_gil([&] { consumer_->open(); });
+}
+
 void RecordWriter::flush() {
   without_gil([&] { consumer_->flush(); });
 }

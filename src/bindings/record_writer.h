@@ -28,6 +28,7 @@ class RecordWriter {
   void write(const std::string& name, int role, const std::vector<LeafArgument>& leaves,
              std::uint64_t seq, std::int64_t time_ns, std::int64_t run, std::int32_t device,
              bool repeated, const std::vector<std::int64_t>& lane);
+  void open();
   void flush();
   void close();
 

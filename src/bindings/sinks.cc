@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <map>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "bindings/gil.h"
 #include "bindings/record_writer.h"
 #include "channel/sinks/jsonl.h"
+#include "channel/sinks/line_file.h"
 #include "channel/sinks/npy.h"
 #include "channel/sinks/stats.h"
 
@@ -70,6 +72,66 @@ nb::dict to_dict(const Summary& summary) {
   return out;
 }
 
+// The file of a sink of lines in Python. It is claimed at once: such a sink opens it to write.
+class Lines {
+ public:
+  Lines(const std::string& sink, const std::string& path, bool append) {
+    without_gil([&] {
+      file_ = std::make_unique<LineFile>(sink, path, mode_of(append), Place::kAlone,
+                                         [](std::string_view) { return false; });
+      file_->claim();
+    });
+  }
+
+  std::string first_line() const { return file_->first_line(); }
+
+  // Appends whole lines; returns how many are in the file, and why not all of them are, or "".
+  std::pair<std::uint64_t, std::string> append(const std::string& lines) {
+    return without_gil([&] {
+      std::pair<std::uint64_t, std::string> result;
+      try {
+        file_->append(lines, result.first);
+      } catch (const Error& error) {
+        result.second = error.what();
+      }
+      return result;
+    });
+  }
+
+  void close() {
+    without_gil([&] { file_->close(); });
+  }
+
+ private:
+  std::unique_ptr<LineFile> file_;
+};
+
+// For sinks over libraries, which open the file themselves.
+class FileClaim {
+ public:
+  FileClaim(const std::string& sink, const std::string& path) {
+    without_gil([&] {
+      file_ = std::make_unique<File>(sink, path, FileMode::kAppend, Place::kAlone,
+                                     /*appends=*/false);
+      file_->claim();
+    });
+  }
+
+  void close() {
+    without_gil([&] { file_->close(); });
+  }
+  // Of a file that is there for the claim alone.
+  void remove() {
+    without_gil([&] {
+      ::unlink(file_->path().c_str());
+      file_->close();
+    });
+  }
+
+ private:
+  std::unique_ptr<File> file_;
+};
+
 nb::dict read_stats(const StatsReader& reader) {
   // The lock may be held while values are merged.
   std::map<std::string, Summary> summaries = without_gil([&] { return reader.sink->read(); });
@@ -95,8 +157,23 @@ void bind_sinks(nb::module_& module) {
       .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
            nb::arg("leaves"), nb::arg("seq"), nb::arg("time_ns"), nb::arg("run"), nb::arg("device"),
            nb::arg("repeated"), nb::arg("lane"))
+      .def("open", &RecordWriter::open)
       .def("flush", &RecordWriter::flush)
       .def("close", &RecordWriter::close);
+  nb::class_<Lines>(module, "LineFile", "The file of a sink of lines.")
+      .def(nb::init<const std::string&, const std::string&, bool>(), nb::arg("sink"),
+           nb::arg("path"), nb::arg("append"))
+      .def("first_line",
+           [](const Lines& lines) {
+             const std::string line = lines.first_line();
+             return nb::bytes(line.data(), line.size());
+           })
+      .def("append", &Lines::append, nb::arg("lines"))
+      .def("close", &Lines::close);
+  nb::class_<FileClaim>(module, "FileClaim", "Keeps other sinks away from a file.")
+      .def(nb::init<const std::string&, const std::string&>(), nb::arg("sink"), nb::arg("path"))
+      .def("close", &FileClaim::close)
+      .def("remove", &FileClaim::remove);
   module.def("jsonl_sink", &jsonl_sink, nb::arg("path"), nb::arg("append"));
   module.def("npy_sink", &npy_sink, nb::arg("path"), nb::arg("append"));
   module.def("stats_sink", &stats_sink, nb::arg("edges"));

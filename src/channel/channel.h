@@ -47,6 +47,7 @@ struct ChannelOptions {
 
 struct ChannelStats {
   std::uint64_t sent = 0, delivered = 0, dropped = 0, pending = 0;
+  std::uint64_t lost = 0;        // of the delivered, what consumers could not take (Consumer::lost)
   std::uint64_t bytes = 0;       // of payloads sent
   std::uint64_t high_water = 0;  // most bytes that waited at once
 };
@@ -87,7 +88,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   // Consumers come and go at any time; the channel's thread starts with the first, so those that
   // are to get the same records are added at once. `remove` returns when the consumer is not in use
-  // any more.
+  // any more; called by a consumer, on the channel's thread, it takes effect at once, also for
+  // the caller.
   void add(std::shared_ptr<Consumer> consumer) { add_all({std::move(consumer)}); }
   void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
   void remove(const std::shared_ptr<Consumer>& consumer);
@@ -226,7 +228,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   alignas(64) DeviceCounters sequence_;  // in sum: what was sent
   std::atomic<std::uint64_t> dropped_{0}, bytes_{0};
   std::atomic<int> senders_{0};
-  alignas(64) std::atomic<std::uint64_t> delivered_{0}, high_water_{0};
+  alignas(64) std::atomic<std::uint64_t> delivered_{0}, high_water_{0}, lost_{0};
 
   // Held while entries are taken from the head and while room is given back: by the consumer, and
   // by senders that drop the oldest. Never while user code runs.

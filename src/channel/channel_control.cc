@@ -19,7 +19,11 @@ void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
   if (abandoned()) return;  // nobody delivers, and the mutex may be held for ever
   std::unique_lock lock(mutex_);
   std::erase(consumers_, consumer);
-  if (on_own_thread()) return;
+  if (on_own_thread()) {
+    // In a consumer's call: whoever leaves now does not get what is in delivery either.
+    std::ranges::replace(current_, consumer, nullptr);
+    return;
+  }
   // The delivery that is under way: on a busy channel the next begins at once.
   std::uint64_t ended = deliveries_;
   done_.wait(lock, [&] { return !in_delivery_ || deliveries_ != ended; });
@@ -146,6 +150,7 @@ ChannelStats Channel::stats() const noexcept {
   stats.sent = sequence_.sum();
   stats.pending = stats.sent - stats.delivered - stats.dropped;
   // Relaxed: gauges.
+  stats.lost = lost_.load(std::memory_order_relaxed);
   stats.bytes = bytes_.load(std::memory_order_relaxed);
   stats.high_water = high_water_.load(std::memory_order_relaxed);
   if (abandoned()) return stats;  // the mutex may be held for ever

@@ -161,8 +161,11 @@ void Channel::deliver_inherited() {
 void Channel::deliver() noexcept {
   bool shared = std::ranges::any_of(
       batch_, [](const Record& record) { return record.source->consumer != nullptr; });
-  for (const auto& consumer : current_)
-    hand_over(*consumer, batch_, !shared && consumer == current_.back());
+  for (std::size_t i = 0; i < current_.size(); ++i) {
+    std::shared_ptr<Consumer> consumer = current_[i];  // remove() may take it out meanwhile
+    if (consumer != nullptr)
+      hand_over(*consumer, batch_, /*last=*/!shared && i + 1 == current_.size());
+  }
   // Runs of records whose sources share a consumer of their own.
   std::span<const Record> rest(batch_);
   while (!rest.empty()) {
@@ -177,11 +180,13 @@ void Channel::deliver() noexcept {
 
 void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
   t_lender = last ? &taken_aside_ : nullptr;
+  const std::uint64_t lost = consumer.lost();
   tell(consumer, [&] {
     if (consumer.takes_device_arrays()) return consumer.consume(records);
     hand_over_host_arrays(consumer, records);
   });
   t_lender = nullptr;
+  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's; a gauge
 }
 
 // To a consumer that can't read a device: without the records of sources that are for those who
@@ -317,7 +322,10 @@ void Channel::serve_flushes() {
     current_ = all_consumers();
   }
   report_no_memory();  // of what was sent before
-  for (const auto& consumer : current_) tell(*consumer, [&] { consumer->flush(); });
+  for (std::size_t i = 0; i < current_.size(); ++i) {
+    std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
+    if (consumer != nullptr) tell(*consumer, [&] { consumer->flush(); });
+  }
   current_.clear();
   std::lock_guard lock(mutex_);
   flush_served_ = served;
@@ -369,7 +377,10 @@ void Channel::finish() {
       current_.swap(consumers_);  // others may come meanwhile
       in_delivery_ = true;
     }
-    for (const auto& consumer : current_) tell(*consumer, [&] { consumer->close(); });
+    for (std::size_t i = 0; i < current_.size(); ++i) {
+      std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
+      if (consumer != nullptr) tell(*consumer, [&] { consumer->close(); });
+    }
     current_.clear();
     std::lock_guard lock(mutex_);
     end_delivery();

@@ -4,6 +4,8 @@
 // there at once. A consumer that throws does not hurt the others: the channel keeps what it threw.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -14,6 +16,10 @@ namespace callgate {
 class Consumer {
  public:
   virtual ~Consumer() = default;
+
+  // Before the first records, and again when a closed one is used anew. Throws Error where what it
+  // writes to is another's. On the thread that adds it to a channel.
+  virtual void open() {}
 
   // The records, in the order in which the channel got them; valid until this returns.
   virtual void consume(std::span<const Record> records) = 0;
@@ -29,6 +35,16 @@ class Consumer {
 
   // For messages.
   virtual std::string description() const { return "a consumer"; }
+
+  // How many of the records, lanes counted each, it could not take so far: no room on the disk,
+  // say. Any thread.
+  std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }  // a gauge
+  void lose(std::uint64_t count) noexcept {
+    lost_.fetch_add(count, std::memory_order_relaxed);  // as above
+  }
+
+ private:
+  std::atomic<std::uint64_t> lost_{0};
 };
 
 }  // namespace callgate

@@ -2,14 +2,18 @@
 #include "channel/outfeed_2020_file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
+#include "channel/file_lock.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -22,6 +26,12 @@ constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
               "outfeed file '" + path + "': " + step + ": " + std::strerror(errno));
 }
 
+// Gives the lock of a file back, which a child that was forked meanwhile would keep for its life.
+struct Unlock {
+  int fd;
+  ~Unlock() { flock(fd, LOCK_UN); }
+};
+
 bool sends_a_lane(const Record& record) {
   if (!record.source->has_where) return true;
   bool sends = false;
@@ -32,9 +42,16 @@ bool sends_a_lane(const Record& record) {
 }  // namespace
 
 Outfeed2020Sink::Outfeed2020Sink(std::string path)
-    : path_(std::move(path)),
-      fd_(open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) {
-  if (!fd_) fail(path_, "opening");
+    : path_(std::move(path)), fd_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)) {
+  struct stat status{};
+  if (!fd_ || fstat(fd_.get(), &status) != 0) fail(path_, "opening");
+  if (!S_ISREG(status.st_mode)) return;
+  if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    throw Error(
+        ErrorCode::kAlreadyExists,
+        "outfeed file '" + path_ + "': another writer has it open: " + lock_holders(fd_.get()));
+  }
+  if (ftruncate(fd_.get(), 0) != 0) fail(path_, "emptying");
 }
 
 Outfeed2020Sink::~Outfeed2020Sink() {
@@ -55,6 +72,7 @@ const std::string& Outfeed2020Sink::header_of(const Source& source) {
   try {
     header = outfeed_2020::encode_header(source.id, outfeed_2020::encode_metadata(arrays));
   } catch (const Error& error) {
+    lose(1);
     throw Error(error.code(), "outfeed file '" + path_ + "': the values of '" + source.name +
                                   "' can't be written: " + error.what());
   }
@@ -70,25 +88,28 @@ void Outfeed2020Sink::add(const Record& record) {
     const LeafType& leaf = source.leaves[i];
     if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
   }
+  ends_.push_back(buffer_.size());
   if (buffer_.size() >= kWriteBytes) write();
 }
 
 void Outfeed2020Sink::consume(std::span<const Record> records) {
   if (closed_) return;
   std::exception_ptr first;
-  for (const Record& record : records) {
+  auto keep_first = [&](auto&& step) {
     try {
-      add(record);
+      step();
     } catch (const Error&) {
       if (first == nullptr) first = std::current_exception();
     }
-  }
-  write();
+  };
+  for (const Record& record : records) keep_first([&] { add(record); });
+  keep_first([&] { write(); });
   if (first != nullptr) std::rethrow_exception(first);
 }
 
 void Outfeed2020Sink::write() {
   std::string bytes = std::exchange(buffer_, {});
+  const std::vector<std::size_t> ends = std::exchange(ends_, {});
   std::string_view rest = bytes;
   while (!rest.empty()) {
     ssize_t written = pwrite(fd_.get(), rest.data(), rest.size(),
@@ -96,7 +117,10 @@ void Outfeed2020Sink::write() {
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
       int reason = errno;
-      // What is left of the batch would stand between this message and the next.
+      // Half a message would stand between this one and the next; those that are whole stay.
+      auto lost = std::ranges::upper_bound(ends, bytes.size() - rest.size());
+      lose(static_cast<std::uint64_t>(ends.end() - lost));
+      if (lost != ends.begin()) size_ += *std::prev(lost);
       [[maybe_unused]] int cut = ftruncate(fd_.get(), static_cast<off_t>(size_));
       errno = reason;
       fail(path_, "writing");
@@ -111,6 +135,7 @@ void Outfeed2020Sink::write() {
 void Outfeed2020Sink::close() {
   if (closed_) return;
   closed_ = true;
+  const Unlock unlock{fd_.get()};
   buffer_ = outfeed_2020::encode_header(0, "");
   write();
 }

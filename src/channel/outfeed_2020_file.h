@@ -38,6 +38,7 @@ class Outfeed2020Sink final : public Consumer {
   std::string path_;
   UniqueFd fd_;
   std::string buffer_;
+  std::vector<std::size_t> ends_;                           // of the messages in it
   std::uint64_t size_ = 0;                                  // of whole messages
   std::unordered_map<std::uint64_t, std::string> headers_;  // by Source::id
   bool closed_ = false;

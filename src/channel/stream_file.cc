@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "callgate/stream.h"
+#include "channel/file_lock.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -31,11 +32,14 @@ std::uint64_t whole_bytes(const std::string& path) {
   }
 }
 
-// Whether the few bytes of a file could be the beginning of a stream.
+// Whether the few bytes of a file could be the beginning of a stream, or zeros in its place: the
+// reader says whether they go on to the end, as after a power loss.
 bool may_be_stream(int fd) {
   char head[4];
   ssize_t got = pread(fd, head, sizeof(head), 0);
-  return got >= 0 && std::memcmp(head, "cgsS", static_cast<std::size_t>(got)) == 0;
+  auto size = static_cast<std::size_t>(std::max<ssize_t>(got, 0));
+  size = static_cast<std::size_t>(std::find(head, head + size, '\0') - head);
+  return got >= 0 && std::memcmp(head, "cgsS", size) == 0;
 }
 
 // Drops the first `written` bytes from the pieces [first, end).
@@ -55,8 +59,12 @@ StreamFile::StreamFile(std::string path)
   if (!fd_ || fstat(fd_.get(), &status) != 0) fail("opening");
   bool is_regular = S_ISREG(status.st_mode);  // a device or a named pipe is only written to
   if (is_regular) {
-    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0)
-      fail(errno == EWOULDBLOCK ? "locking, while another writer has it open" : "locking");
+    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK) fail("locking");
+      throw Error(
+          ErrorCode::kAlreadyExists,
+          "stream file '" + path_ + "': another writer has it open: " + lock_holders(fd_.get()));
+    }
     if (!may_be_stream(fd_.get())) {
       throw Error(ErrorCode::kInvalidArgument, "stream file '" + path_ + "'",
                   "a new file or a stream to append to", "a file of another kind");
@@ -72,7 +80,8 @@ void StreamFile::cut() {
   torn_ = false;
 }
 
-void StreamFile::write(const StreamBatch& batch) {
+void StreamFile::write(const StreamBatch& batch, std::uint64_t& records) {
+  records = 0;
   if (torn_) cut();
   pieces_.clear();
   std::uint64_t total = 0;
@@ -81,22 +90,48 @@ void StreamFile::write(const StreamBatch& batch) {
     total += size;
   });
   torn_ = true;
+  std::uint64_t done = 0;
   for (std::size_t first = 0; first < pieces_.size();) {
     auto count = static_cast<int>(std::min(pieces_.size() - first, kMaxPieces));
     ssize_t written = writev(fd_.get(), pieces_.data() + first, count);
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
       int reason = errno;
-      if (ftruncate(fd_.get(), static_cast<off_t>(size_)) == 0 &&
-          lseek(fd_.get(), static_cast<off_t>(size_), SEEK_SET) >= 0)
-        torn_ = false;
+      keep_whole_frames(done, records);
       errno = reason;
       fail("writing");
     }
+    done += static_cast<std::uint64_t>(written);
     advance(pieces_, first, static_cast<std::size_t>(written));
   }
   size_ += total;
   torn_ = false;
+}
+
+// Of `written` bytes at the end, keeps the frames that are whole, if there are records among them.
+void StreamFile::keep_whole_frames(std::uint64_t written, std::uint64_t& records) {
+  const std::uint64_t end = size_ + written;
+  std::uint64_t whole = size_;
+  char head[stream::kHeaderBytes];
+  while (end - whole >= sizeof(head)) {
+    if (pread(fd_.get(), head, sizeof(head), static_cast<off_t>(whole)) != sizeof(head)) break;
+    std::uint64_t length = 0;
+    std::memcpy(&length, head + 8, sizeof(length));
+    if (length > end - whole) break;
+    records += head[3] == 'R' ? 1 : 0;
+    whole += length;
+  }
+  if (records != 0) size_ = whole;
+  try {
+    cut();
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): torn_ stays, the next write cuts
+  }
+}
+
+void StreamFile::close() noexcept {
+  // A child that was forked meanwhile has the file open, and would keep the lock for its life.
+  if (fd_ && getpid() == process_) flock(fd_.get(), LOCK_UN);
+  fd_ = UniqueFd();
 }
 
 void StreamFile::fail(const std::string& step) const {

@@ -1,6 +1,8 @@
 // See the header.
 #include "channel/stream_sink.h"
 
+#include <utility>
+
 #include "core/error.h"
 
 namespace callgate {
@@ -36,23 +38,37 @@ StreamSink::~StreamSink() {
 
 void StreamSink::consume(std::span<const Record> records) {
   if (closed_ || !process_.here()) return;  // the file and the readers are the parent's
-  // After a write that failed: readers have seen nothing of it, descriptions included.
-  if (!in_session_) encoder_.start(batch_);
-  in_session_ = true;
+  std::exception_ptr first;
   for (const Record& record : records) {
+    // After a write that failed: readers may have seen nothing of it, descriptions included.
+    if (!in_session_) encoder_.start(batch_);
+    in_session_ = true;
     encoder_.add(record, batch_);
-    if (batch_.bytes.size() >= kBatchBytes) write();
+    ++in_batch_;
+    if (batch_.bytes.size() >= kBatchBytes) try_to_write(first);
   }
-  write();
+  try_to_write(first);
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
+void StreamSink::try_to_write(std::exception_ptr& first) noexcept {
+  try {
+    write();
+  } catch (...) {
+    if (first == nullptr) first = std::current_exception();
+  }
 }
 
 void StreamSink::write() {
   if (batch_.empty()) return;
+  const std::uint64_t records = std::exchange(in_batch_, 0);
+  std::uint64_t written = 0;
   try {
-    if (file_) file_->write(batch_);
+    if (file_) file_->write(batch_, written);
     if (server_) server_->send(batch_, encoder_.preamble());
     batch_.clear();
   } catch (...) {
+    lose(records - written);
     batch_.clear();
     in_session_ = false;
     throw;
@@ -73,8 +89,10 @@ void StreamSink::close() {
     }
   } catch (...) {
     server_.reset();
+    if (file_) file_->close();
     throw;
   }
+  if (file_) file_->close();
   if (server_) server_->close();
 }
 

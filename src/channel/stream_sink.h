@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -39,11 +40,13 @@ class StreamSink final : public Consumer {
 
  private:
   void write();
+  void try_to_write(std::exception_ptr& first) noexcept;
 
   StreamEncoder encoder_;
   StreamBatch batch_;
   std::optional<StreamFile> file_;  // one of the two
   std::optional<StreamServer> server_;
+  std::uint64_t in_batch_ = 0;  // records
   bool in_session_ = false;
   bool closed_ = false;
   OfProcess process_;

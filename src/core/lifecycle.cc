@@ -41,4 +41,22 @@ bool Lifecycle::close(std::chrono::nanoseconds wait) {
   return true;
 }
 
+LateCalls& LateCalls::instance() {
+  static auto* calls = new LateCalls();  // never destroyed: programs may run while statics are
+  return *calls;
+}
+
+void LateCalls::add(const std::string& callee) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    ++counts_[callee];
+  } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to count with
+  }
+}
+
+std::map<std::string, std::uint64_t> LateCalls::all() const {
+  std::lock_guard lock(mutex_);
+  return counts_;
+}
+
 }  // namespace callgate

@@ -8,6 +8,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
 
 namespace callgate {
 
@@ -47,6 +50,19 @@ class ActiveCall {
 
  private:
   bool entered_;
+};
+
+// Calls that came after the close and whose callees have no result to fail with, such as taps'.
+class LateCalls {
+ public:
+  static LateCalls& instance();
+
+  void add(const std::string& callee) noexcept;
+  std::map<std::string, std::uint64_t> all() const;  // by the callee's name
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::uint64_t> counts_;
 };
 
 }  // namespace callgate

@@ -2,6 +2,7 @@
 #include "xla/call_site.h"
 
 #include "core/interrupt.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 #include "xla/attributes.h"
 
@@ -29,7 +30,10 @@ std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attribute
 }
 
 Outcome shutting_down(const Callee& callee) {
-  if (callee.quiet_at_exit()) return Outcome::success();
+  if (callee.quiet_at_exit()) {
+    LateCalls::instance().add(callee.name());
+    return Outcome::success();
+  }
   return Outcome::failure(ErrorCode::kAborted, "callgate: gate '" + callee.name() +
                                                    "' was called while the process is ending");
 }

@@ -6,9 +6,12 @@
 #include <complex>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "channel/sinks/json.h"
@@ -237,6 +240,57 @@ TEST(Jsonl, AFullDiskIsAnErrorThatNamesTheFile) {
     EXPECT_NE(std::string(error.what()).find("the sink JSONL cannot write to '/dev/full'"),
               std::string::npos)
         << error.what();
+  }
+}
+
+// Two sinks that append are to each other as those of two processes: each has its own open file.
+TEST(Jsonl, SeveralThatAppendWriteWholeLinesAndLoseNone) {
+  constexpr std::int64_t kElements = 30'000, kRecords = 300;
+  TemporaryFolder folder;
+  const std::string path = folder.file("a.jsonl");
+  write_text(path, "{\"torn\":");  // by one that was killed
+  auto write = [&](std::int8_t value) {
+    FakeTap tap(value == 1 ? "a" : "b", DType::kS8, {kElements});
+    const Bytes values(kElements, value);
+    JsonlSink sink(path, FileMode::kAppend);
+    for (std::int64_t i = 0; i < kRecords; ++i)
+      sink.consume(std::vector{tap.record({values}), tap.record({values})});
+  };
+  {
+    std::jthread first(write, std::int8_t{1}), second(write, std::int8_t{2});
+  }
+  std::ifstream file(path);
+  std::map<char, std::int64_t> seen;  // by the first letter of the name
+  for (std::string line; std::getline(file, line);) {
+    ASSERT_TRUE(line.starts_with(R"({"name":")")) << line.substr(0, 40);
+    const char name = line[9];
+    ASSERT_NE(line.find("\"seq\":" + std::to_string(seen[name]++) + ","), std::string::npos);
+    ASSERT_EQ(line.size() - line.find("\"value\":"), 2 * kElements + 10U);
+    ASSERT_TRUE(line.ends_with("]}"));
+  }
+  EXPECT_EQ(seen, (std::map<char, std::int64_t>{{'a', 2 * kRecords}, {'b', 2 * kRecords}}));
+}
+
+TEST(Jsonl, AFileThatAnotherWritesToIsAnErrorBeforeItIsTouched) {
+  TemporaryFolder folder;
+  const std::string path = folder.file("a.jsonl");
+  FakeTap tap("x", DType::kS8, {});
+  for (FileMode mode : {FileMode::kCreate, FileMode::kAppend}) {
+    JsonlSink sink(path, mode);
+    JsonlSink idle(path, mode);  // has nothing to lose yet
+    sink.consume(std::vector{tap.record({Bytes{1}})});
+    const std::string before = read_text(path);
+    EXPECT_THROW(JsonlSink(path, FileMode::kCreate), Error);
+    if (mode == FileMode::kCreate) {
+      EXPECT_THROW(JsonlSink(path, FileMode::kAppend), Error);
+      EXPECT_THROW(idle.open(), Error);
+      EXPECT_THROW(idle.consume(std::vector{tap.record({Bytes{2}})}), Error);
+      EXPECT_EQ(idle.lost(), 1U);
+    }
+    EXPECT_EQ(read_text(path), before);
+    sink.close();
+    idle.consume(std::vector{tap.record({Bytes{3}})});  // it is free now
+    EXPECT_EQ(tails(read_text(path)).back(), "\"value\":3}");
   }
 }
 

@@ -320,6 +320,37 @@ def test_consumers_come_and_go():
   assert [int(v) for v in late] == [0, 1, 0, 1, 2]
 
 
+@pytest.mark.parametrize("batch", [None, 2])
+def test_a_consumer_that_takes_itself_out_is_not_called_again(batch: int | None):
+  seen: list[int] = []
+
+  def consumer(value: Any) -> None:
+    seen.append(np.atleast_1d(value).tolist()[-1])
+    if seen[-1] >= 3:
+      channel.remove(consumer)
+
+  with cg.channel("t", batch=batch) as channel:
+    jax.block_until_ready(sender("t")(100))  # all in one delivery
+    channel.add(consumer)
+    channel.flush()
+  assert seen == ([1, 3] if batch else [0, 1, 2, 3])
+
+
+def test_a_consumer_that_another_takes_out_is_not_called_any_more(tmp_path):
+  late: list[Any] = []
+  file = cg.sinks.JSONL(tmp_path / "a.jsonl")
+
+  def first(value: Any) -> None:
+    if int(value) == 0:
+      channel.remove(late.append)
+      channel.remove(file)
+
+  with cg.channel("t", to=[first, late.append, file]) as channel:
+    jax.block_until_ready(sender("t")(100))
+  assert late == []
+  assert (tmp_path / "a.jsonl").read_text() == ""
+
+
 class Sink:
   """A sink that writes down what is done to it."""
 
@@ -358,6 +389,28 @@ def test_a_failing_sink_is_closed_and_reported():
   with pytest.raises(OSError, match="disk full"), cg.channel("t", to=sink):
     sender("t")(1)
   assert sink.calls[-1] == "close"
+
+
+def test_a_sink_that_cannot_be_opened_leaves_the_name_and_the_records(tmp_path):
+  class Broken(Sink):
+    def open(self, channel: str) -> None:
+      raise OSError("no such disk")
+
+  program = sender("t")
+  jax.block_until_ready(program(3))  # wait for the channel
+  before, seen = Sink(), []
+  with pytest.raises(OSError, match="no such disk"):
+    cg.channel("t", to=[before, Broken(), seen.append])
+  assert before.calls == [("open", "t"), "close"]
+  with cg.channel("t", to=seen.append) as channel:
+    with pytest.raises(OSError, match="no such disk"):
+      channel.add(Broken())
+    after = Sink()
+    with pytest.raises(ValueError, match="'t' is open already"):
+      cg.channel("t", to=after)
+    jax.block_until_ready(program(1))
+  assert [int(v) for v in seen] == [0, 1, 2, 0]
+  assert after.calls == []
 
 
 # -- names ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import inspect
 import threading
@@ -347,6 +348,62 @@ def test_threads_that_fail_at_once_get_their_own_errors_and_the_others_none(thre
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
     for _ in range(10):
       assert list(pool.map(call, range(8))) == [n if n % 2 else None for n in range(8)]
+
+
+def failed_result(error: BaseException) -> Any:
+  """The result of a program that has failed behind its caller's back."""
+  dispatched = threading.Event()
+
+  def fail(x: Any) -> Any:
+    assert dispatched.wait(60)
+    raise error
+
+  gate = cg.gate(fail, out=lambda x: x, thread="own")
+  result = jax.jit(lambda x: gate(x) + 1)(jnp.zeros((64, 64)))
+  dispatched.set()
+  while not result.is_ready():
+    time.sleep(0.001)
+  return result
+
+
+def test_a_failure_is_kept_while_many_others_are_raised() -> None:
+  error = Failure("first", code=1)
+  result = failed_result(error)
+  other = jax.jit(raiser(Failure("other")))
+  for _ in range(320):
+    with pytest.raises(Failure, match="other"), cg.errors():
+      wait(other, X)
+  with pytest.raises(Failure) as caught, cg.errors():
+    result.block_until_ready()
+  assert caught.value is error
+
+
+def test_a_block_keeps_all_that_fails_in_it() -> None:
+  """Also what nobody ever asks for."""
+  error = Failure("first", code=1)
+  other = jax.jit(raiser(Failure("other")))
+  with pytest.raises(Failure) as caught, cg.errors():  # noqa: PT012
+    result = failed_result(error)
+    for _ in range(320):
+      with contextlib.suppress(jax.errors.JaxRuntimeError, ValueError):
+        wait(other, X)
+    result.block_until_ready()
+  assert caught.value is error
+
+
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+def test_errors_raises_the_very_object_from_jaxs_own_callbacks_too(effect: str) -> None:
+  error = Failure("worse", code=7)
+  with cg.config(engine="jax"):
+    program = jax.jit(raiser(error, effect=effect))
+    with pytest.raises(Failure) as caught, cg.errors():
+      wait(program, X)
+    assert caught.value is error
+    assert "raised in gate" in error.__notes__[0]
+    with pytest.raises(Exception, match="worse"):  # JAX's own, which has the text
+      wait(program, X)
+    with pytest.raises(Failure), cg.errors():
+      program(X)  # its result is never looked at
 
 
 def test_last_error_of_a_thread_is_not_that_of_another() -> None:

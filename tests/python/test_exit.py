@@ -195,3 +195,30 @@ def test_exit_with_a_gate_in_reference_cycles_and_programs_alive() -> None:
     """
   )
   assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 1), ("sys.exit(3)", 3), ("cg.barrier()", 1)])
+def test_a_failed_shard_that_nobody_asked_for_is_shown_at_the_end(end: str, code: int) -> None:
+  done = run_python(
+    f"""
+    import sys, jax, numpy as np, callgate as cg
+    from jax.sharding import NamedSharding, PartitionSpec as P
+
+    @cg.gate(out=lambda x: x, sharding="shard", effect="io", name="shy")
+    def shy(x):
+      if x[0] == 6:
+        raise ValueError("of the last shard")
+      return x
+
+    mesh = jax.make_mesh((4,), ("d",))
+    x = jax.device_put(np.arange(8, dtype=np.int32), NamedSharding(mesh, P("d")))
+    print(int(jax.jit(lambda x: shy(x).sum())(x)))
+    {end}
+    """,
+    XLA_FLAGS="--xla_force_host_platform_device_count=4",
+  )
+  assert done.stdout == "15\n"
+  assert done.returncode == code, done.stderr
+  assert done.stderr.count("ValueError: of the last shard") == 1
+  assert "gate 'shy'" in done.stderr
+  assert "integers and booleans, which have no NaN, are 0" in done.stderr

@@ -148,6 +148,32 @@ def test_what_consumers_raised_is_shown_at_the_end():
   assert "of tap 'bad', record 0" in done.stderr
 
 
+def test_what_is_tapped_after_callgates_end_is_reported():
+  """Handlers that were registered before the import run after callgate's own."""
+  done = run_python(
+    """
+    import jax, atexit
+    def late():
+      jax.block_until_ready(to_function(2))
+      jax.block_until_ready(to_channel(3))
+    atexit.register(late)
+    import callgate as cg
+    def sender(to):
+      body = lambda i, c: (cg.tap(i, to), c)[1]
+      return jax.jit(lambda n: jax.lax.fori_loop(0, n, body, 0))
+    def seen(value): print("seen", value)
+    to_function, to_channel = sender(seen), sender("t")
+    channel = cg.channel("t", to=cg.sinks.Stats())
+    jax.block_until_ready([to_function(1), to_channel(1)])
+    """
+  )
+  assert done.returncode == 0
+  assert done.stdout.splitlines() == ["seen 0"]
+  assert "tap '__main__.seen': 2 record(s)" in done.stderr
+  assert "channel 't': 3 record(s)" in done.stderr
+  assert "registered before callgate was imported" in done.stderr
+
+
 @pytest.mark.parametrize("use", ["cg.barrier()", "cg.tap(1.0, seen.append)", "channel.flush()"])
 def test_in_a_forks_child_taps_are_a_clear_error(use):
   done = finish(

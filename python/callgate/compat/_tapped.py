@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _delivery, _tap
+from callgate._consumers import check_not_forked
 from callgate._tap import Tap, TapSite
-from callgate.channel import check_not_forked
 
 CHANNEL = "host_callback"
 

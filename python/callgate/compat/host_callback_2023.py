@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from callgate.channel import check_not_forked
+from callgate._consumers import check_not_forked
 from callgate.compat import _host_call, _layout
 from callgate.compat._host_call import device_of
 from callgate.compat._receiver import finish

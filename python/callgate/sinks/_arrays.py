@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate import _callgate
 from callgate._records import Record, tap_key
 from callgate.sinks._base import LibrarySink, StrPath, library
 from callgate.sinks._rows import Field, Rows
@@ -26,12 +27,18 @@ class _GrowingArrays(LibrarySink):
     super().__init__(str(path))
     self._append = append
     self._root: Any = None
+    self._claimed: Any = None
     self._rows: dict[str, Rows] = {}
     self._arrays: dict[str, dict[str, Any]] = {}
 
   def _start(self, *, resume: bool) -> None:
     pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
-    self._root = self._open_root(keep=resume or self._append)
+    self._claim()
+    try:
+      self._root = self._open_root(keep=resume or self._append)
+    except BaseException:
+      self._claimed.close()
+      raise
     self._rows.clear()
     self._arrays.clear()
 
@@ -72,6 +79,10 @@ class _GrowingArrays(LibrarySink):
           array.resize((start + len(values), *array.shape[1:]))
           array[start:] = values
 
+  def _claim(self) -> None:
+    """Keeps other writers away, until the sink is closed; an error names who has it."""
+    raise NotImplementedError
+
   def _open_root(self, *, keep: bool) -> Any:
     raise NotImplementedError
 
@@ -91,6 +102,11 @@ class Zarr(_GrowingArrays):
     super().__init__(path, append=append)
     self._zarr = library("zarr", sink="Zarr", extra="zarr")
 
+  def _claim(self) -> None:
+    # Beside the store: Zarr makes its folder anew.
+    folder = pathlib.Path(self._target)
+    self._claimed = _callgate.FileClaim("Zarr", str(folder.with_name(f".{folder.name}.writing")))
+
   def _open_root(self, *, keep: bool) -> Any:
     return self._zarr.open_group(self._target, mode="a" if keep else "w")
 
@@ -102,6 +118,7 @@ class Zarr(_GrowingArrays):
   def _stop(self) -> None:
     self._root = None  # every append is complete in itself
     self._arrays.clear()
+    self._claimed.remove()
 
 
 class HDF5(_GrowingArrays):
@@ -118,7 +135,11 @@ class HDF5(_GrowingArrays):
     super().__init__(path, append=append)
     self._h5py = library("h5py", sink="HDF5", extra="hdf5")
 
+  def _claim(self) -> None:
+    self._claimed = _callgate.FileClaim("HDF5", self._target)  # HDF5 would empty it first
+
   def _open_root(self, *, keep: bool) -> Any:
+    keep = keep and pathlib.Path(self._target).stat().st_size > 0
     return self._h5py.File(self._target, "a" if keep else "w")
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
@@ -135,7 +156,10 @@ class HDF5(_GrowingArrays):
   def _stop(self) -> None:
     root, self._root = self._root, None
     self._arrays.clear()
-    root.close()
+    try:
+      root.close()
+    finally:
+      self._claimed.close()
 
 
 def _chunks(field: Field) -> tuple[int, ...]:

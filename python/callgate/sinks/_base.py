@@ -21,7 +21,15 @@ StrPath = str | os.PathLike[str]
 
 
 class SinkError(RuntimeError):
-  """A sink cannot write a record; the message names the sink, the tap and what was expected."""
+  """A sink cannot write a record; the message names the sink, the tap and what was expected.
+
+  Attributes:
+    lost: how many records it stands for.
+  """
+
+  def __init__(self, message: str, *, lost: int = 0) -> None:
+    super().__init__(message)
+    self.lost = lost
 
 
 def check_process(sink: Sink, process: int) -> None:
@@ -106,19 +114,23 @@ class LibrarySink(Sink):
     if self._channel is None:
       self.open("")
     check_process(self, self._process)
-    first: Exception | None = None
+    first: SinkError | None = None
+    lost = 0
     for record in records:
       try:
         with self._naming(_where(record.info)):
           self._take(record)
       except SinkError as error:
         first = first or error
+        lost += error.lost or 1
     try:
       with self._naming("cannot write"):
         self._commit()
     except SinkError as error:
       first = first or error
+      lost += error.lost
     if first is not None:
+      first.lost = lost
       raise first
 
   def flush(self) -> None:

@@ -69,6 +69,13 @@ class NativeSink(Sink):
       lane=list(info.lane),
     )
 
+  def open(self, channel: str) -> None:
+    """Keeps other writers away, before the first record."""
+    try:
+      self._writer.open()
+    except ValueError as error:
+      raise SinkError(f"callgate.sinks.{self!r}: {error}") from None
+
   def flush(self) -> None:
     if os.getpid() == self._process:  # a fork's child may find its lock held for ever
       self._writer.flush()
@@ -89,7 +96,8 @@ class JSONL(NativeSink):
 
   Args:
     path: the file; its folder is made. It is emptied now, unless `append`.
-    append: continue an existing file; a last line that a crash left unfinished is cut off.
+    append: continue an existing file, to which other processes may append at the same time; a last
+      line that a crash left unfinished is cut off. Without it nobody else may write to the file.
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
@@ -109,7 +117,8 @@ class Npy(NativeSink):
   Args:
     path: the file, "{name}" in it replaced by the leaf's name ("loss", "grad_w_0"); needed where
       there is more than one leaf. Folders are made.
-    append: continue existing files; a last row that a crash left unfinished is cut off.
+    append: continue existing files; a last row that a crash left unfinished is cut off. One process
+      at a time writes to a file.
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:

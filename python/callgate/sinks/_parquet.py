@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate import _callgate
 from callgate._records import Record, tap_key
 from callgate.sinks._base import LibrarySink, StrPath, file_for, library
 from callgate.sinks._rows import Rows
@@ -59,8 +60,9 @@ class Parquet(LibrarySink):
     rows = Rows(record)
     schema = self._to_arrow({n: np.empty((0, *f.shape), f.dtype) for n, f in rows.fields.items()})
     partial = path.with_name(path.name + ".writing")
+    claimed = _callgate.FileClaim("Parquet", str(partial))
     writer = self._parquet.ParquetWriter(str(partial), schema.schema)
-    table = _Table(tap_key(record.info), rows, writer, partial, path)
+    table = _Table(tap_key(record.info), rows, writer, partial, path, claimed)
     if (self._append or path in self._made) and path.exists():
       try:
         with self._parquet.ParquetFile(str(path)) as old:
@@ -125,18 +127,29 @@ class _Table:
   """The file of one tap, being written beside the path that it will have."""
 
   def __init__(
-    self, tap: str, rows: Rows, writer: Any, partial: pathlib.Path, path: pathlib.Path
+    self,
+    tap: str,
+    rows: Rows,
+    writer: Any,
+    partial: pathlib.Path,
+    path: pathlib.Path,
+    claimed: Any,
   ) -> None:
     self.tap = tap
     self.rows = rows
     self.writer = writer
     self._partial = partial
     self._path = path
+    self._claimed = claimed  # keeps other processes away
 
   def close(self) -> None:
-    self.writer.close()
-    os.replace(self._partial, self._path)
+    try:
+      self.writer.close()
+      os.replace(self._partial, self._path)
+    finally:
+      self._claimed.close()
 
   def discard(self) -> None:
     self.writer.close()
     self._partial.unlink(missing_ok=True)
+    self._claimed.close()

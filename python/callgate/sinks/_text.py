@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +13,11 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
+from callgate import _callgate
 from callgate._records import Record, columns, leaf_paths, tap_key
 from callgate.sinks._base import (
   LibrarySink,
+  SinkError,
   StrPath,
   file_for,
   lane_suffix,
@@ -111,7 +114,8 @@ class CSV(LibrarySink):
 
   Args:
     path: the file; with "{name}" in it, a file for each tap. Folders are made.
-    append: continue existing files, whose headers then hold; a torn last line is cut off.
+    append: continue existing files, whose headers then hold; a torn last line is cut off. One
+      process at a time writes to a file.
     columns: names of the columns, for one table of several taps (`callgate.sinks.columns`).
   """
 
@@ -159,40 +163,52 @@ class CSV(LibrarySink):
 
   def _flush(self) -> None:
     for table in self._tables.values():
-      table.file.flush()
+      table.flush()
 
   def _stop(self) -> None:
     tables, self._tables = self._tables, {}
-    close_all([table.file for table in tables.values()])
+    close_all(list(tables.values()))
 
 
 class _Table:
-  """An open CSV file. Used by its sink alone."""
+  """An open CSV file, and the lines that are not in it yet. Used by its sink alone."""
 
   def __init__(self, path: pathlib.Path, *, keep: bool) -> None:
     self.path = path
-    self.header: list[str] = []
-    self.file = open(path, "a+" if keep else "w+", newline="", encoding="utf-8")  # noqa: SIM115
-    if keep:
-      self._resume()
-
-  def _resume(self) -> None:
-    data = self.path.read_bytes()
-    if not data.endswith(b"\n"):
-      self.file.truncate(data.rfind(b"\n") + 1)
-    self.file.seek(0)
-    self.header = next(csv.reader(self.file), [])
-    self.file.seek(0, 2)
+    self._file = _callgate.LineFile("CSV", str(path), keep)
+    line = self._file.first_line().decode("utf-8")
+    self.header: list[str] = next(csv.reader([line]), []) if line else []
+    self._lines: list[str] = []
 
   def begin(self, header: list[str]) -> None:
     """Writes the header, unless there is one."""
     if not self.header:
       self.header = header
-      csv.writer(self.file, lineterminator="\n").writerow(header)
+      self._lines.append(_csv_line(header))
 
   def write(self, row: dict[str, Any]) -> None:
-    cells = [row.get(name, "") for name in self.header]
-    csv.writer(self.file, lineterminator="\n").writerow(cells)
+    self._lines.append(_csv_line([row.get(name, "") for name in self.header]))
+
+  def flush(self) -> None:
+    """Writes the lines out, as far as there is room; an error counts the rest, which is lost."""
+    lines, self._lines = self._lines, []
+    if not lines:
+      return
+    written, problem = self._file.append("".join(lines))
+    if problem:
+      raise SinkError(problem, lost=len(lines) - written)
+
+  def close(self) -> None:
+    try:
+      self.flush()
+    finally:
+      self._file.close()
+
+
+def _csv_line(cells: Sequence[str]) -> str:
+  text = io.StringIO()
+  csv.writer(text, lineterminator="\n").writerow(cells)
+  return text.getvalue()
 
 
 def close_all(files: Sequence[Any]) -> None:

@@ -4,24 +4,29 @@
 #include <exception>
 #include <span>
 
-#include "channel/record.h"
+#include "channel/consumer.h"
 
 namespace callgate {
 
 // Calls take(record) for each record, whatever some of them throw, then finish(), then throws the
-// first exception of these.
+// first exception of these. A record for which take() throws is lost; finish() counts for itself.
 template <typename Take, typename Finish>
-void consume_each(std::span<const Record> records, Take&& take, Finish&& finish) {
+void consume_each(Consumer& consumer, std::span<const Record> records, Take&& take,
+                  Finish&& finish) {
   std::exception_ptr first;
-  auto keep_first = [&](auto&& step) {
+  auto succeeds = [&](auto&& step) {
     try {
       step();
+      return true;
     } catch (...) {
       if (first == nullptr) first = std::current_exception();
+      return false;
     }
   };
-  for (const Record& record : records) keep_first([&] { take(record); });
-  keep_first(finish);
+  for (const Record& record : records) {
+    if (!succeeds([&] { take(record); })) consumer.lose(1);
+  }
+  (void)succeeds(finish);
   if (first != nullptr) std::rethrow_exception(first);
 }
 

@@ -13,75 +13,72 @@
 #include "core/error.h"
 
 namespace callgate {
+namespace {
 
-File::File(std::string_view sink, const std::string& path, FileMode mode)
-    : sink_(sink), path_(path) {
+// Repeats write_some(rest, done), a system call, until all is written or it fails.
+template <typename WriteSome>
+Written write_all(std::string_view bytes, WriteSome&& write_some) noexcept {
+  Written result;
+  while (result.bytes < bytes.size()) {
+    const ssize_t written = write_some(bytes.substr(result.bytes), result.bytes);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) {
+      result.error = written < 0 ? errno : ENOSPC;
+      break;
+    }
+    result.bytes += static_cast<std::size_t>(written);
+  }
+  return result;
+}
+
+}  // namespace
+
+File::File(std::string_view sink, const std::string& path, FileMode mode, Place place, bool appends)
+    : sink_(sink), path_(path), place_(place) {
   std::error_code ignored;  // open() reports a folder that could not be made
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
-  int flags = O_RDWR | O_CREAT | O_CLOEXEC | (mode == FileMode::kCreate ? O_TRUNC : 0);
+  const int flags = O_RDWR | O_CREAT | O_CLOEXEC | (appends ? O_APPEND : 0);
   do {
-    descriptor_ = ::open(path.c_str(), flags, 0666);
-  } while (descriptor_ < 0 && errno == EINTR);
-  if (descriptor_ < 0) fail("open");
+    fd_ = UniqueFd(::open(path.c_str(), flags, 0666));
+  } while (!fd_ && errno == EINTR);
+  if (!fd_) fail("open", errno);
   struct stat status{};
-  regular_ = ::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode);
+  regular_ = ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  lock_ = std::make_unique<FileLock>(fd_.get(), "the sink " + sink_ + ", '" + path_ + "'");
+  if (!regular_) return;
+  Turn turn(*lock_);
+  lock_->take_place(place_);
+  if (mode == FileMode::kCreate) truncate(0);
+  lock_->leave();  // an idle sink is in nobody's way
 }
 
-File::~File() {
-  if (descriptor_ >= 0) ::close(descriptor_);
-}
-
-File::File(File&& other) noexcept
-    : sink_(std::move(other.sink_)),
-      path_(std::move(other.path_)),
-      descriptor_(std::exchange(other.descriptor_, -1)),
-      regular_(other.regular_) {}
-
-File& File::operator=(File&& other) noexcept {
-  std::swap(sink_, other.sink_);
-  std::swap(path_, other.path_);
-  std::swap(descriptor_, other.descriptor_);
-  std::swap(regular_, other.regular_);
-  return *this;
+void File::claim() {
+  lock_->check_process();
+  if (!regular_ || lock_->has_place()) return;
+  Turn turn(*lock_);
+  lock_->take_place(place_);
 }
 
 std::uint64_t File::size() const {
   struct stat status{};
-  if (::fstat(descriptor_, &status) != 0) fail("read the size of");
+  if (::fstat(fd_.get(), &status) != 0) fail("read the size of", errno);
   return static_cast<std::uint64_t>(status.st_size);
 }
 
 void File::truncate(std::uint64_t size) {
-  if (::ftruncate(descriptor_, static_cast<off_t>(size)) != 0) fail("shorten");
+  if (::ftruncate(fd_.get(), static_cast<off_t>(size)) != 0) fail("shorten", errno);
 }
 
-void File::append(std::string_view bytes) {
-  if (regular_) {
-    const std::uint64_t end = size();
-    try {
-      write_at(end, bytes);
-    } catch (...) {
-      if (::ftruncate(descriptor_, static_cast<off_t>(end)) != 0)
-        errno = 0;  // the first error counts
-      throw;
-    }
-    return;
-  }
-  while (!bytes.empty()) {
-    ssize_t written = ::write(descriptor_, bytes.data(), bytes.size());
-    if (written < 0 && errno != EINTR) fail("write to");
-    if (written > 0) bytes.remove_prefix(static_cast<std::size_t>(written));
-  }
+Written File::append(std::string_view bytes) noexcept {
+  return write_all(bytes, [&](std::string_view rest, std::size_t) {
+    return ::write(fd_.get(), rest.data(), rest.size());
+  });
 }
 
-void File::write_at(std::uint64_t offset, std::string_view bytes) {
-  while (!bytes.empty()) {
-    ssize_t written = ::pwrite(descriptor_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
-    if (written < 0 && errno != EINTR) fail("write to");
-    if (written <= 0) continue;
-    bytes.remove_prefix(static_cast<std::size_t>(written));
-    offset += static_cast<std::uint64_t>(written);
-  }
+Written File::write_at(std::uint64_t offset, std::string_view bytes) noexcept {
+  return write_all(bytes, [&](std::string_view rest, std::size_t done) {
+    return ::pwrite(fd_.get(), rest.data(), rest.size(), static_cast<off_t>(offset + done));
+  });
 }
 
 std::string File::read_at(std::uint64_t offset, std::size_t count) const {
@@ -89,8 +86,8 @@ std::string File::read_at(std::uint64_t offset, std::size_t count) const {
   std::size_t done = 0;
   while (done < count) {
     ssize_t got =
-        ::pread(descriptor_, bytes.data() + done, count - done, static_cast<off_t>(offset + done));
-    if (got < 0 && errno != EINTR) fail("read");
+        ::pread(fd_.get(), bytes.data() + done, count - done, static_cast<off_t>(offset + done));
+    if (got < 0 && errno != EINTR) fail("read", errno);
     if (got == 0) break;
     if (got > 0) done += static_cast<std::size_t>(got);
   }
@@ -99,14 +96,15 @@ std::string File::read_at(std::uint64_t offset, std::size_t count) const {
 }
 
 void File::close() {
-  if (descriptor_ < 0) return;
+  if (!fd_) return;
+  lock_->leave();
   // Not repeated after EINTR: Linux has closed the descriptor by then.
-  if (::close(std::exchange(descriptor_, -1)) != 0 && errno != EINTR) fail("close");
+  if (::close(fd_.release()) != 0 && errno != EINTR) fail("close", errno);
 }
 
-void File::fail(const char* doing) const {
-  const std::string reason = std::generic_category().message(errno);
-  throw Error(errno == ENOENT ? ErrorCode::kNotFound : ErrorCode::kInternal,
+void File::fail(const char* doing, int error) const {
+  const std::string reason = std::generic_category().message(error);
+  throw Error(error == ENOENT ? ErrorCode::kNotFound : ErrorCode::kInternal,
               "the sink " + sink_ + " cannot " + doing + " '" + path_ + "': " + reason);
 }
 

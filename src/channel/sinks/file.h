@@ -1,14 +1,18 @@
 // The file of a sink: an owned descriptor whose errors are thrown and name the sink and the path.
 //
 // Used by one thread at a time. Nothing is buffered here: what is written is the system's, so a
-// process that dies loses none of it.
+// process that dies loses none of it. One process writes to a file at a time, unless all that do
+// append to it (Place): see file_lock.h. A pipe or a terminal is not locked.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <memory>
 #include <string>
 #include <string_view>
+
+#include "channel/file_lock.h"
+#include "channel/unique_fd.h"
 
 namespace callgate {
 
@@ -17,38 +21,50 @@ enum class FileMode {
   kAppend,  // an existing file is kept, a missing one made
 };
 
+// How much of some bytes could be written, and why not all: an errno, 0 when all were.
+struct Written {
+  std::size_t bytes = 0;
+  int error = 0;
+};
+
 class File {
  public:
-  // Makes the folders above `path` as well. `sink` is for messages: "JSONL".
-  File(std::string_view sink, const std::string& path, FileMode mode);
-  ~File();
-  File(File&& other) noexcept;
-  File& operator=(File&& other) noexcept;
+  // Makes the folders above `path` as well. `sink` is for messages: "JSONL". Throws Error naming
+  // the process that writes to the file, where there is one; it is not emptied then. With `appends`
+  // writes go to the end, wherever others have moved that.
+  File(std::string_view sink, const std::string& path, FileMode mode, Place place, bool appends);
   File(const File&) = delete;
   File& operator=(const File&) = delete;
+  ~File() = default;
 
   const std::string& path() const noexcept { return path_; }
+
+  // Keeps others away, as far as the place does, until close(): before anything is written.
+  void claim();
+  // For whoever shares the place.
+  FileLock& lock() noexcept { return *lock_; }
 
   // False for a pipe or a terminal: it has neither a size nor places.
   bool regular() const noexcept { return regular_; }
   std::uint64_t size() const;
   void truncate(std::uint64_t size);
 
-  // Writes all of `bytes` at the end; when that fails, a regular file is as it was before.
-  void append(std::string_view bytes);
-  // Writes all of `bytes` at `offset`.
-  void write_at(std::uint64_t offset, std::string_view bytes);
+  // Writes at `offset`, or at the end: as much as there is room for.
+  Written write_at(std::uint64_t offset, std::string_view bytes) noexcept;
+  Written append(std::string_view bytes) noexcept;
   // At most `count` bytes from `offset`: fewer at the end of the file.
   std::string read_at(std::uint64_t offset, std::size_t count) const;
 
   // Throws where the system reports a failure to store what was written. Idempotent.
   void close();
 
- private:
-  [[noreturn]] void fail(const char* doing) const;
+  [[noreturn]] void fail(const char* doing, int error) const;
 
+ private:
   std::string sink_, path_;
-  int descriptor_ = -1;
+  Place place_;
+  UniqueFd fd_;
+  std::unique_ptr<FileLock> lock_;
   bool regular_ = false;
 };
 

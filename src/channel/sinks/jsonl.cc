@@ -16,7 +16,6 @@ namespace callgate {
 namespace {
 
 constexpr std::size_t kLineBytes = std::size_t{1} << 20;  // larger writes gain nothing
-constexpr std::size_t kReadBytes = std::size_t{1} << 16;
 
 void append_integer(std::string& out, std::string_view key, std::int64_t value) {
   std::array<char, 24> text;
@@ -44,26 +43,6 @@ bool is_whole(std::string_view line) {
   return !quoted && depth == 0 && (last == std::string_view::npos || line[last] == '}');
 }
 
-// Makes the file end with a whole line.
-void mend_end(File& file) {
-  const std::uint64_t size = file.size();
-  std::string tail;  // after the last newline
-  for (std::uint64_t start = size; start > 0;) {
-    const std::uint64_t count = std::min<std::uint64_t>(start, kReadBytes);
-    start -= count;
-    std::string bytes = file.read_at(start, count);
-    const std::size_t newline = bytes.rfind('\n');
-    tail.insert(0, newline == std::string::npos ? bytes : bytes.substr(newline + 1));
-    if (newline != std::string::npos) break;
-  }
-  if (tail.empty()) return;
-  if (is_whole(tail)) {
-    file.append("\n");
-  } else {
-    file.truncate(size - tail.size());
-  }
-}
-
 // Row-major position `lane` as an index of each level.
 void unravel(std::int64_t lane, std::span<const std::int64_t> sizes,
              std::vector<std::int64_t>& index) {
@@ -88,11 +67,19 @@ JsonlSink::Layout::Layout(const Source& source)
   }
 }
 
-JsonlSink::JsonlSink(std::string path, FileMode mode) : path_(std::move(path)) { open(mode); }
+JsonlSink::JsonlSink(std::string path, FileMode mode)
+    : path_(std::move(path)), place_(mode == FileMode::kAppend ? Place::kShared : Place::kAlone) {
+  open_file(mode);
+}
 
-void JsonlSink::open(FileMode mode) {
-  file_ = std::make_unique<File>("JSONL", path_, mode);
-  if (mode == FileMode::kAppend && file_->regular()) mend_end(*file_);
+void JsonlSink::open_file(FileMode mode) {
+  file_ = std::make_unique<LineFile>("JSONL", path_, mode, place_, &is_whole);
+}
+
+void JsonlSink::open() {
+  std::lock_guard lock(mutex_);
+  if (file_ == nullptr) open_file(FileMode::kAppend);
+  file_->claim();
 }
 
 JsonlSink::Layout& JsonlSink::layout(const Source& source) {
@@ -103,8 +90,12 @@ JsonlSink::Layout& JsonlSink::layout(const Source& source) {
 
 void JsonlSink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  if (file_ == nullptr) open(FileMode::kAppend);
-  consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
+  if (file_ == nullptr) open_file(FileMode::kAppend);
+  auto finish = [&] {
+    write_out();
+    if (failure_ != nullptr) std::rethrow_exception(std::exchange(failure_, nullptr));
+  };
+  consume_each(*this, records, [&](const Record& record) { append_record(record); }, finish);
 }
 
 void JsonlSink::append_record(const Record& record) {
@@ -145,12 +136,15 @@ void JsonlSink::append_line(const Record& record, Layout& layout, std::int64_t l
   lines_ += layout.lone ? "}\n" : "}}\n";
 }
 
+// What does not find room is lost: written later it would be out of order.
 void JsonlSink::write_out() {
+  std::uint64_t written = 0;
   try {
-    file_->append(lines_);
+    if (!lines_.empty()) file_->append(lines_, written);
   } catch (...) {
-    lines_.clear();  // written later they would be out of order
-    throw;
+    if (failure_ == nullptr) failure_ = std::current_exception();
+    const auto all = std::count(lines_.begin(), lines_.end(), '\n');
+    lose(static_cast<std::uint64_t>(all) - written);
   }
   lines_.clear();
   if (lines_.capacity() > 2 * kLineBytes) lines_.shrink_to_fit();  // after one great record
@@ -159,7 +153,7 @@ void JsonlSink::write_out() {
 void JsonlSink::close() {
   std::lock_guard lock(mutex_);
   if (file_ == nullptr) return;
-  const std::unique_ptr<File> file = std::move(file_);
+  const std::unique_ptr<LineFile> file = std::move(file_);
   file->close();
 }
 

@@ -9,10 +9,11 @@
 //
 // Runs on its channel's thread, without the GIL; other threads may use it as well. Whole lines
 // reach the system with every batch of records, so a process that dies leaves a file that can be
-// read.
+// read, and one that finds no room for all of a batch the lines that found some.
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -21,17 +22,19 @@
 #include <vector>
 
 #include "channel/consumer.h"
-#include "channel/sinks/file.h"
+#include "channel/sinks/line_file.h"
 
 namespace callgate {
 
 class JsonlSink final : public Consumer {
  public:
   // Opens the file, so that a path that cannot be written is an error here. With kAppend, lines are
-  // added to a file that exists; a last line that a crash left unfinished is cut off. After
-  // close(), further records open the file again and are appended.
+  // added to a file that exists, to which other processes may append as well; a last line that a
+  // crash left unfinished is cut off. After close(), further records open the file again and are
+  // appended.
   JsonlSink(std::string path, FileMode mode);
 
+  void open() override;
   void consume(std::span<const Record> records) override;
   void close() override;
   std::string description() const override { return "JSONL('" + path_ + "')"; }
@@ -48,7 +51,7 @@ class JsonlSink final : public Consumer {
     RecordViews views;
   };
 
-  void open(FileMode mode);
+  void open_file(FileMode mode);
   Layout& layout(const Source& source);
   void append_record(const Record& record);
   void append_line(const Record& record, Layout& layout, std::int64_t lane,
@@ -57,9 +60,11 @@ class JsonlSink final : public Consumer {
 
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
-  std::unique_ptr<File> file_;                                          // none while closed
+  const Place place_;
+  std::unique_ptr<LineFile> file_;                                      // none while closed
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
   std::string lines_;                                                   // not yet in the file
+  std::exception_ptr failure_;  // the first of the batch that is written
 };
 
 }  // namespace callgate

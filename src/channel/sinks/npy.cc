@@ -67,7 +67,7 @@ class NpySink::Column {
  public:
   Column(std::string name, const std::string& path, FileMode mode, const LeafType& leaf,
          std::span<const std::int64_t> row)
-      : name_(std::move(name)), file_("Npy", path, mode) {
+      : name_(std::move(name)), file_("Npy", path, mode, Place::kAlone, /*appends=*/false) {
     if (!file_.regular()) {
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "a regular file", "'" + path + "'");
     }
@@ -75,9 +75,13 @@ class NpySink::Column {
     header_.row.assign(row.begin(), row.end());
     row_bytes_ = std::stoul(header_.descr.substr(2));
     for (std::int64_t extent : row) row_bytes_ *= static_cast<std::size_t>(extent);
+    file_.claim();
     if (file_.size() == 0) {
       header_.bytes = header_.text().size();
-      file_.write_at(0, header_.text());
+      if (const int error = write_header(); error != 0) {
+        file_.truncate(0);  // half a header is no beginning
+        file_.fail("write to", error);
+      }
     } else {
       resume(leaf);
     }
@@ -99,18 +103,49 @@ class NpySink::Column {
     }
   }
 
+  // A batch begins: rows are counted from here.
+  void begin() {
+    file_.claim();
+    start_ = header_.rows;
+    offered_ = 0;
+    error_ = 0;
+  }
+
   void append(const ArrayView& view) {
+    ++offered_;
+    if (error_ != 0) return;  // rows behind those that found no room
     append_row(rows_, view);
     ++waiting_;
     if (rows_.size() >= kRowBytes) write_rows();
   }
 
-  // Rows first, then the header that counts them.
-  void write_out() {
-    write_rows();
-    if (counted_ == header_.rows) return;
-    file_.write_at(0, header_.text());
-    counted_ = header_.rows;
+  // Writes what waits, as far as there is room: whole rows.
+  void write_rows() {
+    const std::string rows = std::exchange(rows_, {});
+    const std::uint64_t count = std::exchange(waiting_, 0);
+    const Written done = file_.write_at(header_.bytes + header_.rows * row_bytes_, rows);
+    header_.rows += row_bytes_ == 0 ? count : done.bytes / row_bytes_;
+    if (done.error != 0) error_ = done.error;
+  }
+
+  // Of the batch.
+  std::uint64_t offered() const noexcept { return offered_; }
+  std::uint64_t written() const noexcept { return header_.rows - start_; }
+  int error() const noexcept { return error_; }
+
+  // Cuts the batch's rows down to the first `count`.
+  void keep(std::uint64_t count) {
+    header_.rows = start_ + std::min(count, written());
+    file_.truncate(header_.bytes + header_.rows * row_bytes_);
+  }
+
+  // After the rows, the header that counts them.
+  void count_rows() {
+    if (counted_ != header_.rows) {
+      if (const int error = write_header(); error != 0) file_.fail("write to", error);
+      counted_ = header_.rows;
+    }
+    if (error_ != 0) file_.fail("write to", error_);
   }
 
   void close() { file_.close(); }
@@ -127,12 +162,7 @@ class NpySink::Column {
     file_.truncate(header_.bytes + header_.rows * row_bytes_);
   }
 
-  void write_rows() {
-    std::string rows = std::exchange(rows_, {});
-    const std::uint64_t count = std::exchange(waiting_, 0);
-    file_.write_at(header_.bytes + header_.rows * row_bytes_, rows);
-    header_.rows += count;
-  }
+  int write_header() { return file_.write_at(0, header_.text()).error; }
 
   std::string name_;
   File file_;
@@ -140,6 +170,9 @@ class NpySink::Column {
   std::size_t row_bytes_ = 0;
   std::uint64_t counted_ = 0;  // rows, by the header in the file
   std::uint64_t waiting_ = 0;  // rows in rows_
+  std::uint64_t start_ = 0;    // rows before the batch
+  std::uint64_t offered_ = 0;  // rows that the batch brought
+  int error_ = 0;              // why not all of them could be written; 0
   std::string rows_;
 };
 
@@ -164,6 +197,7 @@ NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
   if (found == nullptr) {
     const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
     found = std::make_unique<Column>(name, file, mode, leaf, row);
+    found->begin();
     made_.insert(file);
   }
   found->check(name, leaf, row);
@@ -194,15 +228,54 @@ void NpySink::append_record(const Record& record) {
   });
 }
 
+// The leaves of a record have rows in step: where one found no room, the others give theirs up.
+void NpySink::align(const std::vector<Column*>& columns) {
+  if (columns.empty()) return;
+  std::uint64_t offered = 0, written = columns.front()->written();
+  bool in_step = true;
+  for (const Column* column : columns) {
+    in_step = in_step && (offered == 0 || offered == column->offered());
+    offered = std::max(offered, column->offered());
+    written = std::min(written, column->written());
+  }
+  if (written >= offered) return;
+  if (in_step) {
+    for (Column* column : columns) column->keep(written);
+  }
+  lose(offered - written);
+}
+
 void NpySink::write_out() {
   for (auto& [path, column] : columns_) {
-    if (column != nullptr) column->write_out();
+    if (column != nullptr) column->write_rows();
   }
+  std::set<std::vector<Column*>> seen;  // taps that are traced again share their columns
+  for (auto& [id, layout] : layouts_) {
+    if (seen.insert(layout->columns).second) align(layout->columns);
+  }
+  std::exception_ptr first;
+  for (auto& [path, column] : columns_) {
+    try {
+      if (column != nullptr) column->count_rows();
+    } catch (...) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
 }
 
 void NpySink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  consume_each(records, [&](const Record& record) { append_record(record); }, [&] { write_out(); });
+  try {
+    for (auto& [path, column] : columns_) {
+      if (column != nullptr) column->begin();
+    }
+  } catch (...) {
+    lose(records.size());
+    throw;
+  }
+  auto take = [&](const Record& record) { append_record(record); };
+  consume_each(*this, records, take, [&] { write_out(); });
 }
 
 void NpySink::close() {

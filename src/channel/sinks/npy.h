@@ -2,7 +2,9 @@
 //
 // The header's first extent is rewritten in place after the rows that it counts are in the file, at
 // the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
-// header does not count yet are written over. dtypes that NumPy lacks are widened (npy_header.h).
+// header does not count yet are written over. Where there is room for a part of a batch alone, the
+// files have the same first rows of it. A file is written by one sink at a time (file_lock.h).
+// dtypes that NumPy lacks are widened (npy_header.h).
 //
 // Runs on its channel's thread, without the GIL; other threads may use it as well.
 #pragma once
@@ -51,6 +53,7 @@ class NpySink final : public Consumer {
   std::string file_of(const std::string& name) const;
   void resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves);
   void append_record(const Record& record);
+  void align(const std::vector<Column*>& columns);
   void write_out();
 
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel

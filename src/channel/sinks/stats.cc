@@ -98,7 +98,7 @@ StatsSink::Layout::Layout(const Source& source) : views(source) {
 
 void StatsSink::consume(std::span<const Record> records) {
   std::lock_guard lock(consuming_);
-  consume_each(records, [&](const Record& record) { add_record(record); }, [] {});
+  consume_each(*this, records, [&](const Record& record) { add_record(record); }, [] {});
 }
 
 void StatsSink::add_record(const Record& record) {

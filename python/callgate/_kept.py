@@ -1,0 +1,143 @@
+"""The exceptions of failed programs, kept until those who called them ask.
+
+A program's error is text; the exception that it stands for is here, under the id that the text
+carries. The store is bounded: an exception holds its traceback's frames, and with them arrays. All
+functions run under the GIL, on any thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import threading
+from collections.abc import Callable
+
+# Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
+# block asks for what fails in it, so all of that is kept, up to the second number.
+_LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
+_ID = re.compile(r"\[callgate error #(\d+)\]")
+# A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
+_TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
+_timeouts: dict[int, int] = {}  # their ids
+make_timeout: Callable[[str], BaseException] = TimeoutError  # callgate.errors has the right one
+
+
+@dataclasses.dataclass
+class Kept:
+  """A failure: its id, and the thread that it happened on."""
+
+  id: int
+  exception: BaseException
+  thread: int
+  claimed: bool = False  # somebody has got it
+
+
+_store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
+_blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
+# Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
+# whatever happens to the store.
+_deferred: list[Kept] = []
+_lock = threading.Lock()
+_next_id = 0
+
+
+def keep(exception: BaseException) -> int:
+  """Stores an exception for the caller; returns its id."""
+  global _next_id
+  with _lock:
+    _next_id += 1
+    _store[_next_id] = Kept(_next_id, exception, threading.get_ident())
+    if len(_store) > _LIMIT:
+      _forget(len(_store) - _LIMIT)
+    return _next_id
+
+
+def _forget(count: int) -> None:
+  """Forgets so many: what has been claimed first, then what no open block may ask for."""
+  claimed = [one.id for one in _store.values() if one.claimed][:count]
+  for one in claimed:
+    del _store[one]
+  count -= len(claimed)
+  first = min(_blocks, default=_next_id + 1)
+  while count > 0:
+    oldest = next(iter(_store))
+    if oldest >= first and len(_store) <= _LIMIT_IN_BLOCKS:
+      return
+    del _store[oldest]
+    count -= 1
+
+
+def id_in(text: str) -> int | None:
+  """The id that an error's text carries."""
+  if (match := _ID.search(text)) is not None:
+    return int(match.group(1))
+  if (match := _TIMEOUT.search(text)) is None:
+    return None
+  number = int(match.group(1))
+  if number not in _timeouts:
+    _timeouts[number] = keep(make_timeout(match.group(2)))
+  return _timeouts[number]
+
+
+def find(text: str, *, claim: bool = True) -> Kept | None:
+  """The failure that an error's text stands for, if it is still here."""
+  number = id_in(text) or 0
+  with _lock:
+    kept = _store.get(number)
+    if kept is not None and claim:
+      kept.claimed = True
+    return kept
+
+
+def newest_first() -> list[Kept]:
+  """All that is kept, the newest first."""
+  with _lock:
+    return list(reversed(_store.values()))
+
+
+def is_claimed(number: int) -> bool:
+  """Whether somebody has got it, and it is still here."""
+  with _lock:
+    return number in _store and _store[number].claimed
+
+
+def enter_block() -> int:
+  """A block of `callgate.errors()` begins; returns the first id of what may fail in it."""
+  with _lock:
+    _blocks.append(_next_id + 1)
+    return _next_id + 1
+
+
+def leave_block(first: int) -> None:
+  """It ends."""
+  with _lock:
+    _blocks.remove(first)
+
+
+def open_blocks() -> int:
+  """How many blocks are open, of all threads."""
+  return len(_blocks)
+
+
+def defer(text: str) -> BaseException | None:
+  """Puts the failure that the text stands for aside until somebody asks; returns its exception."""
+  kept = find(text, claim=False)
+  if kept is None:
+    return None
+  with _lock:
+    if len(_deferred) < _LIMIT:
+      _deferred.append(kept)
+  return kept.exception
+
+
+def take_deferred() -> list[BaseException]:
+  """What was put aside and nobody has got yet, oldest first; they are forgotten here."""
+  if not _deferred:  # asked on every call of a gate
+    return []
+  with _lock:
+    taken = [one for one in _deferred if not one.claimed]
+    _deferred.clear()
+    for one in taken:
+      one.claimed = True
+  return [one.exception for one in taken]

@@ -1,0 +1,327 @@
+"""Files that two processes write to, and disks that are full: nothing breaks, all is counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from interpreters import Process, run_python, start
+from sink_records import floats
+
+import callgate as cg
+from callgate import sinks
+
+# A process that writes to a sink, and has it open until told to end.
+WRITER = """
+import sys
+import numpy as np
+from callgate import sinks
+
+path = sys.argv[2]
+sink = eval(sys.argv[1])
+sink.open("t")
+sink.write([sinks.Record(np.int64(0), sinks.TapInfo("x", 0, time_ns=0))])
+print("ready", flush=True)
+open(sys.argv[3]).read()
+"""
+
+SINKS = {
+  "JSONL": "sinks.JSONL(path)",
+  "JSONL, append": "sinks.JSONL(path, append=True)",
+  "Npy": "sinks.Npy(path)",
+  "Npy, append": "sinks.Npy(path, append=True)",
+  "CSV": "sinks.CSV(path)",
+  "CSV, append": "sinks.CSV(path, append=True)",
+  "Stream": "sinks.Stream(path)",
+  "HDF5": "sinks.HDF5(path)",
+  "Parquet": "sinks.Parquet(path)",
+  "Zarr": "sinks.Zarr(path)",
+}
+LIBRARIES = {"HDF5": "h5py", "Parquet": "pyarrow", "Zarr": "zarr"}
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_a_file_that_another_process_writes_to_is_an_error_that_names_it(name, tmp_path, request):
+  if name in LIBRARIES:
+    pytest.importorskip(LIBRARIES[name])
+  path = str(tmp_path / "file")
+  make = eval("lambda path: " + SINKS[name])
+  go_on = tmp_path / "go on"
+  os.mkfifo(go_on)
+  other = start(WRITER, SINKS[name], path, go_on)
+  request.addfinalizer(other.kill)
+  assert line_of(other) == "ready\n"
+  before = contents(path)
+  if name == "JSONL, append":
+    with make(path) as sink:
+      sink.write(floats(0, 1))
+    assert contents(path).startswith(before)
+    assert len(pathlib.Path(path).read_text().splitlines()) == 2
+    make = sinks.JSONL  # without `append` it is refused
+    before = contents(path)
+  with pytest.raises((sinks.SinkError, ValueError), match=f"process {other.pid} "):  # noqa: PT012
+    sink = make(path)
+    sink.open("t")
+    sink.write(floats(0, 1))
+  assert contents(path) == before
+  go_on.write_text("")
+  assert other.communicate(timeout=60)[1] == ""
+  with eval("lambda path: " + SINKS[name])(path) as sink:  # it is free now
+    sink.write([sinks.Record(np.int64(7), sinks.TapInfo("x", 1, time_ns=0))])
+
+
+def line_of(process: Process) -> str:
+  assert process.stdout is not None
+  return process.stdout.readline()
+
+
+def contents(path: str) -> bytes:
+  file = pathlib.Path(path)
+  if file.is_dir():
+    return b"".join(one.read_bytes() for one in sorted(file.rglob("*")) if one.is_file())
+  return file.read_bytes() if file.exists() else b""
+
+
+APPENDER = """
+import sys
+import jax, jax.numpy as jnp
+import callgate as cg
+
+path, name, go_on, elements, count = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+
+@jax.jit
+def program(n):
+  def body(i, carry):
+    cg.tap(jnp.full(elements, i), "t", name=name)
+    return carry
+  return jax.lax.fori_loop(0, n, body, 0)
+
+with cg.channel("t", to=cg.sinks.JSONL(path, append=True)):
+  print("ready", flush=True)
+  open(go_on).read()
+  jax.block_until_ready(program(count))
+"""
+
+
+@pytest.mark.parametrize(("elements", "count"), [(1, 4000), (60_000, 60)])
+def test_lines_of_two_processes_are_whole_and_all_there(elements, count, tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"torn": ')  # as a process leaves it that was killed
+  both: dict[pathlib.Path, Process] = {}
+  for name in "ab":
+    go_on = tmp_path / f"go on {name}"
+    os.mkfifo(go_on)
+    both[go_on] = start(APPENDER, path, name, go_on, elements, count)
+  for one in both.values():
+    assert line_of(one) == "ready\n"
+  for go_on in both:
+    go_on.write_text("")
+  for one in both.values():
+    assert one.communicate(timeout=90)[1] == ""
+    assert one.returncode == 0
+  seen: dict[str, list[int]] = {"a": [], "b": []}
+  for line in path.read_text().splitlines():
+    record = json.loads(line)
+    assert record["value"] == [record["value"][0]] * elements
+    seen[record["name"]].append(record["value"][0])
+  assert seen == {"a": list(range(count)), "b": list(range(count))}
+
+
+def test_a_sink_that_was_closed_is_free_whatever_a_forks_child_holds(tmp_path):
+  done = run_python(
+    f"""
+    import os, socket, warnings, numpy as np
+    warnings.simplefilter("ignore")  # about forks of processes with threads
+    from callgate import sinks
+    ours, end = socket.socketpair()  # ends with this process
+    record = lambda i: sinks.Record(np.int64(i), sinks.TapInfo("x", i, time_ns=0))
+    for make in (sinks.JSONL, sinks.Npy, sinks.CSV, sinks.Stream):
+      path = {str(tmp_path)!r} + "/" + make.__name__
+      sink = make(path)
+      sink.open("t")
+      sink.write([record(0)])
+      child = os.fork()
+      if child == 0:
+        try:
+          if make is not sinks.Stream:
+            sink.write([record(1)])
+        except sinks.SinkError as error:
+          os._exit(3 if "got a fork of that" in str(error) else 4)
+        except BaseException:
+          os._exit(5)
+        os._exit(0 if make is sinks.Stream else 6)
+      hold = os.fork()
+      if hold == 0:
+        ours.close(), os.close(1), os.close(2)  # which the test reads to their ends
+        end.recv(1)
+        os._exit(0)
+      print(make.__name__, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+      sink.close()
+      again = make(path)
+      again.open("t")
+      again.write([record(2)])
+      again.close()
+    """
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ["JSONL", "3", "Npy", "3", "CSV", "3", "Stream", "0"]
+
+
+# -- full disks ----------------------------------------------------------------------------------
+FULL = """
+import json, resource, sys
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+from callgate import sinks
+
+make, path, room = eval("lambda path: " + sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+@jax.jit
+def program(first, n):
+  def body(i, carry):
+    cg.tap(first + i, "t")
+    return carry
+  return jax.lax.fori_loop(0, n, body, 0)
+
+def limit(bytes):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
+
+sink = make(path)
+said = []
+with cg.channel("t", to=sink) as channel:
+  limit(room)
+  jax.block_until_ready(program(0, 5000))
+  try:
+    channel.flush()
+  except BaseException as error:
+    said = [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
+  lost = channel.stats()["lost"]
+  limit(resource.RLIM_INFINITY)
+  jax.block_until_ready(program(5000, 10))
+  channel.flush()
+  stats = channel.stats()
+print(json.dumps({"lost": lost, "stats": stats, "said": said}))
+"""
+
+
+def values_of(name: str, path: str) -> list[int]:
+  match name:
+    case "JSONL" | "JSONL, append":
+      return [json.loads(line)["value"] for line in pathlib.Path(path).read_text().splitlines()]
+    case "Npy":
+      return np.load(path).tolist()
+    case "CSV":
+      lines = pathlib.Path(path).read_text().splitlines()
+      assert lines[0] == "seq,time_ns,device,lane,t"
+      return [int(line.rpartition(",")[2]) for line in lines[1:]]
+    case _:
+      with cg.open_stream(path) as stream:
+        return [int(r.leaves[""]) for r in stream]
+
+
+@pytest.mark.parametrize("name", ["JSONL", "JSONL, append", "Npy", "CSV", "Stream"])
+def test_what_fits_on_a_full_disk_is_written_and_the_rest_counted(name, tmp_path):
+  path = str(tmp_path / "file")
+  done = run_python(f"import sys; sys.argv = ['', {SINKS[name]!r}, {path!r}, '20011']\n" + FULL)
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout)
+  values = values_of(name, path)
+  kept = values[:-10]
+  lost = found["lost"]
+  assert values[-10:] == list(range(5000, 5010))  # there is room again
+  assert len(kept) + lost == 5000
+  assert kept == sorted(set(kept))
+  assert kept[:50] == list(range(50))
+  assert len(kept) >= (20011 - 600) // {"JSONL": 130, "Npy": 8, "CSV": 60}.get(
+    name[:5].strip(","), 130
+  )
+  assert found["stats"]["lost"] == lost
+  assert found["stats"]["delivered"] == 5010
+  text = " ".join(found["said"])
+  assert "File too large" in text
+  assert path in text
+  if name != "CSV":
+    assert f"{lost} record(s) lost" in text
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A disk of 64 KiB."""
+  disk = tmp_path / "disk"
+  disk.mkdir()
+  mounted = subprocess.run(
+    ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False, capture_output=True
+  )
+  if mounted.returncode != 0:
+    pytest.skip(f"mounting a small disk takes rights: {mounted.stderr.decode()}")
+  try:
+    yield disk
+  finally:
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("name", ["JSONL", "JSONL, append", "Npy", "CSV", "Stream"])
+def test_a_disk_that_is_full_and_has_room_again(name, small_disk):
+  path = str(small_disk / "file")
+  other = small_disk / "other"
+  other.write_bytes(bytes(56_000))
+  make = eval("lambda path: " + SINKS[name])
+
+  @jax.jit
+  def program(first, n):
+    def body(i, carry):
+      cg.tap(first + i, "t")
+      return carry
+
+    return jax.lax.fori_loop(0, n, body, 0)
+
+  with cg.channel("t", to=make(path)) as channel:
+    jax.block_until_ready(program(0, 5000))
+    with pytest.raises((sinks.SinkError, cg.ConsumerError), match="No space left"):
+      channel.flush()
+    lost = channel.stats()["lost"]
+    other.unlink()
+    jax.block_until_ready(program(5000, 10))
+    channel.flush()
+    assert channel.stats()["lost"] == lost
+  values = values_of(name, path)
+  assert values[-10:] == list(range(5000, 5010))
+  assert len(values) == 5010 - lost
+  assert values == sorted(set(values))
+
+
+def test_files_of_one_tap_have_rows_in_step_on_a_full_disk(tmp_path):
+  path = str(tmp_path / "{name}.npy")
+  done = run_python(
+    f"""
+    import resource, numpy as np
+    from callgate import sinks
+    import jax, callgate as cg
+
+    @jax.jit
+    def program(n):
+      def body(i, carry):
+        cg.tap({{"a": i, "wide": i + np.zeros(7, np.int32)}}, "t")
+        return carry
+      return jax.lax.fori_loop(0, n, body, 0)
+
+    with cg.channel("t", to=sinks.Npy({path!r})) as channel:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+      jax.block_until_ready(program(500))
+      try:
+        channel.flush()
+      except cg.ConsumerError:
+        print(channel.stats()["lost"])
+    """
+  )
+  assert done.returncode == 0, done.stderr
+  a, wide = np.load(path.format(name="t_a")), np.load(path.format(name="t_wide"))
+  assert a.tolist() == wide[:, 0].tolist()
+  assert len(a) == 500 - int(done.stdout)
+  assert len(a) > 90
