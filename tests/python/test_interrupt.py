@@ -96,8 +96,8 @@ def test_a_program_that_begins_after_an_interrupt_runs_to_its_end() -> None:
     f"""
     try:
       jax.block_until_ready(forever({STEPS["tap"]}))
-    except KeyboardInterrupt:
-      pass
+    except (KeyboardInterrupt, jax.errors.JaxRuntimeError):
+      pass  # the latter where it came within tell(), whose exception is XLA's then
     seen = []
     x = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: cg.tap(x + 1, seen.append), x))(0)
     cg.barrier()
