@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _delivery
+from callgate import _callgate, _delivery, _options
 from callgate._records import Record
 from callgate.errors import GateDefinitionError, keep_consumer_error, raise_consumer_errors
 
@@ -24,6 +24,10 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 _own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
 _open: dict[str, Channel] = {}
 _lock = threading.Lock()
+
+
+_ON_FULL = ("block", "drop_new", "drop_old", "sample")
+_ON_FULL_TEXT = "'block', 'drop_new', 'drop_old' or 'sample'"
 
 
 class Channel:
@@ -50,15 +54,9 @@ class Channel:
     self._consumers: list[tuple[Any, Any]] = []
     given = list(to) if isinstance(to, (list, tuple)) else [to]
     adapted = [(one, self._adapt(one)) for one in given]
-    if on_full not in ("block", "drop_new", "drop_old", "sample"):
-      raise GateDefinitionError(
-        f"channel '{name}': on_full: expected 'block', 'drop_new', 'drop_old' or 'sample', got "
-        f"{on_full!r}"
-      )
-    if not rate > 0:
-      raise GateDefinitionError(
-        f"channel '{name}': rate: expected records a second, above 0, got {rate!r}"
-      )
+    label = f"channel '{name}'"
+    _options.choice(label, "on_full", on_full, _ON_FULL, what=_ON_FULL_TEXT)
+    rate = _options.number(label, "rate", rate, above=0, what="records a second, above 0")
     check_not_forked()
     self._closed = False
     self._handle = _callgate.Channel(
@@ -69,6 +67,10 @@ class Channel:
     with _lock:
       _open[name] = self
     self._attach(adapted)
+
+  @property
+  def _label(self) -> str:
+    return f"channel '{self.name}'"
 
   def __repr__(self) -> str:
     return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
@@ -168,6 +170,7 @@ class Channel:
       BaseException: what a consumer raised.
     """
     check_not_forked()
+    _options.or_none(_options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._closed and not self._handle.flush(timeout):
       raise TimeoutError(
         f"channel '{self.name}': {self.stats()['pending']} record(s) still wait after {timeout} s"
@@ -184,6 +187,7 @@ class Channel:
       TimeoutError: a consumer did not end in time; the message counts what it holds up.
       BaseException: what a consumer raised.
     """
+    _options.or_none(_options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout):
       raise TimeoutError(
         f"channel '{self.name}': closed with {self.stats()['pending']} record(s) not delivered "
@@ -305,8 +309,8 @@ def parse_capacity(name: str, capacity: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
   else:
-    size = capacity
-  if size < 1:
+    size = _options.count(f"channel '{name}'", "capacity", capacity)
+  if not 1 <= size < 2**63:
     raise GateDefinitionError(
       f"channel '{name}': capacity: expected bytes, as 65536 or '64MiB', got {capacity!r}"
     )
@@ -392,8 +396,6 @@ def _check_name(name: Any) -> str:
 def _check_batch(name: str, batch: int | bool | None) -> int | None:
   if batch is None or isinstance(batch, bool):
     return None
-  if batch < 1:
-    raise GateDefinitionError(
-      f"channel '{name}': batch: expected a number of rows or True, got {batch!r}"
-    )
-  return int(batch)
+  return _options.count(
+    f"channel '{name}'", "batch", batch, least=1, what="a number of rows or True"
+  )

@@ -70,6 +70,7 @@ class Gate(Operation):
     collective: bool = False,
     command_buffer: bool = False,
   ) -> None:
+    name = _options.name("gate", name)
     super().__init__(
       name if name is not None else _runtime.unique_name(function),
       out=out,
@@ -87,15 +88,15 @@ class Gate(Operation):
     self.arrays: Arrays = _options.choice(self.label, "arrays", arrays, _adapt.ARRAY_KINDS)
     self.thread: Thread = _options.choice(self.label, "thread", thread, ("xla", "own"))
     self.timeout = _options.timeout(self.label, timeout)
-    self.cast = cast
-    self.copy = copy
+    self.cast = cast = _options.boolean(self.label, "cast", cast)
+    self.copy = copy = _options.boolean(self.label, "copy", copy)
+    command_buffer = _options.boolean(self.label, "command_buffer", command_buffer)
     if copy and arrays in _cuda_arrays.KINDS and arrays not in ("buffer", "torch"):
       raise self._no_copy()
     self.command_buffer = command_buffer
     if command_buffer:
       self._check_command_buffer()
-    if not callable(function):
-      raise GateDefinitionError(f"{self.label}: expected a callable, got {function!r}")
+    _options.function(self.label, "fn", function)
     self.parameters = _names.parameters_of(function, _LEADING_PARAMETERS[style])
     self.callee = _callgate.Callee(
       self.name,
