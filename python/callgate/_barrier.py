@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from callgate import _callgate, _processes
+from callgate import _callgate, _options, _processes
 from callgate._meeting import Meeting
 from callgate.errors import (
   LONG_SECONDS,
@@ -53,6 +53,8 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
     BaseException: the original exception of a gate whose program failed during the wait, or of a
       consumer, with those of other consumers attached (`callgate_others`).
   """
+  _options.or_none(_options.seconds, "barrier", "timeout", timeout, zero=True)
+  _options.boolean("barrier", "all_processes", all_processes)
   group = _processes.group() if all_processes else None
   if group is None:
     _settle(timeout, None)

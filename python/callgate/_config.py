@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _compat
-from callgate.errors import GateDefinitionError
+from callgate import _callgate, _compat, _options
 
 _engine = _compat.define_enum(
   "callgate_engine",
@@ -106,17 +105,10 @@ class config:
 
 
 def _check(changes: dict[str, Any]) -> None:
-  if changes.get("engine", "jax") not in ("callgate", "jax"):
-    raise GateDefinitionError(
-      f"config: engine: expected 'callgate' or 'jax', got {changes['engine']!r}"
-    )
+  _options.choice("config", "engine", changes.get("engine", "jax"), ("callgate", "jax"))
   for name in ("fast_dispatch", "check_writes", "check_memory", "crash_report", "timing"):
-    if not isinstance(changes.get(name, True), bool):
-      raise GateDefinitionError(f"config: {name}: expected a bool, got {changes[name]!r}")
-  if changes.get("stall_seconds", 0.0) < 0:
-    raise GateDefinitionError(
-      f"config: stall_seconds: expected 0 or more, got {changes['stall_seconds']!r}"
-    )
+    _options.boolean("config", name, changes.get(name, True))
+  _options.seconds("config", "stall_seconds", changes.get("stall_seconds", 0.0), zero=True)
 
 
 def _current(name: str) -> Any:

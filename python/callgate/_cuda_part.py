@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _attributes, _cuda_launch, _cuda_source, _nvrtc
+from callgate import _attributes, _cuda_launch, _cuda_source, _nvrtc, _options
 from callgate._cuda_launch import Address, Image, Launch, Plan
 from callgate._cuda_launch import Parameter as Argument
 from callgate._cuda_program import CudaCall, CudaPart
@@ -356,12 +356,9 @@ def launch_options(
   scratch: Mapping[str, Any] | None,
 ) -> LaunchOptions:
   """The options of a launch, checked as far as they can be before a call."""
-  positions: tuple[Any, ...] = tuple(zeroed)
-  if not all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in positions):
-    raise GateDefinitionError(
-      f"{label}: zeroed: expected flat positions of results, got {zeroed!r}"
-    )
-  return LaunchOptions(grid, block, shared, cluster, positions, tuple((scratch or {}).items()))
+  positions = _options.positions(label, "zeroed", zeroed, what="flat positions of results")
+  by_name = _options.named(label, "scratch", scratch)
+  return LaunchOptions(grid, block, shared, cluster, positions, tuple(by_name.items()))
 
 
 def saved(part: SourcePart) -> dict[str, Any]:

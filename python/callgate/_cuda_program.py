@@ -100,7 +100,8 @@ def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
 
 def _capability(label: str, arch: Any) -> int:
   text = str(arch).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
-  if isinstance(arch, bool) or not text.isdigit() or not 30 <= int(text) <= 999:
+  known = isinstance(arch, (str, int)) and not isinstance(arch, bool)
+  if not known or not text.isdigit() or not 30 <= int(text) <= 999:
     raise GateDefinitionError(
       f"{label}: arch: expected a compute capability such as 'sm_90' or 90, got {arch!r}"
     )

@@ -18,9 +18,17 @@ def linear_leaves(gate: Any, in_tree: Any) -> frozenset[int]:
   args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
   if gate.linear is True:
     return frozenset(range(in_tree.num_leaves))
-  positions = (gate.linear,) if isinstance(gate.linear, int) else tuple(gate.linear)
   del kwargs
-  return frozenset(i for p in positions for i in jax.tree.leaves(args[p]))
+  return frozenset(i for p in gate.linear for i in jax.tree.leaves(args[p]))
+
+
+def check(gate: Any, arguments: int) -> None:
+  """Raises where a call has no argument at a position that the gate is declared linear in."""
+  if not isinstance(gate.linear, bool) and max(gate.linear, default=-1) >= arguments:
+    raise GateDefinitionError(
+      f"{gate.label}: linear: expected positions of the call's {arguments} arguments, got "
+      f"{gate.linear!r}"
+    )
 
 
 def linear_names(gate: Any, site: Any) -> str:

@@ -18,6 +18,7 @@ from callgate import (
   _config,
   _derivatives,
   _jax_engine,
+  _linear,
   _names,
   _options,
   _primitive,
@@ -65,7 +66,7 @@ class Operation:
     collective: bool = False,
   ) -> None:
     self.name = name
-    self.collective = collective
+    self.collective = _options.boolean(self.label, "collective", collective)
     self.effect: Effect = _options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
     self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
     self.vmap: Vmap = (
@@ -74,10 +75,10 @@ class Operation:
       else _options.vmap_method(self.label, vmap, grid=self.kind == "kernel")
     )
     self.sharding = _options.sharding(self.label, sharding)
-    self.like = like
+    self.like = _options.or_none(_options.function, self.label, "like", like)
     self.out = out
-    self.linear = linear
-    self.aliases = dict(aliases or {})
+    self.linear: bool | tuple[int, ...] = _options.linear(self.label, linear)
+    self.aliases = _options.aliases(self.label, aliases)
     self.rules = _derivatives.Rules(gradient=_options.gradient(self.label, gradient, effect))
     if out is None and like is None:
       raise GateDefinitionError(
@@ -116,6 +117,7 @@ class Operation:
     self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[tuple[str, Any], ...]
   ) -> Any:
     """Binds the call, without derivative rules of its own."""
+    _linear.check(self, len(args) + len(kwargs))
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     leaves = [_shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]

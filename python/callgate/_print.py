@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _tap
+from callgate import _options, _tap
 from callgate._tap import TapSite
 from callgate.errors import GateDefinitionError, raise_deferred
 from callgate.tap import bind
@@ -46,10 +46,11 @@ def print(
 
   NumPy's print options are those that hold while tracing. Under vmap each lane prints.
   """
-  del partitioned
   raise_deferred()
-  if not isinstance(fmt, str):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's mistake
-    raise GateDefinitionError(f"print: fmt: expected text, got {type(fmt).__name__}")
+  _options.text("print", "fmt", fmt)
+  _options.booleans(
+    "print", ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check
+  )
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
   if not skip_format_check:
     _Checker().vformat(fmt, args, kwargs)

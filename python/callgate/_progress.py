@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from callgate import _compat, _config
+from callgate import _compat, _config, _options
 from callgate._progress_primitive import UNKNOWN, Bar, progress_p
 from callgate.errors import GateDefinitionError
 
@@ -57,29 +57,16 @@ class Progress:
   mininterval: float = 0.1
 
   def __post_init__(self) -> None:
-    _expect(_is_text(self.desc), "desc", "a string", self.desc)
+    _options.optional_texts("Progress", desc=self.desc)
     for name in ("total", "every", "position"):
-      value = getattr(self, name)
       least = 1 if name == "every" else 0
-      fits: bool = value is None or (
-        isinstance(value, (int, np.integer))
-        and not isinstance(value, bool)
-        and bool(value >= least)
+      _options.or_none(
+        _options.count, "Progress", name, getattr(self, name), least=least, most=2**31 - 1
       )
-      _expect(fits, name, f"an integer of at least {least}", value)
-    _expect(not isinstance(self.show, str), "show", "a sequence of names", self.show)
-    writes = self.file is None or hasattr(self.file, "write")
-    _expect(writes, "file", "an object with write()", self.file)
-    _expect(self.mininterval >= 0, "mininterval", "0 or more seconds", self.mininterval)
-
-
-def _is_text(value: object) -> bool:
-  return value is None or isinstance(value, str)
-
-
-def _expect(holds: bool, name: str, expected: str, got: object) -> None:
-  if not holds:
-    raise GateDefinitionError(f"Progress: {name}: expected {expected}, got {got!r}")
+    _options.or_none(_options.strings, "Progress", "show", self.show)
+    _options.or_none(_options.writable, "Progress", "file", self.file)
+    _options.boolean("Progress", "leave", self.leave)
+    _options.seconds("Progress", "mininterval", self.mininterval, zero=True)
 
 
 def options_of(progress: object) -> Progress | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _options
 from callgate._processes import PLACEHOLDER
 from callgate._stream_columns import columns_of, table_of
 from callgate._stream_records import Source, StreamRecord
@@ -208,8 +208,14 @@ class StreamReader:
 
 def _addresses(where: Address | Iterable[Address]) -> list[str]:
   if not isinstance(where, str | os.PathLike):
-    return [address for one in where for address in _addresses(one)]
-  address = os.fspath(where)
+    if isinstance(where, (bytes, bytearray)) or not isinstance(where, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+      _options.refuse("open_stream", "where", "paths or addresses", where)
+    try:
+      several = list(where)
+    except TypeError:  # an array of no dimensions
+      _options.refuse("open_stream", "where", "paths or addresses", where)
+    return [address for one in several for address in _addresses(one)]
+  address = _options.path("open_stream", "where", where)
   is_file = not address.startswith(("unix:", "tcp://"))
   if is_file and PLACEHOLDER in address and not os.path.exists(address):
     address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
@@ -243,7 +249,8 @@ def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> 
     ValueError: not a stream, or a damaged one: then when its records are read, with the offset.
     ConnectionError: while reading: the connection ended before the stream did.
   """
+  _options.boolean("open_stream", "follow", follow)
   addresses = _addresses(where)
   if not addresses:
-    raise ValueError("callgate.open_stream: expected at least one file or address, got none")
+    raise ValueError("callgate.open_stream: where: expected at least one file or address, got none")
   return StreamReader(addresses, follow=follow)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from callgate import _callgate, _processes
+from callgate import _callgate, _options, _processes
 from callgate.sinks._native import NativeSink
 
 
@@ -30,7 +30,9 @@ class Stream(NativeSink):
   """
 
   def __init__(self, destination: str | os.PathLike[str]) -> None:
-    self._destination = _processes.fill_index(os.fspath(destination))
+    self._destination = _processes.fill_index(
+      _options.path("sinks.Stream", "destination", destination)
+    )
     known = _processes.known_index()
     self._sink = _callgate.stream_sink(
       self._destination, process_index=-1 if known is None else known

@@ -205,6 +205,14 @@ def carried(leaf: Any) -> tuple[Any, str | None]:
     return jax.random.key_data(leaf), None
   if not is_packed(leaf.dtype):
     return leaf, None
-  name = np.dtype(leaf.dtype).name
-  wide = "float32" if name.startswith("float") else "uint8" if name.startswith("u") else "int8"
-  return leaf.astype(wide), name
+  return leaf.astype(carrier(leaf.dtype)), np.dtype(leaf.dtype).name
+
+
+def carrier(dtype: Any) -> np.dtype[Any]:
+  """What an array of a type travels as on the host: itself, unless it packs several into a byte."""
+  if not is_packed(dtype):
+    return np.dtype(dtype)
+  name = np.dtype(dtype).name
+  return np.dtype(
+    "float32" if name.startswith("float") else "uint8" if name.startswith("u") else "int8"
+  )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from callgate import _c_arguments, _c_functions, _runtime
+from callgate import _c_arguments, _c_functions, _options, _runtime
 from callgate._c_arguments import Array
 from callgate._c_functions import CFunction
 from callgate._c_glue import Glue
@@ -110,6 +110,10 @@ def cfunc(
     CompileError: there is no C++ compiler.
     GateDefinitionError: the function's type is not known, or an option is wrong.
   """
+  name = _options.name("cfunc", name)
+  _options.optional_texts("cfunc", signature=signature, args=args)
+  _options.or_none(_options.boolean, "cfunc", "loop", loop)
+  _options.booleans("cfunc", cast=cast, thread_safe=thread_safe)
   found = _c_functions.resolve(function, signature)
   short = found.declaration.name or "cfunc"
   if name is None:
@@ -123,7 +127,7 @@ def cfunc(
         "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
       )
     args = _c_arguments.default_text(found.declaration)
-  given = dict(pointers or {})
+  given = _options.named(label, "pointers", pointers)
   addresses = [_c_functions.address_of(label, key, value) for key, value in given.items()]
   binding = _c_arguments.read(label, args, found.declaration, loop=is_loop, pointers=given)
   if is_loop and not binding.results:
@@ -166,9 +170,12 @@ def _is_loop(function: CFunction, args: str | None) -> bool:
 
 
 def _columns_first(label: str, order: Any, arrays: Mapping[str, Array]) -> frozenset[str]:
-  orders = dict(order) if isinstance(order, Mapping) else dict.fromkeys(arrays, order)
+  if isinstance(order, Mapping):
+    orders = _options.named(label, "order", order)
+  else:
+    orders = dict.fromkeys(arrays, order)
   for key, value in orders.items():
-    if value not in ("C", "F") or key not in arrays:
+    if not isinstance(value, str) or value not in ("C", "F") or key not in arrays:
       raise GateDefinitionError(
         f"{label}: order: expected 'C' or 'F', or these by names of {', '.join(arrays)}; got "
         f"{order!r}"
@@ -180,6 +187,8 @@ def _messages(label: str, errors: Errors | None) -> tuple[tuple[int | str, str],
   """By number first, then by sign, then for all."""
   if errors is None:
     return ()
+  if not isinstance(errors, (str, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    _options.refuse(label, "errors", "a text, or texts by numbers, '>0' and '<0'", errors)
   table: dict[Any, Any] = {"else": errors} if isinstance(errors, str) else dict(errors)
   for key, text in table.items():
     is_number = isinstance(key, (int, np.integer))

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _consumers
+from callgate import _callgate, _consumers, _options
 from callgate._consumers import check_not_forked
 from callgate._delivery import Presence
 from callgate._records import Record
@@ -27,6 +27,10 @@ _own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to fu
 _open: dict[str, Channel] = {}
 _opening: set[str] = set()  # names of channels whose sinks are being opened
 _lock = threading.Lock()
+
+
+_ON_FULL = ("block", "drop_new", "drop_old", "sample")
+_ON_FULL_TEXT = "'block', 'drop_new', 'drop_old' or 'sample'"
 
 
 class Channel:
@@ -54,15 +58,9 @@ class Channel:
     self._presences: dict[Any, Presence] = {}  # by the native form
     given = list(to) if isinstance(to, (list, tuple)) else [to]
     adapted = [(one, self._adapt(one)) for one in given]
-    if on_full not in ("block", "drop_new", "drop_old", "sample"):
-      raise GateDefinitionError(
-        f"channel '{name}': on_full: expected 'block', 'drop_new', 'drop_old' or 'sample', got "
-        f"{on_full!r}"
-      )
-    if not rate > 0:
-      raise GateDefinitionError(
-        f"channel '{name}': rate: expected records a second, above 0, got {rate!r}"
-      )
+    label = f"channel '{name}'"
+    _options.choice(label, "on_full", on_full, _ON_FULL, what=_ON_FULL_TEXT)
+    rate = _options.number(label, "rate", rate, above=0, what="records a second, above 0")
     size = parse_capacity(name, capacity)
     check_not_forked()
     self._closed = False
@@ -80,6 +78,10 @@ class Channel:
       with _lock:
         _open[name] = self
     self._attach(adapted)
+
+  @property
+  def _label(self) -> str:
+    return f"channel '{self.name}'"
 
   def __repr__(self) -> str:
     return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
@@ -176,6 +178,7 @@ class Channel:
       BaseException: what a consumer raised.
     """
     check_not_forked()
+    _options.or_none(_options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._closed and not self._handle.flush(timeout):
       raise TimeoutError(
         f"channel '{self.name}': {self.stats()['pending']} record(s) still wait after {timeout} s"
@@ -194,6 +197,7 @@ class Channel:
       TimeoutError: a consumer did not end in time; the message counts what it holds up.
       BaseException: what a consumer raised.
     """
+    _options.or_none(_options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout):
       raise TimeoutError(
         f"channel '{self.name}': closed with {self.stats()['pending']} record(s) not delivered "
@@ -285,8 +289,8 @@ def parse_capacity(name: str, capacity: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
   else:
-    size = capacity
-  if size < 1:
+    size = _options.count(f"channel '{name}'", "capacity", capacity)
+  if not 1 <= size < 2**63:
     raise GateDefinitionError(
       f"channel '{name}': capacity: expected bytes, as 65536 or '64MiB', got {capacity!r}"
     )
@@ -350,8 +354,6 @@ def _check_name(name: Any) -> str:
 def _check_batch(name: str, batch: int | bool | None) -> int | None:
   if batch is None or isinstance(batch, bool):
     return None
-  if batch < 1:
-    raise GateDefinitionError(
-      f"channel '{name}': batch: expected a number of rows or True, got {batch!r}"
-    )
-  return int(batch)
+  return _options.count(
+    f"channel '{name}'", "batch", batch, least=1, what="a number of rows or True"
+  )

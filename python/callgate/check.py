@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _primitive, _runtime, _shapes
+from callgate import _callgate, _options, _primitive, _runtime, _shapes
 from callgate._primitive import CallSite
 from callgate.errors import CheckError, GateDefinitionError, raise_deferred
 from callgate.gate import Gate
@@ -76,6 +76,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
       program has stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
   """
   raise_deferred()
+  _options.text("check", "message", message)
   for _, field, _, _ in string.Formatter().parse(message):
     name = field.split(".")[0].split("[")[0] if field is not None else None
     if name is not None and name not in values:

@@ -395,6 +395,12 @@ def cpp(
       is no compiler.
     GateDefinitionError: an option is wrong.
   """
+  name = _options.name("cpp", name)
+  _options.text("cpp", "source", source)
+  _options.optional_texts(
+    "cpp", function=function, cuda_source=cuda_source, cuda_kernel=cuda_kernel
+  )
+  _options.boolean("cpp", "debug", debug)
   defaults = _toolchain.DEBUG_FLAGS if debug else _toolchain.DEFAULT_FLAGS
   known = _cpp_source.find("cpp" if name is None else f"kernel '{name}'", source, function)
   label = f"kernel '{name or known.name}'"
@@ -404,7 +410,7 @@ def cpp(
     "libraries": _options.strings(label, "libraries", libraries),
     "library_dirs": _options.strings(label, "library_dirs", library_dirs),
   }
-  if cuda_source is None and (grid, block, cuda_kernel) != (None, None, None):
+  if cuda_source is None and any(x is not None for x in (grid, block, cuda_kernel)):
     raise GateDefinitionError(
       f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
     )
@@ -425,13 +431,13 @@ def cpp(
     gradient=gradient,
     thread_safe=thread_safe,
   )
+  launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
+  building = _cuda_part.build_options(
+    _options.strings(label, "cuda_options", cuda_options),
+    build_options["include_dirs"],
+    _cuda_program.parse_arch(label, arch),
+  )
   if cuda_source is not None:
-    launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
-    building = _cuda_part.build_options(
-      _options.strings(label, "cuda_options", cuda_options),
-      _options.strings(label, "include_dirs", include_dirs),
-      _cuda_program.parse_arch(label, arch),
-    )
     made.cuda = _cuda_part.SourcePart(
       made.label, cuda_source, cuda_kernel, launching, building, made.aliases
     )

@@ -183,6 +183,9 @@ def cuda(
     CompileError: when a call is lowered: NVRTC refuses the source, with its message and your line
       numbers; or there is no NVRTC.
   """
+  name = _options.name("cuda", name)
+  _options.text("cuda", "source", source)
+  _options.optional_texts("cuda", kernel=kernel)
   known = _cuda_source.find("cuda" if name is None else f"kernel '{name}'", source, kernel)
   label = f"kernel '{name or known.name}'"
   building = _cuda_part.build_options(
@@ -193,7 +196,9 @@ def cuda(
   launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
   if name is None:
     name = _runtime.free_name(f"{caller_module()}.{known.name}")
-  part = SourcePart(f"kernel '{name}'", source, kernel, launching, building, dict(aliases or {}))
+  part = SourcePart(
+    f"kernel '{name}'", source, kernel, launching, building, _options.aliases(label, aliases)
+  )
   return CudaSourceKernel(
     name,
     part,

@@ -414,22 +414,29 @@ def elementwise(
       compiler.
     GateDefinitionError: a parameter or an option is wrong.
   """
+  name = _options.name("elementwise", name)
   if name is None:
     name = _runtime.free_name(f"{caller_module()}.elementwise")
   label = f"kernel '{name}'"
+  _options.texts(
+    label, in_params=in_params, out_params=out_params, operation=operation, preamble=preamble,
+    loop_prep=loop_prep, after_loop=after_loop,
+  )  # fmt: skip
   inputs = _elementwise_params.parse(label, "in_params", in_params)
   outputs = _elementwise_params.parse(label, "out_params", out_params)
   _elementwise_params.check(label, inputs, outputs)
-  _check_aliases(label, inputs, aliases or {})
+  _check_aliases(label, inputs, _options.aliases(label, aliases))
+  _options.boolean(label, "debug", debug)
+  _options.optional_texts(label, jvp=jvp)
   defaults = _toolchain.DEBUG_FLAGS if debug else _toolchain.DEFAULT_FLAGS
   return ElementwiseKernel(
     name,
     Code(inputs, outputs, operation, preamble, loop_prep, after_loop),
     build_options={
-      "flags": (*defaults, *_FLAGS, *flags),
-      "include_dirs": tuple(os.fspath(d) for d in include_dirs),
-      "libraries": tuple(libraries),
-      "library_dirs": tuple(os.fspath(d) for d in library_dirs),
+      "flags": (*defaults, *_FLAGS, *_options.strings(label, "flags", flags)),
+      "include_dirs": _options.strings(label, "include_dirs", include_dirs),
+      "libraries": _options.strings(label, "libraries", libraries),
+      "library_dirs": _options.strings(label, "library_dirs", library_dirs),
     },
     cuda_options=CudaOptions(
       _options.strings(label, "cuda_options", cuda_options), parse_arch(label, arch)

@@ -31,6 +31,7 @@ from callgate import (
   _config,
   _items,
   _jax_engine,
+  _options,
   _primitive,
   _producer,
   _runtime,
@@ -73,6 +74,7 @@ class Feed:
     default: Any = _MISSING,
     name: str | None = None,
   ) -> None:
+    name = _options.name("feed", name)
     self.name = name if name is not None else _runtime.unique_name(_named(iterable))
     self.prefetch = _check_prefetch(self.name, prefetch)
     types = _items.from_structs(self.name, shape) if shape is not None else None
@@ -139,7 +141,8 @@ class Feed:
     Returns:
       Whether the thread has ended. If not, it ends when its iterator returns.
     """
-    return self._producer.close(timeout)
+    seconds = _options.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
+    return self._producer.close(seconds)
 
   def __enter__(self) -> Feed:
     return self
@@ -247,23 +250,20 @@ def _named(iterable: Any) -> Any:
 
 
 def _check_prefetch(name: str, prefetch: Any) -> int:
-  whole = isinstance(prefetch, (int, np.integer)) and not isinstance(prefetch, bool)
-  if not whole or prefetch < 1:
-    raise GateDefinitionError(
-      f"feed '{name}': prefetch: expected an integer of 1 or more, got {prefetch!r}"
-    )
-  return int(prefetch)
+  return _options.count(f"feed '{name}'", "prefetch", prefetch, least=1, most=2**31 - 1)
 
 
 def _iterator(name: str, iterable: Any) -> Iterator[Any]:
+  if isinstance(iterable, str):
+    _options.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
   try:
     return iter(iterable)
   except TypeError as error:
-    if hasattr(iterable, "__iter__"):
+    if hasattr(iterable, "__iter__") and getattr(iterable, "ndim", None) != 0:
       raise  # its own
     hint = "; call the function" if callable(iterable) else ""
     raise GateDefinitionError(
-      f"feed '{name}': expected an iterable of items, got {type(iterable).__name__}{hint}"
+      f"feed '{name}': iterable: expected an iterable of items, got {iterable!r}{hint}"
     ) from error
 
 

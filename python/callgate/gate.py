@@ -64,11 +64,13 @@ class Gate(Operation):
     thread: Thread = "xla",
     timeout: float | None = None,
     cast: bool = False,
+    copy: bool = False,
     linear: bool | int | Sequence[int] = False,
     gradient: Literal["finite-difference"] | None = None,
     collective: bool = False,
     command_buffer: bool = False,
   ) -> None:
+    name = _options.name("gate", name)
     super().__init__(
       name if name is not None else _runtime.unique_name(function),
       out=out,
@@ -86,12 +88,15 @@ class Gate(Operation):
     self.arrays: Arrays = _options.choice(self.label, "arrays", arrays, _adapt.ARRAY_KINDS)
     self.thread: Thread = _options.choice(self.label, "thread", thread, ("xla", "own"))
     self.timeout = _options.timeout(self.label, timeout)
-    self.cast = cast
+    self.cast = cast = _options.boolean(self.label, "cast", cast)
+    self.copy = copy = _options.boolean(self.label, "copy", copy)
+    command_buffer = _options.boolean(self.label, "command_buffer", command_buffer)
+    if copy and arrays in _cuda_arrays.KINDS and arrays not in ("buffer", "torch"):
+      raise self._no_copy()
     self.command_buffer = command_buffer
     if command_buffer:
       self._check_command_buffer()
-    if not callable(function):
-      raise GateDefinitionError(f"{self.label}: expected a callable, got {function!r}")
+    _options.function(self.label, "fn", function)
     self.parameters = _names.parameters_of(function, _LEADING_PARAMETERS[style])
     self.callee = _callgate.Callee(
       self.name,
@@ -100,6 +105,7 @@ class Gate(Operation):
       style=style,
       arrays=_adapt.runtime_arrays(arrays),
       cast=cast,
+      owned_inputs=copy,
       own_thread=thread == "own",
       timeout=self.timeout,
       native=_adapt.is_native(arrays) or self.native,
@@ -131,8 +137,17 @@ class Gate(Operation):
     devices: int,
   ) -> Any:
     del whole, devices
+    if self.copy and _adapt.is_native(self.arrays):
+      raise self._no_copy()
     callee, target, attributes = self.emission(site, avals_in, avals_out, levels)
     return callee, _runtime.GRAPH_TARGET if self.command_buffer else target, attributes
+
+  def _no_copy(self) -> GateDefinitionError:
+    return GateDefinitionError(
+      f"{self.label}: copy=True: expected arrays in the host's memory (arrays='numpy' or 'jax'; "
+      f"'buffer' and 'torch' in programs for the CPU), got arrays={self.arrays!r} on a GPU, which "
+      "are XLA's own"
+    )
 
   def _check_command_buffer(self) -> None:
     where = f"{self.label}: command_buffer=True: expected"
@@ -173,6 +188,7 @@ class _Options(TypedDict, total=False):
   thread: Thread
   timeout: float | None
   cast: bool
+  copy: bool
   linear: bool | int | Sequence[int]
   gradient: Literal["finite-difference"] | None
   collective: bool
@@ -201,6 +217,7 @@ def gate(
   thread: Thread = "xla",
   timeout: float | None = None,
   cast: bool = False,
+  copy: bool = False,
   linear: bool | int | Sequence[int] = False,
   gradient: Literal["finite-difference"] | None = None,
   collective: bool = False,
@@ -288,6 +305,8 @@ def gate(
     timeout: seconds after which the program fails with a report, while the callable may go on
       unheeded. Implies thread="own", and private copies of the arrays.
     cast: allow same-kind casts of results (float64 to float32, say).
+    copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
+      for arrays in the host's memory. Results' views (`out`) are still XLA's.
     linear: True, a position or positions of arguments in which the gate is linear; see
       `Gate.deftranspose`.
     gradient: "finite-difference": derivatives by central differences, two calls for each input
@@ -318,6 +337,7 @@ def gate(
     "thread": thread,
     "timeout": timeout,
     "cast": cast,
+    "copy": copy,
     "linear": linear,
     "gradient": gradient,
     "collective": collective,

@@ -22,6 +22,7 @@ from callgate import (
   _cuda_program,
   _derivatives,
   _names,
+  _options,
   _runtime,
   _shapes,
 )
@@ -140,6 +141,7 @@ class Kernel(Operation):
       gradient: "finite-difference" or None.
       thread_safe: lanes of a vmap may run on several threads at once.
     """
+    _options.name("kernel", name)
     if "[" in name or "]" in name:
       raise GateDefinitionError(
         f"kernel '{name}': expected a name without brackets, which mark a kernel's variants"
@@ -155,7 +157,7 @@ class Kernel(Operation):
       linear=linear,
       gradient=gradient,
     )
-    self.thread_safe = thread_safe
+    self.thread_safe = _options.boolean(self.label, "thread_safe", thread_safe)
     self.signature = None if signature is None else tuple(signature)
     self._variants: dict[str, Variant] = {}
     self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
@@ -189,15 +191,14 @@ class Kernel(Operation):
       return self.linear
     given = [p for p in signature if p.is_given]
     operands = [p for p in given if p.is_operand]
-    positions = (self.linear,) if isinstance(self.linear, int) else tuple(self.linear)
-    for position in positions:
+    for position in self.linear:
       if not 0 <= position < len(given) or not given[position].is_operand:
         arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
         raise GateDefinitionError(
           f"{self.label}: linear: expected positions of arguments that are arrays, {arrays}; got "
           f"{position}"
         )
-    return tuple(operands.index(given[position]) for position in positions)
+    return tuple(operands.index(given[position]) for position in self.linear)
 
   # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from callgate import _callgate, _names, _toolchain
+from callgate import _callgate, _names, _options, _toolchain
 from callgate.errors import GateDefinitionError, GateError
 from callgate.kernel import Kernel
 
@@ -156,17 +156,25 @@ def save_kernels(
       address.
     OSError: the file can't be written.
   """
+  path = _options.path("save_kernels", "path", path)
   if isinstance(kernels, Kernel):
     kernels = [kernels]
-  chosen = list(dict.fromkeys(kernels)) if kernels is not None else _travelling()
+  elif kernels is not None:
+    if isinstance(kernels, str):
+      _options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
+    try:
+      kernels = list(dict.fromkeys(kernels))
+    except TypeError:  # no iterable, or one of something else
+      _options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
+  chosen = list(kernels) if kernels is not None else _travelling()
   forms: list[dict[str, Any]] = []
   for kernel in chosen:
     form = kernel.saved_form() if isinstance(kernel, Kernel) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if form is None:
       raise GateDefinitionError(
-        f"callgate.save_kernels: expected kernels that callgate.cpp or callgate.numba made, got "
-        f"{kernel!r}, whose code is not callgate's to copy; make it anew, under the same name, "
-        "where the program is loaded"
+        f"callgate.save_kernels: kernels: expected kernels that callgate.cpp or "
+        f"callgate.numba made, got {kernel!r}, whose code is not callgate's to copy; make it "
+        "anew, under the same name, where the program is loaded"
       )
     forms.append(form)
   members: dict[str, bytes] = {}
@@ -275,7 +283,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     CompileError: the source had to be compiled, and there is no compiler or it refuses it.
     FileNotFoundError: there is no such file.
   """
-  forms = _read_archive(Path(path))
+  forms = _read_archive(Path(_options.path("load_kernels", "path", path)))
   known = {form["name"]: _known(path, form) for form in forms}
   kernels: list[Kernel] = []
   for form in forms:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from callgate import _callgate, _names, _runtime
+from callgate import _callgate, _names, _options, _runtime
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, expected_text, fits, from_codes, type_text
 from callgate._toolchain import open_library
@@ -260,7 +260,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
     GateDefinitionError: it is no library of kernels, or was built with the header of another binary
       interface than this callgate's.
   """
-  file = os.path.abspath(path)
+  file = os.path.abspath(_options.path("callgate.library", "path", path))
+  name = _options.name("callgate.library", name)
   if not os.path.exists(file):
     raise FileNotFoundError(f"callgate.library: expected a shared library, found no file '{file}'")
   with _lock:

@@ -59,7 +59,7 @@ class NumbaKernel(Kernel):
     made = numba.is_dispatcher(function) or numba.is_cfunc(function)
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       raise GateDefinitionError(
-        f"{label}: expected a Python function, an @njit function or a @cfunc, got {function!r}"
+        f"{label}: fn: expected a Python function, an @njit function or a @cfunc, got {function!r}"
       )
     given = sorted(key for key, value in numba_options.items() if value is not None)
     if made and given:
@@ -401,6 +401,13 @@ def numba(
     GateDefinitionError: an option is wrong; Numba is not installed; or, when a call is traced,
       Numba refuses the function for the call's types.
   """
+  name = _options.name("numba", name)
+  _options.booleans("numba", cast=cast, parallel=parallel, boundscheck=boundscheck)
+  _options.choice("numba", "error_model", error_model, ("python", "numpy"))
+  if not isinstance(fastmath, (set, frozenset)):
+    _options.boolean("numba", "fastmath", fastmath)
+  elif not all(isinstance(flag, str) for flag in fastmath):  # pyright: ignore[reportUnnecessaryIsInstance]
+    _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", fastmath)
 
   def make(function: Callable[..., Any]) -> NumbaKernel:
     return NumbaKernel(

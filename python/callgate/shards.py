@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from callgate import _options
 from callgate._records import Record
 from callgate._stream_records import StreamRecord
 
@@ -43,7 +44,15 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   Raises:
     ValueError: there is none, they are of several taps, lanes or shapes, or shards are missing.
   """
-  found = list(records)
+  if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    _options.refuse("assemble", "records", "an iterable of records", records)
+  try:
+    found = list(records)
+  except TypeError:  # an array of no dimensions
+    _options.refuse("assemble", "records", "an iterable of records", records)
+  for record in found:
+    if not isinstance(record, (Record, StreamRecord)):  # pyright: ignore[reportUnnecessaryIsInstance]
+      _options.refuse("assemble", "records", "an iterable of records", record)
   if not found:
     raise ValueError("assemble: expected the records of one tap's shards, got none")
   _check_alike(found)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-from callgate import _callgate, _names
+from callgate import _callgate, _names, _options
 from callgate.gate import Gate
 
 
@@ -43,6 +43,7 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
 
   Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
   """
+  _options.path("trace", "path", path)
   _callgate.start_trace()
   try:
     yield

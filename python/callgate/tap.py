@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 
-from callgate import _callgate, _delivery, _rules, _tap
+from callgate import _callgate, _delivery, _options, _rules, _tap
 from callgate._consumers import check_not_forked
 from callgate._tap import Tap, TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
@@ -100,9 +100,7 @@ def tap(
   check_not_forked()
   target = target_of(to)
   label = _label(to, name)
-  _check_options(label, every, effect, ordered, roles, sharding, replicas)
-  if not isinstance(on_device, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-    raise GateDefinitionError(f"tap '{label}': on_device: expected a bool, got {on_device!r}")
+  _check_options(label, every, effect, ordered, roles, sharding, replicas, on_device)
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [_tap.carried(x) for x in arrays]
@@ -115,7 +113,7 @@ def tap(
     tree=tree,
     name=label,
     effect="ordered" if ordered else effect,
-    every=every or 1,
+    every=int(every or 1),
     where=where is not None,
     roles=tuple(roles),
     dtypes=tuple(name for _, name in carried),
@@ -200,26 +198,41 @@ def _label(to: Any, name: str | None) -> str:
 
 
 def _check_options(
-  name: str, every: Any, effect: Any, ordered: Any, roles: Any, sharding: Any, replicas: Any
+  name: str,
+  every: Any,
+  effect: Any,
+  ordered: Any,
+  roles: Any,
+  sharding: Any,
+  replicas: Any,
+  on_device: Any,
 ) -> None:
-  def refuse(what: str, expected: str, got: object) -> None:
-    raise GateDefinitionError(f"tap '{name}': {what}: expected {expected}, got {got!r}")
-
-  if effect not in ("io", "dataflow"):
-    refuse("effect", "'io' or 'dataflow'", effect)
+  label = f"tap '{name}'"
+  _options.choice(label, "effect", effect, ("io", "dataflow"), what="'io' or 'dataflow'")
+  _options.booleans(label, ordered=ordered, on_device=on_device)
   if ordered and effect == "dataflow":
-    refuse("ordered", "False with effect='dataflow', whose order is that of the data", ordered)
-  if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-    refuse("every", "a positive int", every)
-  if isinstance(roles, str) or not set(roles) <= set(_delivery.ROLES) or "primal" not in roles:
-    refuse("roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
+    expected = "False with effect='dataflow', whose order is that of the data"
+    _options.refuse(label, "ordered", expected, ordered)
+  _options.or_none(
+    _options.count, label, "every", every, least=1, most=2**31 - 1, what="a positive int"
+  )
+  if not _are_roles(roles):
+    _options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
   # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
   named = isinstance(sharding, str) and sharding.isidentifier()
   text = isinstance(sharding, str) and sharding and (not named or sharding in _rules.BY_NAME)
   if not text and not callable(sharding):
-    refuse("sharding", "'shard', 'gather' or a rule such as 'i [j]' or a function", sharding)
-  if replicas not in ("once", "all"):
-    refuse("replicas", "'once' or 'all'", replicas)
+    expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
+    _options.refuse(label, "sharding", expected, sharding)
+  _options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
+
+
+def _are_roles(roles: Any) -> bool:
+  if not isinstance(roles, (list, tuple, set, frozenset)):
+    return False
+  items = list(cast("Iterable[Any]", roles))
+  known = all(isinstance(role, str) and role in _delivery.ROLES for role in items)
+  return known and "primal" in items
 
 
 def _as_array(name: str, leaf: Any, index: int) -> Any:
@@ -234,7 +247,10 @@ def _as_array(name: str, leaf: Any, index: int) -> Any:
 
 
 def _predicate(name: str, where: Any) -> Any:
-  predicate = jnp.asarray(where)
+  try:
+    predicate = jnp.asarray(where)
+  except (TypeError, ValueError, OverflowError):
+    _options.refuse(f"tap '{name}'", "where", "a bool of shape ()", where)
   if predicate.shape != () or predicate.dtype != jnp.bool_:
     raise GateDefinitionError(
       f"tap '{name}': where: expected a bool of shape (), got {predicate.dtype.name}"
@@ -250,6 +266,8 @@ def logical_sizes(
   if logical_shape is None:
     return []
   lone = jax.tree.structure(value) == jax.tree.structure(0)
+  if lone and not isinstance(logical_shape, (tuple, list)):
+    _options.refuse(f"tap '{name}'", "logical_shape", "a tuple of sizes", logical_shape)
   shapes = [logical_shape] if lone else jax.tree.leaves(logical_shape, is_leaf=_is_shape)
   if len(shapes) != len(arrays):
     raise GateDefinitionError(
@@ -260,15 +278,26 @@ def logical_sizes(
   for index, (shape, array) in enumerate(zip(shapes, arrays, strict=True)):
     if shape is None:
       continue
+    if not isinstance(shape, (tuple, list)):
+      _options.refuse(f"tap '{name}'", "logical_shape", f"a tuple or None for leaf {index}", shape)
     if len(shape) != array.ndim:
       raise GateDefinitionError(
         f"tap '{name}': logical_shape of leaf {index}: expected {array.ndim} sizes for "
         f"{array.dtype.name}{list(array.shape)}, got {len(shape)}"
       )
+    if not all(size is None or _is_size(size) for size in shape):
+      _options.refuse(f"tap '{name}'", "logical_shape", "integers, traced or not", shape)
     full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
     if full:
       sizes.append((index, jnp.stack([jnp.asarray(size, jnp.int32) for size in full])))
   return sizes
+
+
+def _is_size(value: Any) -> bool:
+  dtype = getattr(value, "dtype", None)
+  if dtype is not None:
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.shape(value) == ()
+  return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def _is_shape(value: Any) -> bool:

@@ -305,6 +305,9 @@ def torch(
     "enable_grad": enable_grad,
     "mutable": mutable,
   }
+  name = _options.name("torch", name)
+  _options.choice("torch", "style", style, ("return", "inplace"))
+  _options.booleans("torch", cast=cast, random=random, enable_grad=enable_grad, mutable=mutable)
   if fn is None:
     return lambda function: _make(function, **options)
   return _make(fn, **options)
@@ -318,7 +321,7 @@ def _make(fn: Any, *, name: str | None, mutable: bool, **options: Any) -> TorchF
       "callgate.torch needs PyTorch, which is not installed: pip install 'callgate[torch]'"
     ) from error
   if not callable(fn):
-    raise GateDefinitionError(f"callgate.torch: expected a callable or a module, got {fn!r}")
+    raise GateDefinitionError(f"callgate.torch: fn: expected a callable or a module, got {fn!r}")
   if isinstance(fn, Module):
     kind = cast("type[Any]", type(fn))
     unique = name or _runtime.free_name(f"{kind.__module__}.{kind.__qualname__}")

@@ -29,7 +29,8 @@ PyCallee::PyCallee(std::string name, nb::object function, nb::object bind, GateO
     : name_(std::move(name)),
       function_(function.release().ptr()),
       bind_(bind.is_none() ? nullptr : bind.release().ptr()),
-      options_(options) {}
+      options_(options),
+      private_(options.owned_inputs ? +kPrivateInputs : 0u) {}
 
 PyCallee::~PyCallee() {
   release_later(function_);

@@ -31,6 +31,9 @@ struct GateOptions {
   std::chrono::nanoseconds timeout{0};
 };
 
+// Views that are private copies, which the callable may keep.
+enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
+
 class PyCallee final : public Callee, public std::enable_shared_from_this<PyCallee> {
  public:
   // `function` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
@@ -57,6 +60,13 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   void clear();
 
   const GateOptions& options() const noexcept { return options_; }
+
+  // Which views are private from the next call on. Relaxed: it orders nothing, and a call that
+  // comes too early gets views, whose escape is found again.
+  unsigned private_views() const noexcept { return private_.load(std::memory_order_relaxed); }
+  void make_private(unsigned views) noexcept {
+    private_.fetch_or(views, std::memory_order_relaxed);  // as above
+  }
   Counters& counters() noexcept { return counters_; }
 
  private:
@@ -64,6 +74,7 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   PyObject* function_;
   PyObject* bind_;  // null when None
   GateOptions options_;
+  std::atomic<unsigned> private_;
   Counters counters_;
 };
 

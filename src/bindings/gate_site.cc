@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdio>
+#include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "bindings/deferred.h"
 #include "bindings/device_call.h"
 #include "bindings/device_results.h"
+#include "bindings/escapes.h"
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/views.h"
@@ -164,14 +166,20 @@ class PyGateSite final : public Site {
   bool run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
                 const CallContext& context, OnGpu* gpu) {
     const DeviceCall* on_gpu = gpu == nullptr ? nullptr : &gpu->call;
+    // Once: another thread's call may change it. A GPU's memory is never copied here.
+    unsigned privately = on_gpu == nullptr ? callee_->private_views() : 0;
     Arguments inputs(operands.size());
     Arguments outputs(results.size());
     for (const ArrayView& view : operands) {
-      if (!inputs.push(make_input(view, context.device, on_gpu))) return false;
+      bool own = (privately & kPrivateInputs) != 0;
+      if (!inputs.push(make_argument(view, /*writable=*/false, context.device, on_gpu, own)))
+        return false;
     }
     if (options_.style != Style::kReturn) {
       for (const ArrayView& view : results) {
-        if (!outputs.push(make_output(view, context.device, on_gpu))) return false;
+        bool own = (privately & kPrivateResults) != 0;
+        if (!outputs.push(make_argument(view, /*writable=*/true, context.device, on_gpu, own)))
+          return false;
       }
     }
     // On a GPU it is slow: it waits for the stream. For debugging.
@@ -185,7 +193,8 @@ class PyGateSite final : public Site {
                                                                      : returned_none(result));
     result.reset();
     if (gpu != nullptr) note_default_streams(inputs, outputs, *gpu);
-    if (!settle_views(inputs, outputs, operands, results, ok)) return false;
+    if (!settle_views(inputs, outputs, operands, results, ok, privately)) return false;
+    if ((privately & kPrivateResults) != 0 && !write_back(results, outputs)) return false;
     if (check && ok) ok = unwritten(sums, checksums(operands, on_gpu));
     return ok;
   }
@@ -205,15 +214,15 @@ class PyGateSite final : public Site {
     }
   }
 
-  PyObject* make_input(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
-    if (options_.arrays == Arrays::kBuffer || gpu != nullptr)
-      return make_buffer(view, /*writable=*/false, device, gpu);
-    return options_.owned_inputs ? make_copy(view) : make_view(view, /*writable=*/false);
-  }
-  PyObject* make_output(const ArrayView& view, std::int64_t device, const DeviceCall* gpu) const {
-    if (options_.arrays == Arrays::kBuffer || gpu != nullptr)
-      return make_buffer(view, /*writable=*/true, device, gpu);
-    return make_view(view, /*writable=*/true);
+  // What the callable gets for an array of the call; `own` for a copy that it may keep.
+  PyObject* make_argument(const ArrayView& view, bool writable, std::int64_t device,
+                          const DeviceCall* gpu, bool own) const {
+    if (options_.arrays == Arrays::kBuffer || gpu != nullptr) {
+      PyObject* buffer = make_buffer(view, writable, device, gpu);
+      if (own && buffer != nullptr) nb::cast<Buffer&>(nb::handle(buffer)).detach();
+      return buffer;
+    }
+    return own ? make_copy(view) : make_view(view, writable);
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
@@ -313,57 +322,36 @@ class PyGateSite final : public Site {
     return false;  // the hook raises
   }
 
-  // Looks for views that outlived the call, and leaves XLA's memory behind where one did. `ok` is
-  // false while the call's own exception is set: its frames may hold views, which is no error of
-  // the user's, but must be made safe all the same.
+  // Looks for views that outlived the call, as private ones may, and leaves XLA's memory behind
+  // where one did. `ok` is false while the call's own exception is set.
   bool settle_views(Arguments& inputs, Arguments& outputs, std::span<const ArrayView> operands,
-                    std::span<ArrayView> results, bool ok) {
+                    std::span<ArrayView> results, bool ok, unsigned privately) {
     bool escaped = false;
-    if (!options_.owned_inputs || options_.arrays == Arrays::kBuffer) {
+    if ((privately & kPrivateInputs) == 0) {
       for (PyObject* view : inputs.all()) escaped |= Py_REFCNT(view) != 1;
     }
-    for (PyObject* view : outputs.all()) escaped |= Py_REFCNT(view) != 1;
+    if ((privately & kPrivateResults) == 0) {
+      for (PyObject* view : outputs.all()) escaped |= Py_REFCNT(view) != 1;
+    }
     if (!escaped) return ok;
-    return settle_escaped(inputs, outputs, operands, results, ok);
+    std::vector<Views> views;
+    if ((privately & kPrivateInputs) == 0) views.push_back({"argument", inputs, operands});
+    if ((privately & kPrivateResults) == 0) views.push_back({"result", outputs, results});
+    return settle_escapes(callee_, spec_.spec, views, ok);
   }
 
-  bool settle_escaped(Arguments& inputs, Arguments& outputs, std::span<const ArrayView> operands,
-                      std::span<ArrayView> results, bool ok) {
-    nb::object pending;
-#if PY_VERSION_HEX >= 0x030C0000
-    if (!ok) pending = nb::steal(PyErr_GetRaisedException());
-#else
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    if (!ok) {
-      PyErr_Fetch(&type, &value, &traceback);
-      PyErr_NormalizeException(&type, &value, &traceback);
-      if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-      pending = nb::borrow(value);
-    }
-#endif
-    nb::list suspects;
-    auto add = [&](const char* kind, Arguments& views, std::span<const ArrayView> arrays) {
-      for (std::size_t i = 0; i < views.size(); ++i) {
-        PyObject* view = views.data()[i];
-        suspects.append(nb::make_tuple(kind, i, nb::borrow(view),
-                                       reinterpret_cast<std::uintptr_t>(arrays[i].data),
-                                       arrays[i].nbytes()));
+  // Copies what the callable wrote into private results.
+  bool write_back(std::span<ArrayView> results, Arguments& outputs) {
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      PyObject* value = outputs.data()[i];
+      if (options_.arrays != Arrays::kBuffer) {
+        if (!take_on_host(results[i], value, static_cast<int>(i))) return false;
+      } else if (results[i].nbytes() != 0) {
+        const ArrayView& written = nb::cast<const Buffer&>(nb::handle(value)).view();
+        std::memcpy(results[i].data, written.data, results[i].nbytes());
       }
-    };
-    if (!options_.owned_inputs || options_.arrays == Arrays::kBuffer)
-      add("argument", inputs, operands);
-    add("result", outputs, results);
-    nb::object done =
-        nb::steal(call_python(Hooks::instance().escaped, "ssOO", callee_->name().c_str(),
-                              spec_.spec.c_str(), suspects.ptr(), ok ? Py_None : pending.ptr()));
-    if (ok) return done.is_valid();
-    if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(pending.release().ptr());
-#else
-    PyErr_Restore(type, value, traceback);
-#endif
-    return false;
+    }
+    return true;
   }
 
   bool unwritten(const std::vector<std::size_t>& before, const std::vector<std::size_t>& after) {

@@ -13,7 +13,7 @@ namespace callgate::bindings {
 
 struct Hooks {
   PyObject* failed = nullptr;         // (exception, gate, site, layout, shard) -> text for XLA
-  PyObject* escaped = nullptr;        // (gate, spec, leaks, raising) -> None, or raises
+  PyObject* escaped = nullptr;        // (gate, spec, suspects, raising, make_private) or raises
   PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
   PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()

@@ -32,7 +32,7 @@ def errors_name_the_numbers() -> None:
   text = message_of(NotImplementedError, lambda: sharded_jit(lambda x: x, None, None)(x=X))
   assert "kwargs not yet supported" in text
   text = message_of(ValueError, lambda: sharded_jit(lambda x: x, P(2), None)(X))
-  assert "PartitionSpec(2) has 1 dimensions, but array 0 has 2" in text
+  assert "PartitionSpec(2,) has 1 dimensions, but array 0 has 2" in text
   text = message_of(ValueError, lambda: sharded_jit(lambda x: x, P(2, 1), P(4, 1)))
   assert "2 (PartitionSpec(2, 1) in in_parts) and 4 (PartitionSpec(4, 1) in out_parts)" in text
   text = message_of(ValueError, lambda: sharded_jit(lambda x: x, (P(2, 1), None), None)(X))
@@ -83,6 +83,9 @@ def one_process_has_all_of_its_parts() -> None:
 def numbers_that_disagree_are_refused() -> None:
   text = message_of(ValueError, lambda: sharded_jit(lambda x: x, P(2, 1), None, num_partitions=4))
   assert "got 4 (num_partitions=4) and 2 (PartitionSpec(2, 1) in in_parts)" in text
+  text = message_of(ValueError, lambda: sharded_jit(lambda x: x, P(2, 1), P(4, 1))(X))
+  assert "All partition specs must use the same number of total partitions" in text
+  assert "got 2 (PartitionSpec(2, 1) in in_parts) and 4 (PartitionSpec(4, 1) in out_parts)" in text
   inner = sharded_jit(lambda x: x * 2, P(2, 1), None)
   text = message_of(ValueError, lambda: sharded_jit(inner, P(4, 1), None)(X))
   assert "(total partitions: 2)" in text
@@ -108,9 +111,9 @@ def specs_and_static_arguments_that_do_not_fit_are_named() -> None:
   assert "in_parts: expected a PartitionSpec or None as leaves, got 2" in error(ins=(2,))
   assert "out_parts: expected a prefix" in error(outs=(P(2, 1), None))
   text = error(outs=P(2))
-  assert "out_parts: PartitionSpec(2) has 1 dimensions, but array 0 has 2: shape [8, 8]" in text
+  assert "out_parts: PartitionSpec(2,) has 1 dimensions, but array 0 has 2: shape [8, 8]" in text
   text = error(fun=lambda x: with_sharding_constraint(x, P(2)))
-  assert "with_sharding_constraint: PartitionSpec(2) has 1 dimensions" in text
+  assert "with_sharding_constraint: PartitionSpec(2,) has 1 dimensions" in text
   for value in ([1], ((2, [1]),)):
     text = error(fun=lambda x, n: x, args=(X, value), static_argnums=1)
     assert f"static argument 1 of <lambda>: expected a hashable value, got {value}" in text

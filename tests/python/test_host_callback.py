@@ -216,6 +216,12 @@ def test_without_a_receiver_every_execution_is_an_error_and_compiling_is_none():
   assert seen == [1.0, 2.0]
 
 
+def test_a_missing_receiver_is_said_in_both_of_the_old_words():
+  for words in ("outfeed_receiver is not started", "outfeed_consumer is not started"):
+    with pytest.raises(ValueError, match=words):
+      jax.jit(lambda x: hcb.id_print(x))(0)
+
+
 def test_control_flow_outside_jit_needs_the_receiver_too():
   def f(x):
     return jax.lax.while_loop(lambda c: c < 3, lambda c: hcb.id_tap(lambda _: None, c) + 1, x)

@@ -155,6 +155,36 @@ def test_another_result_is_an_error_that_names_the_leaf(result, message, caplog)
     hcb.barrier_wait()
 
 
+def test_another_structure_is_said_in_the_old_words(caplog):
+  caplog.set_level("CRITICAL", logger="callgate")
+  words = r"(?s)Callback func .* should have returned a result with pytree"
+  with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+    jax.block_until_ready(jax.jit(lambda x: hcb.call(lambda x: (x, x), x, result_shape=x))(3.0))
+  begins = r"(?s)^There were exceptions during callback processing\. Last one was:.*Callback func "
+  with pytest.raises(hcb.CallbackException, match=begins):
+    hcb.barrier_wait(logging_name="error")
+
+
+@both
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_packed_types_go_both_ways_unpacked(jit, dtype):
+  x = jnp.array([1, -3 if dtype == "int4" else 13, 7, 5, 0], dtype)
+
+  def host(x):
+    assert x.dtype == np.dtype(dtype)
+    return {"back": x[::-1], "wide": x.astype(np.int32)}
+
+  shape = {"back": x, "wide": jax.ShapeDtypeStruct(x.shape, jnp.int32)}
+  out = jit(lambda x: hcb.call(host, x, result_shape=shape))(x)
+  assert out["back"].dtype == x.dtype
+  np.testing.assert_array_equal(np.asarray(out["back"]), np.asarray(x)[::-1])
+  np.testing.assert_array_equal(out["wide"], np.asarray(x).astype(np.int32))
+
+
+def test_the_exception_has_its_name_of_2020_too():
+  assert hcb.TapFunctionException is hcb.CallbackException
+
+
 def test_what_the_function_raises_fails_the_program_and_reaches_the_barrier(caplog):
   caplog.set_level("CRITICAL", logger="callgate")
 

@@ -93,7 +93,7 @@ def test_with_two_processes(name: str, outcomes: list[dict[str, str]]) -> None:
 def test_a_spec_is_a_tuple_of_counts() -> None:
   assert repr(PartitionSpec(2, 1)) == "PartitionSpec(2, 1)"
   assert PartitionSpec(2, 1) == (2, 1)
-  assert repr(PartitionSpec(4)) == "PartitionSpec(4)"
+  assert repr(PartitionSpec(4)) == "PartitionSpec(4,)"  # a tuple's, as in 2020
   for again in (copy.deepcopy(spec := PartitionSpec(2, 1)), pickle.loads(pickle.dumps(spec))):
     assert (again, type(again)) == (spec, PartitionSpec)
   for wrong in (0, -1, 1.5, "x", True, None):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _compat, _runtime
+from callgate import _compat, _runtime, _tap
 from callgate._callgate import Context
 from callgate.compat._tapped import Arrays, name_of
 from callgate.errors import ResultError
@@ -61,10 +61,15 @@ def call(
 
   def make() -> Gate:
     body = _Body(function, given.tree, given.dtypes, tree, types, paths, options, report)
-    return _gate(body, tuple(structs))
+    return _gate(body, tuple(map(_as_it_travels, structs)))
 
   results = _shared(key, make)(*given.operands)
-  return jax.tree.unflatten(tree, results)
+  own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
+  return jax.tree.unflatten(tree, own)
+
+
+def _as_it_travels(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(struct.shape, _tap.carrier(struct.dtype))
 
 
 def device_of(device: int | None, index: int) -> Any:
@@ -157,7 +162,10 @@ class _Body:
     leaves, tree = jax.tree.flatten(result)
     who = f"call: function {name_of(self.function)}"
     if tree != self.tree:
-      raise ResultError(f"{who}: expected a result of structure {self.tree}, got {tree}")
+      raise ResultError(  # the first words are those of the old module
+        f"call: Callback func {name_of(self.function)} should have returned a result with pytree "
+        f"{self.tree}: expected a result of structure {self.tree}, got {tree}"
+      )
     arrays = [_compat.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
     for array, (shape, dtype), path in zip(arrays, self.types, self.paths, strict=True):
       if array.shape != shape or array.dtype != dtype:
@@ -165,7 +173,7 @@ class _Body:
           f"{who}: result{path}: expected {dtype.name}{list(shape)}, got "
           f"{array.dtype.name}{list(array.shape)}"
         )
-    return tuple(arrays)
+    return tuple(array.astype(_tap.carrier(array.dtype), copy=False) for array in arrays)
 
 
 def _own(view: Any, dtype: str | None) -> np.ndarray:

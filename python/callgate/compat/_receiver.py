@@ -142,7 +142,8 @@ class NeedsReceiver:
     missing = [device for device in devices if device.id not in _started]
     if missing:
       raise ValueError(
-        "host_callback: outfeed_receiver is not started: a compiled program with taps was called "
+        "host_callback: outfeed_receiver is not started (in the first form's words: "
+        "outfeed_consumer is not started): a compiled program with taps was called "
         f"for {_names(missing)}, whose outfeed receiver is not started; expected the call inside "
         "`with outfeed_receiver():`"
       )

@@ -67,8 +67,12 @@ def agreed(what: str, said: dict[str, int | list[PartitionSpec] | None]) -> int 
       counts.setdefault(int(value), f"{name}={value}")
   if len(counts) > 1:
     texts = [f"{count} ({who})" for count, who in counts.items()]
+    specs = [spec for value in said.values() if isinstance(value, list) for spec in value]
+    old = ""  # the first words of the old module, for specs that disagree
+    if len(set(map(math.prod, specs))) > 1:
+      old = "All partition specs must use the same number of total partitions: "
     raise ValueError(
-      f"sharded_jit: expected one number of {what} everywhere, got {' and '.join(texts)}"
+      f"sharded_jit: {old}expected one number of {what} everywhere, got {' and '.join(texts)}"
     )
   return next(iter(counts), None)
 

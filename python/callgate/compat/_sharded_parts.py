@@ -41,7 +41,7 @@ class PartitionSpec(tuple[int, ...]):
     return tuple(self)  # for pickle and copy, which would pass one tuple otherwise
 
   def __repr__(self) -> str:
-    return f"PartitionSpec({', '.join(map(str, self))})"
+    return f"PartitionSpec{tuple.__repr__(self)}"
 
 
 Parts = PartitionSpec | None

@@ -38,7 +38,14 @@ from callgate.compat._receiver import finish
 from callgate.compat._tapped import Arrays, Tapped, exact, name_of, tap_of
 from callgate.tap import bind
 
-__all__ = ["CallbackException", "barrier_wait", "call", "id_print", "id_tap"]
+__all__ = [
+  "CallbackException",
+  "TapFunctionException",
+  "barrier_wait",
+  "call",
+  "id_print",
+  "id_tap",
+]
 
 _logger = logging.getLogger("callgate")
 _lock = threading.Lock()
@@ -46,6 +53,9 @@ _lock = threading.Lock()
 
 class CallbackException(Exception):
   """Functions of taps or calls raised; the text ends with the last one's traceback."""
+
+
+TapFunctionException = CallbackException  # its name in the forms of 2020
 
 
 @dataclasses.dataclass
@@ -230,13 +240,13 @@ def call(
   return _host_call.call(callback_func, arg, result_shape, options, report)
 
 
-def barrier_wait(name: str | None = None) -> None:
+def barrier_wait(logging_name: str | None = None) -> None:
   """Waits until every program started so far, by any thread, has run, and its taps are through.
 
   Several threads may wait at once; what was raised meanwhile is raised in one of them.
 
   Args:
-    name: for the message.
+    logging_name: for the message.
 
   Raises:
     CallbackException: functions raised since the last barrier.
@@ -247,7 +257,8 @@ def barrier_wait(name: str | None = None) -> None:
     count, last, text = _raised.count, _raised.last, _raised.text
     _raised.count, _raised.last, _raised.text = 0, None, ""
   if last is not None:
-    where = f"barrier_wait({name!r})" if name is not None else "barrier_wait"
-    raise CallbackException(
-      f"{where}: There were exceptions during callback processing ({count}). Last one was: {text}"
+    where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
+    raise CallbackException(  # programs match how it begins
+      "There were exceptions during callback processing. Last one was: "
+      f"[{where}; the last of ({count})] {text}"
     ) from last

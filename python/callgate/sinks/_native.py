@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from callgate import _callgate, _processes
+from callgate import _callgate, _options, _processes
 from callgate._records import Record, leaf_paths
 from callgate.sinks._base import Sink, SinkError, StrPath, check_process
 
@@ -101,7 +101,8 @@ class JSONL(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = _processes.fill_index(os.fspath(path))
+    self._path = _processes.fill_index(_options.path("sinks.JSONL", "path", path))
+    append = _options.boolean("sinks.JSONL", "append", append)
     super().__init__(_callgate.jsonl_sink(self._path, append))
 
   def __repr__(self) -> str:
@@ -122,11 +123,23 @@ class Npy(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = _processes.fill_index(os.fspath(path))
+    self._path = _processes.fill_index(_options.path("sinks.Npy", "path", path))
+    append = _options.boolean("sinks.Npy", "append", append)
     super().__init__(_callgate.npy_sink(self._path, append))
 
   def __repr__(self) -> str:
     return f"Npy({self._path!r})"
+
+
+def _edges(bins: Any) -> list[float]:
+  expected = "edges of bins, increasing numbers, or None"
+  several = isinstance(bins, (Sequence, np.ndarray)) and np.ndim(cast("Any", bins)) == 1
+  if not several or isinstance(bins, (str, bytes, bytearray)):
+    _options.refuse("sinks.Stats", "bins", expected, bins)
+  edges = [_options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
+  if not edges:
+    raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
+  return edges
 
 
 class Stats(NativeSink):
@@ -138,9 +151,7 @@ class Stats(NativeSink):
 
   def __init__(self, bins: Sequence[float] | np.ndarray | None = None) -> None:
     self._trim = bins is None
-    edges = [] if bins is None else [float(edge) for edge in bins]
-    if bins is not None and not edges:
-      raise ValueError("callgate.sinks.Stats: expected edges of bins, or None, got no edge")
+    edges = [] if bins is None else _edges(bins)
     native, self._reader = _callgate.stats_sink(edges)
     super().__init__(native)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _options
 from callgate._records import Record, tap_key
 from callgate.sinks._base import LibrarySink, StrPath, file_for, library
 from callgate.sinks._rows import Rows
@@ -32,7 +32,8 @@ class Parquet(LibrarySink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    super().__init__(str(path))
+    super().__init__(_options.path("sinks.Parquet", "path", path))
+    _options.boolean("sinks.Parquet", "append", append)
     self._arrow = library("pyarrow", sink="Parquet", extra="parquet")
     self._parquet = library("pyarrow.parquet", sink="Parquet", extra="parquet")
     self._append = append

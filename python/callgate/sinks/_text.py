@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from callgate import _callgate
+from callgate import _callgate, _options
 from callgate._records import Record, columns, leaf_paths, tap_key
 from callgate.sinks._base import (
   LibrarySink,
@@ -39,6 +39,9 @@ class Print(LibrarySink):
   def __init__(
     self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
   ) -> None:
+    _options.or_none(_options.writable, "sinks.Print", "file", file)
+    if not callable(format):
+      _options.optional_texts("sinks.Print", format=format)
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
     self._file = file
     self._format = format
@@ -124,9 +127,9 @@ class CSV(LibrarySink):
   def __init__(
     self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
   ) -> None:
-    super().__init__(str(path))
-    self._append = append
-    self._columns = columns
+    super().__init__(_options.path("sinks.CSV", "path", path))
+    self._append = _options.boolean("sinks.CSV", "append", append)
+    self._columns = _options.or_none(_options.strings, "sinks.CSV", "columns", columns)
     self._resume = False
     self._tables: dict[pathlib.Path, _Table] = {}
     self._made: set[pathlib.Path] = set()

@@ -1,0 +1,305 @@
+"""Every option of every public function: what it can't be is refused by name, with what came.
+
+The options are those of the signatures, so that a new one is tested as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import inspect
+import io
+import itertools
+import math
+import numbers
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import callgate as cg
+
+X = jax.ShapeDtypeStruct((2,), np.float32)
+numbered = itertools.count()
+
+
+class Hostile:
+  """Neither equal to anything, nor true nor false, nor text."""
+
+  def __eq__(self, other: object) -> bool:
+    raise RuntimeError("compared")
+
+  def __bool__(self) -> bool:
+    raise RuntimeError("asked for truth")
+
+  def __repr__(self) -> str:
+    return "Hostile()"
+
+  __hash__ = object.__hash__
+
+
+def function(x: Any) -> Any:
+  return x
+
+
+def values() -> tuple[Any, ...]:
+  return (
+    None, True, False, 0, 1, -1, 3, 10**30, 1.5, 0.0, -2.5, math.nan, math.inf, -math.inf, 1e300,
+    1j, "", "x", "1", "left right", "no\nline", b"x", bytearray(b"x"), (), [], [1], ("left",),
+    (1.5,), [None], (1, 2), {}, {0: 0}, {0: "a"}, {"a": 1}, {1.5: 0}, set(), {"a"}, range(3),
+    object(), Hostile(), int, function, Ellipsis, pathlib.Path("x"), io.StringIO(),
+    np.array([1, 2]), np.array(["each"]), np.array(1.5), np.int32(2), np.float64(0.5),
+    np.bool_(True), np.str_("x"), jnp.ones(2), X,
+  )  # fmt: skip
+
+
+CPP = "void f(cg::In<float, 1> x, cg::Out<float, 1> y) {}"
+CUDA = 'extern "C" __global__ void f(const float* x, float* y) {}'
+
+# How each is called otherwise. What makes the objects of a run is not an option's place.
+NAME = object()  # for one that nobody has yet
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+  "assemble": (cg.assemble, {"records": []}),
+  "barrier": (cg.barrier, {}),
+  "cfunc": (cg.cfunc, {"function": 4096, "signature": "double f(double x)", "name": NAME}),
+  "channel": (cg.channel, {"name": NAME}),
+  "check": (cg.check, {"predicate": True, "message": "m"}),
+  "config": (cg.config, {}),
+  "cpp": (cg.cpp, {"source": CPP, "function": "f", "out": X, "name": NAME}),
+  "cuda": (
+    cg.cuda,
+    {"source": CUDA, "kernel": "f", "grid": 1, "block": 1, "out": X, "name": NAME},
+  ),
+  "elementwise": (
+    cg.elementwise,
+    {"in_params": "T x", "out_params": "T y", "operation": "y = x", "name": NAME},
+  ),
+  "feed": (cg.feed, {"iterable": (), "shape": X, "name": NAME}),
+  "fori_loop": (
+    cg.fori_loop,
+    {"lower": 0, "upper": 1, "body_fun": lambda _, c: c, "init_val": 0},
+  ),
+  "gate": (cg.gate, {"fn": function, "out": X, "name": NAME}),
+  "library": (cg.library, {"path": "missing.so"}),
+  "load_kernels": (cg.load_kernels, {"path": "missing"}),
+  "numba": (cg.numba, {"fn": function, "out": X, "name": NAME}),
+  "open_stream": (cg.open_stream, {"where": "missing"}),
+  "print": (cg.print, {"fmt": "f"}),
+  "progress": (cg.progress, {}),
+  "save_kernels": (cg.save_kernels, {"path": "saved"}),
+  "scan": (cg.scan, {"f": lambda c, x: (c, x), "init": 0, "length": 1}),
+  "tap": (cg.tap, {"value": 1.0, "to": "fuzzed"}),
+  "torch": (cg.torch, {"fn": function, "out": X, "name": NAME}),
+  "trace": (cg.trace, {"path": "trace"}),
+  "while_loop": (
+    cg.while_loop,
+    {"cond_fun": lambda c: c < 1, "body_fun": lambda c: c + 1, "init_val": 0},
+  ),
+} | {
+  f"sinks.{name}": (getattr(cg.sinks, name), base)
+  for name, base in {
+    "CSV": {"path": "a.csv"},
+    "HDF5": {"path": "a.h5"},
+    "JSONL": {"path": "a.jsonl"},
+    "MLflow": {"tracking_uri": "mlruns"},
+    "Npy": {"path": "a.npy"},
+    "Parquet": {"path": "a.parquet"},
+    "Plot": {"path": "a.png"},
+    "Print": {},
+    "Stats": {},
+    "Stream": {"destination": "a.cgs"},
+    "TensorBoard": {"logdir": "logs"},
+    "Zarr": {"path": "a.zarr"},
+  }.items()
+}
+
+# The rest of what is public: kernels of libraries that other tests have, what takes no options or
+# is made by others, and errors.
+ELSEWHERE = {
+  "cupy": "test_cuda_cupy", "numba_cuda": "test_cuda_numba", "triton": "test_cuda_triton",
+}  # fmt: skip
+TAKES_ANYTHING = {"call"}  # options of gate
+# Arguments that are the program's own data or code: whatever JAX takes.
+DATA = {"value", "predicate", "init_val", "init", "xs", "lower", "upper", "f"} | {
+  "body_fun", "cond_fun", "description", "_split_transpose", "reverse", "length", "unroll"
+}  # fmt: skip
+
+
+def options() -> list[tuple[str, str]]:
+  return [
+    (name, parameter.name)
+    for name, (callee, _) in CALLS.items()
+    for parameter in inspect.signature(callee).parameters.values()
+    if parameter.name not in DATA
+    and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+  ]
+
+
+def test_every_public_function_with_options_is_here() -> None:
+  made = {"Channel", "Feed", "Gate", "Progress", "config"}  # by functions, or as them
+  for where, prefix in ((cg, ""), (cg.sinks, "sinks.")):
+    for name in where.__all__:
+      thing = getattr(where, name)
+      known = f"{prefix}{name}" in CALLS or name in made | set(ELSEWHERE) | TAKES_ANYTHING
+      if known or (inspect.isclass(thing) and (prefix == "" or issubclass(thing, Exception))):
+        continue
+      if name in ("Record", "Sink", "TapInfo", "columns") or inspect.ismodule(thing):
+        continue
+      assert not inspect.signature(thing).parameters, f"{prefix}{name} is not tested here"
+
+
+# -- what an option's annotation lets through ---
+def fits(value: Any, kind: Any) -> bool:
+  """Whether a value is what an annotation says."""
+  origin, inner = typing.get_origin(kind), typing.get_args(kind)
+  if kind is Any:
+    return True
+  if kind is None or kind is type(None):
+    return value is None
+  if origin in (typing.Union, types.UnionType):
+    return any(fits(value, one) for one in inner)
+  if origin is typing.Literal:
+    return isinstance(value, str) and value in inner
+  if kind == str | os.PathLike[str] and value == "":
+    return False  # no path
+  if kind is bool:
+    return isinstance(value, (bool, np.bool_))
+  if kind is int:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+  if kind is float:
+    number = isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
+    return number and not math.isnan(float(value))
+  if kind is typing.TextIO:
+    return hasattr(value, "write")
+  if origin is collections.abc.Callable:
+    return callable(value)
+  if origin is os.PathLike:
+    return isinstance(value, os.PathLike)
+  if origin is np.ndarray or kind is np.ndarray:
+    return isinstance(value, np.ndarray) and value.ndim == 1
+  if origin is tuple:
+    return isinstance(value, (tuple, list)) and all(map(fits, value, inner))
+  if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+    return isinstance(value, origin) and all(
+      fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items()
+    )
+  if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
+    is_text = isinstance(value, str if inner[0] is Any else (str, bytes, bytearray))
+    return isinstance(value, collections.abc.Iterable) and not is_text and _all_fit(value, inner[0])
+  return isinstance(value, origin or kind)
+
+
+def _all_fit(values: Any, kind: Any) -> bool:
+  if isinstance(kind, typing.TypeVar) or kind is Any or isinstance(values, io.IOBase):
+    return True
+  try:
+    return all(fits(one, kind) for one in values)
+  except TypeError:  # an array of no dimensions
+    return False
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+  folder = tmp_path_factory.mktemp("options")
+  before = pathlib.Path.cwd()
+  os.chdir(folder)
+  yield folder
+  os.chdir(before)
+
+
+TRACED = {"check", "fori_loop", "print", "scan", "tap", "while_loop"}
+
+
+def call(name: str, option: str, value: Any) -> None:
+  """Makes the call with one option in place, and undoes what it did."""
+  callee, base = CALLS[name]
+  given = {**base, option: value}
+  given = {key: f"fuzzed {next(numbered)}" if v is NAME else v for key, v in given.items()}
+  signature = inspect.signature(callee)
+  ahead = [
+    given.pop(p.name)
+    for p in signature.parameters.values()
+    if p.kind is p.POSITIONAL_ONLY and p.name in given
+  ]
+  if name in TRACED:
+    jax.eval_shape(lambda: (callee(*ahead, **given), None)[1])
+    return
+  made = callee(*ahead, **given)
+  if isinstance(made, contextlib.AbstractContextManager) and not name.startswith("sinks."):
+    with made:  # pyright: ignore[reportUnknownVariableType]
+      pass
+
+
+NEEDS = {
+  "numba": "numba", "torch": "torch", "sinks.HDF5": "h5py", "sinks.MLflow": "mlflow",
+  "sinks.Parquet": "pyarrow", "sinks.Plot": "matplotlib", "sinks.TensorBoard": "tensorboardX",
+  "sinks.Zarr": "zarr",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "option"), options())
+@pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_an_option_is_refused_by_name_or_is_what_it_says(name: str, option: str) -> None:
+  if name in NEEDS:
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+  callee, _ = CALLS[name]
+  inner = callee.__init__ if inspect.isclass(callee) else callee
+  kind = typing.get_type_hints(inner).get(option, Any)
+  wrong: list[str] = []
+  for value in values():
+    try:
+      good = fits(value, kind)
+    except RuntimeError:  # the hostile one
+      good = False
+    try:
+      call(name, option, value)
+    except Exception as error:  # noqa: BLE001  # judged below, whatever it is
+      text = str(error)
+      named = option in text and (good or ("expected" in text and "got" in text))
+      own = isinstance(error, (TypeError, ValueError)) and named
+      if not own and not (good and isinstance(error, (OSError, ImportError, cg.GateError))):
+        wrong.append(f"{value!r}: {type(error).__name__}: {text[:150]}")
+    else:
+      if not good:
+        wrong.append(f"{value!r}: accepted")
+  assert not wrong, "\n".join([f"{name}({option}=): {kind}", *wrong])
+
+
+# -- what no annotation says ---
+def test_a_linear_position_beyond_the_arguments_is_refused() -> None:
+  with pytest.raises(cg.GateDefinitionError, match=r"linear: expected .* 2 arguments"):
+    cg.gate(lambda x, y: x, out=X, linear=99)(jnp.ones(2), jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+  ("make", "option"),
+  [
+    (lambda: cg.Buffer.pack(None, 1), "pack"),
+    (lambda: cg.channel(f"fuzzed {next(numbered)}").flush("1"), "timeout"),
+    (lambda: cg.channel(f"fuzzed {next(numbered)}").close(math.nan), "timeout"),
+    (lambda: cg.feed([1.0]).close("1"), "timeout"),
+    (lambda: cg.config(stall_seconds=1e12), "stall_seconds"),
+    (lambda: cg.gate(function, out=X, timeout=1e300), "timeout"),
+  ],
+)
+def test_so_is_what_methods_and_the_runtime_cannot_take(
+  make: Callable[[], Any], option: str
+) -> None:
+  with pytest.raises((TypeError, ValueError), match=option):
+    make()
+
+
+def test_numpys_scalars_are_as_pythons() -> None:
+  gate = cg.gate(
+    function, out=lambda x: x, cast=np.bool_(True), linear=np.int32(0), timeout=np.float32(9),
+    aliases={np.int64(0): np.int64(0)},
+  )  # fmt: skip
+  assert jax.jit(gate)(jnp.ones(2)).tolist() == [1.0, 1.0]
