@@ -90,7 +90,19 @@ def _there(stream: StreamReader) -> Iterable[StreamRecord]:
 
 def _print(records: Iterable[StreamRecord], show: Callable[[StreamRecord], str]) -> None:
   for record in records:
-    print(show(record), flush=True)
+    print(printable(show(record)), flush=True)
+
+
+def printable(text: str) -> str:
+  """A text as a terminal may have it: what steers one is written as Python writes it.
+
+  Names come from the stream, whose writer may be anybody.
+  """
+  shown = "".join(
+    letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
+  )
+  encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+  return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def text_line(record: StreamRecord) -> str:
@@ -166,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
   except (OSError, ValueError) as error:
-    print(f"{parser.prog} {parsed.command}: {error}", file=sys.stderr)
+    print(f"{parser.prog} {parsed.command}: {printable(str(error))}", file=sys.stderr)
     return 1
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from callgate import _build_cache, _cuda_launch, _nvrtc, _toolchain
+from callgate._cache_files import checksum
 from callgate._cuda_launch import Address, Image, Launch, Parameter, Plan
 from callgate._cuda_program import CudaCall, CudaPart
 from callgate._elementwise_layout import Layout, collapsed, layout_of
@@ -96,7 +97,7 @@ def cuda_unit(what: str, entry: str, code: Code, bindings: Bindings, layout: Lay
 def _header_digest() -> str:
   """Of the headers, which the source is cached by."""
   folder = _toolchain.include_dir() / "callgate"
-  return _build_cache.digest([_build_cache.checksum(folder / name) for name in _HEADERS])
+  return _build_cache.digest([checksum(folder / name) for name in _HEADERS])
 
 
 def _strided(code: Code, layout: Layout) -> list[Param]:

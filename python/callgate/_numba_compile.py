@@ -17,13 +17,10 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import platform
 import sys
-import tempfile
 import types as pytypes
-from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -38,7 +35,7 @@ from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.np import numpy_support
 
-from callgate import _callgate, _numba_identity, _toolchain
+from callgate import _cache_files, _callgate, _numba_identity
 from callgate._numba_entry import make_entry
 from callgate._numba_parallel import kernel_loops
 from callgate._parameters import Parameter, type_text
@@ -357,17 +354,16 @@ class _Kept:
   """
 
   def __init__(self, digest: str | None) -> None:
-    self._path: Path | None = None
+    self._digest = digest
     self._content: Any = None
-    if digest is not None:
-      self._path = _toolchain.cache_dir() / "numba" / digest[:2] / f"{digest}.bin"
 
   def load(self) -> bool:
     """Whether the entry is there and whole."""
-    if self._path is None:
+    digest = self._digest
+    if digest is None:
       return False
     try:
-      content = self._path.read_bytes()
+      content = _cache_files.read(_cache_files.kept_folder("numba", digest[:2]) / f"{digest}.bin")
     except OSError:
       return False
     if hashlib.sha256(content[32:]).digest() != content[:32]:
@@ -390,16 +386,14 @@ class _Kept:
   def save_overload(self, signature: Any, compiled: Any) -> None:
     """Numba's offer of what it has compiled."""
     del signature
-    if self._path is None or compiled.library.has_dynamic_globals:
+    digest = self._digest
+    if digest is None or compiled.library.has_dynamic_globals:
       return  # it holds addresses of this process
     # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
     compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
     try:
       content = dumps(compiled._reduce())
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-      with os.fdopen(descriptor, "wb") as file:
-        file.write(hashlib.sha256(content).digest() + content)
-      os.replace(name, self._path)
+      path = _cache_files.made_folder("numba", digest[:2], quiet=True) / f"{digest}.bin"
+      _cache_files.write(path, hashlib.sha256(content).digest() + content)
     except (OSError, pickle.PicklingError, TypeError):
       return  # it works as well without

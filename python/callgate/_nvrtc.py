@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from callgate import _build_cache, _callgate, _toolchain
+from callgate._cache_files import checksum
 from callgate._cuda_launch import Image
 from callgate._toolchain import CompileError
 
@@ -237,7 +238,7 @@ def _compile(
 
 @functools.cache
 def _device_headers() -> str:
-  return _build_cache.checksum(_toolchain.include_dir() / "callgate" / "kernel_device.h")
+  return checksum(_toolchain.include_dir() / "callgate" / "kernel_device.h")
 
 
 def _included(source: str, folders: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from callgate import _build_cache, _callgate
-from callgate._build_cache import cache_dir as cache_dir
+from callgate._cache_files import checksum
 from callgate.errors import GateError
 
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
@@ -98,7 +98,7 @@ def cpu() -> str:
 def _headers() -> str:
   folder = include_dir() / "callgate"
   files = sorted([*folder.glob("kernel*.h"), *folder.glob("elementwise*.h")])
-  return _build_cache.digest([_build_cache.checksum(file) for file in files])
+  return _build_cache.digest([checksum(file) for file in files])
 
 
 def build(

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import triton
 from triton.runtime import Autotuner, Heuristics
 
-from callgate import _build_cache
+from callgate import _build_cache, _cache_files
 from callgate._cuda_program import CudaCall
 from callgate._toolchain import CompileError
 from callgate.errors import GateDefinitionError, GateError
@@ -123,9 +122,9 @@ def chosen(
     _tuning_key(kernel, arguments),
     [repr(sorted(settings.items(), key=lambda item: item[0])) for settings in found],
   ])  # fmt: skip
-  path = _build_cache.cache_dir() / "triton" / key[:2] / f"{key}.json"
-  with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
-    return found[int(json.loads(path.read_text())["chosen"])]
+  known = _known(key, len(found))
+  if known is not None:
+    return found[known]
   if measure is None:
     _LOG.warning(
       "%s: no device to try the %d configurations of @triton.autotune on; taking the first: %s",
@@ -138,18 +137,27 @@ def chosen(
   best = min(range(len(found)), key=times.__getitem__)
   if times[best] == float("inf"):
     raise GateDefinitionError(f"{label}: expected a configuration that runs, got none that does")
-  _keep(path, best, times)
+  _keep(key, best, times)
   _LOG.info("%s: %s takes %.1f µs, the fastest", label, found[best], times[best] * 1e6)
   return found[best]
 
 
-def _keep(path: Path, best: int, times: Sequence[float]) -> None:
+def _known(key: str, candidates: int) -> int | None:
+  """The candidate that was the fastest when they were tried; None where that is not kept."""
+  try:
+    content = _cache_files.read(_cache_files.kept_folder("triton", key[:2]) / f"{key}.json")
+    best = json.loads(content)["chosen"]
+  except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    return None
+  return best if isinstance(best, int) and 0 <= best < candidates else None
+
+
+def _keep(key: str, best: int, times: Sequence[float]) -> None:
+  finite = [None if seconds == float("inf") else seconds for seconds in times]
+  content = json.dumps({"chosen": best, "seconds": finite}).encode()
   with contextlib.suppress(OSError):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{threading.get_native_id()}")
-    finite = [None if seconds == float("inf") else seconds for seconds in times]
-    fresh.write_text(json.dumps({"chosen": best, "seconds": finite}))
-    fresh.replace(path)
+    folder = _cache_files.made_folder("triton", key[:2], quiet=True)
+    _cache_files.write(folder / f"{key}.json", content)
 
 
 def _tuning_key(kernel: Any, arguments: Mapping[str, Any]) -> list[str]:

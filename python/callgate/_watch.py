@@ -114,10 +114,10 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   from bokeh.application import Application
   from bokeh.application.handlers.function import FunctionHandler
   from bokeh.server.server import BaseServer
-  from bokeh.server.tornado import BokehTornado
   from tornado.httpserver import HTTPServer
   from tornado.ioloop import IOLoop
 
+  from callgate._watch_guard import HOSTS, GuardedTornado
   from callgate._watch_page import Page
 
   def fill(document: Any) -> None:
@@ -131,8 +131,10 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   listener.setblocking(False)
   port = listener.getsockname()[1]
   # Pages of other servers, on this machine too, must not talk to this one.
-  origins = [f"127.0.0.1:{port}", f"localhost:{port}"]
-  tornado = BokehTornado({"/": Application(FunctionHandler(fill))}, extra_websocket_origins=origins)
+  origins = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in HOSTS]
+  tornado = GuardedTornado(
+    {"/": Application(FunctionHandler(fill))}, extra_websocket_origins=origins
+  )
   http = HTTPServer(tornado)
   http.add_sockets([listener])
   return BaseServer(IOLoop.current(), tornado, http), port

@@ -2,6 +2,9 @@
 
 One `Page` for each browser tab that is open. Everything runs on the server's thread; the model is
 the only thing that is shared. Imports Bokeh, so it is imported only where a page is made.
+
+Names come from the stream, whose writer may be anybody: what the browser takes for HTML or for
+mathematics gets them as text (`_as_html`, `_as_title`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from bokeh.models import (
   FactorRange,
   LinearColorMapper,
   MultiChoice,
+  PlainText,
   RadioButtonGroup,
   TableColumn,
+  Title,
 )
 from bokeh.palettes import Blues9, Category10_10
 from bokeh.plotting import figure
@@ -48,14 +53,31 @@ _COLUMNS = {
 }
 
 
+def _as_html(text: str) -> str:
+  """A text for what shows HTML; Bokeh's choices do so, though nothing says it."""
+  return html.escape(text)
+
+
+def _choice_of(label: str, number: int) -> str:
+  """What stands for a label in the choice: the label, or no part of it where HTML would differ."""
+  return label if _as_html(label) == label else f"leaf&{number}"
+
+
+def _as_title(text: str) -> Title:
+  """A plot's title, which looks for TeX between dollars and in parentheses with backslashes."""
+  return Title(text=PlainText(text=text) if set(text) & {"$", "\\"} else text)
+
+
 class _Plot:
   """A leaf's curves, and its latest values if it is an array."""
 
   def __init__(self, label: str) -> None:
     options: dict[str, Any] = {"width": 440, "height": 270, "min_border_left": 62}
-    self.curves: Any = figure(title=label, name=f"curves:{label}", **options)
+    self.curves: Any = figure(title=_as_title(label), name=f"curves:{label}", **options)
     self.curves.toolbar.autohide = True
-    self.latest: Any = figure(title=f"{label}: latest", name=f"latest:{label}", **options)
+    self.latest: Any = figure(
+      title=_as_title(f"{label}: latest"), name=f"latest:{label}", **options
+    )
     self.latest.toolbar.autohide = True
     self.latest.xaxis.axis_label = "element"
     self._sources: dict[int, Any] = {}
@@ -118,6 +140,7 @@ class Page:
     self._states = states
     self._limit = plots
     self._keys: dict[str, Key] = {}  # by label
+    self._labels: dict[str, str] = {}  # by what the choice has for them
     self._plots: dict[str, _Plot] = {}
     self._chosen = False
     self._following = False  # whether the choice of leaves is being made here, not by the user
@@ -129,7 +152,7 @@ class Page:
       columns=[TableColumn(field=name, title=title) for name, title in _COLUMNS.items()],
       name="table", index_position=None, sizing_mode="stretch_width", height=260,
     )  # fmt: skip
-    self._head: Any = Div(name="head", sizing_mode="stretch_width")
+    self._head: Any = Div(name="head", sizing_mode="stretch_width", disable_math=True)
     self._nothing: Any = Div(name="nothing", text="nothing to show yet")
     self._area: Any = row(
       self._nothing, name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}
@@ -185,7 +208,7 @@ class Page:
     versions = self._model.versions()
     self._add_keys(list(versions))
     window, axis = _WINDOWS[self._window.active], _AXES[self._axis.active]
-    shown = [label for label in self._choice.value if label in self._keys]
+    shown = [self._labels[value] for value in self._choice.value if value in self._labels]
     figures: list[Any] = []
     for label in shown:
       key = self._keys[label]
@@ -206,13 +229,18 @@ class Page:
       label = key.label
       while label in self._keys:  # another tap's name with another leaf's path, put together
         label += "'"
+      self._labels[_choice_of(label, len(self._keys))] = label
       self._keys[label] = key
     if not added:
       return
     self._following = True
-    self._choice.options = sorted(self._keys)
+    values = sorted(self._labels, key=self._labels.__getitem__)
+    self._choice.options = [
+      value if value == (shown := _as_html(self._labels[value])) else (value, shown)
+      for value in values
+    ]
     if not self._chosen:
-      self._choice.value = list(self._keys)[: self._limit]
+      self._choice.value = list(self._labels)[: self._limit]
     self._following = False
 
   def _update_lanes(self) -> None:
@@ -233,7 +261,7 @@ class Page:
 
   def _headline(self) -> str:
     totals = self._model.totals()
-    parts = [f"<b>{html.escape(state)}</b>" for state in self._states()]
+    parts = [f"<b>{_as_html(state)}</b>" for state in self._states()]
     parts.append(f"{totals.records:,} records, {totals.per_second:,.1f} a second")
     if totals.missing:
       parts.append(f"{totals.missing:,} numbers missing (dropped, or not sent)")

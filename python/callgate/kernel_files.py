@@ -8,21 +8,20 @@ kind of kernel registers the function that makes a kernel of its form again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import io
 import json
 import os
 import platform
 import secrets
-import tempfile
 import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 from callgate import _callgate, _names, _options, _toolchain
+from callgate._cache_files import kept_folder, made_folder, private_folder, read, write
 from callgate.errors import GateDefinitionError, GateError
 from callgate.kernel import Kernel
 
@@ -88,22 +87,18 @@ def _machine(*, native: bool) -> str:
 def _install(library: bytes) -> Path:
   """The library as a file in the cache; in a folder of this process where there can't be one."""
   digest = hashlib.sha256(library).hexdigest()
-  path = _toolchain.cache_dir() / "loaded" / digest[:2] / f"{digest}.so"
+  names, file = ("loaded", digest[:2]), f"{digest}.so"
   with contextlib.suppress(OSError):
-    if hashlib.sha256(path.read_bytes()).hexdigest() == digest:
-      return path
+    kept = kept_folder(*names) / file
+    if hashlib.sha256(read(kept)).hexdigest() == digest:
+      return kept
+  path = made_folder(*names, quiet=True) / file
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, lambda file: file.write(library))
-  except OSError:
-    path = Path(_own_folder().name) / path.name
-    _replace(path, lambda file: file.write(library))
+    write(path, library)
+  except OSError as error:
+    path = private_folder(error, *names, quiet=True) / file
+    write(path, library)
   return path
-
-
-@functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-  return tempfile.TemporaryDirectory(prefix="callgate-")
 
 
 def _replace(path: Path, write: Callable[[Any], object]) -> None:
@@ -291,7 +286,8 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     if kernel is None:
       kernel = _restored(path, form)
     else:
-      kernel.take_compiled(form.get("compiled"))
+      with _taking(path, form):
+        kernel.take_compiled(form.get("compiled"))
     kernels.append(kernel)
   return LoadedKernels(kernels)
 
@@ -323,25 +319,46 @@ def _restored(path: Any, form: dict[str, Any]) -> Kernel:
       f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected a kind that this "
       f"callgate knows ({', '.join(sorted(_kinds))}), got '{form['kind']}'"
     )
-  return restore(form)
+  with _taking(path, form):
+    return restore(form)
+
+
+@contextlib.contextmanager
+def _taking(path: Any, form: dict[str, Any]) -> Generator[None]:
+  """What a form of the wrong shape makes fail is the file's fault."""
+  try:
+    yield
+  except (_toolchain.CompileError, KernelFileError):
+    raise
+  except (AttributeError, LookupError, TypeError, ValueError, RecursionError, GateError) as error:
+    problem = f"no {error} in it" if isinstance(error, KeyError) else error
+    raise KernelFileError(
+      f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected what "
+      f"callgate.save_kernels wrote, got something damaged: {problem}"
+    ) from error
 
 
 def _read_archive(path: Path) -> list[dict[str, Any]]:
-  with path.open("rb") as file:
-    try:
-      with zipfile.ZipFile(file) as archive:
-        manifest = json.loads(archive.read(_MANIFEST))
-        _check_version(path, manifest)
-        return [_with_bytes(form, archive) for form in manifest["kernels"]]
-    except KernelFileError:
-      raise
-    except (
-      zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError, EOFError, NotImplementedError
-    ) as error:  # fmt: skip
-      raise KernelFileError(
-        f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
-        f"which is damaged or something else: {error}"
-      ) from error
+  content = path.read_bytes()
+  try:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+      manifest = json.loads(archive.read(_MANIFEST))
+      _check_version(path, manifest)
+      return [_checked_form(_with_bytes(form, archive)) for form in manifest["kernels"]]
+  except KernelFileError:
+    raise
+  except Exception as error:  # any bytes: each compression and each field has errors of its own
+    raise KernelFileError(
+      f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
+      f"which is damaged or something else: {error}"
+    ) from error
+
+
+def _checked_form(form: Any) -> dict[str, Any]:
+  for key in ("name", "kind"):
+    if not isinstance(form[key], str):
+      raise ValueError(f"a kernel's {key} is {form[key]!r}")
+  return form
 
 
 def _check_version(path: Path, manifest: Any) -> None:

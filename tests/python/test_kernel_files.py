@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import json
 import textwrap
 import zipfile
@@ -14,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import drop_programs
+from hypothesis import given
+from hypothesis import strategies as st
 from interpreters import printed_by
 from jax import export
 from kernel_libraries import build
+from property_checks import examples
 
 import callgate as cg
 from callgate import _callgate, _names, _toolchain, kernel_files
@@ -397,3 +402,127 @@ def test_a_kind_that_is_not_known_is_named(tmp_path: Path, scale: Any) -> None:
 def test_a_file_that_is_not_there_is_file_not_found(tmp_path: Path) -> None:
   with pytest.raises(FileNotFoundError):
     cg.load_kernels(tmp_path / "none")
+
+
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+  path = tmp_path_factory.mktemp("saved") / "kernels"
+  kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.fuzzed", flags=["-O0"])
+  cg.save_kernels(path, kernel)
+  return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+  """A file of one kernel, which is not alive any more."""
+  content = saved(tmp_path_factory)
+  drop_programs()
+  return content
+
+
+@pytest.fixture(scope="module")
+def damaged(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> Any:
+  """A file to write, in a process without a compiler and with an empty cache."""
+  assert whole  # made while there was a compiler
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("CALLGATE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "empty"))
+    patch.setenv("CXX", NO_COMPILER["CXX"])
+    yield tmp_path_factory.mktemp("damaged") / "kernels"
+
+
+def load_whatever_it_is(path: Path) -> None:
+  """What `load_kernels` promises of any file."""
+  said = [f"'{path}'", "CXX=/nonexistent/c++"]
+  try:
+    cg.load_kernels(path).close()
+  except (cg.KernelFileError, cg.CompileError) as error:
+    said = [text for text in said if text in str(error)]
+  assert said
+
+
+@given(content=st.binary(max_size=200))
+def test_random_bytes_are_no_file_of_kernels(damaged: Path, content: bytes) -> None:
+  damaged.write_bytes(content)
+  with pytest.raises(cg.KernelFileError):
+    cg.load_kernels(damaged)
+
+
+@examples(150)
+@given(
+  changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3),
+  ends=st.booleans(),
+)
+def test_changed_bytes_are_found_or_do_no_harm(
+  whole: bytes, damaged: Path, changes: list[tuple[float, int]], ends: bool
+) -> None:
+  content = bytearray(whole)
+  for place, value in changes:
+    span = 400 if ends else len(content) - 1  # the directory of the archive is at its end
+    content[len(content) - 1 - int(place * span)] = value
+  damaged.write_bytes(content)
+  load_whatever_it_is(damaged)
+
+
+_numbers = itertools.count()
+
+
+def paths_of(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+  """The places in a manifest."""
+  found = [here]
+  if isinstance(value, dict | list):
+    for key in value if isinstance(value, dict) else range(len(value)):
+      found += paths_of(value[key], (*here, key))
+  return found
+
+
+ODD = st.one_of(
+  st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([[]]),
+  st.just({}), st.just({"$bytes": "0"}), st.just({"$bytes": []}),
+  st.just("a\0b"), st.just("\ud800"),
+)  # fmt: skip
+
+
+@examples(200)
+@given(which=st.floats(0, 1, exclude_max=True), value=ODD, drop=st.booleans())
+def test_a_manifest_with_anything_in_any_place_is_refused_or_does_no_harm(
+  whole: bytes, damaged: Path, which: float, value: Any, drop: bool
+) -> None:
+  damaged.write_bytes(whole)
+
+  def edit(manifest: Any) -> None:
+    for kernel in manifest["kernels"]:
+      kernel["name"] += str(next(_numbers))  # the last example's may still be alive
+    paths = [path for path in paths_of(manifest) if path]
+    *most, last = paths[int(which * len(paths))]
+    place = functools.reduce(lambda held, key: held[key], most, manifest)
+    if drop:
+      del place[last]
+    else:
+      place[last] = value
+
+  change(damaged, edit)
+  load_whatever_it_is(damaged)
+
+
+@pytest.mark.parametrize("how", ["deep", "encrypted", "of a method that is not known", "bomb"])
+def test_an_archive_that_cannot_be_read_is_an_error_that_names_it(
+  damaged: Path, whole: bytes, how: str
+) -> None:
+  if how in ("deep", "bomb"):
+    with zipfile.ZipFile(damaged, "w") as archive:
+      archive.writestr("manifest.json", "[" * 100_000 if how == "deep" else "1" * 100_000)
+  else:
+    content = bytearray(whole)
+    directory = content.index(b"PK\1\2")
+    for start, offset in ((0, 6), (directory, 8)):
+      if how == "encrypted":
+        content[start + offset] |= 1
+      else:
+        content[start + offset + 2] = 14  # LZMA, which this is not
+    damaged.write_bytes(content)
+  with pytest.raises(cg.KernelFileError, match=str(damaged)):
+    cg.load_kernels(damaged)
+
+
+def test_a_folder_is_no_file_of_kernels(tmp_path: Path) -> None:
+  with pytest.raises(IsADirectoryError):
+    cg.load_kernels(tmp_path)

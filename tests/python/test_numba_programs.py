@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,21 @@ def test_a_damaged_entry_is_compiled_again(first: Any, tmp_path: Path) -> None:
   again = fresh(DEFINE + USE, tmp_path)
   assert again == printed
   assert fresh(DEFINE + USE, tmp_path) == [printed[0], "0"]
+
+
+def test_machine_code_that_others_may_have_written_is_not_used(first: Any, tmp_path: Path) -> None:
+  folder, printed = first
+  shutil.copytree(folder / "numba", tmp_path / "numba")
+  (tmp_path / "numba").chmod(0o777)
+  listen = """
+import warnings
+warnings.simplefilter("always", RuntimeWarning)
+warnings.showwarning = lambda message, *_: print(message)
+"""
+  said, *compiled = fresh(listen + DEFINE + USE, tmp_path)
+  assert compiled == printed  # in this process
+  assert f"{tmp_path / 'numba'} can be written to by others" in said
+  assert "chmod -R go-w" in said
 
 
 def test_a_cache_that_can_t_be_written_does_no_harm(first: Any, tmp_path: Path) -> None:

@@ -264,6 +264,42 @@ def test_tail_prints_json_that_reads_back(tmp_path, capsys):
   assert (read["name"], read["seq"], read["role"]) == ("x", 4, "tangent")
 
 
+STEERING = "\x1b]0;title\x07\x1b[31m \x9b2J \r\n\t\b\x00\x7f \u202e\u2028\u200b ~"
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)], ids=["text", "json"])
+def test_tail_prints_no_character_that_steers_a_terminal(tmp_path, capsys, json):
+  path = tmp_path / "steering.cgs"
+  leaves = [(f"['{STEERING}']", "float32", ())]
+  path.write_bytes(
+    sb.session()
+    + sb.source(0, f"größe {STEERING}", leaves, description=f'"{STEERING}"', role=2)
+    + sb.record(0, [np.float32(1)])
+  )
+  (line,) = tail(capsys, path, *json)
+  assert line.isprintable()
+  assert line.count("~") == 2  # the name and the path are there to their ends
+  assert line.count(r"\u001b[31m" if json else r"\x1b[31m \x9b2J \r\n\t\x08\x00\x7f \u202e") == 2
+  assert json or "größe" in line
+
+
+def test_tail_prints_names_that_the_terminal_has_no_characters_for(tmp_path):
+  path = tmp_path / "names.cgs"
+  path.write_bytes(sb.losses([1.0], name="größe"))
+  ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+  done = run(Module("callgate"), "tail", path, environment=ascii_only, timeout=100)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert r"gr\xf6\xdfe" in done.stdout
+
+
+def test_errors_of_commands_hold_no_character_that_steers_a_terminal(tmp_path, capsys):
+  assert cli.main(["tail", str(tmp_path / f"none{STEERING}")]) == 1
+  captured = capsys.readouterr()
+  assert captured.out == ""
+  assert captured.err.removesuffix("\n").isprintable()
+  assert r"\x1b[31m" in captured.err
+
+
 def test_tail_sums_large_arrays_up(tmp_path, capsys):
   path = tmp_path / "large.cgs"
   values = np.arange(100, dtype=np.float32).reshape(10, 10)

@@ -20,7 +20,7 @@ import pytest
 from interpreters import Process
 
 import callgate as cg
-from callgate import _build_cache, _toolchain
+from callgate import _build_cache, _cache_files, _toolchain
 
 # In fresh processes as well.
 KERNEL = """
@@ -359,7 +359,7 @@ with warnings.catch_warnings(record=True) as caught:
   warnings.simplefilter("always")
   print(make()(jnp.ones(1)).tolist(), make(3)(jnp.ones(1)).tolist())
 print([str(w.message) for w in caught if "callgate" in str(w.message)])
-print(len(list(pathlib.Path(tempfile.gettempdir()).glob("callgate-*/*/*.so"))))
+print(len(list(pathlib.Path(tempfile.gettempdir()).glob("callgate-*/kernels/*/*.so"))))
 """
   below = str(tmp_path / "file" / "below")
   lines = output_of(start(code, CALLGATE_CACHE_DIR=below, TMPDIR=str(tmp_path))).splitlines()
@@ -388,10 +388,10 @@ def test_a_read_only_cache_that_has_the_kernel_serves_it(cache: Path, compiler: 
 def test_the_cache_is_below_the_users_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.delenv("CALLGATE_CACHE_DIR", raising=False)
   monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/caches")
-  assert _toolchain.cache_dir() == Path("/somewhere/caches/callgate")
+  assert _cache_files.cache_dir() == Path("/somewhere/caches/callgate")
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", "/home/someone")
-  assert _toolchain.cache_dir() == Path("/home/someone/.cache/callgate")
+  assert _cache_files.cache_dir() == Path("/home/someone/.cache/callgate")
 
 
 # -- headers and libraries -----------------------------------------------------------------------

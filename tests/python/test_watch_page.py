@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -12,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +30,7 @@ pytest.importorskip("bokeh")
 
 from bokeh.client import pull_session
 from bokeh.document import Document
+from bokeh.models import PlainText
 from interpreters import Module, Process, same_path, start
 
 import callgate as cg
@@ -147,6 +151,72 @@ def test_what_has_not_changed_is_not_sent_again(page):
   assert changed == []
 
 
+# -- names that are meant for a browser ------------------------------------------------------------
+# What each would do, had it its way, is to set `window.stolen`.
+HOSTILE = [
+  "<img src=x onerror='window.stolen=1'>",
+  "<img src=x onerror=window.stolen=1>",
+  "\"'><svg onload=window.stolen=1>",
+  "</script></title></style></div><script>window.stolen=1</script>",
+  "<iframe srcdoc='<script>parent.stolen=1</script>'></iframe>",
+  "$$\\href{javascript:window.stolen=1}{x}$$",
+  "\\(\\unicode{<img src=x onerror=window.stolen=1>}\\)",
+  "javascript:window.stolen=1",
+  "&lt;img src=x onerror=window.stolen=1&gt;",
+  "leaf&0",
+]
+
+
+def hostile() -> bytes:
+  """A stream with such a text in every field that can hold one."""
+  data = sb.session()
+  for number, text in enumerate(HOSTILE):
+    leaves = [(text, "float32", ()), (f"['{text}']", "float32", (8,))]
+    note = json.dumps({text: text, "shards": None})
+    data += sb.source(number, text, leaves, role=number % 5, description=note)
+    for seq in range(2):
+      data += sb.record(number, [np.float32(seq), np.zeros(8, np.float32)], seq=seq)
+  return data
+
+
+def test_names_of_a_stream_are_text_to_the_browser(tmp_path):
+  model = model_of(tmp_path / "s", hostile())
+  document = Document()
+  Page(document, model, lambda: HOSTILE, 1000)
+  choice = named(document, "choice")
+  assert len(choice.options) == 2 * len(HOSTILE) == len(set(choice.value))
+  for option in choice.options:
+    value, shown = (option, option) if isinstance(option, str) else option
+    assert value == html.escape(value, quote=False) or re.fullmatch(r"leaf&\d+", value)
+    assert not set(shown) & set("<>\"'")
+  # All that is there can be recognised.
+  shown = {html.unescape(o if isinstance(o, str) else o[1]) for o in choice.options}
+  assert all(any(text in label for label in shown) for text in HOSTILE)
+  assert len(named(document, "plots").children) == len(choice.value)
+  for plot in named(document, "plots").children:
+    text = plot.title.text
+    assert isinstance(text, PlainText) or not set(text) & set("$\\")
+  head = named(document, "head")
+  assert head.disable_math
+  assert "<img" not in head.text
+  assert "<svg" not in head.text
+
+
+def test_a_name_that_looks_like_the_stand_in_of_another_has_its_own_plot(tmp_path):
+  names = ["<a>", "leaf&0", "leaf&1", "a"]
+  model = Model()
+  for number, name in enumerate(names):
+    (tmp_path / "s").write_bytes(sb.losses([1.0], name=name))
+    with cg.open_stream(tmp_path / "s") as stream:
+      model.add(list(stream), source=number)
+  document = Document()
+  Page(document, model, list, 12)
+  assert [one.title.text for one in named(document, "plots").children] == names
+  choice = named(document, "choice")
+  choice.value = choice.value[1:2]
+  assert [one.title.text for one in named(document, "plots").children] == ["leaf&0"]
+
+
 # -- the server ------------------------------------------------------------------------------------
 @contextmanager
 def watching(*arguments: object) -> Iterator[tuple[Process, str]]:
@@ -231,6 +301,78 @@ def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, se
       assert other.connect_ex((host, port)) != 0
 
 
+def answer_of(address: str, path: str = "", **headers: str) -> tuple[int, Any, str]:
+  """Status, headers and text of an answer."""
+  request = urllib.request.Request(address + path, headers=headers)
+  try:
+    with urllib.request.urlopen(request, timeout=60) as answer:
+      return answer.status, answer.headers, answer.read().decode()
+  except urllib.error.HTTPError as error:
+    with error:
+      return error.code, error.headers, error.read().decode()
+
+
+def test_only_requests_for_this_machine_are_answered(tmp_path, serve):
+  """Somebody else's page can have its own name resolved to this machine's loopback."""
+  from tornado.httpclient import HTTPClientError, HTTPRequest
+  from tornado.websocket import websocket_connect
+
+  path = tmp_path / "run.cgs"
+  path.write_bytes(training(3))
+  address = serve(path)
+  port = int(address.rstrip("/").rsplit(":", 1)[1])
+  own = ["localhost", "127.0.0.1", "[::1]", "LOCALHOST"]
+  for host in [*own, *(f"{one}:{port}" for one in own), "localhost:8080"]:  # through a tunnel
+    assert answer_of(address, Host=host)[0] == 200, host
+  others = ["", "evil.example", f"evil.example:{port}", "localhost.evil.example", "[::1", "0.0.0.0",
+            "127.0.0.1.nip.io", "localhost@evil.example", "localhost."]  # fmt: skip
+  for host in others:
+    for page in ("", "ws", "static/js/bokeh.min.js", "metadata"):
+      status, _, text = answer_of(address, page, Host=host)
+      assert status in (400, 403), (host, page)  # 400: no name at all
+      assert status == 400 or "one of localhost, 127.0.0.1, ::1" in text
+      assert "bokeh" not in text.lower()
+
+  async def connect(host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    request = HTTPRequest(f"ws://127.0.0.1:{port}/ws", headers=headers)
+    (await websocket_connect(request, subprotocols=["bokeh"])).close()
+
+  for host in (f"evil.example:{port}", "evil.example"):
+    with pytest.raises(HTTPClientError) as error:
+      asyncio.run(connect(host))
+    assert error.value.code == 403
+  asyncio.run(connect(f"localhost:{port}"))
+
+
+def test_the_page_runs_no_script_but_the_servers(tmp_path, serve):
+  path = tmp_path / "run.cgs"
+  path.write_bytes(hostile())
+  address = serve(path)
+  nonces = set()
+  for _ in range(2):
+    status, headers, text = answer_of(address)
+    assert status == 200
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    for kind in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+      assert policy[kind] == "'none'"
+    assert "unsafe" not in policy["script-src"]
+    (nonce,) = re.findall(r"'nonce-([^']+)'", policy["script-src"])
+    nonces.add(nonce)
+    scripts = re.findall(r"<script[^>]*>", text)
+    assert scripts
+    assert all(f'nonce="{nonce}"' in script for script in scripts)
+    assert not re.search(r"\son\w+=", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL))
+    assert "stolen" not in text
+  assert len(nonces) == 2
+  for page in ("autoload.js", "metadata", "static/js/bokeh.min.js", "no"):
+    status, headers, _ = answer_of(address, page)
+    assert status == (200 if page.startswith("static") else 404)
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Access-Control-Allow-Origin"] is None
+
+
 def test_a_stream_that_is_not_there_yet_is_waited_for_if_asked(tmp_path, serve):
   path = tmp_path / "later.cgs"
   address = serve("--wait", path)
@@ -269,6 +411,40 @@ def test_a_browser_draws_the_page_and_what_comes_while_it_is_open(tmp_path, serv
   assert drawn.get((31, 119, 180), 0) > 100  # the first device's curve
   assert drawn.get((255, 127, 14), 0) > 100  # the second one's
   assert drawn[(255, 255, 255)] < len(pixels) * 0.98
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_runs_nothing_of_what_a_stream_has_for_names(tmp_path, serve):
+  path = tmp_path / "<img src=x onerror=window.stolen=1>.cgs"
+  path.write_bytes(hostile())
+  address = serve(path, "--plots", "100")
+  # Every element of the page, those in shadow trees too.
+  elements = """(function all(root) {
+    return [...root.querySelectorAll('*')].flatMap(
+      e => [e, ...(e.shadowRoot ? all(e.shadowRoot) : [])]);
+  })(document)"""
+
+  async def look(devtools: str) -> None:
+    async with browser.open_tab(devtools, address) as tab:
+      await tab.wait_until("window.Bokeh?.documents[0]?.is_idle")
+      head = "Bokeh.documents[0].get_model_by_name('head').text"
+      await tab.wait_until(f"{head}.includes('20 records')")
+      await tab.wait_until(f"{elements}.filter(e => e.matches('.slick-row')).length >= 8")
+      texts = f"{elements}.map(e => e.childElementCount ? '' : e.textContent)"
+      choices = await tab.evaluate(f"{elements}.filter(e => e.matches('.choices__item')).length")
+      assert choices >= 2 * len(HOSTILE)
+      for text in HOSTILE[:4]:
+        assert await tab.evaluate(f"{texts}.some(t => t.includes({json.dumps(text)}))"), text
+      await tab.evaluate("new Promise(done => setTimeout(done, 300))")
+      assert await tab.evaluate("window.stolen") is None
+      made = (
+        f"{elements}.filter(e => e.matches('[onerror], [onload], iframe, a[href^=javascript]'))"
+      )
+      assert await tab.evaluate(f"{made}.length") == 0
+
+  (tmp_path / "profile").mkdir()
+  with browser.chromium(tmp_path / "profile") as devtools:
+    asyncio.run(look(devtools))
 
 
 # -- errors ----------------------------------------------------------------------------------------

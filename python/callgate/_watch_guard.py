@@ -1,0 +1,112 @@
+"""Who gets the live page, and what it may do in a browser.
+
+The page's server listens on loopback, which keeps other machines out and no web page: one of
+somebody else's, open in the same browser, can have its own name resolved to 127.0.0.1 and ask then.
+So a request has to name this machine (`Host`). What the page may load and run is said in a
+Content-Security-Policy: the server's own scripts, and the one in the page that starts them, by a
+number that nobody can guess. Imports Bokeh and Tornado; runs on the server's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import urllib.parse
+from typing import Any
+
+from bokeh.server.tornado import BokehTornado
+from bokeh.server.views.doc_handler import DocHandler
+from bokeh.server.views.static_handler import StaticHandler
+from bokeh.server.views.ws import WSHandler
+from tornado.httputil import HTTPServerRequest
+from tornado.web import RequestHandler
+
+HOSTS = ("localhost", "127.0.0.1", "::1")
+_SERVED = (DocHandler, StaticHandler, WSHandler)  # Bokeh would let other pages embed this one, too
+_NOTHING = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = {
+  "Content-Security-Policy": _NOTHING,
+  "Cross-Origin-Opener-Policy": "same-origin",
+  "Cross-Origin-Resource-Policy": "same-origin",
+  "Referrer-Policy": "no-referrer",
+  "X-Content-Type-Options": "nosniff",
+}
+
+
+class GuardedTornado(BokehTornado):
+  """Bokeh's application for those who ask for this machine by its own name."""
+
+  def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
+    """What answers a request."""
+    if host_of(request.headers.get("Host", "")) not in HOSTS:
+      return self.get_handler_delegate(request, _Refusal)
+    found = super().find_handler(request, **kwargs)
+    if not issubclass(found.handler_class, _SERVED):
+      return self.get_handler_delegate(request, _Nothing)
+    found.handler_class = _guarded(found.handler_class)
+    return found
+
+
+def host_of(header: str) -> str:
+  """The name in a `Host` header, without the port: behind a tunnel that is another one."""
+  try:
+    return urllib.parse.urlsplit(f"//{header}").hostname or ""
+  except ValueError:
+    return ""
+
+
+def policy(nonce: str, host: str) -> str:
+  """The Content-Security-Policy of the page.
+
+  Args:
+    nonce: of the scripts in it.
+    host: name and port that the page was asked for by; its socket has the same.
+  """
+  allowed = {
+    "script-src": f"'nonce-{nonce}' 'self'",
+    "style-src": "'self' 'unsafe-inline'",  # Bokeh's views make style elements
+    "img-src": "'self' data: blob:",  # icons
+    "font-src": "'self' data:",
+    "connect-src": "'self'" + ("" if "[" in host else f" ws://{host}"),  # older browsers
+  }
+  return "; ".join([_NOTHING, *(f"{kind} {sources}" for kind, sources in allowed.items())])
+
+
+class _Guarded(RequestHandler):
+  def set_default_headers(self) -> None:
+    for name, value in _HEADERS.items():
+      self.set_header(name, value)
+
+
+class _Refusal(_Guarded):
+  """The answer to whoever asks for another machine."""
+
+  def prepare(self) -> None:
+    self.set_status(403)
+    self.set_header("Content-Type", "text/plain")
+    self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
+
+
+class _Nothing(_Guarded):
+  def prepare(self) -> None:
+    self.send_error(404)
+
+
+class _Page(_Guarded):
+  """Bokeh's handler of the page: puts the number into its scripts."""
+
+  def prepare(self) -> None:
+    self._nonce = secrets.token_urlsafe(16)
+    self.set_header("Content-Security-Policy", policy(self._nonce, self.request.host))
+
+  def write(self, chunk: Any) -> None:
+    # Bokeh makes the page before it knows of any stream: all scripts in it are Bokeh's.
+    if isinstance(chunk, str):
+      chunk = chunk.replace("<script", f'<script nonce="{self._nonce}"')
+    super().write(chunk)
+
+
+@functools.cache
+def _guarded(handler: type[Any]) -> type[Any]:
+  first = _Page if issubclass(handler, DocHandler) else _Guarded
+  return type(handler.__name__, (first, handler), {})
