@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -71,7 +71,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 @contextlib.contextmanager
-def name_while_alive(function: Callable[..., Any], prefix: str) -> Iterator[str]:
+def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str]:
   """A name that nothing alive has; the block registers what is to have it.
 
   So a program that is lowered anew, when the last one is gone, has the same text, and is found in
