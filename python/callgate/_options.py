@@ -93,7 +93,7 @@ def seconds(label: str, option: str, value: Any, *, zero: bool = False) -> float
 
 def text(label: str, option: str, value: Any) -> str:
   if not isinstance(value, str):
-    refuse(label, option, "text (a string)", value)
+    refuse(label, option, "a string", value)
   return str(value)
 
 
@@ -214,7 +214,7 @@ def sharding(label: str, value: Any) -> Any:
   )
 
 
-def strings(label: str, option: str, value: Any) -> tuple[str, ...]:
+def strings(label: str, option: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
   """A sequence of strings or paths; a string alone is none."""
   if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
     try:
@@ -223,9 +223,7 @@ def strings(label: str, option: str, value: Any) -> tuple[str, ...]:
       items = (None,)
     if all(isinstance(item, (str, os.PathLike)) for item in items):
       return tuple(str(os.fspath(cast("Any", item))) for item in items)
-  raise GateDefinitionError(
-    f"{label}: {option}: expected a sequence of strings, such as [{value!r}], got {value!r}"
-  )
+  refuse(label, option, what or f"a sequence of strings, such as [{value!r}]", value)
 
 
 def timeout(label: str, value: float | None) -> float:

@@ -63,7 +63,7 @@ class Progress:
       _options.or_none(
         _options.count, "Progress", name, getattr(self, name), least=least, most=2**31 - 1
       )
-    _options.or_none(_options.strings, "Progress", "show", self.show)
+    _options.or_none(_options.strings, "Progress", "show", self.show, what="a sequence of names")
     _options.or_none(_options.writable, "Progress", "file", self.file)
     _options.boolean("Progress", "leave", self.leave)
     _options.seconds("Progress", "mininterval", self.mininterval, zero=True)

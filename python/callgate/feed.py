@@ -52,6 +52,7 @@ class _Missing(enum.Enum):
 
 _MISSING: Final = _Missing.MISSING
 _CLOSE_SECONDS = 5.0
+_WHOLE = "an integer of 1 or more"
 
 
 class Feed:
@@ -250,7 +251,9 @@ def _named(iterable: Any) -> Any:
 
 
 def _check_prefetch(name: str, prefetch: Any) -> int:
-  return _options.count(f"feed '{name}'", "prefetch", prefetch, least=1, most=2**31 - 1)
+  return _options.count(
+    f"feed '{name}'", "prefetch", prefetch, least=1, most=2**31 - 1, what=_WHOLE
+  )
 
 
 def _iterator(name: str, iterable: Any) -> Iterator[Any]:
@@ -263,7 +266,7 @@ def _iterator(name: str, iterable: Any) -> Iterator[Any]:
       raise  # its own
     hint = "; call the function" if callable(iterable) else ""
     raise GateDefinitionError(
-      f"feed '{name}': iterable: expected an iterable of items, got {iterable!r}{hint}"
+      f"feed '{name}': iterable: expected an iterable of items, got {type(iterable).__name__}{hint}"
     ) from error
 
 
