@@ -107,7 +107,8 @@ class config:
 def _check(changes: dict[str, Any]) -> None:
   _options.choice("config", "engine", changes.get("engine", "jax"), ("callgate", "jax"))
   for name in ("fast_dispatch", "check_writes", "check_memory", "crash_report", "timing"):
-    _options.boolean("config", name, changes.get(name, True))
+    if name in changes:
+      changes[name] = _options.boolean("config", name, changes[name])  # NumPy's are bools, too
   _options.seconds("config", "stall_seconds", changes.get("stall_seconds", 0.0), zero=True)
 
 
