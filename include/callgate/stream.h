@@ -6,7 +6,8 @@
 //
 // A stream is a sequence of frames. Each begins at a multiple of 8 bytes:
 //
-//   frame     0  u8[4]  "cgs" and the kind: 'S' session, 'D' description, 'R' record, 'E' end
+//   frame     0  u8[4]  "cgs" and the kind: 'S' session, 'D' description, 'R' record, 'E' end,
+//                       'X' refusal
 //             4  u32    CRC-32C (Castagnoli) of the body, that is, of the bytes [24, length)
 //             8  u64    length of the whole frame, these 24 bytes included, a multiple of 8
 //            16  u32    0
@@ -48,6 +49,11 @@
 //                       8 bits are packed, the first in the lowest bits
 //
 //   'E'      24  u64    records of this session       32  i64  time: the writer closed the stream
+//
+//   'X'      24  u32    bytes of the text             28  u32  0
+//            32         why a server does not serve this reader (UTF-8), padded to 8 bytes by
+//            zeros;
+//                       the only frame of its connection
 //
 // A file that ends within a frame is being written, or its writer was killed: what is whole counts,
 // and the next writer cuts the rest off. So does one whose bytes are zero from within a frame on to
@@ -93,6 +99,12 @@ class FormatError : public std::runtime_error {
 
  private:
   std::uint64_t offset_;
+};
+
+// The server does not serve this reader, and says why.
+class RefusedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 struct Leaf {
@@ -288,7 +300,7 @@ class Reader {
   }
 
   // The next record; none when no further whole frame is there, which a later call may change.
-  // Throws FormatError at a damaged frame, and stays there.
+  // Throws FormatError at a damaged frame, and stays there; RefusedError when a server refuses it.
   std::optional<Record> next() {
     for (;;) {
       const char* head = need(kHeaderBytes);
@@ -311,6 +323,7 @@ class Reader {
       }
       std::optional<Record> record;
       if (frame[3] == 'R') record = parse_record(body);
+      if (frame[3] == 'X') refuse(body);
       if (frame[3] == 'S') start(body);
       if (frame[3] == 'D') sources_.push_back(internal::parse_source(body, sources_.size()));
       closed_ = frame[3] == 'E';
@@ -412,7 +425,7 @@ class Reader {
   std::uint64_t check_header(const char* head) const {
     internal::Cursor in(head, kHeaderBytes, offset_);
     bool known = std::memcmp(head, "cgs", 3) == 0 &&
-                 std::string_view("SDRE").find(head[3]) != std::string_view::npos;
+                 std::string_view("SDREX").find(head[3]) != std::string_view::npos;
     if (!known && offset_ == 0) in.fail("not a stream of callgate");
     in.get<std::uint64_t>();
     auto length = in.get<std::uint64_t>();
@@ -421,8 +434,15 @@ class Reader {
       in.fail("a damaged frame: no valid header");
     if (length < kHeaderBytes || length % 8 != 0 || length > kMaxBytes)
       in.fail("a frame of a length that none has");
-    if (head[3] != 'S' && session_.version == 0) in.fail("a frame before any session");
+    if (head[3] != 'S' && head[3] != 'X' && session_.version == 0)
+      in.fail("a frame before any session");
     return length;
+  }
+
+  [[noreturn]] static void refuse(internal::Cursor& in) {
+    auto size = in.get<std::uint32_t>();
+    in.get<std::uint32_t>();
+    throw RefusedError(std::string(in.take(size), size));
   }
 
   void start(internal::Cursor& in) {

@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import threading
 import time
 import traceback
 
-from callgate import _compat
+from callgate import _compat, _environment
 from callgate.errors import ProcessError, original_of
 
 _DETAILS = 8000  # characters of a traceback that travel
@@ -82,7 +81,7 @@ class Group:
     self.store = store
     self.index = index
     self.count = count
-    self.silent_seconds = max(1.0, float(os.environ.get("CALLGATE_SILENT_SECONDS", "60")))
+    self.silent_seconds = max(1.0, _environment.seconds("CALLGATE_SILENT_SECONDS", 60))
     # Looks at the others are rarer the more there are: all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
     self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from callgate import _callgate
+from callgate import _callgate, _environment
 from callgate.errors import EndOfFeed, GateError
 
 Item = list[Any]  # the flat arrays of an item
@@ -311,7 +311,7 @@ def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
 
 # -- the end of the process ------------------------------------------------------------------------
 def _exit_seconds() -> float:
-  return float(os.environ.get("CALLGATE_EXIT_SECONDS", "5"))
+  return _environment.seconds("CALLGATE_EXIT_SECONDS", 5)
 
 
 def _limit_all() -> None:

@@ -20,7 +20,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _callgate, _compat, _escape, _kept, _names, _partition, _shards
+from callgate import _callgate, _compat, _environment, _escape, _kept, _names, _partition, _shards
 from callgate.channel import close_all
 from callgate.errors import (
   GateTimeoutError,
@@ -207,7 +207,7 @@ def _close() -> None:
   if os.getpid() != _process or threading.current_thread() is not threading.main_thread():
     return  # a fork's child, which has none of the threads, or an embedder's thread
   interrupted = _ends_by_interrupt()
-  seconds = float(os.environ.get("CALLGATE_EXIT_SECONDS", "1" if interrupted else "5"))
+  seconds = _environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
   try:
     if interrupted:
       _end_programs(seconds)
@@ -281,8 +281,8 @@ def start() -> None:
   for target in _OWN:
     _partition.register(target, target + PARTITIONED)
   _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
-  if stall := os.environ.get("CALLGATE_STALL_SECONDS"):
-    _callgate.set_stall_seconds(float(stall))
+  if stall := _environment.seconds("CALLGATE_STALL_SECONDS", 0):
+    _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(keep_consumer_failure)
   _compat.remember_effects()
   os.register_at_fork(after_in_child=_callgate.abandon_channels)

@@ -68,7 +68,7 @@ def cmake_dir() -> Path:
 def compiler() -> list[str]:
   """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
   given = os.environ.get("CXX", "").strip()
-  for command in (shlex.split(given),) if given else ([name] for name in _COMPILERS):
+  for command in (_words(given),) if given else ([name] for name in _COMPILERS):
     found = shutil.which(command[0])
     if found:
       return [found, *command[1:]]
@@ -78,6 +78,16 @@ def compiler() -> list[str]:
     "install g++ 11 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
     "conda install gxx) or clang++ 14 or newer, or name yours in the environment variable CXX"
   )
+
+
+def _words(command: str) -> list[str]:
+  try:
+    return shlex.split(command)
+  except ValueError as error:
+    raise CompileError(
+      f"environment variable CXX: expected a compiler's command as a shell has it, got "
+      f"{command!r}: {error}"
+    ) from None
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def add_watch(subparsers: Subparsers) -> None:
   parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
   parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
                       help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
-  parser.add_argument("--port", type=int, default=5007, metavar="N",
+  parser.add_argument("--port", type=_port, default=5007, metavar="N",
                       help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
   parser.add_argument("--points", type=_at_least_two, default=1000, metavar="N",
                       help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
@@ -42,6 +42,12 @@ def add_watch(subparsers: Subparsers) -> None:
                       help="wait for files and addresses that are not there yet")  # fmt: skip
   parser.add_argument("--no-browser", action="store_true", help="open no browser")
   parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+  if not 0 <= (port := int(text)) <= 65535:
+    raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text}")
+  return port
 
 
 def _at_least_two(text: str) -> int:

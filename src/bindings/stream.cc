@@ -113,6 +113,10 @@ class StreamReader {
       std::optional<stream::Record> record;
       try {
         record = without_gil([&] { return guarded([&] { return reader_->next(); }); });
+      } catch (const stream::RefusedError& error) {
+        std::string text = "callgate.open_stream: " + address_ + ": refused: " + error.what();
+        PyErr_SetString(PyExc_ConnectionError, text.c_str());
+        nb::raise_python_error();
       } catch (const Error&) {
         if (records.empty()) throw;
         break;  // the records before the damage first: the next call meets it again
@@ -203,6 +207,8 @@ class StreamReader {
       return step();
     } catch (const Error&) {
       throw;
+    } catch (const stream::RefusedError&) {
+      throw;  // the connection's fault: read() says so
     } catch (const std::runtime_error& error) {
       refuse(error.what());
     }

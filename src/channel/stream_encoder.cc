@@ -187,4 +187,14 @@ void StreamEncoder::finish(StreamBatch& batch) {
   seal(batch.bytes, start);
 }
 
+std::string refusal_frame(std::string_view reason) {
+  std::string out;
+  std::size_t start = begin_frame(out, 'X');
+  put(out, size32(reason.size()));
+  put(out, std::uint32_t{0});
+  put_text(out, reason);
+  seal(out, start);
+  return out;
+}
+
 }  // namespace callgate

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -78,5 +79,8 @@ class StreamEncoder {
   std::unordered_map<std::uint64_t, std::uint32_t> numbers_;  // by Source::id
   std::uint64_t records_ = 0;
 };
+
+// The frame for a reader that is not served.
+std::string refusal_frame(std::string_view reason);
 
 }  // namespace callgate

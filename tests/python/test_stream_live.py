@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import ml_dtypes
@@ -236,6 +238,18 @@ def test_the_native_sink_serves_sockets(tmp_path):
       assert list(stream) == []
     with pytest.raises(ValueError, match="connecting"):
       cg.open_stream(address)
+
+
+def test_a_reader_too_many_is_a_connection_error_that_says_how_many_there_may_be(tmp_path):
+  sink = cg.sinks.Stream(f"unix:{tmp_path / 'socket'}")
+  most = min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+  with ExitStack() as stack, cg.channel("crowded", to=sink):
+    for _ in range(most):
+      stack.enter_context(cg.open_stream(sink.address))
+    late = stack.enter_context(cg.open_stream(sink.address))
+    said = rf"socket: refused: it has {most} readers, and serves at most {most}"
+    with pytest.raises(ConnectionError, match=said):
+      late.read(60)
 
 
 def tail(capsys, *arguments: str) -> list[str]:

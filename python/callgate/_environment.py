@@ -1,0 +1,42 @@
+"""Numbers from environment variables: one that can't be read is named, and its default taken.
+
+What is wrong is said on stderr, once, and no exception: these are read by the import and at the
+end of the process, where one would hide what the program did.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+_MOST = 1e8  # seconds, three years: what is more overflows clocks
+
+
+def seconds(name: str, default: float) -> float:
+  """The seconds that an environment variable asks for.
+
+  Args:
+    name: of the variable.
+    default: where it is not set, or empty.
+  """
+  given = os.environ.get(name, "").strip()
+  if not given:
+    return default
+  try:
+    value = float(given)
+  except ValueError:
+    value = -1.0
+  if 0 <= value <= _MOST:
+    return value
+  _tell(name, given, default)
+  return default
+
+
+@functools.cache
+def _tell(name: str, given: str, default: float) -> None:
+  print(
+    f"callgate: environment variable {name}: expected seconds, a number from 0 to {_MOST:.0f}, got "
+    f"{given!r}; taking {default:g}",
+    file=sys.stderr,
+  )
