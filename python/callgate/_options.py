@@ -91,9 +91,9 @@ def seconds(label: str, option: str, value: Any, *, zero: bool = False) -> float
   return found
 
 
-def text(label: str, option: str, value: Any) -> str:
+def text(label: str, option: str, value: Any, expected: str = "a string") -> str:
   if not isinstance(value, str):
-    refuse(label, option, "a string", value)
+    refuse(label, option, expected, value)
   return str(value)
 
 

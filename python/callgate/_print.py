@@ -47,7 +47,7 @@ def print(
   NumPy's print options are those that hold while tracing. Under vmap each lane prints.
   """
   raise_deferred()
-  _options.text("print", "fmt", fmt)
+  _options.text("print", "fmt", fmt, "text")
   _options.booleans(
     "print", ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check
   )

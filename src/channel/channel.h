@@ -211,6 +211,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void end_delivery();
   template <typename Action>
   void tell(Consumer& consumer, Action&& action) noexcept;
+  void tell_current(void (Consumer::*what)()) noexcept;
   std::vector<std::shared_ptr<Consumer>> all_consumers() const;
   void serve_flushes();
   void report_no_memory() noexcept;

@@ -234,6 +234,15 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept {
   }
 }
 
+// All that current_ holds, in a delivery.
+void Channel::tell_current(void (Consumer::*what)()) noexcept {
+  std::shared_ptr<Consumer> consumer;  // held: as in deliver()
+  for (const auto& each : current_) {
+    consumer = each;
+    if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
+  }
+}
+
 // Once, for all that senders and this thread have found no memory for.
 void Channel::report_no_memory() noexcept {
   // Relaxed: see note_no_memory().
@@ -322,11 +331,7 @@ void Channel::serve_flushes() {
     current_ = all_consumers();
   }
   report_no_memory();  // of what was sent before
-  for (std::size_t i = 0; i < current_.size(); ++i) {
-    std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
-    if (consumer != nullptr) tell(*consumer, [&] { consumer->flush(); });
-  }
-  current_.clear();
+  tell_current(&Consumer::flush);
   std::lock_guard lock(mutex_);
   flush_served_ = served;
   end_delivery();
@@ -377,11 +382,7 @@ void Channel::finish() {
       current_.swap(consumers_);  // others may come meanwhile
       in_delivery_ = true;
     }
-    for (std::size_t i = 0; i < current_.size(); ++i) {
-      std::shared_ptr<Consumer> consumer = current_[i];  // as in deliver()
-      if (consumer != nullptr) tell(*consumer, [&] { consumer->close(); });
-    }
-    current_.clear();
+    tell_current(&Consumer::close);
     std::lock_guard lock(mutex_);
     end_delivery();
   }

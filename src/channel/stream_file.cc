@@ -35,11 +35,9 @@ std::uint64_t whole_bytes(const std::string& path) {
 // Whether the few bytes of a file could be the beginning of a stream, or zeros in its place: the
 // reader says whether they go on to the end, as after a power loss.
 bool may_be_stream(int fd) {
-  char head[4];
-  ssize_t got = pread(fd, head, sizeof(head), 0);
-  auto size = static_cast<std::size_t>(std::max<ssize_t>(got, 0));
-  size = static_cast<std::size_t>(std::find(head, head + size, '\0') - head);
-  return got >= 0 && std::memcmp(head, "cgsS", size) == 0;
+  char head[5] = {};
+  ssize_t got = pread(fd, head, sizeof(head) - 1, 0);
+  return got >= 0 && std::string_view("cgsS").starts_with(head);
 }
 
 // Drops the first `written` bytes from the pieces [first, end).

@@ -86,7 +86,7 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
   mine->contents = std::move(contents);
   slot.bound = mine;
   // What a thread remembers under the key may be a site that is no more.
-  RecentKernels::generation.fetch_add(1, std::memory_order_release);
+  RecentKernels::generation_.fetch_add(1, std::memory_order_release);
   return mine;
 }
 

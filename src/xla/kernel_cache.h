@@ -49,8 +49,8 @@ class RecentKernels {
       return get();
     // Acquire: with a generation goes what `remembered` was when it began. A call comes after its
     // executable was loaded, and so after the last change that matters to it.
-    std::uint64_t now = generation.load(std::memory_order_acquire);
-    Slot& slot = slots[static_cast<unsigned char>(key[0]) % kSlots];
+    std::uint64_t now = generation_.load(std::memory_order_acquire);
+    Slot& slot = slots_[static_cast<unsigned char>(key[0]) % kSlots];
     if (slot.generation == now && std::char_traits<char>::compare(slot.key, key, kKeyBytes) == 0)
         [[likely]] {
       return *slot.bound;
@@ -84,8 +84,8 @@ class RecentKernels {
     char key[kKeyBytes];
   };
 
-  static inline constinit std::atomic<std::uint64_t> generation{1};
-  static inline constinit thread_local Slot slots[kSlots] = {};
+  static inline constinit std::atomic<std::uint64_t> generation_{1};
+  static inline constinit thread_local Slot slots_[kSlots] = {};
 };
 
 }  // namespace callgate::xla_ffi
