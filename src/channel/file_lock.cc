@@ -61,12 +61,13 @@ std::string contents_of(const std::string& path) {
 
 // Whether a process has the file open and locked.
 bool has_locked(const std::string& process, const struct stat& file) {
-  const std::string folder = "/proc/" + process;
-  for (const std::string& fd : numbers_in(folder + "/fd")) {
+  const std::string files = "/proc/" + process + "/fd/";
+  const std::string positions = "/proc/" + process + "/fdinfo/";
+  for (const std::string& fd : numbers_in(files)) {
     struct stat open{};
-    if (stat((folder + "/fd/" + fd).c_str(), &open) != 0) continue;
+    if (stat(std::string(files).append(fd).c_str(), &open) != 0) continue;
     if (open.st_dev != file.st_dev || open.st_ino != file.st_ino) continue;
-    if (contents_of(folder + "/fdinfo/" + fd).find("lock:") != std::string::npos) return true;
+    if (contents_of(std::string(positions).append(fd)).find("lock:") != std::string::npos) return true;
   }
   return false;
 }
