@@ -215,6 +215,11 @@ void pack(nb::handle self, nb::handle values) {
     if (view.nbytes() != 0) std::memcpy(view.data, PyArray_DATA(source), view.nbytes());
     return;
   }
+  if (is_masked(values.ptr())) {
+    std::string got;
+    if (!describe(values.ptr(), got)) nb::raise_python_error();
+    throw nb::type_error(("Buffer.pack: expected " + type_text(buffer) + ", got " + got).c_str());
+  }
   const auto* in = static_cast<const unsigned char*>(PyArray_DATA(source));
   auto* out = static_cast<unsigned char*>(view.data);
   int width = bits(view.dtype);
