@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings/gil.h"
+#include "core/utf8.h"
 
 namespace callgate::bindings {
 
@@ -26,6 +27,21 @@ nb::object take_raised() {
 #endif
 }
 
+std::string text_of(nb::handle text) {
+  nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return "a text that can't be shown";
+  }
+  return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
+}
+
+void call_deferred(const Failure& failure) {
+  nb::object done =
+      nb::steal(call_python(Hooks::instance().deferred, "s", valid_utf8(failure.message).c_str()));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
+
 std::string take_exception(const std::string& gate, const std::string& site,
                            const std::string& layout, std::int32_t shard) {
   nb::object exception = take_raised();
@@ -37,12 +53,12 @@ std::string take_exception(const std::string& gate, const std::string& site,
   nb::object name = str(gate), place = str(site), parts = str(layout);
   nb::object text =
       nb::steal(call_python(Hooks::instance().failed, "OOOOi", exception.ptr(), name.ptr(),
-                            place.ptr(), parts.ptr(), static_cast<int>(shard)));
+                          place.ptr(), parts.ptr(), static_cast<int>(shard)));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";
   }
-  return nb::cast<std::string>(text);
+  return text_of(text);
 }
 
 }  // namespace callgate::bindings

@@ -8,6 +8,7 @@
 
 #include "bindings/python.h"
 #include "core/array_view.h"
+#include "core/error.h"
 
 namespace callgate::bindings {
 
@@ -25,6 +26,12 @@ struct Hooks {
 
   static Hooks& instance();
 };
+
+// Keeps a failure that its program was not told of, by way of the `deferred` hook.
+void call_deferred(const Failure& failure);
+
+// A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
+std::string text_of(nb::handle text);
 
 // The current exception as an object, cleared; with its traceback attached.
 nb::object take_raised();

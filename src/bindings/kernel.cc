@@ -20,6 +20,7 @@
 #include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
+#include "core/utf8.h"
 
 namespace callgate::bindings {
 namespace {
@@ -38,9 +39,9 @@ std::shared_ptr<void> share(nb::handle object) {
 void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
   nb::object text = nb::steal(call_python(Hooks::instance().kernel_raised, "O",
-                                          exception.is_valid() ? exception.ptr() : Py_None));
+                                        exception.is_valid() ? exception.ptr() : Py_None));
   if (!text.is_valid()) PyErr_Clear();
-  call->services->fail(call, text.is_valid() ? nb::cast<std::string>(text).c_str() : "it raised");
+  call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
 }
 
 DType dtype_of(PyArrayObject* array) {
@@ -161,15 +162,16 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
 
 }  // namespace
 
-std::string describe_kernel_failure(const std::string& kernel, const std::string& message,
+std::string describe_kernel_failure(const std::string& kernel, const std::string& said,
                                     const std::string& site) {
+  std::string message = valid_utf8(said);  // native code says things in any encoding
   std::string plain = "callgate: kernel '" + kernel + "': " + message;
   ActiveCall active;
   if (!active.entered()) return plain;
   GilScope gil;
   nb::object text = nb::steal(call_python(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                          message.c_str(), site.c_str()));
-  if (text.is_valid()) return nb::cast<std::string>(text);
+                                        message.c_str(), site.c_str()));
+  if (text.is_valid()) return text_of(text);
   PyErr_Clear();
   return plain;
 }
@@ -178,9 +180,7 @@ void defer_kernel_failure(const Failure& failure) {
   ActiveCall active;
   if (!active.entered()) return;
   GilScope gil;
-  nb::object done =
-      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+  call_deferred(failure);
 }
 
 void bind_kernel(nb::module_& module) {

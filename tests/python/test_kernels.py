@@ -564,3 +564,31 @@ def test_threads_call_one_kernel_at_once() -> None:
   for thread in threads:
     thread.join()
   assert failures == []
+
+
+# -- what a kernel says, in any encoding ---
+def split(x: Any) -> Any:
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
+  spec = jax.sharding.PartitionSpec("a")
+  return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+NOT_UTF8 = r"""
+  #include <stdexcept>
+  void fails(cg::In<float> x, cg::Out<float> z) {
+    throw std::runtime_error("na\xefve \xff\xfe, caf\xc3\xa9");
+  }
+"""
+
+
+@pytest.mark.parametrize("how", ["jit", "devices", "engine"])
+def test_a_kernels_error_may_be_in_any_encoding(how: str) -> None:
+  kernel = cpp(NOT_UTF8, out=same, sharding="i -> i")
+  x = split(np.zeros(4, np.float32)) if how == "devices" else np.zeros(4, np.float32)
+  engine = cg.config(engine="jax" if how == "engine" else "callgate")
+  with engine, pytest.raises(cg.KernelError) as error, cg.errors():
+    jax.block_until_ready(jax.jit(kernel)(x))
+  assert error.value.message == r"na\xefve \xff\xfe, café"
+  if how == "jit":
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"na\\xefve"):
+      jax.block_until_ready(jax.jit(kernel)(x))
