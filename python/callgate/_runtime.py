@@ -33,6 +33,7 @@ from callgate.errors import (
   kernel_raised,
   print_deferred,
   raise_consumer_errors,
+  raise_interrupt,
 )
 
 GATE_TARGET = "callgate.gate"
@@ -270,6 +271,7 @@ def start() -> None:
     stalled=_stalled,
     kernel_failed=_kernel_failed,
     kernel_raised=kernel_raised,
+    interrupted=raise_interrupt,
     undefined=_undefined,
     device_worker=_device_worker,
   )

@@ -38,7 +38,7 @@ std::shared_ptr<void> share(nb::handle object) {
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
-  nb::object text = nb::steal(call_python(Hooks::instance().kernel_raised, "O",
+  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_raised, "O",
                                         exception.is_valid() ? exception.ptr() : Py_None));
   if (!text.is_valid()) PyErr_Clear();
   call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
@@ -169,7 +169,7 @@ std::string describe_kernel_failure(const std::string& kernel, const std::string
   ActiveCall active;
   if (!active.entered()) return plain;
   GilScope gil;
-  nb::object text = nb::steal(call_python(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
                                         message.c_str(), site.c_str()));
   if (text.is_valid()) return text_of(text);
   PyErr_Clear();
