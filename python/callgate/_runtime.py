@@ -147,11 +147,10 @@ def thread_stacks() -> str:
   return "\n".join(parts)
 
 
-def _stalled(gate: str, call: str, timed_out: bool) -> str:
+def _stalled(what: str, call: str, timed_out: bool) -> str:
   limit = "its timeout" if timed_out else "stall_seconds"
   report = (
-    f"gate '{gate}' called with {call} has run longer than {limit}.\n"
-    f"Python's threads:\n{thread_stacks()}"
+    f"{what} called with {call} has run longer than {limit}.\nPython's threads:\n{thread_stacks()}"
   )
   if not timed_out:
     return f"callgate: {report}"

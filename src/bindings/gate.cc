@@ -85,8 +85,9 @@ void PyCallee::enter_device_worker() {
 
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
-  nb::object text = nb::steal(call_hook(Hooks::instance().stalled, "ssO", name_.c_str(),
-                                          call.c_str(), timed_out ? Py_True : Py_False));
+  nb::object text =
+      nb::steal(call_hook(Hooks::instance().stalled, "ssO", ("gate '" + name_ + "'").c_str(),
+                          call.c_str(), timed_out ? Py_True : Py_False));
   if (text.is_valid()) return text_of(text);
   PyErr_Clear();
   return "callgate: gate '" + name_ + "' called with " + call + " is stalled";

@@ -19,7 +19,7 @@ struct Hooks {
   PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
   PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()
-  PyObject* stalled = nullptr;        // (gate, call, timed_out) -> report text
+  PyObject* stalled = nullptr;        // (what, call, timed_out) -> report text
   PyObject* kernel_failed = nullptr;  // (kernel, message, site) -> text for XLA's error
   PyObject* kernel_raised = nullptr;  // (exception) -> message that stands for it
   PyObject* undefined = nullptr;      // (name) -> whether it is defined now

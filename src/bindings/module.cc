@@ -24,6 +24,7 @@
 #include "bindings/stream.h"
 #include "bindings/upload.h"
 #include "bindings/views.h"
+#include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
@@ -56,8 +57,8 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.kernel_failed = keep(kernel_failed);
   hooks.kernel_raised = keep(kernel_raised);
   hooks.undefined = keep(undefined);
-  hooks.device_worker = keep(device_worker);
   hooks.interrupted = keep(interrupted);
+  hooks.device_worker = keep(device_worker);
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveCall active;
     if (!active.entered()) return false;
@@ -188,8 +189,9 @@ NB_MODULE(_callgate, module) {
     Settings::instance().check_writes.store(on, std::memory_order_relaxed);  // see run_lane
   });
   module.def("set_stall_seconds", [](double seconds) {
-    Settings::instance().stall_ns.store(static_cast<std::int64_t>(seconds * 1e9),
-                                        std::memory_order_relaxed);  // see run
+    auto delay = static_cast<std::int64_t>(seconds * 1e9);
+    Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
+    callgate::set_kernel_stall_ns(delay);
   });
   module.def("registered_names", [] {
     nb::list names;
