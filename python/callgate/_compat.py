@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -453,6 +453,40 @@ def in_manual_region() -> bool:
 def trace_key() -> Any:
   """What JAX's own caches of traces depend on besides the arguments (0.10 to 0.12)."""
   return _config.trace_context()
+
+
+def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
+  """(function, jaxpr) of each jitted function whose first call executes, in a thread's `frames`.
+
+  Other threads that call the function wait for that call to end (0.10 to 0.12). No public name.
+  """
+  found: list[tuple[Any, Any]] = []
+  for top in frames:
+    if os.path.basename(top.f_code.co_filename) != "pxla.py" or top.f_code.co_name != "__call__":
+      continue
+    frame, jaxpr = top, None
+    while frame is not None:
+      names = frame.f_code.co_varnames
+      if jaxpr is None and "jaxpr" in names:
+        jaxpr = frame.f_locals.get("jaxpr")
+      if frame.f_code.co_name == "cache_miss" and "fun" in frame.f_code.co_freevars:
+        found.append((frame.f_locals["fun"], jaxpr))
+        jaxpr = None
+      frame = frame.f_back
+  return found
+
+
+def is_jitted(value: Any) -> bool:
+  """Whether a value is a function that `jax.jit` made. jaxlib's type of it is private."""
+  return isinstance(value, _jitted_type())
+
+
+@functools.cache
+def _jitted_type() -> type[Any]:
+  return type(jax.jit(_nothing))
+
+
+def _nothing() -> None: ...
 
 
 def keep_with_program(context: Any, value: object) -> None:

@@ -20,7 +20,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _callgate, _compat, _environment, _escape, _kept, _names, _partition, _shards
+from callgate import (
+  _callgate,
+  _compat,
+  _environment,
+  _escape,
+  _kept,
+  _names,
+  _partition,
+  _self_wait,
+  _shards,
+)
 from callgate.channel import close_all
 from callgate.errors import (
   GateTimeoutError,
@@ -113,6 +123,8 @@ def remember_site(site: tuple[str, int, str] | None) -> str:
 
 
 def _failed(exception: BaseException, gate: str, site: str, layout: str, shard: int) -> str:
+  if isinstance(exception, _self_wait.Ended):
+    return str(exception)
   where = _sites.get(site, site)
   return describe_failure(exception, gate, where, _shards.describe(layout, shard))
 
@@ -273,6 +285,7 @@ def start() -> None:
     interrupted=raise_interrupt,
     undefined=_undefined,
     device_worker=_device_worker,
+    self_wait=_self_wait.report,
   )
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():

@@ -83,6 +83,17 @@ void PyCallee::enter_device_worker() {
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 
+std::string PyCallee::self_wait(unsigned long thread) {
+  ActiveCall active;
+  if (!active.entered()) return {};
+  GilScope gil;
+  nb::object text =
+      nb::steal(call_python(Hooks::instance().self_wait, "sk", name_.c_str(), thread));
+  if (text.is_valid()) return nb::cast<std::string>(text);
+  PyErr_WriteUnraisable(nullptr);
+  return {};
+}
+
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
   nb::object text =

@@ -54,6 +54,7 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   void defer(const Failure& failure) override;
   void enter_device_worker() override;
   std::string stall_report(const std::string& call, bool timed_out) override;
+  std::string self_wait(unsigned long thread) override;
 
   // For Python's cycle collector, by way of the handle.
   int traverse(visitproc visit, void* arg);

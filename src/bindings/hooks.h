@@ -23,6 +23,7 @@ struct Hooks {
   PyObject* kernel_failed = nullptr;  // (kernel, message, site) -> text for XLA's error
   PyObject* kernel_raised = nullptr;  // (exception) -> message that stands for it
   PyObject* undefined = nullptr;      // (name) -> whether it is defined now
+  PyObject* self_wait = nullptr;      // (gate, thread) -> why the thread waits for itself, or ""
   PyObject* interrupted = nullptr;    // () raises a gate's KeyboardInterrupt, if one waits
   PyObject* device_worker = nullptr;  // () on each own thread that runs calls of a GPU's programs
 

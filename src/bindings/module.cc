@@ -46,7 +46,7 @@ PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
                nb::callable result_error, nb::callable input_written, nb::callable stalled,
                nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined,
-               nb::callable interrupted, nb::callable device_worker) {
+               nb::callable interrupted, nb::callable device_worker, nb::callable self_wait) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
   hooks.deferred = keep(deferred);
@@ -59,6 +59,7 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.undefined = keep(undefined);
   hooks.interrupted = keep(interrupted);
   hooks.device_worker = keep(device_worker);
+  hooks.self_wait = keep(self_wait);
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveCall active;
     if (!active.entered()) return false;
@@ -168,7 +169,8 @@ NB_MODULE(_callgate, module) {
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
              nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
-             nb::arg("undefined"), nb::arg("interrupted"), nb::arg("device_worker"));
+             nb::arg("undefined"), nb::arg("interrupted"), nb::arg("device_worker"),
+             nb::arg("self_wait"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));

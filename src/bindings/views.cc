@@ -3,7 +3,6 @@
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -66,15 +65,21 @@ bool has_mask(PyObject* array) {
   return masked.ptr() == Py_True;
 }
 
-}  // namespace
-
-bool is_masked(PyObject* value) {
+// Lists within more than `depth` others are no array to NumPy either; they may hold themselves.
+bool is_masked(PyObject* value, int depth) {
   if (PyArray_CheckExact(value)) return false;
   if (PyArray_Check(value)) return has_mask(value);
-  if (!PyList_Check(value) && !PyTuple_Check(value)) return false;
-  PyObject** items = PySequence_Fast_ITEMS(value);
-  return std::any_of(items, items + PySequence_Fast_GET_SIZE(value), is_masked);
+  if (depth == 0 || (!PyList_Check(value) && !PyTuple_Check(value))) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Size(value); ++i) {  // __array__ of an item may shorten it
+    nb::object item = nb::steal(PySequence_GetItem(value, i));
+    if (item.is_valid() && is_masked(item.ptr(), depth - 1)) return true;
+  }
+  return false;
 }
+
+}  // namespace
+
+bool is_masked(PyObject* value) { return is_masked(value, NPY_MAXDIMS); }
 
 PyObject* make_array(const ArrayView& view, bool writable, PyObject* base) {
   PyArray_Descr* descr = descriptor(view.dtype);

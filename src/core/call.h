@@ -126,6 +126,10 @@ class Callee {
   // Text about a call that takes too long: what runs and where every thread stands. With
   // `timed_out` the text becomes the program's error.
   virtual std::string stall_report(const std::string& call, bool /*timed_out*/) { return call; }
+
+  // Why a call that the thread (Python's number) has run for a while will never end: it waits for
+  // its own program. Else "". May throw.
+  virtual std::string self_wait(unsigned long /*thread*/) { return {}; }
 };
 
 }  // namespace callgate

@@ -1,6 +1,8 @@
 // A call site of a gate or tap, on any platform.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 
 #include "core/call.h"
@@ -18,6 +20,13 @@ struct CallSite {
   bool poison_on_error = false;
   bool reads_context = true;
   Shards shards;
+  mutable std::atomic<std::int64_t> first_run{-1};
+
+  // Whether the run is the first that comes by.
+  bool is_first(std::int64_t run) const noexcept {
+    std::int64_t first = -1;  // relaxed: a number that is set once
+    return first_run.compare_exchange_strong(first, run, std::memory_order_relaxed) || first == run;
+  }
 
   // For arrays in the host's memory.
   Outcome run(const Call& call) const;

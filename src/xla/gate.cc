@@ -1,6 +1,8 @@
 // See the header. State and calls are plain C++; the callee alone knows about Python.
 #include "xla/gate.h"
 
+#include <pthread.h>
+
 #include <memory>
 #include <utility>
 
@@ -15,6 +17,7 @@
 #include "xla/guard.h"
 #include "xla/overdue.h"
 #include "xla/owned_call.h"
+#include "xla/self_wait.h"
 #include "xla/state.h"
 
 namespace callgate::xla_ffi {
@@ -31,6 +34,11 @@ struct GateState {
 
 ffi::TypeId GateState::id = {};
 
+// XLA has 32 programs of a device under way at once, and then makes the next wait. Calls within
+// each other, each in a program that the one before runs, must not need more.
+constexpr int kMostWithin = 24;
+thread_local int t_within = 0;  // such calls around what this worker runs
+
 // Throws.
 std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
   auto state = std::make_unique<GateState>();
@@ -39,8 +47,9 @@ std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
 }
 
 // On a worker. Nothing is thrown: a promise is settled whatever the site does.
-void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
+void run_owned(const CallSite& site, OwnedCall& call, Promise& promise, int within) {
   ActiveCall active;
+  t_within = within;
   Outcome outcome = guarded_outcome(
       [&] { return active.entered() ? site.run(call.call()) : shutting_down(*site.callee); });
   if (outcome.ok()) {
@@ -51,16 +60,34 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise) {
   }
 }
 
+// While user code may still be running. False where the call has ended.
+bool fail_running(const CallSite& site, const OwnedCall& call, Promise& promise, ErrorCode code,
+                  const std::string& text) {
+  ProgressBoard::instance().fail(call.context().run);
+  if (!site.poison_on_error) return promise.fail(code, text);
+  return promise.succeed([&] { call.poison_results(); });
+}
+
 // On the watchdog's thread, when the time is over.
 void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedCall>& call,
              const std::shared_ptr<Promise>& promise) {
   fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
                [site, call, promise](const std::string& text) {
-                 ProgressBoard::instance().fail(call->context().run);
-                 if (!site->poison_on_error)
-                   return promise->fail(ErrorCode::kDeadlineExceeded, text);
-                 return promise->succeed([&] { call->poison_results(); });
+                 return fail_running(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text);
                });
+}
+
+std::shared_ptr<WatchedCall> watched(const std::shared_ptr<CallSite>& site,
+                                     const std::shared_ptr<OwnedCall>& call,
+                                     const std::shared_ptr<Promise>& promise) {
+  auto watched = std::make_shared<WatchedCall>();
+  watched->site = site;
+  watched->settle = [site, call, promise](const std::string& text) {
+    bool failed = fail_running(*site, *call, *promise, ErrorCode::kInternal, text);
+    if (failed && site->poison_on_error) site->callee->defer(Failure{ErrorCode::kInternal, text});
+  };
+  watch_for_self_wait(watched);
+  return watched;
 }
 
 // Throws when the call can't be handed on.
@@ -73,9 +100,17 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
                     "which are not here; expected a process of its own (multiprocessing's 'spawn' "
                     "or 'forkserver')");
   }
+  int within = t_within + 1;
+  if (within > kMostWithin) {
+    throw Error(ErrorCode::kInternal, "gate '" + site->callee->name() + "'",
+                "at most " + std::to_string(kMostWithin) +
+                    " calls with thread='own' within each other, by programs that they run",
+                "one more; does it call itself for ever?");
+  }
   auto timeout = site->callee->timeout();
+  bool first = site->is_first(context.run);
   auto call = std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
-                                          /*private_memory=*/timeout.count() > 0);
+                                          /*private_memory=*/timeout.count() > 0 || first);
   auto promise = std::make_shared<Promise>(frame->api);
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
@@ -85,8 +120,10 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
   }
   bool taken = false;
   try {
-    taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
-      run_owned(*site, *call, *promise);
+    auto watch = first ? watched(site, call, promise) : nullptr;
+    taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket, watch, within] {
+      if (watch != nullptr) watch->thread.store(pthread_self(), std::memory_order_relaxed);
+      run_owned(*site, *call, *promise, within);
       if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
     });
   } catch (...) {  // the results are the caller's from here on

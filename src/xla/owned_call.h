@@ -13,9 +13,9 @@
 
 namespace callgate::xla_ffi {
 
-// A call that outlives its handler: the frame's descriptors die with it, so they are copied. With a
-// timeout the memory is private too, since XLA frees its own when the watchdog fails the program
-// while user code may still be reading and writing.
+// A call that outlives its handler: the frame's descriptors die with it, so they are copied. Where
+// the watchdog may fail the program the memory is private, too: XLA frees its own then, while user
+// code may still be reading and writing.
 class OwnedCall {
  public:
   OwnedCall(const Call& call, bool private_memory) : context_(call.context) {

@@ -49,6 +49,60 @@ def test_gates_inside_gates_inside_gates() -> None:
     assert wait(level(6), np.float32(1)) == 2 * 2**6
 
 
+class Again:
+  """A gate's callable that calls the program which calls it."""
+
+  def __init__(self) -> None:
+    self.gate = cg.gate(self.on_host, out=lambda x: x, thread="own", name="again")
+    self.program = jax.jit(lambda x: self.gate(x) * 2)
+    self.inner = jax.jit(lambda x: x + 1)
+    self.ended: list[BaseException | None] = []
+
+  def on_host(self, x: Any) -> Any:
+    if x.ravel()[0] > 5:
+      return x
+    try:
+      y = np.asarray(self.program(np.asarray(self.inner(x.copy()))))
+    except BaseException as error:
+      self.ended.append(error)
+      raise
+    self.ended.append(None)
+    return y
+
+
+@pytest.mark.limit(60)
+def test_a_gate_that_calls_its_own_program_s_first_call_is_a_recursion_error() -> None:
+  again = Again()
+  calls_itself = np.full(1, 5, np.float32)
+  named = pytest.raises(RecursionError, match=r"gate 'again'.*it is in, at File \".*test_threads")
+  with named, cg.errors():
+    wait(again.program, calls_itself)
+  with cg.errors():
+    assert wait(again.program, calls_itself) == 24  # compiled by now
+  assert None in again.ended
+  deadline = time.monotonic() + 30
+  while len(again.ended) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert sum(isinstance(error, RecursionError) for error in again.ended) == 1
+
+
+@pytest.mark.limit(60)
+def test_a_gate_that_calls_itself_for_ever_is_an_error() -> None:
+  def on_host(x: Any) -> Any:
+    return np.asarray(program(x - 1)) if x > 0 else x
+
+  gate = cg.gate(on_host, out=lambda x: x, thread="own", name="deep")
+  program = jax.jit(gate)
+  assert wait(program, np.float32(0)) == 0
+  assert wait(program, np.float32(20)) == 0
+  # JAX raises either for a program that has run before.
+  deep = pytest.raises(
+    (jax.errors.JaxRuntimeError, ValueError), match="gate 'deep': expected at most 24"
+  )
+  with deep:
+    wait(program, np.float32(1e6))
+
+
 def test_eight_independent_gates_at_once_do_not_hang_on_two_cores() -> None:
   printed = output_of(
     """
