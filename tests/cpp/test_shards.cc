@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <future>
 #include <latch>
 #include <memory>
 #include <string>
@@ -123,8 +124,8 @@ TEST_F(Shards, ACallThatTakesTooLongPoisonsItsResultsAndIsKept) {
   Options options;
   options.own_thread = true;
   options.timeout = std::chrono::milliseconds(1);
-  std::string message;
-  options.on_defer = [&](const Failure& failure) { message = failure.message; };
+  auto message = std::make_shared<std::promise<std::string>>();  // set after the results are
+  options.on_defer = [message](const Failure& failure) { message->set_value(failure.message); };
   auto callee = define(
       [release](const Call&) {
         release->wait();
@@ -135,7 +136,9 @@ TEST_F(Shards, ACallThatTakesTooLongPoisonsItsResultsAndIsKept) {
   ASSERT_TRUE(program.load().ok());
   EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
   EXPECT_THAT(y_, Each(IsNan()));
-  EXPECT_THAT(message, HasSubstr("f(float32[2]) is stalled"));
+  std::future<std::string> kept = message->get_future();
+  ASSERT_EQ(kept.wait_for(std::chrono::seconds(60)), std::future_status::ready);
+  EXPECT_THAT(kept.get(), HasSubstr("f(float32[2]) is stalled"));
   Registry::instance().remove(*callee);  // a worker may hold it for a moment longer
   release->count_down();
 }
