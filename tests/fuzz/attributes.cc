@@ -3,6 +3,7 @@
 // kinds are XLA's, and one more that it may have some day.
 #include "xla/attributes.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -121,6 +122,9 @@ void attributes(std::string_view bytes) {
   Bytes in(bytes);
   Built built;
   const XLA_FFI_Attrs& all = *built.dictionary(in, kDepth);
+  // XLA's header says in its errors of what kind an attribute is, of those that it knows.
+  const bool known = std::none_of(all.types, all.types + all.size,
+                                  [](auto type) { return static_cast<int>(type) == kKinds; });
   for (std::int64_t i = 0; i < all.size; ++i) {
     const std::string_view name(all.names[i]->ptr, all.names[i]->len);
     try {
@@ -131,7 +135,7 @@ void attributes(std::string_view bytes) {
       look_at(*holder.find("all"));
     } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the promised one
     }
-    if (static_cast<int>(all.types[i]) == kKinds) continue;  // XLA's header says what it is
+    if (!known) continue;
     try {
       const std::string text = xla_ffi::text_attribute(::xla::ffi::Dictionary(&all), name);
       touch(text.data(), text.size());
