@@ -42,6 +42,8 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-compile
 # pip-installed tools (cmake, ninja, ...) come before the system's.
 export PATH := $(abspath $(BIN)):$(PATH)
+# Tests start hundreds of interpreters; to compile JAX in each costs more than its import does.
+unexport PYTHONDONTWRITEBYTECODE
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 MODULE_BUILD := build/module-$(patsubst .%,%,$(notdir $(VENV)))

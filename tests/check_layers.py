@@ -11,6 +11,8 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 - XLA's headers appear in src/xla, src/bindings and the C++ tests alone;
 - the GIL is given up and taken by src/bindings/gil.h alone: not by nanobind's guards, whose
   destructors end the process where a daemon thread's end unwinds them;
+- a C++ test uses what it has a using-declaration for: clang-tidy, which looks at several tests as
+  one file, does not see it;
 
 and in every Python file below ROOT/python, on its syntax tree: JAX's private modules (`jax._src`,
 `jaxlib._jax`) appear in python/callgate/_compat.py alone. Prints one line a violation; the exit
@@ -41,6 +43,7 @@ GIL_GUARD = re.compile(
   r"\bgil_scoped_(?:release|acquire)\b|\bPyEval_(?:Save|Restore)Thread\b|\bPyGILState_Ensure\b"
   r"|\bPy_BEGIN_ALLOW_THREADS\b"
 )
+USING = re.compile(r"^[ \t]*using (?:::)?(?:\w+::)+(\w+);", re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 COMPAT = PurePosixPath("python/callgate/_compat.py")
@@ -74,11 +77,13 @@ def _check_cpp(path: Path, name: PurePosixPath) -> Iterator[str]:
     fault = _include_fault(name, layer, match[1])
     if fault is not None:
       yield f"{name}:{_line_of(text, match.start(1))}: {fault}"
-  if name == GIL:
-    return
-  for match in GIL_GUARD.finditer(COMMENT.sub(_blanked, text)):
+  code = COMMENT.sub(_blanked, text)
+  for match in GIL_GUARD.finditer(code) if name != GIL else ():
     line = _line_of(text, match.start())
     yield f"{name}:{line}: {match[0]}: use without_gil() or GilScope of {GIL}"
+  for match in USING.finditer(code) if name.parts[0] == "tests" else ():
+    if len(re.findall(rf"\b{match[1]}\b", code)) == 1:
+      yield f"{name}:{_line_of(text, match.start(1))}: nothing uses {match[1]}"
 
 
 def _line_of(text: str, position: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from callgate import _callgate
+from callgate._masked import is_masked, shown
 from callgate.errors import GateDefinitionError
 
 
@@ -116,6 +117,8 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
   value = _raw(value)
   if isinstance(value, (str, bytes, Mapping)):
     return None
+  if is_masked(value):
+    return None
   try:
     array = np.asarray(value)
   except (TypeError, ValueError, OverflowError):
@@ -131,7 +134,7 @@ def _shown(value: Any) -> str:
       f"a traced array ({value}); attributes are fixed when the program is traced. An operand by "
       "value ('float a' rather than 'cg::Attr<float> a') takes arrays"
     )
-  return repr(value)
+  return shown(value) if is_masked(value) else repr(value)
 
 
 def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None) -> bool:

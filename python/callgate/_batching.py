@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from callgate._lowering import Level
+from callgate._lowering import Level, is_packed
 from callgate.errors import GateDefinitionError
 
 
@@ -54,6 +55,47 @@ def _fold(x: Any, outer: int | None, inner: int | None, size: int, inner_size: i
   lead = (size if outer is not None else 1, inner_size if inner is not None else 1)
   full = jnp.broadcast_to(x.reshape((*lead, *core)), (size, inner_size, *core))
   return full.reshape((size * inner_size, *core))
+
+
+def cuts_bytes(
+  operands: Sequence[Any], mask: Sequence[bool], results: Sequence[tuple[Sequence[int], Any]]
+) -> bool:
+  """Whether lanes of types with several elements in a byte would begin within one.
+
+  Args:
+    operands: the flat arguments, batched ones with their axis first.
+    mask: which are batched.
+    results: shape and dtype of each, of one lane.
+  """
+  lanes = [(x.shape[1:], x.dtype) for x, flag in zip(operands, mask, strict=True) if flag]
+  return any(
+    math.prod(shape) * jax.dtypes.itemsize_bits(dtype) % 8 != 0
+    for shape, dtype in (*lanes, *results)
+    if is_packed(dtype)
+  )
+
+
+def one_by_one(
+  bind: Callable[[Sequence[Any]], Sequence[Any]], mask: Sequence[bool], operands: Sequence[Any]
+) -> Sequence[Any]:
+  """A call for each lane, in order, by a loop of the program's: XLA takes the lanes apart.
+
+  Args:
+    bind: makes the call of one lane.
+    mask: which operands are batched.
+    operands: the flat arguments, batched ones with their axis first.
+
+  Returns:
+    The results, with the lanes' axis first.
+  """
+
+  def lane(carry: None, batched: Sequence[Any]) -> tuple[None, Sequence[Any]]:
+    rows = iter(batched)
+    values = [next(rows) if flag else x for x, flag in zip(operands, mask, strict=True)]
+    return carry, list(bind(values))
+
+  rows = [x for x, flag in zip(operands, mask, strict=True) if flag]
+  return jax.lax.scan(lane, None, rows)[1]
 
 
 def apply_vmap_rule(

@@ -126,6 +126,10 @@ class CKernel(Kernel):
       user_data=ctypes.addressof(self._addresses),
     )
 
+  def turn(self, function: Function) -> _callgate.KernelTurn | None:
+    # Of the C function itself, which may be of a library with others.
+    return _callgate.KernelTurn.of_library(self._addresses[0] or 0) or super().turn(function)
+
   def _mentioned(self) -> list[Array]:
     arrays = self._binding.arrays
     return [arrays[name] for name in self._binding.names if name in arrays]

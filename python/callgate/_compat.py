@@ -952,6 +952,11 @@ def add_keepalive(context: Any, value: object) -> None:
   context.module_context.add_keepalive(value)
 
 
+def is_export(context: Any) -> bool:
+  """Whether the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
+  return bool(context.module_context.lowering_parameters.for_export)
+
+
 def physical_aval(aval: Any) -> Any:
   """The abstract value that stands for a PRNG key's in a program (0.10 to 0.12); else `aval`."""
   return _core.physical_aval(aval)

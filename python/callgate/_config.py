@@ -63,8 +63,9 @@ class config:
       print its name and its arrays' shapes, dtypes and addresses on stderr. The signal then goes to
       whoever handled it before, as `faulthandler`.
     timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
-    stall_seconds: print a report on stderr (gate, argument shapes, every Python thread's stack)
-      when a call takes longer; 0 for never. Also `CALLGATE_STALL_SECONDS`.
+    stall_seconds: print a report on stderr (gate or kernel, argument shapes, every Python thread's
+      stack) when a call takes longer, also one of a kernel that waits for its turn; 0 for never.
+      Calls of CUDA kernels only enqueue work, and are not watched. Also `CALLGATE_STALL_SECONDS`.
   """
 
   def __init__(

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from callgate._lowering import is_packed
+from callgate._masked import shown
 from callgate._parameters import dtype_code, type_text
 from callgate.errors import GateDefinitionError
 
@@ -244,7 +245,7 @@ def _as_array(label: str, param: Param, value: Any) -> Any:
     return jnp.asarray(value)
   except (TypeError, ValueError) as error:
     raise GateDefinitionError(
-      f"{label}: argument '{param.name}': expected an array, got {type(value).__name__}"
+      f"{label}: argument '{param.name}': expected an array, got {shown(value)}"
     ) from error
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from callgate import _compat, _names, _shapes
 from callgate._adapt import to_numpy
 from callgate._lowering import is_packed
+from callgate._masked import is_masked, shown
 from callgate.errors import GateDefinitionError, ResultError
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -167,6 +168,8 @@ def _to_array(
 ) -> np.ndarray[Any, Any]:
   if isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
     return np.asarray(value)  # immutable: a view does
+  if is_masked(value):
+    raise _no_array(feed, where, value)
   try:
     if type(value) in defaults:
       return np.array(value, defaults[type(value)])
@@ -185,7 +188,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def _no_array(feed: str, where: Callable[[], str], value: Any) -> ResultError:
-  got = f"{type(value).__name__} {value!r}" if isinstance(value, int) else type(value).__name__
+  got = f"{type(value).__name__} {value!r}" if isinstance(value, int) else shown(value)
   if isinstance(value, jax.Array):
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
   return ResultError(

@@ -20,6 +20,7 @@ from callgate import _compat, _cuda_arrays, _spec
 from callgate._adapt import to_numpy
 from callgate._batching import apply_vmap_rule, batch_whole
 from callgate._lowering import Level
+from callgate._masked import ADVICE, is_masked
 from callgate.errors import GateDefinitionError, ResultError, describe_failure
 
 
@@ -178,11 +179,13 @@ def _to_torch(array: Any) -> Any:
 
 def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:
   array = np.asarray(value)
+  masked = is_masked(value)
   same_kind = array.dtype == dtype or (gate.cast and np.can_cast(array.dtype, dtype, "same_kind"))
-  if array.shape != shape or not same_kind:
+  if array.shape != shape or not same_kind or masked:
+    got = f"{array.dtype.name}{list(array.shape)}"
     raise ResultError(
       f"gate '{gate.name}': result {index}: expected {np.dtype(dtype).name}{list(shape)}, got "
-      f"{array.dtype.name}{list(array.shape)}"
+      + (f"a masked array ({got}), {ADVICE}" if masked else got)
     )
   return array.astype(dtype, copy=False)
 

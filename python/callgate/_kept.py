@@ -38,7 +38,8 @@ _blocks: list[int] = []  # for each block that is open, the first id that can be
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
 _deferred: list[Kept] = []
-_lock = threading.Lock()
+# The main thread may be told of an interrupt anywhere, so also where it has the lock.
+_lock = threading.RLock()
 _next_id = 0
 
 
@@ -129,6 +130,16 @@ def defer(text: str) -> BaseException | None:
     if len(_deferred) < _LIMIT:
       _deferred.append(kept)
   return kept.exception
+
+
+def take_interrupt() -> BaseException | None:
+  """The newest KeyboardInterrupt that nobody has got, or None; a block asks for its own."""
+  with _lock:
+    for kept in () if _blocks else reversed(_store.values()):
+      if isinstance(kept.exception, KeyboardInterrupt) and not kept.claimed:
+        kept.claimed = True
+        return kept.exception
+  return None
 
 
 def take_deferred() -> list[BaseException]:

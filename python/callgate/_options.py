@@ -123,6 +123,8 @@ def path(label: str, option: str, value: Any) -> str:
   made: Any = os.fspath(cast("Any", value)) if isinstance(value, (str, os.PathLike)) else None
   if not isinstance(made, str) or not made:
     refuse(label, option, "a path (a non-empty string or os.PathLike)", value)
+  if "\0" in made:  # where the system would cut it, and take another file
+    refuse(label, option, "a path without a NUL character", value)
   return made
 
 
@@ -222,7 +224,10 @@ def strings(label: str, option: str, value: Any, *, what: str | None = None) -> 
     except (TypeError, ValueError):  # an array of no dimensions, a closed file
       items = (None,)
     if all(isinstance(item, (str, os.PathLike)) for item in items):
-      return tuple(str(os.fspath(cast("Any", item))) for item in items)
+      texts = tuple(str(os.fspath(cast("Any", item))) for item in items)
+      if any("\0" in one for one in texts):  # as above
+        refuse(label, option, "strings without a NUL character", value)
+      return texts
   refuse(label, option, what or f"a sequence of strings, such as [{value!r}]", value)
 
 

@@ -292,6 +292,13 @@ def _batch(
   ]
   mask = tuple(flag or i in gate.aliases for i, flag in enumerate(mask))
   method = "each" if levels else _batching_of(gate, site, mask, moved, whole)
+  if method == "each" and _batching.cuts_bytes(moved, mask, site.results):
+
+    def call_lane(values: Sequence[Any]) -> Sequence[Any]:
+      return bind(*values, gate=gate, site=site, levels=levels, whole=whole)
+
+    results = _batching.one_by_one(call_lane, mask, moved)
+    return results, (0,) * len(results)
   if method == "each":
     results = bind(*moved, gate=gate, site=site, levels=((size, mask), *levels), whole=whole)
     return results, (0,) * len(results)

@@ -33,6 +33,7 @@ from callgate.errors import (
   kernel_raised,
   print_deferred,
   raise_consumer_errors,
+  raise_interrupt,
 )
 
 GATE_TARGET = "callgate.gate"
@@ -146,11 +147,10 @@ def thread_stacks() -> str:
   return "\n".join(parts)
 
 
-def _stalled(gate: str, call: str, timed_out: bool) -> str:
+def _stalled(what: str, call: str, timed_out: bool) -> str:
   limit = "its timeout" if timed_out else "stall_seconds"
   report = (
-    f"gate '{gate}' called with {call} has run longer than {limit}.\n"
-    f"Python's threads:\n{thread_stacks()}"
+    f"{what} called with {call} has run longer than {limit}.\nPython's threads:\n{thread_stacks()}"
   )
   if not timed_out:
     return f"callgate: {report}"
@@ -270,6 +270,7 @@ def start() -> None:
     stalled=_stalled,
     kernel_failed=_kernel_failed,
     kernel_raised=kernel_raised,
+    interrupted=raise_interrupt,
     undefined=_undefined,
     device_worker=_device_worker,
   )

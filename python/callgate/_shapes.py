@@ -12,6 +12,7 @@ import numpy as np
 from callgate import _compat, _names
 from callgate._derivatives import accepted
 from callgate._lowering import is_packed
+from callgate._masked import is_masked, shown
 from callgate.errors import GateDefinitionError
 
 
@@ -51,6 +52,9 @@ def _result_type(gate: Any, leaf: Any, index: int) -> Any:
   return tuple(int(extent) for extent in shape), dtype
 
 
+_ELSE_STATIC = "pass anything else as a keyword argument, which is static"
+
+
 def as_array(gate: Any, leaf: Any, index: int) -> Any:
   if isinstance(leaf, jax.Array):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -61,7 +65,7 @@ def as_array(gate: Any, leaf: Any, index: int) -> Any:
   except (TypeError, ValueError) as error:
     raise GateDefinitionError(
       f"{gate.label}: argument {index}: expected an array or a pytree of arrays, got "
-      f"{type(leaf).__name__}; pass anything else as a keyword argument, which is static"
+      + (shown(leaf) if is_masked(leaf) else f"{shown(leaf)}; {_ELSE_STATIC}")
     ) from error
 
 

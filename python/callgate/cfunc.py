@@ -101,7 +101,9 @@ def cfunc(
       such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
     gradient: "finite-difference": derivatives by central differences.
-    thread_safe: the function may run on several threads at once, for lanes and elements.
+    thread_safe: the function may run on several threads at once: for calls on several devices and
+      in several programs, for lanes and for elements. By default calls take turns, with those of
+      all other kernels of the same shared library that are not thread-safe.
 
   Returns:
     A `Kernel`.

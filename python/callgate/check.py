@@ -71,19 +71,13 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
 
   Raises:
     GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the message has
-      a field that is not among the values.
+      a field that is not among the values, or a format that arrays of their types don't have.
     CheckError: from `callgate.errors()`, `callgate.barrier()` or `callgate.last_error()`, when the
       program has stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
   """
   raise_deferred()
   _options.text("check", "message", message)
-  for _, field, _, _ in string.Formatter().parse(message):
-    name = field.split(".")[0].split("[")[0] if field is not None else None
-    if name is not None and name not in values:
-      raise GateDefinitionError(
-        f"check: message: the field {{{field}}} is not among the values; expected one of "
-        f"{sorted(values)}"
-      )
+  _check_fields(message, values)
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
     raise GateDefinitionError(
@@ -97,9 +91,55 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   arrays = [jax.lax.stop_gradient(_shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())
   _shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+  _check_format(message, jax.tree.unflatten(tree, arrays)[1])
   _primitive.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
 
 
-def _formatted(message: str, values: dict[str, Any]) -> str:
+def _check_fields(message: str, values: dict[str, Any]) -> None:
+  try:
+    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
+  except ValueError as error:
+    raise GateDefinitionError(
+      f"check: message: expected a format string, got {message!r}: {error}"
+    ) from error
+  for field in fields:
+    name = field.split(".")[0].split("[")[0] if field is not None else None
+    if name is not None and name not in values:
+      raise GateDefinitionError(
+        f"check: message: the field {{{field}}} is not among the values; expected one of "
+        f"{sorted(values)}"
+      )
+
+
+def _check_format(message: str, values: dict[str, Any]) -> None:
+  """Raises where arrays of these types can't be formatted, whatever they hold."""
+
+  def zeros(array: Any) -> np.ndarray[Any, Any]:
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)  # of any size in no memory
+
+  types = jax.tree.map(zeros, values)
+  try:
+    _format(message, types)
+  except Exception as error:
+    shown = ", ".join(
+      f"{name}: {array.dtype.name}{list(array.shape)}"
+      for name, value in types.items()
+      for array in jax.tree.leaves(value)
+    )
+    raise GateDefinitionError(
+      f"check: message: expected a format for the values ({shown}), got {message!r}: "
+      f"{type(error).__name__}: {error}"
+    ) from error
+
+
+def _format(message: str, values: dict[str, Any]) -> str:
   with np.printoptions(threshold=100):
     return message.format(**values)
+
+
+def _formatted(message: str, values: dict[str, Any]) -> str:
+  """The message with its values; as it is, where these can't be formatted."""
+  try:
+    return _format(message, values)
+  except Exception as error:  # noqa: BLE001 - the check has failed, and says so
+    return f"{message} (the values below can't be formatted: {type(error).__name__}: {error})"

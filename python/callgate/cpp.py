@@ -7,6 +7,8 @@ import ctypes
 import itertools
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +60,12 @@ _DTYPES = {
 }
 
 
+# What kernels of one source, which is one library, take turns by; and those that link libraries,
+# which may be the same ones.
+_turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
+
+
 def cpp_type(dtype: np.dtype[Any]) -> str:
   """The C++ type of a dtype's elements; "" for one that kernel.h doesn't have."""
   return _TYPES.get(np.dtype(dtype).name, "")
@@ -94,6 +102,10 @@ class CppKernel(Kernel):
       self._plain = self._build(label, "")
     signature = self._plain.parameters if self._plain else _signature(self.cpp_function)
     super().__init__(name, signature, **options)
+    if self._turn is not None:
+      with _turns_lock:
+        key = "" if build_options["libraries"] else source
+        self._turn = _turns.setdefault(key, self._turn)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(
@@ -367,7 +379,9 @@ def cpp(
       such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
     gradient: "finite-difference": derivatives by central differences.
-    thread_safe: the lanes of `vmap="each"` may run on several threads at once.
+    thread_safe: calls may run at once, on several devices and in several programs, and so may the
+      lanes of `vmap="each"`. By default they take turns, with those of all such kernels of the same
+      source, or, with `libraries`, of all that link some.
     flags: for the compiler, after "-O3 -march=native -DNDEBUG".
     include_dirs: folders of headers.
     libraries: names for `-l`, or paths of libraries.

@@ -165,6 +165,17 @@ def _describe(exception: BaseException, what: str, site: str) -> str:
   return f"[callgate error #{_kept.keep(exception)}] {where}\n{text}"
 
 
+def raise_interrupt() -> None:
+  """The runtime's hook on the main thread after a gate that raised KeyboardInterrupt: raises it.
+
+  The gate's program fails with JAX's exception, which an `except Exception` takes for an error that
+  one can go on after. A block of `errors()` raises the interrupt itself.
+  """
+  interrupt = _kept.take_interrupt()
+  if interrupt is not None:
+    raise interrupt
+
+
 _raised: dict[int, BaseException] = {}
 _RAISED = re.compile(r"\[callgate exception #(\d+)\]")
 

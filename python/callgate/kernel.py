@@ -139,7 +139,8 @@ class Kernel(Operation):
       sharding: which dimensions may stay split over devices.
       linear: positions of the arguments in which it is linear.
       gradient: "finite-difference" or None.
-      thread_safe: lanes of a vmap may run on several threads at once.
+      thread_safe: calls may run at once, on several devices and threads, and so may lanes of a
+        vmap. By default they take turns.
     """
     _options.name("kernel", name)
     if "[" in name or "]" in name:
@@ -158,6 +159,7 @@ class Kernel(Operation):
       gradient=gradient,
     )
     self.thread_safe = _options.boolean(self.label, "thread_safe", thread_safe)
+    self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self.signature = None if signature is None else tuple(signature)
     self._variants: dict[str, Variant] = {}
     self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
@@ -257,8 +259,14 @@ class Kernel(Operation):
       thread_safe=self.thread_safe,
       repeatable=self.effect == "pure",
       keep=function.keep,
+      turn=None if self.thread_safe else self.turn(function),
     )
     return Variant(callee, function.parameters)
+
+  def turn(self, function: Function) -> _callgate.KernelTurn | None:
+    """What calls take one at a time unless the kernel is thread-safe; its variants share it."""
+    del function
+    return self._turn
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:

@@ -106,6 +106,9 @@ class LibraryKernel(Kernel):
     del types
     return "", self._native
 
+  def turn(self, function: Function) -> _callgate.KernelTurn | None:
+    return _callgate.KernelTurn.of_library(function.address) or super().turn(function)
+
 
 class Library:
   """The kernels of a shared library; made by `callgate.library`.
@@ -165,7 +168,9 @@ class Library:
         rule such as "i [j] -> i" or a function, as for `callgate.gate`.
       linear: True, a position or positions of arguments in which the kernel is linear.
       gradient: "finite-difference": derivatives by central differences.
-      thread_safe: the lanes of `vmap="each"` may run on several threads at once.
+      thread_safe: calls may run at once, on several devices and in several programs, and so may the
+        lanes of `vmap="each"`. By default they take turns, with those of all other kernels of the
+        library that are not thread-safe.
 
     Returns:
       A `Kernel`.

@@ -387,7 +387,8 @@ def numba(
       such as "i [j] -> i" or a function, as for `callgate.gate`.
     linear: True, a position or positions of arguments in which the kernel is linear.
     gradient: "finite-difference": derivatives by central differences.
-    thread_safe: the lanes of `vmap="each"` may run on several threads at once.
+    thread_safe: calls may run at once, on several devices and in several programs, and so may the
+      lanes of `vmap="each"`. By default they take turns.
     cast: allow same-kind casts of what the function returns (float64 to float32, say).
     parallel: loops over `numba.prange`, and array expressions, run on Numba's threads.
     fastmath: as for `numba.njit`.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from callgate import _callgate, _delivery, _options, _rules, _tap
 from callgate._consumers import check_not_forked
+from callgate._masked import shown
 from callgate._tap import Tap, TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
 from callgate.channel import DEFAULT, Channel
@@ -242,7 +243,7 @@ def _as_array(name: str, leaf: Any, index: int) -> Any:
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
     raise GateDefinitionError(
-      f"tap '{name}': leaf {index}: expected an array, got {type(leaf).__name__}"
+      f"tap '{name}': leaf {index}: expected an array, got {shown(leaf)}"
     ) from error
 
 

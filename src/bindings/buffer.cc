@@ -6,6 +6,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -137,6 +138,12 @@ const char* format_of(DType dtype) noexcept {
   }
 }
 
+// Whether the order of the dimensions makes no difference.
+bool fortran_too(const Buffer& buffer) {
+  auto longer = [](std::int64_t extent) { return extent > 1; };
+  return buffer.view().size() == 0 || std::ranges::count_if(buffer.dims(), longer) <= 1;
+}
+
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   const auto& buffer = nb::cast<const Buffer&>(nb::handle(self));
   if (buffer.gpu() != nullptr) {
@@ -152,6 +159,13 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   }
   if ((flags & PyBUF_WRITABLE) != 0 && buffer.readonly()) {
     PyErr_SetString(PyExc_BufferError, "Buffer: an input of a gate is read-only");
+    return -1;
+  }
+  if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS && !fortran_too(buffer)) {
+    PyErr_Format(PyExc_BufferError,
+                 "Buffer: expected a request for row-major (C) order, which %s has, got one for "
+                 "column-major (Fortran) order",
+                 type_text(buffer).c_str());
     return -1;
   }
   *out = {};
@@ -201,6 +215,11 @@ void pack(nb::handle self, nb::handle values) {
   refuse_gpu(buffer, "pack");
   const ArrayView& view = buffer.view();
   if (buffer.readonly()) throw nb::type_error("Buffer.pack: an input of a gate is read-only");
+  if (is_masked(values.ptr())) {
+    std::string got;
+    if (!describe(values.ptr(), got)) nb::raise_python_error();
+    throw nb::type_error(("Buffer.pack: expected " + type_text(buffer) + ", got " + got).c_str());
+  }
   nb::object numpy = nb::module_::import_("numpy");
   nb::object array = numpy.attr("asarray")(values, nb::arg("order") = "C");
   if (!array.attr("dtype").equal(dtype_of(buffer)) ||

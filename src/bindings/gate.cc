@@ -70,9 +70,7 @@ void PyCallee::clear() {
 
 void PyCallee::defer(const Failure& failure) {
   GilScope gil;
-  nb::object done =
-      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+  call_deferred(failure);
 }
 
 void PyCallee::enter_device_worker() {
@@ -87,9 +85,10 @@ void PyCallee::enter_device_worker() {
 
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
-  nb::object text = nb::steal(call_python(Hooks::instance().stalled, "ssO", name_.c_str(),
-                                          call.c_str(), timed_out ? Py_True : Py_False));
-  if (text.is_valid()) return nb::cast<std::string>(text);
+  nb::object text =
+      nb::steal(call_hook(Hooks::instance().stalled, "ssO", ("gate '" + name_ + "'").c_str(),
+                          call.c_str(), timed_out ? Py_True : Py_False));
+  if (text.is_valid()) return text_of(text);
   PyErr_Clear();
   return "callgate: gate '" + name_ + "' called with " + call + " is stalled";
 }

@@ -3,7 +3,6 @@
 
 #include <nanobind/stl/string.h>
 
-#include <cstdio>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -18,9 +17,7 @@
 #include "bindings/gil.h"
 #include "bindings/hooks.h"
 #include "bindings/views.h"
-#include "core/lifecycle.h"
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
+#include "core/stall.h"
 
 namespace callgate::bindings {
 namespace {
@@ -51,18 +48,7 @@ class PyGateSite final : public Site {
 
  private:
   Outcome run_watched(const Call& call, std::chrono::nanoseconds delay) {
-    std::string text;
-    for (const ArrayView& view : call.operands)
-      text += (text.empty() ? "" : ", ") + to_string(view);
-    // On another thread than the watchdog's: the report needs the GIL, which may not be given.
-    Watch watch(delay, [callee = callee_, text] {
-      (void)WorkerPool::instance().submit([callee, text] {
-        ActiveCall active;
-        if (!active.entered()) return;
-        std::string report = callee->stall_report("(" + text + ")", /*timed_out=*/false);
-        std::fprintf(stderr, "%s\n", report.c_str());
-      });
-    });
+    StallWatch watch(delay, callee_, [text = types_of(call.operands)] { return text; });
     return run_timed(call);
   }
 

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <string>
 
+#include "bindings/gil.h"
 #include "bindings/python.h"
 #include "core/array_view.h"
+#include "core/error.h"
 
 namespace callgate::bindings {
 
@@ -17,14 +19,40 @@ struct Hooks {
   PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
   PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()
-  PyObject* stalled = nullptr;        // (gate, call, timed_out) -> report text
+  PyObject* stalled = nullptr;        // (what, call, timed_out) -> report text
   PyObject* kernel_failed = nullptr;  // (kernel, message, site) -> text for XLA's error
   PyObject* kernel_raised = nullptr;  // (exception) -> message that stands for it
   PyObject* undefined = nullptr;      // (name) -> whether it is defined now
+  PyObject* interrupted = nullptr;    // () raises a gate's KeyboardInterrupt, if one waits
   PyObject* device_worker = nullptr;  // () on each own thread that runs calls of a GPU's programs
 
   static Hooks& instance();
 };
+
+// Marks the thread as running a hook for as long as it lives: an interrupt to be raised waits.
+class RunningHook {
+ public:
+  RunningHook() noexcept;
+  ~RunningHook();
+  RunningHook(const RunningHook&) = delete;
+  RunningHook& operator=(const RunningHook&) = delete;
+
+ private:
+  bool outer_;
+};
+
+// Calls a hook that makes a text or keeps something, whose own error would be dropped.
+template <typename... Args>
+PyObject* call_hook(PyObject* hook, const char* format, Args... args) {
+  RunningHook running;
+  return call_python(hook, format, args...);
+}
+
+// Keeps a failure that its program was not told of, by way of the `deferred` hook.
+void call_deferred(const Failure& failure);
+
+// A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
+std::string text_of(nb::handle text);
 
 // The current exception as an object, cleared; with its traceback attached.
 nb::object take_raised();

@@ -1,11 +1,13 @@
 // See the header. A kernel's calls don't come by here; only their failures do.
 #include "bindings/kernel.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -18,8 +20,10 @@
 #include "core/crash_report.h"
 #include "core/kernel.h"
 #include "core/kernel_mode.h"
+#include "core/kernel_turn.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
+#include "core/utf8.h"
 
 namespace callgate::bindings {
 namespace {
@@ -37,10 +41,10 @@ std::shared_ptr<void> share(nb::handle object) {
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
-  nb::object text = nb::steal(call_python(Hooks::instance().kernel_raised, "O",
-                                          exception.is_valid() ? exception.ptr() : Py_None));
+  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_raised, "O",
+                                        exception.is_valid() ? exception.ptr() : Py_None));
   if (!text.is_valid()) PyErr_Clear();
-  call->services->fail(call, text.is_valid() ? nb::cast<std::string>(text).c_str() : "it raised");
+  call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
 }
 
 DType dtype_of(PyArrayObject* array) {
@@ -94,6 +98,11 @@ Attributes attributes_of(const nb::dict& values) {
   return attributes;
 }
 
+// The Python object `KernelTurn`; see core/kernel_turn.h.
+struct TurnHandle {
+  std::shared_ptr<KernelTurn> turn;
+};
+
 // The Python object `Kernel`: keeps the kernel, and its name, alive.
 class KernelHandle {
  public:
@@ -124,10 +133,24 @@ class KernelHandle {
   std::shared_ptr<KernelCallee> callee_;
 };
 
+std::string kernel_stall_report(const std::string& kernel, const std::string& call) {
+  std::string what = "kernel '" + kernel + "'";
+  ActiveCall active;
+  if (active.entered()) {
+    GilScope gil;
+    nb::object text = nb::steal(
+        call_hook(Hooks::instance().stalled, "ssO", what.c_str(), call.c_str(), Py_False));
+    if (text.is_valid()) return text_of(text);
+    PyErr_Clear();
+  }
+  return "callgate: " + what + " called with " + call + " is stalled";
+}
+
 std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t function,
                                           const Parameters& parameters,
                                           std::vector<std::string> names, std::uintptr_t user_data,
-                                          bool thread_safe, bool repeatable, nb::handle keep) {
+                                          bool thread_safe, bool repeatable, nb::handle keep,
+                                          std::shared_ptr<KernelTurn> turn) {
   KernelInfo info;
   info.name = std::move(name);
   info.function = reinterpret_cast<callgate_function>(function);
@@ -136,11 +159,15 @@ std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t funct
   info.parameter_names = std::move(names);
   info.thread_safe = thread_safe;
   info.repeatable = repeatable;
+  info.turn = std::move(turn);
   auto text = [kernel = info.name](const std::string& message, const std::string& site) {
     return describe_kernel_failure(kernel, message, site);
   };
   auto callee = std::make_shared<KernelCallee>(std::move(info), text, share(keep));
   callee->set_defer(&defer_kernel_failure);
+  callee->set_report([kernel = callee->name()](const std::string& call) {
+    return kernel_stall_report(kernel, call);
+  });
   return callee;
 }
 
@@ -161,15 +188,16 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
 
 }  // namespace
 
-std::string describe_kernel_failure(const std::string& kernel, const std::string& message,
+std::string describe_kernel_failure(const std::string& kernel, const std::string& said,
                                     const std::string& site) {
+  std::string message = valid_utf8(said);  // native code says things in any encoding
   std::string plain = "callgate: kernel '" + kernel + "': " + message;
   ActiveCall active;
   if (!active.entered()) return plain;
   GilScope gil;
-  nb::object text = nb::steal(call_python(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                          message.c_str(), site.c_str()));
-  if (text.is_valid()) return nb::cast<std::string>(text);
+  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+                                        message.c_str(), site.c_str()));
+  if (text.is_valid()) return text_of(text);
   PyErr_Clear();
   return plain;
 }
@@ -178,27 +206,37 @@ void defer_kernel_failure(const Failure& failure) {
   ActiveCall active;
   if (!active.entered()) return;
   GilScope gil;
-  nb::object done =
-      nb::steal(call_python(Hooks::instance().deferred, "s", failure.message.c_str()));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+  call_deferred(failure);
 }
 
 void bind_kernel(nb::module_& module) {
+  nb::class_<TurnHandle>(module, "KernelTurn", nb::is_weak_referenceable(),
+                         "What calls of kernels that are not thread-safe take, one at a time.")
+      .def("__init__",
+           [](TurnHandle* self) { new (self) TurnHandle{std::make_shared<KernelTurn>()}; })
+      .def_static(
+          "of_library",
+          [](std::uintptr_t address) -> std::optional<TurnHandle> {
+            auto turn = turn_of_library(reinterpret_cast<const void*>(address));
+            return turn == nullptr ? std::nullopt : std::optional(TurnHandle{std::move(turn)});
+          },
+          nb::arg("address"),
+          "That of all kernels whose code is in the library of this address; None in no library.");
   nb::class_<KernelHandle>(module, "Kernel", nb::is_weak_referenceable(),
                            "The runtime's handle on a native kernel, by name.")
       .def(
           "__init__",
           [](KernelHandle* self, std::string name, std::uintptr_t function,
              const Parameters& parameters, std::vector<std::string> names, std::uintptr_t user_data,
-             bool thread_safe, bool repeatable, nb::object keep) {
+             bool thread_safe, bool repeatable, nb::object keep, const TurnHandle* turn) {
             drain_released();
-            new (self)
-                KernelHandle(make_callee(std::move(name), function, parameters, std::move(names),
-                                         user_data, thread_safe, repeatable, keep));
+            new (self) KernelHandle(
+                make_callee(std::move(name), function, parameters, std::move(names), user_data,
+                            thread_safe, repeatable, keep, turn == nullptr ? nullptr : turn->turn));
           },
           nb::arg("name"), nb::arg("function"), nb::arg("parameters"), nb::arg("names"),
           nb::kw_only(), nb::arg("user_data") = 0, nb::arg("thread_safe") = false,
-          nb::arg("repeatable") = false, nb::arg("keep") = nb::none())
+          nb::arg("repeatable") = false, nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
       .def_prop_ro("name", [](const KernelHandle& kernel) { return kernel.info().name; })
       .def_prop_ro("signature", [](const KernelHandle& kernel) { return signature(kernel.info()); })
       .def("call", &KernelHandle::call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),

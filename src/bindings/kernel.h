@@ -10,7 +10,7 @@ namespace callgate::bindings {
 
 // Text for XLA about a call that failed, by way of the hook, which makes the exception and keeps
 // it. Without Python, which may be gone, the message itself.
-std::string describe_kernel_failure(const std::string& kernel, const std::string& message,
+std::string describe_kernel_failure(const std::string& kernel, const std::string& said,
                                     const std::string& site);
 
 // Keeps a failure that could not be returned to XLA.

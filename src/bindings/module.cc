@@ -24,6 +24,7 @@
 #include "bindings/stream.h"
 #include "bindings/upload.h"
 #include "bindings/views.h"
+#include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
@@ -45,7 +46,7 @@ PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
                nb::callable result_error, nb::callable input_written, nb::callable stalled,
                nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined,
-               nb::callable device_worker) {
+               nb::callable interrupted, nb::callable device_worker) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
   hooks.deferred = keep(deferred);
@@ -56,6 +57,7 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.kernel_failed = keep(kernel_failed);
   hooks.kernel_raised = keep(kernel_raised);
   hooks.undefined = keep(undefined);
+  hooks.interrupted = keep(interrupted);
   hooks.device_worker = keep(device_worker);
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveCall active;
@@ -166,7 +168,7 @@ NB_MODULE(_callgate, module) {
   module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
              nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
-             nb::arg("undefined"), nb::arg("device_worker"));
+             nb::arg("undefined"), nb::arg("interrupted"), nb::arg("device_worker"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));
@@ -187,8 +189,9 @@ NB_MODULE(_callgate, module) {
     Settings::instance().check_writes.store(on, std::memory_order_relaxed);  // see run_lane
   });
   module.def("set_stall_seconds", [](double seconds) {
-    Settings::instance().stall_ns.store(static_cast<std::int64_t>(seconds * 1e9),
-                                        std::memory_order_relaxed);  // see run
+    auto delay = static_cast<std::int64_t>(seconds * 1e9);
+    Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
+    callgate::set_kernel_stall_ns(delay);
   });
   module.def("registered_names", [] {
     nb::list names;

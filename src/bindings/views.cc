@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -54,7 +55,26 @@ bool same_dtype(PyArrayObject* array, const ArrayView& view) {
          PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
 }
 
+// Whether an array has a mask, and something is masked. No Python error is left.
+bool has_mask(PyObject* array) {
+  // NumPy loads it with the first masked array.
+  nb::object module = nb::steal(PyImport_GetModule(nb::str("numpy.ma").ptr()));
+  if (!module.is_valid()) return false;
+  nb::object masked = nb::steal(
+      running_python([&] { return PyObject_CallMethod(module.ptr(), "is_masked", "O", array); }));
+  if (!masked.is_valid()) PyErr_Clear();
+  return masked.ptr() == Py_True;
+}
+
 }  // namespace
+
+bool is_masked(PyObject* value) {
+  if (PyArray_CheckExact(value)) return false;
+  if (PyArray_Check(value)) return has_mask(value);
+  if (!PyList_Check(value) && !PyTuple_Check(value)) return false;
+  PyObject** items = PySequence_Fast_ITEMS(value);
+  return std::any_of(items, items + PySequence_Fast_GET_SIZE(value), is_masked);
+}
 
 PyObject* make_array(const ArrayView& view, bool writable, PyObject* base) {
   PyArray_Descr* descr = descriptor(view.dtype);
@@ -112,12 +132,14 @@ PyObject* make_copy(const ArrayView& view) {
 
 Stored store(const ArrayView& target, PyObject* value, bool cast) {
   nb::object converted;
+  if (is_masked(value)) return Stored::kMismatch;
   if (!PyArray_Check(value)) {
     // Runs the value's own conversion, such as __array__.
     converted = nb::steal(
         running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
     if (!converted.is_valid()) return Stored::kError;
     value = converted.ptr();
+    if (is_masked(value)) return Stored::kMismatch;  // what its __array__ gives
   }
   auto* array = reinterpret_cast<PyArrayObject*>(value);
   if (!same_shape(array, target)) return Stored::kMismatch;
@@ -142,12 +164,18 @@ bool describe(PyObject* value, std::string& text) {
       nb::steal(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
   if (!array.is_valid()) return false;
   auto* came = reinterpret_cast<PyArrayObject*>(array.ptr());
+  bool masked = is_masked(value) || is_masked(array.ptr());
   text = nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))) + '[';
   for (int axis = 0; axis < PyArray_NDIM(came); ++axis) {
     if (axis != 0) text += ',';
     text += std::to_string(PyArray_DIM(came, axis));
   }
   text += ']';
+  // The words of _masked.py.
+  if (masked)
+    text = "a masked array (" + text +
+           "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
+           "if it is needed, as an array of its own";
   return true;
 }
 

@@ -31,6 +31,9 @@ enum class Stored { kYes, kMismatch, kError };
 // dtype and shape must be the view's. kError leaves a Python error; kMismatch does not.
 Stored store(const ArrayView& target, PyObject* value, bool cast);
 
+// An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
+bool is_masked(PyObject* value);
+
 // What `value` is as an array, "float32[3,4]". False with a Python error where it is none.
 bool describe(PyObject* value, std::string& text);
 

@@ -95,13 +95,14 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept {
   }
 }
 
-// All that current_ holds, in a delivery.
+// All that take part in a delivery, which they leave.
 void Channel::tell_current(void (Consumer::*what)()) noexcept {
   std::shared_ptr<Consumer> consumer;  // held: as in deliver()
   for (const auto& each : current_) {
     consumer = each;
     if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
   }
+  current_.clear();
 }
 
 // Once, for all that senders and this thread have found no memory for.

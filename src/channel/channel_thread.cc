@@ -261,7 +261,6 @@ void Channel::serve_flushes() {
   if (served == 0) return;
   report_no_memory();  // of what was sent before
   tell_current(&Consumer::flush);
-  current_.clear();
   std::lock_guard lock(mutex_);
   flush_served_ = served;
   end_delivery();
@@ -313,7 +312,6 @@ void Channel::finish() {
       in_delivery_ = true;
     }
     tell_current(&Consumer::close);
-    current_.clear();  // or they would be the next to close
     std::lock_guard lock(mutex_);
     end_delivery();
   }

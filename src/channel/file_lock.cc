@@ -67,7 +67,8 @@ bool has_locked(const std::string& process, const struct stat& file) {
     struct stat open{};
     if (stat(std::string(files).append(fd).c_str(), &open) != 0) continue;
     if (open.st_dev != file.st_dev || open.st_ino != file.st_ino) continue;
-    if (contents_of(std::string(positions).append(fd)).find("lock:") != std::string::npos) return true;
+    if (contents_of(std::string(positions).append(fd)).find("lock:") != std::string::npos)
+      return true;
   }
   return false;
 }

@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <charconv>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include "core/error.h"
 #include "core/kernel_mode.h"
 #include "core/memory_check.h"
+#include "core/stall.h"
 
 namespace callgate {
 namespace {
@@ -199,7 +201,32 @@ Outcome KernelSite::run(const Call& call, Executor* executor) {
     return failed("expected " + text(operand_count_, result_count_) + ", got " +
                   text(call.operands.size(), call.results.size()));
   }
+  if (std::int64_t delay = kernel_stall_ns(); delay != 0) [[unlikely]]
+    return run_reported(call, executor, std::chrono::nanoseconds(delay));
+  if (callee_->info().thread_safe) return run_in_turn(call, executor);
+  KernelTurn::Hold turn = callee_->info().turn->take();
+  return run_in_turn(call, executor);
+}
+
+// The call itself.
+Outcome KernelSite::run_in_turn(const Call& call, Executor* executor) {
   return lanes_.empty() ? run_lane(call, executor) : run_lanes(call, executor);
+}
+
+// Also says of a call that it waits for its turn.
+Outcome KernelSite::run_reported(const Call& call, Executor* executor,
+                                 std::chrono::nanoseconds delay) {
+  auto has_turn = std::make_shared<std::atomic<bool>>(callee_->info().thread_safe);
+  StallWatch watch(delay, callee_, [text = types_of(call.operands), has_turn] {
+    if (has_turn->load(std::memory_order_relaxed)) return text;  // for a reader: late is fine
+    return text +
+           ", which waits for another call to end (without thread_safe=True they take "
+           "turns),";
+  });
+  KernelTurn::Hold turn;
+  if (!callee_->info().thread_safe) turn = callee_->info().turn->take();
+  has_turn->store(true, std::memory_order_relaxed);
+  return run_in_turn(call, executor);
 }
 
 Outcome KernelSite::run_lane(const Call& call, Executor* executor) {

@@ -1,10 +1,12 @@
-// Native functions that compiled programs call: no Python, no lock, no allocation on the way.
+// Native functions that compiled programs call: no Python and no allocation on the way, and no lock
+// but the turn of a kernel that is not thread-safe.
 //
 // A kernel is a function of the form of include/callgate/kernel_abi.h with a description of its
 // parameters. A call site is bound once: which arrays and attributes belong to which parameter is
 // worked out then, so that a call fills in six pointers and jumps.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,6 +18,7 @@
 #include "core/call.h"
 #include "core/executor.h"
 #include "core/kernel_frame.h"
+#include "core/kernel_turn.h"
 
 namespace callgate {
 
@@ -26,8 +29,11 @@ struct KernelInfo {
   void* user_data = nullptr;
   std::vector<callgate_parameter> parameters;
   std::vector<std::string> parameter_names;  // one each, or none
-  bool thread_safe = false;                  // lanes of a vmap may run on several threads at once
-  bool repeatable = false;                   // no effects: it may run twice with the same arrays
+  // Calls, and lanes of a vmap, may run on several threads at once. Otherwise a call waits for its
+  // turn, which kernels may share; without one given the kernel has its own.
+  bool thread_safe = false;
+  bool repeatable = false;  // no effects: it may run twice with the same arrays
+  std::shared_ptr<KernelTurn> turn;
 };
 
 // The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
@@ -63,6 +69,8 @@ class KernelSite {
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
+  Outcome run_in_turn(const Call& call, Executor* executor);
+  Outcome run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
   Outcome run_lane(const Call& call, Executor* executor);
   Outcome run_lanes(const Call& call, Executor* executor);
   Outcome run_watched(const Call& call, Executor* executor);
@@ -91,7 +99,13 @@ class KernelCallee final : public Callee, public std::enable_shared_from_this<Ke
   using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
 
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
-      : info_(std::move(info)), describe_(std::move(describe)), keep_(std::move(keep)) {}
+      : info_(std::move(info)), describe_(std::move(describe)), keep_(std::move(keep)) {
+    if (info_.thread_safe) {
+      info_.turn = nullptr;
+    } else if (info_.turn == nullptr) {
+      info_.turn = std::make_shared<KernelTurn>();
+    }
+  }
 
   // A kernel is called through its own target, so a program that calls it as a gate is another's.
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
@@ -106,13 +120,22 @@ class KernelCallee final : public Callee, public std::enable_shared_from_this<Ke
   void defer(const Failure& failure) override {
     if (defer_) defer_(failure);
   }
+  std::string stall_report(const std::string& call, bool timed_out) override {
+    return report_ ? report_(call)
+                   : Callee::stall_report("kernel '" + name() + "'" + call, timed_out);
+  }
   // Takes failures that can't be returned to XLA. Set before the first call.
   void set_defer(std::function<void(const Failure&)> defer) { defer_ = std::move(defer); }
+  // Makes the report on a call that takes long, of its arrays as text. Set before the first call.
+  void set_report(std::function<std::string(const std::string&)> report) {
+    report_ = std::move(report);
+  }
 
  private:
   KernelInfo info_;
   Describe describe_;
   std::function<void(const Failure&)> defer_;
+  std::function<std::string(const std::string&)> report_;
   std::shared_ptr<void> keep_;  // what the function needs to stay loaded
 };
 

@@ -13,6 +13,7 @@ enum class KernelMode : std::uint32_t {
 
 namespace detail {
 inline constinit std::atomic<std::uint32_t> kernel_modes{0};
+inline constinit std::atomic<std::int64_t> kernel_stall_ns{0};
 }  // namespace detail
 
 // Relaxed: a call that starts while a mode changes may see either.
@@ -32,6 +33,14 @@ inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
   } else {
     detail::kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
   }
+}
+
+// After this long a call is reported on stderr, and goes on; 0 for never. Relaxed, as above.
+inline std::int64_t kernel_stall_ns() noexcept {
+  return detail::kernel_stall_ns.load(std::memory_order_relaxed);
+}
+inline void set_kernel_stall_ns(std::int64_t delay) noexcept {
+  detail::kernel_stall_ns.store(delay, std::memory_order_relaxed);
 }
 
 }  // namespace callgate

@@ -15,14 +15,10 @@ constexpr std::size_t kLeastGuard = std::size_t{4} << 10;
 constexpr std::size_t kMostGuard = std::size_t{1} << 20;
 constexpr std::size_t kMostFindings = 8;
 
-std::size_t element_bytes(DType dtype) noexcept {
-  return std::max<std::size_t>(static_cast<std::size_t>(bits(dtype)) / 8, 1);
-}
-
-// Fills `memory` with an element, again and again; `bytes` need be no multiple of the width.
-void repeat(std::byte* memory, std::size_t bytes, const std::byte* element, std::size_t width) {
-  std::size_t done = std::min(width, bytes);
-  std::memcpy(memory, element, done);
+// Fills `memory` with a pattern, again and again; `bytes` need be no multiple of its period.
+void repeat(std::byte* memory, std::size_t bytes, const GuardPattern& pattern) {
+  std::size_t done = std::min(pattern.period, bytes);
+  std::memcpy(memory, pattern.bytes.data(), done);
   for (; done < bytes; done += std::min(done, bytes - done))
     std::memcpy(memory + done, memory, std::min(done, bytes - done));
 }
@@ -41,44 +37,11 @@ std::string index_text(const ArrayView& view, std::size_t element) {
 
 }  // namespace
 
-// --- Patterns and guards -------------------------------------------------------------------------
+// --- Guards
+// ---------------------------------------------------------------------------------------
 
-MemoryCheck::Pattern MemoryCheck::pattern(DType dtype, Fill fill, Place place) noexcept {
-  Pattern pattern;
-  pattern.width = element_bytes(dtype);
-  bool result = place == Place::kResult;
-  pattern.bytes.fill(fill == Fill::kRare ? std::byte(result ? 0xa5 : 0xa7)
-                                         : std::byte(result ? 0x5a : 0x5c));
-  if (fill == Fill::kOther) return pattern;
-  pattern.rare = pattern.width >= 4;
-  auto end_with = [&](std::size_t at, std::initializer_list<int> bytes) {
-    for (int byte : bytes) pattern.bytes[at++] = static_cast<std::byte>(byte);
-  };
-  switch (dtype) {  // signalling NaNs with a payload, which arithmetic neither makes nor keeps
-    case DType::kF16: end_with(1, {0x7d}); break;
-    case DType::kBF16: end_with(1, {0x7f}); break;
-    case DType::kF32: end_with(3, {0x7f}); break;
-    case DType::kC64:
-      end_with(3, {0x7f});
-      end_with(7, {0x7f});
-      break;
-    case DType::kF64: end_with(6, {0xf5, 0x7f}); break;
-    case DType::kC128:
-      end_with(6, {0xf5, 0x7f});
-      end_with(14, {0xf5, 0x7f});
-      break;
-    case DType::kF8E8M0FNU: end_with(0, {0xff}); break;
-    case DType::kF8E4M3B11FNUZ:
-    case DType::kF8E4M3FNUZ:
-    case DType::kF8E5M2FNUZ: end_with(0, {0x80}); break;
-    default:
-      if (is_inexact(dtype) && pattern.width == 1) end_with(0, {0x7f});
-  }
-  pattern.rare = pattern.rare || dtype == DType::kF16 || dtype == DType::kBF16;
-  return pattern;
-}
-
-MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type, Place place)
+MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type, std::size_t own,
+                              bool is_result)
     : memory(nullptr, &std::free),
       bytes(size),
       // As large as the array, within limits: a loop with a wrong extent runs over by a row or
@@ -86,21 +49,35 @@ MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType typ
       guard((std::clamp(size, kLeastGuard, kMostGuard) / alignment + 1) * alignment),
       after(guard + (alignment - size % alignment) % alignment),
       dtype(type),
-      inside(place) {
+      number(own),
+      result(is_result) {
   memory.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, guard + bytes + after)));
   if (memory == nullptr) throw std::bad_alloc();
   data = memory.get() + guard;
 }
 
 void MemoryCheck::Guarded::fill(Fill fill) noexcept {
-  Pattern around = pattern(dtype, fill, Place::kElsewhere), within = pattern(dtype, fill, inside);
-  repeat(memory.get(), guard + bytes + after, around.bytes.data(), around.width);
-  if (inside == Place::kResult) repeat(data, bytes, within.bytes.data(), within.width);
+  repeat(memory.get(), guard + bytes + after, GuardPattern(dtype, fill, number));
+  if (result) repeat(data, bytes, GuardPattern(dtype, fill, kResults));
 }
 
-std::string MemoryCheck::Guarded::damage(Fill fill, std::size_t width) const {
-  Pattern with = pattern(dtype, fill, Place::kElsewhere);
-  auto changed = [&](std::size_t i) { return memory.get()[i] != with.bytes[i % with.width]; };
+std::string MemoryCheck::Guarded::damage(Fill fill, std::size_t width,
+                                         std::span<const GuardPattern> others) const {
+  GuardPattern with(dtype, fill, number);
+  const std::byte* bytes_here = memory.get();
+  auto differs = [&](std::size_t i) { return bytes_here[i] != with.at(i); };
+  // Whether the byte is of an element that has become another array's pattern.
+  auto copied = [&](std::size_t i) {
+    std::size_t first = i / with.width * with.width;
+    auto is_of = [&](const GuardPattern& pattern) {
+      for (std::size_t k = first; k < first + with.width; ++k) {
+        if (bytes_here[k] != pattern.at(k)) return false;
+      }
+      return true;
+    };
+    return !is_of(with) && std::ranges::any_of(others, is_of);
+  };
+  auto changed = [&](std::size_t i) { return differs(i) || (with.width > 1 && copied(i)); };
   auto text = [&](std::size_t count, std::size_t distance, const char* side,
                   const std::string& element) {
     return "wrote outside of it: " + std::to_string(count) + " bytes, the first of them " +
@@ -132,7 +109,8 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
       results_(call.results.begin(), call.results.end()) {
   for (ArrayView& result : results_) {
     std::size_t r = starts_filled_.size();
-    result_copies_.emplace_back(result.nbytes(), kAlignment, result.dtype, Place::kResult);
+    result_copies_.emplace_back(result.nbytes(), kAlignment, result.dtype, ++arrays_,
+                                /*result=*/true);
     result.data = result_copies_.back().data;
     starts_filled_.push_back(r < site.updated.size() && site.updated[r] != 0);
   }
@@ -144,8 +122,8 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
       starts_filled_[r] = true;
     }
     bool own = alias_.back() < 0;
-    operand_copies_.emplace_back(own ? operand.nbytes() : 0, kAlignment, operand.dtype,
-                                 Place::kElsewhere);
+    operand_copies_.emplace_back(own ? operand.nbytes() : 0, kAlignment, operand.dtype, ++arrays_,
+                                 /*result=*/false);
     operand.data =
         own ? operand_copies_.back().data : results_[static_cast<std::size_t>(alias_.back())].data;
   }
@@ -168,11 +146,12 @@ void MemoryCheck::prepare(Fill fill) {
 }
 
 void* MemoryCheck::take(std::size_t bytes, std::size_t alignment) noexcept try {
-  // A float's pattern: most scratch memory holds floats, and NaN shows in what is made of it.
-  Guarded block(bytes, std::max(alignment, kAlignment), DType::kF32, Place::kElsewhere);
-  block.fill(fill_);
   std::scoped_lock lock(mutex_);
-  return scratch_.emplace_back(std::move(block)).data;
+  // A float's pattern: most scratch memory holds floats, and NaN shows in what is made of it.
+  Guarded& block = scratch_.emplace_back(bytes, std::max(alignment, kAlignment), DType::kF32,
+                                         arrays_ + scratch_.size() + 1, /*result=*/false);
+  block.fill(fill_);
+  return block.data;
 } catch (const std::bad_alloc&) {
   return nullptr;
 }
@@ -220,13 +199,26 @@ std::string MemoryCheck::subject(const char* side, std::size_t index, const Arra
          ") ";
 }
 
+std::vector<GuardPattern> MemoryCheck::patterns(Fill fill) const {
+  std::vector<GuardPattern> all;
+  for (const Guarded& result : result_copies_) {
+    all.emplace_back(result.dtype, fill, kResults);
+    all.emplace_back(result.dtype, fill, result.number);
+  }
+  for (const Guarded& operand : operand_copies_)
+    all.emplace_back(operand.dtype, fill, operand.number);
+  for (const Guarded& block : scratch_) all.emplace_back(block.dtype, fill, block.number);
+  return all;
+}
+
 // After a run: guards and operands.
 void MemoryCheck::inspect(Fill fill) {
+  std::vector<GuardPattern> others = patterns(fill);
   for (std::size_t i = 0; i < operands_.size(); ++i) {
     if (alias_[i] >= 0) continue;
     const ArrayView& was = original_.operands[i];
     auto name = [&] { return subject("operand", i, was, site_.operand_labels); };
-    std::string damage = operand_copies_[i].damage(fill, element_bytes(was.dtype));
+    std::string damage = operand_copies_[i].damage(fill, element_bytes(was.dtype), others);
     if (!damage.empty()) findings_.push_back(name() + damage);
     if (was.nbytes() == 0 || std::memcmp(was.data, operands_[i].data, was.nbytes()) == 0) continue;
     const auto *old = static_cast<const std::byte*>(was.data), *now = operand_copies_[i].data;
@@ -235,12 +227,12 @@ void MemoryCheck::inspect(Fill fill) {
                         index_text(was, at / element_bytes(was.dtype)));
   }
   for (std::size_t r = 0; r < results_.size(); ++r) {
-    std::string damage = result_copies_[r].damage(fill, element_bytes(results_[r].dtype));
+    std::string damage = result_copies_[r].damage(fill, element_bytes(results_[r].dtype), others);
     if (!damage.empty())
       findings_.push_back(subject("result", r, results_[r], site_.result_labels) + damage);
   }
   for (const Guarded& block : scratch_) {
-    std::string damage = block.damage(fill, 1);
+    std::string damage = block.damage(fill, 1, others);
     if (damage.empty()) continue;
     findings_.push_back("memory check: scratch memory of " + std::to_string(block.bytes) +
                         " bytes: " + damage);
@@ -251,8 +243,8 @@ void MemoryCheck::inspect(Fill fill) {
 void MemoryCheck::find_unwritten(bool repeated) {
   for (std::size_t r = 0; r < results_.size(); ++r) {
     const ArrayView& view = results_[r];
-    Pattern first = pattern(view.dtype, Fill::kRare, Place::kResult);
-    Pattern last = pattern(view.dtype, Fill::kOther, Place::kResult);
+    GuardPattern first(view.dtype, Fill::kRare, kResults);
+    GuardPattern last(view.dtype, Fill::kOther, kResults);
     if (starts_filled_[r] || is_packed(view.dtype) || (!repeated && !first.rare)) continue;
     const std::byte* now = result_copies_[r].data;
     const std::byte* then = repeated ? first_[r].data() : now;

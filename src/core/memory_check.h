@@ -2,8 +2,9 @@
 // own. For debugging: a checked call copies all of its arrays and runs its kernel up to three
 // times.
 //
-// Each copy lies between two guards. Results, scratch memory and guards are filled with a pattern
-// that kernels hardly ever write: NaN of a rare kind in floating-point types. What is found:
+// Each copy lies between two guards. Results, scratch memory and guards are filled with patterns
+// that kernels hardly ever write, guards with one of their own for each array (guard_pattern.h).
+// What is found:
 //
 //   - a byte of a guard has changed: a write before or after an array;
 //   - an operand has changed that is no result as well;
@@ -16,8 +17,8 @@
 // XLA's own memory is written once, when all is well.
 #pragma once
 
-#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/guard_pattern.h"
 #include "core/kernel_frame.h"
 
 namespace callgate {
@@ -51,33 +53,31 @@ class MemoryCheck final : public ScratchSource {
   void* take(std::size_t bytes, std::size_t alignment) noexcept override;
 
  private:
-  // The elements that memory is filled with: one of two patterns, for the element type.
-  struct Pattern {
-    std::array<std::byte, 16> bytes{};
-    std::size_t width = 1;
-    bool rare = false;  // hardly any computation's value
-  };
-  enum class Fill { kRare, kOther };
-  // What a result starts with, and what all else is filled with. They differ: a result made of the
-  // latter is not one that was left as it was.
-  enum class Place { kResult, kElsewhere };
-  static Pattern pattern(DType dtype, Fill fill, Place place) noexcept;
+  using Fill = GuardPattern::Fill;
+  // The pattern that all results start with. It is no guard's: a result made of what lies outside
+  // is not one that was left as it was.
+  static constexpr std::size_t kResults = 0;
 
-  // Memory between two guards.
+  // Memory between two guards, all of the pattern `number`; a result's inside is of kResults.
   struct Guarded {
-    Guarded(std::size_t bytes, std::size_t alignment, DType dtype, Place inside);
+    Guarded(std::size_t bytes, std::size_t alignment, DType dtype, std::size_t number, bool result);
     void fill(Fill fill) noexcept;
     // How far outside, in bytes, the first write was; the side; how many bytes have changed.
-    std::string damage(Fill fill, std::size_t element_bytes) const;
+    // `others`: the patterns of the call's arrays. An element that is another's has changed as a
+    // whole, though patterns may have some bytes in common.
+    std::string damage(Fill fill, std::size_t element_bytes,
+                       std::span<const GuardPattern> others) const;
 
     std::unique_ptr<std::byte, void (*)(void*)> memory;
     std::byte* data = nullptr;
     std::size_t bytes, guard, after;  // of the array, before it, and after it
     DType dtype;
-    Place inside;
+    std::size_t number;
+    bool result;
   };
 
   void prepare(Fill fill);
+  std::vector<GuardPattern> patterns(Fill fill) const;
   void inspect(Fill fill);
   void find_unwritten(bool repeated);
   bool same_results() const;
@@ -95,6 +95,7 @@ class MemoryCheck final : public ScratchSource {
   std::vector<bool> starts_filled_;                      // of each result
   std::vector<ArrayView> operands_, results_;
   std::vector<std::vector<std::byte>> first_;  // the results of the first run
+  std::size_t arrays_ = 0;                     // that have guards of their own, but for scratch_
   std::mutex mutex_;                           // guards scratch_, which a kernel's threads take
   std::list<Guarded> scratch_;
   std::vector<std::string> findings_;

@@ -5,15 +5,17 @@
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "xla/attributes.h"
+#include "xla/guard.h"
 
 namespace callgate::xla_ffi {
 
 Outcome CallSite::run(const Call& call) const {
-  Outcome outcome = site->run(call);
-  if (outcome.ok() || !poison_on_error) return outcome;
-  for (const ArrayView& view : call.results) poison(view);
-  callee->defer(outcome.error());
-  return Outcome::success();
+  if (!poison_on_error) return site->run(call);
+  return poisoned_on_error(
+      *callee, [&] { return site->run(call); },
+      [&] {
+        for (const ArrayView& view : call.results) poison(view);
+      });
 }
 
 std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes) {

@@ -14,9 +14,7 @@ namespace callgate::xla_ffi {
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;
-  // In a program over several devices an error returned by one of them leaves the others waiting in
-  // their next collective, until XLA aborts the process. There a failing call succeeds for XLA: its
-  // results are poisoned and the callee keeps the failure for the next who asks.
+  // In a program over several devices; see poisoned_on_error() in guard.h.
   bool poison_on_error = false;
   bool reads_context = true;
   Shards shards;

@@ -87,12 +87,13 @@ struct CudaCall {
   const Callee& callee() const { return *site.call_site->callee; }
   Call call() { return {decoded.operands(), decoded.results(), context}; }
 
-  // As CallSite::run: what a failure leaves on several devices.
-  Outcome settled(Outcome outcome) {
-    if (outcome.ok() || !call_site().poison_on_error) return outcome;
-    for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
-    site.call_site->callee->defer(outcome.error());
-    return Outcome::success();
+  // As CallSite::run, on the device.
+  template <typename Body>
+  Outcome settled(Body&& body) {
+    if (!call_site().poison_on_error) return body();
+    return poisoned_on_error(*site.call_site->callee, body, [&] {
+      for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
+    });
   }
 
   void skip() {
@@ -111,7 +112,7 @@ Outcome run_native(CudaCall& call) {
   }
   ActiveCall active;
   if (!active.entered()) return shutting_down(call.callee());
-  return call.settled(call.call_site().site->run(call.call()));
+  return call.settled([&] { return call.call_site().site->run(call.call()); });
 }
 
 // -- staged ---------------------------------------------------------------------------------------
@@ -375,7 +376,8 @@ Outcome run(CudaCall& call) {
     case OnDevice::kDeferred: return run_deferred(call);
     case OnDevice::kStaged: break;
   }
-  return call.callee().own_thread() ? run_on_own_thread(call) : call.settled(run_staged(call));
+  return call.settled(
+      [&] { return call.callee().own_thread() ? run_on_own_thread(call) : run_staged(call); });
 }
 
 XLA_FFI_Error* execute_cuda_gate(XLA_FFI_CallFrame* frame) {

@@ -28,7 +28,7 @@ struct CudaKernelState {
   static ffi::TypeId id;
   static constexpr std::string_view kName = "callgate.cuda_kernel_state";
   std::unique_ptr<cuda::LaunchSite> site;
-  bool poison_on_error = false;  // see CallSite in gate.cc
+  bool poison_on_error = false;  // see poisoned_on_error() in guard.h
   Shards shards;
   DeviceShards numbers;
 };
@@ -140,15 +140,16 @@ XLA_FFI_Error* execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
   }
   CallContext context;
   context.stream = stream;
+  auto run = [&] {
+    return launch(state, *frame, Call{decoded.operands(), decoded.results(), context}, device);
+  };
   Outcome outcome =
-      launch(state, *frame, Call{decoded.operands(), decoded.results(), context}, device);
+      !state.poison_on_error ? run() : poisoned_on_error(state.site->callee(), run, [&] {
+        for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
+      });
   if (outcome.ok()) [[likely]]
     return nullptr;
-  if (!state.poison_on_error)
-    return make_error(frame->api, outcome.error().code, outcome.error().message);
-  for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
-  state.site->callee().defer(outcome.error());
-  return nullptr;
+  return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "core/utf8.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace callgate::xla_ffi {
@@ -23,7 +24,8 @@ inline ::xla::ffi::ErrorCode to_xla(ErrorCode code) noexcept {
 // An error that XLA takes ownership of.
 inline XLA_FFI_Error* make_error(const XLA_FFI_Api* api, ErrorCode code,
                                  const std::string& message) {
-  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message.c_str(),
+  std::string text = valid_utf8(message);  // whatever calls the program decodes it
+  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
                                  static_cast<XLA_FFI_Error_Code>(to_xla(code))};
   return api->XLA_FFI_Error_Create(&args);
 }

@@ -63,9 +63,9 @@ void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedC
                });
 }
 
-XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
-                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
-                                     const CallContext& context) {
+// Throws when the call can't be handed on.
+void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
+                         DecodedCall& decoded, const CallContext& context) {
   if (WorkerPool::instance().lost()) {
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
@@ -83,16 +83,35 @@ XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
     ticket =
         Watchdog::instance().arm(timeout, [site, call, promise] { give_up(site, call, promise); });
   }
-  bool taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
-    run_owned(*site, *call, *promise);
+  bool taken = false;
+  try {
+    taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket] {
+      run_owned(*site, *call, *promise);
+      if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
+    });
+  } catch (...) {  // the results are the caller's from here on
     if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
-  });
+    throw;
+  }
   if (!taken) {
     auto outcome = shutting_down(*site->callee);
     promise->fail(outcome.error().code, outcome.error().message);
   }
   frame->future = future;
-  return nullptr;
+}
+
+XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
+                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
+                                     const CallContext& context) {
+  auto start = [&] {
+    start_on_own_thread(frame, site, decoded, context);
+    return Outcome::success();
+  };
+  Outcome outcome = !site->poison_on_error ? start() : poisoned_on_error(*site->callee, start, [&] {
+    for (const ArrayView& view : decoded.results()) poison(view);
+  });
+  if (outcome.ok()) return nullptr;
+  return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 
 // Ctrl-C ends the program, with its bars.

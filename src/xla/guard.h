@@ -9,8 +9,10 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <exception>
 
+#include "core/call.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
@@ -45,6 +47,25 @@ Outcome guarded_outcome(Body&& body) {
   } catch (...) {
     return Outcome::failure(ErrorCode::kInternal, "callgate: unknown C++ exception");
   }
+}
+
+// What becomes of a call in a program over several devices. An error that one of them returns would
+// leave the others waiting in their next collective, until XLA aborts the process. So a failure,
+// also one that `body` throws, succeeds for XLA: `poison` marks the results, and the callee keeps
+// the failure for the next who asks.
+template <typename Body, typename Poison>
+Outcome poisoned_on_error(Callee& callee, Body&& body, Poison&& poison) {
+  Outcome outcome = guarded_outcome(body);
+  if (outcome.ok()) [[likely]]
+    return outcome;
+  poison();
+  Outcome kept = guarded_outcome([&] {
+    callee.defer(outcome.error());
+    return Outcome::success();
+  });
+  // With no memory to keep it in, say.
+  if (!kept.ok()) std::fprintf(stderr, "%s\n", outcome.error().message.c_str());
+  return Outcome::success();
 }
 
 }  // namespace callgate::xla_ffi

@@ -67,14 +67,16 @@ XLA_FFI_Error* execute_kernel(XLA_FFI_CallFrame* frame) {
     return make_error(frame->api, failure.code, failure.message);
   }
   XlaExecutor executor(*frame);
-  Outcome outcome = bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
+  auto run = [&] {
+    return bound.site->run(Call{decoded.operands(), decoded.results(), {}}, &executor);
+  };
+  Outcome outcome =
+      !bound.poison_on_error ? run() : poisoned_on_error(bound.site->callee(), run, [&] {
+        for (const ArrayView& view : decoded.results()) poison(view);
+      });
   if (outcome.ok()) [[likely]]
     return nullptr;
-  if (!bound.poison_on_error)
-    return make_error(frame->api, outcome.error().code, outcome.error().message);
-  for (const ArrayView& view : decoded.results()) poison(view);
-  bound.site->callee().defer(outcome.error());
-  return nullptr;
+  return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 
 }  // namespace

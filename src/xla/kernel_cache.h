@@ -28,7 +28,7 @@ struct BoundKernel {
   ~BoundKernel();
 
   std::unique_ptr<KernelSite> site;
-  bool poison_on_error = false;  // see CallSite in gate.cc
+  bool poison_on_error = false;  // see poisoned_on_error() in guard.h
   Shards shards;
   std::string key, contents;           // of the call; key is "" when it is not to be remembered
   std::atomic<bool> remembered{true};  // the key stands for this alone

@@ -12,6 +12,7 @@
 #include <latch>
 #include <list>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -181,6 +182,22 @@ TEST_F(CudaGates, OnSeveralDevicesAnErrorPoisonsTheResults) {
   }
   ASSERT_EQ(behaviour_.deferred.size(), 2U);
   EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("no luck"));
+}
+
+TEST_F(CudaGates, OnSeveralDevicesWhatIsThrownPoisonsTheResults) {
+  Floats x({1}), y({5, 6});
+  behaviour_.run = [](const Call&) -> Outcome { throw std::bad_alloc(); };
+  for (OnDevice how : {OnDevice::kStaged, OnDevice::kNative}) {
+    behaviour_.on_device = how;
+    y.set({5, 6});
+    fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
+    ASSERT_TRUE(program.load().ok());
+    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+    finish();
+    EXPECT_THAT(y.values(), Each(IsNan()));
+  }
+  ASSERT_EQ(behaviour_.deferred.size(), 2U);
+  EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("bad_alloc"));
 }
 
 TEST_F(CudaGates, ANativeCallGetsTheDevicesArraysWithoutWaiting) {

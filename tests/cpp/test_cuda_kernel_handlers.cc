@@ -94,6 +94,18 @@ TEST_F(CudaKernels, PoisonTheirResultsWhereTheProgramAsksForIt) {
   EXPECT_THAT(deferred_[0], HasSubstr("CUDA_ERROR_INVALID_VALUE"));
 }
 
+TEST_F(CudaKernels, PoisonTheirResultsWhereThereIsNoScratchMemory) {
+  Floats x({1}), y({5});
+  fake::CudaKernelProgram program(kName, stream_, {{"plan", "scratch 4;"}, {"on_error", "poison"}});
+  program.context().allocate = [](std::size_t) -> void* { return nullptr; };
+  ASSERT_TRUE(program.load().ok());
+  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  finish();
+  EXPECT_THAT(y.values(), ElementsAre(IsNan()));
+  ASSERT_EQ(deferred_.size(), 1U);
+  EXPECT_THAT(deferred_[0], HasSubstr("scratch memory"));
+}
+
 TEST_F(CudaKernels, TakeScratchMemoryFromXla) {
   Floats x({2}), y({0});
   fake::CudaKernelProgram program(

@@ -68,7 +68,7 @@ void check_all(const fake::SinkFile& kind, rlim_t step) {
       } catch (const std::exception& error) {
         wrong = error.what();
       }
-      if (!wrong.empty()) wrong = "room for " + std::to_string(room) + ": " + wrong;
+      if (!wrong.empty()) wrong.insert(0, "room for " + std::to_string(room) + ": ");
     }
     write_text(folder.file("wrong"), wrong);
     _exit(0);

@@ -270,6 +270,18 @@ TEST(KernelHandlers, OnSeveralDevicesAFailurePoisonsTheResultsAndIsKept) {
   EXPECT_EQ(kept, "kernel 'poisons': no luck");
 }
 
+TEST(KernelHandlers, OnSeveralDevicesWhatIsThrownPoisonsTheResultsAndIsKept) {
+  auto kernel = define("throws", &fake::twice);
+  std::string kept;
+  kernel->set_defer([&](const Failure& failure) { kept = failure.message; });
+  KernelProgram program("throws", {{"on_error", "poison"}, {"batch", "3:1"}});
+  ASSERT_TRUE(program.load().ok());
+  std::vector<float> x(2), z(2);
+  EXPECT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
+  EXPECT_THAT(z, Each(IsNan()));
+  EXPECT_THAT(kept, HasSubstr("leading axes for the batch levels"));
+}
+
 TEST(KernelHandlers, ArraysWithoutTheLanesAxesAreTheProgramsError) {
   auto kernel = define("lanes", &fake::twice);
   KernelProgram program("lanes", {{"batch", "3:1"}});

@@ -80,6 +80,106 @@ TEST_F(MemoryCheckTest, WritesAfterTheEndAreFoundAndHarmNobody) {
   EXPECT_THAT(z_, Each(-1));  // nothing was published
 }
 
+// y[i] = x[i], `past` bytes further than the arrays go, and from `before` bytes before them on.
+std::size_t copied_bytes = 0, copied_past = 0, copied_before = 0, copied_shift = 0;
+
+std::int32_t copy_too_much(const callgate_call* call) {
+  auto* to = static_cast<char*>(call->results[0].data) - copied_before;
+  const auto* from = static_cast<const char*>(call->operands[0].data) - copied_before;
+  std::memcpy(to, from + copied_shift, copied_before + copied_bytes + copied_past);
+  return 0;
+}
+
+// What is found when a guard of x is copied to the one of y, or of the memory behind it.
+std::string copied(DType dtype, std::size_t width, std::size_t past, std::size_t before = 0,
+                   std::size_t shift = 0, bool repeatable = true) {
+  copied_bytes = 7 * width, copied_past = past, copied_before = before, copied_shift = shift;
+  std::vector<std::uint8_t> x(7 * width, 1), y(7 * width);
+  Arrays in, out;
+  in.add(dtype, x, {7});
+  out.add(dtype, y, {7});
+  KernelInfo info;
+  info.name = "k";
+  info.function = &copy_too_much;
+  info.parameters = {parameter(CALLGATE_IN, static_cast<int>(dtype)),
+                     parameter(CALLGATE_OUT, static_cast<int>(dtype))};
+  info.repeatable = repeatable;
+  return message(fake::call(*std::make_shared<KernelCallee>(info, nullptr)->bind({}), in, out));
+}
+
+std::string outside(std::size_t bytes, std::size_t distance, const char* side) {
+  return "wrote outside of it: " + std::to_string(bytes) + " bytes, the first of them " +
+         std::to_string(distance) + " bytes " + side;
+}
+
+TEST_F(MemoryCheckTest, WhatIsCopiedFromOneGuardToAnotherIsSeenInEveryType) {
+#define X(identifier, code, name, bits)                                                    \
+  if (constexpr std::size_t width = (bits) / 8; width != 0) {                              \
+    constexpr DType type = DType::identifier;                                              \
+    EXPECT_EQ(copied(type, width, 0), "") << name;                                         \
+    for (bool repeatable : {true, false}) {                                                \
+      EXPECT_THAT(copied(type, width, width, 0, 0, repeatable),                            \
+                  HasSubstr(outside(width, 0, "after its end, where element 7 would be"))) \
+          << name;                                                                         \
+      EXPECT_THAT(copied(type, width, 384, 0, 0, repeatable),                              \
+                  HasSubstr(outside(384, 0, "after its end")))                             \
+          << name;                                                                         \
+      EXPECT_THAT(copied(type, width, 0, width, 0, repeatable),                            \
+                  HasSubstr(outside(width, 1, "before its start, where element -1")))      \
+          << name;                                                                         \
+      EXPECT_THAT(copied(type, width, width, 0, width, repeatable),                        \
+                  HasSubstr(outside(width, 0, "after its end")))                           \
+          << name;                                                                         \
+    }                                                                                      \
+  }
+  CALLGATE_DTYPES(X)
+#undef X
+}
+
+TEST_F(MemoryCheckTest, OfManyArraysNoTwoHaveTheSameGuards) {
+  // Each result's guard gets what the one before it has; types of one, two and four bytes.
+  auto rotate = [](const callgate_call* call) {
+    std::size_t bytes = call->results[0].dtype == static_cast<int>(DType::kF32)    ? 4
+                        : call->results[0].dtype == static_cast<int>(DType::kBF16) ? 2
+                                                                                   : 1;
+    auto data = [&](int i) { return static_cast<char*>(call->results[i].data); };
+    std::vector<char> last(data(299) + bytes, data(299) + 2 * bytes);
+    for (int i = 299; i > 0; --i) std::memcpy(data(i) + bytes, data(i - 1) + bytes, bytes);
+    std::memcpy(data(0) + bytes, last.data(), bytes);
+    for (int i = 0; i < 300; ++i) std::memset(data(i), 0, bytes);
+    return std::int32_t{0};
+  };
+  for (DType type : {DType::kF32, DType::kBF16, DType::kU8, DType::kF8E4M3FN}) {
+    std::vector<float> z(1);
+    Arrays none, out;
+    for (int i = 0; i < 300; ++i) out.add(type, z, {1});
+    KernelSpec spec;
+    spec.groups = "300";
+    std::vector<callgate_parameter> parameters = {parameter(CALLGATE_OUTS, static_cast<int>(type))};
+    auto checked = site(rotate, true, parameters, std::move(spec));
+    EXPECT_THAT(message(fake::call(*checked, none, out)), HasSubstr("and 292 more")) << name(type);
+  }
+}
+
+TEST_F(MemoryCheckTest, ScratchBlocksHaveGuardsOfTheirOwn) {
+  auto past = [](const callgate_call* call) {
+    auto* a = static_cast<char*>(call->services->scratch(call, 64, 64));
+    auto* b = static_cast<char*>(call->services->scratch(call, 64, 64));
+    std::memcpy(b, a, 65);
+    return fake::twice(call);
+  };
+  EXPECT_THAT(found(past), HasSubstr("scratch memory of 64 bytes: wrote outside of it: 1 bytes"));
+}
+
+TEST_F(MemoryCheckTest, ReadsOutsideOfFloatsShowAsNan) {
+  auto beyond = [](const callgate_call* call) {
+    for (int i = 0; i < 4; ++i) result(call, 1)[i] = operand(call, 0)[i + 1];
+    return std::int32_t{0};
+  };
+  EXPECT_EQ(found(beyond, /*repeatable=*/false), "");
+  EXPECT_TRUE(std::isnan(z_[3]));
+}
+
 TEST_F(MemoryCheckTest, WritesBeforeTheStartAreFound) {
   auto before = [](const callgate_call* call) {
     fake::twice(call);

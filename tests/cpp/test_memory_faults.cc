@@ -45,21 +45,21 @@ struct Trial {
   std::function<void(bool threw)> check = [](bool) {};
 };
 
-struct Entry {
+struct FaultyEntry {
   std::string name;
   std::function<Trial()> prepare;
 };
 
-std::ostream& operator<<(std::ostream& out, const Entry& entry) { return out << entry.name; }
+std::ostream& operator<<(std::ostream& out, const FaultyEntry& entry) { return out << entry.name; }
 
 // What has no state: it works again.
-Entry pure(std::string name, const std::function<void()>& run) {
+FaultyEntry pure(std::string name, const std::function<void()>& run) {
   return {std::move(name), [run] { return Trial{run, [run](bool) { run(); }}; }};
 }
 
 // -- core ----------------------------------------------------------------------------------------
 
-Entry registered() {
+FaultyEntry registered() {
   return {"RegistryAdd", [] {
             auto callee = std::make_shared<fake::FunctionCallee>("faulty");
             return Trial{[callee] { Registry::instance().add(callee); },
@@ -71,7 +71,7 @@ Entry registered() {
           }};
 }
 
-Entry submitted() {
+FaultyEntry submitted() {
   return {"WorkerPoolSubmit", [] {
             auto ran = std::make_shared<std::atomic<int>>(0);
             auto pool = std::make_shared<WorkerPool>();
@@ -87,7 +87,7 @@ Entry submitted() {
 }
 
 // What could not be armed never fires.
-Entry armed() {
+FaultyEntry armed() {
   return {"WatchdogArm", [] {
             auto fired = std::make_shared<std::atomic<int>>(0);
             auto watchdog = std::make_shared<Watchdog>();
@@ -127,7 +127,7 @@ std::shared_ptr<Channel> quiet_channel(OnFull on_full = OnFull::kBlock) {
                                    [](const Channel&, const Consumer&, const std::string&) {});
 }
 
-Entry sent(const std::string& name, OnFull on_full, std::size_t bytes) {
+FaultyEntry sent(const std::string& name, OnFull on_full, std::size_t bytes) {
   return {"ChannelSend" + name, [=] {
             auto channel = quiet_channel(on_full);
             auto sending = std::make_shared<Sending>(bytes);
@@ -143,7 +143,7 @@ Entry sent(const std::string& name, OnFull on_full, std::size_t bytes) {
           }};
 }
 
-Entry added() {
+FaultyEntry added() {
   return {"ChannelAdd", [] {
             auto channel = quiet_channel();
             auto collector = std::make_shared<fake::Collector>();
@@ -157,7 +157,7 @@ Entry added() {
           }};
 }
 
-Entry flushed() {
+FaultyEntry flushed() {
   return {"ChannelFlush", [] {
             auto channel = quiet_channel();
             auto collector = std::make_shared<fake::Collector>();
@@ -170,7 +170,7 @@ Entry flushed() {
           }};
 }
 
-Entry closed() {
+FaultyEntry closed() {
   return {"ChannelClose", [] {
             auto channel = quiet_channel();
             auto collector = std::make_shared<fake::Collector>();
@@ -185,7 +185,7 @@ Entry closed() {
 }
 
 // As a call site's destructor does, which must not throw.
-Entry retired() {
+FaultyEntry retired() {
   return {"ChannelRetire", [] {
             auto channel = quiet_channel();
             auto sending = std::make_shared<Sending>(8);
@@ -202,7 +202,7 @@ Entry retired() {
           }};
 }
 
-Entry opened() {
+FaultyEntry opened() {
   return {"ChannelSlotOpen", [] {
             auto slot = std::make_shared<ChannelSlot>("faulty");
             auto channel = quiet_channel();
@@ -231,7 +231,7 @@ constexpr const char* kTapSpec =
     "name=x\nrole=primal\nordered=0\nrepeated=0\nevery=1\nvalues=1\nreturned=0\nwhere=0\n"
     "path=['a long name of a leaf']\n\n{}";
 
-Entry tapped() {
+FaultyEntry tapped() {
   return {"TapRun", [] {
             auto callee = std::make_shared<TapCallee>("faulty tap", "faulty taps", nullptr);
             std::shared_ptr<Site> site =
@@ -263,7 +263,7 @@ struct Written {
 };
 
 // Each record is in the file, whole and in order, or lost.
-Entry consumed(const fake::SinkFile& kind) {
+FaultyEntry consumed(const fake::SinkFile& kind) {
   return {kind.name + "Consume", [kind] {
             auto written = std::make_shared<Written>(kind);
             return Trial{[=] { written->sink->consume(written->batch); },
@@ -282,7 +282,7 @@ Entry consumed(const fake::SinkFile& kind) {
           }};
 }
 
-Entry made(const fake::SinkFile& kind) {
+FaultyEntry made(const fake::SinkFile& kind) {
   return {kind.name + "Make", [kind] {
             auto folder = std::make_shared<callgate::TemporaryFolder>();
             auto make = [=] {
@@ -304,7 +304,7 @@ struct Summed {
   StatsSink sink{std::vector<double>{}};
 };
 
-Entry summed() {
+FaultyEntry summed() {
   return {"StatsConsume", [] {
             auto all = std::make_shared<Summed>();
             return Trial{[all] { all->sink.consume(all->batch); },
@@ -339,7 +339,7 @@ struct Served {
   StreamSink sink{"unix:" + folder.file("s")};
 };
 
-Entry served() {
+FaultyEntry served() {
   return {"StreamServerConsume", [] {
             auto all = std::make_shared<Served>();
             return Trial{[all] { all->sink.consume(all->batch); },
@@ -347,8 +347,8 @@ Entry served() {
           }};
 }
 
-std::vector<Entry> entries() {
-  std::vector<Entry> all{
+std::vector<FaultyEntry> entries() {
+  std::vector<FaultyEntry> all{
       pure("LanesParse", [] { EXPECT_EQ(Lanes::parse("2:10;3:11").text(), "2:10;3:11"); }),
       pure("LaunchPlanParse",
            [] {
@@ -397,9 +397,9 @@ std::vector<Entry> entries() {
   return all;
 }
 
-class MemoryFaults : public ::testing::TestWithParam<Entry> {};
+class MemoryFaults : public ::testing::TestWithParam<FaultyEntry> {};
 
-void fail_each(const Entry& entry, NoMemory::Fails fails) {
+void fail_each(const FaultyEntry& entry, NoMemory::Fails fails) {
   for (std::size_t nth = 0; nth < kMostAllocations; ++nth) {
     SCOPED_TRACE("allocation " + std::to_string(nth));
     const Trial trial = entry.prepare();

@@ -166,7 +166,7 @@ TEST(StreamServer, AReaderIsRefusedWhereNoDescriptorIsLeftAndALaterOneIsServed) 
     where.sun_family = AF_UNIX;
     parse_stream_address(address).path.copy(where.sun_path, sizeof(where.sun_path) - 1);
     for (int client : clients) {
-      connect(client, reinterpret_cast<const sockaddr*>(&where), sizeof(where));
+      if (connect(client, reinterpret_cast<const sockaddr*>(&where), sizeof(where)) != 0) return 3;
       if (first_bytes(client) != "cgsX") return 1;
     }
     taken.clear();

@@ -335,3 +335,67 @@ def test_pack_says_what_it_expected() -> None:
     written(lambda b: b.pack(np.zeros(3)), jax.ShapeDtypeStruct((3,), np.float32))
   with pytest.raises(TypeError, match="read-only"):
     inside(lambda b: b.pack(np.zeros(3, np.float32)), jnp.zeros(3))
+
+
+# -- orders ---
+class PyBuffer(ctypes.Structure):
+  _fields_ = [("fields", ctypes.c_byte * 128)]
+
+
+GET_BUFFER = ctypes.pythonapi.PyObject_GetBuffer
+GET_BUFFER.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+STRIDES, C_ORDER, F_ORDER, ANY_ORDER = 0x18, 0x38, 0x58, 0x98
+
+
+def grants(buffer: Any, flags: int) -> bool:
+  """Whether the buffer protocol gives the memory in this order."""
+  view = PyBuffer()
+  try:
+    GET_BUFFER(buffer, ctypes.addressof(view), flags)
+  except BufferError as error:
+    assert "expected a request for row-major (C) order" in str(error)  # noqa: PT017
+    return False
+  ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+  return True
+
+
+@pytest.mark.parametrize(
+  "shape", [(), (3,), (0,), (1, 3), (3, 1), (1, 1), (2, 0), (2, 3), (2, 1, 3), (1, 4, 1)]
+)
+def test_memory_is_given_in_the_orders_that_it_has(shape: tuple[int, ...]) -> None:
+  x = jnp.zeros(shape)
+  array = np.zeros(shape)
+  for flags, has in (
+    (STRIDES, True),
+    (C_ORDER, True),
+    (ANY_ORDER, True),
+    (F_ORDER, array.flags.f_contiguous),
+  ):
+    assert inside(lambda b, flags=flags: grants(b, flags), x) == has
+
+
+# -- lanes of half a byte ---
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+@pytest.mark.parametrize("shape", [(3, 3), (5, 1), (3, 4), (2, 3, 3)])
+def test_lanes_that_do_not_begin_with_a_byte_are_right(
+  shape: tuple[int, ...], effect: Any, dtype: str
+) -> None:
+  x = (np.arange(np.prod(shape)) % 3).reshape(shape)
+  seen: list[Any] = []
+
+  def doubled(out: cg.Buffer, x: cg.Buffer, y: cg.Buffer) -> None:
+    seen.append(np.asarray(x.unpack(), int).tolist())
+    out.pack((np.asarray(x.unpack(), int) * 2 + np.asarray(y.unpack(), int)).astype(dtype))
+
+  gate = cg.gate(doubled, out=lambda x, y: x, arrays="buffer", style="inplace", effect=effect)
+  function = gate
+  for _ in shape[1:]:
+    function = jax.vmap(function, (0, None))
+  lane = x.reshape(-1, shape[-1])[0] if len(shape) < 3 else x[0, 0]
+  y = np.ones(lane.shape, int)
+  with cg.errors():
+    out = jax.jit(function)(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+  np.testing.assert_array_equal(np.asarray(out).astype(int), x * 2 + 1)
+  if effect == "ordered":
+    assert seen == x.reshape(-1, *lane.shape).tolist()

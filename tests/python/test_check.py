@@ -108,3 +108,39 @@ def test_a_predicate_that_is_none_is_refused_while_tracing(predicate):
 def test_a_message_with_an_unknown_field_is_refused_while_tracing():
   with pytest.raises(cg.GateDefinitionError, match=r"the field \{y\} is not among the values"):
     cg.check(True, "{x} {y}", x=1)
+
+
+# -- messages that can't be formatted ---
+@pytest.mark.parametrize(
+  ("message", "said"),
+  [
+    ("{x:q}", "x: float32[2]"),
+    ("{x:.3f}", "unsupported format string"),
+    ("{x.missing}", "no attribute 'missing'"),
+    ("{x[7]}", "out of bounds"),
+    ("{x!z}", "check: message"),
+    ("{x", "expected '}'"),
+  ],
+)
+def test_a_format_that_the_values_do_not_have_is_an_error_while_tracing(message, said):
+  with pytest.raises(cg.GateDefinitionError, match="check: message: expected a format") as error:
+    jax.eval_shape(lambda x: cg.check(x[0] > 0, message, x=x), jnp.ones(2))
+  assert said in str(error.value)
+
+
+def test_formats_of_scalars_items_and_trees_are_taken():
+  def program(x, tree):
+    cg.check(x < 0, "{x:.2f} {tree[a][1]} {tree[b]:>5}", x=x, tree=tree)
+
+  with pytest.raises(cg.CheckError) as error, cg.errors():
+    jax.jit(program)(1.0, {"a": jnp.arange(3), "b": 7})
+  assert error.value.message == "1.00 1     7"
+
+
+def test_a_failing_check_whose_values_can_not_be_formatted_says_so(engine):
+  with pytest.raises(cg.CheckError) as error, cg.errors():
+    jax.jit(lambda x: cg.check(x > 0, "the letter {x:c} is wrong", x=x))(jnp.int32(-1))
+  assert error.value.message.startswith(
+    "the letter {x:c} is wrong (the values below can't be formatted: OverflowError: "
+  )
+  assert "x = -1" in str(error.value)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import textwrap
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from interpreters import printed_by
+from jax import export
 from jax.experimental import buffer_callback as jaxs
 
 import callgate as cg
@@ -302,13 +306,6 @@ def test_what_is_not_supported_is_the_same_error(program: Program) -> None:
 
 def test_control_flow_and_custom_derivatives_work_around_a_call() -> None:
   def program(module: Any) -> Any:
-    def call(x: Any) -> Any:
-      return module.buffer_callback(
-        lambda _context, out, x: np.sin(np.asarray(x), out=np.asarray(out)) and None,
-        like(x),
-        has_side_effect=True,
-      )(x)
-
     def sine(_context: Any, out: Any, x: Any) -> None:
       np.sin(np.asarray(x), out=np.asarray(out))
 
@@ -411,3 +408,71 @@ def test_the_platforms_without_a_lowering_are_named(monkeypatch: pytest.MonkeyPa
   monkeypatch.setattr(_compat, "buffer_callback_lowering", lambda: None)
   with pytest.raises(ValueError, match="`buffer_callback` not supported on tpu backend"):
     jax.jit(ours.buffer_callback(copy, like(1.0))).trace(1.0).lower(lowering_platforms=("tpu",))
+
+
+# -- programs that are exported -------------------------------------------------------------------
+ELSEWHERE = """
+  import jax, numpy as np
+  from callgate.compat.buffer_callback import buffer_callback
+
+  def scale(context, out, values, *, by):
+    np.multiply(values["x"], by, out=np.asarray(out["scaled"]))
+
+  x = jax.ShapeDtypeStruct((3,), np.float32)
+  call = buffer_callback(scale, {"scaled": x}, name="elsewhere.scale", has_side_effect=True)
+"""
+CALLED = """
+  import pathlib, sys
+  from jax import export
+  program = export.deserialize(bytearray(pathlib.Path(sys.argv[1]).read_bytes()))
+  print(program.call(np.arange(3, dtype=np.float32), np.float32(2))["scaled"].tolist())
+"""
+
+
+def test_a_program_with_a_named_callback_is_exported_to_another_process(tmp_path: Path) -> None:
+  made: dict[str, Any] = {}
+  exec(textwrap.dedent(ELSEWHERE), made)
+  program = jax.jit(lambda x, by: made["call"]({"x": x}, by=by))
+  checks = cg.export_checks()
+  exported = export.export(program, disabled_checks=checks)(jnp.arange(3.0), jnp.float32(2))
+  (tmp_path / "program").write_bytes(exported.serialize())
+  source = textwrap.dedent(ELSEWHERE) + textwrap.dedent(CALLED)
+  assert printed_by(source, str(tmp_path / "program")) == "[0.0, 2.0, 4.0]\n"
+
+
+def test_an_exported_program_finds_a_callback_without_a_name_in_its_own_process() -> None:
+  def double(context: Any, out: Any, x: Any) -> None:
+    np.multiply(x, 2, out=np.asarray(out))
+
+  def exported() -> export.Exported:
+    program = jax.jit(ours.buffer_callback(double, like(np.zeros(3, F32))))
+    made = export.export(program, disabled_checks=cg.export_checks())(jnp.ones(3))
+    return export.deserialize(made.serialize())
+
+  program = exported()
+  jax.clear_caches()
+  gc.collect()
+  assert program.call(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_a_name_is_that_of_one_callback() -> None:
+  calls = [ours.buffer_callback(copy, like(1.0), name="one callback") for _ in range(2)]
+  assert jax.jit(lambda x: calls[0](calls[1](x)))(2.0) == 2
+  with pytest.raises(ValueError, match="'one callback' is taken"):
+    ours.buffer_callback(lambda *_: None, like(1.0), name="one callback")
+  with pytest.raises(TypeError, match="name: expected a line of text"):
+    ours.buffer_callback(copy, like(1.0), name=5)  # pyright: ignore[reportArgumentType]
+  calls.clear()
+  jax.clear_caches()
+  gc.collect()
+  ours.buffer_callback(lambda *_: None, like(1.0), name="one callback")
+
+
+def test_a_program_that_is_lowered_again_has_the_same_text() -> None:
+  def text() -> str:
+    return jax.jit(ours.buffer_callback(copy, like(1.0))).lower(1.0).as_text()
+
+  first = text()
+  jax.clear_caches()
+  gc.collect()
+  assert text() == first

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import callgate as cg
+from callgate import _kept
+from callgate.errors import raise_interrupt
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 X = np.float32(1)
@@ -477,3 +479,50 @@ def test_a_program_that_has_run_before_raises_the_exception_as_itself() -> None:
     program(-jnp.ones(3)).block_until_ready()
   with pytest.raises(ValueError, match="of the block itself"), cg.errors():
     raise ValueError("of the block itself")
+
+
+# -- interrupts ---
+def test_an_interrupt_in_a_gate_is_no_exception_that_a_program_goes_on_after() -> None:
+  def interrupted(x: Any) -> Any:
+    raise KeyboardInterrupt("Ctrl-C")
+
+  program = jax.jit(cg.gate(interrupted, out=lambda x: x))
+  rounds: list[int] = []
+
+  def go_on_after_errors() -> None:
+    for i in range(10):
+      with contextlib.suppress(Exception):
+        jax.block_until_ready(program(1.0))
+      rounds.append(i)
+
+  with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+    go_on_after_errors()
+  assert len(rounds) < 2
+
+
+def test_an_interrupt_is_raised_wherever_the_main_thread_is() -> None:
+  raised: list[BaseException] = []
+
+  def keeps_a_failure() -> None:
+    with _kept._lock:  # pyright: ignore[reportPrivateUsage]
+      try:
+        raise_interrupt()
+      except KeyboardInterrupt as interrupt:
+        raised.append(interrupt)
+
+  _kept.keep(KeyboardInterrupt("Ctrl-C"))
+  thread = threading.Thread(target=keeps_a_failure, daemon=True)
+  thread.start()
+  thread.join(60)
+  assert [str(one) for one in raised] == ["Ctrl-C"]
+
+
+def test_an_interrupt_of_a_block_is_raised_once() -> None:
+  def interrupted(x: Any) -> Any:
+    raise KeyboardInterrupt("Ctrl-C")
+
+  program = jax.jit(cg.gate(interrupted, out=lambda x: x))
+  with pytest.raises(KeyboardInterrupt, match="Ctrl-C"), cg.errors():
+    jax.block_until_ready(program(1.0))
+  for _ in range(100):  # where another one would come
+    len([])

@@ -200,3 +200,21 @@ def test_empty_arrays_pass() -> None:
 def test_another_value_than_a_bool_is_an_error() -> None:
   with pytest.raises(cg.GateDefinitionError, match="check_memory: expected a bool, got 1"):
     cg.config(check_memory=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_loop_that_copies_one_element_too_many_is_found() -> None:
+  # What it puts behind y is what lies behind x: guards that were the same would hide it.
+  source = """
+    template <class T> void copy(cg::In<T, 1> x, cg::Out<T, 1> y, cg::Attr<int64_t> past) {
+      int64_t n = x.size() + past;
+      for (int64_t i = 0; i < n; ++i) y.data()[i] = x.data()[i];
+    }"""
+  copy = cg.cpp(source, out=lambda x, past: x)
+  for dtype in ("bool", "int8", "bfloat16", "float32", "int32", "complex64"):
+    x, size = np.ones(5, jnp.dtype(dtype)), jnp.dtype(dtype).itemsize
+    assert np.asarray(jax.jit(lambda x: copy(x, 0))(x)).tolist() == x.tolist()
+    for past in (1, 384 // size):
+      assert (
+        f"'y' (result 0, {dtype}[5]) wrote outside of it: {past * size} bytes, the first of them 0 "
+        "bytes after its end, where element 5 would be"
+      ) in error_of(jax.jit(lambda x, past=past: copy(x, past)), x)

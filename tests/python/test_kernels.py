@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import output_of
+from interpreters import output_of, run_python
 
 import callgate as cg
 
@@ -564,3 +564,156 @@ def test_threads_call_one_kernel_at_once() -> None:
   for thread in threads:
     thread.join()
   assert failures == []
+
+
+# -- turns ---
+# How many calls have been inside at once, at most; each gives others time to come in.
+EACH = """
+  #include <algorithm>
+  #include <atomic>
+  #include <thread>
+  static std::atomic<int> inside{0}, most{0};
+  void each(cg::In<float> x, cg::Out<int32_t> z) {
+    int now = ++inside;
+    for (int before = most; before < now && !most.compare_exchange_weak(before, now);) {}
+    for (int i = 0; i < 300; ++i) std::this_thread::yield();
+    std::fill(z.data(), z.data() + z.size(), most);
+    --inside;
+  }
+"""
+
+
+def counts(x: Any) -> Any:
+  return jax.ShapeDtypeStruct(x.shape, np.int32)
+
+
+def split(x: Any) -> Any:
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
+  spec = jax.sharding.PartitionSpec("a")
+  return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def on_threads(*calls: Callable[[], Any]) -> list[Any]:
+  """What the calls give, each on a thread of its own, 20 times, all at once."""
+  barrier, results = threading.Barrier(len(calls), timeout=60), list[Any]()
+
+  def run(call: Callable[[], Any]) -> None:
+    call()  # compiles
+    barrier.wait()
+    results.extend(np.asarray(call()) for _ in range(20))
+
+  threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  return results
+
+
+def test_devices_take_turns_in_a_kernel_that_is_not_thread_safe() -> None:
+  kernel = cpp(EACH, out=counts, sharding="i -> i")
+  program, x = jax.jit(kernel), split(np.zeros(4, np.float32))
+  assert max(program(x).max() for _ in range(8)) == 1
+  lanes = cpp(EACH, out=counts, sharding="shard")
+  assert jax.jit(jax.vmap(lanes))(split(np.zeros((8, 2), np.float32))).max() == 1
+
+
+def test_programs_take_turns_in_a_kernel_that_is_not_thread_safe() -> None:
+  kernel = cpp(EACH, out=counts)
+  x = np.zeros(3, np.float32)
+  one, other = jax.jit(kernel), jax.jit(lambda x: kernel(x) + 0)
+  results = on_threads(lambda: one(x), lambda: other(x), lambda: one(x), lambda: other(x))
+  assert np.max(results) == 1
+
+
+# Libraries of several sources or types meet at an address that they are given.
+TYPED = """
+  #include <atomic>
+  #include <thread>
+  template <class T> void typed(cg::In<T> x, cg::Attr<int64_t> there, cg::Out<int32_t> z) {
+    auto& inside = *reinterpret_cast<std::atomic<int32_t>*>(int64_t(there));
+    z[0] = ++inside;
+    for (int i = 0; i < 300; ++i) std::this_thread::yield();
+    --inside;
+  }
+"""
+
+
+@pytest.mark.parametrize("what", ["variants", "one source", "linked libraries"])
+def test_what_may_share_a_library_shares_its_turn(what: str) -> None:
+  inside = np.zeros(1, np.int32)
+  out = {"out": lambda x, there: counts(x)}
+  if what == "variants":
+    first = second = cpp(TYPED, **out)
+  elif what == "one source":
+    first, second = cpp(TYPED, **out), cpp(TYPED, **out)
+  else:
+    first = cpp(TYPED, libraries=["m"], **out)
+    second = cpp(TYPED.replace("typed", "other"), libraries=["m"], **out)
+  one = jax.jit(lambda x: first(x, inside.ctypes.data))
+  other = jax.jit(lambda x: second(x, inside.ctypes.data))
+  x, y = np.zeros(1, np.float32), np.zeros(1, np.int32)
+  assert np.max(on_threads(lambda: one(x), lambda: other(y))) == 1
+
+
+def test_a_thread_safe_kernel_runs_on_all_devices_at_once() -> None:
+  # Each call waits for all the others, at most ten seconds.
+  source = """
+    #include <atomic>
+    #include <chrono>
+    #include <thread>
+    static std::atomic<int> came{0};
+    void meet(cg::In<float> x, cg::Out<int32_t> z) {
+      ++came;
+      for (int i = 0; i < 10000 && came < 4; ++i)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      z[0] = came;
+    }
+  """
+  kernel = cpp(source, out=counts, sharding="i -> i", thread_safe=True)
+  assert jax.jit(kernel)(split(np.zeros(4, np.float32))).tolist() == [4] * 4
+
+
+# -- what a kernel says, in any encoding ---
+NOT_UTF8 = r"""
+  #include <stdexcept>
+  void fails(cg::In<float> x, cg::Out<float> z) {
+    throw std::runtime_error("na\xefve \xff\xfe, caf\xc3\xa9");
+  }
+"""
+
+
+@pytest.mark.parametrize("how", ["jit", "devices", "engine"])
+def test_a_kernels_error_may_be_in_any_encoding(how: str) -> None:
+  kernel = cpp(NOT_UTF8, out=same, sharding="i -> i")
+  x = split(np.zeros(4, np.float32)) if how == "devices" else np.zeros(4, np.float32)
+  engine = cg.config(engine="jax" if how == "engine" else "callgate")
+  with engine, pytest.raises(cg.KernelError) as error, cg.errors():
+    jax.block_until_ready(jax.jit(kernel)(x))
+  assert error.value.message == r"na\xefve \xff\xfe, café"
+  if how == "jit":
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"na\\xefve"):
+      jax.block_until_ready(jax.jit(kernel)(x))
+
+
+# -- reports ---
+STALL = """
+import numpy as np, jax, callgate as cg
+source = '''
+  #include <chrono>
+  #include <thread>
+  void slow(cg::In<float> x, cg::Out<float> z) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    z[0] = 5;
+  }'''
+kernel = cg.cpp(source, out=lambda x: x, name="slow", flags=("-O0",))
+cg.config(stall_seconds=0.05)
+print(float(jax.jit(kernel)(np.zeros(1, np.float32))[0]))
+"""
+
+
+def test_a_kernel_that_takes_long_is_reported() -> None:
+  done = run_python(STALL)
+  assert (done.returncode, done.stdout.strip()) == (0, "5.0")
+  for part in ("kernel 'slow' called with (float32[1])", "stall_seconds", "MainThread"):
+    assert part in done.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import textwrap
+import threading
 from pathlib import Path
 
 import jax
@@ -388,3 +390,42 @@ def test_a_library_whose_kernel_has_changed_refuses_the_program_of_before(tmp_pa
   assert "as a program that was compiled before calls it" in printed
   assert "In<float32,1>" in printed
   assert "In<float32,*>" in printed
+
+
+def test_kernels_of_a_library_take_turns_together(tmp_path: Path) -> None:
+  # Each says how many calls of either are inside; it gives others time to come in.
+  source = """
+    #include <atomic>
+    #include <thread>
+    #include "callgate/kernel.h"
+    static std::atomic<int> inside{0};
+    static int32_t linger() {
+      int32_t now = ++inside;
+      for (int i = 0; i < 300; ++i) std::this_thread::yield();
+      --inside;
+      return now;
+    }
+    void one(cg::In<float, 0>, cg::Out<int32_t, 0> z) { z() = linger(); }
+    void other(cg::In<float, 0>, cg::Out<int32_t, 0> z) { z() = linger(); }
+    extern "C" int plain(float) { return linger(); }
+    CALLGATE_KERNEL(one, x, z);
+    CALLGATE_KERNEL(other, x, z);
+  """
+  lib = cg.library(build(tmp_path, "turns", source, "-std=c++17", "-O1"))
+  shape = A((), np.int32)
+  lib.cdll.plain.argtypes, lib.cdll.plain.restype = [ctypes.c_float], ctypes.c_int
+  kernels = [lib.kernel("one", out=shape), lib.kernel("other", out=shape), cg.cfunc(lib.cdll.plain)]
+  most, barrier = list[int](), threading.Barrier(3, timeout=60)
+
+  def call(kernel: cg.Kernel) -> None:
+    program, x = jax.jit(kernel), np.float32(0)
+    jax.block_until_ready(program(x))
+    barrier.wait()
+    most.extend(int(program(x)) for _ in range(20))
+
+  threads = [threading.Thread(target=call, args=(kernel,)) for kernel in kernels]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert most == [1] * 60

@@ -273,6 +273,37 @@ def test_an_option_is_refused_by_name_or_is_what_it_says(name: str, option: str)
   assert not wrong, "\n".join([f"{name}({option}=): {kind}", *wrong])
 
 
+# -- paths ---
+def paths() -> list[tuple[str, str]]:
+  """The options that take a path."""
+  found: list[tuple[str, str]] = []
+  for name, option in options():
+    callee, _ = CALLS[name]
+    inner = callee.__init__ if inspect.isclass(callee) else callee
+    kind = typing.get_type_hints(inner).get(option, Any)
+    if "PathLike" in repr(kind):
+      found.append((name, option))
+  return found
+
+
+def test_every_option_that_names_a_file_is_a_path() -> None:
+  assert {"sinks.JSONL", "sinks.Stream", "open_stream", "library", "trace"} <= dict(paths()).keys()
+
+
+@pytest.mark.parametrize(("name", "option"), paths())
+def test_a_path_with_a_nul_is_refused_and_nothing_is_made(
+  name: str, option: str, folder: pathlib.Path
+) -> None:
+  if name in NEEDS:
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+  before = sorted(folder.iterdir())
+  for path in ("victim\0.jsonl", pathlib.Path("victim\0.jsonl"), "\0"):
+    several = option.endswith("dirs")
+    with pytest.raises((TypeError, ValueError), match=f"{option}: expected .* without a NUL"):
+      call(name, option, [path] if several else path)
+  assert sorted(folder.iterdir()) == before
+
+
 # -- what no annotation says ---
 def test_a_linear_position_beyond_the_arguments_is_refused() -> None:
   with pytest.raises(cg.GateDefinitionError, match=r"linear: expected .* 2 arguments"):

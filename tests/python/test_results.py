@@ -217,3 +217,57 @@ def test_lanes_of_vmap_are_checked_one_by_one(shape: tuple[int, ...]) -> None:
 
 def test_a_result_error_is_also_a_type_error() -> None:
   assert issubclass(cg.ResultError, (cg.GateError, TypeError))
+
+
+# -- masked arrays ---
+class ByProtocol:
+  def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    return np.ma.masked_array(ZEROS, [0, 1, 0])
+
+
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("kind", ["lone", "in a tree", "a protocol's"])
+def test_a_masked_result_is_refused(engine: Any, cast: bool, kind: str) -> None:
+  value: Any = ByProtocol() if kind == "a protocol's" else np.ma.masked_array(ZEROS, [0, 1, 0])
+  if kind == "a protocol's" and engine == "jax":
+    pytest.skip("NumPy itself drops that one's mask")
+  tree = kind == "in a tree"
+  with cg.config(engine=engine):
+    text = message_of({"a": value} if tree else value, {"a": VECTOR} if tree else VECTOR, cast=cast)
+  assert "expected float32[3], got a masked array (float32[3]), whose mask" in text
+  assert "filled(value)" in text
+
+
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+def test_masked_constants_and_lists_with_masked_arrays_are_refused(engine: Any) -> None:
+  masked = np.ma.masked_array(np.zeros(3, np.float32), [1, 0, 0])
+  with cg.config(engine=engine):
+    assert "a masked array" in message_of(np.ma.masked, SCALAR)
+    rows = jax.ShapeDtypeStruct((2, 3), np.float32)
+    assert "a masked array" in message_of(np.ma.stack([masked, masked]), rows)
+  assert "a masked array" in message_of([masked, masked], rows)
+
+
+@pytest.mark.parametrize("engine", ["callgate", "jax"])
+def test_a_masked_array_in_which_nothing_is_masked_is_an_array(engine: Any) -> None:
+  with cg.config(engine=engine):
+    assert run(np.ma.masked_array(ZEROS)).tolist() == [0, 0, 0]
+    assert run(np.ma.masked_array(ZEROS, [0, 0, 0])).tolist() == [0, 0, 0]
+
+
+def test_masked_arrays_are_refused_where_arrays_come_in() -> None:
+  masked = np.ma.masked_array(ZEROS, [0, 1, 0])
+  echo = cg.gate(lambda x: x, out=lambda x: x)
+  double = cg.elementwise("T x", "T y", "y = 2 * x")
+  for call in (
+    lambda: echo(masked),
+    lambda: double(masked),
+    lambda: cg.tap(masked, lambda _: None),
+    lambda: cg.feed([masked]),
+  ):
+    with pytest.raises((TypeError, cg.GateError), match=r"masked array .*filled\(value\)"):
+      call()
+  packed = cg.gate(lambda out: out.pack(masked), out=VECTOR, arrays="buffer", style="inplace")
+  with pytest.raises(TypeError, match=r"Buffer.pack: .*masked array"), cg.errors():
+    jax.block_until_ready(jax.jit(packed)())

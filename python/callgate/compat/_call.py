@@ -25,19 +25,24 @@ def emit_call(
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
   sharded: Any = None,
+  spec: str = "",
+  keep: bool = True,
   target: str = _runtime.GATE_TARGET,
 ) -> tuple[Sequence[Any], Any]:
   """The call's results and, given a token, the token that later calls depend on.
 
-  The program keeps `callee` alive. The other arguments are those of `_lowering.emit`.
+  With `keep` the program keeps `callee` alive, and can't be exported. The other arguments are those
+  of `_lowering.emit`.
   """
-  _compat.add_keepalive(ctx, callee)
+  if keep:
+    _compat.add_keepalive(ctx, callee)
   return _lowering.emit(
     ctx,
     operands,
     operand_avals,
     result_avals,
     name=callee.name,
+    spec=spec,
     has_side_effect=has_side_effect,
     token=token,
     aliases=aliases,

@@ -17,6 +17,7 @@ import numpy as np
 
 from callgate import _delivery, _tap
 from callgate._consumers import check_not_forked
+from callgate._masked import shown
 from callgate._tap import Tap, TapSite
 
 CHANNEL = "host_callback"
@@ -148,4 +149,4 @@ def _as_array(api: str, leaf: Any, index: int) -> Any:
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
-    raise TypeError(f"{api}: leaf {index}: expected an array, got {type(leaf).__name__}") from error
+    raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error

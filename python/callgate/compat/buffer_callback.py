@@ -2,13 +2,16 @@
 
 The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU and on
 CUDA GPUs callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has
-one. New
-code is better off with `callgate.gate(style="context", arrays="buffer")`, which has derivatives,
-results that are checked for escapes, and the original exceptions.
+one. New code is better off with `callgate.gate(style="context", arrays="buffer")`, which has
+derivatives, results that are checked for escapes, and the original exceptions.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from callgate import _compat, _options, _runtime, _sharding
+from callgate import _compat, _options, _runtime, _sharding, _spec
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._primitive import RUNTIME_PLATFORMS
 from callgate.compat._call import emit_call
@@ -74,6 +77,7 @@ def buffer_callback(
   input_output_aliases: dict[int, int] | None = None,
   command_buffer_compatible: bool = False,
   sharding: str | None = None,
+  name: str | None = None,
 ) -> Callable[..., Any]:
   """A callable that runs `callback` on XLA's own memory, in place.
 
@@ -90,14 +94,18 @@ def buffer_callback(
     sharding: in a program that XLA splits over several devices, where JAX knows nothing like it:
       None or "gather" calls once, with whole arrays; "shard" calls on each device with its part of
       the leading dimensions; or a rule, as for `callgate.gate`.
+    name: what programs call the callback by, of which JAX knows nothing either. `jax.export` takes
+      a program to other processes with `callgate.export_checks()`; each has to make the callable of
+      that name, and to keep it, before it runs the program. Without a name an exported
+      program runs in this process alone.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
     What the callback doesn't write is undefined.
 
   Raises:
-    ValueError: from the function, for aliases out of range, of different shapes or dtypes, or two
-      of one output, and when differentiated.
+    ValueError: another gate or callback has the name. From the function, for aliases out of range,
+      of different shapes or dtypes, or two of one output, and when differentiated.
     GateDefinitionError: `sharding` is not one of these, or doesn't fit the arrays.
     jax.errors.JaxRuntimeError: from the program, when the callback raises or returns a value.
 
@@ -114,6 +122,8 @@ def buffer_callback(
     raise GateDefinitionError(
       f"{_label(callback)}: sharding: expected a str or None, got a function"
     )
+  name = _options.name(_label(callback), name)
+  named = None if name is None else _named(name, callback, graph=command_buffer_compatible)
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
 
@@ -131,6 +141,7 @@ def buffer_callback(
       input_output_aliases=_checked_aliases(input_output_aliases or {}, in_avals, result_avals),
       command_buffer_compatible=command_buffer_compatible,
       sharding=sharding,
+      named=named,
     )
     return jax.tree.unflatten(out_tree, flat_results)
 
@@ -169,8 +180,17 @@ class BufferCallbackEffect(_compat.Effect):
   def __str__(self) -> str:
     return "BufferCallback"
 
+  def __eq__(self, other: object) -> bool:
+    return type(self) is type(other)
+
+  def __hash__(self) -> int:
+    return hash(type(self))
+
 
 _effect = BufferCallbackEffect()
+_known: weakref.WeakValueDictionary[str, _Named] = weakref.WeakValueDictionary()
+_exported: list[Callee] = []
+_lock = threading.Lock()
 
 # The name is part of vmap's error text.
 buffer_callback_p = Primitive("buffer_callback")
@@ -230,18 +250,18 @@ def _lowering_to_runtime(
   input_output_aliases: tuple[tuple[int, int], ...],
   command_buffer_compatible: bool,
   sharding: str | None,
+  named: _Named | None,
   **_params: Any,
 ) -> Sequence[Any]:
   aliases = dict(input_output_aliases)
-  callee = Callee(
-    _runtime.unique_name(callback),
-    _flat_callback(callback, in_tree, out_tree),
-    style="context",
-    arrays="buffer",
-    flat_results=True,
-    native=True,
-    command_buffer=command_buffer_compatible,
-  )
+  exported = _compat.is_export(ctx)
+  if named is not None:
+    callee = named.callee
+  else:
+    with _runtime.name_while_alive(callback, "") as free:
+      callee = _callee(free, callback, graph=command_buffer_compatible)
+    if exported:
+      _exported.append(callee)  # nothing tells when the last copy of the program is gone
   graph = command_buffer_compatible and _compat.platforms_of(ctx)[0] == "cuda"
   results, _ = emit_call(
     ctx,
@@ -249,6 +269,8 @@ def _lowering_to_runtime(
     operands,
     ctx.avals_in,
     ctx.avals_out,
+    spec=_spec.encode(in_tree, out_tree, ()),
+    keep=not exported,
     has_side_effect=has_side_effect,
     aliases=aliases,
     sharded=_sharding.of_callback(
@@ -259,20 +281,52 @@ def _lowering_to_runtime(
   return results
 
 
-def _flat_callback(
-  callback: Callable[..., None], in_tree: Any, out_tree: Any
-) -> Callable[..., None]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Named:
+  """A callback that the user gave a name."""
+
+  callback: Callable[..., None]
+  graph: bool
+  callee: Callee
+
+
+def _named(name: str, callback: Callable[..., None], *, graph: bool) -> _Named:
+  """The one of that name, where it is for the same callback, else a new one."""
+  with _lock:
+    known = _known.get(name)
+    if known is None or (known.callback, known.graph) != (callback, graph):
+      known = _known[name] = _Named(callback, graph, _callee(name, callback, graph=graph))
+    return known
+
+
+def _callee(name: str, callback: Callable[..., None], *, graph: bool) -> Callee:
+  return Callee(
+    name,
+    callback,
+    bind=functools.partial(_bind, callback),
+    style="context",
+    arrays="buffer",
+    flat_results=True,
+    native=True,
+    command_buffer=graph,
+  )
+
+
+def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None], bool]:
   """`callback` as the runtime calls it: the context, a tuple of results, then flat inputs."""
-  one_result = out_tree == jax.tree.structure(0)
-  flat = in_tree == jax.tree.structure(((0,) * in_tree.num_leaves, {}))
+  trees = None if spec in ("", "*") else _spec.signature(spec)
 
   def call(context: Context, outputs: tuple[Buffer, ...], *inputs: Buffer) -> None:
-    out = outputs[0] if one_result else jax.tree.unflatten(out_tree, outputs)
-    args, kwargs = (inputs, {}) if flat else jax.tree.unflatten(in_tree, inputs)
+    out: Any = outputs if spec else outputs[0]
+    args: tuple[Any, ...] = inputs
+    kwargs: dict[str, Any] = {}
+    if trees is not None:
+      out = jax.tree.unflatten(trees.out_tree, outputs)
+      args, kwargs = trees.arguments(inputs)
     if callback(ExecutionContext(context), out, *args, **kwargs) is not None:
       raise ValueError("buffer_callback callback must not return any values.")
 
-  return call
+  return call, True
 
 
 def _other_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:

@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat
+from callgate import _callgate, _compat, _options
 from callgate.channel import start_channel
 from callgate.compat import _layout, _receiver
 from callgate.compat._receiver import TapFunctionException
@@ -258,7 +258,7 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   Args:
     path: the file; it is replaced.
   """
-  sink: Any = _callgate.outfeed_2020_sink(os.fspath(path))  # pyright: ignore
+  sink: Any = _callgate.outfeed_2020_sink(_options.path("outfeed_stream", "path", path))  # pyright: ignore
   handle = start_channel(CHANNEL)
   handle.add([sink])
   try:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate, _options, _processes
+from callgate._masked import is_masked, shown
 from callgate._records import Record, leaf_paths
 from callgate.sinks._base import Sink, SinkError, StrPath, check_process
 
@@ -58,7 +59,7 @@ class NativeSink(Sink):
       name=info.name,
       role=_ROLES.index(info.role),
       leaves=[
-        _leaf(path, np.asarray(leaf))
+        _leaf(path, _as_array(path, leaf))
         for (path, _), leaf in zip(leaf_paths(tree), leaves, strict=True)
       ],
       seq=info.seq,
@@ -196,6 +197,12 @@ class Stats(NativeSink):
 @functools.cache
 def _codes() -> dict[str, int]:
   return {name: code for code, name in _callgate.dtype_codes()}
+
+
+def _as_array(path: str, leaf: Any) -> np.ndarray:
+  if is_masked(leaf):
+    raise ValueError(f"expected an array of the leaf {path!r}, got {shown(leaf)}")
+  return np.asarray(leaf)
 
 
 def _leaf(path: str, array: np.ndarray) -> tuple[str, int, list[int], bytes]:
