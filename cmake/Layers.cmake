@@ -4,7 +4,7 @@
 # warnings are about our own code.
 add_library(callgate_options INTERFACE)
 target_compile_options(callgate_options INTERFACE -Wall -Wextra -Wconversion)
-if(CMAKE_UNITY_BUILD)
+if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
   # It takes the .cc files that are compiled at once for headers.
   target_compile_options(callgate_options INTERFACE -Wno-subobject-linkage)
 endif()

@@ -183,7 +183,11 @@ void bind_handles(nb::module_& module) {
       .def("remove",
            [](ChannelHandle& handle, ConsumerHandle& consumer) {
              // It waits for what is in delivery.
-             without_gil([&] { handle.channel().remove(consumer.consumer); });
+             const std::uint64_t delivery =
+                 without_gil([&] { return handle.channel().request_removal(consumer.consumer); });
+             wait_in_slices(std::nullopt, [&](Clock::duration slice) {
+               return handle.channel().removed(delivery, slice);
+             });
            })
       .def("start", [](ChannelHandle& handle) { handle.channel().start(); })
       .def(

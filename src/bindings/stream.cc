@@ -100,7 +100,10 @@ class StreamReader {
   explicit StreamReader(std::string address) : address_(std::move(address)) {
     StreamAddress parsed = parse_stream_address(address_);
     is_file_ = parsed.transport == StreamTransport::kFile;
-    reader_ = without_gil([&] { return guarded([&] { return connect(parsed); }); });
+    do {  // a signal's handler may raise; else the wait goes on
+      reader_ = without_gil([&] { return guarded([&] { return connect(parsed); }); });
+      if (reader_ == nullptr && PyErr_CheckSignals() != 0) nb::raise_python_error();
+    } while (reader_ == nullptr);
   }
 
   // At most `limit` records that are there; waits for the first one.
@@ -188,10 +191,12 @@ class StreamReader {
     StreamReader& reader_;
   };
 
+  // Null where a signal ended the wait.
   static std::unique_ptr<stream::Reader> connect(const StreamAddress& address) {
     if (address.transport == StreamTransport::kFile)
       return std::make_unique<stream::Reader>(address.path);
     int fd = connect_stream(address).release();
+    if (fd < 0) return nullptr;
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     return std::make_unique<stream::Reader>(fd);
   }

@@ -98,9 +98,13 @@ bool Channel::send(const Parcel& parcel) noexcept {
   bool sent = false;
   if (!closed_.load(std::memory_order_seq_cst) && !abandoned() && passes_sampling(parcel.sender)) {
     Place place = reserve(parcel);
+    // Relaxed: only this source's senders write it, and enrolling twice does no harm.
+    if (place.entry != nullptr && parcel.sender.enrolled.load(std::memory_order_relaxed) != id_ &&
+        !enrol(parcel.sender)) {
+      give_up(*place.entry, source);
+      place = {nullptr, /*no_memory=*/true};
+    }
     if (Entry* entry = place.entry) {
-      // Relaxed: only this source's senders write it, and enrolling twice does no harm.
-      if (parcel.sender.enrolled.load(std::memory_order_relaxed) != id_) enrol(parcel.sender);
       record.payload = entry->record.payload;
       entry->record = record;
       write(parcel, const_cast<char*>(record.payload));
@@ -165,6 +169,14 @@ Channel::Place Channel::reserve_aside(std::size_t payload) noexcept {
   entry->kind = Entry::Kind::kAside;
   entry->record.payload = block.data;
   return {entry};
+}
+
+// A place that no record fills after all.
+void Channel::give_up(Entry& entry, const Source& source) noexcept {
+  if (entry.kind == Entry::Kind::kAside)
+    aside_->give_back(const_cast<char*>(entry.record.payload), source.payload_bytes);
+  entry.kind = Entry::Kind::kFiller;
+  ring_.publish(entry);
 }
 
 // Others need not tell, too.
@@ -250,7 +262,7 @@ bool Channel::send_aside_of_ring(const Parcel& parcel, Record record) noexcept {
     Overflow one{0, record, std::make_unique_for_overwrite<char[]>(source.payload_bytes)};
     one.record.payload = one.payload.get();
     write(parcel, one.payload.get());
-    enrol(parcel.sender);
+    if (!enrol(parcel.sender)) return false;
     std::lock_guard lock(mutex_);
     one.position = ring_.tail();
     overflow_.push_back(std::move(one));
@@ -273,11 +285,14 @@ bool Channel::overflows() const noexcept {
   return overflowing_.load(std::memory_order_relaxed) && on_own_thread();  // its own flag
 }
 
-// The source stays for as long as its records.
-void Channel::enrol(Sender& sender) {
+// The source stays for as long as its records. False where there is no memory to note it.
+bool Channel::enrol(Sender& sender) noexcept try {
   std::lock_guard lock(mutex_);
   sources_[sender.source.get()] = sender.source;
   sender.enrolled.store(id_, std::memory_order_relaxed);  // see send()
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 void Channel::give_back_aside(const Record& record) noexcept {

@@ -94,6 +94,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
   void remove(const std::shared_ptr<Consumer>& consumer);
 
+  // The same in two steps, for who waits in slices: false when the time ran out.
+  std::uint64_t request_removal(const std::shared_ptr<Consumer>& consumer);
+  bool removed(std::uint64_t delivery, Clock::duration timeout);
+
   // Starts the thread without a consumer of the channel's: sources have their own.
   void start();
 
@@ -165,6 +169,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
     std::unique_ptr<char[]> payload;
   };
 
+  // Of a batch, that the channel's thread has from its start: with less it could not go on where
+  // there is no memory.
+  static constexpr std::size_t kLeastPlaces = 64;
+
   // Senders.
   struct Place {
     Entry* entry = nullptr;
@@ -176,14 +184,16 @@ class Channel : public std::enable_shared_from_this<Channel> {
   Place reserve_aside(std::size_t payload) noexcept;
   Place wait_for_room(std::size_t payload) noexcept;
   Place make_room(std::size_t payload) noexcept;
+  void give_up(Entry& entry, const Source& source) noexcept;
   void note_no_memory(const Source& source) noexcept;
   void interrupt() noexcept;
   bool send_aside_of_ring(const Parcel& parcel, Record record) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
-  void enrol(Sender& sender);
+  bool enrol(Sender& sender) noexcept;
   bool overflows() const noexcept;
   void wake_consumer() noexcept;
   bool on_own_thread() const noexcept;
+  void start_locked();
   Moment moment() const noexcept { return {ring_.tail(), overflowed_}; }  // under the mutex
 
   // Both.
@@ -199,8 +209,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return next_.load(std::memory_order_relaxed);  // late for kDropOld alone: one more round
   }
   std::uint64_t collect();
+  bool has_place() noexcept;
   void take(Entry& entry);
-  void drop_uncopied() noexcept;
+  void drop_newest() noexcept;
   void collect_overflow(std::uint64_t position);
   void deliver_inherited();
   void deliver() noexcept;

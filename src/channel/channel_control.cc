@@ -1,5 +1,7 @@
 // Set-up and waiting: what those do who own a channel, on their threads.
 #include <algorithm>
+#include <new>
+#include <system_error>
 #include <utility>
 
 #include "channel/channel.h"
@@ -7,32 +9,52 @@
 namespace callgate {
 
 void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
-  {
-    std::lock_guard lock(mutex_);
-    if (finished_) return;
-    for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
-  }
-  start();
+  std::lock_guard lock(mutex_);
+  if (finished_) return;
+  consumers_.reserve(consumers_.size() + consumers.size());
+  start_locked();  // before they are added: it may throw
+  for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
 }
 
 void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
-  if (abandoned()) return;  // nobody delivers, and the mutex may be held for ever
-  std::unique_lock lock(mutex_);
-  std::erase(consumers_, consumer);
-  if (on_own_thread()) {
-    // In a consumer's call: whoever leaves now does not get what is in delivery either.
-    std::ranges::replace(current_, consumer, nullptr);
-    return;
+  const std::uint64_t delivery = request_removal(consumer);
+  while (!removed(delivery, std::chrono::hours(1))) {
   }
+}
+
+std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer) {
+  if (abandoned()) return 0;  // nobody delivers, and the mutex may be held for ever
+  std::lock_guard lock(mutex_);
+  std::erase(consumers_, consumer);
+  // In a consumer's call: whoever leaves now does not get what is in delivery either.
+  if (on_own_thread()) std::ranges::replace(current_, consumer, nullptr);
+  return deliveries_;
+}
+
+bool Channel::removed(std::uint64_t delivery, Clock::duration timeout) {
+  if (abandoned() || on_own_thread()) return true;
+  std::unique_lock lock(mutex_);
   // The delivery that is under way: on a busy channel the next begins at once.
-  std::uint64_t ended = deliveries_;
-  done_.wait(lock, [&] { return !in_delivery_ || deliveries_ != ended; });
+  return done_.wait_for(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
 }
 
 void Channel::start() {
   std::lock_guard lock(mutex_);
+  start_locked();
+}
+
+// The mutex is held, for which the thread waits.
+void Channel::start_locked() {
   if (running_ || closing_) return;
-  thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  batch_.reserve(kLeastPlaces);
+  copies_.reserve(kLeastPlaces);
+  taken_aside_.reserve(kLeastPlaces);
+  try {
+    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  } catch (const std::system_error& error) {
+    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
+                error.code().message());
+  }
   running_ = true;
 }
 
@@ -54,11 +76,16 @@ void Channel::retire(const Source& source) {
   std::lock_guard lock(mutex_);
   auto found = sources_.find(&source);
   if (found == sources_.end()) return;
+  if (!settled_.covers(moment())) {  // a record of it may be left
+    try {
+      retired_.push_back({moment(), found->second});
+    } catch (const std::bad_alloc&) {
+      return;  // it stays until the channel ends
+    }
+    work_.notify_one();  // what is left may have been dropped behind its back
+  }
   kept = std::move(found->second);
   sources_.erase(found);
-  if (settled_.covers(moment())) return;  // no record of it is left
-  retired_.push_back({moment(), std::move(kept)});
-  work_.notify_one();  // what is left may have been dropped behind its back
 }
 
 std::uint64_t Channel::request_flush() {

@@ -1,8 +1,10 @@
-// What a channel's own thread does: take records, call the consumers, serve flushes, rest.
+// What a channel's own thread does: take records, serve flushes, rest. channel_delivery.cc calls
+// the consumers.
 #include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "channel/channel.h"
@@ -15,21 +17,25 @@ constexpr std::size_t kBatchRecords = 4096;
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
-// Who is named where a channel has failed by itself.
-class Itself final : public Consumer {
- public:
-  void consume(std::span<const Record> /*records*/) override {}
-  std::string description() const override { return "the sending"; }
-};
-
-// The large payloads of the batch that this thread delivers, while they may be lent.
-thread_local const std::vector<std::shared_ptr<SideBlock>>* t_lender = nullptr;
+// Does what the thread can't go on without, as soon as there is memory for it. What the step does
+// before it finds none does no harm when it is done again.
+template <typename Step>
+auto insist(Step&& step) {
+  for (;;) {
+    try {
+      return step();
+    } catch (const std::bad_alloc&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
 
 }  // namespace
 
 void Channel::run() {
   thread_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // see on_own_thread()
-  pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str());
+  insist(
+      [&] { pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str()); });
   deliver_inherited();
   for (;;) {
     bool some = deliver_some();
@@ -49,9 +55,11 @@ void Channel::run() {
 }
 
 void Channel::begin_delivery() {
-  std::lock_guard lock(mutex_);
-  in_delivery_ = true;
-  current_ = consumers_;
+  insist([&] {
+    std::lock_guard lock(mutex_);
+    in_delivery_ = true;
+    current_ = consumers_;
+  });
 }
 
 bool Channel::deliver_some() {
@@ -75,7 +83,7 @@ std::uint64_t Channel::collect() {
   if (copies) note_high_water();
   std::uint64_t first = next_.load(std::memory_order_relaxed);  // the mutex orders it
   std::uint64_t next = first;
-  while (batch_.size() < kBatchRecords) {
+  while (batch_.size() < kBatchRecords && has_place()) {
     Entry* entry = ring_.at(next);
     if (entry == nullptr) break;
     std::uint64_t after = Ring::after(*entry);
@@ -89,19 +97,40 @@ std::uint64_t Channel::collect() {
   return next;
 }
 
+// Whether the batch takes one more record. Without memory what is in it goes first.
+bool Channel::has_place() noexcept {
+  auto grown = [](auto& places) {
+    if (places.size() == places.capacity()) places.reserve(2 * places.capacity());
+  };
+  try {
+    grown(batch_);
+    grown(copies_);
+    grown(taken_aside_);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+// There is a place for it.
 void Channel::take(Entry& entry) {
   batch_.push_back(entry.record);
   Record& record = batch_.back();
   std::size_t bytes = record.source->payload_bytes;
   if (entry.kind == Entry::Kind::kAside) {
-    taken_aside_.push_back(
-        std::make_shared<SideBlock>(aside_, const_cast<char*>(record.payload), bytes));
+    try {
+      taken_aside_.push_back(
+          std::make_shared<SideBlock>(aside_, const_cast<char*>(record.payload), bytes));
+    } catch (const std::bad_alloc&) {
+      give_back_aside(record);
+      return drop_newest();
+    }
   } else if (options_.on_full == OnFull::kDropOld) {
     // Counted as the ring's memory is that it leaves.
     try {
       copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
     } catch (const std::bad_alloc&) {
-      return drop_uncopied();
+      return drop_newest();
     }
     std::size_t written = record.source->kept ? record.source->written_bytes : bytes;
     std::memcpy(copies_.back().get(), record.payload, written);
@@ -111,8 +140,8 @@ void Channel::take(Entry& entry) {
   }
 }
 
-// The batch's newest, for whose copy there is no memory. The head's mutex is held.
-void Channel::drop_uncopied() noexcept {
+// Of the batch, for which there is no memory. The head's mutex is held.
+void Channel::drop_newest() noexcept {
   const Record record = batch_.back();
   batch_.pop_back();
   record.let_go();
@@ -125,7 +154,7 @@ void Channel::drop_uncopied() noexcept {
 // What this thread sent while the ring was full, as far as it is its turn.
 void Channel::collect_overflow(std::uint64_t position) {
   std::lock_guard lock(mutex_);
-  while (!overflow_.empty() && overflow_.front().position <= position) {
+  while (!overflow_.empty() && overflow_.front().position <= position && has_place()) {
     batch_.push_back(overflow_.front().record);
     copies_.push_back(std::move(overflow_.front().payload));
     overflow_bytes_taken_ += batch_.back().source->payload_bytes;
@@ -144,7 +173,7 @@ void Channel::deliver_inherited() {
   std::uint64_t next = other.next_.load(std::memory_order_relaxed);  // nobody else moves it
   while (Entry* entry = other.ring_.at(next)) {
     next = Ring::after(*entry);
-    if (entry->kind != Entry::Kind::kFiller) batch_.push_back(entry->record);
+    if (entry->kind != Entry::Kind::kFiller) insist([&] { batch_.push_back(entry->record); });
   }
   if (!batch_.empty()) deliver();
   for (const Record& record : batch_) record.let_go();
@@ -158,107 +187,6 @@ void Channel::deliver_inherited() {
   done.swap(inherited_);
 }
 
-void Channel::deliver() noexcept {
-  bool shared = std::ranges::any_of(
-      batch_, [](const Record& record) { return record.source->consumer != nullptr; });
-  for (std::size_t i = 0; i < current_.size(); ++i) {
-    std::shared_ptr<Consumer> consumer = current_[i];  // remove() may take it out meanwhile
-    if (consumer != nullptr)
-      hand_over(*consumer, batch_, /*last=*/!shared && i + 1 == current_.size());
-  }
-  // Runs of records whose sources share a consumer of their own.
-  std::span<const Record> rest(batch_);
-  while (!rest.empty()) {
-    Consumer* consumer = rest.front().source->consumer.get();
-    auto end = std::ranges::find_if(
-        rest, [&](const Record& record) { return record.source->consumer.get() != consumer; });
-    auto count = static_cast<std::size_t>(end - rest.begin());
-    if (consumer != nullptr) hand_over(*consumer, rest.first(count), /*last=*/true);
-    rest = rest.subspan(count);
-  }
-}
-
-void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
-  t_lender = last ? &taken_aside_ : nullptr;
-  const std::uint64_t lost = consumer.lost();
-  tell(consumer, [&] {
-    if (consumer.takes_device_arrays()) return consumer.consume(records);
-    hand_over_host_arrays(consumer, records);
-  });
-  t_lender = nullptr;
-  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's; a gauge
-}
-
-// To a consumer that can't read a device: without the records of sources that are for those who
-// can. Throws Error when there were any, after the others.
-void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> records) {
-  auto refused = [](const Record& record) { return record.source->on_device; };
-  auto first = std::ranges::find_if(records, refused);
-  if (first == records.end()) return consumer.consume(records);
-  const std::string& name = first->source->name;
-  while (!records.empty()) {
-    auto end = std::ranges::find_if(records, refused);
-    auto count = static_cast<std::size_t>(end - records.begin());
-    if (count != 0) consumer.consume(records.first(count));
-    records = records.subspan(count);
-    while (!records.empty() && refused(records.front())) records = records.subspan(1);
-  }
-  throw Error(ErrorCode::kInvalidArgument, "channel '" + options_.name + "'",
-              "consumers in Python, called for each record, of tap '" + name +
-                  "', which has on_device=True",
-              consumer.description());
-}
-
-std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
-  if (t_lender == nullptr) return nullptr;
-  for (const auto& block : *t_lender)
-    if (block->data == record.payload) return block;
-  return nullptr;
-}
-
-// What one consumer throws is nobody else's business.
-template <typename Action>
-void Channel::tell(Consumer& consumer, Action&& action) noexcept {
-  auto report = [&](const char* what) {
-    try {
-      on_error_(*this, consumer, what);
-    } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
-    }
-  };
-  try {
-    action();
-  } catch (const std::exception& error) {
-    report(error.what());
-  } catch (...) {
-    report("an unknown C++ exception");
-  }
-}
-
-// All that take part in a delivery, which they leave.
-void Channel::tell_current(void (Consumer::*what)()) noexcept {
-  std::shared_ptr<Consumer> consumer;  // held: as in deliver()
-  for (const auto& each : current_) {
-    consumer = each;
-    if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
-  }
-  current_.clear();
-}
-
-// Once, for all that senders and this thread have found no memory for.
-void Channel::report_no_memory() noexcept {
-  // Relaxed: see note_no_memory().
-  std::size_t bytes = no_memory_.load(std::memory_order_relaxed);
-  if (bytes <= 1) return;
-  no_memory_.store(1, std::memory_order_relaxed);
-  Itself itself;
-  tell(itself, [&] {
-    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'",
-                "memory for a record of " + std::to_string(bytes) + " bytes",
-                "none from the system: it is dropped, as all will be that find none; stats() "
-                "counts them");
-  });
-}
-
 // Everything before `position`, and what was taken besides, is done with.
 void Channel::settle(std::uint64_t position) {
   for (const Record& record : batch_) record.let_go();
@@ -268,14 +196,13 @@ void Channel::settle(std::uint64_t position) {
   delivered_.fetch_add(batch_.size(), std::memory_order_release);
   batch_.clear();
   current_.clear();
-  std::deque<Retired> gone;  // ends without the mutex
-  std::lock_guard lock(mutex_);
-  settled_ = {position, overflow_taken_};
-  while (!retired_.empty() && settled_.covers(retired_.front().moment)) {
-    gone.push_back(std::move(retired_.front()));
+  for (std::shared_ptr<const Source> gone;; gone.reset()) {  // ends without the mutex
+    std::lock_guard lock(mutex_);
+    settled_ = {position, overflow_taken_};
+    if (retired_.empty() || !settled_.covers(retired_.front().moment)) return end_delivery();
+    gone = std::move(retired_.front().source);
     retired_.pop_front();
   }
-  end_delivery();
 }
 
 void Channel::give_room(std::uint64_t position) {
@@ -321,16 +248,17 @@ std::vector<std::shared_ptr<Consumer>> Channel::all_consumers() const {
 
 void Channel::serve_flushes() {
   std::uint64_t served = 0;
-  {
+  insist([&] {
     std::lock_guard lock(mutex_);
+    if (flushes_.empty() || !settled_.covers(flushes_.front().moment)) return;
+    in_delivery_ = true;
+    current_ = all_consumers();
     while (!flushes_.empty() && settled_.covers(flushes_.front().moment)) {
       served = flushes_.front().request;
       flushes_.pop_front();
     }
-    if (served == 0) return;
-    in_delivery_ = true;
-    current_ = all_consumers();
-  }
+  });
+  if (served == 0) return;
   report_no_memory();  // of what was sent before
   tell_current(&Consumer::flush);
   std::lock_guard lock(mutex_);
@@ -368,7 +296,7 @@ void Channel::rest() {
 
 void Channel::finish() {
   report_no_memory();
-  std::deque<Retired> gone;
+  auto gone = insist([] { return std::deque<Retired>(); });
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources;
   for (;;) {
     {

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "channel/file_lock.h"
+#include "channel/sinks/consume_each.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -57,7 +58,7 @@ Outfeed2020Sink::Outfeed2020Sink(std::string path)
 Outfeed2020Sink::~Outfeed2020Sink() {
   try {
     close();
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
+  } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
   }
 }
 
@@ -72,7 +73,6 @@ const std::string& Outfeed2020Sink::header_of(const Source& source) {
   try {
     header = outfeed_2020::encode_header(source.id, outfeed_2020::encode_metadata(arrays));
   } catch (const Error& error) {
-    lose(1);
     throw Error(error.code(), "outfeed file '" + path_ + "': the values of '" + source.name +
                                   "' can't be written: " + error.what());
   }
@@ -83,28 +83,37 @@ void Outfeed2020Sink::add(const Record& record) {
   const Source& source = *record.source;
   const std::string& header = header_of(source);
   if (!sends_a_lane(record)) return;
-  buffer_.append(header);
-  for (std::size_t i = 0; i < source.value_leaves; ++i) {
-    const LeafType& leaf = source.leaves[i];
-    if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
+  const std::size_t start = buffer_.size();
+  try {
+    buffer_.append(header);
+    for (std::size_t i = 0; i < source.value_leaves; ++i) {
+      const LeafType& leaf = source.leaves[i];
+      if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
+    }
+    ends_.push_back(buffer_.size());
+  } catch (...) {
+    buffer_.resize(start);  // no half of a message
+    throw;
   }
-  ends_.push_back(buffer_.size());
-  if (buffer_.size() >= kWriteBytes) write();
+  if (buffer_.size() >= kWriteBytes) write_out();
+}
+
+// What finds no room is lost, and counted.
+void Outfeed2020Sink::write_out() noexcept {
+  try {
+    write();
+  } catch (...) {
+    if (failure_ == nullptr) failure_ = std::current_exception();
+  }
 }
 
 void Outfeed2020Sink::consume(std::span<const Record> records) {
   if (closed_) return;
-  std::exception_ptr first;
-  auto keep_first = [&](auto&& step) {
-    try {
-      step();
-    } catch (const Error&) {
-      if (first == nullptr) first = std::current_exception();
-    }
+  auto finish = [&] {
+    write_out();
+    if (failure_ != nullptr) std::rethrow_exception(std::exchange(failure_, nullptr));
   };
-  for (const Record& record : records) keep_first([&] { add(record); });
-  keep_first([&] { write(); });
-  if (first != nullptr) std::rethrow_exception(first);
+  consume_each(*this, records, [&](const Record& record) { add(record); }, finish);
 }
 
 void Outfeed2020Sink::write() {

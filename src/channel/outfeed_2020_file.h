@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -34,6 +35,7 @@ class Outfeed2020Sink final : public Consumer {
   const std::string& header_of(const Source& source);
   void add(const Record& record);
   void write();
+  void write_out() noexcept;
 
   std::string path_;
   UniqueFd fd_;
@@ -41,6 +43,7 @@ class Outfeed2020Sink final : public Consumer {
   std::vector<std::size_t> ends_;                           // of the messages in it
   std::uint64_t size_ = 0;                                  // of whole messages
   std::unordered_map<std::uint64_t, std::string> headers_;  // by Source::id
+  std::exception_ptr failure_;                              // the batch's first to write
   bool closed_ = false;
 };
 

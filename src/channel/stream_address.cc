@@ -120,6 +120,7 @@ UniqueFd connect_tcp(const StreamAddress& address, int& reason) {
     set_flags(fd.get(), /*nonblocking=*/false);
     if (connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0) return fd;
     reason = errno;
+    if (reason == EINTR) break;
   }
   return UniqueFd();
 }
@@ -154,6 +155,7 @@ StreamAddress parse_stream_address(std::string_view text) {
   bool brackets = host.starts_with('[') && host.ends_with(']');
   if (!brackets && host.find(':') != std::string_view::npos) refuse();
   if (brackets) host = host.substr(1, host.size() - 2);
+  if (host.find_first_of("[]") != std::string_view::npos) refuse();
   address.host = host.empty() ? "127.0.0.1" : std::string(host);
   return address;
 }
@@ -166,7 +168,7 @@ UniqueFd connect_stream(const StreamAddress& address) {
   int reason = 0;
   UniqueFd fd = address.transport == StreamTransport::kUnix ? connect_unix(address, reason)
                                                             : connect_tcp(address, reason);
-  if (!fd) fail(address, "connecting", std::strerror(reason));
+  if (!fd && reason != EINTR) fail(address, "connecting", std::strerror(reason));
   return fd;
 }
 

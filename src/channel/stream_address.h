@@ -30,7 +30,7 @@ StreamAddress parse_stream_address(std::string_view text);
 // dead process left at a Unix path is replaced; a live one's is an error.
 UniqueFd listen_stream(StreamAddress& address);
 
-// A blocking connection.
+// A blocking connection. Without one where a signal ended the wait.
 UniqueFd connect_stream(const StreamAddress& address);
 
 }  // namespace callgate

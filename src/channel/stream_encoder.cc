@@ -143,17 +143,35 @@ void StreamEncoder::start(StreamBatch& batch) {
 
 std::uint32_t StreamEncoder::number_of(const Source& source, StreamBatch& batch) {
   auto [entry, is_new] = numbers_.try_emplace(source.id, size32(numbers_.size()));
-  if (is_new) {
-    std::size_t before = preamble_.size();
+  if (!is_new) return entry->second;
+  const std::size_t before = preamble_.size(), batched = batch.bytes.size();
+  try {
     put_source(preamble_, source, entry->second);
     batch.bytes.append(preamble_, before);
+  } catch (...) {  // the number is the next one's
+    preamble_.resize(before);
+    batch.bytes.resize(batched);
+    numbers_.erase(entry);
+    throw;
   }
   return entry->second;
 }
 
 void StreamEncoder::add(const Record& record, StreamBatch& batch) {
+  const std::uint32_t number = number_of(*record.source, batch);
+  const std::size_t bytes = batch.bytes.size(), externals = batch.externals.size();
+  try {
+    append(record, number, batch);
+  } catch (...) {  // no half of a frame
+    batch.bytes.resize(bytes);
+    batch.externals.resize(externals);
+    throw;
+  }
+  ++records_;
+}
+
+void StreamEncoder::append(const Record& record, std::uint32_t number, StreamBatch& batch) const {
   const Source& source = *record.source;
-  std::uint32_t number = number_of(source, batch);
   std::string& out = batch.bytes;
   std::size_t start = begin_frame(out, 'R');
   put_record_fields(out, record, number);
@@ -177,7 +195,6 @@ void StreamEncoder::add(const Record& record, StreamBatch& batch) {
   }
   take_in();
   seal(out, start, out.size() - start + outside, crc);
-  ++records_;
 }
 
 void StreamEncoder::finish(StreamBatch& batch) {

@@ -61,7 +61,8 @@ class StreamEncoder {
   // Begins a session: the sources are forgotten, and described again before their next record.
   void start(StreamBatch& batch);
 
-  // The record, after the description of its source if the session has none.
+  // The record, after the description of its source if the session has none. Where it throws, an
+  // Error for a source that no reader would take, the batch is as it was.
   void add(const Record& record, StreamBatch& batch);
 
   // Ends the session.
@@ -72,6 +73,7 @@ class StreamEncoder {
 
  private:
   std::uint32_t number_of(const Source& source, StreamBatch& batch);
+  void append(const Record& record, std::uint32_t number, StreamBatch& batch) const;
 
   std::size_t external_from_;
   std::int32_t process_index_;

@@ -13,8 +13,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstring>
 #include <functional>
 #include <iterator>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -50,7 +52,8 @@ StreamServer::StreamServer(StreamAddress address, Limits limits, std::string pre
       preamble_(std::make_shared<const std::string>(std::move(preamble))) {
   std::array<int, 2> ends{};
   if (pipe(ends.data()) != 0) {
-    throw Error(ErrorCode::kInternal, "stream at '" + address_.text() + "': no pipe could be made");
+    throw Error(ErrorCode::kInternal, "stream at '" + address_.text() +
+                                          "': making a pipe: " + std::strerror(errno));
   }
   wake_read_ = UniqueFd(ends[0]);
   wake_write_ = UniqueFd(ends[1]);
@@ -111,15 +114,23 @@ void StreamServer::serve() {
 #ifdef __linux__
   pthread_setname_np(pthread_self(), "callgate-serve");
 #endif
-  for (;;) {
-    std::optional<Clock::time_point> deadline = take_pending();
-    for (const auto& reader : readers_) pump(*reader);
-    drop_gone();
-    if (deadline && (all_sent() || Clock::now() >= *deadline)) break;
-    wait(deadline.has_value());
+  while (serve_once()) {
   }
   std::lock_guard lock(mutex_);
   readers_.clear();
+}
+
+// False when all is sent that a closing server sends. Without memory it tries again later.
+bool StreamServer::serve_once() noexcept try {
+  std::optional<Clock::time_point> deadline = take_pending();
+  for (const auto& reader : readers_) pump(*reader);
+  drop_gone();
+  if (deadline && (all_sent() || Clock::now() >= *deadline)) return false;
+  wait(deadline.has_value());
+  return true;
+} catch (const std::bad_alloc&) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return true;
 }
 
 // Takes over what send() has left. Returns until when to send, if the server closes.
@@ -127,8 +138,8 @@ std::optional<StreamServer::Clock::time_point> StreamServer::take_pending() {
   std::lock_guard lock(mutex_);
   for (const auto& reader : readers_) {
     if (reader->lags) reader->gone = true;
-    for (Chunk& chunk : reader->pending) reader->sending.push_back(std::move(chunk));
-    reader->pending.clear();
+    for (; !reader->pending.empty(); reader->pending.pop_front())
+      reader->sending.push_back(std::move(reader->pending.front()));
   }
   return closing_ ? std::optional(deadline_) : std::nullopt;
 }
@@ -141,6 +152,7 @@ void StreamServer::drop_gone() {
   auto is_gone = [](const auto& reader) { return reader->gone; };
   if (std::ranges::none_of(readers_, is_gone)) return;
   std::vector<std::unique_ptr<Reader>> gone;  // closed without the mutex
+  gone.reserve(readers_.size());              // none is moved out that finds no place
   std::lock_guard lock(mutex_);
   auto first = std::stable_partition(readers_.begin(), readers_.end(), std::not_fn(is_gone));
   std::move(first, readers_.end(), std::back_inserter(gone));

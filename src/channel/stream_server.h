@@ -73,6 +73,7 @@ class StreamServer {
 
   // The thread's.
   void serve();
+  bool serve_once() noexcept;
   std::optional<Clock::time_point> take_pending();
   bool all_sent() const;
   void drop_gone();

@@ -32,7 +32,7 @@ StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limi
 StreamSink::~StreamSink() {
   try {
     close();
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
+  } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
   }
 }
 
@@ -40,15 +40,25 @@ void StreamSink::consume(std::span<const Record> records) {
   if (closed_ || !process_.here()) return;  // the file and the readers are the parent's
   std::exception_ptr first;
   for (const Record& record : records) {
-    // After a write that failed: readers may have seen nothing of it, descriptions included.
-    if (!in_session_) encoder_.start(batch_);
-    in_session_ = true;
-    encoder_.add(record, batch_);
-    ++in_batch_;
+    try {
+      add(record);
+    } catch (...) {  // it does not take the others along
+      lose(1);
+      if (first == nullptr) first = std::current_exception();
+      continue;
+    }
     if (batch_.bytes.size() >= kBatchBytes) try_to_write(first);
   }
   try_to_write(first);
   if (first != nullptr) std::rethrow_exception(first);
+}
+
+void StreamSink::add(const Record& record) {
+  // After a write that failed: readers may have seen nothing of it, descriptions included.
+  if (!in_session_) encoder_.start(batch_);
+  in_session_ = true;
+  encoder_.add(record, batch_);
+  ++in_batch_;
 }
 
 void StreamSink::try_to_write(std::exception_ptr& first) noexcept {

@@ -40,6 +40,7 @@ class StreamSink final : public Consumer {
 
  private:
   void write();
+  void add(const Record& record);
   void try_to_write(std::exception_ptr& first) noexcept;
 
   StreamEncoder encoder_;

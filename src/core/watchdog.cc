@@ -15,11 +15,12 @@ Watchdog::Ticket Watchdog::arm(Clock::duration delay, Action action) {
   if (!process_.here()) return ticket;  // and the lock may be held for ever
   {
     std::lock_guard lock(mutex_);
-    ticket = {Clock::now() + delay, next_++};
-    actions_.emplace(ticket, std::move(action));
+    // The thread first: where the system gives none this throws, and nothing must be armed.
     if (!thread_.joinable() && !stopped_) {
       thread_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
     }
+    ticket = {Clock::now() + delay, next_++};
+    actions_.emplace(ticket, std::move(action));
   }
   changed_.notify_one();
   return ticket;

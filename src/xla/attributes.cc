@@ -11,11 +11,12 @@ namespace {
 
 std::string_view name_of(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
 
-DType dtype_of(XLA_FFI_DataType code, std::string_view name) {
-  auto dtype = dtype_from_code(static_cast<int>(code));
+// `code`: an XLA_FFI_DataType, or a number in its place.
+DType dtype_of(int code, std::string_view name) {
+  auto dtype = dtype_from_code(code);
   if (dtype) return *dtype;
   throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'",
-              "a known element type", "code " + std::to_string(static_cast<int>(code)));
+              "a known element type", "code " + std::to_string(code));
 }
 
 // XLA's attributes have no arrays of bools, no small floats and no complex numbers. Python sends
@@ -24,13 +25,19 @@ bool add_encoded(Attributes& to, std::string_view name, const Attributes& entrie
   const callgate_attribute* dtype = entries.find("callgate:dtype");
   const callgate_attribute* one = entries.find("callgate:number");
   const callgate_attribute* bytes = one != nullptr ? one : entries.find("callgate:numbers");
-  if (dtype == nullptr || bytes == nullptr || dtype->dtype != static_cast<int>(DType::kS32) ||
+  if (dtype == nullptr || bytes == nullptr || dtype->kind != CALLGATE_NUMBER ||
+      dtype->dtype != static_cast<int>(DType::kS32) || bytes->kind != CALLGATE_NUMBERS ||
       bytes->dtype != static_cast<int>(DType::kU8))
     return false;
-  DType type =
-      dtype_of(static_cast<XLA_FFI_DataType>(*static_cast<const std::int32_t*>(dtype->data)), name);
+  DType type = dtype_of(*static_cast<const std::int32_t*>(dtype->data), name);
   std::size_t size = storage_bytes(type, 1);
-  if (one != nullptr && bytes->count >= size) {
+  if (one != nullptr ? bytes->count != size : bytes->count % size != 0) {
+    throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'",
+                (one != nullptr ? "the " : "a multiple of the ") + std::to_string(size) +
+                    " bytes of a " + std::string(callgate::name(type)),
+                std::to_string(bytes->count));
+  }
+  if (one != nullptr) {
     to.add_number(name, type, bytes->data);
   } else {
     to.add_numbers(name, type, bytes->data, bytes->count / size);

@@ -287,6 +287,31 @@ TEST(Channel, CloseDeliversAllAndClosesTheConsumersOnce) {
   EXPECT_EQ(stats.pending, 0U);
 }
 
+// Its flush ends when the channel is being closed, and not before.
+class FlushesUntilClosed final : public Consumer {
+ public:
+  explicit FlushesUntilClosed(std::weak_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  void consume(std::span<const Record> /*records*/) override {}
+  void flush() override {
+    while (!channel_.lock()->closed()) std::this_thread::yield();
+    std::this_thread::sleep_for(milliseconds(5));  // for close() to wait for the thread's end
+  }
+  void close() override { ++closes; }
+  std::atomic<int> closes{0};
+
+ private:
+  std::weak_ptr<Channel> channel_;
+};
+
+TEST(Channel, CloseDuringAFlushClosesTheConsumersOnceAndEnds) {
+  auto channel = make_channel();
+  auto consumer = std::make_shared<FlushesUntilClosed>(channel);
+  channel->add(consumer);
+  channel->request_flush();
+  EXPECT_TRUE(channel->close(kLimit));
+  EXPECT_EQ(consumer->closes, 1);
+}
+
 TEST(Channel, CloseGivesUpOnAConsumerThatHangsAndCanBeCalledAgain) {
   auto channel = make_channel();
   Door door;

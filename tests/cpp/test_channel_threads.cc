@@ -233,17 +233,59 @@ int in_the_child(Channel& channel, ChannelSlot& slot, Feed& feed,
   return Channel::abandoned() ? 0 : 6;
 }
 
-TEST(ChannelFork, TheChildDropsWhatItSendsAndNothingHangs) {
+// Held up in one of its calls until the door is open.
+class HeldIn final : public Consumer {
+ public:
+  enum Call : std::uint8_t { kNone, kConsume, kFlush, kClose };
+  HeldIn(Call call, Door& door) : call_(call), door_(door) {}
+
+  void consume(std::span<const Record> batch) override {
+    if (call_ == kConsume) door_.pass();
+    records += batch.size();
+  }
+  void flush() override {
+    if (call_ == kFlush) door_.pass();
+  }
+  void close() override {
+    if (call_ == kClose) door_.pass();
+    ++closes;
+  }
+  std::atomic<std::size_t> records{0};
+  std::atomic<int> closes{0};
+
+ private:
+  Call call_;
+  Door& door_;
+};
+
+struct ForkState {
+  const char* name;
+  HeldIn::Call held;
+  std::uint64_t records;  // sent before; the ring holds eight while they are not taken
+  bool sender_waits = false, flushes = false, closes = false;
+};
+
+class ChannelFork : public ::testing::TestWithParam<ForkState> {};
+
+TEST_P(ChannelFork, TheChildDropsWhatItSendsAndNothingHangs) {
+  const ForkState& state = GetParam();
   auto channel = make_channel(OnFull::kBlock, 1024);
   Door door;
-  auto consumer = std::make_shared<Collector>([&](std::span<const Record>) { door.pass(); });
+  auto consumer = std::make_shared<HeldIn>(state.held, door);
   channel->add(consumer);
   Feed feed(64);
   ChannelSlot slot("fork");
-  for (std::uint64_t id = 0; id < 8; ++id) ASSERT_TRUE(feed.send(*channel, id));
-  ASSERT_TRUE(door.wait_for_arrivals());
-  std::jthread sender([&] { EXPECT_TRUE(feed.send(*channel, 8)); });  // waits, in the parent only
-  ASSERT_TRUE(fake::eventually([&] { return channel->stats().sent == 9; }));
+  std::vector<std::jthread> waiting;  // each waits, in the parent only
+  for (std::uint64_t id = 0; id < state.records; ++id) ASSERT_TRUE(feed.send(*channel, id));
+  if (state.flushes) waiting.emplace_back([&] { EXPECT_TRUE(channel->flush(kLimit)); });
+  if (state.closes) waiting.emplace_back([&] { EXPECT_TRUE(channel->close(kLimit)); });
+  if (state.held != HeldIn::kNone) {
+    ASSERT_TRUE(door.wait_for_arrivals());
+  }
+  if (state.sender_waits) {
+    waiting.emplace_back([&] { EXPECT_TRUE(feed.send(*channel, state.records)); });
+    ASSERT_TRUE(fake::eventually([&] { return channel->stats().sent == state.records + 1; }));
+  }
   pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
@@ -256,10 +298,21 @@ TEST(ChannelFork, TheChildDropsWhatItSendsAndNothingHangs) {
   EXPECT_EQ(WEXITSTATUS(status), 0);
   EXPECT_FALSE(Channel::abandoned()) << "the parent goes on";
   door.open();
-  sender.join();
+  waiting.clear();
   ASSERT_TRUE(channel->close(kLimit));
-  EXPECT_EQ(consumer->items().size(), 9U);
+  EXPECT_EQ(consumer->records, state.records + (state.sender_waits ? 1 : 0));
+  EXPECT_EQ(consumer->closes, 1);
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Channel, ChannelFork,
+    ::testing::Values(
+        ForkState{"Idle", HeldIn::kNone, 3}, ForkState{"InDelivery", HeldIn::kConsume, 3},
+        ForkState{"BlockedSender", HeldIn::kConsume, 8, /*sender_waits=*/true},
+        ForkState{"InFlush", HeldIn::kFlush, 3, /*sender_waits=*/false, /*flushes=*/true},
+        ForkState{"Closing", HeldIn::kClose, 3, /*sender_waits=*/false, /*flushes=*/false,
+                  /*closes=*/true}),
+    [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace callgate

@@ -1,62 +1,28 @@
-// The fast path allocates nothing. This file replaces the test program's operator new to count.
+// The fast path allocates nothing.
 #include <gtest/gtest.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "core/error.h"
 #include "core/registry.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"
 #include "fake_xla.h"
 
-namespace {
-
-thread_local std::size_t allocations = 0;
-
-void* counted(std::size_t size, std::size_t alignment) {
-  ++allocations;
-  std::size_t rounded = (size + alignment) / alignment * alignment;
-  if (void* memory = std::aligned_alloc(alignment, rounded)) return memory;
-  throw std::bad_alloc();
-}
-
-}  // namespace
-
-// Forms that are left out come down to these, but not all of them do so under sanitizers.
-void* operator new(std::size_t size) { return counted(size, alignof(std::max_align_t)); }
-void* operator new[](std::size_t size) { return counted(size, alignof(std::max_align_t)); }
-void* operator new(std::size_t size, const std::nothrow_t& /*tag*/) noexcept {
-  try {
-    return counted(size, alignof(std::max_align_t));
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  }
-}
-void* operator new(std::size_t size, std::align_val_t alignment) {
-  return counted(size, static_cast<std::size_t>(alignment));
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
-
 namespace callgate {
 namespace {
 
 template <typename Body>
 std::size_t count_allocations(Body&& body) {
-  std::size_t before = allocations;
+  std::size_t before = fake::allocations();
   body();
-  return allocations - before;
+  return fake::allocations() - before;
 }
 
 // Allocations of one call of a trivial site with so many operands and results.

@@ -232,6 +232,15 @@ TEST(KernelHandlers, AttributesOfOtherTypesAreErrorsWhenTheProgramIsLoaded) {
               HasSubstr("parameter 'number'"));
   EXPECT_THAT(load(values(fake::Attribute::number(XLA_FFI_DataType_TOKEN, 1.0))),
               HasSubstr("attribute 'number': expected a known element type, got code 17"));
+  const AttributeMap torn{
+      {"callgate:dtype", fake::Attribute::number(XLA_FFI_DataType_S32, 15)},
+      {"callgate:number", fake::Attribute::numbers<std::uint8_t>(XLA_FFI_DataType_U8, {1, 2, 3})}};
+  EXPECT_THAT(load(values(torn)),
+              HasSubstr("attribute 'number': expected the 8 bytes of a complex64, got 3"));
+  const AttributeMap untyped{
+      {"callgate:dtype", fake::Attribute::numbers<std::int32_t>(XLA_FFI_DataType_S32, {})},
+      {"callgate:number", fake::Attribute::numbers<std::uint8_t>(XLA_FFI_DataType_U8, {1})}};
+  EXPECT_THAT(load(values(untyped)), HasSubstr("parameter 'number'"));
   EXPECT_THAT(load({{"attributes", "text"}}), HasSubstr("expected a dictionary"));
   EXPECT_THAT(load({{"site", fake::Attribute::number(XLA_FFI_DataType_F32, 1.0F)}}),
               HasSubstr("attribute 'site': expected a string"));

@@ -311,6 +311,37 @@ TEST(Stream, AKilledWriterLosesNothingThatWasConsumed) {
   EXPECT_EQ(sequence(reader), (std::vector<std::uint64_t>{1000, 1001, 1002}));
 }
 
+TEST(Stream, ASourceThatNoReaderWouldTakeDoesNotTakeOthersAlong) {
+  TemporaryFolder folder;
+  Source fields;
+  fields.id = 3;
+  fields.name = "crowd";
+  fields.lanes = Lanes::parse("4294967296:1");
+  fields.leaves = {testing::leaf("", DType::kF32, {std::int64_t{1} << 32, 0})};
+  auto crowd = testing::finished(std::move(fields)), good = testing::scalar_source();
+  auto first = record_of(*crowd, 0), second = record_of(*good, 1);
+  StreamSink sink(folder / "s.cgs");
+  for (std::uint64_t round = 1; round <= 2; ++round) {
+    std::vector<Record> records{first.record, second.record, first.record, second.record};
+    try {
+      sink.consume(records);
+      FAIL() << "2^32 lanes were written";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("crowd"));
+    }
+    EXPECT_EQ(sink.lost(), 2 * round);
+  }
+  sink.close();
+  stream::Reader reader(folder / "s.cgs");
+  for (int i = 0; i < 4; ++i) {
+    auto record = reader.next();
+    ASSERT_TRUE(record);
+    EXPECT_EQ(record->source->name, good->name);
+  }
+  EXPECT_FALSE(reader.next());
+  EXPECT_TRUE(reader.closed());
+}
+
 TEST(Stream, AFullDiskIsAnErrorAndTheFileStaysWhole) {
   TemporaryFolder folder;
   std::string path = folder / "full.cgs";

@@ -168,7 +168,7 @@ TEST(StreamAddress, TextIsTakenApartAndPutTogether) {
   EXPECT_EQ(parse_stream_address("unix:a/b").path, "a/b");
   EXPECT_EQ(parse_stream_address("a:b").transport, StreamTransport::kFile);
   for (const char* bad : {"", "unix:", "tcp://", "tcp://host", "tcp://host:", "tcp://host:65536",
-                          "tcp://host:1x", "tcp://::1:70", "tcp://host:-1"})
+                          "tcp://host:1x", "tcp://::1:70", "tcp://host:-1", "tcp://[[a]]:1"})
     EXPECT_THROW(parse_stream_address(bad), Error) << bad;
 }
 

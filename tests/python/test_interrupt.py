@@ -162,3 +162,80 @@ def test_handlers_of_others_that_call_the_one_before_them_are_called_once() -> N
   )
   assert (done.returncode, done.stdout) == (0, "interrupted\ninterrupted\n"), done.stderr
   assert done.stderr.count("Current thread") == 2
+
+
+# What waits for a consumer that does not return, or for somebody who does not come.
+WAITS = {
+  "barrier": "cg.barrier()",
+  "a barrier with a timeout": "cg.barrier(timeout=1000)",
+  "flush": "channel.flush()",
+  "close": "channel.close()",
+  "remove": "channel.remove(stuck)",
+  "the end of a block": "channel.__exit__(None, None, None)",
+  "records": "next(other.records())",
+  "errors": "with cg.errors(): pass",
+  "a stream's record": "next(iter(cg.open_stream(address)))",
+  "a stream's records": "cg.open_stream(address).read(1000)",
+  "a stream's server": "cg.open_stream(crowded)",
+  "a feed's first item": "cg.feed(map(time.sleep, [1000]))",
+  "a feed's item": "[hanging.next() for _ in range(2)]",
+  "a feed's end": "hanging.close(1000)",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_ctrl_c_ends_every_wait(wait: str, tmp_path) -> None:
+  setup = f"""
+    called = threading.Event()
+    def stuck(value):
+      called.set()
+      time.sleep(1000)
+    def pulled():
+      yield 1.0
+      asked.set()
+      time.sleep(1000)
+    x = np.float32(0)
+    channel = cg.channel("t", to=stuck)
+    other = cg.channel("other")
+    address = "unix:" + {str(tmp_path / "socket")!r}
+    source = cg.channel("source", to=cg.sinks.Stream(address))
+    # A server that accepts nobody, with one who waits already.
+    crowded = "unix:" + {str(tmp_path / "crowded")!r}
+    import socket
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(crowded[5:])
+    server.listen(0)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    for client in clients:
+      client.setblocking(False)
+      client.connect_ex(crowded[5:])
+    asked = threading.Event()
+    hanging = cg.feed(pulled())
+    asked.wait()
+    jax.block_until_ready(jax.jit(lambda x: cg.tap(x, "t"))(x))
+    called.wait()
+  """
+  # The signal comes when the main thread has gone into the wait, or is about to.
+  body = f"""
+    def wait():
+      {wait}
+    def interrupt(main=threading.main_thread().ident):
+      while not any(f.f_code is wait.__code__ for f in frames(sys._current_frames()[main])):
+        time.sleep(0.001)
+      time.sleep(0.05)
+      os.kill(os.getpid(), signal.SIGINT)
+    def frames(frame):
+      while frame is not None:
+        yield frame
+        frame = frame.f_back
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+      wait()
+    except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
+      # The latter where the wait is a program's, whose call has raised it.
+      if "KeyboardInterrupt" in repr(error):
+        print("interrupted", flush=True)
+      os._exit(0)
+  """
+  done = run_python(PRELUDE + textwrap.dedent(setup) + textwrap.dedent(body), timeout=60)
+  assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

@@ -209,8 +209,13 @@ BLOCKING = {
   "close": "channel.close()",
   "remove": "channel.remove(stuck)",
   "barrier": "cg.barrier()",
+  "errors": "with cg.errors(): pass",
+  "a full channel": "jax.block_until_ready(sender('t')(100_000))",
+  "a gate's thread": "jax.block_until_ready(asleep(1.0))",
   "records": "next(cg.channel('other').records())",
   "a stream's end": "next(iter(cg.open_stream(address)))",
+  "a stream's records": "cg.open_stream(address).read(1000)",
+  "a stream's server": "cg.open_stream(crowded)",
   "a feed's item": "cg.feed(map(time.sleep, [1000])).next()",
 }
 
@@ -224,7 +229,18 @@ def test_a_daemon_thread_in_a_call_that_waits_does_not_abort_the_exit(call, tmp_
       called.set()
       time.sleep(1000)
     address = "unix:" + {str(tmp_path / "socket")!r}
-    channel = cg.channel("t", to=stuck)
+    channel = cg.channel("t", capacity=4096, to=stuck)
+    asleep = jax.jit(lambda x: cg.call(lambda y: time.sleep(1000), x, x, thread="own"))
+    # A server that accepts nobody, with some who wait already.
+    import socket
+    crowded = "unix:" + {str(tmp_path / "crowded")!r}
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(crowded[5:])
+    server.listen(0)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    for client in clients:
+      client.setblocking(False)
+      client.connect_ex(crowded[5:])
     source = cg.channel("source", to=cg.sinks.Stream(address))
     jax.block_until_ready(sender("t")(3))
     called.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import sys
+import textwrap
 import threading
 import time
 from typing import Any
@@ -276,6 +277,68 @@ def test_a_long_c_call_that_holds_the_gil_is_waited_for() -> None:
   finally:
     stop.set()
     holder.join()
+
+
+# What has a timeout, against a callable that holds the GIL for a quarter of a second at a time: 50
+# times for a consumer, which is long behind when the time is over.
+TIMEOUTS = {
+  "barrier": "cg.barrier(timeout=0.1)",
+  "flush": "channel.flush(timeout=0.1)",
+  "close": "channel.close(timeout=0.1)",
+  "a stream's record": "cg.open_stream(address).read(0.1)",
+  "a feed's end": "feed.close(0.1)",
+  "a gate": "with cg.errors(): jax.block_until_ready(late(1.0))",
+}
+
+
+@pytest.mark.parametrize("call", TIMEOUTS.values(), ids=TIMEOUTS)
+def test_a_timeout_ends_a_wait_though_a_callable_holds_the_gil(call: str, tmp_path: Any) -> None:
+  printed = output_of(
+    textwrap.dedent(
+      f"""
+      import ctypes, itertools, os, threading, time
+      import jax, numpy as np
+      import callgate as cg
+      usleep = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL
+      calls, began = [], threading.Event()
+      def hold(value):
+        calls.append(value)
+        began.set()
+        usleep(250_000)
+      def items():
+        yield 1.0
+        for value in range(50):
+          hold(value)
+        yield 1.0
+      def slowly(value):
+        for _ in range(50):
+          hold(value)
+        return value
+      late = jax.jit(lambda x: cg.call(slowly, x, x, thread="own", timeout=0.1))
+      address = "unix:" + {str(tmp_path / "socket")!r}
+      source = cg.channel("source", to=cg.sinks.Stream(address))
+      channel = cg.channel("t", to=hold)
+      if "feed" in {call!r}:
+        feed = cg.feed(items())
+      elif "late" not in {call!r}:
+        program = jax.jit(lambda: jax.lax.fori_loop(0, 50, lambda i, c: (cg.tap(i, "t"), c)[1], 0))
+        jax.block_until_ready(program())
+      if "late" not in {call!r}:
+        began.wait()
+      try:
+        result = ""
+        {call}
+      except TimeoutError as error:
+        result = "over"
+      except Exception as error:
+        result = "over" if "0.1" in str(error) else repr(error)
+      print(result, len(calls) < 50, flush=True)
+      os._exit(0)
+      """
+    )
+  )
+  says = "" if ".read(" in call or "feed" in call else "over"
+  assert printed == f"{says} True\n"
 
 
 def test_a_gate_sees_its_own_thread_local_state() -> None:

@@ -90,7 +90,12 @@ JsonlSink::Layout& JsonlSink::layout(const Source& source) {
 
 void JsonlSink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  if (file_ == nullptr) open_file(FileMode::kAppend);
+  try {
+    if (file_ == nullptr) open_file(FileMode::kAppend);
+  } catch (...) {
+    lose(records.size());
+    throw;
+  }
   auto finish = [&] {
     write_out();
     if (failure_ != nullptr) std::rethrow_exception(std::exchange(failure_, nullptr));

@@ -111,13 +111,30 @@ class NpySink::Column {
     error_ = 0;
   }
 
+  // Where it throws, the column is as it was.
   void append(const ArrayView& view) {
+    if (error_ == 0) {  // else it would be behind rows that found no room
+      const std::size_t before = rows_.size();
+      try {
+        append_row(rows_, view);
+      } catch (...) {
+        rows_.resize(before);  // no half of a row
+        throw;
+      }
+      ++waiting_;
+    }
     ++offered_;
-    if (error_ != 0) return;  // rows behind those that found no room
-    append_row(rows_, view);
-    ++waiting_;
-    if (rows_.size() >= kRowBytes) write_rows();
   }
+
+  // Takes the last row back, which has not been written.
+  void take_back() noexcept {
+    --offered_;
+    if (error_ != 0) return;
+    --waiting_;
+    rows_.resize(rows_.size() - row_bytes_);
+  }
+
+  bool has_many() const noexcept { return rows_.size() >= kRowBytes; }
 
   // Writes what waits, as far as there is room: whole rows.
   void write_rows() {
@@ -224,7 +241,16 @@ void NpySink::append_record(const Record& record) {
   if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
   layout->views.each_lane(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
     if (layout->columns.empty()) resolve(*layout, *record.source, leaves);
-    for (std::size_t i = 0; i < leaves.size(); ++i) layout->columns[i]->append(leaves[i]);
+    std::size_t done = 0;
+    try {
+      for (; done < leaves.size(); ++done) layout->columns[done]->append(leaves[done]);
+    } catch (...) {  // the columns stay in step
+      while (done-- > 0) layout->columns[done]->take_back();
+      throw;
+    }
+    for (Column* column : layout->columns) {
+      if (column->has_many()) column->write_rows();
+    }
   });
 }
 
@@ -251,7 +277,7 @@ void NpySink::write_out() {
   }
   std::set<std::vector<Column*>> seen;  // taps that are traced again share their columns
   for (auto& [id, layout] : layouts_) {
-    if (seen.insert(layout->columns).second) align(layout->columns);
+    if (layout != nullptr && seen.insert(layout->columns).second) align(layout->columns);
   }
   std::exception_ptr first;
   for (auto& [path, column] : columns_) {

@@ -121,12 +121,13 @@ void StatsSink::add(const std::string& name, const ArrayView& view) {
   });
   std::lock_guard lock(mutex_);
   Summary& summary = summaries_.try_emplace(name).first->second;
-  if (summary.histogram.edges.empty()) summary.histogram = empty_;
+  if (summary.histogram.edges.empty()) summary.histogram = Histogram(empty_);  // whole, or not
+  // What takes memory, before anything is counted.
+  summary.last_dims.assign(view.shape().begin(), view.shape().end());
+  summary.last = values_;
   ++summary.records;
   summary.nan += nan;
   summary.inf += values_.size() - finite_.size() - nan;
-  summary.last = values_;
-  summary.last_dims.assign(view.shape().begin(), view.shape().end());
   merge(summary, finite_);
 }
 

@@ -1,0 +1,48 @@
+// A tap's call site: the batch levels, a line, and the description; called on a few arrays.
+#include "channel/tap.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "core/error.h"
+#include "targets.h"
+
+namespace callgate::fuzz {
+
+void tap(std::string_view bytes) {
+  Bytes in(bytes);
+  const std::string_view lanes = in.until('\n');
+  const auto results = static_cast<std::size_t>(in.number() - '0');
+  in.take(1);
+  const std::string text(in.rest());
+  try {
+    const TapSpec spec = parse_tap_spec(text);
+    require(spec.paths.size() == spec.values, "a tap has a path for each value");
+    static TapCallee callee("fuzz", "fuzz", nullptr);
+    const std::shared_ptr<Site> site =
+        callee.specialise(SiteSpec{text, "", Lanes::parse(lanes), "", ""});
+    // Operands that match lanes of two and three, and memory that holds no more than they.
+    static constexpr std::array<std::int64_t, 2> kDims{2, 3};
+    std::array<float, 6> matrix{1, 2, 3, 4, 5, 6}, results_memory{};
+    std::array<bool, 6> mask{true, false, true, false, true, false};
+    const std::array<ArrayView, 4> operands{ArrayView{matrix.data(), kDims.data(), 2, DType::kF32},
+                                            ArrayView{mask.data(), kDims.data(), 2, DType::kPred},
+                                            ArrayView{matrix.data(), kDims.data(), 1, DType::kF32},
+                                            ArrayView{mask.data(), kDims.data(), 0, DType::kPred}};
+    std::array<ArrayView, 3> out{ArrayView{results_memory.data(), kDims.data(), 2, DType::kF32},
+                                 ArrayView{results_memory.data(), kDims.data(), 2, DType::kPred},
+                                 ArrayView{results_memory.data(), kDims.data(), 1, DType::kF32}};
+    const Call call{operands, std::span(out).first(std::min(results, out.size())), {}};
+    static_cast<void>(site->reads(call));
+    for (int i = 0; i < 3; ++i) require(site->run(call).ok(), "a tap that is described runs");
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the promised one
+  }
+}
+
+}  // namespace callgate::fuzz
