@@ -21,6 +21,7 @@ from callgate import _toolchain
 from callgate._stream import StreamReader, open_stream
 from callgate._stream_records import StreamRecord
 from callgate._watch import add_watch
+from callgate.errors import GateDefinitionError
 
 if TYPE_CHECKING:
   Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # as of `| head`; what Python would flush at exit has no reader either
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, GateDefinitionError) as error:
     print(f"{parser.prog} {parsed.command}: {printable(str(error))}", file=sys.stderr)
     return 1
 

@@ -9,13 +9,13 @@ from interpreters import output_of
 
 SOURCE = """
 import json, resource
-import jax, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 import callgate as cg
 
 seen = []
 channel = cg.channel("t", on_full="{on_full}", rate=1e9, to=lambda value: seen.append(value.nbytes))
-large = jax.device_put(np.ones(128 << 20, np.uint8))
-small = jax.device_put(np.ones(1, np.uint8))
+# Made on the device: a copy of the host's would leave room when it goes.
+large, small = (jax.block_until_ready(jnp.ones(size, np.uint8)) for size in (256 << 20, 1))
 send = jax.jit(lambda x: cg.tap(x, "t")[0])
 compiled = [send.lower(x).compile() for x in (large, small)]
 jax.block_until_ready(compiled[1](small))
@@ -42,4 +42,4 @@ def test_records_without_memory_are_dropped_and_reported_once(on_full: str) -> N
   assert seen == [1, 1]
   assert (stats["sent"], stats["delivered"], stats["dropped"]) == (5, 2, 3)
   assert len(errors) == 1
-  assert "channel 't': expected memory for a record of 134217728 bytes, got none" in errors[0]
+  assert "channel 't': expected memory for a record of 268435456 bytes, got none" in errors[0]
