@@ -110,7 +110,7 @@ void look_at(const callgate_attribute& attribute) {
         look_at(static_cast<const callgate_attribute*>(attribute.data)[i]);
       return;
     default:
-      require(dtype.has_value(), "numbers have a type");
+      if (!dtype) return require(false, "numbers have a type");
       require(attribute.kind != CALLGATE_NUMBER || attribute.count == 1, "a number is one");
       touch(attribute.data, storage_bytes(*dtype, attribute.count));
   }
