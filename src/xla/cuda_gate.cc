@@ -207,9 +207,10 @@ class OwnThreadCall {
 
   static void give_up(const std::shared_ptr<OwnThreadCall>& call) {
     fail_overdue(call->site_, "arrays on the device", /*deferred=*/true,
-                 [call](const std::string& /*text*/) {
+                 [call](const std::string& /*text*/, const std::function<void()>& keep) {
                    if (call->settled_.exchange(true, std::memory_order_acq_rel)) return false;
                    call->poison_results();
+                   keep();
                    call->gate_.open();
                    return true;
                  });

@@ -60,20 +60,25 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise, int with
   }
 }
 
-// While user code may still be running. False where the call has ended.
+// While user code may still be running. False where the call has ended. `keep` is called for a
+// failure that XLA is not told of, before the program goes on.
 bool fail_running(const CallSite& site, const OwnedCall& call, Promise& promise, ErrorCode code,
-                  const std::string& text) {
+                  const std::string& text, const std::function<void()>& keep) {
   ProgressBoard::instance().fail(call.context().run);
   if (!site.poison_on_error) return promise.fail(code, text);
-  return promise.succeed([&] { call.poison_results(); });
+  return promise.succeed([&] {
+    call.poison_results();
+    keep();
+  });
 }
 
 // On the watchdog's thread, when the time is over.
 void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedCall>& call,
              const std::shared_ptr<Promise>& promise) {
   fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
-               [site, call, promise](const std::string& text) {
-                 return fail_running(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text);
+               [site, call, promise](const std::string& text, const std::function<void()>& keep) {
+                 return fail_running(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text,
+                                     keep);
                });
 }
 
@@ -83,8 +88,8 @@ std::shared_ptr<WatchedCall> watched(const std::shared_ptr<CallSite>& site,
   auto watched = std::make_shared<WatchedCall>();
   watched->site = site;
   watched->settle = [site, call, promise](const std::string& text) {
-    bool failed = fail_running(*site, *call, *promise, ErrorCode::kInternal, text);
-    if (failed && site->poison_on_error) site->callee->defer(Failure{ErrorCode::kInternal, text});
+    fail_running(*site, *call, *promise, ErrorCode::kInternal, text,
+                 [&] { site->callee->defer(Failure{ErrorCode::kInternal, text}); });
   };
   watch_for_self_wait(watched);
   return watched;

@@ -21,7 +21,7 @@ struct OverdueCall {
   std::shared_ptr<const CallSite> site;
   std::string described;
   bool deferred;
-  std::function<bool(const std::string&)> settle;
+  Settle settle;
   std::atomic<bool> failed_without{false};
 
   // Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/errors.py).
@@ -57,14 +57,14 @@ void fail_without_report(const std::shared_ptr<OverdueCall>& call) {
   std::string text = call->without_report("one of them holds the GIL");
   // Release: who finds the call settled by it sees the flag.
   call->failed_without.store(true, std::memory_order_release);
-  if (!call->settle(text)) return;
-  (void)submit([call, text] { call->defer(text); });
+  if (!call->settle(text, [] {})) return;
+  (void)submit([call, text] { call->defer(text); });  // it needs the GIL
 }
 
 }  // namespace
 
 void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, bool deferred,
-                  std::function<bool(const std::string&)> settle) {
+                  Settle settle) {
   auto call = std::make_shared<OverdueCall>(std::move(site), std::move(described), deferred,
                                             std::move(settle));
   Watchdog::Ticket ticket =
@@ -72,9 +72,8 @@ void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, b
   bool taken = submit([call, ticket] {
     std::string text = call->report();
     Watchdog::instance().disarm(ticket);
-    if (call->settle(text)) {
-      call->defer(text);
-    } else if (call->failed_without.load(std::memory_order_acquire)) {  // see its store
+    bool settled = call->settle(text, [&] { call->defer(text); });
+    if (!settled && call->failed_without.load(std::memory_order_acquire)) {  // see its store
       std::fprintf(stderr, "callgate: %s\n", text.c_str());
     }
   });

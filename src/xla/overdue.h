@@ -13,10 +13,13 @@
 
 namespace callgate::xla_ffi {
 
-// On the watchdog's thread, for a call with arguments `described` of the site. `settle` ends the
-// call with a text, unless it has ended: then it returns false. It takes no GIL. A failure that XLA
+// Ends a call with a text, unless it has ended: then it returns false. Before its program goes on
+// it calls `keep`. It takes no GIL itself.
+using Settle = std::function<bool(const std::string& text, const std::function<void()>& keep)>;
+
+// On the watchdog's thread, for a call with arguments `described` of the site. A failure that XLA
 // is not told of is `deferred` to the callee. A report that comes too late goes to stderr.
 void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, bool deferred,
-                  std::function<bool(const std::string&)> settle);
+                  Settle settle);
 
 }  // namespace callgate::xla_ffi

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -31,7 +32,7 @@ Bytes bytes_of(const std::vector<T>& values) {
 class FakeTap {
  public:
   explicit FakeTap(std::string name, Role role = Role::kPrimal) {
-    static std::uint64_t next_id = 1000;
+    static std::atomic<std::uint64_t> next_id{1000};
     source_.id = next_id++;
     source_.name = std::move(name);
     source_.role = role;

@@ -35,11 +35,31 @@ namespace {
 
 constexpr auto kWrite = SystemFault::Calls::kWrite, kOpen = SystemFault::Calls::kOpen;
 
-// The function that would have been called.
-template <typename Function>
-Function* next(Function* /*type*/, const char* name) {
-  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+// The functions that would have been called.
+struct Real {
+  using Open = int(const char*, int, mode_t);
+
+  template <typename Function>
+  static Function* next(Function* /*type*/, const char* name) {
+    return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+  }
+
+  decltype(&::write) write = next(&::write, "write");
+  decltype(&::pwrite) pwrite = next(&::pwrite, "pwrite");
+  decltype(&::writev) writev = next(&::writev, "writev");
+  decltype(&::ftruncate) ftruncate = next(&::ftruncate, "ftruncate");
+  Open* open = next(static_cast<Open*>(nullptr), "open");
+  decltype(&::socket) socket = next(&::socket, "socket");
+  decltype(&::pipe) pipe = next(&::pipe, "pipe");
+};
+
+const Real& real() {
+  static const Real functions;
+  return functions;
 }
+
+// Looked up before a signal handler may write: dlsym() is not for those.
+[[maybe_unused]] const Real& looked_up = real();
 
 }  // namespace
 }  // namespace callgate::fake
@@ -49,43 +69,36 @@ namespace fake = callgate::fake;
 extern "C" {
 
 ssize_t write(int fd, const void* data, std::size_t size) {
-  static auto* real = fake::next(&write, "write");
-  return fake::SystemFault::strikes(fake::kWrite) ? -1 : real(fd, data, size);
+  return fake::SystemFault::strikes(fake::kWrite) ? -1 : fake::real().write(fd, data, size);
 }
 
 ssize_t pwrite(int fd, const void* data, std::size_t size, off_t offset) {
-  static auto* real = fake::next(&pwrite, "pwrite");
-  return fake::SystemFault::strikes(fake::kWrite) ? -1 : real(fd, data, size, offset);
+  return fake::SystemFault::strikes(fake::kWrite) ? -1
+                                                  : fake::real().pwrite(fd, data, size, offset);
 }
 
 ssize_t writev(int fd, const iovec* pieces, int count) {
-  static auto* real = fake::next(&writev, "writev");
-  return fake::SystemFault::strikes(fake::kWrite) ? -1 : real(fd, pieces, count);
+  return fake::SystemFault::strikes(fake::kWrite) ? -1 : fake::real().writev(fd, pieces, count);
 }
 
 int ftruncate(int fd, off_t size) noexcept {
-  static auto* real = fake::next(&ftruncate, "ftruncate");
-  return fake::SystemFault::strikes(fake::kWrite) ? -1 : real(fd, size);
+  return fake::SystemFault::strikes(fake::kWrite) ? -1 : fake::real().ftruncate(fd, size);
 }
 
 int open(const char* path, int flags, ...) {
-  using Open = int(const char*, int, mode_t);
-  static auto* real = fake::next(static_cast<Open*>(nullptr), "open");
   std::va_list rest;
   va_start(rest, flags);
   const mode_t mode = va_arg(rest, mode_t);
   va_end(rest);
-  return fake::SystemFault::strikes(fake::kOpen) ? -1 : real(path, flags, mode);
+  return fake::SystemFault::strikes(fake::kOpen) ? -1 : fake::real().open(path, flags, mode);
 }
 
 int socket(int domain, int type, int protocol) noexcept {
-  static auto* real = fake::next(&socket, "socket");
-  return fake::SystemFault::strikes(fake::kOpen) ? -1 : real(domain, type, protocol);
+  return fake::SystemFault::strikes(fake::kOpen) ? -1 : fake::real().socket(domain, type, protocol);
 }
 
 int pipe(int* ends) noexcept {
-  static auto* real = fake::next(&pipe, "pipe");
-  return fake::SystemFault::strikes(fake::kOpen) ? -1 : real(ends);
+  return fake::SystemFault::strikes(fake::kOpen) ? -1 : fake::real().pipe(ends);
 }
 
 }  // extern "C"

@@ -342,13 +342,14 @@ def test_an_eager_exception_stops_at_that_call():
   assert stream.taken() == ["what: x1", "1"]
 
 
-def test_an_unknown_consumer_is_postponed_too():
+@pytest.mark.parametrize("name", ["_unknown_testing_consumer", "_unknown_consumer"])
+def test_an_unknown_consumer_is_postponed_too(name):
   stream = Stream()
   results = []
 
   def block():
     with hcb.outfeed_receiver():
-      results.append(jax.jit(_chain(stream, hcb._unknown_testing_consumer))(0))
+      results.append(jax.jit(_chain(stream, getattr(hcb, name)))(0))
 
   with pytest.raises(hcb.TapFunctionException, match="not known here"):
     block()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -223,3 +224,43 @@ def test_a_tap_may_run_programs_with_taps():
   jax.jit(lambda x: hcb.id_tap(outer, x))(3)
   hcb.barrier_wait()
   assert seen == [("outer", 3), ("inner", 6)]
+
+
+# -- the names and the waiting of programs written for the last form -------------------------------
+@both
+def test_jaxs_own_barrier_waits_for_taps_and_leaves_what_they_raised(jit, caplog):
+  quiet(caplog)
+  seen = []
+
+  def slow(value, _):
+    time.sleep(0.05)
+    seen.append(int(value))
+    raise KeyError("for barrier_wait")
+
+  f = jit(lambda x: hcb.id_tap(slow, x) * 2)
+  for i in range(3):
+    f(i)
+  jax.effects_barrier()
+  assert seen == [0, 1, 2]
+  with pytest.raises(hcb.CallbackException, match="for barrier_wait"):
+    hcb.barrier_wait()
+
+
+@both
+@pytest.mark.parametrize("flavor", hcb.CallbackFlavor)
+def test_all_flavors_are_served_alike(jit, flavor, show, stream):
+  def f(x):
+    seen = hcb.id_tap(lambda *_: None, x, callback_flavor=flavor)
+    show(seen, callback_flavor=flavor)
+    return hcb.call(np.sin, seen, result_shape=seen, callback_flavor=flavor)
+
+  np.testing.assert_allclose(jit(f)(jnp.float32(1)), np.sin(1), rtol=1e-6)
+  hcb.barrier_wait()
+  assert stream.taken() == ["1."]
+
+
+@pytest.mark.parametrize("function", ["id_tap", "id_print", "call"])
+def test_a_flavor_that_is_none_is_an_error(function):
+  given = {"id_tap": (print, 1), "id_print": (1,), "call": (np.sin, 1)}[function]
+  with pytest.raises(TypeError, match="callback_flavor: expected a CallbackFlavor, got 'pure'"):
+    getattr(hcb, function)(*given, callback_flavor="pure")

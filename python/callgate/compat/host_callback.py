@@ -173,6 +173,9 @@ def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
   """Stands for a function that the receiver doesn't know; for tests."""
 
 
+_unknown_consumer = _unknown_testing_consumer  # its first name
+
+
 def id_print(
   arg: Any,
   *,

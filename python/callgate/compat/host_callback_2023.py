@@ -24,6 +24,7 @@ assert seen == [6.0]
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import threading
@@ -31,15 +32,18 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from callgate import _compat
 from callgate._consumers import check_not_forked
+from callgate.channel import start_channel
 from callgate.compat import _host_call, _layout
 from callgate.compat._host_call import device_of
 from callgate.compat._receiver import finish
-from callgate.compat._tapped import Arrays, Tapped, exact, name_of, tap_of
+from callgate.compat._tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 from callgate.tap import bind
 
 __all__ = [
   "CallbackException",
+  "CallbackFlavor",
   "TapFunctionException",
   "barrier_wait",
   "call",
@@ -56,6 +60,17 @@ class CallbackException(Exception):
 
 
 TapFunctionException = CallbackException  # its name in the forms of 2020
+
+
+class CallbackFlavor(enum.Enum):
+  """Which of JAX's own callbacks stood for a call, in programs that had left this module's behind.
+
+  Here all are served alike, as they were by default.
+  """
+
+  IO_CALLBACK = 1
+  PURE = 2
+  DEBUG = 3
 
 
 @dataclasses.dataclass
@@ -77,6 +92,7 @@ def id_tap(
   result: Any = None,
   tap_with_device: bool = False,
   device_index: int = 0,
+  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
   **kwargs: Any,
 ) -> Any:
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
@@ -92,13 +108,15 @@ def id_tap(
     tap_with_device: also pass `device=`, the jax.Device that the value comes from.
     device_index: index among `jax.devices()` of the device that is named for an array that is
       partitioned over several.
+    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
     **kwargs: an error, which says what stands for them.
 
   Returns:
     `arg` or `result`.
 
   Raises:
-    TypeError: for further keywords, if `tap_func` is not callable, or if a leaf is not an array.
+    TypeError: for further keywords, if `tap_func` is not callable, if a leaf is not an array, or
+      for a `callback_flavor` that is none.
   """
   if kwargs:
     names = ", ".join(kwargs)
@@ -106,6 +124,7 @@ def id_tap(
       f"id_tap: unexpected keyword(s) {names}. Support for **kwargs in ``id_tap`` ended with the "
       f"form of 2020; expected functools.partial(tap_func, {names.split(', ')[0]}=...)"
     )
+  _check_flavor("id_tap", callback_flavor)
   if not callable(tap_func):
     raise TypeError(f"id_tap: tap_func: expected a callable, got {tap_func!r}")
   given = Arrays("id_tap: arg", arg)
@@ -151,6 +170,7 @@ def id_print(
   device_index: int = 0,
   output_stream: Any = None,
   threshold: int = 1024,
+  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
   **kwargs: Any,
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
@@ -165,6 +185,7 @@ def id_print(
     device_index: as for `id_tap`.
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
+    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
     **kwargs: printed as they are.
 
   Returns:
@@ -177,6 +198,7 @@ def id_print(
     result=result,
     tap_with_device=tap_with_device,
     device_index=device_index,
+    callback_flavor=callback_flavor,
   )
 
 
@@ -210,6 +232,7 @@ def call(
   result_shape: Any = None,
   call_with_device: bool = False,
   device_index: int = 0,
+  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
 ) -> Any:
   """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
 
@@ -223,21 +246,29 @@ def call(
       for no result.
     call_with_device: also pass `device=`, the jax.Device that calls.
     device_index: as for `id_tap`.
+    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
 
   Returns:
     A pytree of arrays like `result_shape`.
 
   Raises:
+    TypeError: `callback_func` is not callable, or `callback_flavor` is none.
     ValueError: `result_shape` is not such a pytree.
     NotImplementedError: under `jax.vmap`, or when differentiated (use `jax.custom_vjp`).
     jax.errors.JaxRuntimeError: where the program's results are looked at: `callback_func` raised or
       returned something else; `barrier_wait` says what.
   """
+  _check_flavor("call", callback_flavor)
   if not callable(callback_func):
     raise TypeError(f"call: callback_func: expected a callable, got {callback_func!r}")
   report = functools.partial(_keep, name=name_of(callback_func))
   options = _host_call.Options(call_with_device, device_index)
   return _host_call.call(callback_func, arg, result_shape, options, report)
+
+
+def _check_flavor(function: str, flavor: object) -> None:
+  if not isinstance(flavor, CallbackFlavor):
+    raise TypeError(f"{function}: callback_flavor: expected a CallbackFlavor, got {flavor!r}")
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
@@ -262,3 +293,11 @@ def barrier_wait(logging_name: str | None = None) -> None:
       "There were exceptions during callback processing. Last one was: "
       f"[{where}; the last of ({count})] {text}"
     ) from last
+
+
+def _flush_taps() -> None:
+  """Lets the functions of taps finish; what they raised is for `barrier_wait`."""
+  start_channel(CHANNEL).flush(None)
+
+
+_compat.after_effects_barrier(_flush_taps)
