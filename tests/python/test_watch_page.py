@@ -253,6 +253,7 @@ def wait_for(address: str, condition: Callable[[Document], bool]) -> Document:
   while True:
     session = pull_session(url=address)
     session.close()
+    session._loop_until_closed()  # close() alone leaves the socket to the garbage collector
     if condition(session.document):
       return session.document
     assert time.monotonic() < deadline, named(session.document, "head").text
@@ -289,7 +290,10 @@ def test_the_server_listens_on_loopback_and_refuses_pages_of_others(tmp_path, se
 
   async def connect(origin: str) -> None:
     request = HTTPRequest(f"ws://127.0.0.1:{port}/ws", headers={"Origin": origin})
-    (await websocket_connect(request, subprotocols=["bokeh"])).close()
+    connection = await websocket_connect(request, subprotocols=["bokeh"])
+    connection.close()
+    while await connection.read_message() is not None:  # None: the server has closed it, too
+      pass
 
   with pytest.raises(HTTPClientError) as error:
     asyncio.run(connect("http://127.0.0.1:1"))
@@ -336,7 +340,10 @@ def test_only_requests_for_this_machine_are_answered(tmp_path, serve):
   async def connect(host: str) -> None:
     headers = {"Host": host, "Origin": f"http://{host}"}
     request = HTTPRequest(f"ws://127.0.0.1:{port}/ws", headers=headers)
-    (await websocket_connect(request, subprotocols=["bokeh"])).close()
+    connection = await websocket_connect(request, subprotocols=["bokeh"])
+    connection.close()
+    while await connection.read_message() is not None:  # None: the server has closed it, too
+      pass
 
   for host in (f"evil.example:{port}", "evil.example"):
     with pytest.raises(HTTPClientError) as error:
