@@ -30,9 +30,7 @@ def loss(w, x, y):
   return jnp.mean(jax.nn.softplus(logits) - y * logits)
 
 
-def train(w, x, y):
-  """On one device, with its own rows: the devices differ until their gradients are averaged."""
-
+def train(w, x, y):  # on one device, with its own rows
   def step(i, w):
     own = jax.lax.pcast(w, "rows", to="varying")  # or JAX would add the gradients up
     value, slope = jax.value_and_grad(loss)(own, x, y)
