@@ -9,6 +9,8 @@
 #   make lint      formats, lints, types, layers
 #   make bench     benchmarks against the peers
 #   make docs      the documentation site, into site/
+#   make jax-suites JAX_TESTS=/path/to/jax/tests
+#                  JAX's own tests of callbacks without and with callgate.install(): what differs
 #   make gpu-test  the tests that need a CUDA device, into build/gpu; make gpu-bench its benchmarks
 #
 # Variables: PYTHON (the interpreter of a new $(VENV)), VENV, JAX (a version, such as 0.11.2),
@@ -52,8 +54,8 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
   2>/dev/null)
 
 .PHONY: help demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
-  lint-python lint-types lint-cpp format bench docs wheel matrix gpu-test gpu-bench asan-python \
-  system-packages clean
+  lint-python lint-types lint-cpp format bench docs wheel matrix jax-suites gpu-test gpu-bench \
+  asan-python system-packages clean
 
 help:
 	@sed -n 's/^#  //p' Makefile
@@ -150,6 +152,14 @@ FUZZ_SECONDS ?= 120
 FUZZ_TARGETS ?=
 fuzz: build/xla-headers/jaxlib-version
 	$(PY) tools/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
+
+# JAX_TESTS: of a checkout of JAX at the tag of the JAX in $(VENV). SUITE_ARGS: files, --seconds.
+JAX_TESTS ?=
+SUITE_ARGS ?=
+jax-suites: package $(VENV)/.stamp-jax-suites
+	@test -d "$(JAX_TESTS)" || { echo 'jax-suites: expected JAX_TESTS, the folder "tests" of a' \
+	  'checkout of JAX, got "$(JAX_TESTS)"'; exit 2; }
+	$(PY) tools/jax_suites.py "$(JAX_TESTS)" $(SUITE_ARGS)
 
 # GoogleTest and Google Benchmark. Where this installs nothing, CMake fetches GoogleTest.
 system-packages:

@@ -325,6 +325,30 @@ def is_saveable(saveable: Any, eqn: Any) -> bool:
   return says is True or says is partial_eval.Saveable or isinstance(says, partial_eval.Offloadable)
 
 
+def keep_results(holds: Callable[[Any], bool]) -> None:
+  """Of loops, branches and inner jits for which `holds` all results are kept if one is used.
+
+  Wraps their rules of dead code elimination, which would drop a loop's unused carry with all that
+  only it needs, whether it has an effect or not (0.10 to 0.12; `while_loop` has a rule since 0.12).
+  JAX has no public way to say that an equation counts where it stands.
+  """
+  from jax._src.interpreters import partial_eval
+  from jax._src.pjit import jit_p
+
+  rules: dict[Any, Callable[..., Any]] = partial_eval.dce_rules
+  for primitive in (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p, jit_p):
+    if primitive in rules:
+      rules[primitive] = _keeping_results(rules[primitive], holds)
+
+
+def _keeping_results(rule: Callable[..., Any], holds: Callable[[Any], bool]) -> Callable[..., Any]:
+  def keeping(used: Sequence[bool], eqn: Any) -> Any:
+    whole = any(used) and not all(used) and holds(eqn)
+    return rule([True] * len(used) if whole else used, eqn)
+
+  return keeping
+
+
 # -- loops -----------------------------------------------------------------------------------------
 def loop_modules() -> tuple[Any, Any]:
   """JAX's modules of `scan` and of partial evaluation, whose hoisting `_control` guards.
@@ -448,6 +472,11 @@ def program_devices(context: Any) -> tuple[Any, ...] | None:
 def in_manual_region() -> bool:
   """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
   return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def in_no_trace() -> bool:
+  """Whether this thread is outside of all transformations (0.10 to 0.12); no public name."""
+  return _core.trace_state_clean()
 
 
 def trace_key() -> Any:

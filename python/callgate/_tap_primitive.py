@@ -366,6 +366,20 @@ def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
   return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
 
 
+def holds_whole_dataflow_tap(eqn: Any) -> bool:
+  """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
+  return _dataflow_traced and any(
+    (
+      inner.primitive is tap_p
+      and inner.params["site"].whole
+      and inner.params["site"].effect == "dataflow"
+    )
+    or holds_whole_dataflow_tap(inner)
+    for jaxpr in _compat.subjaxprs(eqn)
+    for inner in jaxpr.eqns
+  )
+
+
 def _holds_tap(jaxpr: Any, whole: bool) -> bool:
   return any(
     (eqn.primitive is tap_p and eqn.params["site"].whole == whole)

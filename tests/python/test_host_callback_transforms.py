@@ -317,6 +317,50 @@ def test_scan_taps_each_step(apply):
   assert seen == [10, -10, 11, -11, 13, -13]
 
 
+def _scanned(tap, x):
+  def step(carry, y):
+    return (carry[0] + 1, tap(carry[1] + y)), None
+
+  return jax.lax.scan(step, (0, x), jnp.arange(3))[0]
+
+
+def _looped(tap, x):
+  return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, tap(c[1] + c[0])), (0, x))
+
+
+def _nested(tap, x):
+  return jax.lax.fori_loop(0, 1, lambda _, c: (c[0] + 1, _scanned(tap, c[1])[1]), (2, x))
+
+
+def _branched(tap, x):
+  taken = lambda x: (x - 7, [tap(x + y) for y in (0, 1, 3)])
+  return jax.lax.cond(x > 0, taken, lambda x: (x, [x] * 3), x)
+
+
+def _jitted(tap, x):
+  return jax.jit(lambda x: (x - 7, [tap(x + y) for y in (0, 1, 3)]))(x)
+
+
+@both
+@pytest.mark.parametrize("program", [_scanned, _looped, _nested, _branched, _jitted])
+def test_taps_live_by_a_result_of_their_loop_or_branch_that_nothing_uses(apply, program):
+  seen = []
+  assert apply(lambda x: program(lambda v: hcb.id_tap(note(seen), v), x)[0], 10) == 3
+  assert sorted(seen) == [10, 11, 13]
+
+
+@pytest.mark.parametrize("program", [_scanned, _nested, _branched, _jitted])
+def test_taps_that_no_result_of_their_loop_or_branch_needs_are_left_out(program):
+  seen = []
+  unused = lambda v: (hcb.id_tap(note(seen), v), v)[1]
+  assert run(lambda x: sum(jax.tree.leaves(program(unused, x))) > 0, 10)
+  assert seen == []
+
+
+def note(seen):
+  return lambda value: seen.append(value.tolist())
+
+
 @both
 def test_nested_jit_and_remat_keep_the_order(apply, show, stream):
   def f(x):

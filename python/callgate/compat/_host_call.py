@@ -53,7 +53,7 @@ def call(
     options: how it is called.
     report: told of what it raises, before the program fails.
   """
-  given = Arrays("call: arg", arg)
+  given = Arrays("call: arg", arg, copied=True)
   structs, tree = _result_types(result_shape)
   paths = tuple(_paths(result_shape))
   types = tuple((struct.shape, np.dtype(struct.dtype)) for struct in structs)

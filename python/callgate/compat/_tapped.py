@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _delivery, _tap
+from callgate import _compat, _delivery, _tap
 from callgate._consumers import check_not_forked
 from callgate._masked import shown
 from callgate._tap import Tap, TapSite
@@ -37,11 +37,18 @@ class Tapped:
 
 
 class Arrays:
-  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together."""
+  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together.
 
-  def __init__(self, api: str, value: Any) -> None:
+  Args:
+    api: whose, for errors.
+    value: the pytree.
+    copied: outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
+      `jnp.asarray` compiles a program for each of their types.
+  """
+
+  def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
     leaves, self.tree = jax.tree.flatten(value)
-    self.arrays = [_as_array(api, leaf, index) for index, leaf in enumerate(leaves)]
+    self.arrays = [_as_array(api, leaf, index, copied) for index, leaf in enumerate(leaves)]
     carried = [_tap.carried(array) for array in self.arrays]
     self.operands = [array for array, _ in carried]
     self.dtypes = tuple(name for _, name in carried)
@@ -143,10 +150,12 @@ def _logical_shapes(about: _delivery.Description, arrays: Sequence[np.ndarray]) 
   return tuple(shapes)
 
 
-def _as_array(api: str, leaf: Any, index: int) -> Any:
+def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   try:
+    if copied and type(leaf) is np.ndarray and _compat.in_no_trace():
+      return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
     raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error

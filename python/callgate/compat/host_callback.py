@@ -1,9 +1,10 @@
 """The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
 
 `id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs
-stay free of JAX's effects. Outside compiled code it calls at once, in the caller's thread; inside,
-the program goes on and the function is called on callgate's thread, while an `outfeed_receiver` is
-started for the device.
+stay free of JAX's effects. In a loop, a branch or an inner jit that means a use by one of its
+results, whether that is used further or not. Outside compiled code it calls at once, in the
+caller's thread; inside, the program goes on and the function is called on callgate's thread, while
+an `outfeed_receiver` is started for the device.
 
 ```python
 import jax, jax.numpy as jnp
@@ -32,7 +33,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat, _options
+from callgate import _callgate, _compat, _options, _tap_primitive
 from callgate.channel import start_channel
 from callgate.compat import _layout, _receiver
 from callgate.compat._receiver import TapFunctionException
@@ -42,6 +43,7 @@ from callgate.tap import bind, logical_sizes
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
 
 _compat.ask_before_execution(_receiver.NeedsReceiver)
+_compat.keep_results(_tap_primitive.holds_whole_dataflow_tap)
 
 
 class Transform(str):
