@@ -153,7 +153,8 @@ FUZZ_TARGETS ?=
 fuzz: build/xla-headers/jaxlib-version
 	$(PY) tools/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
 
-# JAX_TESTS: of a checkout of JAX at the tag of the JAX in $(VENV). SUITE_ARGS: files, --seconds.
+# JAX_TESTS: of a checkout of JAX at the tag of the JAX in $(VENV). SUITE_ARGS: files, --seconds,
+# --compat.
 JAX_TESTS ?=
 SUITE_ARGS ?=
 jax-suites: package $(VENV)/.stamp-jax-suites

@@ -100,6 +100,33 @@ def test_a_suite_without_differences_is_success_and_one_without_tests_is_not(tmp
   assert run(tmp_path, "other_test.py").returncode == 2
 
 
+def test_tests_of_an_old_jax_run_through_their_compat_module(tmp_path) -> None:
+  write(
+    tmp_path / "host_callback_test.py",
+    """
+    from jax.experimental import host_callback as hcb
+    from jax import api, test_util as jtu
+    from jax.config import config
+    from jax.util import prod
+
+    def test_call(): assert hcb.call(lambda x: x + 1, 1, result_shape=1) == 2
+    def test_gone(): hcb.outfeed_receiver
+    """,
+  )
+  done = run(tmp_path, "--compat", "host_callback_2023", "host_callback_test.py")
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "through callgate.compat.host_callback_2023: 1 failed, 1 passed" in done.stdout
+  assert "  failed: test_gone" in done.stdout
+
+
+def test_of_several_processes_the_worst_outcome_counts(monkeypatch) -> None:
+  monkeypatch.syspath_prepend(str(TOOL.parent))
+  tool = importlib.import_module("jax_suites")
+  log = "[ RUN      ] T.a\n[       OK ] T.a\n[  SKIPPED ] T.b - why\n[       OK ] T.c\n"
+  log += "[  FAILED  ] T.a\n[       OK ] T.b\n[       OK ] T.c\n"
+  assert tool._outcomes_of_processes(log) == {"T.a": "failed", "T.b": "skipped", "T.c": "passed"}
+
+
 @pytest.mark.parametrize("ignored", [(), (signal.SIGABRT,)], ids=["", "held"])
 def test_a_file_that_hangs_is_ended_even_where_it_holds_the_signal(ignored, monkeypatch) -> None:
   monkeypatch.syspath_prepend(str(TOOL.parent))
