@@ -610,7 +610,7 @@ def run_by_dispatch(context: Any) -> None:
 
 
 def end_before_dispatch_returns(kind: type[Any]) -> None:
-  """Programs that keep a `kind` have ended when their dispatch returns, where it says so, called.
+  """Programs that keep a `kind` have ended when their dispatch returns.
 
   For programs with effects, of which the dispatch is Python. What they failed with is left to those
   who wait for them. XLA's CPU client runs programs with JAX's own callbacks so (0.10 to 0.12).
@@ -619,7 +619,7 @@ def end_before_dispatch_returns(kind: type[Any]) -> None:
 
   def __call__(self: Any, *args: Any) -> Any:
     out = call(self, *args)
-    if any(isinstance(kept, kind) and kept() for kept in self.keepalive or ()):
+    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
       thread = threading.get_ident()
       own = [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
       for value in (*out, *own):

@@ -299,11 +299,54 @@ NESTED = textwrap.dedent("""
 """)
 
 
-@pytest.mark.skipif(
-  jax.__version_info__ < (0, 12), reason="JAX's own programs with callbacks run asynchronously, too"
-)
 def test_programs_that_callbacks_run_on_threads_have_ended_when_their_dispatch_returns() -> None:
   assert output_of(NESTED).split() == ["4", "4"]
+
+
+DISPATCHED = textwrap.dedent("""
+  import time
+  import jax, jax.numpy as jnp, numpy as np
+  import callgate as cg
+  from jax.experimental import io_callback
+
+  seen, square = [], np.eye(300, dtype=np.float32)  # a product that XLA would not run at once
+
+  def late(x):
+    time.sleep(0.05)
+    seen.append(float(x))
+    return np.float32(x)
+
+  def calls(x):
+    return io_callback(late, jax.ShapeDtypeStruct((), np.float32), x) + jnp.sum(square @ square)
+
+  programs = {
+    "jit": jax.jit(calls),
+    "compiled": jax.jit(calls).lower(np.float32(0)).compile(),
+    "loop": jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda i, y: calls(y), x)),
+    "devices": lambda x: jax.pmap(calls)(jnp.stack([x] * jax.local_device_count())),
+  }
+
+  def counts():
+    found = {}
+    for name, program in programs.items():
+      for call in range(3):
+        seen.clear()
+        result = program(np.float32(call))
+        found[name, call] = len(seen)
+        jax.block_until_ready(result)
+    return found
+
+  want = counts()
+  cg.install()
+  jax.clear_caches()
+  programs["compiled"] = jax.jit(calls).lower(np.float32(0)).compile()
+  assert counts() == want, (counts(), want)
+  print(sorted(set(want.values())))
+""")
+
+
+def test_programs_with_io_callbacks_have_ended_when_their_dispatch_returns_as_in_jax() -> None:
+  assert output_of(DISPATCHED) == "[1, 2]\n"
 
 
 ROUNDS = textwrap.dedent("""

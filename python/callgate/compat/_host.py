@@ -104,26 +104,23 @@ def host_function(
 _running: list[None] = []  # an item for each callback that runs
 
 
-class _Nested:
-  """Kept by a program with callbacks: whether one is running as the program is dispatched."""
-
-  def __call__(self) -> bool:
-    return bool(_running)
+class _Waits:
+  """Kept by a program with an io_callback."""
 
 
-_compat.end_before_dispatch_returns(_Nested)
+_compat.end_before_dispatch_returns(_Waits)
 
 
-def may_be_nested(context: Any) -> None:
-  """To be told of each io_callback: its program may be run by a callback, on any thread.
+def end_before_dispatch_returns(context: Any) -> None:
+  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX.
 
-  JAX's engine runs programs with callbacks on the thread that dispatches them, and so does
-  callgate's while a callback runs: XLA's own threads may all be waiting for the nested program, and
-  the outer one goes on when its callback returns.
+  JAX's engine runs programs with callbacks on the thread that dispatches them, and programs count
+  on that, though JAX promises it nowhere. callgate's engine does so while a callback runs: XLA's
+  own threads may all be waiting for the nested program. The others are waited for.
   """
   if _running:
     _compat.run_by_dispatch(context)
-  _compat.add_keepalive(context, _Nested())
+  _compat.add_keepalive(context, _Waits())
 
 
 def _cpu_device() -> Any:

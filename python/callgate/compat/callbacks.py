@@ -27,7 +27,7 @@ from callgate._callgate import Callee
 from callgate._print import print as cg_print
 from callgate.compat import _debug
 from callgate.compat._call import emit_call
-from callgate.compat._host import carrier, host_function, may_be_nested
+from callgate.compat._host import carrier, end_before_dispatch_returns, host_function
 from callgate.errors import JAX_CALLBACK
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
@@ -256,7 +256,7 @@ def _lower(
   outputs = [carrier(aval) for aval in ctx.avals_out]
   function = _unmarked(callback.callback_func)
   if api == "io_callback":
-    may_be_nested(ctx)
+    end_before_dispatch_returns(ctx)
   run = host_function(callback, inputs, outputs, api=api)
   with _runtime.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
