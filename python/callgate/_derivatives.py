@@ -115,7 +115,8 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
   if rules.jvp is not None:
     with_jvp.defjvp(ruled(rules.jvp, 2), symbolic_zeros=rules.symbolic_zeros)
   elif gate.like is not None:
-    with_jvp.defjvp(functools.partial(_jvp_of_reference, with_jvp, ruled(gate.like, 0)))
+    like = functools.partial(_jvp_of_reference, gate.label, with_jvp, ruled(gate.like, 0))
+    with_jvp.defjvp(like)
   else:
     with_jvp.defjvp(functools.partial(_jvp_by_differences, with_jvp))
   return with_jvp
@@ -151,9 +152,32 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _jvp_of_reference(
-  call: Callable[..., Any], like: Callable[..., Any], primals: Any, tangents: Any
+  label: str, call: Callable[..., Any], like: Callable[..., Any], primals: Any, tangents: Any
 ) -> tuple[Any, Any]:
-  return call(*primals), jax.jvp(like, primals, tangents)[1]
+  results = call(*primals)
+  found, moved = jax.jvp(like, primals, tangents)
+  check_reference(label, results, found)
+  return results, moved
+
+
+def check_reference(label: str, results: Any, found: Any) -> None:
+  """Raises where what `like` found is not of the structure, shapes and dtypes that `out` says."""
+  if jax.tree.structure(found) != jax.tree.structure(results):
+    raise GateDefinitionError(
+      f"{label}: like: expected results of the structure {jax.tree.structure(results)}, got "
+      f"{jax.tree.structure(found)}"
+    )
+  leaves = jax.tree.leaves(found)
+  for index, (want, got) in enumerate(zip(jax.tree.leaves(results), leaves, strict=True)):
+    if jnp.shape(got) != want.shape or jnp.result_type(got) != want.dtype:
+      raise GateDefinitionError(
+        f"{label}: like: result {index}: expected {_type_text(want)} as of out, got "
+        f"{_type_text(got)}"
+      )
+
+
+def _type_text(value: Any) -> str:
+  return f"{jnp.result_type(value).name}[{','.join(map(str, jnp.shape(value)))}]"
 
 
 def _jvp_by_differences(

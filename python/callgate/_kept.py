@@ -16,20 +16,24 @@ from collections.abc import Callable
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
 # block asks for what fails in it, so all of that is kept, up to the second number.
 _LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
+_NO_RUN = -1  # not known; others may be negative, too
 _ID = re.compile(r"\[callgate error #(\d+)\]")
 # A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
 _timeouts: dict[int, int] = {}  # their ids
-make_timeout: Callable[[str], BaseException] = TimeoutError  # callgate.errors has the right one
+# callgate.errors has the right ones.
+make_timeout: Callable[[str], BaseException] = TimeoutError
+make_failure: Callable[[str], BaseException] = RuntimeError
 
 
 @dataclasses.dataclass
 class Kept:
-  """A failure: its id, and the thread that it happened on."""
+  """A failure: its id, the thread that it happened on, and XLA's number of the program's run."""
 
   id: int
   exception: BaseException
   thread: int
+  run: int
   claimed: bool = False  # somebody has got it
 
 
@@ -38,17 +42,21 @@ _blocks: list[int] = []  # for each block that is open, the first id that can be
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
 _deferred: list[Kept] = []
+# The runs whose KeyboardInterrupt somebody has got: each shard's call may raise one.
+_interrupted: collections.deque[int] = collections.deque(maxlen=64)
 # The main thread may be told of an interrupt anywhere, so also where it has the lock.
 _lock = threading.RLock()
 _next_id = 0
 
 
-def keep(exception: BaseException) -> int:
+def keep(exception: BaseException, run: int = _NO_RUN) -> int:
   """Stores an exception for the caller; returns its id."""
   global _next_id
   with _lock:
     _next_id += 1
-    _store[_next_id] = Kept(_next_id, exception, threading.get_ident())
+    kept = Kept(_next_id, exception, threading.get_ident(), run)
+    kept.claimed = run in _interrupted and isinstance(exception, KeyboardInterrupt)
+    _store[_next_id] = kept
     if len(_store) > _LIMIT:
       _forget(len(_store) - _LIMIT)
     return _next_id
@@ -121,12 +129,16 @@ def open_blocks() -> int:
   return len(_blocks)
 
 
-def defer(text: str) -> BaseException | None:
-  """Puts the failure that the text stands for aside until somebody asks; returns its exception."""
+def defer(text: str) -> BaseException:
+  """Puts the failure that the text stands for aside until somebody asks; returns its exception.
+
+  The runtime's own errors stand for none, nor do those that others have pushed out of the store.
+  """
   kept = find(text, claim=False)
-  if kept is None:
-    return None
   with _lock:
+    if kept is None:
+      keep(make_failure(text))
+      kept = next(reversed(_store.values()))
     if len(_deferred) < _LIMIT:
       _deferred.append(kept)
   return kept.exception
@@ -135,11 +147,21 @@ def defer(text: str) -> BaseException | None:
 def take_interrupt() -> BaseException | None:
   """The newest KeyboardInterrupt that nobody has got, or None; a block asks for its own."""
   with _lock:
-    for kept in () if _blocks else reversed(_store.values()):
-      if isinstance(kept.exception, KeyboardInterrupt) and not kept.claimed:
+    if _blocks:
+      return None
+    waiting = [
+      kept
+      for kept in reversed(_store.values())
+      if isinstance(kept.exception, KeyboardInterrupt) and not kept.claimed
+    ]
+    for kept in waiting:
+      if kept.run == waiting[0].run:
         kept.claimed = True
-        return kept.exception
-  return None
+    if not waiting:
+      return None
+    if waiting[0].run != _NO_RUN:
+      _interrupted.append(waiting[0].run)
+    return waiting[0].exception
 
 
 def take_deferred() -> list[BaseException]:

@@ -109,8 +109,10 @@ class Operation:
     """
     raise_deferred()
     arrays, static = _shapes.split_static(self.label, kwargs)
-    if arrays and (self.rules.defined or self.like is not None):
-      args, arrays = _shapes.to_positional(self, args, arrays)
+    if self.rules.defined or self.like is not None:
+      if arrays:
+        args, arrays = _shapes.to_positional(self, args, arrays)
+      _shapes.check_arrays(self, args)
     return _derivatives.apply(self, self.rules, args, arrays, static)
 
   def apply_raw(
@@ -268,7 +270,7 @@ class Operation:
     As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are
     passed on to a rule that has parameters for them. Returns the rule, for use as a decorator.
     """
-    self.rules.set_jvp(self.label, rule)
+    self.rules.set_jvp(self.label, _options.function(self.label, "defjvp: rule", rule))
     return rule
 
   def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
@@ -278,7 +280,11 @@ class Operation:
       fwd: `fwd(*args) -> (out, residuals)`.
       bwd: `bwd(residuals, cotangent) -> tuple of cotangents`, one for each positional argument.
     """
-    self.rules.set_vjp(self.label, fwd, bwd)
+    self.rules.set_vjp(
+      self.label,
+      _options.function(self.label, "defvjp: fwd", fwd),
+      _options.function(self.label, "defvjp: bwd", bwd),
+    )
 
   def deftranspose(self, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Defines the transpose of what is linear (see `linear=`).
@@ -286,8 +292,10 @@ class Operation:
     Args:
       rule: `rule(cotangent, *args)`, where linear arguments are ShapeDtypeStructs and the others
         arrays; returns the cotangent of the linear argument, or a tuple of them in order.
+
+    Where `linear=` names no arguments, the operation counts as linear in all of them from here on.
     """
-    self.rules.transpose = rule
+    self.rules.transpose = _options.function(self.label, "deftranspose: rule", rule)
     if self.linear is False:
       self.linear = True
     return rule
@@ -298,7 +306,7 @@ class Operation:
     As `jax.custom_batching.custom_vmap.def_vmap`: batched leaves have a leading axis;
     `in_batched` has the arguments' structure, `out_batched` the result's.
     """
-    self.vmap_rule = rule
+    self.vmap_rule = _options.function(self.label, "defvmap: rule", rule)
     return rule
 
   def check(self, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> None:
@@ -306,11 +314,12 @@ class Operation:
 
     Raises:
       AssertionError: a result differs; the message has NumPy's table of mismatches.
-      GateDefinitionError: there is no `like`.
+      GateDefinitionError: there is no `like`, or it returns another structure, shape or dtype.
     """
     if self.like is None:
       raise GateDefinitionError(f"{self.label}: check() needs like=, the reference to compare")
     got, want = self(*args, **kwargs), self.reference(*args, **kwargs)
+    _derivatives.check_reference(self.label, got, want)
     paths = jax.tree_util.tree_flatten_with_path(want)[0]
     for (path, reference), value in zip(paths, jax.tree.leaves(got), strict=True):
       np.testing.assert_allclose(

@@ -165,6 +165,8 @@ def _jvp(
 ) -> tuple[Any, Any]:
   linear = _linear.linear_leaves(gate, site.in_tree)
   moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+  if gate.rules.defined or gate.like is not None:
+    return _jvp_by_rule(primals, tangents, moved, gate, site, **params)
   if gate.autograd and not (linear and linear.issuperset(moved)):
     return _jvp_by_call(primals, tangents, gate.tangent_call(site, moved), gate, site, **params)
   if not linear:
@@ -183,6 +185,40 @@ def _jvp(
     for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))
   ]
   return results, bind(*mixed, gate=gate, site=site, **params)
+
+
+def _jvp_by_rule(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  moved: Sequence[int],
+  gate: Any,
+  site: CallSite,
+  levels: tuple[Level, ...],
+  whole: Level | None,
+) -> tuple[Any, Any]:
+  """Of a call whose custom_jvp is gone: JAX drops it from a loop's body when it linearizes that."""
+  flat = list(primals)
+
+  def call(*leaves: Any) -> list[Any]:
+    args, kwargs = jax.tree.unflatten(site.in_tree, leaves)
+    return jax.tree.leaves(_derivatives.apply(gate, gate.rules, args, kwargs, site.static))
+
+  for size, mask in reversed((*levels, *(() if whole is None else (whole,)))):
+    axes = [0 if batched else None for batched in mask]
+    call = jax.vmap(call, in_axes=axes, axis_size=size)
+
+  def of_moved(*values: Any) -> list[Any]:
+    for index, value in zip(moved, values, strict=True):
+      flat[index] = value
+    return call(*flat)
+
+  results, found = jax.jvp(
+    of_moved, [primals[i] for i in moved], [ad.instantiate_zeros(tangents[i]) for i in moved]
+  )
+  return results, [
+    ad.Zero(jax.typeof(result).to_tangent_aval()) if tangent.dtype == jax.dtypes.float0 else tangent
+    for result, tangent in zip(results, found, strict=True)
+  ]
 
 
 def _jvp_by_call(

@@ -122,11 +122,13 @@ def remember_site(site: tuple[str, int, str] | None) -> str:
   return key
 
 
-def _failed(exception: BaseException, gate: str, site: str, layout: str, shard: int) -> str:
+def _failed(
+  exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int
+) -> str:
   if isinstance(exception, _self_wait.Ended):
     return str(exception)
   where = _sites.get(site, site)
-  return describe_failure(exception, gate, where, _shards.describe(layout, shard))
+  return describe_failure(exception, gate, where, _shards.describe(layout, shard), run)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from callgate import _compat
 from callgate.errors import describe_failure
@@ -63,7 +64,7 @@ def report(gate: str, thread: int) -> str:
 
 
 def _jitted(frame: FrameType) -> list[Any]:
-  """The functions behind what the code of a frame may call by name, or by name of what it has."""
+  """The functions behind what the code of a frame may call: by name, of something, or in one."""
   names = frame.f_code.co_names
   values: list[Any] = list(frame.f_locals.values())
   values += [frame.f_globals[name] for name in names if name in frame.f_globals]
@@ -71,4 +72,9 @@ def _jitted(frame: FrameType) -> list[Any]:
     for holder in (value, type(value)):
       held = getattr(holder, "__dict__", {})
       values += [held[name] for name in names if name in held]
+  for value in tuple(values):
+    if isinstance(value, (list, tuple)):
+      values += cast("Sequence[Any]", value)
+    elif isinstance(value, dict):
+      values += cast("dict[Any, Any]", value).values()
   return [value.__wrapped__ for value in values if _compat.is_jitted(value)]

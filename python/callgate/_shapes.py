@@ -69,6 +69,14 @@ def as_array(gate: Any, leaf: Any, index: int) -> Any:
     ) from error
 
 
+def check_arrays(gate: Any, args: tuple[Any, ...]) -> None:
+  """Raises where a leaf is no array, before JAX's custom derivatives say so in their words."""
+  for index, leaf in enumerate(jax.tree.leaves(args)):
+    plain = type(leaf) is np.ndarray and leaf.dtype.kind != "O"
+    if not (plain or isinstance(leaf, (jax.Array, np.generic, bool, int, float, complex))):
+      as_array(gate, leaf, index)
+
+
 def check_call(gate: Any, site: Any, structs: Sequence[Any]) -> None:
   if gate.arrays == "numpy":
     for index, struct in enumerate(structs):

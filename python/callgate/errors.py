@@ -129,7 +129,7 @@ class ProcessError(GateError, RuntimeError):
     self.message = message
 
 
-_kept.make_timeout = GateTimeoutError
+_kept.make_timeout, _kept.make_failure = GateTimeoutError, jax.errors.JaxRuntimeError
 LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
 
@@ -138,7 +138,9 @@ _lock = threading.Lock()
 JAX_CALLBACK = "jax:"
 
 
-def describe_failure(exception: BaseException, gate: str, site: str, shard: str = "") -> str:
+def describe_failure(
+  exception: BaseException, gate: str, site: str, shard: str = "", run: int = -1
+) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
   Args:
@@ -146,23 +148,26 @@ def describe_failure(exception: BaseException, gate: str, site: str, shard: str 
     gate: the gate's name.
     site: where the call was traced, "" when unknown.
     shard: which part of its arrays the call was on, "" for whole ones.
+    run: XLA's number of the program's run.
   """
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
     text = "".join(_traceback.format_exception(exception)).rstrip()
-    return f"CpuCallback error calling callback: {text}\n[callgate error #{_kept.keep(exception)}]"
+    return (
+      f"CpuCallback error calling callback: {text}\n[callgate error #{_kept.keep(exception, run)}]"
+    )
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
   on = f" on {shard}" if shard else ""
-  return _describe(exception, f"gate '{gate}'{on}", site)
+  return _describe(exception, f"gate '{gate}'{on}", site, run)
 
 
-def _describe(exception: BaseException, what: str, site: str) -> str:
+def _describe(exception: BaseException, what: str, site: str, run: int = -1) -> str:
   where = f"callgate: raised in {what}" + (f", called at {site}" if site else "")
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
   text = "".join(_traceback.format_exception(exception)).rstrip()
-  return f"[callgate error #{_kept.keep(exception)}] {where}\n{text}"
+  return f"[callgate error #{_kept.keep(exception, run)}] {where}\n{text}"
 
 
 def raise_interrupt() -> None:
@@ -223,7 +228,7 @@ def defer(text: str) -> None:
   end of the process.
   """
   exception = _kept.defer(text)
-  if exception is not None and _POISONED not in getattr(exception, "__notes__", ()):
+  if _POISONED not in getattr(exception, "__notes__", ()):
     exception.add_note(_POISONED)
 
 
@@ -389,7 +394,8 @@ class errors:
   replaced by the original object when it leaves the block. At the end of the block all arrays are
   waited for, so that the error of a program whose result nobody looked at is raised too (of a pure
   program, if its result still exists). With several threads inside such blocks at once, that last
-  part is left out: a thread never gets another's error.
+  part is left out: a thread never gets another's error. Of a program over several devices XLA
+  doesn't say who called it: the first block to end has its error.
   """
 
   def __enter__(self) -> errors:

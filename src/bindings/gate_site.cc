@@ -79,7 +79,7 @@ class PyGateSite final : public Site {
     if (run_where_it_is(call)) return Outcome::success();
     callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
     return Outcome::failure(ErrorCode::kInternal, take_exception(callee_->name(), spec_.site,
-                                                                 spec_.layout, call.context.shard));
+                                                                 spec_.layout, call.context));
   }
 
   // False with a Python error, as all below.

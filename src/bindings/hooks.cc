@@ -73,7 +73,7 @@ void call_deferred(const Failure& failure) {
 }
 
 std::string take_exception(const std::string& gate, const std::string& site,
-                           const std::string& layout, std::int32_t shard) {
+                           const std::string& layout, const CallContext& context) {
   nb::object exception = take_raised();
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) {
@@ -81,9 +81,9 @@ std::string take_exception(const std::string& gate, const std::string& site,
         PyUnicode_FromStringAndSize(from.data(), static_cast<Py_ssize_t>(from.size())));
   };
   nb::object name = str(gate), place = str(site), parts = str(layout);
-  nb::object text =
-      nb::steal(call_hook(Hooks::instance().failed, "OOOOi", exception.ptr(), name.ptr(),
-                          place.ptr(), parts.ptr(), static_cast<int>(shard)));
+  nb::object text = nb::steal(
+      call_hook(Hooks::instance().failed, "OOOOiL", exception.ptr(), name.ptr(), place.ptr(),
+                parts.ptr(), static_cast<int>(context.shard), static_cast<long long>(context.run)));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";

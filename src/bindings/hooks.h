@@ -9,12 +9,13 @@
 #include "bindings/gil.h"
 #include "bindings/python.h"
 #include "core/array_view.h"
+#include "core/call.h"
 #include "core/error.h"
 
 namespace callgate::bindings {
 
 struct Hooks {
-  PyObject* failed = nullptr;         // (exception, gate, site, layout, shard) -> text for XLA
+  PyObject* failed = nullptr;         // (exception, gate, site, layout, shard, run) -> text
   PyObject* escaped = nullptr;        // (gate, spec, suspects, raising, make_private) or raises
   PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
   PyObject* input_written = nullptr;  // (gate, spec, index) raises
@@ -59,9 +60,9 @@ std::string text_of(nb::handle text);
 nb::object take_raised();
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
-// exception for the caller. Clears the exception. `layout` and `shard` say on which part of its
-// arrays the call was, in a program over several devices (SiteSpec::layout).
+// exception for the caller. Clears the exception. `layout` and the call's shard say on which part
+// of its arrays the call was, in a program over several devices (SiteSpec::layout).
 std::string take_exception(const std::string& gate, const std::string& site,
-                           const std::string& layout = "", std::int32_t shard = -1);
+                           const std::string& layout = "", const CallContext& context = {});
 
 }  // namespace callgate::bindings

@@ -52,6 +52,7 @@ void run_owned(const CallSite& site, OwnedCall& call, Promise& promise, int with
   t_within = within;
   Outcome outcome = guarded_outcome(
       [&] { return active.entered() ? site.run(call.call()) : shutting_down(*site.callee); });
+  t_within = 0;  // the program goes on below, on this thread; its calls are not within this one
   if (outcome.ok()) {
     promise.succeed([&] { call.publish(); });
   } else {
@@ -113,9 +114,12 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
                 "one more; does it call itself for ever?");
   }
   auto timeout = site->callee->timeout();
-  bool first = site->is_first(context.run);
-  auto call = std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
-                                          /*private_memory=*/timeout.count() > 0 || first);
+  // Within another such call the jitted function may be called for the first time with its
+  // arguments, as the program runs once more.
+  bool may_wait_for_itself = site->is_first(context.run) || within > 1;
+  auto call =
+      std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
+                                  /*private_memory=*/timeout.count() > 0 || may_wait_for_itself);
   auto promise = std::make_shared<Promise>(frame->api);
   XLA_FFI_Future* future = promise->future();
   Watchdog::Ticket ticket;
@@ -125,7 +129,7 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
   }
   bool taken = false;
   try {
-    auto watch = first ? watched(site, call, promise) : nullptr;
+    auto watch = may_wait_for_itself ? watched(site, call, promise) : nullptr;
     taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket, watch, within] {
       if (watch != nullptr) watch->thread.store(pthread_self(), std::memory_order_relaxed);
       run_owned(*site, *call, *promise, within);

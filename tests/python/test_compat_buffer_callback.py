@@ -259,6 +259,26 @@ def test_in_a_partitioned_program_each_device_gets_its_part_or_one_gets_all(
   assert seen == shapes
 
 
+@pytest.mark.parametrize("effect", [False, True])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_in_a_shard_map_each_device_calls_with_its_part(kind: Any, effect: bool) -> None:
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+  x = jnp.arange(16.0)
+
+  def add_one(_context: Any, out: Any, x: Any) -> None:
+    np.add(np.asarray(x), 1, out=np.asarray(out))
+
+  def steps(x: Any) -> Any:
+    one = ours.buffer_callback(add_one, like(x), has_side_effect=effect)
+    each = ours.buffer_callback(add_one, like(x[0]), vmap_method="sequential")
+    return jax.vmap(each)(jax.lax.scan(lambda c, _: (one(c), None), x, None, length=2)[0])
+
+  mapped = jax.shard_map(steps, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+  np.testing.assert_array_equal(
+    jax.jit(mapped)(jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))), x + 3
+  )
+
+
 def test_a_sharding_that_is_none_is_refused() -> None:
   with pytest.raises(cg.GateDefinitionError, match="'copy': sharding: expected None, 'shard'"):
     ours.buffer_callback(copy, like(1.0), sharding="rows")

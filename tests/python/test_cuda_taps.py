@@ -371,7 +371,7 @@ def test_a_recorded_tap_counts_its_replays(fake: FakeCuda, before: int) -> None:
     pending.graph.replay(pending.stream)
     pending.stream.finish()
   cg.barrier()
-  assert seen == [0, 3, 6]
+  assert sorted(seen) == [0, 3, 6]  # the runs of two streams come in any order
 
 
 # -- checks, prints, bars ------------------------------------------------------------------------

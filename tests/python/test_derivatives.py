@@ -325,10 +325,116 @@ def test_no_derivative_is_an_error_with_the_four_ways_to_define_one(differentiat
     assert word in str(error.value)
 
 
+def sine_with_like() -> cg.Gate:
+  return cg.gate(np.sin, like=jnp.sin)
+
+
+def sine_with_jvp() -> cg.Gate:
+  gate = cg.gate(np.sin, out=lambda x: x)
+  gate.defjvp(lambda primals, tangents: (gate(*primals), jnp.cos(primals[0]) * tangents[0]))
+  return gate
+
+
+def sine_with_vjp() -> cg.Gate:
+  gate = cg.gate(np.sin, out=lambda x: x)
+  gate.defvjp(lambda x: (gate(x), x), lambda x, ct: (ct * jnp.cos(x),))
+  return gate
+
+
+LOOPS: dict[str, Callable[[Any, Any], Any]] = {
+  "fori_loop": lambda f, w: jax.lax.fori_loop(0, 3, lambda i, c: f(c), w),
+  "scan": lambda f, w: jax.lax.scan(lambda c, _: (f(c) * w, f(c)), w, None, length=3)[1],
+  "map": jax.lax.map,
+  "checkpoint": lambda f, w: jax.lax.scan(jax.checkpoint(lambda c, _: (f(c), c)), w, None, 3)[1],
+  "vmap of scan": lambda f, w: jax.vmap(lambda v: jax.lax.fori_loop(0, 2, lambda i, c: f(c), v))(w),
+  "scan of vmap": lambda f, w: jax.lax.fori_loop(0, 2, lambda i, c: jax.vmap(f)(c), w),
+}
+SECOND: dict[str, Callable[[Any], Any]] = {
+  "hessian": jax.hessian,
+  "grad of grad": lambda f: jax.grad(lambda w: jax.grad(f)(w).sum()),
+  "jvp of grad": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (V,))[1],
+  "grad of grad of grad": lambda f: jax.grad(
+    lambda w: jax.grad(lambda v: jax.grad(f)(v).sum())(w).sum()
+  ),
+}
+
+
+CASES: dict[Callable[[], cg.Gate], list[tuple[str, str]]] = {
+  sine_with_like: [
+    *((loop, "hessian") for loop in LOOPS),
+    ("fori_loop", "grad of grad"),
+    ("scan", "grad of grad of grad"),
+  ],
+  sine_with_jvp: [("fori_loop", "jvp of grad"), ("vmap of scan", "hessian")],
+  sine_with_vjp: [("scan", "grad of grad"), ("map", "grad of grad of grad")],
+}
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_second_derivatives_of_loops_agree_with_jax(make: Callable[[], cg.Gate]) -> None:
+  """JAX drops custom derivatives from the body of a loop that it linearizes."""
+
+  def all_of(f: Any) -> Any:
+    return [
+      jax.jit(SECOND[order](lambda w, loop=loop: LOOPS[loop](f, w).sum()))(X)
+      for loop, order in CASES[make]
+    ]
+
+  for found, expected in zip(all_of(make()), all_of(jnp.sin), strict=True):
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_loop_whose_carry_alone_is_differentiated_knows_which_arguments_move() -> None:
+  gate = cg.gate(lambda x, k: np.sin(x) * np.float32(k), like=lambda x, k: jnp.sin(x) * k)
+  plain = lambda x, k: jnp.sin(x) * k
+
+  def twice(f: Any) -> Any:
+    steps = jnp.arange(1, 4)  # integers, which have no tangents
+    loop = lambda w: jax.lax.scan(lambda c, k: (f(c, k), c), w, steps)[0].sum()
+    return jax.hessian(loop)(X)
+
+  np.testing.assert_allclose(twice(gate), twice(plain), rtol=1e-4, atol=1e-4)
+
+
 def test_gates_outside_the_differentiated_path_need_no_derivative() -> None:
   gate = cg.gate(np.sin, out=lambda x: x)
   got = jax.grad(lambda x: (x * gate(jax.lax.stop_gradient(x))).sum())(X)
   assert_close(got, np.sin(X))
+
+
+@pytest.mark.parametrize(
+  "use", [lambda gate: gate.check(X), lambda gate: jax.jvp(gate, (X,), (V,))]
+)
+@pytest.mark.parametrize(
+  ("like", "words"),
+  [
+    (lambda x: jnp.float32(1), ["result 0: expected float32[3]", "got float32[]"]),
+    (lambda x: jnp.ones(3, jnp.int32), ["result 0: expected float32[3]", "got int32[3]"]),
+    (lambda x: (x,), ["expected results of the structure PyTreeDef(*), got PyTreeDef((*,))"]),
+  ],
+  ids=["shape", "dtype", "structure"],
+)
+def test_a_reference_of_another_type_is_refused(like: Any, words: list[str], use: Any) -> None:
+  gate = cg.gate(np.ones_like, out=lambda x: x, like=like)
+  with pytest.raises(cg.GateDefinitionError) as error:
+    use(gate)
+  for word in [f"{gate.label}: like: ", *words]:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize("make", [sine_with_like, sine_with_jvp, sine_with_vjp])
+@pytest.mark.parametrize(
+  "argument", [np.ma.array([1.0, 2.0], mask=[0, 1]), "abc", np.array([None]), object()]
+)
+def test_what_is_no_array_is_refused_by_gates_with_derivatives(make: Any, argument: Any) -> None:
+  with pytest.raises(cg.GateDefinitionError, match="argument 0: expected an array or a pytree of"):
+    make()(argument)
+
+
+@pytest.mark.parametrize("rule", ["defjvp", "deftranspose", "defvmap"])
+def test_a_rule_that_is_no_function_is_refused(rule: str) -> None:
+  with pytest.raises(cg.GateDefinitionError, match=f"{rule}: rule: expected a callable, got 3"):
+    getattr(cg.gate(np.sin, out=lambda x: x), rule)(3)
 
 
 @pytest.mark.parametrize(

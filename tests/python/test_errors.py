@@ -18,7 +18,7 @@ import pytest
 
 import callgate as cg
 from callgate import _kept
-from callgate.errors import raise_interrupt
+from callgate.errors import defer, raise_interrupt
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 X = np.float32(1)
@@ -526,3 +526,10 @@ def test_an_interrupt_of_a_block_is_raised_once() -> None:
     jax.block_until_ready(program(1.0))
   for _ in range(100):  # where another one would come
     len([])
+
+
+def test_a_deferred_error_of_the_runtimes_own_is_raised_too() -> None:
+  defer("INTERNAL: what no Python exception stands for")
+  with pytest.raises(jax.errors.JaxRuntimeError, match="no Python exception stands for"):
+    cg.barrier()
+  cg.barrier()

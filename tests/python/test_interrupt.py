@@ -239,3 +239,29 @@ def test_ctrl_c_ends_every_wait(wait: str, tmp_path) -> None:
   """
   done = run_python(PRELUDE + textwrap.dedent(setup) + textwrap.dedent(body), timeout=60)
   assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_one_keyboard_interrupt_follows_though_each_shard_raised_one() -> None:
+  source = """
+    import time
+    import jax, jax.numpy as jnp
+    import callgate as cg
+
+    def stop(x):
+      raise KeyboardInterrupt
+
+    on = jax.NamedSharding(jax.make_mesh((4,), ("d",)), jax.P("d"))
+    x = jax.device_put(jnp.arange(8.0), on)
+    program = jax.jit(cg.gate(stop, out=lambda x: x, sharding="shard"))
+    for run in range(2):
+      try:
+        program(x).block_until_ready()
+        time.sleep(10)
+      except KeyboardInterrupt:
+        time.sleep(0.2)
+        cg.barrier()
+        print("stopped", flush=True)
+  """
+  flags = "--xla_force_host_platform_device_count=4"
+  done = run_python(textwrap.dedent(source), timeout=60, XLA_FLAGS=flags)
+  assert (done.returncode, done.stdout) == (0, "stopped\n" * 2), done.stderr

@@ -88,6 +88,19 @@ def test_a_gate_that_calls_its_own_program_s_first_call_is_a_recursion_error() -
 
 
 @pytest.mark.limit(60)
+def test_so_is_a_first_call_with_other_arguments_of_a_program_that_has_run() -> None:
+  programs: list[Any] = []
+
+  def on_host(x: Any) -> Any:
+    return np.asarray(programs[0](np.array(x) - 1)) if x[0] > 0 else x
+
+  programs.append(jax.jit(cg.gate(on_host, out=lambda x: x, thread="own", name="other")))
+  wait(programs[0], jnp.zeros(2))
+  with pytest.raises(jax.errors.JaxRuntimeError, match="RecursionError: gate 'other', which has"):
+    wait(programs[0], jnp.full(2, 5.0))  # and then NumPy's arrays, which jit's cache tells apart
+
+
+@pytest.mark.limit(60)
 def test_a_gate_that_calls_itself_for_ever_is_an_error() -> None:
   def on_host(x: Any) -> Any:
     return np.asarray(program(x - 1)) if x > 0 else x
@@ -102,6 +115,13 @@ def test_a_gate_that_calls_itself_for_ever_is_an_error() -> None:
   )
   with deep:
     wait(program, np.float32(1e6))
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 60}, {"effect": "ordered"}])
+def test_a_loop_of_thousands_of_steps_calls_no_gate_within_itself(options: Any) -> None:
+  gate = cg.gate(lambda x: x + 1, out=lambda x: x, thread="own", **options)
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda i, c: gate(c), x))
+  np.testing.assert_array_equal(program(jnp.zeros(8)), 3000)
 
 
 def test_eight_independent_gates_at_once_do_not_hang_on_two_cores() -> None:

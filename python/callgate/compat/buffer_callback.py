@@ -200,8 +200,7 @@ buffer_callback_p.multiple_results = True
 def _abstract_eval(
   *avals: Any, result_avals: tuple[Any, ...], has_side_effect: bool, **_params: Any
 ) -> tuple[tuple[Any, ...], set[Any]]:
-  axes = _compat.varying_axes(avals)
-  results = tuple(_compat.varying_aval(aval, axes) for aval in result_avals)
+  results = tuple(_compat.shaped_array(aval.shape, aval.dtype, avals) for aval in result_avals)
   return results, {_effect} if has_side_effect else set()
 
 
