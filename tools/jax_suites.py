@@ -44,7 +44,7 @@ FILES = (
 )
 SIDE, OUTCOMES = "CALLGATE_JAX_SUITES_SIDE", "CALLGATE_JAX_SUITES_OUTCOMES"
 SIDES = ("plain", "installed")  # or a module of callgate.compat
-DEVICES = 2  # of a process
+DEVICES = 2  # of a process, where its tests want several and don't ask for them
 PROCESSES = 4  # of a test in the folder `multiprocess`, which says for how many it is written
 BEGUN, NOT_RUN = "unfinished", "not run"
 DUMP_SECONDS = 10
@@ -138,7 +138,8 @@ def _run(path: Path, side: str, out: Path, seconds: float) -> Run:
   log, outcomes = out / f"{path.stem}.{side}.log", out / f"{path.stem}.{side}.outcomes"
   outcomes.write_text("")
   environment = {**os.environ, SIDE: side, OUTCOMES: str(outcomes)}
-  environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+  if side not in SIDES or path.parent.name == "multiprocess":
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
   paths = [str(Path(__file__).parent), environment.get("PYTHONPATH", "")]
   if path.parent.name == "multiprocess":  # a program that starts itself, once a process
     (out / "site").mkdir(exist_ok=True)
