@@ -64,9 +64,12 @@ def _print_folder(arguments: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-  count = int(text)
+  try:
+    count = int(text)
+  except ValueError:
+    count = -1
   if count < 0:
-    raise argparse.ArgumentTypeError(f"expected a number of records, got {text}")
+    raise argparse.ArgumentTypeError(f"expected a number of records, got {text!r}")
   return count
 
 
@@ -76,8 +79,11 @@ def _tail(arguments: argparse.Namespace) -> int:
   with open_stream(arguments.where, follow=arguments.follow) as stream:
     wanted = (record for record in stream if arguments.name in (None, record.name))
     if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
-      there = (record for record in _there(stream) if arguments.name in (None, record.name))
-      _print(collections.deque(there, maxlen=arguments.lines), show)
+      last: collections.deque[StreamRecord] = collections.deque(maxlen=arguments.lines)
+      try:
+        last.extend(record for record in _there(stream) if arguments.name in (None, record.name))
+      finally:  # those before a damaged place, too
+        _print(last, show)
     if is_live or arguments.follow:
       _print(wanted, show)
   return 0

@@ -342,9 +342,10 @@ def keep_results(holds: Callable[[Any], bool]) -> None:
 
 
 def _keeping_results(rule: Callable[..., Any], holds: Callable[[Any], bool]) -> Callable[..., Any]:
-  def keeping(used: Sequence[bool], eqn: Any) -> Any:
-    whole = any(used) and not all(used) and holds(eqn)
-    return rule([True] * len(used) if whole else used, eqn)
+  # 0.12 says which inputs live, too: rule(used, live, eqn).
+  def keeping(used: Sequence[bool], *live_and_eqn: Any) -> Any:
+    whole = any(used) and not all(used) and holds(live_and_eqn[-1])
+    return rule([True] * len(used) if whole else used, *live_and_eqn)
 
   return keeping
 

@@ -108,6 +108,8 @@ class Channel:
   def add(self, consumer: Any) -> None:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
     check_not_forked()
+    if self._closed:
+      raise ValueError(f"channel '{self.name}': add: expected an open channel, got a closed one")
     adapted = (consumer, self._adapt(consumer))
     _consumers.open_sinks(self.name, [consumer])
     self._attach([adapted])

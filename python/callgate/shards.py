@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
     array, else a dictionary of arrays by their paths.
 
   Raises:
-    ValueError: there is none, they are of several taps, lanes or shapes, or shards are missing.
+    ValueError: there is none, they are of several taps, lanes, shapes, executions or steps of a
+      loop, or shards are missing.
   """
   if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
     _options.refuse("assemble", "records", "an iterable of records", records)
@@ -102,6 +104,8 @@ class _Shard:
       at = record.info
       parts, shapes = at.shard, at.global_shape
     self.kind = (self.name, at.role, at.lane)
+    self.place = (getattr(at, "process", 0), at.device)
+    self.run = at.run
     self.leaves, self.tree = jax.tree.flatten(self.value)
     known = parts is not None
     self.parts = self.tree.flatten_up_to(parts) if known else None
@@ -116,3 +120,18 @@ def _check_alike(records: Sequence[Record | StreamRecord]) -> None:
   shapes = sorted({repr(tuple(shard.shapes)) for shard in map(_Shard, records)})
   if len(shapes) > 1:
     raise ValueError(f"assemble: expected shards of one value, got shapes {', '.join(shapes)}")
+  if _Shard(records[0]).parts is None:
+    return
+  places = collections.Counter(shard.place for shard in map(_Shard, records))
+  (process, device), count = places.most_common(1)[0]
+  if count > 1:
+    raise ValueError(
+      f"assemble: expected one record of each device, got {count} of device {device} of process "
+      f"{process}: those of several executions (info.run), or steps of a loop (info.seq)"
+    )
+  runs = {(shard.place[0], shard.run) for shard in map(_Shard, records)}
+  if len(runs) > len({process for process, _ in runs}):
+    raise ValueError(
+      "assemble: expected the records of one execution, got those of the runs "
+      + ", ".join(str(run) for _, run in sorted(runs))
+    )

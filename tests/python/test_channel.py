@@ -540,3 +540,10 @@ def test_wrong_options_are_refused_and_leave_the_name_free(options, text):
 def test_wrong_names_are_refused(name):
   with pytest.raises(cg.GateDefinitionError, match="name"):
     cg.channel(name)
+
+
+def test_a_closed_channel_takes_no_consumer() -> None:
+  channel = cg.channel("is closed")
+  channel.close()
+  with pytest.raises(ValueError, match="'is closed': add: expected an open channel, got a closed"):
+    channel.add(print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -386,3 +387,16 @@ def test_the_wire_has_what_was_tapped(tmp_path):
     np.testing.assert_array_equal(b, want / 2)
   np.testing.assert_array_equal(messages[2][1][0], x)
   assert messages[0][0] == messages[1][0] != messages[2][0]
+
+
+@pytest.mark.parametrize(
+  ("option", "value"),
+  [("timeout_sec", "x"), ("devices", [3]), ("backends", 3), ("backends", "cpu")],
+)
+def test_a_wrong_option_of_a_receiver_is_refused_and_the_next_one_starts(
+  option: str, value: Any
+) -> None:
+  with pytest.raises(cg.GateDefinitionError, match=f"outfeed_receiver: {option}: expected"):
+    hcb.outfeed_receiver(**{option: value})
+  with hcb.outfeed_receiver():
+    pass

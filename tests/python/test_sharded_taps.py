@@ -323,6 +323,24 @@ def test_missing_shards_and_foreign_ones_are_told_of() -> None:
     cg.assemble([whole, whole])
 
 
+def test_shards_of_several_executions_or_steps_are_no_value() -> None:
+  x = put(X, mesh(), "a", "b")
+  twice = records(lambda ch, x: cg.tap(x, ch), x, times=2)
+  runs = sorted({record.info.run for record in twice})
+  assert len(runs) == 2
+  with pytest.raises(ValueError, match="one record of each device, got 2 of device"):
+    cg.assemble(twice)
+  mixed = [r for r in twice if (r.info.run == runs[0]) == (r.info.device < 4)]
+  with pytest.raises(
+    ValueError, match=f"one execution, got those of the runs {runs[0]}, {runs[1]}"
+  ):
+    cg.assemble(mixed)
+  np.testing.assert_array_equal(cg.assemble([r for r in twice if r.info.run == runs[1]]), X)
+  steps = records(lambda ch, x: jax.lax.fori_loop(0, 3, lambda i, c: cg.tap(c + 1, ch), x), x)
+  with pytest.raises(ValueError, match="one record of each device, got 3 of device"):
+    cg.assemble(steps)
+
+
 def test_a_consumer_may_run_sharded_programs() -> None:
   on = mesh("8")
   sums: list[float] = []

@@ -304,6 +304,19 @@ def test_a_clock_that_steps_back_does_not_reorder_the_records_of_a_device(tmp_pa
   assert found == [(1, 0), (0, 0), (0, 1), (0, 2), (1, 1)]
 
 
+@pytest.mark.parametrize("arguments", [[], ["-n", "2"], ["-f"], ["--json"]])
+def test_tail_shows_what_comes_before_a_damaged_place(tmp_path, capsys, arguments):
+  path = tmp_path / "damaged.cgs"
+  data = bytearray(sb.losses([1.0, 2.0, 3.0]) + sb.end(3))
+  good = len(sb.losses([1.0, 2.0, 3.0]))
+  data[good - 6] ^= 1  # in the third record
+  path.write_bytes(bytes(data))
+  assert main(["tail", *arguments, str(path)]) != 0
+  shown = capsys.readouterr()
+  assert len([line for line in shown.out.splitlines() if "loss" in line]) == 2
+  assert "damaged.cgs" in shown.err
+
+
 def test_tail_shows_the_process_of_each_record_but_of_process_0(tmp_path, capsys):
   write_processes(tmp_path, {0: [1], 2: [0]})
   assert main(["tail", str(tmp_path / "run-*.cgs")]) == 0

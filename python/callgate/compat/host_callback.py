@@ -247,6 +247,16 @@ def outfeed_receiver(
       "outfeed_receiver: expected at most one of `backends` and `devices`, got both: "
       f"{backends!r} and {devices!r}"
     )
+  _options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
+  if backends is not None and (
+    isinstance(backends, str) or not isinstance(backends, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+  ):
+    _options.refuse("outfeed_receiver", "backends", "names of platforms", backends)
+  if devices is not None and (
+    not isinstance(devices, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+    or not all(isinstance(device, jax.Device) for device in devices)
+  ):
+    _options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
   if devices is None:
     platforms = [None] if backends is None else list(backends)
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
