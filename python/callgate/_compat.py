@@ -654,6 +654,16 @@ def live_arrays() -> Sequence[Any]:
   return jax.live_arrays("cpu") if has_backend() else []
 
 
+def local_cpu_devices() -> list[Any]:
+  """This process's devices of the CPU backend; none when no backend has been started."""
+  if not has_backend():
+    return []
+  try:
+    return jax.local_devices(backend="cpu")
+  except RuntimeError:  # JAX_PLATFORMS names others alone
+    return []
+
+
 def has_backend() -> bool:
   """Whether JAX has started its devices (0.10 to 0.12); no public name."""
   from jax._src import xla_bridge

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat, _kept
+from callgate import _callgate, _compat, _fence, _kept
 
 
 class GateError(Exception):
@@ -393,9 +393,9 @@ class errors:
   Inside, the error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is
   replaced by the original object when it leaves the block. At the end of the block all arrays are
   waited for, so that the error of a program whose result nobody looked at is raised too (of a pure
-  program, if its result still exists). With several threads inside such blocks at once, that last
-  part is left out: a thread never gets another's error. Of a program over several devices XLA
-  doesn't say who called it: the first block to end has its error.
+  program on one device, if its result still exists). With several threads inside such blocks at
+  once, that last part is left out: a thread never gets another's error. Of a program over several
+  devices XLA doesn't say who called it: the first block to end has its error.
   """
 
   def __enter__(self) -> errors:
@@ -479,6 +479,8 @@ def wait_for_programs(
     except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
+  if not _fence.wait(deadline, watch):
+    raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
   rest = None if deadline is None else max(0.0, deadline - time.monotonic())
   try:
     if not _compat.wait_for_effects(rest, watch):

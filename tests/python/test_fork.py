@@ -13,6 +13,7 @@ PRELUDE = """
 import atexit, gc, itertools, json, multiprocessing, os, pathlib, signal, sys, threading, warnings
 warnings.simplefilter("ignore")  # Python and JAX warn of forks in a process with threads
 import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
 parent = os.getpid()
 # In a child: after callgate's own exit, before JAX's, which crashes there without callgate, too.
 atexit.register(lambda: os.getpid() == parent or os._exit(7))

@@ -489,9 +489,11 @@ starts = []
 tap = lambda x: cg.tap(x, lambda v, info: starts.append(info.shard[0].start), name="cached")
 program = jax.jit(lambda x: double(tap(x))).lower(x)
 before = len(hits)
-y = jax.block_until_ready(program.compile()(x))
+compiled = program.compile()
+found = len(hits) - before
+y = jax.block_until_ready(compiled(x))
 cg.barrier()
-print(y.tolist() == list(range(0, 32, 2)), shapes == [(2,)] * 8, sorted(starts), len(hits) - before)
+print(y.tolist() == list(range(0, 32, 2)), shapes == [(2,)] * 8, sorted(starts), found)
 """
 
 
@@ -637,6 +639,34 @@ def test_the_next_call_raises_what_nobody_asked_for() -> None:
   jax.block_until_ready(jax.jit(gate)(x))
   with pytest.raises(KeyError, match="unasked"):
     gate(x)
+
+
+@pytest.mark.parametrize("devices", [8, 4])
+def test_a_pure_program_whose_result_nobody_keeps_is_waited_for(devices: int) -> None:
+  goes_on = threading.Event()
+
+  def fail(x: np.ndarray) -> np.ndarray:
+    goes_on.wait(60)
+    if 16.0 in x:
+      raise KeyError("sixteen")
+    return x
+
+  gate = cg.gate(fail, out=lambda x: x, sharding="shard")
+  program = jax.jit(lambda x: gate(x).sum())
+  x = put(X, Mesh(np.array(jax.devices()[-devices:]), "a"), "a")
+  timer = threading.Timer(0.3, goes_on.set)
+  program(x)
+  with pytest.raises(TimeoutError, match="programs still run after"):
+    cg.barrier(timeout=0.01)
+  timer.start()
+  with pytest.raises(KeyError, match="sixteen"):
+    cg.barrier()
+  goes_on.clear()
+  program(x)
+  timer = threading.Timer(0.1, goes_on.set)
+  timer.start()
+  with pytest.raises(KeyError, match="sixteen"), cg.errors():
+    pass
 
 
 def test_a_call_that_takes_too_long_is_given_up_on_every_device() -> None:
