@@ -266,23 +266,22 @@ SHARDED = """
 
 
 NESTED = textwrap.dedent("""
-  import threading
+  import time
   from concurrent.futures import ThreadPoolExecutor
   import jax, jax.numpy as jnp, numpy as np
   import callgate as cg
   from jax.experimental import io_callback
   THREADS = 4
   number = jax.ShapeDtypeStruct((), np.int32)
-  meeting = threading.Barrier(THREADS, timeout=30)
   ended, square = [], np.eye(300, dtype=np.float32)  # a product that XLA would not run at once
 
-  def meet(i):
-    meeting.wait()
+  def end(i):  # XLA promises no two of them a thread, so they can't wait for each other
+    time.sleep(0.05)  # longer than a dispatch
     ended.append(int(i))
     return np.int32(i)
 
   def inner(i, x):
-    return io_callback(meet, number, i), jnp.sin(x @ x)
+    return io_callback(end, number, i), jnp.sin(x @ x)
 
   def run_each(i):
     ended.clear()
@@ -292,15 +291,13 @@ NESTED = textwrap.dedent("""
 
   made = lambda *args: jax.jit(inner).lower(*args).compile()(*args)
   outer = lambda: int(jax.jit(lambda: io_callback(run_each, number, np.int32(0)))())
-  want = outer()
   cg.install()
-  jax.clear_caches()
-  print(want, outer())
+  print(*(outer() for _ in range(5)))
 """)
 
 
 def test_programs_that_callbacks_run_on_threads_have_ended_when_their_dispatch_returns() -> None:
-  assert output_of(NESTED).split() == ["4", "4"]
+  assert output_of(NESTED).split() == ["4"] * 5
 
 
 DISPATCHED = textwrap.dedent("""
