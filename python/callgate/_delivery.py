@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _device_arrays, _spec
+from callgate import _device_arrays, _padding, _spec
 from callgate._records import BatchInfo, Record, TapInfo
 from callgate._shards import SHARD_BIT, Part, shard_of
 from callgate.errors import keep_consumer_error
@@ -65,16 +66,7 @@ class Description:
   def _restored(self, arrays: Sequence[np.ndarray], shard: int) -> list[np.ndarray]:
     """The dtypes that had to travel as others, and arrays without their padding."""
     values = list(arrays[: self.values])
-    for index, sizes in zip(self.logical, arrays[self.values :], strict=True):
-      # With a record of all lanes (`Tap.whole`), the logical sizes are for the last axes.
-      lead = values[index].ndim - sizes.shape[-1]
-      if self._parts is not None and shard >= 0:
-        # The sizes are the whole's: how much of them falls into this shard?
-        starts = [part.start for part in self._parts[index].slices(shard)]
-        sizes = np.clip(sizes - starts, 0, values[index].shape[lead:])
-      if sizes.ndim == 1:
-        trim = tuple(slice(0, int(size)) for size in sizes)
-        values[index] = values[index][(slice(None),) * lead + trim]
+    _padding.cut(values, self.logical, self.logical_shapes(arrays), self._parts, shard)
     for index, name in enumerate(self.dtypes):
       if name is not None:
         values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
@@ -82,11 +74,28 @@ class Description:
 
   def logical_shapes(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The logical sizes that came with a record, for each leaf that has them."""
-    return list(arrays[self.values :])
+    return [np.asarray(array) for array in arrays[self.values :]]
 
-  def stacked(self, arrays: Sequence[np.ndarray]) -> Any:
-    """The tapped pytree of stacked arrays; padding stays."""
+  def same_shapes(self, arrays: Sequence[np.ndarray], shard: np.ndarray) -> list[slice]:
+    """The runs of rows whose values have one shape, without padding: all rows where there is none.
+
+    Args:
+      arrays: the leaves and their logical sizes, a row a record.
+      shard: the number of each row's shard.
+    """
+    total = len(shard)
+    if not self.logical:
+      return [slice(0, total)]
+    sizes = np.concatenate([*self.logical_shapes(arrays), shard[:, None]], axis=1)
+    changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
+    bounds = [0, *changes.tolist(), total]
+    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+
+  def stacked(self, arrays: Sequence[np.ndarray], shard: int) -> Any:
+    """The tapped pytree of stacked arrays, of rows with the same shape."""
     values = list(arrays[: self.values])
+    sizes = [own[0] for own in self.logical_shapes(arrays)]
+    _padding.cut(values, self.logical, sizes, self._parts, shard)
     for index, name in enumerate(self.dtypes):
       if name is not None:
         values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
@@ -259,31 +268,37 @@ def stacks_to_function(
   def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
     about = description(source[3])
     _tell(source, [array[-1, ...] for array in arrays])
-    total = len(numbers[0])
-    step = limit or total
+    shard = _shards_of(numbers[5])
     lost = 0
-    for start in range(0, total, step):
-      if presence.ended:
-        break
-      part = slice(start, start + step)
-      try:
-        value = about.stacked([array[part] for array in arrays])
-        if with_info:
-          function(value, _batch_info(source, about, [n[part] for n in numbers]))
-        else:
-          function(value)
-      except BaseException as error:  # noqa: BLE001 - as above
-        row = (*(int(n[start]) for n in numbers), ())
-        keep_consumer_error(error, _where(function, source, row))
-        lost += min(step, total - start)
+    for run in about.same_shapes(arrays, shard):
+      step = limit or run.stop - run.start
+      for start in range(run.start, run.stop, step):
+        if presence.ended:
+          break
+        part = slice(start, min(start + step, run.stop))
+        try:
+          value = about.stacked([array[part] for array in arrays], int(shard[start]))
+          if with_info:
+            function(value, _batch_info(source, about, [n[part] for n in numbers], shard[part]))
+          else:
+            function(value)
+        except BaseException as error:  # noqa: BLE001 - as above
+          row = (*(int(n[start]) for n in numbers), ())
+          keep_consumer_error(error, _where(function, source, row))
+          lost += part.stop - part.start
     return lost
 
   return consume
 
 
-def _batch_info(source: _RawSource, about: Description, numbers: Sequence[Any]) -> BatchInfo:
+def _shards_of(flags: np.ndarray) -> np.ndarray:
+  return (flags >> SHARD_BIT).astype(np.int64) - 1
+
+
+def _batch_info(
+  source: _RawSource, about: Description, numbers: Sequence[Any], shard: np.ndarray
+) -> BatchInfo:
   lane, seq, time_ns, device, run, flags = numbers
-  shard = (flags >> SHARD_BIT).astype(np.int64) - 1
   return BatchInfo(
     source[1],
     ROLES[source[2]],

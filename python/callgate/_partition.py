@@ -363,7 +363,20 @@ def _tap_spec(
       leaves.append(_shards.encode(core, inputs[index].shape[skip:]))
     starts = [(index * size).tolist() for size, (_, index) in zip(sizes, lanes, strict=True)]
     code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
+    for index in code["logical"]:
+      held = f"padded={index}"
+      head = "\n".join(
+        held + _starts(call, _shards.Part(leaves[index])) if line == held else line
+        for line in head.split("\n")
+      )
   return f"{head}\n\n{json.dumps(code, separators=(',', ':'))}"
+
+
+def _starts(call: Sharded, part: _shards.Part) -> str:
+  """What `parse_tap_spec` reads of a padded array: its extents, and where each shard begins."""
+  shape = ",".join(map(str, part.shape))
+  shards = (part.slices(device) for device in range(call.devices))
+  return f":{shape}:" + ";".join(",".join(str(s.start) for s in one) for one in shards)
 
 
 def register(target: str, partitioned: str) -> None:

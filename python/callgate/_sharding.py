@@ -169,7 +169,9 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   rule = Rule((*rule.operands, *others), (), rule.whole)
   # Sizes and the predicate are small, and every record has them whole.
   extras = rule.operands[tap_site.values : count - tap_site.untapped]
-  rule = Rule(rule.operands, (), rule.whole | {f for term in extras for f in term})
+  # Of which part a padded leaf is must be known.
+  padded = () if located else [rule.operands[leaf] for leaf in tap_site.logical]
+  rule = Rule(rule.operands, (), rule.whole | {f for term in (*extras, *padded) for f in term})
   rule = rule.under(levels, 0)
   passing = tap_site.effect == "dataflow"
   returned = [*range(tap_site.values), *range(count - tap_site.untapped, count)] if passing else []

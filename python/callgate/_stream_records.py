@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate import _padding
 from callgate._shards import Part, shard_of
 
 ROLES = ("primal", "tangent", "cotangent")
@@ -111,7 +112,11 @@ class Source:
     self.value_leaves: int = fields["value_leaves"]
     self.has_where: bool = fields["has_where"]
     self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
-    self.paths = [leaf.path for leaf in self.leaves[: self.value_leaves]]
+    with self._sensible("its padded leaves"):
+      padded: list[int] = list(self.description.get("logical", ()))
+      self.values = self.value_leaves - len(padded)  # then come their logical sizes
+      self.padded = [range(self.values)[index] for index in padded]
+      self.paths = [leaf.path for leaf in self.leaves[: self.values]]
 
   def _check_lanes(self) -> None:
     """As the native reader does: each lane costs time, so none comes without values."""
@@ -153,7 +158,7 @@ class Source:
     number = shard_of(flags)
     shard = shapes = None
     if number >= 0 and self.parts:
-      named = list(zip(self.paths, self.parts, strict=False))  # without logical sizes
+      named = list(zip(self.paths, self.parts, strict=True))
       shard = {path: part.slices(number) for path, part in named}
       shapes = {path: part.shape for path, part in named}
     return [
@@ -189,7 +194,10 @@ class Source:
         if starts:  # the number among all devices' lanes
           place = tuple(i + start for i, start in zip(index, starts, strict=True))
           lane = int(np.ravel_multi_index(place, self.all_sizes))
-        yield lane, dict(zip(self.paths, selected, strict=False))  # without the control leaves
+        values = selected[: self.values]
+        sizes = selected[self.values : self.value_leaves]
+        _padding.cut(values, self.padded, sizes, self.parts or None, shard)
+        yield lane, dict(zip(self.paths, values, strict=True))
 
 
 def _parse_description(text: str) -> Mapping[str, Any]:

@@ -161,6 +161,7 @@ def encode(
     f"where={int(site.where)}",
     *(["on_device=1"] if site.on_device else []),
     *(f"path={path}" for path in paths),
+    *(f"padded={index}" for index in site.logical),
     "",
     describe(site, transforms, levels),
   ]

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from callgate import _callgate, _delivery, _options, _rules, _tap
 from callgate._consumers import check_not_forked
@@ -68,7 +69,9 @@ def tap(
       returned value is used, has no JAX effect and costs no dispatch time.
     roles: what else to send under differentiation: "tangent", "cotangent" of the value.
     logical_shape: sizes of the part of a padded array that counts, traced or not: consumers get
-      that part. A tuple for a lone array, else a pytree like `value` with tuples (or None).
+      that part. A tuple for a lone array, else a pytree like `value` with tuples (or None). A
+      traced size that is negative, or more than the array has, is the consumer's error: the record
+      is lost, and `barrier()` raises it.
     sharding: in a program over several devices "shard" sends a record of each device's part, with
       `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
       gathers the dimensions in brackets alone; a function of the mesh and the leaves, each a
@@ -288,6 +291,13 @@ def logical_sizes(
       )
     if not all(size is None or _is_size(size) for size in shape):
       _options.refuse(f"tap '{name}'", "logical_shape", "integers, traced or not", shape)
+    for axis, (size, extent) in enumerate(zip(shape, array.shape, strict=True)):
+      known = size if isinstance(size, (int, np.integer)) else None
+      if known is not None and not 0 <= known <= extent:
+        raise GateDefinitionError(
+          f"tap '{name}': logical_shape of leaf {index}, dimension {axis}: expected a size from 0 "
+          f"to {extent}, got {known}"
+        )
     full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
     if full:
       sizes.append((index, jnp.stack([jnp.asarray(size, jnp.int32) for size in full])))

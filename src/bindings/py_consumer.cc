@@ -69,7 +69,7 @@ nb::list device_rows_of(const Source& source, std::span<const Record> records) {
     std::span<const ArrayView> all = views.whole(record);
     std::vector<ArrayView> whole(all.begin(), all.end());
     nb::list buffers = device_leaves(record, whole);
-    views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+    views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
       for (std::size_t i = 0; i < leaves.size(); ++i) {
         nb::list shape;
@@ -92,7 +92,7 @@ nb::list rows_of(const Source& source, std::span<const Record> records) {
   RecordViews views(source);
   for (const Record& record : records) {
     std::shared_ptr<void> lent = Channel::lend(record);
-    views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+    views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
       for (const ArrayView& leaf : leaves) arrays.append(own_array(leaf, source, lent));
       rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
@@ -117,7 +117,7 @@ class Stack {
  public:
   Stack(const Source& source, std::span<const Record> records) : views_(source) {
     for (const Record& record : records) {
-      views_.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      views_.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
         if (rows_.empty()) first_.assign(leaves.begin(), leaves.end());
         rows_.push_back({&record, lane});
       });
@@ -160,7 +160,7 @@ class Stack {
     for (const Row& one : rows_) {
       if (one.record == last) continue;
       last = one.record;
-      views_.each_lane(*one.record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+      views_.each_lane_as_sent(*one.record, [&](std::int64_t, std::span<const ArrayView> leaves) {
         for (std::size_t i = 0; i < leaves.size(); ++i) {
           std::size_t bytes = leaves[i].nbytes();
           if (bytes != 0) std::memcpy(data[i] + row * bytes, leaves[i].data, bytes);

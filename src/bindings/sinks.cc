@@ -72,11 +72,23 @@ nb::dict to_dict(const Summary& summary) {
   return out;
 }
 
+// Calls claim() without the GIL; a file that another writes is a FileExistsError.
+template <typename Claim>
+void claiming(Claim&& claim) {
+  try {
+    without_gil(claim);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kAlreadyExists) throw;
+    PyErr_SetString(PyExc_FileExistsError, error.what());
+    nb::raise_python_error();
+  }
+}
+
 // The file of a sink of lines in Python. It is claimed at once: such a sink opens it to write.
 class Lines {
  public:
   Lines(const std::string& sink, const std::string& path, bool append) {
-    without_gil([&] {
+    claiming([&] {
       file_ = std::make_unique<LineFile>(sink, path, mode_of(append), Place::kAlone,
                                          [](std::string_view) { return false; });
       file_->claim();
@@ -110,7 +122,7 @@ class Lines {
 class FileClaim {
  public:
   FileClaim(const std::string& sink, const std::string& path) {
-    without_gil([&] {
+    claiming([&] {
       file_ = std::make_unique<File>(sink, path, FileMode::kAppend, Place::kAlone,
                                      /*appends=*/false);
       file_->claim();

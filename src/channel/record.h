@@ -47,6 +47,15 @@ struct LeafType {
   std::size_t nbytes = 0;
 };
 
+// A leaf whose payload is an array with padding: another leaf says how much of it counts.
+struct Padded {
+  std::size_t leaf = 0;
+  // Of an array that several devices have a part of each: its own extents, and where each shard
+  // begins. The sizes are of the whole.
+  std::vector<std::int64_t> whole;
+  std::vector<std::vector<std::int64_t>> starts;
+};
+
 // What the records of one tap hold on a device, by handle: such a record's payload is the handle
 // and the control leaves. Any thread.
 class KeptArrays {
@@ -90,7 +99,8 @@ struct Source {
   Role role = Role::kPrimal;
   Lanes lanes;                    // batch levels; empty for a tap that no vmap met
   std::vector<LeafType> leaves;   // value leaves, then the control leaves below
-  std::size_t value_leaves = 0;   // leaves that belong to the tapped value
+  std::size_t value_leaves = 0;   // leaves that belong to the tapped value, then sizes
+  std::vector<Padded> padded;     // one for each of the sizes, which are the last value leaves
   bool ordered = false;           // consumers get its records in the order of all
   bool has_where = false;         // leaf `value_leaves` is a bool for each lane: is it sent?
   std::size_t payload_bytes = 0;  // of a whole record
@@ -100,6 +110,9 @@ struct Source {
   std::shared_ptr<KeptArrays> kept;
   std::size_t written_bytes = 0;
   std::shared_ptr<Consumer> consumer;  // besides the channel's; null for none
+
+  // Leaves of the tapped value.
+  std::size_t values() const noexcept { return value_leaves - padded.size(); }
 };
 
 struct Record {
@@ -124,15 +137,27 @@ struct Record {
 // The leaves of a record as views into its payload, control leaves included.
 class RecordViews {
  public:
-  explicit RecordViews(const Source& source) : views_(source.leaves.size()), lane_(views_) {}
+  explicit RecordViews(const Source& source)
+      : views_(source.leaves.size()), lane_(views_), cuts_(source.padded.size()) {}
 
   // Views of the whole record.
   std::span<const ArrayView> whole(const Record& record);
 
-  // Calls visit(lane index, value leaves of the lane) for each lane that is sent, in row-major
+  // Calls visit(lane index, leaves of the tapped value) for each lane that is sent, in row-major
   // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
+  // Padding is cut off; throws Error for sizes that the array has not.
   template <typename Visit>
   void each_lane(const Record& record, Visit&& visit) {
+    const Source& source = *record.source;
+    each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
+      for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
+      visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
+    });
+  }
+
+  // As each_lane(), with padding, and with the sizes behind the value's leaves.
+  template <typename Visit>
+  void each_lane_as_sent(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
     whole(record);
     for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
@@ -142,10 +167,19 @@ class RecordViews {
   }
 
  private:
+  // What is left of a padded leaf.
+  struct Cut {
+    std::vector<std::int64_t> dims;
+    std::vector<char> data;
+  };
+
   // Makes lane_ the views of one lane; false when the lane is not sent.
   bool select(const Source& source, std::int64_t lane);
+  // Puts what counts of the padded leaf `i` into lane_.
+  void cut(const Record& record, std::size_t i);
 
   std::vector<ArrayView> views_, lane_;
+  std::vector<Cut> cuts_;
 };
 
 }  // namespace callgate

@@ -57,6 +57,8 @@ void StreamSink::add(const Record& record) {
   // After a write that failed: readers may have seen nothing of it, descriptions included.
   if (!in_session_) encoder_.start(batch_);
   in_session_ = true;
+  if (!record.source->padded.empty())  // readers cut: what has no sense is refused here
+    RecordViews(*record.source).each_lane(record, [](std::int64_t, auto) {});
   encoder_.add(record, batch_);
   ++in_batch_;
 }

@@ -2,11 +2,9 @@
 #include "channel/tap.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -239,6 +237,7 @@ class TapSite final : public Site {
     if (call.operands.size() < operands)
       fail("at least " + std::to_string(operands) + " operands",
            std::to_string(call.operands.size()));
+    for (std::size_t i = 0; i < spec_.padded.size(); ++i) check_sizes(call, i);
     if (spec_.where && call.operands[spec_.values].dtype != DType::kPred)
       fail("bool as its predicate", to_string(call.operands[spec_.values]));
     for (std::size_t i = 0; i < results; ++i) {
@@ -247,6 +246,21 @@ class TapSite final : public Site {
         fail("result " + std::to_string(i) + " as its operand, " + to_string(from),
              to_string(call.results[i]));
     }
+  }
+
+  // Of the padded leaf `i`: as many sizes as the array has axes, and what is said of the whole.
+  void check_sizes(const Call& call, std::size_t i) const {
+    const Padded& padded = spec_.padded[i];
+    const ArrayView& sizes = call.operands[spec_.values - spec_.padded.size() + i];
+    const auto count = sizes.rank == 0 ? -1 : sizes.dims[sizes.rank - 1];
+    auto fits = [&](const std::vector<std::int64_t>& numbers) {
+      return static_cast<std::int64_t>(numbers.size()) == count;
+    };
+    const bool whole =
+        padded.starts.empty() || (fits(padded.whole) && std::ranges::all_of(padded.starts, fits));
+    if (sizes.dtype == DType::kS32 && count >= 0 && whole) return;
+    throw Error(ErrorCode::kInvalidArgument, "tap '" + spec_.name + "'",
+                "int32 sizes of its padded leaf " + std::to_string(padded.leaf), to_string(sizes));
   }
 
   // What result `i` is.
@@ -266,6 +280,7 @@ class TapSite final : public Site {
     source->ordered = spec_.ordered;
     source->lanes = lanes_;
     source->value_leaves = spec_.values;
+    source->padded = spec_.padded;
     source->has_where = spec_.where;
     source->consumer = consumer_;
     source->on_device = spec_.on_device;
@@ -303,81 +318,7 @@ class TapSite final : public Site {
   std::unique_ptr<DeviceCounters> executions_;  // where not each of them is sent
 };
 
-std::int64_t number(std::string_view key, std::string_view text) {
-  std::int64_t value = 0;
-  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's '" + std::string(key) + "'", "a count",
-                "'" + std::string(text) + "'");
-  }
-  return value;
-}
-
-bool yes_or_no(std::string_view key, std::string_view text) {
-  if (text == "0" || text == "1") return text == "1";
-  throw Error(ErrorCode::kInvalidArgument, "a tap's '" + std::string(key) + "'", "0 or 1",
-              "'" + std::string(text) + "'");
-}
-
-Role role_of(std::string_view text) {
-  if (text == "primal") return Role::kPrimal;
-  if (text == "tangent") return Role::kTangent;
-  if (text == "cotangent") return Role::kCotangent;
-  throw Error(ErrorCode::kInvalidArgument, "a tap's 'role'", "primal, tangent or cotangent",
-              "'" + std::string(text) + "'");
-}
-
-void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
-  if (key == "name") {
-    spec.name = value;
-  } else if (key == "role") {
-    spec.role = role_of(value);
-  } else if (key == "ordered") {
-    spec.ordered = yes_or_no(key, value);
-  } else if (key == "repeated") {
-    spec.repeated = yes_or_no(key, value);
-  } else if (key == "every") {
-    spec.every = number(key, value);
-  } else if (key == "values") {
-    spec.values = static_cast<std::size_t>(number(key, value));
-  } else if (key == "returned") {
-    spec.returned = static_cast<std::size_t>(number(key, value));
-  } else if (key == "where") {
-    spec.where = yes_or_no(key, value);
-  } else if (key == "on_device") {
-    spec.on_device = yes_or_no(key, value);
-  } else if (key == "path") {
-    spec.paths.emplace_back(value);
-  } else {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's description", "a known key",
-                "'" + std::string(key) + "'");
-  }
-}
-
 }  // namespace
-
-TapSpec parse_tap_spec(const std::string& text) {
-  TapSpec spec;
-  std::string_view rest = text;
-  while (!rest.empty()) {
-    std::string_view line = rest.substr(0, rest.find('\n'));
-    rest.remove_prefix(std::min(line.size() + 1, rest.size()));
-    if (line.empty()) break;
-    std::size_t equals = line.find('=');
-    if (equals == std::string_view::npos) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's description", "lines of key=value",
-                  "'" + std::string(line) + "'");
-    }
-    set_field(spec, line.substr(0, equals), line.substr(equals + 1));
-  }
-  if (spec.paths.size() != spec.values) {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's description",
-                std::to_string(spec.values) + " lines path=..., one a value",
-                std::to_string(spec.paths.size()));
-  }
-  spec.description = rest;
-  return spec;
-}
 
 TapCallee::TapCallee(std::string name, const std::string& channel,
                      std::shared_ptr<Consumer> consumer)

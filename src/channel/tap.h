@@ -88,8 +88,10 @@ class TapCallee final : public Callee {
 // `returned` operands and those that are not sent.
 //
 // As text: a line `key=value` for each of name, role, ordered, repeated, every, values, returned,
-// where (0 or 1), on_device (0 or 1; 0 where it is left out) and, in order of the values, path; an
-// empty line; then the description for Python, as it is.
+// where (0 or 1), on_device (0 or 1; 0 where it is left out) and, in order of the values, path;
+// padded, for each of the sizes, which are the last values: "leaf", or of an array on several
+// devices "leaf:whole extents:starts of each shard", as "0:8,4:0,0;4,0"; an empty line; then the
+// description for Python, as it is.
 struct TapSpec {
   std::string name;
   Role role = Role::kPrimal;
@@ -101,6 +103,7 @@ struct TapSpec {
   bool where = false;
   bool on_device = false;
   std::vector<std::string> paths;
+  std::vector<Padded> padded;
   std::string description;
 };
 

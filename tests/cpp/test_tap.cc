@@ -40,7 +40,7 @@ std::string message_of(const std::function<void()>& action) {
 TEST(TapSpec, EveryFieldIsRead) {
   TapSpec spec = parse_tap_spec(
       "name=loss\nrole=cotangent\nordered=1\nrepeated=1\nevery=10\nvalues=2\nreturned=1\n"
-      "where=1\npath=['w']\npath=a=b\n\n{\"tree\":1}\n\nleft as it is");
+      "where=1\npath=['w']\npath=a=b\npadded=0:8,4:0,0;4,0\n\n{\"tree\":1}\n\nleft as it is");
   EXPECT_EQ(spec.name, "loss");
   EXPECT_EQ(spec.role, Role::kCotangent);
   EXPECT_TRUE(spec.ordered);
@@ -50,6 +50,10 @@ TEST(TapSpec, EveryFieldIsRead) {
   EXPECT_EQ(spec.returned, 1U);
   EXPECT_TRUE(spec.where);
   EXPECT_THAT(spec.paths, ElementsAre("['w']", "a=b"));
+  ASSERT_EQ(spec.padded.size(), 1U);
+  EXPECT_EQ(spec.padded[0].leaf, 0U);
+  EXPECT_THAT(spec.padded[0].whole, ElementsAre(8, 4));
+  EXPECT_THAT(spec.padded[0].starts, ElementsAre(ElementsAre(0, 0), ElementsAre(4, 0)));
   EXPECT_EQ(spec.description, "{\"tree\":1}\n\nleft as it is");
 }
 
@@ -83,6 +87,10 @@ TEST(TapSpec, BadTextIsAnErrorThatShowsIt) {
       {"repeated=yes", "'yes'"},
       {"values=2\npath=a\n\n{}", "2 lines path"},
       {"path=a", "0 lines path"},
+      {"values=1\npath=a\npadded=x", "'x'"},
+      {"values=1\npath=a\npadded=0:1,-2:0", "'-2'"},
+      {"values=2\npath=a\npath=b\npadded=1", "a leaf of its values"},
+      {"values=1\npath=a\npadded=0\npadded=0", "a leaf of its values"},
   };
   for (const auto& [text, shown] : cases)
     EXPECT_THAT(message_of([&] { parse_tap_spec(text); }), HasSubstr(shown)) << text;

@@ -76,6 +76,32 @@ def test_a_file_that_another_process_writes_to_is_an_error_that_names_it(name, t
     sink.write([sinks.Record(np.int64(7), sinks.TapInfo("x", 1, time_ns=0))])
 
 
+@pytest.mark.parametrize("name", ["CSV", "CSV of names", "Npy", "Npy of names", "Parquet"])
+def test_a_sink_that_was_refused_never_begins_the_others_file_anew(name, tmp_path):
+  kind, _, of_names = name.partition(" ")
+  if kind in LIBRARIES:
+    pytest.importorskip(LIBRARIES[kind])
+  make = lambda path: getattr(sinks, kind)(path.with_name("{name}") if of_names else path)
+  path = tmp_path / "loss"
+  first, second = make(path), make(path)  # both idle
+  first.open("t")
+  first.write(floats(0, 2))
+  for _ in range(2):  # refused while the first writes, and when it has closed
+    with pytest.raises(sinks.SinkError):  # noqa: PT012
+      second.open("t")
+      second.write(floats(2, 3))
+    first.close()
+    whole = contents(str(path))
+  with pytest.raises(sinks.SinkError):
+    second.write(floats(2, 3))
+  assert contents(str(path)) == whole
+  second.close()
+  assert contents(str(path)) == whole
+  with make(path) as third:  # a new one begins anew, as ever
+    third.write(floats(5, 6))
+  assert contents(str(path)) != whole
+
+
 def line_of(process: Process) -> str:
   assert process.stdout is not None
   return process.stdout.readline()

@@ -5,11 +5,12 @@ A sink belongs to one channel at a time, which calls it on its own thread.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
 import types
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,7 @@ class LibrarySink(Sink):
     self._channel: str | None = None  # of the channel that has it open
     self._process = os.getpid()  # that has opened it
     self._started_before = False
+    self._refused: set[pathlib.Path] = set()
 
   def __repr__(self) -> str:
     return f"{type(self).__name__}({self._target!r})"
@@ -146,6 +148,24 @@ class LibrarySink(Sink):
       return  # the parent's files: a fork's child writes nothing to them
     with self._naming("cannot be closed properly"):
       self._stop()
+
+  @contextlib.contextmanager
+  def _beginning(self, path: pathlib.Path, *, anew: bool) -> Generator[None]:
+    """Opens a file for its first record; one that was another sink's then stays that one's.
+
+    The other may have closed it by the next record: it must not be begun anew.
+    """
+    if path in self._refused:
+      raise FileExistsError(
+        f"expected a file that nobody else writes to, got {str(path)!r}, which another sink wrote "
+        "when the first record came; it is not begun anew"
+      )
+    try:
+      yield
+    except FileExistsError:
+      if anew:
+        self._refused.add(path)
+      raise
 
   def _naming(self, what: str) -> _Naming:
     return _Naming(f"callgate.sinks.{self!r}: {what}")

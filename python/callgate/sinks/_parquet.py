@@ -61,7 +61,8 @@ class Parquet(LibrarySink):
     rows = Rows(record)
     schema = self._to_arrow({n: np.empty((0, *f.shape), f.dtype) for n, f in rows.fields.items()})
     partial = path.with_name(path.name + ".writing")
-    claimed = _callgate.FileClaim("Parquet", str(partial))
+    with self._beginning(path, anew=not (self._append or path in self._made)):
+      claimed = _callgate.FileClaim("Parquet", str(partial))
     writer = self._parquet.ParquetWriter(str(partial), schema.schema)
     table = _Table(tap_key(record.info), rows, writer, partial, path, claimed)
     if (self._append or path in self._made) and path.exists():

@@ -142,8 +142,9 @@ class CSV(LibrarySink):
     table = self._tables.get(file)
     if table is None:
       file.parent.mkdir(parents=True, exist_ok=True)
-      table = _Table(file, keep=self._append or file in self._made)
-      self._tables[file] = table
+      keep = self._append or file in self._made
+      with self._beginning(file, anew=not keep):
+        table = self._tables[file] = _Table(file, keep=keep)
       self._made.add(file)
     return table
 

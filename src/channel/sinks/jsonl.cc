@@ -58,10 +58,10 @@ void unravel(std::int64_t lane, std::span<const std::int64_t> sizes,
 JsonlSink::Layout::Layout(const Source& source)
     : head(R"({"name":)"),
       role(R"(,"role":")" + std::string(role_name(source.role)) + '"'),
-      lone(source.value_leaves == 1 && source.leaves.front().path.empty()),
+      lone(source.values() == 1 && source.leaves.front().path.empty()),
       views(source) {
   append_json_string(head, source.name);
-  for (std::size_t i = 0; i < source.value_leaves; ++i) {
+  for (std::size_t i = 0; i < source.values(); ++i) {
     append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
     keys.back() += ':';
   }

@@ -212,8 +212,19 @@ NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
   const std::string file = file_of(name);
   std::unique_ptr<Column>& found = columns_[file];
   if (found == nullptr) {
+    if (refused_.contains(file)) {
+      throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
+                  "a file that nobody else writes to",
+                  "one that another sink wrote when the first row came; it is not begun anew");
+    }
     const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
-    found = std::make_unique<Column>(name, file, mode, leaf, row);
+    try {
+      found = std::make_unique<Column>(name, file, mode, leaf, row);
+    } catch (const Error& error) {
+      if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists)
+        refused_.insert(file);
+      throw;
+    }
     found->begin();
     made_.insert(file);
   }
@@ -240,7 +251,9 @@ void NpySink::append_record(const Record& record) {
   std::unique_ptr<Layout>& layout = layouts_[record.source->id];
   if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
   layout->views.each_lane(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-    if (layout->columns.empty()) resolve(*layout, *record.source, leaves);
+    // Of padded arrays each record may have another shape.
+    if (layout->columns.empty() || !record.source->padded.empty())
+      resolve(*layout, *record.source, leaves);
     std::size_t done = 0;
     try {
       for (; done < leaves.size(); ++done) layout->columns[done]->append(leaves[done]);

@@ -59,7 +59,8 @@ class NpySink final : public Consumer {
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
   FileMode mode_;
-  std::set<std::string> made_;  // by this sink: opened again they grow on
+  std::set<std::string> made_;     // by this sink: opened again they grow on
+  std::set<std::string> refused_;  // another's when they were to be made
   std::map<std::string, std::unique_ptr<Column>> columns_;              // by path
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
 };

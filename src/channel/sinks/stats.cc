@@ -91,7 +91,7 @@ StatsSink::StatsSink(std::vector<double> edges)
     : empty_(edges.empty() ? Histogram::powers_of_two() : Histogram::of(std::move(edges))) {}
 
 StatsSink::Layout::Layout(const Source& source) : views(source) {
-  for (std::size_t i = 0; i < source.value_leaves; ++i) {
+  for (std::size_t i = 0; i < source.values(); ++i) {
     names.push_back(column_name(source, source.leaves[i]));
   }
 }
