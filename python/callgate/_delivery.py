@@ -252,7 +252,7 @@ def rows_to_records(
         rows = list(map(_device_arrays.Converter(), rows))
       write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
     except BaseException as error:  # noqa: BLE001 - as above
-      keep_consumer_error(error, _where(owner, source, rows[0]))
+      keep_consumer_error(error, _where(owner, source, rows[0], last=rows[-1]))
       return getattr(error, "lost", len(rows))  # of a SinkError, which knows
     return 0
 
@@ -314,8 +314,13 @@ def _batch_info(
   )
 
 
-def _where(consumer: object, source: _RawSource, row: Any) -> str:
+def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
   named = getattr(consumer, "__qualname__", None) or repr(consumer)
+  if last is not None and last[1] != row[1]:
+    return (
+      f"callgate: raised in consumer {named} of tap '{source[1]}', given records {row[1]} to "
+      f"{last[1]}"
+    )
   lanes = description(source[3]).lane(row[0])
   lane = f", lane {lanes}" if lanes else ""
   return f"callgate: raised in consumer {named} of tap '{source[1]}', record {row[1]}{lane}"

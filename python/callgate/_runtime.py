@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from callgate import (
   _self_wait,
   _shards,
 )
-from callgate.channel import close_all
+from callgate.channel import LAST_SECONDS, close_all
 from callgate.errors import (
   GateTimeoutError,
   InputWriteError,
@@ -234,6 +235,7 @@ def _close() -> None:
     traceback.print_exc()
   for end in _at_close:
     end()
+  deadline = time.monotonic() + seconds
   try:
     for line in close_all(seconds):
       print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
@@ -243,7 +245,8 @@ def _close() -> None:
   _callgate.watch_exit()  # what comes now comes too late, and is counted
   if print_deferred():
     _callgate.fail_exit()
-  if not _callgate.shut_down(seconds):
+  # A call that hangs may be a consumer's, which has had its time.
+  if not _callgate.shut_down(max(deadline - time.monotonic(), LAST_SECONDS)):
     print(
       f"callgate: {_callgate.active_calls()} call(s) still ran {seconds:g} s after the end of the "
       "program and were abandoned",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -323,14 +324,24 @@ def open_channels() -> dict[str, Channel]:
   return dict(_open)
 
 
+# For a channel whose turn comes when another has used the time up: its consumers' close().
+LAST_SECONDS = 0.05
+
+
 def close_all(timeout: float) -> list[str]:
-  """At the end of the process: closes every channel; returns what could not be delivered."""
+  """At the end of the process: closes every channel; returns what could not be delivered.
+
+  Args:
+    timeout: seconds for all of them: each has a thread of its own, and so delivers meanwhile.
+  """
+  deadline = time.monotonic() + timeout
+  rest = lambda: max(deadline - time.monotonic(), min(timeout, LAST_SECONDS))
   left: list[str] = []
   for one in open_channels().values():
-    if not one._close(timeout):  # pyright: ignore[reportPrivateUsage]
+    if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
       left.append(f"channel '{one.name}': {one.stats()['pending']} record(s)")
   for name, handle in list(_own.items()):
-    if not handle.close(timeout):
+    if not handle.close(rest()):
       what = "taps to functions" if name == DEFAULT else name
       left.append(f"{what}: {handle.stats()['pending']} record(s)")
   for name, stats in _callgate.channel_stats().items():

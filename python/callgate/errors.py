@@ -273,10 +273,17 @@ _consumer_errors_more = 0
 
 
 def keep_consumer_error(error: BaseException, where: str) -> None:
-  """Keeps what a consumer raised; `where` names the consumer, the tap and the record."""
+  """Keeps what a consumer raised; `where` names the consumer, the tap and the record.
+
+  An error may take a later one in, by its method `takes(later)`.
+  """
   global _consumer_errors_more
-  error.add_note(where)
   with _lock:
+    for kept in _consumer_errors:
+      takes: Callable[[BaseException], bool] | None = getattr(kept, "takes", None)
+      if kept is not error and takes is not None and takes(error):
+        return
+    error.add_note(where)
     if len(_consumer_errors) < _CONSUMER_ERRORS:
       _consumer_errors.append(error)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import threading
 import time
@@ -547,3 +548,28 @@ def test_a_closed_channel_takes_no_consumer() -> None:
   channel.close()
   with pytest.raises(ValueError, match="'is closed': add: expected an open channel, got a closed"):
     channel.add(print)
+
+
+def test_at_the_exit_channels_that_hang_share_the_time(monkeypatch):
+  channels = importlib.import_module("callgate.channel")
+
+  class Hanging:
+    name = "hanging"
+    given: list[float] = []  # noqa: RUF012
+
+    def close(self, timeout: float) -> bool:
+      self.given.append(timeout)
+      time.sleep(timeout)
+      return False
+
+    _close = close
+
+    def stats(self) -> dict[str, int]:
+      return {"pending": 1}
+
+  monkeypatch.setattr(channels, "_open", {str(i): Hanging() for i in range(3)})
+  monkeypatch.setattr(channels, "_own", {str(i): Hanging() for i in range(3)})
+  monkeypatch.setattr(channels, "LAST_SECONDS", 0.01)
+  assert len(channels.close_all(0.2)) == 6
+  assert Hanging.given[0] <= 0.2
+  assert Hanging.given[1:] == [0.01] * 5

@@ -31,6 +31,19 @@ class SinkError(RuntimeError):
   def __init__(self, message: str, *, lost: int = 0) -> None:
     super().__init__(message)
     self.lost = lost
+    self._said = message
+
+  def count(self, lost: int) -> None:
+    """Puts the number of lost records into the message."""
+    self.lost = lost
+    self.args = (self._said + (f"; {lost} record(s) lost so far" if lost else ""),)
+
+  def takes(self, later: BaseException) -> bool:
+    """Whether a later error says the same: a full disk's is one, which counts for both then."""
+    if not isinstance(later, SinkError) or later._said != self._said:
+      return False
+    self.count(self.lost + later.lost)
+    return True
 
 
 def check_process(sink: Sink, process: int) -> None:
@@ -132,7 +145,7 @@ class LibrarySink(Sink):
       first = first or error
       lost += error.lost
     if first is not None:
-      first.lost = lost
+      first.count(lost)
       raise first
 
   def flush(self) -> None:
