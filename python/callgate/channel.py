@@ -335,7 +335,10 @@ def close_all(timeout: float) -> list[str]:
     timeout: seconds for all of them: each has a thread of its own, and so delivers meanwhile.
   """
   deadline = time.monotonic() + timeout
-  rest = lambda: max(deadline - time.monotonic(), min(timeout, LAST_SECONDS))
+
+  def rest() -> float:
+    return max(deadline - time.monotonic(), min(timeout, LAST_SECONDS))
+
   left: list[str] = []
   for one in open_channels().values():
     if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]

@@ -13,6 +13,9 @@
 namespace callgate {
 namespace {
 
+constexpr const char* kForked =
+    "': this process was forked from one that had channels, whose threads are not here; expected a "
+    "process of its own (multiprocessing's 'spawn' or 'forkserver')";
 constexpr std::size_t kHolding = std::size_t{1} << 20;
 
 std::shared_ptr<Channel> holding_channel(const std::string& name) {
@@ -147,6 +150,8 @@ class TapSite final : public Site {
   }
 
   Outcome run(const Call& call) override {
+    if (Channel::abandoned()) [[unlikely]]
+      return Outcome::failure(ErrorCode::kAborted, "tap '" + spec_.name + kForked);
     if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
     if (holds(call) && is_due(call)) send(call);
     pass_on(call);

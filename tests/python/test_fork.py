@@ -102,6 +102,7 @@ kinds["own thread"] = OfGate(thread="own")
 kinds["timeout"] = OfGate(timeout=60)
 kinds["check"] = OfProgram(lambda x: (cg.check(x > 0, "below"), x)[1])
 kinds["kernel"] = OfProgram(add)
+kinds["tap"] = OfProgram(lambda x: cg.tap(x, "unopened"))
 kinds["bar"] = OfProgram(
   lambda x: cg.fori_loop(0, 10, lambda i, c: c + 1, x, progress="p")
 )
@@ -157,6 +158,7 @@ SAYS: dict[str, str | None] = {
   "timeout": "forked from",
   "check": None,
   "kernel": None,
+  "tap": "tap 'unopened': this process was forked from",
   "bar": None,
   "sink of csv": "forked from",
   "sink of a stream": "forked from",
