@@ -86,6 +86,7 @@ inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderBytes = 24;
 inline constexpr std::size_t kRecordBytes = 64;  // of an 'R' frame, before its payload
 inline constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 60;
+inline constexpr std::uint32_t kMaxRank = 64;  // NumPy's
 inline constexpr std::uint64_t kFreeLanes = std::uint64_t{1} << 20;  // may be of empty leaves
 
 constexpr std::size_t pad8(std::size_t bytes) noexcept { return (bytes + 7) & ~std::size_t{7}; }
@@ -189,14 +190,15 @@ inline Leaf parse_leaf(Cursor& in) {
   auto path = in.get<std::uint32_t>();
   in.get<std::uint32_t>();
   if (leaf.bits == 0 || leaf.bits > 1024) in.fail("a leaf with elements of no sensible size");
-  if (rank > in.left() / 8) in.fail("a leaf with more dims than its frame holds");
+  if (rank > in.left() / 8 || rank > kMaxRank) in.fail("a leaf with more dims than an array has");
   leaf.dims.resize(rank);
-  std::uint64_t elements = 1;
+  std::uint64_t elements = 1, most = 1;  // most: as if no dim were 0
   for (std::int64_t& dim : leaf.dims) {
     dim = in.get<std::int64_t>();
     auto extent = static_cast<std::uint64_t>(dim);
-    if (dim < 0 || (extent != 0 && elements > kMaxBytes / 1024 / extent))
+    if (dim < 0 || (extent != 0 && most > kMaxBytes / 1024 / extent))
       in.fail("a leaf with a negative dim, or larger than any memory");
+    most *= extent == 0 ? 1 : extent;
     elements *= extent;
   }
   leaf.nbytes = static_cast<std::size_t>((elements * leaf.bits + 7) / 8);

@@ -176,7 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
   subparsers = parser.add_subparsers(dest="command", required=True)
   for add in _COMMANDS:
     add(subparsers)
-  parsed = parser.parse_args(arguments)
+  parsed, rest = parser.parse_known_args(arguments)
+  if rest:  # argparse takes no more paths after an option
+    if "where" not in parsed or any(one.startswith("-") for one in rest):
+      parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed.where += rest
   try:
     return parsed.run(parsed)
   except KeyboardInterrupt:

@@ -182,13 +182,13 @@ def _to_array(
 
 
 def _is_number(dtype: Any) -> bool:
-  if dtype.kind in "mM":  # a timedelta is an integer to NumPy
+  if dtype.kind in "mM" or not dtype.isnative:  # a timedelta is an integer to NumPy
     return False
   return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
 def _no_array(feed: str, where: Callable[[], str], value: Any) -> ResultError:
-  got = f"{type(value).__name__} {value!r}" if isinstance(value, int) else shown(value)
+  got = shown(value)
   if isinstance(value, jax.Array):
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
   return ResultError(

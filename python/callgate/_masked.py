@@ -27,8 +27,15 @@ def is_masked(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-  """The type's name, for what came where an array was expected; and what a masked one lacks."""
+  """The type's name, for what came where an array was expected; and what an array of it lacks."""
   name = type(value).__name__
+  if isinstance(value, int) and not -(2**31) <= value < 2**31:
+    return f"{name} {value}, which JAX's integers don't hold"
+  if isinstance(value, np.ndarray) and not value.dtype.isnative:
+    return (
+      f"an array of dtype '{value.dtype.str}', whose bytes are in the other order (give its "
+      "astype(x.dtype.newbyteorder('=')))"
+    )
   numpy_ma = _numpy_ma(value)
   masked = numpy_ma is not None and isinstance(value, numpy_ma.MaskedArray)
   return f"a masked array ({name}), {ADVICE}" if masked else name

@@ -94,6 +94,15 @@ def seconds(label: str, option: str, value: Any, *, zero: bool = False) -> float
 def text(label: str, option: str, value: Any, expected: str = "a string") -> str:
   if not isinstance(value, str):
     refuse(label, option, expected, value)
+  return _encodable(label, option, value)
+
+
+def _encodable(label: str, option: str, value: str) -> str:
+  """Text that files and programs can hold: in UTF-8, which lone surrogates have no place in."""
+  try:
+    value.encode()
+  except UnicodeEncodeError:
+    refuse(label, option, "text without lone surrogates, which UTF-8 can't hold", value)
   return str(value)
 
 
@@ -115,7 +124,7 @@ def name(label: str, value: Any) -> str | None:
     return None
   if not isinstance(value, str) or not value or "\n" in value:
     refuse(label, "name", "a line of text", value)
-  return str(value)
+  return _encodable(label, "name", value)
 
 
 def path(label: str, option: str, value: Any) -> str:
@@ -125,7 +134,7 @@ def path(label: str, option: str, value: Any) -> str:
     refuse(label, option, "a path (a non-empty string or os.PathLike)", value)
   if "\0" in made:  # where the system would cut it, and take another file
     refuse(label, option, "a path without a NUL character", value)
-  return made
+  return _encodable(label, option, made)
 
 
 def function(label: str, option: str, value: Any) -> Any:

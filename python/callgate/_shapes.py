@@ -62,7 +62,7 @@ def as_array(gate: Any, leaf: Any, index: int) -> Any:
     return leaf
   try:
     return jnp.asarray(leaf)
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise GateDefinitionError(
       f"{gate.label}: argument {index}: expected an array or a pytree of arrays, got "
       + (shown(leaf) if is_masked(leaf) else f"{shown(leaf)}; {_ELSE_STATIC}")

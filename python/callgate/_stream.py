@@ -98,7 +98,8 @@ class StreamReader:
       Of the next records of all files and connections, as far as they are there, the first by
       time, then process, device and sequence number.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
+    seconds = _options.or_none(_options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
+    deadline = None if seconds is None else time.monotonic() + seconds
     while True:
       ready = [one for one in self._inputs if one.ready or one.fill(0.0)]
       if ready:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -36,7 +37,7 @@ def add_watch(subparsers: Subparsers) -> None:
                       help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
   parser.add_argument("--points", type=_at_least_two, default=1000, metavar="N",
                       help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
-  parser.add_argument("--plots", type=int, default=12, metavar="N",
+  parser.add_argument("--plots", type=_plots, default=12, metavar="N",
                       help="plots to begin with, at most (default: 12)")  # fmt: skip
   parser.add_argument("--wait", action="store_true",
                       help="wait for files and addresses that are not there yet")  # fmt: skip
@@ -45,15 +46,22 @@ def add_watch(subparsers: Subparsers) -> None:
 
 
 def _port(text: str) -> int:
-  if not 0 <= (port := int(text)) <= 65535:
-    raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text}")
-  return port
+  return _number(text, "a port from 0 to 65535", least=0, most=65535)
 
 
 def _at_least_two(text: str) -> int:
-  if (count := int(text)) < 2:
-    raise argparse.ArgumentTypeError(f"expected 2 points or more, got {text}")
-  return count
+  return _number(text, "2 points or more", least=2)
+
+
+def _plots(text: str) -> int:
+  return _number(text, "1 plot or more", least=1)
+
+
+def _number(text: str, expected: str, *, least: int, most: int = 2**31) -> int:
+  with contextlib.suppress(ValueError):
+    if least <= (number := int(text)) <= most:
+      return number
+  raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -291,13 +291,13 @@ def parse_capacity(name: str, capacity: str | int) -> int:
   if isinstance(capacity, str):
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-  else:
-    size = _options.count(f"channel '{name}'", "capacity", capacity)
-  if not 1 <= size < 2**63:
-    raise GateDefinitionError(
-      f"channel '{name}': capacity: expected bytes, as 65536 or '64MiB', got {capacity!r}"
-    )
-  return size
+    if not 1 <= size < 2**63:
+      _options.refuse(f"channel '{name}'", "capacity", _BYTES, capacity)
+    return size
+  return _options.count(f"channel '{name}'", "capacity", capacity, least=1, what=_BYTES)
+
+
+_BYTES = "bytes, as 65536 or '64MiB'"
 
 
 def start_channel(name: str) -> Any:
@@ -360,8 +360,9 @@ def _tap_of_channel(name: str) -> Any:
 
 
 def _check_name(name: Any) -> str:
-  if not isinstance(name, str) or not name or "\n" in name:
-    raise GateDefinitionError(f"channel: name: expected a line of text, got {name!r}")
+  if name is None:
+    _options.refuse("channel", "name", "a line of text", name)
+  name = str(_options.name("channel", name))
   if name == DEFAULT:
     raise GateDefinitionError(f"channel: the name '{DEFAULT}' is that of taps to functions")
   return name

@@ -181,7 +181,7 @@ def target_of(to: Any) -> Tap:
   if isinstance(to, str):
     if not to or "\n" in to or to == DEFAULT:
       raise GateDefinitionError(f"tap: to: expected a channel's name, got {to!r}")
-    return _tap.of_channel(to)
+    return _tap.of_channel(_options.text("tap", "to", to))
   if not callable(to):
     raise GateDefinitionError(
       f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
@@ -196,9 +196,7 @@ def _label(to: Any, name: str | None) -> str:
     if isinstance(to, Channel):
       return to.name
     name = getattr(to, "__name__", None) or type(to).__name__
-  if not isinstance(name, str) or not name or "\n" in name:
-    raise GateDefinitionError(f"tap: name: expected a line of text, got {name!r}")
-  return name
+  return str(_options.name("tap", name))
 
 
 def _check_options(
@@ -244,7 +242,7 @@ def _as_array(name: str, leaf: Any, index: int) -> Any:
     return leaf
   try:
     return jnp.asarray(leaf)
-  except (TypeError, ValueError) as error:
+  except (TypeError, ValueError, OverflowError) as error:
     raise GateDefinitionError(
       f"tap '{name}': leaf {index}: expected an array, got {shown(leaf)}"
     ) from error

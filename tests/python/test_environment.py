@@ -55,10 +55,17 @@ def test_a_compilers_command_with_a_quote_left_open_is_named(
     cg.cpp("void f(cg::Out<float, 0> y) { y() = 77.5; }", out=lambda: cg)
 
 
-@pytest.mark.parametrize("given", ["99999", "-1", "70000"])
-def test_a_port_that_is_none_is_an_error_of_usage(
-  given: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+  ("option", "given", "expected"),
+  [
+    *(("port", given, "a port from 0 to 65535") for given in ("99999", "-1", "70000", "http")),
+    ("plots", "-1", "1 plot or more"),
+    ("points", "1", "2 points or more"),
+  ],
+)
+def test_a_number_that_is_none_is_an_error_of_usage(
+  option: str, given: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
   with pytest.raises(SystemExit):
-    cli.main(["watch", f"--port={given}", "--no-browser", "x"])
-  assert f"argument --port: expected a port from 0 to 65535, got {given}" in capsys.readouterr().err
+    cli.main(["watch", f"--{option}={given}", "--no-browser", "x"])
+  assert f"argument --{option}: expected {expected}, got '{given}'" in capsys.readouterr().err

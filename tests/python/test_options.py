@@ -16,7 +16,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ def function(x: Any) -> Any:
 def values() -> tuple[Any, ...]:
   return (
     None, True, False, 0, 1, -1, 3, 10**30, 1.5, 0.0, -2.5, math.nan, math.inf, -math.inf, 1e300,
-    1j, "", "x", "1", "left right", "no\nline", b"x", bytearray(b"x"), (), [], [1], ("left",),
-    (1.5,), [None], (1, 2), {}, {0: 0}, {0: "a"}, {"a": 1}, {1.5: 0}, set(), {"a"}, range(3),
-    object(), Hostile(), int, function, Ellipsis, pathlib.Path("x"), io.StringIO(),
+    1j, "", "x", "1", "left right", "no\nline", "lone \ud800", b"x", bytearray(b"x"), (), [], [1],
+    ("left",), (1.5,), [None], (1, 2), {}, {0: 0}, {0: "a"}, {"a": 1}, {1.5: 0}, set(), {"a"},
+    range(3), object(), Hostile(), int, function, Ellipsis, pathlib.Path("x"), io.StringIO(),
     np.array([1, 2]), np.array(["each"]), np.array(1.5), np.int32(2), np.float64(0.5),
     np.bool_(True), np.str_("x"), jnp.ones(2), X,
   )  # fmt: skip
@@ -205,13 +205,10 @@ def _all_fit(values: Any, kind: Any) -> bool:
     return False
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-  folder = tmp_path_factory.mktemp("options")
-  before = pathlib.Path.cwd()
-  os.chdir(folder)
-  yield folder
-  os.chdir(before)
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
 
 
 TRACED = {"check", "fori_loop", "print", "scan", "tap", "while_loop"}
@@ -319,6 +316,15 @@ def test_a_linear_position_beyond_the_arguments_is_refused() -> None:
     (lambda: cg.feed([1.0]).close("1"), "timeout"),
     (lambda: cg.config(stall_seconds=1e12), "stall_seconds"),
     (lambda: cg.gate(function, out=X, timeout=1e300), "timeout"),
+    (lambda: cg.channel("fuzzed", capacity=-1), r"capacity: expected bytes, as 65536 or '64MiB'"),
+    (lambda: cg.sinks.Print(format="{nope}"), "format: expected .* a field 'nope', which is none"),
+    (lambda: cg.sinks.Print(format="{value:{0}}"), "format: expected .* a field '0'"),
+    (lambda: cg.sinks.Print(format="{"), "format: expected text for str.format, got '{'"),
+    (lambda: cg.tap(2**40, print), "leaf 0: expected an array, got int 1099511627776, which"),
+    (lambda: cg.gate(function, out=X)(2**40), "argument 0: expected .* got int 1099511627776"),
+    (lambda: cg.tap(np.ones(2, ">f4"), print), "leaf 0: .* dtype '>f4', whose bytes are in the"),
+    (lambda: cg.gate(function, out=X)(np.ones(2, ">f4")), "argument 0: .* dtype '>f4', whose"),
+    (lambda: cg.feed([np.ones(2, ">f4")]).next(), "item 0: .* dtype '>f4', whose bytes"),
   ],
 )
 def test_so_is_what_methods_and_the_runtime_cannot_take(

@@ -49,8 +49,10 @@ def test_print_formats_by_text_or_function(capsys):
   assert capsys.readouterr().out == (
     f"loss 0 1.00 {seconds[0]}\nloss 1 0.50 {seconds[1]}\n<loss>\n"
   )
-  with pytest.raises(sinks.SinkError, match=r"Print\('stdout'\): tap 'loss', record 0 .*KeyError"):
-    sinks.Print(format="{nothing}").write(losses(1))
+  with pytest.raises(
+    sinks.SinkError, match=r"Print\('stdout'\): tap 'loss', record 0 .*AttributeErr"
+  ):
+    sinks.Print(format="{value.nothing}").write(losses(1))
 
 
 def test_csv_has_a_row_for_each_record(tmp_path):

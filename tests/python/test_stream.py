@@ -7,6 +7,7 @@ native sink writes is held to the same reader in tests/cpp.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -211,6 +212,21 @@ def test_a_file_cut_at_any_byte_gives_its_whole_records(tmp_path):
     path.write_bytes(whole[:cut])
     kept = max(0, 2 - -(-(len(whole) - cut) // record_bytes))
     assert seqs(path) == list(range(kept)), cut
+
+
+@pytest.mark.parametrize("dims", [(0, 2**62), (2**62, 0, 2**62), (1,) * 65, (-1,), (2**40,) * 2])
+def test_dims_that_no_array_has_are_refused(dims, tmp_path):
+  path = tmp_path / "dims.cgs"
+  body = sb.session() + sb.source(0, "x", [("", "float32", dims)]) + sb.record(0, [b""])
+  path.write_bytes(body)
+  with cg.open_stream(path) as stream, pytest.raises(ValueError, match=r"at byte .* a leaf with "):
+    list(stream)
+
+
+@pytest.mark.parametrize("timeout", ["1", -1, math.nan])
+def test_a_wait_that_is_no_time_is_refused(timeout, losses):
+  with cg.open_stream(losses) as stream, pytest.raises(TypeError, match="timeout: expected 0"):
+    stream.read(timeout)
 
 
 def test_every_damaged_byte_is_found_and_its_place_said(tmp_path):

@@ -265,6 +265,9 @@ def test_tail_prints_the_last_records(losses, capsys):
   assert tail(capsys, losses, "-n", "0") == []
   assert tail(capsys, losses, "--name", "other") == []
   assert len(tail(capsys, losses, "--follow")) == 3
+  assert len(tail(capsys, losses, "-f", losses)) == 6  # paths on both sides of an option
+  with pytest.raises(SystemExit):
+    tail(capsys, losses, "-x", losses)
 
 
 def test_tail_prints_json_that_reads_back(tmp_path, capsys):

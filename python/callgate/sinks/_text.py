@@ -6,6 +6,8 @@ import csv
 import datetime
 import io
 import pathlib
+import re
+import string
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
@@ -15,6 +17,7 @@ import numpy as np
 
 from callgate import _callgate, _options
 from callgate._records import Record, columns, leaf_paths, tap_key
+from callgate.errors import GateDefinitionError
 from callgate.sinks._base import (
   LibrarySink,
   SinkError,
@@ -41,7 +44,7 @@ class Print(LibrarySink):
   ) -> None:
     _options.or_none(_options.writable, "sinks.Print", "file", file)
     if not callable(format):
-      _options.optional_texts("sinks.Print", format=format)
+      _check_format(_options.or_none(_options.text, "sinks.Print", "format", format) or "")
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
     self._file = file
     self._format = format
@@ -74,6 +77,28 @@ class Print(LibrarySink):
     return sys.stdout if self._file is None else self._file
 
 
+def _check_format(text: str) -> None:
+  """Raises for text that `str.format` can't read, or that has other fields."""
+  try:
+    for _, field, spec, _ in string.Formatter().parse(text):
+      if field is None:
+        continue
+      if re.split(r"[.\[]", field)[0] not in _FIELDS:
+        known = ", ".join(sorted(_FIELDS))
+        raise ValueError(f"a field '{field}', which is none of {known}")
+      _check_format(spec or "")
+  except ValueError as error:
+    raise GateDefinitionError(
+      f"sinks.Print: format: expected text for str.format, got {text!r}: {error}"
+    ) from error
+
+
+_FIELDS = frozenset(
+  ("value", "time", "name", "seq", "time_ns", "process", "device", "run", "lane", "role",
+   "repeated")
+)  # fmt: skip
+
+
 def _line(record: Record) -> str:
   leaves, tree = jax.tree.flatten(record.value)
   texts = [
@@ -101,12 +126,8 @@ def _fields(record: Record) -> dict[str, Any]:
   return {
     "value": jax.tree.map(formattable, record.value),
     "time": datetime.datetime.fromtimestamp(info.time_ns * 1e-9),
-    **{
-      name: getattr(info, name)
-      for name in
-      ("name", "seq", "time_ns", "process", "device", "run", "lane", "role", "repeated")
-    },
-  }  # fmt: skip
+    **{name: getattr(info, name) for name in _FIELDS - {"value", "time"}},
+  }
 
 
 class CSV(LibrarySink):
