@@ -7,7 +7,10 @@ import os
 import jax
 import pytest
 
-QUICKLY_COMPILED: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+QUICKLY_COMPILED: dict[str, int | bool] = {
+  "xla_backend_optimization_level": 0,
+  "xla_cpu_parallel_codegen_split_count": 1,
+}
 if jax.__version_info__ < (0, 11):  # later XLA has no other emitters
   QUICKLY_COMPILED["xla_cpu_use_fusion_emitters"] = False
 
