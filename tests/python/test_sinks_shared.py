@@ -275,6 +275,48 @@ def test_what_fits_on_a_full_disk_is_written_and_the_rest_counted(name, tmp_path
   assert f"{lost} record(s) lost so far" in text
 
 
+def test_a_header_that_found_no_room_comes_with_the_next_row(tmp_path):
+  done = run_python(
+    """
+    import pathlib, resource, signal, sys
+    import numpy as np
+    from callgate import sinks
+    path = pathlib.Path("a.csv")
+    rows = [sinks.Record(np.float32(i), sinks.TapInfo("x", i, time_ns=0)) for i in range(3)]
+    limit = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sink = sinks.CSV(path)
+    sink.open("t")
+    limit(10)
+    try:
+      sink.write(rows[:2])
+    except sinks.SinkError as error:
+      print(error.lost)
+    limit(resource.RLIM_INFINITY)
+    sink.write(rows[2:])
+    sink.close()
+    print(*path.read_text().split())
+    """,
+    cwd=str(tmp_path),
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ["2", "seq,time_ns,device,lane,x", "2,0,0,,2.0"]
+
+
+@pytest.mark.parametrize("kind", [sinks.CSV, sinks.JSONL])
+def test_lines_go_to_devices_and_pipes_as_well(kind, tmp_path):
+  sink = kind("/dev/full")
+  with pytest.raises(sinks.SinkError, match="No space left on device") as caught:
+    sink.write(floats(0, 2))
+  assert kind is sinks.JSONL or caught.value.lost == 2
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+    with kind(pipe) as sink:
+      sink.write(floats(0, 2))
+    assert len(reader.readlines()) == 2 + (kind is sinks.CSV)  # which has a header
+
+
 @pytest.fixture
 def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
   """A disk of 64 KiB."""

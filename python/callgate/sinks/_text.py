@@ -204,11 +204,13 @@ class _Table:
     line = self._file.first_line().decode("utf-8")
     self.header: list[str] = next(csv.reader([line]), []) if line else []
     self._lines: list[str] = []
+    self._heads = False  # the first of them is the header
 
   def begin(self, header: list[str]) -> None:
     """Writes the header, unless there is one."""
     if not self.header:
       self.header = header
+      self._heads = True
       self._lines.append(_csv_line(header))
 
   def write(self, row: dict[str, Any]) -> None:
@@ -220,8 +222,13 @@ class _Table:
     if not lines:
       return
     written, problem = self._file.append("".join(lines))
+    heads, self._heads = self._heads, False
+    lost = len(lines) - written
+    if heads and written == 0:  # the next records bring it along again
+      self.header = []
+      lost -= 1
     if problem:
-      raise SinkError(problem, lost=len(lines) - written)
+      raise SinkError(problem, lost=lost)
 
   def close(self) -> None:
     try:

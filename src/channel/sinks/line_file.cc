@@ -58,6 +58,7 @@ void LineFile::append_in_turn(std::string_view lines, std::uint64_t& written) {
 
 std::string LineFile::first_line() const {
   std::string line;
+  if (!file_.regular()) return line;  // a device may have no end
   for (std::uint64_t at = 0;; at += kReadBytes) {
     const std::string bytes = file_.read_at(at, kReadBytes);
     const std::size_t newline = bytes.find('\n');

@@ -27,7 +27,7 @@ class LineFile {
   // in the file, none in part; throws Error then, and `written` is how many there are.
   void append(std::string_view lines, std::uint64_t& written);
 
-  // Without its newline; "" in an empty file.
+  // Without its newline; "" in an empty file, and of a pipe or a device.
   std::string first_line() const;
 
   void close() { file_.close(); }
