@@ -247,14 +247,24 @@ def rows_to_records(
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
+    lost = 0
     try:
       if about.on_device:
         rows = list(map(_device_arrays.Converter(), rows))
-      write([Record(value_of(row[6], shard_of(row[5])), info_of(source, row)) for row in rows])
+      records: list[Record] = []
+      for row in rows:
+        try:
+          records.append(Record(value_of(row[6], shard_of(row[5])), info_of(source, row)))
+        except _padding.SizeError as error:  # the others are written all the same
+          keep_consumer_error(error, _where(owner, source, row))
+          lost += 1
+      if records:
+        write(records)
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(owner, source, rows[0], last=rows[-1]))
-      return getattr(error, "lost", len(rows))  # of a SinkError, which knows
-    return 0
+      # A SinkError knows.
+      return min(lost + getattr(error, "lost", len(rows)), len(rows))
+    return lost
 
   return consume
 

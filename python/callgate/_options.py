@@ -236,7 +236,7 @@ def strings(label: str, option: str, value: Any, *, what: str | None = None) -> 
       texts = tuple(str(os.fspath(cast("Any", item))) for item in items)
       if any("\0" in one for one in texts):  # as above
         refuse(label, option, "strings without a NUL character", value)
-      return texts
+      return tuple(_encodable(label, option, one) for one in texts)
   refuse(label, option, what or f"a sequence of strings, such as [{value!r}]", value)
 
 

@@ -14,6 +14,10 @@ import numpy as np
 from callgate._shards import Part
 
 
+class SizeError(ValueError):
+  """A size is negative, or more than the array has."""
+
+
 def cut(
   values: list[Any],
   padded: Sequence[int],
@@ -32,7 +36,7 @@ def cut(
     shard: the number of the shard that the leaves are, -1 for whole arrays.
 
   Raises:
-    ValueError: a size is negative, or more than the array has.
+    SizeError: a size is negative, or more than the array has.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:
@@ -55,7 +59,7 @@ def within(
   whole = parts[index].shape if parts is not None and located else shape
   for axis, (size, extent) in enumerate(zip(sizes, whole, strict=True)):
     if not 0 <= size <= extent:
-      raise ValueError(
+      raise SizeError(
         f"logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to {extent}, "
         f"got {size}"
       )

@@ -134,8 +134,10 @@ def _cotangent_jvp(
   results = cotangent_p.bind(*primals, transforms=transforms, **params)
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
+  values = params["site"].values
   dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
-  out = cotangent_p.bind(*dense, transforms=(*transforms, ("jvp", ())), **params)
+  operands = [*dense[:values], *primals[values:]]  # logical sizes stay
+  out = cotangent_p.bind(*operands, transforms=(*transforms, ("jvp", ())), **params)
   return results, [
     new if _has_tangents(primal) else old
     for new, old, primal in zip(out, tangents, primals, strict=True)
@@ -190,6 +192,7 @@ def _cotangent_transpose(
   sent = [
     _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, operands, strict=True)
   ]
+  sent[site.values :] = operands[site.values :]  # logical sizes
   results = tap_p.bind(
     *sent,
     site=site,

@@ -39,7 +39,8 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
       as `open_stream` reads them, of several processes, too. Copies of a shard may be among them.
 
   Returns:
-    The pytree, with NumPy arrays of the global shapes; from a stream, the array of a tap of a lone
+    The pytree, with NumPy arrays of the global shapes, or of what counts of them by the tap's
+    `logical_shape`; from a stream, the array of a tap of a lone
     array, else a dictionary of arrays by their paths.
 
   Raises:
@@ -70,19 +71,24 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
     np.empty(shape, leaf.dtype) for shape, leaf in zip(first.shapes, first.leaves, strict=True)
   ]
   filled = [np.zeros(shape, bool) for shape in first.shapes]
+  counted = [[0] * len(shape) for shape in first.shapes]  # what of each counts (`logical_shape`)
   for record in map(_Shard, found):
-    for array, mask, leaf, part in zip(
-      whole, filled, record.leaves, record.parts or (), strict=True
+    for array, mask, sizes, leaf, part in zip(
+      whole, filled, counted, record.leaves, record.parts or (), strict=True
     ):
-      array[part] = leaf
+      ends = [one.start + extent for one, extent in zip(part, leaf.shape, strict=True)]
+      array[tuple(slice(one.start, end) for one, end in zip(part, ends, strict=True))] = leaf
       mask[part] = True
+      for axis, (end, extent) in enumerate(zip(ends, leaf.shape, strict=True)):
+        sizes[axis] = max(sizes[axis], end) if extent else sizes[axis]
   for index, mask in enumerate(filled):
     if not mask.all():
       raise ValueError(
         f"assemble: expected shards that make up leaf {index} of tap {first.name!r}, of shape "
         f"{list(mask.shape)}, got {int(mask.sum())} of {mask.size} elements"
       )
-  return jax.tree.unflatten(first.tree, whole)
+  cut = [x[tuple(map(slice, sizes))] for x, sizes in zip(whole, counted, strict=True)]
+  return jax.tree.unflatten(first.tree, cut)
 
 
 class _Shard:

@@ -166,12 +166,9 @@ def bind(
     return results
   if "cotangent" not in site.roles and not site.transposed:
     return operands
-  plain = _without_extras(site)
-  return cotangent_p.bind(*operands, site=plain, **params)
-
-
-def _without_extras(site: TapSite) -> TapSite:
-  return dataclasses.replace(site, where=False, logical=())
+  plain = dataclasses.replace(site, where=False)
+  sizes = extra[: len(site.logical)]
+  return cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
 
 
 def target_of(to: Any) -> Tap:
@@ -270,7 +267,7 @@ def logical_sizes(
   lone = jax.tree.structure(value) == jax.tree.structure(0)
   if lone and not isinstance(logical_shape, (tuple, list)):
     _options.refuse(f"tap '{name}'", "logical_shape", "a tuple of sizes", logical_shape)
-  shapes = [logical_shape] if lone else jax.tree.leaves(logical_shape, is_leaf=_is_shape)
+  shapes = [logical_shape] if lone else _of_leaves(logical_shape, jax.tree.structure(value))
   if len(shapes) != len(arrays):
     raise GateDefinitionError(
       f"tap '{name}': logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
@@ -298,19 +295,38 @@ def logical_sizes(
         )
     full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
     if full:
-      sizes.append((index, jnp.stack([jnp.asarray(size, jnp.int32) for size in full])))
+      sizes.append((index, jnp.stack([_as_size(size) for size in full])))
   return sizes
+
+
+def _as_size(size: Any) -> Any:
+  """As int32; what that can't hold is no size of an array, and stays none."""
+  if not isinstance(size, int):
+    size = jnp.asarray(size)
+    limits = jnp.iinfo(size.dtype)
+    if limits.max > _MOST:
+      size = jnp.minimum(size, size.dtype.type(_MOST))
+    if limits.min < -_MOST - 1:
+      size = jnp.maximum(size, size.dtype.type(-_MOST - 1))
+  return jnp.asarray(size, jnp.int32)
 
 
 def _is_size(value: Any) -> bool:
   dtype = getattr(value, "dtype", None)
   if dtype is not None:
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.shape(value) == ()
-  return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+  return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_shape(value: Any) -> bool:
-  return value is None or isinstance(value, tuple)
+def _of_leaves(shapes: Any, tree: Any) -> list[Any]:
+  """What is said of each leaf; containers may be of other types than the value's."""
+  try:
+    return tree.flatten_up_to(shapes)
+  except (TypeError, ValueError):
+    return jax.tree.leaves(shapes, is_leaf=lambda one: one is None or isinstance(one, tuple))
+
+
+_MOST = 2**31 - 1  # of int32
 
 
 def _uncarried(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -145,15 +146,27 @@ class RecordViews {
 
   // Calls visit(lane index, leaves of the tapped value) for each lane that is sent, in row-major
   // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
-  // Padding is cut off; throws Error for sizes that the array has not.
+  // Padding is cut off. A lane whose sizes the array has not is left out, and so is one that
+  // visit() throws for: the others are visited all the same, then the first exception is thrown on.
   template <typename Visit>
   void each_lane(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
+    failed_ = 0;
+    std::exception_ptr first;
     each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
-      for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
-      visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
+      try {
+        for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
+        visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
+      } catch (...) {
+        ++failed_;
+        if (first == nullptr) first = std::current_exception();
+      }
     });
+    if (first != nullptr) std::rethrow_exception(first);
   }
+
+  // How many lanes the last each_lane() left out so.
+  std::uint64_t failed() const noexcept { return failed_; }
 
   // As each_lane(), with padding, and with the sizes behind the value's leaves.
   template <typename Visit>
@@ -180,6 +193,7 @@ class RecordViews {
 
   std::vector<ArrayView> views_, lane_;
   std::vector<Cut> cuts_;
+  std::uint64_t failed_ = 0;
 };
 
 }  // namespace callgate

@@ -15,8 +15,14 @@ constexpr std::size_t kBatchBytes = std::size_t{1} << 20;
 
 StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limits,
                        std::int32_t process_index)
-    : encoder_(StreamEncoder::kExternalBytes, process_index) {
-  StreamAddress address = parse_stream_address(destination);
+    : destination_(destination),
+      limits_(limits),
+      encoder_(StreamEncoder::kExternalBytes, process_index) {
+  start();
+}
+
+void StreamSink::start() {
+  StreamAddress address = parse_stream_address(destination_);
   if (address.transport == StreamTransport::kFile) {
     file_.emplace(address.path);
     encoder_.start(batch_);
@@ -24,9 +30,15 @@ StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limi
   } else {
     encoder_.start(batch_);
     batch_.clear();  // readers get the preamble when they connect
-    server_.emplace(address, limits, encoder_.preamble());
+    server_.reset();
+    server_.emplace(address, limits_, encoder_.preamble());
   }
   in_session_ = true;
+  closed_ = false;
+}
+
+void StreamSink::open() {
+  if (closed_ && process_.here()) start();
 }
 
 StreamSink::~StreamSink() {
@@ -37,7 +49,13 @@ StreamSink::~StreamSink() {
 }
 
 void StreamSink::consume(std::span<const Record> records) {
-  if (closed_ || !process_.here()) return;  // the file and the readers are the parent's
+  if (!process_.here()) return;  // the file and the readers are the parent's
+  try {
+    open();
+  } catch (...) {
+    lose(records.size());
+    throw;
+  }
   std::exception_ptr first;
   for (const Record& record : records) {
     try {
@@ -57,10 +75,25 @@ void StreamSink::add(const Record& record) {
   // After a write that failed: readers may have seen nothing of it, descriptions included.
   if (!in_session_) encoder_.start(batch_);
   in_session_ = true;
-  if (!record.source->padded.empty())  // readers cut: what has no sense is refused here
-    RecordViews(*record.source).each_lane(record, [](std::int64_t, auto) {});
+  std::exception_ptr refused;
+  if (!record.source->padded.empty()) refused = check_lanes(record);
   encoder_.add(record, batch_);
   ++in_batch_;
+  if (refused != nullptr) std::rethrow_exception(refused);
+}
+
+// Readers leave out the lanes whose sizes the array has not; they are lost, and said to be so here.
+std::exception_ptr StreamSink::check_lanes(const Record& record) {
+  RecordViews views(*record.source);
+  std::uint64_t good = 0;
+  try {
+    views.each_lane(record, [&](std::int64_t, auto) { ++good; });
+  } catch (...) {
+    lose(views.failed() - 1);  // consume() counts the last
+    if (good == 0) throw;
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 void StreamSink::try_to_write(std::exception_ptr& first) noexcept {

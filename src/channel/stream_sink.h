@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <optional>
 #include <span>
 #include <string>
 
@@ -31,6 +30,8 @@ class StreamSink final : public Consumer {
                       std::int32_t process_index = -1);
   ~StreamSink() override;
 
+  // A closed one goes on: at the end of its file, or at its address.
+  void open() override;
   void consume(std::span<const Record> records) override;
   void close() override;
   std::string description() const override { return "stream to " + address(); }
@@ -39,10 +40,14 @@ class StreamSink final : public Consumer {
   std::string address() const;
 
  private:
+  void start();
   void write();
   void add(const Record& record);
+  std::exception_ptr check_lanes(const Record& record);
   void try_to_write(std::exception_ptr& first) noexcept;
 
+  std::string destination_;
+  StreamServer::Limits limits_;
   StreamEncoder encoder_;
   StreamBatch batch_;
   std::optional<StreamFile> file_;  // one of the two

@@ -182,3 +182,102 @@ def test_a_traced_size_is_an_error_of_its_record(size: int, kind: str, tmp_path:
   with pytest.raises(Exception, match=rf"a size from 0 to 4, got {size}"):
     channel.close()
   assert channel.stats()["lost"] == 1
+
+
+@pytest.mark.parametrize(
+  "size", [np.int64(2**32 + 2), np.int64(-(2**32) + 1), np.uint64(2**63), np.uint32(2**32 - 1)]
+)
+def test_sizes_of_any_width_are_none_that_the_array_has(size: Any) -> None:
+  with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    jax.jit(lambda n: cg.tap(jnp.arange(4.0), lambda v: None, logical_shape=(n,)))(size)
+  with pytest.raises(ValueError, match=r"expected a size from 0 to 4, got -?2147483"):
+    cg.barrier()
+
+
+@pytest.mark.parametrize("kind", ["function", "sink", "batch", "jsonl", "stats", "npy", "stream"])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_wrong_size_takes_no_other_record_along(kind: str, lanes: bool, tmp_path: Path) -> None:
+  class Own(cg.sinks.Sink):
+    def write(self, records: Any) -> None:
+      seen.extend(record.value for record in records)
+
+  seen: list[Any] = []
+  stats = cg.sinks.Stats()
+  to: dict[str, Any] = {
+    "function": seen.append,
+    "batch": seen.extend,
+    "sink": Own(),
+    "jsonl": cg.sinks.JSONL(tmp_path / "a.jsonl"),
+    "stats": stats,
+    "npy": cg.sinks.Npy(tmp_path / "a.npy"),
+    "stream": cg.sinks.Stream(tmp_path / "a.cgs"),
+  }
+  channel = cg.channel("padded", to=to[kind], batch=kind == "batch" or None)
+  counts = jnp.array([2, 9, 2, -1, 2], jnp.int32)
+  tap = lambda n: cg.tap(X, channel, name="x", logical_shape=(n, None))
+  if lanes:
+    jax.block_until_ready(jax.jit(jax.vmap(tap))(counts))
+  else:
+    jax.block_until_ready(jax.jit(lambda ns: jax.lax.map(tap, ns))(counts))
+  with pytest.raises(Exception, match="a size from 0 to 4, got 9"):
+    channel.close()
+  if kind == "jsonl":
+    seen = (tmp_path / "a.jsonl").read_text().splitlines()
+  elif kind == "npy":
+    seen = list(np.load(tmp_path / "a.npy"))
+  elif kind == "stream":
+    with cg.open_stream(tmp_path / "a.cgs") as stream:
+      seen = [one for one in stream if one.leaves[""].shape == (2, 3)]
+  assert (stats.result()["x"]["records"] if kind == "stats" else len(seen)) == 3
+  assert channel.stats()["lost"] == 2
+
+
+def test_roles_are_cut_alike() -> None:
+  seen: dict[str, Any] = {}
+  roles = ("primal", "tangent", "cotangent")
+
+  def loss(x: jax.Array, n: jax.Array) -> jax.Array:
+    keep = lambda v, info: seen.update({info.role: v.tolist()})
+    return jnp.sum(cg.tap(x, keep, logical_shape=(n,), roles=roles, where=n > 0) ** 2)
+
+  x, n = jnp.arange(4.0), jnp.int32(2)
+  for apply in (jax.jit(jax.grad(loss)), lambda *a: jax.vmap(jax.grad(loss))(x[None], n[None])):
+    seen.clear()
+    jax.block_until_ready(apply(x, n))
+    cg.barrier()
+    assert seen["primal"] == [0, 1]
+    assert seen["cotangent"] == [0, 2]
+  seen.clear()
+  jax.block_until_ready(jax.jit(lambda x, n: jax.jvp(lambda x: loss(x, n), (x,), (x,)))(x, n))
+  cg.barrier()
+  assert seen == {"primal": [0, 1], "tangent": [0, 1]}
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", None)])
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 8), (0, 8), (16, 8), (16, 1)])
+def test_shards_make_up_what_counts(axes: tuple[Any, ...], sizes: tuple[int, int]) -> None:
+  x = np.arange(128, dtype=np.float32).reshape(16, 8)
+  found: list[cg.Record] = []
+  tap = lambda x, r, c: cg.tap(x, lambda v, i: found.append(cg.Record(v, i)), logical_shape=(r, c))
+  jax.block_until_ready(jax.jit(tap)(put(x, mesh(), *axes), *sizes))
+  cg.barrier()
+  np.testing.assert_array_equal(cg.assemble(found), x[: sizes[0], : sizes[1]])
+
+
+def test_tuples_of_arrays_have_tuples_of_shapes() -> None:
+  x, y = jnp.arange(4.0), jnp.arange(3.0)
+  seen: list[Any] = []
+  for value, shape in (
+    ((x, y), ((2,), (1,))),
+    ((x, y), ((2,), None)),
+    ((x, y), [(2,), (1,)]),
+    ({"a": x, "b": (x, y)}, {"a": (2,), "b": ((1,), None)}),
+  ):
+    jax.jit(lambda v, s=shape: cg.tap(v, seen.append, logical_shape=s))(value)
+  cg.barrier()
+  assert [[len(one) for one in jax.tree.leaves(value)] for value in seen] == [
+    [2, 1],
+    [2, 3],
+    [2, 1],
+    [2, 1, 3],
+  ]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from interpreters import Process, run_python, start
-from sink_records import floats
+from interpreters import Process, run, run_python, start
+from sink_records import floats, record
 
 import callgate as cg
 from callgate import sinks
@@ -276,7 +276,7 @@ def test_what_fits_on_a_full_disk_is_written_and_the_rest_counted(name, tmp_path
 
 
 def test_a_header_that_found_no_room_comes_with_the_next_row(tmp_path):
-  done = run_python(
+  done = run(
     """
     import pathlib, resource, signal, sys
     import numpy as np
@@ -297,10 +297,95 @@ def test_a_header_that_found_no_room_comes_with_the_next_row(tmp_path):
     sink.close()
     print(*path.read_text().split())
     """,
-    cwd=str(tmp_path),
+    cwd=tmp_path,
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.split() == ["2", "seq,time_ns,device,lane,x", "2,0,0,,2.0"]
+
+
+def test_a_full_disk_leaves_the_parquet_file_that_was_there(tmp_path):
+  pytest.importorskip("pyarrow")
+  done = run(
+    """
+    import resource, signal
+    import numpy as np
+    from callgate import sinks
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    row = lambda i: sinks.Record(np.float64(i / 7), sinks.TapInfo("x", i, time_ns=i))
+    with sinks.Parquet("a.parquet") as sink:
+      sink.write([row(1), row(2)])
+    sink = sinks.Parquet("a.parquet", append=True)
+    sink.write([row(i) for i in range(3, 500)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    try:
+      sink.close()
+    except sinks.SinkError as error:
+      print("File too large" in str(error))
+    import pyarrow.parquet
+    print(pyarrow.parquet.read_table("a.parquet")["seq"].to_pylist())
+    """,
+    cwd=tmp_path,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines() == ["True", "[1, 2]"]
+  assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_parquet_replaces_nothing_but_files(tmp_path):
+  pytest.importorskip("pyarrow")
+  os.mkfifo(tmp_path / "pipe")
+  with pytest.raises(sinks.SinkError, match="expected a regular file"):
+    sinks.Parquet(tmp_path / "pipe").write(floats(0, 1))
+  (tmp_path / "link").symlink_to(tmp_path / "file")
+  with sinks.Parquet(tmp_path / "link") as sink:
+    sink.write(floats(0, 1))
+  assert (tmp_path / "link").is_symlink()
+  assert (tmp_path / "file").is_file()
+
+
+@pytest.mark.parametrize("where", ["file", "unix:socket"])
+def test_a_stream_that_was_closed_goes_on(where, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  sink = sinks.Stream(where)
+  tap = jax.jit(lambda x: cg.tap(x, "again"))
+  for i in range(3):
+    with cg.channel("again", to=sink) as channel:
+      reader = cg.open_stream(where) if where != "file" else None
+      tap(float(i))
+      cg.barrier()
+      if reader is not None:
+        record = reader.read(60)
+        assert record is not None
+        assert float(record.leaves[""]) == i
+    assert channel.stats()["lost"] == 0
+  if where == "file":
+    with cg.open_stream(where) as stream:
+      assert [float(record.leaves[""]) for record in stream] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("make", [lambda path: sinks.JSONL(path / "a"), lambda _: sinks.Stats()])
+def test_leaves_of_one_name_are_refused(make, tmp_path):
+  channel = cg.channel("names", to=make(tmp_path))
+  jax.jit(lambda x: cg.tap({"a/b": x, "a": {"b": 2 * x}}, channel))(1.0)
+  with pytest.raises(
+    cg.ConsumerError, match="leaves with names of their own, got two leaves 'a/b'"
+  ):
+    channel.close()
+
+
+def test_what_a_file_cannot_hold_takes_no_other_record_along(tmp_path):
+  records = [record("good", np.float32(0), 0), record("t\udc80", np.float32(1), 1)]
+  table = sinks.CSV(tmp_path / "a.csv", columns=["good"])
+  with pytest.raises(sinks.SinkError, match=r"surrogates not allowed; 1 record\(s\) lost so far"):
+    table.write(records)
+  table.close()
+  assert len((tmp_path / "a.csv").read_text().splitlines()) == 2
+  with (
+    open(tmp_path / "b", "w", encoding="ascii") as file,
+    pytest.raises(sinks.SinkError, match=r"can't encode .* 1 record\(s\) lost so far"),
+  ):
+    sinks.Print(file).write([record("é", np.float32(0), 0), records[0]])
+  assert (tmp_path / "b").read_text() == "good #0: 0.0\n"
 
 
 @pytest.mark.parametrize("kind", [sinks.CSV, sinks.JSONL])

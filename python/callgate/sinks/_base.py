@@ -33,16 +33,17 @@ class SinkError(RuntimeError):
     self.lost = lost
     self._said = message
 
-  def count(self, lost: int) -> None:
-    """Puts the number of lost records into the message."""
+  def count(self, lost: int, so_far: int) -> None:
+    """Says how many records it stands for, and in the message how many the sink has lost so far."""
     self.lost = lost
-    self.args = (self._said + (f"; {lost} record(s) lost so far" if lost else ""),)
+    self.args = (self._said + (f"; {so_far} record(s) lost so far" if so_far else ""),)
 
   def takes(self, later: BaseException) -> bool:
     """Whether a later error says the same: a full disk's is one, which counts for both then."""
     if not isinstance(later, SinkError) or later._said != self._said:
       return False
-    self.count(self.lost + later.lost)
+    self.lost += later.lost
+    self.args = later.args
     return True
 
 
@@ -108,6 +109,7 @@ class LibrarySink(Sink):
     self._process = os.getpid()  # that has opened it
     self._started_before = False
     self._refused: set[pathlib.Path] = set()
+    self._lost = 0
 
   def __repr__(self) -> str:
     return f"{type(self).__name__}({self._target!r})"
@@ -145,7 +147,8 @@ class LibrarySink(Sink):
       first = first or error
       lost += error.lost
     if first is not None:
-      first.count(lost)
+      self._lost += lost
+      first.count(lost, self._lost)
       raise first
 
   def flush(self) -> None:

@@ -4,6 +4,7 @@ until then the rows are in a file beside it, which then takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from callgate import _callgate, _options
 from callgate._records import Record, tap_key
-from callgate.sinks._base import LibrarySink, StrPath, file_for, library
+from callgate.sinks._base import LibrarySink, SinkError, StrPath, file_for, library
 from callgate.sinks._rows import Rows
 from callgate.sinks._text import close_all
 
@@ -23,7 +24,8 @@ class Parquet(LibrarySink):
   """A Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
 
   Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or a
-  column for each leaf, as "w/0". Arrays are nested lists, complex numbers structs of `re` and `im`.
+  column for each leaf, as "w/0" ("value/seq" for one that is called as the others are). Arrays are
+  nested lists, complex numbers structs of `re` and `im`.
 
   Args:
     path: the file, which appears when the sink is closed; with "{name}" in it, a file for each tap,
@@ -45,7 +47,9 @@ class Parquet(LibrarySink):
 
   def _take(self, record: Record) -> None:
     tap = tap_key(record.info)
-    path = file_for(self._target, tap)
+    path = pathlib.Path(os.path.realpath(file_for(self._target, tap)))
+    if path.exists() and not path.is_file():
+      raise ValueError(f"expected a regular file, got {str(path)!r}")
     table = self._tables.get(path)
     if table is None:
       table = self._tables[path] = self._table(path, record)
@@ -98,13 +102,25 @@ class Parquet(LibrarySink):
 
   def _write_group(self, table: _Table) -> None:
     if len(table.rows) > 0:
-      with self._naming(f"tap {table.tap!r} cannot be written"):
-        table.writer.write_table(self._to_arrow(table.rows.take()))
+      count = len(table.rows)
+      rows = self._to_arrow(table.rows.take())
+      if table.broken is None:
+        try:
+          table.writer.write_table(rows)
+          table.written += count
+          return
+        except Exception as error:  # noqa: BLE001 - the library's file is of no use from here on
+          table.broken = error
+      raise SinkError(
+        f"callgate.sinks.{self!r}: tap {table.tap!r} cannot be written: {table.broken}", lost=count
+      ) from table.broken
 
   def _to_arrow(self, columns: dict[str, np.ndarray]) -> Any:
-    return self._arrow.table(
-      {name.removeprefix("value/"): self._column(array) for name, array in columns.items()}
-    )
+    table: dict[str, Any] = {}
+    for name, array in columns.items():
+      short = name.removeprefix("value/")  # unless a column of the record's own is called so
+      table[name if short in columns else short] = self._column(array)
+    return self._arrow.table(table)
 
   def _column(self, array: np.ndarray) -> Any:
     """Rows as an Arrow array: nested fixed-size lists for the axes after the first."""
@@ -140,18 +156,33 @@ class _Table:
     self.tap = tap
     self.rows = rows
     self.writer = writer
+    self.broken: Exception | None = None  # why nothing more can be written
+    self.written = 0  # rows
     self._partial = partial
     self._path = path
     self._claimed = claimed  # keeps other processes away
 
   def close(self) -> None:
+    """Puts the file in its place; where it can't be finished, the one that is there stays."""
     try:
-      self.writer.close()
-      os.replace(self._partial, self._path)
+      if self.broken is None:
+        self.writer.close()
+        os.replace(self._partial, self._path)
+        return
+    except Exception as error:  # noqa: BLE001 - said below
+      self.broken = error
     finally:
+      if self.broken is not None:
+        self.discard()
       self._claimed.close()
+    raise SinkError(
+      f"callgate.sinks.Parquet: tap {self.tap!r}: {str(self._path)!r} cannot be finished, and is "
+      f"as it was: {self.broken}",
+      lost=self.written,
+    ) from self.broken
 
   def discard(self) -> None:
-    self.writer.close()
+    with contextlib.suppress(Exception):  # it has failed before
+      self.writer.close()
     self._partial.unlink(missing_ok=True)
     self._claimed.close()

@@ -63,15 +63,27 @@ class Print(LibrarySink):
     self._lines.append(line + "\n")
 
   def _commit(self) -> None:
-    text, self._lines = "".join(self._lines), []
-    self._out().write(text)
+    lines, self._lines = self._lines, []
+    out, first, lost = self._out(), None, 0
+    try:
+      out.write("".join(lines))
+    except UnicodeEncodeError:  # of one of them: the others are printed all the same
+      for line in lines:
+        try:
+          out.write(line)
+        except UnicodeEncodeError as error:
+          first, lost = first or error, lost + 1
+    if first is not None:
+      raise SinkError(f"callgate.sinks.{self!r}: cannot print: {first}", lost=lost) from first
 
   def _flush(self) -> None:
-    self._out().flush()
+    flush = getattr(self._out(), "flush", None)
+    if flush is not None:
+      flush()
 
   def _stop(self) -> None:
-    if not self._out().closed:  # its owner may have been faster
-      self._out().flush()
+    if not getattr(self._out(), "closed", False):  # its owner may have been faster
+      self._flush()
 
   def _out(self) -> TextIO:
     return sys.stdout if self._file is None else self._file
@@ -172,6 +184,8 @@ class CSV(LibrarySink):
   def _take(self, record: Record) -> None:
     info = record.info
     row = {name: str(scalar(name, plain(leaf))[()]) for name, leaf in columns(record).items()}
+    for text in (*row, *row.values()):
+      text.encode()  # a record that the file can't hold must not take others along
     table = self._table(file_for(self._target, tap_key(info)))
     table.begin([*self._META, *(self._columns or row)])
     for name in row:

@@ -30,4 +30,16 @@ void consume_each(Consumer& consumer, std::span<const Record> records, Take&& ta
   if (first != nullptr) std::rethrow_exception(first);
 }
 
+// Visits the lanes of a record in a take(). Of those that fail, all are lost but the one that
+// consume_each() counts.
+template <typename Visit>
+void visit_lanes(Consumer& consumer, RecordViews& views, const Record& record, Visit&& visit) {
+  try {
+    views.each_lane(record, visit);
+  } catch (...) {
+    if (views.failed() > 1) consumer.lose(views.failed() - 1);
+    throw;
+  }
+}
+
 }  // namespace callgate

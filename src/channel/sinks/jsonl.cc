@@ -60,6 +60,7 @@ JsonlSink::Layout::Layout(const Source& source)
       role(R"(,"role":")" + std::string(role_name(source.role)) + '"'),
       lone(source.values() == 1 && source.leaves.front().path.empty()),
       views(source) {
+  check_names("JSONL", source);
   append_json_string(head, source.name);
   for (std::size_t i = 0; i < source.values(); ++i) {
     append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
@@ -105,16 +106,17 @@ void JsonlSink::consume(std::span<const Record> records) {
 
 void JsonlSink::append_record(const Record& record) {
   Layout& shared = layout(*record.source);
-  shared.views.each_lane(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
-    const std::size_t start = lines_.size();
-    try {
-      append_line(record, shared, lane, leaves);
-    } catch (...) {
-      lines_.resize(start);  // no half of a line
-      throw;
-    }
-    if (lines_.size() >= kLineBytes) write_out();
-  });
+  visit_lanes(*this, shared.views, record,
+              [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+                const std::size_t start = lines_.size();
+                try {
+                  append_line(record, shared, lane, leaves);
+                } catch (...) {
+                  lines_.resize(start);  // no half of a line
+                  throw;
+                }
+                if (lines_.size() >= kLineBytes) write_out();
+              });
 }
 
 void JsonlSink::append_line(const Record& record, Layout& layout, std::int64_t lane,

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <set>
+
+#include "core/error.h"
 
 namespace callgate {
 namespace {
@@ -75,6 +78,17 @@ std::string plain_path(std::string_view path) {
     out += take_key(path);
   }
   return out;
+}
+
+void check_names(std::string_view sink, const Source& source) {
+  std::set<std::string> seen;
+  for (std::size_t i = 0; i < source.values(); ++i) {
+    std::string path = plain_path(source.leaves[i].path);
+    if (seen.insert(path).second) continue;
+    throw Error(ErrorCode::kInvalidArgument,
+                "the sink " + std::string(sink) + ", tap '" + source.name + "'",
+                "leaves with names of their own", "two leaves '" + path + "'");
+  }
 }
 
 std::string column_name(const Source& source, const LeafType& leaf) {

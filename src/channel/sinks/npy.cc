@@ -250,7 +250,7 @@ void NpySink::resolve(Layout& layout, const Source& source, std::span<const Arra
 void NpySink::append_record(const Record& record) {
   std::unique_ptr<Layout>& layout = layouts_[record.source->id];
   if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
-  layout->views.each_lane(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+  visit_lanes(*this, layout->views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
     // Of padded arrays each record may have another shape.
     if (layout->columns.empty() || !record.source->padded.empty())
       resolve(*layout, *record.source, leaves);

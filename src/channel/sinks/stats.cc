@@ -91,6 +91,7 @@ StatsSink::StatsSink(std::vector<double> edges)
     : empty_(edges.empty() ? Histogram::powers_of_two() : Histogram::of(std::move(edges))) {}
 
 StatsSink::Layout::Layout(const Source& source) : views(source) {
+  check_names("Stats", source);
   for (std::size_t i = 0; i < source.values(); ++i) {
     names.push_back(column_name(source, source.leaves[i]));
   }
@@ -104,7 +105,7 @@ void StatsSink::consume(std::span<const Record> records) {
 void StatsSink::add_record(const Record& record) {
   std::unique_ptr<Layout>& layout = layouts_[record.source->id];
   if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
-  layout->views.each_lane(record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+  visit_lanes(*this, layout->views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
     for (std::size_t i = 0; i < leaves.size(); ++i) add(layout->names[i], leaves[i]);
   });
 }
