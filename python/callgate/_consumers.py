@@ -31,6 +31,8 @@ def adapt(
   Returns:
     The native consumer, and what tells one in Python that it is taken out.
   """
+  if isinstance(consumer, type) and _is_sink(consumer):
+    raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
   native = _native_of(consumer)
   if native is not None:
     return native, None
@@ -40,6 +42,10 @@ def adapt(
     return _callgate.python_consumer(rows, control=_control_of(consumer)), presence
   if not callable(consumer):
     raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
+  if not _delivery.takes_values(consumer):
+    raise GateDefinitionError(
+      f"{where}: to: expected functions of (value) or of (value, info), got {consumer!r}"
+    )
   if batch:
     stacked = _delivery.stacks_to_function(consumer, limit, presence)
     return _callgate.python_consumer(stacked, stacked=True), presence

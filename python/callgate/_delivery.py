@@ -205,6 +205,19 @@ def wants_info(function: Callable[..., Any]) -> bool:
   )
 
 
+def takes_values(function: Callable[..., Any]) -> bool:
+  """Whether a function can be called with a value, or with a value and what is known of it."""
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):
+    return True  # it does not say
+  try:
+    signature.bind(*(None,) * (2 if wants_info(function) else 1))
+  except TypeError:
+    return False
+  return True
+
+
 def rows_to_function(
   function: Callable[..., Any], presence: Presence | None = None
 ) -> Callable[..., int]:

@@ -182,7 +182,8 @@ def _to_array(
 
 
 def _is_number(dtype: Any) -> bool:
-  if dtype.kind in "mM" or not dtype.isnative:  # a timedelta is an integer to NumPy
+  # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order.
+  if dtype.kind in "mM" or dtype.char in "gG" or not dtype.isnative:
     return False
   return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
@@ -208,6 +209,8 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
         f"{where}: expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
       )
     dtype = np.dtype(leaf.dtype)
+    if not _is_number(dtype):
+      raise GateDefinitionError(f"{where}: expected a dtype of numbers that JAX has, got {dtype}")
     canonical = np.dtype(_compat.canonical_dtype(dtype))
     if canonical != dtype:
       raise GateDefinitionError(

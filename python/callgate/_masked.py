@@ -36,6 +36,8 @@ def shown(value: Any) -> str:
       f"an array of dtype '{value.dtype.str}', whose bytes are in the other order (give its "
       "astype(x.dtype.newbyteorder('=')))"
     )
+  if isinstance(value, np.ndarray) and value.dtype.kind not in "Obiufc":
+    return f"an array of dtype {value.dtype}"
   numpy_ma = _numpy_ma(value)
   masked = numpy_ma is not None and isinstance(value, numpy_ma.MaskedArray)
   return f"a masked array ({name}), {ADVICE}" if masked else name

@@ -237,7 +237,7 @@ def strings(label: str, option: str, value: Any, *, what: str | None = None) -> 
       if any("\0" in one for one in texts):  # as above
         refuse(label, option, "strings without a NUL character", value)
       return tuple(_encodable(label, option, one) for one in texts)
-  refuse(label, option, what or f"a sequence of strings, such as [{value!r}]", value)
+  refuse(label, option, what or "a sequence of strings, such as ['a', 'b']", value)
 
 
 def timeout(label: str, value: float | None) -> float:

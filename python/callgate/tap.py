@@ -183,6 +183,10 @@ def target_of(to: Any) -> Tap:
     raise GateDefinitionError(
       f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
     )
+  if not _delivery.takes_values(to):
+    raise GateDefinitionError(
+      f"tap: to: expected a function of (value) or of (value, info), got {to!r}"
+    )
   return _tap.of_function(to)
 
 

@@ -325,6 +325,16 @@ def test_a_linear_position_beyond_the_arguments_is_refused() -> None:
     (lambda: cg.tap(np.ones(2, ">f4"), print), "leaf 0: .* dtype '>f4', whose bytes are in the"),
     (lambda: cg.gate(function, out=X)(np.ones(2, ">f4")), "argument 0: .* dtype '>f4', whose"),
     (lambda: cg.feed([np.ones(2, ">f4")]).next(), "item 0: .* dtype '>f4', whose bytes"),
+    (lambda: cg.feed([np.longdouble(1)]).next(), "item 0: expected an array or a number that JAX"),
+    (lambda: cg.feed([1], shape=np.zeros((), ">i4")), "expected a dtype of numbers .* got >i4"),
+    (
+      lambda: cg.tap(np.array(["a"]), print),
+      "leaf 0: expected an array, got an array of dtype",
+    ),
+    (lambda: cg.tap(1.0, lambda: None), r"to: expected a function of \(value\) or of \(value, inf"),
+    (lambda: cg.channel("fuzzed", to=lambda a, b, c: None), "to: expected functions of .value. or"),
+    (lambda: cg.channel("fuzzed", to=cg.sinks.Stats), "to: expected a sink, got its class Stats"),
+    (lambda: cg.sinks.CSV("x", columns=3), "columns: expected a sequence of strings, such as"),
   ],
 )
 def test_so_is_what_methods_and_the_runtime_cannot_take(

@@ -56,6 +56,16 @@ def check_process(sink: Sink, process: int) -> None:
     )
 
 
+def check_records(sink: Sink, records: Sequence[Any]) -> None:
+  """Raises SinkError for what is no `Record` with a `TapInfo`."""
+  for record in records:
+    if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
+      raise SinkError(
+        f"callgate.sinks.{sink!r}: expected records, each a Record(value, TapInfo(...)), got "
+        f"{record!r}"
+      )
+
+
 class Sink:
   """A consumer of records that a channel opens, feeds, flushes and closes.
 
@@ -131,6 +141,7 @@ class LibrarySink(Sink):
     if self._channel is None:
       self.open("")
     check_process(self, self._process)
+    check_records(self, records)
     first: SinkError | None = None
     lost = 0
     for record in records:

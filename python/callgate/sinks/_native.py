@@ -17,7 +17,7 @@ import numpy as np
 from callgate import _callgate, _options, _processes
 from callgate._masked import is_masked, shown
 from callgate._records import Record, leaf_paths
-from callgate.sinks._base import Sink, SinkError, StrPath, check_process
+from callgate.sinks._base import Sink, SinkError, StrPath, check_process, check_records
 
 _ROLES = ("primal", "tangent", "cotangent")  # the codes of src/channel/record.h
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
@@ -39,14 +39,21 @@ class NativeSink(Sink):
 
   def write(self, records: Sequence[Record]) -> None:
     check_process(self, self._process)
+    check_records(self, records)
     first: SinkError | None = None
     for record in records:
+      where = f"callgate.sinks.{self!r}: tap {record.info.name!r}, record {record.info.seq}"
       try:
         self._write_one(record)
       except ValueError as error:
-        first = first or SinkError(
-          f"callgate.sinks.{self!r}: tap {record.info.name!r}, record {record.info.seq}: {error}"
+        first = first or SinkError(f"{where}: {error}")
+      except TypeError as error:
+        said = SinkError(
+          f"{where}: expected a TapInfo of texts that UTF-8 can hold, and of integers of 64 bits "
+          f"(`seq` from 0), got {record.info}"
         )
+        said.__cause__ = error
+        first = first or said
     if first is not None:
       raise first
 
