@@ -86,7 +86,7 @@ inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kHeaderBytes = 24;
 inline constexpr std::size_t kRecordBytes = 64;  // of an 'R' frame, before its payload
 inline constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 60;
-inline constexpr std::uint32_t kMaxRank = 64;  // NumPy's
+inline constexpr std::uint32_t kMaxRank = 64;                        // NumPy's
 inline constexpr std::uint64_t kFreeLanes = std::uint64_t{1} << 20;  // may be of empty leaves
 
 constexpr std::size_t pad8(std::size_t bytes) noexcept { return (bytes + 7) & ~std::size_t{7}; }

@@ -13,9 +13,9 @@ constexpr std::size_t kBatchBytes = std::size_t{1} << 20;
 
 }  // namespace
 
-StreamSink::StreamSink(const std::string& destination, StreamServer::Limits limits,
+StreamSink::StreamSink(std::string destination, StreamServer::Limits limits,
                        std::int32_t process_index)
-    : destination_(destination),
+    : destination_(std::move(destination)),
       limits_(limits),
       encoder_(StreamEncoder::kExternalBytes, process_index) {
   start();

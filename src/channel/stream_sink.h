@@ -26,7 +26,7 @@ class StreamSink final : public Consumer {
   // `destination`: a file's path (appended to), unix:PATH or tcp://HOST:PORT (see
   // stream_address.h). Throws Error naming it: a bad path, a port that is taken, a damaged file.
   // `process_index` goes into the stream, for readers that merge several: -1 when it is not known.
-  explicit StreamSink(const std::string& destination, StreamServer::Limits limits = {},
+  explicit StreamSink(std::string destination, StreamServer::Limits limits = {},
                       std::int32_t process_index = -1);
   ~StreamSink() override;
 
