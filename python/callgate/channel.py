@@ -324,6 +324,11 @@ def open_channels() -> dict[str, Channel]:
   return dict(_open)
 
 
+def _pending(stats: dict[str, Any]) -> str:
+  count = stats["pending"]
+  return f"{count} record(s)" if count else "a consumer's close() has not ended"
+
+
 # For a channel whose turn comes when another has used the time up: its consumers' close().
 LAST_SECONDS = 0.05
 
@@ -342,11 +347,11 @@ def close_all(timeout: float) -> list[str]:
   left: list[str] = []
   for one in open_channels().values():
     if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
-      left.append(f"channel '{one.name}': {one.stats()['pending']} record(s)")
+      left.append(f"channel '{one.name}': {_pending(one.stats())}")
   for name, handle in list(_own.items()):
     if not handle.close(rest()):
       what = "taps to functions" if name == DEFAULT else name
-      left.append(f"{what}: {handle.stats()['pending']} record(s)")
+      left.append(f"{what}: {_pending(handle.stats())}")
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
       left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")

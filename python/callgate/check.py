@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _options, _primitive, _runtime, _shapes
+from callgate import _callgate, _masked, _options, _primitive, _runtime, _shapes
 from callgate._primitive import CallSite
 from callgate.errors import CheckError, GateDefinitionError, raise_deferred
 from callgate.gate import Gate
@@ -87,6 +87,14 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
     gate = _checks.get(message)
     if gate is None:
       gate = _checks[message] = Check(message)
+  for name, value in values.items():
+    for leaf in jax.tree.leaves(value):
+      try:
+        jnp.asarray(leaf)
+      except (TypeError, ValueError, OverflowError) as error:
+        raise GateDefinitionError(
+          f"check: {name}: expected an array or a pytree of arrays, got {_masked.shown(leaf)}"
+        ) from error
   leaves, tree = jax.tree.flatten(((ok,), values))
   arrays = [jax.lax.stop_gradient(_shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())

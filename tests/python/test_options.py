@@ -334,6 +334,11 @@ def test_a_linear_position_beyond_the_arguments_is_refused() -> None:
     (lambda: cg.tap(1.0, lambda: None), r"to: expected a function of \(value\) or of \(value, inf"),
     (lambda: cg.channel("fuzzed", to=lambda a, b, c: None), "to: expected functions of .value. or"),
     (lambda: cg.channel("fuzzed", to=cg.sinks.Stats), "to: expected a sink, got its class Stats"),
+    (lambda: cg.sinks.CSV("x", columns=["a", "a"]), "columns: expected a name once, got .'a', 'a'"),
+    (
+      lambda: cg.check(True, "{x}", x="s"),
+      "check: x: expected an array or a pytree of arrays, ",
+    ),
     (lambda: cg.sinks.CSV("x", columns=3), "columns: expected a sequence of strings, such as"),
   ],
 )

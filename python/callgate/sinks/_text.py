@@ -163,6 +163,8 @@ class CSV(LibrarySink):
     super().__init__(_options.path("sinks.CSV", "path", path))
     self._append = _options.boolean("sinks.CSV", "append", append)
     self._columns = _options.or_none(_options.strings, "sinks.CSV", "columns", columns)
+    if self._columns is not None and len(set(self._columns)) < len(self._columns):
+      _options.refuse("sinks.CSV", "columns", "a name once", columns)
     self._resume = False
     self._tables: dict[pathlib.Path, _Table] = {}
     self._made: set[pathlib.Path] = set()

@@ -65,9 +65,11 @@ std::string file_part(std::string_view name) {
 // One file. Rows wait in memory until the batch ends or they are many.
 class NpySink::Column {
  public:
-  Column(std::string name, const std::string& path, FileMode mode, const LeafType& leaf,
-         std::span<const std::int64_t> row)
-      : name_(std::move(name)), file_("Npy", path, mode, Place::kAlone, /*appends=*/false) {
+  Column(std::string name, std::string tap, const std::string& path, FileMode mode,
+         const LeafType& leaf, std::span<const std::int64_t> row)
+      : name_(std::move(name)),
+        tap_(std::move(tap)),
+        file_("Npy", path, mode, Place::kAlone, /*appends=*/false) {
     if (!file_.regular()) {
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "a regular file", "'" + path + "'");
     }
@@ -88,9 +90,13 @@ class NpySink::Column {
   }
 
   // Throws Error unless `leaf` of the column `name` fits this file.
-  void check(const std::string& name, const LeafType& leaf,
+  void check(const std::string& name, const std::string& tap, const LeafType& leaf,
              std::span<const std::int64_t> row) const {
     const std::string where = "the sink Npy writes '" + file_.path() + "'";
+    if (tap != tap_) {  // {"b": x} of the tap 'a', and the tap 'a/b'
+      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' of the tap '" + tap_ + "'",
+                  "that of the tap '" + tap + "'");
+    }
     if (name != name_) {
       throw Error(ErrorCode::kInvalidArgument, where,
                   "the leaf '" + name_ + "' alone, or a path with {name} for a file each",
@@ -172,7 +178,7 @@ class NpySink::Column {
   void resume(const LeafType& leaf) {
     const std::vector<std::int64_t> row = header_.row;
     header_ = NpyHeader::parse(file_.read_at(0, kNpyHeaderLimit), file_.path());
-    check(name_, leaf, row);
+    check(name_, tap_, leaf, row);
     const std::uint64_t bytes = file_.size() - header_.bytes;
     counted_ = header_.rows;
     if (row_bytes_ != 0) header_.rows = std::min(header_.rows, bytes / row_bytes_);
@@ -181,7 +187,7 @@ class NpySink::Column {
 
   int write_header() { return file_.write_at(0, header_.text()).error; }
 
-  std::string name_;
+  std::string name_, tap_;
   File file_;
   NpyHeader header_;
   std::size_t row_bytes_ = 0;
@@ -207,8 +213,8 @@ std::string NpySink::file_of(const std::string& name) const {
   return file;
 }
 
-NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
-                                 std::span<const std::int64_t> row) {
+NpySink::Column& NpySink::column(const std::string& name, const std::string& tap,
+                                 const LeafType& leaf, std::span<const std::int64_t> row) {
   const std::string file = file_of(name);
   std::unique_ptr<Column>& found = columns_[file];
   if (found == nullptr) {
@@ -219,7 +225,7 @@ NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
     }
     const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
     try {
-      found = std::make_unique<Column>(name, file, mode, leaf, row);
+      found = std::make_unique<Column>(name, tap, file, mode, leaf, row);
     } catch (const Error& error) {
       if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists)
         refused_.insert(file);
@@ -228,7 +234,7 @@ NpySink::Column& NpySink::column(const std::string& name, const LeafType& leaf,
     found->begin();
     made_.insert(file);
   }
-  found->check(name, leaf, row);
+  found->check(name, tap, leaf, row);
   return *found;
 }
 
@@ -237,7 +243,7 @@ void NpySink::resolve(Layout& layout, const Source& source, std::span<const Arra
   std::vector<Column*> columns;
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     const std::string name = column_name(source, source.leaves[i]);
-    Column* next = &column(name, source.leaves[i], leaves[i].shape());
+    Column* next = &column(name, source.name, source.leaves[i], leaves[i].shape());
     if (std::find(columns.begin(), columns.end(), next) != columns.end()) {
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "leaves with names of their own",
                   "two leaves '" + name + "'");

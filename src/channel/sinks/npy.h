@@ -49,7 +49,8 @@ class NpySink final : public Consumer {
     std::vector<Column*> columns;
   };
 
-  Column& column(const std::string& name, const LeafType& leaf, std::span<const std::int64_t> row);
+  Column& column(const std::string& name, const std::string& tap, const LeafType& leaf,
+                 std::span<const std::int64_t> row);
   std::string file_of(const std::string& name) const;
   void resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves);
   void append_record(const Record& record);

@@ -102,9 +102,21 @@ void StatsSink::consume(std::span<const Record> records) {
   consume_each(*this, records, [&](const Record& record) { add_record(record); }, [] {});
 }
 
+std::unique_ptr<StatsSink::Layout> StatsSink::layout_of(const Source& source) {
+  auto layout = std::make_unique<Layout>(source);
+  for (const std::string& name : layout->names) {
+    const std::string& owner = owners_.try_emplace(name, source.name).first->second;
+    if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
+    throw Error(ErrorCode::kInvalidArgument, "the sink Stats",
+                "'" + name + "' of the tap '" + owner + "'",
+                "that of the tap '" + source.name + "'");
+  }
+  return layout;
+}
+
 void StatsSink::add_record(const Record& record) {
   std::unique_ptr<Layout>& layout = layouts_[record.source->id];
-  if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
+  if (layout == nullptr) layout = layout_of(*record.source);
   visit_lanes(*this, layout->views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
     for (std::size_t i = 0; i < leaves.size(); ++i) add(layout->names[i], leaves[i]);
   });

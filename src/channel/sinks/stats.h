@@ -72,11 +72,13 @@ class StatsSink final : public Consumer {
     std::vector<std::string> names;
   };
 
+  std::unique_ptr<Layout> layout_of(const Source& source);
   void add_record(const Record& record);
   void add(const std::string& name, const ArrayView& view);
 
   const Histogram empty_;
-  std::mutex consuming_;  // guards the next two lines: Python may write beside a channel
+  std::mutex consuming_;  // guards the next three lines: Python may write beside a channel
+  std::map<std::string, std::string> owners_;  // taps by their leaves' names
   std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
   std::vector<double> values_, finite_;                                 // of the current leaf
 
