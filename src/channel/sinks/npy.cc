@@ -93,14 +93,14 @@ class NpySink::Column {
   void check(const std::string& name, const std::string& tap, const LeafType& leaf,
              std::span<const std::int64_t> row) const {
     const std::string where = "the sink Npy writes '" + file_.path() + "'";
-    if (tap != tap_) {  // {"b": x} of the tap 'a', and the tap 'a/b'
-      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' of the tap '" + tap_ + "'",
-                  "that of the tap '" + tap + "'");
-    }
     if (name != name_) {
       throw Error(ErrorCode::kInvalidArgument, where,
                   "the leaf '" + name_ + "' alone, or a path with {name} for a file each",
                   "'" + name + "' as well");
+    }
+    if (tap != tap_) {  // {"b": x} of the tap 'a', and the tap 'a/b'
+      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' of the tap '" + tap_ + "'",
+                  "that of the tap '" + tap + "'");
     }
     std::string have = to_text(header_.descr, header_.row);
     std::string got = to_text(npy_descr(leaf.dtype), row);

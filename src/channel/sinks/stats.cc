@@ -43,6 +43,11 @@ void merge(Summary& summary, std::span<const double> values) {
   for (double value : values) summary.histogram.add(value);
 }
 
+std::string quoted(const std::string& name) {
+  std::string text = "'";
+  return text.append(name).append("'");
+}
+
 }  // namespace
 
 Histogram Histogram::powers_of_two() {
@@ -108,8 +113,8 @@ std::unique_ptr<StatsSink::Layout> StatsSink::layout_of(const Source& source) {
     const std::string& owner = owners_.try_emplace(name, source.name).first->second;
     if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
     throw Error(ErrorCode::kInvalidArgument, "the sink Stats",
-                "'" + name + "' of the tap '" + owner + "'",
-                "that of the tap '" + source.name + "'");
+                quoted(name).append(" of the tap ").append(quoted(owner)),
+                "that of the tap " + quoted(source.name));
   }
   return layout;
 }
