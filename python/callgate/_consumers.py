@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate, _delivery
@@ -80,6 +80,13 @@ def close_sinks(consumers: Sequence[Any]) -> None:
   for one in filter(_is_sink, consumers):
     with contextlib.suppress(Exception):
       one.close()
+
+
+def leave(consumers: Iterable[Any]) -> None:
+  """Says to native sinks, which the runtime closes, that their channel has ended."""
+  for one in consumers:
+    if _native_of(one) is not None and hasattr(one, "left"):
+      one.left()
 
 
 def _control_of(sink: Any) -> Callable[[str], None]:

@@ -220,7 +220,10 @@ class Channel:
     for one, _ in self._consumers:
       if isinstance(one, _consumers.Records):
         one.end_soon()
-    return self._handle.close(timeout)
+    try:
+      return self._handle.close(timeout)
+    finally:
+      _consumers.leave(one for one, _ in self._consumers)
 
 
 @contextlib.contextmanager

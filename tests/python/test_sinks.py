@@ -8,11 +8,14 @@ import io
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from sink_records import TIME, floats, lines_of, losses, record, table_of
 
+import callgate as cg
 from callgate import _processes, sinks
 
 
@@ -224,6 +227,34 @@ def test_a_sink_over_a_library_serves_one_channel_at_a_time(tmp_path):
   sink.close()
   sink.open("test")
   sink.close()
+
+
+NATIVE = {
+  "JSONL": lambda folder: sinks.JSONL(folder / "a.jsonl"),
+  "Npy": lambda folder: sinks.Npy(folder / "a"),
+  "Stats": lambda folder: sinks.Stats(),
+  "Stream": lambda folder: sinks.Stream(folder / "a.cgs"),
+}
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_a_native_sink_serves_one_channel_at_a_time(kind, tmp_path):
+  sink = NATIVE[kind](tmp_path)
+  with cg.channel("train", to=sink) as train:
+    with pytest.raises(sinks.SinkError, match="got 'test' while 'train' has it open"):
+      cg.channel("test", to=sink)
+    with pytest.raises(sinks.SinkError, match="got 'train' while 'train' has it open"):
+      train.add(sink)
+    train.remove(sink)
+    with cg.channel("test", to=sink):  # it is free
+      jax.jit(lambda x: cg.tap(x, "test"))(jnp.float32(1)).block_until_ready()
+  with (
+    pytest.raises(sinks.SinkError, match="got 'twice' while 'twice' has it open"),
+    cg.channel("twice", to=[sink, sink]),
+  ):
+    pass
+  with cg.channel("again", to=sink):
+    pass
 
 
 def test_a_sink_whose_closing_fails_is_closed(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ class NativeSink(Sink):
   def __init__(self, native: _callgate.Consumer) -> None:
     self.native = native
     self._process = os.getpid()
+    self._channel: str | None = None  # of the channel that has it open
     self._writer = _callgate.RecordWriter(native)
 
   def write(self, records: Sequence[Record]) -> None:
@@ -79,16 +80,27 @@ class NativeSink(Sink):
 
   def open(self, channel: str) -> None:
     """Keeps other writers away, before the first record."""
+    if self._channel is not None:
+      raise SinkError(
+        f"callgate.sinks.{self!r}: expected a sink of one channel, got {channel!r} while"
+        f" {self._channel!r} has it open"
+      )
     try:
       self._writer.open()
     except ValueError as error:
       raise SinkError(f"callgate.sinks.{self!r}: {error}") from None
+    self._channel = channel
+
+  def left(self) -> None:
+    """The channel has closed `native`; the sink is free for another."""
+    self._channel = None
 
   def flush(self) -> None:
     if os.getpid() == self._process:  # a fork's child may find its lock held for ever
       self._writer.flush()
 
   def close(self) -> None:
+    self.left()
     if os.getpid() == self._process:
       self._writer.close()
 
