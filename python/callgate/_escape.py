@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -27,6 +28,8 @@ from callgate.errors import EscapedViewError
 
 # kind ("argument" or "result"), index, view, address and size of XLA's memory
 Suspect = tuple[str, int, Any, int, int]
+# Held by who looks at other threads' frames: these hold what a call's function does.
+reading_frames = threading.Lock()
 
 
 def settle(
@@ -101,6 +104,8 @@ def _others(suspect: Suspect) -> int:
 
 def _escaped_for_good(suspects: list[Suspect]) -> list[Suspect]:
   """Leaves out what other threads or reference cycles hold for a moment longer."""
+  with reading_frames:
+    pass  # a report's are gone now
   for attempt in range(5):
     time.sleep(0.0005 * attempt)  # gives the GIL to a worker that is about to drop its argument
     if not _escaped(suspects):

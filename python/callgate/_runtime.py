@@ -151,15 +151,19 @@ def _input_written(gate: str, spec: str, index: int) -> None:
 
 
 def thread_stacks() -> str:
-  """Every Python thread's stack, as text."""
+  """Every other Python thread's stack, as text."""
+  with _escape.reading_frames:
+    return "\n".join(_stacks())
+
+
+def _stacks() -> list[str]:
   names = {thread.ident: thread.name for thread in threading.enumerate()}
-  parts: list[str] = []
-  for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
-    if ident == threading.get_ident():
-      continue
-    stack = "".join(traceback.format_stack(frame))
-    parts.append(f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n{stack}")
-  return "\n".join(parts)
+  return [
+    f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n"
+    + "".join(traceback.format_stack(frame))
+    for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
+    if ident != threading.get_ident()
+  ]
 
 
 def _stalled(what: str, call: str, timed_out: bool) -> str:

@@ -46,31 +46,36 @@ std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
   return state;
 }
 
+// False where the call is settled, by its end or by having been given up. `keep` is called for a
+// failure that XLA is not told of, before the program goes on.
+bool fail_owned(const CallSite& site, const OwnedCall& call, Promise& promise, ErrorCode code,
+                const std::string& text, const std::function<void()>& keep) {
+  if (!site.poison_on_error) {
+    ProgressBoard::instance().fail(call.context().run);
+    return promise.fail(code, text);
+  }
+  return promise.succeed([&] {
+    call.poison_results();
+    keep();
+  });
+}
+
 // On a worker. Nothing is thrown: a promise is settled whatever the site does.
 void run_owned(const CallSite& site, OwnedCall& call, Promise& promise, int within) {
   ActiveCall active;
   t_within = within;
   Outcome outcome = guarded_outcome(
-      [&] { return active.entered() ? site.run(call.call()) : shutting_down(*site.callee); });
+      [&] { return active.entered() ? site.site->run(call.call()) : shutting_down(*site.callee); });
   t_within = 0;  // the program goes on below, on this thread; its calls are not within this one
   if (outcome.ok()) {
     promise.succeed([&] { call.publish(); });
+  } else if (active.entered()) {
+    // What a call raises that was given up before is dropped: its program was told of that.
+    fail_owned(site, call, promise, outcome.error().code, outcome.error().message,
+               [&] { keep_failure(*site.callee, outcome.error()); });
   } else {
-    ProgressBoard::instance().fail(call.context().run);
     promise.fail(outcome.error().code, outcome.error().message);
   }
-}
-
-// While user code may still be running. False where the call has ended. `keep` is called for a
-// failure that XLA is not told of, before the program goes on.
-bool fail_running(const CallSite& site, const OwnedCall& call, Promise& promise, ErrorCode code,
-                  const std::string& text, const std::function<void()>& keep) {
-  ProgressBoard::instance().fail(call.context().run);
-  if (!site.poison_on_error) return promise.fail(code, text);
-  return promise.succeed([&] {
-    call.poison_results();
-    keep();
-  });
 }
 
 // On the watchdog's thread, when the time is over.
@@ -78,8 +83,8 @@ void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedC
              const std::shared_ptr<Promise>& promise) {
   fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
                [site, call, promise](const std::string& text, const std::function<void()>& keep) {
-                 return fail_running(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text,
-                                     keep);
+                 return fail_owned(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text,
+                                   keep);
                });
 }
 
@@ -89,8 +94,8 @@ std::shared_ptr<WatchedCall> watched(const std::shared_ptr<CallSite>& site,
   auto watched = std::make_shared<WatchedCall>();
   watched->site = site;
   watched->settle = [site, call, promise](const std::string& text) {
-    fail_running(*site, *call, *promise, ErrorCode::kInternal, text,
-                 [&] { site->callee->defer(Failure{ErrorCode::kInternal, text}); });
+    fail_owned(*site, *call, *promise, ErrorCode::kInternal, text,
+               [&] { site->callee->defer(Failure{ErrorCode::kInternal, text}); });
   };
   watch_for_self_wait(watched);
   return watched;

@@ -49,6 +49,16 @@ Outcome guarded_outcome(Body&& body) {
   }
 }
 
+// Has the callee keep a failure that XLA is not told of, for the next who asks.
+inline void keep_failure(Callee& callee, const Failure& failure) {
+  Outcome kept = guarded_outcome([&] {
+    callee.defer(failure);
+    return Outcome::success();
+  });
+  // With no memory to keep it in, say.
+  if (!kept.ok()) std::fprintf(stderr, "%s\n", failure.message.c_str());
+}
+
 // What becomes of a call in a program over several devices. An error that one of them returns would
 // leave the others waiting in their next collective, until XLA aborts the process. So a failure,
 // also one that `body` throws, succeeds for XLA: `poison` marks the results, and the callee keeps
@@ -59,12 +69,7 @@ Outcome poisoned_on_error(Callee& callee, Body&& body, Poison&& poison) {
   if (outcome.ok()) [[likely]]
     return outcome;
   poison();
-  Outcome kept = guarded_outcome([&] {
-    callee.defer(outcome.error());
-    return Outcome::success();
-  });
-  // With no memory to keep it in, say.
-  if (!kept.ok()) std::fprintf(stderr, "%s\n", outcome.error().message.c_str());
+  keep_failure(callee, outcome.error());
   return Outcome::success();
 }
 

@@ -12,11 +12,14 @@ import itertools
 import pickle
 import queue
 import threading
+import time
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_views import SCALAR, few_objects, names, numbers, reuse_memory, run
@@ -410,3 +413,23 @@ def test_a_copying_gates_results_are_still_looked_after() -> None:
 def test_arrays_of_a_gpu_alone_are_refused(arrays: str) -> None:
   with pytest.raises(cg.GateDefinitionError, match="copy=True: expected arrays in the host's"):
     cg.gate(lambda x: x, out=lambda x: x, arrays=arrays, copy=True)
+
+
+def test_a_report_of_what_threads_do_keeps_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+  began = threading.Event()
+
+  def slow(frame: Any) -> list[str]:
+    if not began.is_set():
+      began.set()
+      time.sleep(0.3)  # the call ends meanwhile, and its frame holds the argument
+    return traceback.StackSummary.extract(traceback.walk_stack(frame)).format()
+
+  monkeypatch.setattr(traceback, "format_stack", slow)
+
+  def gate(x: np.ndarray) -> np.ndarray:
+    assert began.wait(60)
+    return x + 1
+
+  with cg.config(stall_seconds=0.05):
+    result = jax.jit(cg.gate(gate, out=lambda x: x))(jnp.float32([1, 2]))
+    np.testing.assert_array_equal(result, [2, 3])

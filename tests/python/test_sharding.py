@@ -18,8 +18,10 @@ from interpreters import printed_by
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from property_checks import examples
+from waiting import until
 
 import callgate as cg
+from callgate import _callgate
 
 MESHES = {
   "8": ((8,), "a"),
@@ -683,6 +685,28 @@ def test_a_call_that_takes_too_long_is_given_up_on_every_device() -> None:
       jax.block_until_ready(jax.jit(lambda x: gate(x).sum())(put(X, mesh("8"), "a")))
   finally:
     release.set()
+
+
+def test_what_a_call_raises_that_was_given_up_before_surfaces_nowhere() -> None:
+  release = threading.Event()
+  kept: list[np.ndarray] = []
+
+  def wait(x: np.ndarray) -> np.ndarray:
+    if 16.0 in x:
+      kept.append(x)  # of a copy that is this call's own
+      release.wait(60)
+      raise KeyError("too late")
+    return x
+
+  gate = cg.gate(wait, out=lambda x: x, sharding="shard", timeout=0.1)
+  try:
+    with pytest.raises(cg.GateTimeoutError), cg.errors():
+      jax.block_until_ready(jax.jit(lambda x: gate(x).sum())(put(X, mesh("8"), "a")))
+  finally:
+    release.set()
+  until(lambda: _callgate.active_calls() == 0, "the call has ended")
+  with cg.errors():
+    cg.barrier()
 
 
 # -- collective gates ----------------------------------------------------------------------------
