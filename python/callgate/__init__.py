@@ -1,18 +1,6 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import (
-  _config,
-  _control,
-  _delivery,
-  _install,
-  _processes,
-  _producer,
-  _progress,
-  _progress_draw,
-  _progress_lowering,
-  _runtime,
-  sinks,
-)
+from callgate import _start, sinks
 from callgate._barrier import barrier
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._config import config
@@ -133,12 +121,4 @@ __all__ = [
   "while_loop",
 ]
 
-_runtime.start()
-_processes.start()
-_producer.start()  # after the runtime: what is registered last runs first at the end
-_config.start()
-_install.start()
-_control.start()
-_progress_lowering.start()
-_progress_draw.start()
-_delivery.listen(_progress.note)
+_start.start()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from callgate import _nvrtc
 from callgate.errors import GateDefinitionError
 
 Extent = tuple[int, int, int]
@@ -29,6 +30,11 @@ class Image:
 
   code: bytes
   capability: int
+
+  @classmethod
+  def of(cls, built: _nvrtc.Built) -> Image:
+    """What the run-time compiler has made."""
+    return cls(built.code, built.capability)
 
 
 @dataclasses.dataclass(frozen=True)

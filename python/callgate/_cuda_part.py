@@ -204,7 +204,7 @@ class SourcePart(CudaPart):
     return known
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    return tuple(self.built(key, each).image for each in capabilities or (0,))
+    return tuple(Image.of(self.built(key, each)) for each in capabilities or (0,))
 
   # -- launches ----------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
@@ -232,7 +232,7 @@ class SourcePart(CudaPart):
     )
     return Plan(
       expression,
-      tuple(b.image for b in builds),
+      tuple(Image.of(b) for b in builds),
       (launch,),
       scratch=tuple(size * (call.batch or 1) for size in scratch.values()),
       zeroed=self.launching.zeroed,

@@ -19,7 +19,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from callgate import _attributes, _callgate, _names, _runtime
+from callgate import _attributes, _callgate, _runtime
 from callgate._cuda_launch import Image, Plan, encode
 from callgate.errors import GateDefinitionError
 
@@ -256,30 +256,27 @@ def _decoded(value: Any) -> Any:
 
 
 def retile(
+  kernel: Any,
   held: dict[str, Any],
   lanes: Sequence[str],
   operands: Sequence[tuple[tuple[int, ...], Any]],
   results: Sequence[tuple[tuple[int, ...], Any]],
-) -> None:
-  """Gives a call's attributes the plan for its tiles; other calls' stay as they are.
+  target: str,
+) -> str:
+  """Gives a call's attributes the plan for its tiles.
 
   Args:
+    kernel: that is called.
     held: the attributes, changed in place.
     lanes: the masks of the batch levels that the runtime loops over, outermost first.
     operands: shape and dtype of each tile, batch axes included.
     results: likewise.
+    target: of the call on whole arrays.
+
+  Returns:
+    The target: what not all devices run reads its number, and no graph may.
   """
-  if "tiles" not in held:
-    return
   about = json.loads(held["tiles"])
-  name: str = held["name"].partition("[")[0]
-  kernel = _names.get(name)
-  if kernel is None:
-    raise LookupError(
-      f"callgate: kernel '{name}' is not defined in the process that compiles the program, where "
-      "its grid is worked out for each device's part of the arrays; expected it to be defined "
-      "before"
-    )
   if about["grid"]:
     lanes = [*lanes, "1" * len(operands)]
   inner = [
@@ -292,8 +289,4 @@ def retile(
   plan = planned(kernel, inner, outer, static, batch)
   held["plan"] = encode(kernel.label, plan)
   held["name"] = variant(kernel, plan).name
-
-
-def target_on_shards(held: Mapping[str, Any], target: str) -> str:
-  """The target of a call on shards: what not all devices run reads its number, and no graph may."""
   return _runtime.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target

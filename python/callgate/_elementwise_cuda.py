@@ -287,7 +287,7 @@ class ElementwisePart(CudaPart):
     grid, block, _, _ = _cuda_launch.checked(kernel.label, blocks, _THREADS)
     parameters = parameters_of(code, layout, call.operands, call.results)
     launch = Launch(built[0].entry, grid, block, parameters)
-    return Plan(key, tuple(each.image for each in built), (launch,))
+    return Plan(key, tuple(Image.of(each) for each in built), (launch,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     kernel = self._kernel()
@@ -297,7 +297,7 @@ class ElementwisePart(CudaPart):
     kinds = layout.partition(":")[0]
     if names != kernel.user_code.letters or len(kinds) != len(kernel.user_code.mapped):
       return None
-    return tuple(self._build(kernel, key, each).image for each in capabilities or (0,))
+    return tuple(Image.of(self._build(kernel, key, each)) for each in capabilities or (0,))
 
   def source(self, kernel: Any, key: str) -> str:
     """The CUDA C++ of a variant."""

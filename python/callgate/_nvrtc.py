@@ -19,7 +19,6 @@ from pathlib import Path
 
 from callgate import _build_cache, _callgate, _toolchain
 from callgate._cache_files import checksum
-from callgate._cuda_launch import Image
 from callgate._toolchain import CompileError
 
 # For the driver to compile where no device is known: all that CUDA 12 and 13 compile for run it.
@@ -143,14 +142,16 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
 # -- compiling -----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Built:
-  """A kernel's image.
+  """What became of a kernel.
 
   Attributes:
-    image: machine code, or PTX.
+    code: a cubin, or PTX as text that ends in a zero byte.
+    capability: the compute capability that a cubin is for, as 90; 0 for PTX.
     entry: the function's name in it.
   """
 
-  image: Image
+  code: bytes
+  capability: int
   entry: str
 
 
@@ -200,7 +201,7 @@ def build(
 
   content = _build_cache.find_or_make(key, make).read_bytes()
   head, _, code = content.partition(b"\n")
-  return Built(Image(code, made_for), json.loads(head)["entry"])
+  return Built(code, made_for, json.loads(head)["entry"])
 
 
 def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[list[str], int]:

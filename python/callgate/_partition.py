@@ -289,10 +289,8 @@ def _module(
     *((t.tile(a.shape), a.dtype) for a, t in zip(results[skip:], plan.results, strict=True)),
   ]
   if "tiles" in held:  # of a kernel for CUDA, whose grid depends on shapes
-    from callgate import _cuda_program
-
-    _cuda_program.retile(held, call.lanes, tiles[skip:], outs[skip:])
-    target = _cuda_program.target_on_shards(held, target)
+    kernel = _defined(held["name"].partition("[")[0])
+    target = kernel.retile(held, call.lanes, tiles[skip:], outs[skip:], target)
   if "_key" in held:  # of a kernel: the hash of all else (see `_lowering`)
     text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
     held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
@@ -307,6 +305,17 @@ def _module(
     partition_id=located,
     broadcast=groups if share else None,
   )
+
+
+def _defined(name: str) -> Any:
+  kernel = _names.get(name)
+  if kernel is None:
+    raise LookupError(
+      f"callgate: kernel '{name}' is not defined in the process that compiles the program, where "
+      "its grid is worked out for each device's part of the arrays; expected it to be defined "
+      "before"
+    )
+  return kernel
 
 
 def _localise(

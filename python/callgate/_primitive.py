@@ -480,4 +480,3 @@ _compat.allow_effect(WholeTapEffect, ordered=True)
 _compat.allow_effect(OrderedGateEffect, ordered=True)
 for effect in (GateEffect, TapEffect, OrderedGateEffect):
   _compat.keep_through_partial_evaluation(effect)
-_compat.keep_ordered_programs_off_cpp_path()

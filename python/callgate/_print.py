@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate import _options, _tap
+from callgate import _options, _tap, _target
 from callgate._tap import TapSite
 from callgate.errors import GateDefinitionError, raise_deferred
 from callgate.tap import bind
@@ -73,7 +73,7 @@ def print(
     roles=("primal",),
     dtypes=tuple(name for _, name in carried),
   )
-  bind(_tap.of_function(printer), site, [x for x, _ in carried])
+  bind(_target.of_function(printer), site, [x for x, _ in carried])
 
 
 class _Checker(string.Formatter):

@@ -6,7 +6,6 @@ thread leaves the group at the end.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from types import TracebackType
@@ -76,8 +75,9 @@ def _end(error: BaseException | None) -> None:
     _group.say_ended(error)
 
 
-def _leave() -> None:
+def leave(seconds: float) -> None:
   """At the end of the process, while the service still runs."""
+  del seconds
   global _group
   uncaught: BaseException | None = getattr(sys, "last_value", None)
   _end(None if _is_interactive() else uncaught)
@@ -108,4 +108,3 @@ def _is_interactive() -> bool:
 def start() -> None:
   """Called once by `import callgate`; does nothing more unless there are several processes."""
   _compat.after_distributed_start(_join)
-  atexit.register(_leave)  # runs before JAX's own, which was registered earlier

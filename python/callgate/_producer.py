@@ -11,7 +11,6 @@ Python can't interrupt an iterator that doesn't return; whoever closes it waits 
 
 from __future__ import annotations
 
-import atexit
 import collections
 import dataclasses
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from callgate import _callgate, _environment
+from callgate import _callgate
 from callgate.errors import EndOfFeed, GateError
 
 Item = list[Any]  # the flat arrays of an item
@@ -310,29 +309,17 @@ def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
 
 
 # -- the end of the process ------------------------------------------------------------------------
-def _exit_seconds() -> float:
-  return _environment.seconds("CALLGATE_EXIT_SECONDS", 5)
-
-
-def _limit_all() -> None:
+def limit_all(seconds: float) -> None:
   """Running programs may take further items, but don't wait for ever for an iterator that hangs."""
   for producer in list(_alive):
-    producer.limit_patience(_exit_seconds())
+    producer.limit_patience(seconds)
 
 
-def _close_all() -> None:
-  deadline = time.monotonic() + _exit_seconds()
+def close_all(seconds: float) -> None:
+  """Programs have ended: so do the threads."""
+  deadline = time.monotonic() + seconds
   producers = list(_alive)
   for producer in producers:
     producer.release()
   for producer in producers:
     producer.close(max(0.0, deadline - time.monotonic()))
-
-
-def start() -> None:
-  """Puts the end of all feeds around that of the runtime; called once by `import callgate`."""
-  atexit.register(_limit_all)
-
-
-# Registered before the runtime's own handler, so that it runs after it: programs have ended then.
-atexit.register(_close_all)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from callgate import _callgate, _runtime
+from callgate import _callgate
 from callgate._barrier import at_barrier
 from callgate._progress import file_of, noted
 
@@ -254,5 +254,4 @@ def use(make: Callable[..., Any]) -> Generator[None]:
 def start() -> None:
   """Lets the board wake the thread; called once by `import callgate`."""
   _callgate.progress_set_wake(_drawer.start)
-  _runtime.at_close(stop)
   at_barrier(lambda: flush(_BARRIER_SECONDS))

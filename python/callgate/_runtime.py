@@ -1,4 +1,4 @@
-"""The runtime's life in this process: registered at import, closed before the interpreter ends.
+"""The runtime's life in this process: registered at import, ended in phases before Python ends.
 
 Nothing here starts a JAX backend.
 """
@@ -6,16 +6,13 @@ Nothing here starts a JAX backend.
 from __future__ import annotations
 
 import atexit
-import collections
-import contextlib
-import itertools
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import ml_dtypes
@@ -24,16 +21,18 @@ import numpy as np
 from callgate import (
   _callgate,
   _compat,
+  _cuda_arrays,
   _environment,
   _escape,
   _kept,
   _names,
   _partition,
+  _paths,
   _self_wait,
   _shards,
 )
-from callgate.channel import LAST_SECONDS, close_all
 from callgate.errors import (
+  CaptureError,
   GateTimeoutError,
   InputWriteError,
   ResultError,
@@ -43,7 +42,6 @@ from callgate.errors import (
   kernel_failed,
   kernel_raised,
   print_deferred,
-  raise_consumer_errors,
   raise_interrupt,
 )
 
@@ -58,59 +56,18 @@ GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
 _OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*_OWN, *(target + PARTITIONED for target in _OWN))
 
-_counters: collections.Counter[str] = collections.Counter()
 _sites: dict[str, str] = {}
-_lock = threading.Lock()
-_naming = threading.RLock()  # held from the choice of a name until it is taken
 _process = os.getpid()
-_at_close: list[Callable[[], None]] = []
-
-
-def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
-  """A gate's name when the user gives none: module, qualified name and, from the second, a number.
-
-  Numbers count gates of the same name in order of creation, so that the next run of the program
-  gives the same names and finds its compiled programs in the persistent cache.
-  """
-  return free_name(f"{prefix}{_name_of(function)}")
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-  function = getattr(function, "func", function)  # functools.partial
-  module = getattr(function, "__module__", None) or type(function).__module__
-  named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-  return f"{module}.{named or type(function).__qualname__}"
-
-
-@contextlib.contextmanager
-def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str]:
-  """A name that nothing alive has; the block registers what is to have it.
-
-  So a program that is lowered anew, when the last one is gone, has the same text, and is found in
-  the persistent cache.
-  """
-  base = f"{prefix}{_name_of(function)}"
-  with _naming:
-    taken = set(_callgate.registered_names())
-    yield next(name for name in _numbered(base) if name not in taken)
-
-
-def _numbered(base: str) -> Iterator[str]:
-  yield base
-  for number in itertools.count(1):
-    yield f"{base}#{number}"
-
-
-def free_name(base: str) -> str:
-  """`base`, with a number from the second time it is asked for."""
-  taken = set(_callgate.registered_names())
-  with _lock:
-    while True:
-      number = _counters[base]
-      _counters[base] += 1
-      name = base if number == 0 else f"{base}#{number}"
-      if name not in taken:
-        return name
+Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
+_at_end: dict[Phase, list[Callable[[float], object]]] = {
+  "hurry": [],
+  "leave": [],
+  "draw": [],
+  "deliver": [],
+  "join": [],
+}
+# For what comes when others have used the time up: a channel's consumers' close(), a last call.
+LAST_SECONDS = 0.05
 
 
 def remember_site(site: tuple[str, int, str] | None) -> str:
@@ -201,12 +158,6 @@ def name_gpus() -> None:
     _callgate.set_device_id(gpu.local_hardware_id, gpu.id)
 
 
-def _undefined(name: str) -> bool:
-  from callgate.kernel import undefined
-
-  return undefined(name)
-
-
 def _set_dtypes() -> None:
   for code, name in _callgate.dtype_codes():
     scalar = getattr(ml_dtypes, name, None)
@@ -217,16 +168,32 @@ def _set_dtypes() -> None:
     _callgate.set_dtype(code, dtype)
 
 
-def _close() -> None:
-  """Before Python ends: lets effects finish, delivers taps, refuses new calls, waits for the rest.
-
-  In this order: taps are delivered while Python still runs, and after that handlers return without
-  touching it.
+def _end() -> None:
+  """Before Python ends, in phases; in a fork's child, which has no threads, and on an embedder's
+  thread what the runtime has is left alone.
   """
-  if os.getpid() != _process or threading.current_thread() is not threading.main_thread():
-    return  # a fork's child, which has none of the threads, or an embedder's thread
   interrupted = _ends_by_interrupt()
   seconds = _environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
+  _run("hurry", seconds)
+  _run("leave", seconds)
+  if os.getpid() == _process and threading.current_thread() is threading.main_thread():
+    _let_effects_finish(seconds, interrupted)
+    _run("draw", seconds)
+    deadline = time.monotonic() + seconds
+    _run("deliver", seconds)
+    _refuse_calls(deadline, seconds)
+  _run("join", seconds)
+
+
+def _run(phase: Phase, seconds: float) -> None:
+  for end in _at_end[phase]:
+    try:
+      end(seconds)
+    except BaseException:  # noqa: BLE001 - the program's own error, Ctrl-C must not hide the exit
+      traceback.print_exc()
+
+
+def _let_effects_finish(seconds: float, interrupted: bool) -> None:
   try:
     if interrupted:
       _end_programs(seconds)
@@ -235,17 +202,12 @@ def _close() -> None:
       _compat.effects_barrier_alone()
     if not _callgate.drain_devices(seconds):
       print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
-  except BaseException:  # noqa: BLE001 - the program's own error, Ctrl-C must not hide the exit
-    traceback.print_exc()
-  for end in _at_close:
-    end()
-  deadline = time.monotonic() + seconds
-  try:
-    for line in close_all(seconds):
-      print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
-    raise_consumer_errors()
   except BaseException:  # noqa: BLE001 - as above
     traceback.print_exc()
+
+
+def _refuse_calls(deadline: float, seconds: float) -> None:
+  """From here on handlers return without touching Python; waits for the calls that still run."""
   _callgate.watch_exit()  # what comes now comes too late, and is counted
   if print_deferred():
     _callgate.fail_exit()
@@ -274,9 +236,19 @@ def _end_programs(seconds: float) -> None:
     _callgate.end_programs(False)
 
 
-def at_close(end: Callable[[], None]) -> None:
-  """Has `end` called before Python ends, when effects have finished and calls still come in."""
-  _at_close.append(end)
+def at_end(phase: Phase, end: Callable[[float], object]) -> None:
+  """Has `end(seconds)` called before Python ends; seconds: how long it may take.
+
+  The phases come in this order, whatever was registered when:
+    hurry: programs still run, and may not wait for ever.
+    leave: other processes are told, while their service still runs.
+    (The runtime lets effects finish.)
+    draw: effects have finished, and calls still come in.
+    deliver: what was tapped gets to its consumers, while Python still runs.
+    (The runtime refuses further calls, and waits for those that run.)
+    join: programs have ended, and threads can.
+  """
+  _at_end[phase].append(end)
 
 
 def start() -> None:
@@ -292,9 +264,11 @@ def start() -> None:
     kernel_failed=_kernel_failed,
     kernel_raised=kernel_raised,
     interrupted=raise_interrupt,
-    undefined=_undefined,
+    undefined=_names.undefined,
     device_worker=_device_worker,
     self_wait=_self_wait.report,
+    stream_as=_cuda_arrays.stream_as,
+    capture_error=CaptureError,
   )
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():
@@ -303,11 +277,11 @@ def start() -> None:
       jax.ffi.register_ffi_target(target + PARTITIONED, handlers, platform=platform)
   for target in _OWN:
     _partition.register(target, target + PARTITIONED)
-  _compat.exclude_from_tracebacks(os.path.dirname(__file__) + os.sep)
+  _compat.exclude_from_tracebacks(f"{_paths.ROOT}{os.sep}")
   if stall := _environment.seconds("CALLGATE_STALL_SECONDS", 0):
     _callgate.set_stall_seconds(stall)
   _callgate.set_consumer_failed(keep_consumer_failure)
   _compat.remember_effects()
   os.register_at_fork(after_in_child=_callgate.abandon_channels)
   os.register_at_fork(after_in_child=_callgate.abandon_devices)
-  atexit.register(_close)  # runs before JAX's own, which was registered earlier
+  atexit.register(_end)  # runs before JAX's own, which was registered earlier

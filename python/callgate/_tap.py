@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from callgate import _callgate, _delivery, _runtime, _spec
+from callgate import _spec
 from callgate._lowering import Level, encode_levels, is_packed
-from callgate.channel import DEFAULT, start_channel
+from callgate._target import Tap
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
-# What takes a record that no program sends: (description, the arrays that are sent).
-Eager = Callable[[str, Sequence[Any]], None]
-
-
-class Tap:
-  """Where a tap's records go: a channel, or a function by way of the default channel.
-
-  Held by the programs that are traced, as the runtime's callee is by those that are compiled.
-  """
-
-  def __init__(
-    self, name: str, channel_name: str, consumer: Any = None, eager: Eager | None = None
-  ) -> None:
-    self.name = name
-    self.eager = eager  # called in the caller's thread where no program is compiled
-    self.handle = _callgate.Tap(name, channel=channel_name, consumer=consumer)
-
-  def __repr__(self) -> str:
-    return f"<tap '{self.name}'>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,66 +55,6 @@ class TapSite:
   def returned(self) -> int:
     """Operands that a tap in the flow of data gives back: its values and the untapped ones."""
     return self.values + self.untapped
-
-
-_taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def of_channel(name: str) -> Tap:
-  """The tap to a channel, by its name; one for all who want it."""
-  return _shared(("channel", name), lambda: Tap(f"channel:{name}", name))
-
-
-def of_function(function: Callable[..., Any]) -> Tap:
-  """The tap to a function; the same for equal functions, so that JAX's caches hit."""
-  start_channel(DEFAULT)
-
-  def make() -> Tap:
-    consumer = _callgate.python_consumer(_delivery.rows_to_function(function))
-    return Tap(_runtime.unique_name(function, prefix="tap:"), DEFAULT, consumer)
-
-  try:
-    return _shared(("function", function), make)
-  except TypeError:  # not hashable
-    return make()
-
-
-def of_rows(
-  key: Any,
-  consume: Callable[..., None],
-  name: str,
-  *,
-  channel: str = DEFAULT,
-  eager: Eager | None = None,
-) -> Tap:
-  """A tap whose consumer gets rows as they are, for `callgate.compat`.
-
-  Args:
-    key: equal for taps that are the same; may be unhashable, then each is its own.
-    consume: the consumer, `consume(source, rows)`.
-    name: for messages.
-    channel: the channel of callgate's own that the records go through.
-    eager: takes the records that no compiled program sends.
-  """
-  start_channel(channel)
-
-  def make() -> Tap:
-    unique = _runtime.free_name(f"tap:{name}")
-    return Tap(unique, channel, _callgate.python_consumer(consume), eager)
-
-  try:
-    return _shared(("rows", key), make)
-  except TypeError:  # not hashable
-    return make()
-
-
-def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
-  with _lock:
-    tap = _taps.get(key)
-    if tap is None:
-      tap = _taps[key] = make()
-    return tap
 
 
 def encode(

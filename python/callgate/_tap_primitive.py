@@ -27,7 +27,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from callgate import _compat, _config, _runtime, _sharding, _tap
 from callgate._lowering import Level, emit
 from callgate._primitive import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
-from callgate._tap import Tap, TapSite, Transforms
+from callgate._tap import TapSite, Transforms
+from callgate._target import Tap
 from callgate.errors import GateDefinitionError
 
 tap_p = Primitive("tap")

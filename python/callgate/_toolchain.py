@@ -22,6 +22,7 @@ from pathlib import Path
 
 from callgate import _build_cache, _callgate
 from callgate._cache_files import checksum
+from callgate._paths import ROOT
 from callgate.errors import GateError
 
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
@@ -51,18 +52,18 @@ class CompileError(GateError, ValueError):
 
 def include_dir() -> Path:
   """The folder that holds `callgate/kernel.h`."""
-  installed = Path(__file__).parent / "include"
+  installed = ROOT / "include"
   if installed.exists():
     return installed
-  return Path(__file__).parents[2] / "include"  # a source tree
+  return ROOT.parents[1] / "include"  # a source tree
 
 
 def cmake_dir() -> Path:
   """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
-  installed = Path(__file__).parent / "cmake"
+  installed = ROOT / "cmake"
   if installed.exists():
     return installed
-  return Path(__file__).parents[2] / "cmake"  # a source tree
+  return ROOT.parents[1] / "cmake"  # a source tree
 
 
 def compiler() -> list[str]:

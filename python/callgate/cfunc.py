@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from callgate import _c_arguments, _c_functions, _options, _runtime
+from callgate import _c_arguments, _c_functions, _names, _options
 from callgate._c_arguments import Array
 from callgate._c_functions import CFunction
 from callgate._c_glue import Glue
@@ -119,7 +119,7 @@ def cfunc(
   found = _c_functions.resolve(function, signature)
   short = found.declaration.name or "cfunc"
   if name is None:
-    name = _runtime.free_name(f"{caller_module()}.{short}")
+    name = _names.free_name(f"{caller_module()}.{short}")
   label = f"kernel '{name}'"
   is_loop = _is_loop(found, args) if loop is None else loop
   if args is None:

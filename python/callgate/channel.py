@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from callgate import _callgate, _consumers, _options
+from callgate import _callgate, _consumers, _options, _runtime, _target
 from callgate._consumers import check_not_forked
 from callgate._delivery import Presence
 from callgate._records import Record
 from callgate.errors import GateDefinitionError, raise_consumer_errors
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
-DEFAULT = "default"  # the channel of taps to functions
-
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
 _open: dict[str, Channel] = {}
 _opening: set[str] = set()  # names of channels whose sinks are being opened
 _lock = threading.Lock()
@@ -72,7 +70,7 @@ class Channel:
       try:
         self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
         # Programs that were exported, or loaded from a cache, find the channel by this callee.
-        self.tap = _tap_of_channel(name)
+        self.tap = _target.of_channel(name)
       except BaseException:
         _consumers.close_sinks(given)
         raise
@@ -303,25 +301,6 @@ def parse_capacity(name: str, capacity: str | int) -> int:
 _BYTES = "bytes, as 65536 or '64MiB'"
 
 
-def start_channel(name: str) -> Any:
-  """Opens a channel of callgate's own, once, such as the one that taps to functions go through.
-
-  Returns:
-    The runtime's handle on it.
-  """
-  with _lock:
-    handle = _own.get(name)
-    if handle is None:
-      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
-      handle.start()
-    return handle
-
-
-def start_default() -> None:
-  """Opens the channel that taps to functions go through, once."""
-  start_channel(DEFAULT)
-
-
 def open_channels() -> dict[str, Channel]:
   """The channels that are open now, by name."""
   return dict(_open)
@@ -332,28 +311,33 @@ def _pending(stats: dict[str, Any]) -> str:
   return f"{count} record(s)" if count else "a consumer's close() has not ended"
 
 
-# For a channel whose turn comes when another has used the time up: its consumers' close().
-LAST_SECONDS = 0.05
-
-
-def close_all(timeout: float) -> list[str]:
-  """At the end of the process: closes every channel; returns what could not be delivered.
+def close_all(seconds: float) -> None:
+  """At the end of the process: closes every channel, and says what could not be delivered.
 
   Args:
-    timeout: seconds for all of them: each has a thread of its own, and so delivers meanwhile.
+    seconds: for all of them: each has a thread of its own, and so delivers meanwhile.
+
+  Raises:
+    BaseException: what a consumer raised.
   """
-  deadline = time.monotonic() + timeout
+  for line in _closed_all(seconds):
+    print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
+  raise_consumer_errors()
+
+
+def _closed_all(seconds: float) -> list[str]:
+  deadline = time.monotonic() + seconds
 
   def rest() -> float:
-    return max(deadline - time.monotonic(), min(timeout, LAST_SECONDS))
+    return max(deadline - time.monotonic(), min(seconds, _runtime.LAST_SECONDS))
 
   left: list[str] = []
   for one in open_channels().values():
     if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
       left.append(f"channel '{one.name}': {_pending(one.stats())}")
-  for name, handle in list(_own.items()):
+  for name, handle in list(_target.own_channels()):
     if not handle.close(rest()):
-      what = "taps to functions" if name == DEFAULT else name
+      what = "taps to functions" if name == _target.DEFAULT else name
       left.append(f"{what}: {_pending(handle.stats())}")
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
@@ -361,18 +345,12 @@ def close_all(timeout: float) -> list[str]:
   return left
 
 
-def _tap_of_channel(name: str) -> Any:
-  from callgate import _tap
-
-  return _tap.of_channel(name)
-
-
 def _check_name(name: Any) -> str:
   if name is None:
     _options.refuse("channel", "name", "a line of text", name)
   name = str(_options.name("channel", name))
-  if name == DEFAULT:
-    raise GateDefinitionError(f"channel: the name '{DEFAULT}' is that of taps to functions")
+  if name == _target.DEFAULT:
+    raise GateDefinitionError(f"channel: the name '{_target.DEFAULT}' is that of taps to functions")
   return name
 
 

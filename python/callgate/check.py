@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _masked, _options, _primitive, _runtime, _shapes
+from callgate import _callgate, _masked, _names, _options, _primitive, _shapes
 from callgate._primitive import CallSite
 from callgate.errors import CheckError, GateDefinitionError, raise_deferred
 from callgate.gate import Gate
@@ -31,7 +31,7 @@ class Check(Gate):
         raise CheckError(_formatted(message, values), values)
       return ()
 
-    unique = _runtime.free_name("check")
+    unique = _names.free_name("check")
     super().__init__(fail, out=(), name=f"{unique}!failed", effect="io")
     self.guard = _callgate.Check(unique, self.callee)
 

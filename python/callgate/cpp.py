@@ -20,8 +20,8 @@ from callgate import (
   _cpp_source,
   _cuda_part,
   _cuda_program,
+  _names,
   _options,
-  _runtime,
   _toolchain,
 )
 from callgate._cpp_source import SourceFunction, SourceParameter, TemplateParameter
@@ -29,7 +29,7 @@ from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, from_codes
 from callgate.errors import GateDefinitionError
 from callgate.kernel import CallTypes, Function, Kernel, Static, Type
-from callgate.kernel_files import compiled_form, installed, no_new_calls, register_kind
+from callgate.kernel_files import compiled_form, installed, no_new_calls
 
 _TYPES = {
   "bool": "bool",
@@ -291,7 +291,7 @@ def _address(library: Any, symbol: str) -> int:
   return address
 
 
-def _restore(form: dict[str, Any]) -> CppKernel:
+def restore(form: dict[str, Any]) -> CppKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
   kernel = CppKernel(
     form["name"],
@@ -305,9 +305,6 @@ def _restore(form: dict[str, Any]) -> CppKernel:
   if form.get("cuda") is not None:
     kernel.cuda = _cuda_part.restored(kernel.label, form["cuda"])
   return kernel
-
-
-register_kind("cpp", _restore)
 
 
 def caller_module(depth: int = 2) -> str:
@@ -429,7 +426,7 @@ def cpp(
       f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
     )
   if name is None:
-    name = _runtime.free_name(f"{caller_module()}.{known.name}")
+    name = _names.free_name(f"{caller_module()}.{known.name}")
   made = CppKernel(
     name,
     source,

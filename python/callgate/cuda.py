@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax.core
 import numpy as np
 
-from callgate import _cuda_part, _cuda_source, _options, _runtime
+from callgate import _cuda_part, _cuda_source, _names, _options
 from callgate._cuda_kernel import CudaKernel
 from callgate._cuda_launch import Image, Plan
 from callgate._cuda_part import SourcePart
@@ -18,7 +18,7 @@ from callgate._operation import Effect, Vmap
 from callgate.cpp import caller_module
 from callgate.errors import GateDefinitionError
 from callgate.kernel import Kernel, Static
-from callgate.kernel_files import no_new_calls, register_kind
+from callgate.kernel_files import no_new_calls
 
 
 class CudaSourceKernel(CudaKernel):
@@ -68,13 +68,10 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
   )
 
 
-def _restore(form: dict[str, Any]) -> CudaSourceKernel:
+def restore(form: dict[str, Any]) -> CudaSourceKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
   part = _cuda_part.restored(f"kernel '{form['name']}'", form["cuda"])
   return CudaSourceKernel(form["name"], part, out=no_new_calls(form["name"]), aliases=part.aliases)
-
-
-register_kind("cuda", _restore)
 
 
 def cuda(
@@ -195,7 +192,7 @@ def cuda(
   )
   launching = _cuda_part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
   if name is None:
-    name = _runtime.free_name(f"{caller_module()}.{known.name}")
+    name = _names.free_name(f"{caller_module()}.{known.name}")
   part = SourcePart(
     f"kernel '{name}'", source, kernel, launching, building, _options.aliases(label, aliases)
   )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from callgate import _cuda_part, _cuda_source, _runtime
+from callgate import _cuda_part, _cuda_source, _names
 from callgate._cuda_part import SourcePart
 from callgate._cuda_program import parse_arch
 from callgate._operation import Effect, Vmap
@@ -225,7 +225,7 @@ def cupy(
     options = {"jvp": jvp, "like": like, "effect": effect, "aliases": aliases}
     options |= {"sharding": sharding, "gradient": gradient, "arch": arch}
     if name is None:
-      name = _runtime.free_name(f"{caller_module()}.{kernel.name}")
+      name = _names.free_name(f"{caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     hint = ""
@@ -241,7 +241,7 @@ def cupy(
   source, named = _source_of(what, kernel, function)
   known = _cuda_source.find(what, source, named)
   if name is None:
-    name = _runtime.free_name(f"{caller_module()}.{known.name}")
+    name = _names.free_name(f"{caller_module()}.{known.name}")
   label = f"kernel '{name}'"
   part = SourcePart(
     label,

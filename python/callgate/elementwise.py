@@ -19,9 +19,9 @@ from callgate import (
   _elementwise_cuda,
   _elementwise_derivatives,
   _elementwise_params,
+  _names,
   _options,
   _rules,
-  _runtime,
   _toolchain,
 )
 from callgate._cuda_program import PREFIX, parse_arch
@@ -416,7 +416,7 @@ def elementwise(
   """
   name = _options.name("elementwise", name)
   if name is None:
-    name = _runtime.free_name(f"{caller_module()}.elementwise")
+    name = _names.free_name(f"{caller_module()}.elementwise")
   label = f"kernel '{name}'"
   _options.texts(
     label, in_params=in_params, out_params=out_params, operation=operation, preamble=preamble,

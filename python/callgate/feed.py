@@ -31,10 +31,10 @@ from callgate import (
   _config,
   _items,
   _jax_engine,
+  _names,
   _options,
   _primitive,
   _producer,
-  _runtime,
 )
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred
@@ -76,7 +76,7 @@ class Feed:
     name: str | None = None,
   ) -> None:
     name = _options.name("feed", name)
-    self.name = name if name is not None else _runtime.unique_name(_named(iterable))
+    self.name = name if name is not None else _names.unique_name(_named(iterable))
     self.prefetch = _check_prefetch(self.name, prefetch)
     types = _items.from_structs(self.name, shape) if shape is not None else None
     iterator = _iterator(self.name, iterable)

@@ -72,7 +72,7 @@ class Gate(Operation):
   ) -> None:
     name = _options.name("gate", name)
     super().__init__(
-      name if name is not None else _runtime.unique_name(function),
+      name if name is not None else _names.unique_name(function),
       out=out,
       like=like,
       effect=effect,

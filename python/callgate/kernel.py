@@ -235,6 +235,17 @@ class Kernel(Operation):
     known = self._variants.get(key)
     return known if known is not None else self._define(key, types)
 
+  def retile(
+    self,
+    held: dict[str, Any],
+    lanes: Sequence[str],
+    operands: Sequence[tuple[tuple[int, ...], Any]],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    target: str,
+  ) -> str:
+    """What XLA's partitioner asks of a call on CUDA, whose grid depends on shapes."""
+    return _cuda_program.retile(self, held, lanes, operands, results, target)
+
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
     if key.startswith(_cuda_program.PREFIX):
@@ -495,22 +506,3 @@ def _places(
   ]
   known = {name: value for name, value in values.items() if anything or name in named}
   return positional[skip:], known
-
-
-_finders: list[Callable[[str], Kernel | None]] = []
-
-
-def find_by(finder: Callable[[str], Kernel | None]) -> None:
-  """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
-  _finders.append(finder)
-
-
-def _found(name: str) -> Any:
-  return _names.get(name) or next(filter(None, (find(name) for find in _finders)), None)
-
-
-def undefined(name: str) -> bool:
-  """The runtime's hook: defines a variant that a loaded program names."""
-  base, bracket, key = name.partition("[")
-  define = getattr(_found(base), "define_variant", None)
-  return define is not None and define(key.removesuffix("]") if bracket else "")

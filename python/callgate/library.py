@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import jax
 
-from callgate import _callgate, _names, _options, _runtime
+from callgate import _callgate, _names, _options
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, expected_text, fits, from_codes, type_text
 from callgate._toolchain import open_library
 from callgate.errors import GateDefinitionError
-from callgate.kernel import CallTypes, Function, Kernel, find_by
+from callgate.kernel import CallTypes, Function, Kernel
 
 _lock = threading.Lock()
 _loaded: dict[str, list[tuple[tuple[int, ...], ctypes.CDLL]]] = {}
@@ -295,9 +295,9 @@ def _is_live(name: str) -> bool:
 
 def _unused(base: str) -> str:
   """A name for a kernel; numbers count, so that the next run gives the same ones."""
-  name = _runtime.free_name(base)
+  name = _names.free_name(base)
   while _is_live(name):
-    name = _runtime.free_name(base)
+    name = _names.free_name(base)
   return name
 
 
@@ -362,7 +362,7 @@ def _declared(function: Function) -> str:
   return ", ".join(shown)
 
 
-def _find(name: str) -> Kernel | None:
+def find(name: str) -> Kernel | None:
   """The kernel that a program from another process names, of a library that is open here."""
   base, _, function = name.rpartition(".")
   with _lock:
@@ -371,6 +371,3 @@ def _find(name: str) -> Kernel | None:
     return None
   kernel = opened[function]
   return kernel if kernel.name == name else _names.get(name)
-
-
-find_by(_find)

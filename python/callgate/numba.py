@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 
 import numpy as np
 
-from callgate import _names, _numba_static, _options, _runtime, _shapes
+from callgate import _names, _numba_static, _options, _shapes
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, leaves_of
 from callgate._primitive import CallSite
@@ -73,7 +73,7 @@ class NumbaKernel(Kernel):
     self._style = style
     self._cast = cast
     self._given = list(inspect.signature(source).parameters.values())
-    super().__init__(name if name is not None else _runtime.unique_name(source), None, **options)
+    super().__init__(name if name is not None else _names.unique_name(source), None, **options)
     self._check_definition()
     self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead() :])
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from callgate import _cuda_launch, _ptx, _runtime
+from callgate import _cuda_launch, _names, _ptx
 from callgate._cuda_launch import Image, Launch, Parameter, Plan
 from callgate._cuda_named import NONE, Bound, Named, NamedKernel, evaluated, launch_extent
 from callgate._cuda_program import CudaCall, ptx_capability
@@ -50,7 +50,7 @@ class NumbaCudaKernel(NamedKernel):
       for p in inspect.signature(function.py_func).parameters.values()
     ]
     super().__init__(
-      name if name is not None else _runtime.unique_name(function.py_func),
+      name if name is not None else _names.unique_name(function.py_func),
       named,
       constants={},
       **options,

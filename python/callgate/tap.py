@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate, _delivery, _options, _rules, _tap
+from callgate import _callgate, _delivery, _options, _rules, _tap, _target
 from callgate._consumers import check_not_forked
 from callgate._masked import shown
-from callgate._tap import Tap, TapSite, Transforms
+from callgate._tap import TapSite, Transforms
 from callgate._tap_primitive import cotangent_p, tap_p
-from callgate.channel import DEFAULT, Channel
+from callgate._target import DEFAULT, Tap
+from callgate.channel import Channel
 from callgate.errors import GateDefinitionError, raise_deferred
 
 Effect = Literal["io", "dataflow"]
@@ -178,7 +179,7 @@ def target_of(to: Any) -> Tap:
   if isinstance(to, str):
     if not to or "\n" in to or to == DEFAULT:
       raise GateDefinitionError(f"tap: to: expected a channel's name, got {to!r}")
-    return _tap.of_channel(_options.text("tap", "to", to))
+    return _target.of_channel(_options.text("tap", "to", to))
   if not callable(to):
     raise GateDefinitionError(
       f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
@@ -187,7 +188,7 @@ def target_of(to: Any) -> Tap:
     raise GateDefinitionError(
       f"tap: to: expected a function of (value) or of (value, info), got {to!r}"
     )
-  return _tap.of_function(to)
+  return _target.of_function(to)
 
 
 def _label(to: Any, name: str | None) -> str:

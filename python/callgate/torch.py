@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 
-from callgate import _adapt, _compat, _options, _runtime
+from callgate import _adapt, _compat, _names, _options
 from callgate._operation import Effect
 from callgate._torch_gate import TorchGate
 from callgate.errors import GateDefinitionError
@@ -324,8 +324,8 @@ def _make(fn: Any, *, name: str | None, mutable: bool, **options: Any) -> TorchF
     raise GateDefinitionError(f"callgate.torch: fn: expected a callable or a module, got {fn!r}")
   if isinstance(fn, Module):
     kind = cast("type[Any]", type(fn))
-    unique = name or _runtime.free_name(f"{kind.__module__}.{kind.__qualname__}")
+    unique = name or _names.free_name(f"{kind.__module__}.{kind.__qualname__}")
     return TorchModule(fn, mutable=mutable, name=unique, **options)
   if mutable:
     raise GateDefinitionError("callgate.torch: mutable=True is for modules, got a function")
-  return TorchFunction(fn, name=name or _runtime.unique_name(fn), **options)
+  return TorchFunction(fn, name=name or _names.unique_name(fn), **options)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from callgate import _build_cache, _cuda_launch, _runtime
+from callgate import _build_cache, _cuda_launch, _names
 from callgate._cuda_launch import Image, Launch, Parameter, Plan
 from callgate._cuda_named import NONE, Bound, Named, NamedKernel
 from callgate._cuda_program import CudaCall, ptx_capability
@@ -61,7 +61,7 @@ class TritonKernel(NamedKernel):
     named = [Named(p.name, True, None) if p.name in automatic else p for p in named]
     self._automatic = frozenset(automatic)
     super().__init__(
-      name if name is not None else _runtime.unique_name(function.fn),
+      name if name is not None else _names.unique_name(function.fn),
       named,
       constants=constants,
       **options,
@@ -136,7 +136,7 @@ class TritonKernel(NamedKernel):
     own = {n: v for n, v in settings.items() if n in bound}
     return TritonKernel(
       self.function,
-      _runtime.free_name(f"{self.name}.tuned"),
+      _names.free_name(f"{self.name}.tuned"),
       grid=self._grid,
       compile_options={n: v for n, v in settings.items() if n not in bound},
       zeroed=self._zeroed,

@@ -231,9 +231,8 @@ void bind_context(nb::module_& module) {
           "stream_as",
           [](const Context& c, const std::string& library) {
             int ordinal = c.call.stream == nullptr ? -1 : DeviceCall::of(c.call).device->ordinal();
-            return nb::module_::import_("callgate._cuda_arrays")
-                .attr("stream_as")(library, reinterpret_cast<std::uintptr_t>(c.call.stream),
-                                   ordinal);
+            return nb::handle(Hooks::instance().stream_as)(
+                library, reinterpret_cast<std::uintptr_t>(c.call.stream), ordinal);
           },
           nb::arg("library"),
           "XLA's stream as an object of \"cupy\", \"torch\", \"numba\" or \"cuda\" "

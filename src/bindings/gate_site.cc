@@ -122,8 +122,7 @@ class PyGateSite final : public Site {
         "and asynchronous copies on XLA's stream, with no waiting, no allocation by "
         "the driver and no other stream that does not come back to it; got a capture "
         "that CUDA has given up";
-    PyErr_SetString(nb::module_::import_("callgate.errors").attr("CaptureError").ptr(),
-                    text.c_str());
+    PyErr_SetString(Hooks::instance().capture_error, text.c_str());
     return false;
   }
 

@@ -1,6 +1,6 @@
 // Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
-// escaped views, to bind a call site's description. Set once at import by `callgate._runtime`; each
-// is documented there. All of this runs under the GIL.
+// escaped views, to bind a call site's description. Set once at import (`start` in
+// python/callgate/_runtime.py); each is documented there. All of this runs under the GIL.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,8 @@ struct Hooks {
   PyObject* self_wait = nullptr;      // (gate, thread) -> why the thread waits for itself, or ""
   PyObject* interrupted = nullptr;    // () raises a gate's KeyboardInterrupt, if one waits
   PyObject* device_worker = nullptr;  // () on each own thread that runs calls of a GPU's programs
+  PyObject* stream_as = nullptr;      // (library, stream, ordinal) -> the library's stream object
+  PyObject* capture_error = nullptr;  // the class of the error of a call that can't be recorded
 
   static Hooks& instance();
 };

@@ -46,7 +46,8 @@ PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
                nb::callable result_error, nb::callable input_written, nb::callable stalled,
                nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined,
-               nb::callable interrupted, nb::callable device_worker, nb::callable self_wait) {
+               nb::callable interrupted, nb::callable device_worker, nb::callable self_wait,
+               nb::callable stream_as, nb::callable capture_error) {
   Hooks& hooks = Hooks::instance();
   hooks.failed = keep(failed);
   hooks.deferred = keep(deferred);
@@ -60,6 +61,8 @@ void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
   hooks.interrupted = keep(interrupted);
   hooks.device_worker = keep(device_worker);
   hooks.self_wait = keep(self_wait);
+  hooks.stream_as = keep(stream_as);
+  hooks.capture_error = keep(capture_error);
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveCall active;
     if (!active.entered()) return false;
@@ -170,7 +173,7 @@ NB_MODULE(_callgate, module) {
              nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
              nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
              nb::arg("undefined"), nb::arg("interrupted"), nb::arg("device_worker"),
-             nb::arg("self_wait"));
+             nb::arg("self_wait"), nb::arg("stream_as"), nb::arg("capture_error"));
   module.def("dtype_codes", [] {
     nb::list codes;
     for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));

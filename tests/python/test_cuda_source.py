@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import export
 
 import callgate as cg
-from callgate import _cuda_launch, _cuda_program, _cuda_source, _nvrtc, _toolchain
+from callgate import _cuda_launch, _cuda_program, _cuda_source, _nvrtc, _partition, _toolchain
 from callgate._cuda_launch import Address, Launch, Parameter, Plan
 from callgate._cuda_program import CudaCall, parse_arch
 
@@ -614,10 +614,15 @@ def test_a_call_on_tiles_has_a_grid_for_them():
   held = {"name": "tiled.saxpy[cuda:saxpy]", "plan": plans(text)[0], "tiles": about}
   assert " 4,1,1 256,1,1 " in held["plan"]
   tile = ((256,), np.dtype(np.float32))
-  _cuda_program.retile(held, (), [tile, tile], [tile])
+  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
   assert " 1,1,1 256,1,1 " in held["plan"]
   assert held["plan"].split()[-1] == "00040000;"  # n, which is the call's
   assert held["name"] == "tiled.saxpy[cuda:saxpy]"
+  # What not every device runs is not captured.
+  held["shards"] = "10"
+  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
+  held["shards"] = "11"
+  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
 
 
 @needs_nvrtc
@@ -626,7 +631,7 @@ def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
   about = '{"grid":true,"static":{"a":{"float":"0x1.0p+1"},"n":5}}'
   held = {"name": "tiled.grid[cuda:saxpy]", "plan": "", "tiles": about}
   tile = ((3, 256), np.dtype(np.float32))
-  _cuda_program.retile(held, (), [tile, tile], [tile])
+  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
   assert " 1,1,3 256,1,1 " in held["plan"]
   del kernel
 
@@ -648,11 +653,5 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
 
 
 def test_a_kernel_that_is_not_defined_where_a_program_is_compiled_is_named():
-  held = {"name": "gone[cuda:k]", "tiles": '{"grid":false,"static":{}}'}
   with pytest.raises(LookupError, match="kernel 'gone' is not defined"):
-    _cuda_program.retile(held, (), [], [])
-
-
-def test_calls_that_not_every_device_makes_are_not_captured():
-  assert _cuda_program.target_on_shards({"shards": "11"}, "t") == "t"
-  assert _cuda_program.target_on_shards({"shards": "10"}, "t") == "callgate.kernel.scratch"
+    _partition._defined("gone")

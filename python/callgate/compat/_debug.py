@@ -18,10 +18,10 @@ import jax
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from callgate import _callgate, _compat, _config, _install, _runtime, _tap
+from callgate import _callgate, _compat, _config, _install, _names, _runtime, _tap
 from callgate._lowering import emit
-from callgate._tap import Tap, TapSite
-from callgate.channel import DEFAULT, start_default
+from callgate._tap import TapSite
+from callgate._target import DEFAULT, Tap, start_default
 from callgate.compat._host import carrier, host_function
 from callgate.errors import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 
@@ -75,7 +75,7 @@ def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -
   flat = _Flat(callback, jax.tree.structure(((0,) * len(inputs), {})))
   run = host_function(flat, inputs, [], api="debug.callback")
   consumer = _callgate.python_consumer(_consumer_of(run))
-  with _runtime.name_while_alive(callback, JAX_CALLBACK) as name:
+  with _names.name_while_alive(callback, JAX_CALLBACK) as name:
     tap = Tap(name, DEFAULT, consumer)
   _compat.add_keepalive(ctx, tap)
   site = TapSite(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _compat, _runtime, _tap
+from callgate import _compat, _names, _tap
 from callgate._callgate import Context
 from callgate.compat._tapped import Arrays, name_of
 from callgate.errors import ResultError
@@ -109,7 +109,7 @@ def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
       return body(leaves, None)
 
     function = returning
-  name = _runtime.unique_name(body.function, prefix="call:")
+  name = _names.unique_name(body.function, prefix="call:")
   style = "context" if body.options.with_device else "return"
   gate = Gate(
     function, name=name, out=structs, effect="io", style=style, thread="own", vmap=_no_vmap

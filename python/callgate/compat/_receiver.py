@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from callgate._consumers import check_not_forked
-from callgate.channel import start_channel
+from callgate._target import start_channel
 from callgate.compat._tapped import CHANNEL
 from callgate.errors import keep_consumer_error, wait_for_programs
 

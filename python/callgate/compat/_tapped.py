@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _compat, _delivery, _tap
+from callgate import _compat, _delivery, _tap, _target
 from callgate._consumers import check_not_forked
 from callgate._masked import shown
-from callgate._tap import Tap, TapSite
+from callgate._tap import TapSite
+from callgate._target import Tap
 
 CHANNEL = "host_callback"
 
@@ -103,7 +104,7 @@ def tap_of(
   def at_once(text: str, arrays: Sequence[Any]) -> None:
     consume(unpack(text, [np.array(array) for array in arrays]), None)
 
-  return _tap.of_rows(
+  return _target.of_rows(
     (*key, tree), rows, name_of(function), channel=CHANNEL, eager=at_once if eager else None
   )
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from callgate import _compat, _options, _runtime, _sharding, _spec
+from callgate import _compat, _names, _options, _runtime, _sharding, _spec
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._primitive import RUNTIME_PLATFORMS
 from callgate.compat._call import emit_call
@@ -257,7 +257,7 @@ def _lowering_to_runtime(
   if named is not None:
     callee = named.callee
   else:
-    with _runtime.name_while_alive(callback, "") as free:
+    with _names.name_while_alive(callback, "") as free:
       callee = _callee(free, callback, graph=command_buffer_compatible)
     if exported:
       _exported.append(callee)  # nothing tells when the last copy of the program is gone

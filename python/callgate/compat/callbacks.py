@@ -22,7 +22,7 @@ from jax.experimental import io_callback as _jax_io_callback
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from callgate import _compat, _config, _install, _runtime
+from callgate import _compat, _config, _install, _names
 from callgate._callgate import Callee
 from callgate._print import print as cg_print
 from callgate.compat import _debug
@@ -258,7 +258,7 @@ def _lower(
   if api == "io_callback":
     end_before_dispatch_returns(ctx)
   run = host_function(callback, inputs, outputs, api=api)
-  with _runtime.name_while_alive(function, JAX_CALLBACK) as name:
+  with _names.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
   results, token = emit_call(
     ctx,

@@ -34,7 +34,7 @@ from typing import Any
 import jax
 
 from callgate import _callgate, _compat, _options, _tap_primitive
-from callgate.channel import start_channel
+from callgate._target import start_channel
 from callgate.compat import _layout, _receiver
 from callgate.compat._receiver import TapFunctionException
 from callgate.compat._tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of

@@ -34,7 +34,7 @@ from typing import Any
 
 from callgate import _compat
 from callgate._consumers import check_not_forked
-from callgate.channel import start_channel
+from callgate._target import start_channel
 from callgate.compat import _host_call, _layout
 from callgate.compat._host_call import device_of
 from callgate.compat._receiver import finish
