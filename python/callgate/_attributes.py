@@ -211,6 +211,11 @@ _IN_ARRAYS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32
 _IN_SCALARS = _IN_ARRAYS | {"bool"}
 
 
+def dtype_named(name: str) -> np.dtype[Any]:
+  """The dtype of a NumPy or ml_dtypes name."""
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
 @functools.cache
 def dtypes() -> dict[int, np.dtype[Any]]:
   """JAX's dtypes by XLA's codes."""

@@ -180,7 +180,9 @@ def _wait_on_request(requests: queue.SimpleQueue[threading.Event]) -> None:
     done.set()
 
 
-os.register_at_fork(after_in_child=_waiters.clear)  # which has none of these threads
+def forget_waiters() -> None:
+  """In a fork's child, which has none of these threads."""
+  _waiters.clear()
 
 
 def _wait_for_tokens() -> None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from callgate import _attributes, _cuda_launch, _cuda_part
+from callgate._attributes import dtype_named
 from callgate._cuda_kernel import CudaKernel
 from callgate._cuda_launch import Extent
 from callgate._cuda_program import CudaCall
@@ -224,7 +225,7 @@ class NamedKernel(CudaKernel):
     types = str(values.pop(_TYPES, ""))
     for entry in filter(None, types.split(",")):
       name, _, dtype = entry.partition("=")
-      values[name] = np.asarray(values[name], _attributes_dtype(dtype))[()]
+      values[name] = np.asarray(values[name], dtype_named(dtype))[()]
     return values
 
   def _bound(
@@ -241,12 +242,6 @@ class NamedKernel(CudaKernel):
       return Bound("result", takers[name], call.results[takers[name]])
     index = [n for n in open_ if n not in takers].index(name)
     return Bound("operand", index, call.operands[index])
-
-
-def _attributes_dtype(name: str) -> np.dtype[Any]:
-  import ml_dtypes
-
-  return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _is_array(value: Any) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
+from callgate._attributes import dtype_named
 from callgate._lowering import is_packed
 from callgate._masked import shown
 from callgate._parameters import dtype_code, type_text
@@ -73,11 +73,6 @@ class Param:
 def is_letter(name: str) -> bool:
   """Whether a type's name stands for any dtype."""
   return _LETTER.fullmatch(name) is not None
-
-
-def dtype_named(name: str) -> np.dtype[Any]:
-  """The dtype of a NumPy or ml_dtypes name."""
-  return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def is_inexact(dtype: Any) -> bool:

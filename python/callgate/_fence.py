@@ -7,7 +7,6 @@ tells.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +22,10 @@ _running: threading.Thread | None = None  # the newest; it may have ended
 _without_threads = False  # of XLA, in a fork's child: nothing runs there, nor could it
 
 
-def _after_fork() -> None:
+def after_fork() -> None:
+  """In a fork's child."""
   global _running, _without_threads
   _running, _without_threads = None, _compat.has_backend()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:

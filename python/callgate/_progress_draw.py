@@ -96,14 +96,14 @@ class _Drawer:
 
       return self._polled.wait_for(is_drawn, timeout)
 
-  def stop(self) -> None:
+  def stop(self, seconds: float) -> None:
     """Ends the thread and closes all bars where they stand: the process ends."""
     with self._lock:
       self._stopped = True
       self._stirred.set()
       thread = self._thread
     if thread is not None and thread is not threading.current_thread():
-      thread.join(timeout=5)
+      thread.join(timeout=seconds)
 
   # -- the thread --------------------------------------------------------------------------------
   def _run(self, before: threading.Thread | None) -> None:

@@ -24,6 +24,7 @@ from callgate import (
   _cuda_arrays,
   _environment,
   _escape,
+  _fence,
   _kept,
   _names,
   _partition,
@@ -284,4 +285,6 @@ def start() -> None:
   _compat.remember_effects()
   os.register_at_fork(after_in_child=_callgate.abandon_channels)
   os.register_at_fork(after_in_child=_callgate.abandon_devices)
+  os.register_at_fork(after_in_child=_compat.forget_waiters)
+  os.register_at_fork(after_in_child=_fence.after_fork)
   atexit.register(_end)  # runs before JAX's own, which was registered earlier

@@ -24,6 +24,7 @@ from callgate import (
   _options,
   _toolchain,
 )
+from callgate._attributes import dtype_named
 from callgate._cpp_source import SourceFunction, SourceParameter, TemplateParameter
 from callgate._operation import Effect, Vmap
 from callgate._parameters import Kind, Parameter, from_codes
@@ -174,7 +175,7 @@ class CppKernel(Kernel):
     for parameter in self.cpp_function.template:
       value = bound.get(parameter.name, parameter.default)
       if parameter.is_type and parameter.name in bound:
-        value = cpp_type(_dtype(value))
+        value = cpp_type(dtype_named(value))
         if not value:
           raise GateDefinitionError(
             f"{self.label}: {parameter.name}: C++ kernels have no type for "
@@ -259,15 +260,9 @@ def _signature(function: SourceFunction) -> list[Parameter]:
   for i, p in enumerate(function.parameters or ()):
     rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
     known = _DTYPES.get(p.element)
-    dtype = _dtype(known) if known else None
+    dtype = dtype_named(known) if known else None
     parameters.append(Parameter(p.name or str(i), p.kind, dtype, rank))
   return parameters
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-  import ml_dtypes
-
-  return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str:
@@ -279,7 +274,7 @@ def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str
     what = "a dtype"
     if not isinstance(value, (bool, int, float)) and value is not None:
       with contextlib.suppress(TypeError, AttributeError):
-        return (_dtype(value) if isinstance(value, str) else np.dtype(value)).name
+        return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
   raise GateDefinitionError(
     f"{label}: template parameter '{parameter.name}': expected {what}, got {value!r}"
   )
