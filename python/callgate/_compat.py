@@ -353,15 +353,31 @@ def _keeping_results(rule: Callable[..., Any], holds: Callable[[Any], bool]) -> 
 
 
 # -- loops -----------------------------------------------------------------------------------------
-def loop_modules() -> tuple[Any, Any]:
-  """JAX's modules of `scan` and of partial evaluation, whose hoisting `_control` guards.
+def wrap_scan_hoisting(wrapped: Callable[[Any], Any]) -> None:
+  """Puts `wrapped(original)` in the place of what hoists out of a scan (0.10 to 0.12).
 
-  For `_scan_known_hoisting` and `partial_eval_jaxpr_nounits` (0.10 to 0.12); no public names.
+  `jax._src.lax.control_flow.loops._scan_known_hoisting`; it has no public name.
   """
-  from jax._src.interpreters import partial_eval
   from jax._src.lax.control_flow import loops
 
-  return loops, partial_eval
+  loops._scan_known_hoisting = wrapped(loops._scan_known_hoisting)
+
+
+def wrap_partial_evaluation(wrapped: Callable[[Any], Any]) -> None:
+  """Puts `wrapped(original)` in the place of `partial_eval_jaxpr_nounits` (0.10 to 0.12).
+
+  `jax._src.interpreters.partial_eval`, where JAX's own rules look it up; it has no public name.
+  """
+  from jax._src.interpreters import partial_eval
+
+  partial_eval.partial_eval_jaxpr_nounits = wrapped(partial_eval.partial_eval_jaxpr_nounits)
+
+
+def move_binders_to_front(jaxpr: Any, moved: Sequence[bool]) -> Any:
+  """The jaxpr with some of its arguments before the others (0.10 to 0.12)."""
+  from jax._src.interpreters import partial_eval
+
+  return partial_eval.move_binders_to_front(jaxpr, moved)
 
 
 # -- lowering --------------------------------------------------------------------------------------

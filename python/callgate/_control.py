@@ -45,9 +45,8 @@ def start() -> None:
   remat_rules = partial_eval.partial_eval_jaxpr_custom_rules
   remat_rules[jax.lax.while_p] = _remat_rule(remat_rules[jax.lax.while_p])
   remat_rules[jax.lax.scan_p] = _scan_remat_rule(remat_rules[jax.lax.scan_p])
-  loops, evaluation = _compat.loop_modules()
-  loops._scan_known_hoisting = _hoisting(loops._scan_known_hoisting)
-  evaluation.partial_eval_jaxpr_nounits = _split(evaluation)
+  _compat.wrap_scan_hoisting(_hoisting)
+  _compat.wrap_partial_evaluation(_split)
 
 
 def _cond_rule(original: _Rule) -> _Rule:
@@ -128,9 +127,7 @@ def _scan_remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
   return rule
 
 
-def _split(evaluation: Any) -> Callable[..., Any]:
-  original = evaluation.partial_eval_jaxpr_nounits
-
+def _split(original: Callable[..., Any]) -> Callable[..., Any]:
   def split(jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
     """What of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
     if not (_thread.in_scan and _has_gate_effect([jaxpr])):
@@ -138,7 +135,7 @@ def _split(evaluation: Any) -> Callable[..., Any]:
     known = [not flag for flag in unknown]
     avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
     same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
-    rest = evaluation.move_binders_to_front(jaxpr, known)
+    rest = _compat.move_binders_to_front(jaxpr, known)
     return same, rest, [True] * len(jaxpr.out_avals), avals
 
   return split
