@@ -302,8 +302,15 @@ class _Shared(ctypes.Structure):
 
 
 _pthreads = ctypes.CDLL(None)
-_mutex = ctypes.create_string_buffer(128)
-_pthreads.pthread_mutex_init(_mutex, None)
+
+
+def _made_mutex() -> ctypes.Array[ctypes.c_char]:
+  mutex = ctypes.create_string_buffer(128)
+  _pthreads.pthread_mutex_init(mutex, None)
+  return mutex
+
+
+_mutex = _made_mutex()
 
 
 def _shared() -> _Shared:

@@ -149,3 +149,57 @@ def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
       f"{label}: argument '{parameter.name}': expected one array, got {len(leaves)}"
     )
   return leaves
+
+
+# -- a call's arguments ------------------------------------------------------------------------
+def named_arguments(
+  label: str, given: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+  """The values of a call by the names of the parameters that it gives.
+
+  Raises:
+    GateDefinitionError: there are more or fewer, or one is given twice.
+  """
+  expected = ", ".join(p.name for p in given)
+  if len(args) > len(given):
+    raise GateDefinitionError(
+      f"{label}: expected {len(given)} arguments ({expected}), got {len(args)}"
+    )
+  values = dict(zip((p.name for p in given), args, strict=False))
+  for name, value in kwargs.items():
+    if name in values or name not in {p.name for p in given}:
+      what = "twice" if name in values else "which it doesn't have"
+      raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {expected}")
+    values[name] = value
+  missing = [p.name for p in given if p.name not in values]
+  if missing:
+    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
+  return values
+
+
+def inout_aliases(label: str, signature: Sequence[Parameter]) -> dict[int, int]:
+  """An InOut is an operand and a result in one memory: the positions of the one and the other."""
+  inouts = [p for p in signature if p.kind is Kind.INOUT]
+  if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in signature):
+    raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
+  operands = [p for p in signature if p.is_operand]
+  results = [p for p in signature if p.is_result]
+  return {operands.index(p): results.index(p) for p in inouts}
+
+
+def linear_operands(
+  label: str, linear: bool | tuple[int, ...], signature: Sequence[Parameter]
+) -> bool | tuple[int, ...]:
+  """Users' `linear` counts a call's arguments; rules count those that are arrays."""
+  if isinstance(linear, bool):
+    return linear
+  given = [p for p in signature if p.is_given]
+  operands = [p for p in given if p.is_operand]
+  for position in linear:
+    if not 0 <= position < len(given) or not given[position].is_operand:
+      arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
+      raise GateDefinitionError(
+        f"{label}: linear: expected positions of arguments that are arrays, {arrays}; got "
+        f"{position}"
+      )
+  return tuple(operands.index(given[position]) for position in linear)

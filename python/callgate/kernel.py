@@ -34,7 +34,10 @@ from callgate._parameters import (
   Kind,
   Parameter,
   as_operand,
+  inout_aliases,
   leaves_of,
+  linear_operands,
+  named_arguments,
 )
 from callgate._primitive import CallSite
 from callgate.errors import GateDefinitionError, raise_deferred, raise_kept
@@ -166,8 +169,8 @@ class Kernel(Operation):
     self.defining = threading.RLock()
     if self.signature is not None:
       self.parameters = tuple(p.name for p in self.signature if p.is_operand)
-      self._alias_inouts(self.signature)
-      self.linear = self._linear_operands(self.signature)
+      self.aliases.update(inout_aliases(self.label, self.signature))
+      self.linear = linear_operands(self.label, self.linear, self.signature)
     taken = _names.get(name)
     if taken is not None:
       raise ValueError(
@@ -175,32 +178,6 @@ class Kernel(Operation):
         "name=, or drop the other one and the programs that call it"
       )
     _names.register(self.name, self)
-
-  def _alias_inouts(self, signature: Sequence[Parameter]) -> None:
-    """An InOut is an operand and a result in one memory."""
-    variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in signature]
-    if any(p.kind is Kind.INOUT for p in signature) and any(variadic):
-      raise GateDefinitionError(f"{self.label}: expected no InOut beside Ins or Outs, got both")
-    operands = [p for p in signature if p.is_operand]
-    results = [p for p in signature if p.is_result]
-    for parameter in signature:
-      if parameter.kind is Kind.INOUT:
-        self.aliases[operands.index(parameter)] = results.index(parameter)
-
-  def _linear_operands(self, signature: Sequence[Parameter]) -> bool | tuple[int, ...]:
-    """`linear` counts the call's arguments; its rules count those that are arrays."""
-    if isinstance(self.linear, bool):
-      return self.linear
-    given = [p for p in signature if p.is_given]
-    operands = [p for p in given if p.is_operand]
-    for position in self.linear:
-      if not 0 <= position < len(given) or not given[position].is_operand:
-        arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
-        raise GateDefinitionError(
-          f"{self.label}: linear: expected positions of arguments that are arrays, {arrays}; got "
-          f"{position}"
-        )
-    return tuple(operands.index(given[position]) for position in self.linear)
 
   # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
@@ -325,22 +302,7 @@ class Kernel(Operation):
       arrays, static = _shapes.split_static(self.label, kwargs)
       return _shapes.to_positional(self, args, arrays)[0], static
     given = [p for p in self.signature if p.is_given]
-    if len(args) > len(given):
-      raise GateDefinitionError(
-        f"{self.label}: expected {len(given)} arguments ({', '.join(p.name for p in given)}), got "
-        f"{len(args)}"
-      )
-    values = dict(zip((p.name for p in given), args, strict=False))
-    for name, value in kwargs.items():
-      if name in values or name not in {p.name for p in given}:
-        what = "twice" if name in values else "which it doesn't have"
-        raise GateDefinitionError(
-          f"{self.label}: got argument '{name}' {what}; expected {', '.join(p.name for p in given)}"
-        )
-      values[name] = value
-    missing = [p.name for p in given if p.name not in values]
-    if missing:
-      raise GateDefinitionError(f"{self.label}: expected argument '{missing[0]}', got none")
+    values = named_arguments(self.label, given, args, kwargs)
     operands = [as_operand(self.label, p, values[p.name]) for p in given if p.is_operand]
     for parameter, value in zip((p for p in given if p.is_operand), operands, strict=True):
       for leaf in leaves_of(self.label, parameter, value):
