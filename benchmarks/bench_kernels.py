@@ -277,13 +277,13 @@ def _made(cache: str, number: int) -> list[float]:
 
 
 def _header_seconds(directory: Path) -> float:
-  from callgate import _toolchain
+  from callgate._build import toolchain
 
   source = directory / "header.cc"
   source.write_text(
     '#include "callgate/kernel.h"\nvoid nothing(cg::In<float> x) {}\nCALLGATE_KERNEL(nothing, x);\n'
   )
-  command = [raw.compiler(), "-std=c++20", "-O3", "-fPIC", "-c", f"-I{_toolchain.include_dir()}"]
+  command = [raw.compiler(), "-std=c++20", "-O3", "-fPIC", "-c", f"-I{toolchain.include_dir()}"]
   start = time.perf_counter()
   subprocess.run([*command, str(source), "-o", os.devnull], check=True, capture_output=True)
   return time.perf_counter() - start

@@ -14,9 +14,17 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 - a C++ test uses what it has a using-declaration for: clang-tidy, which looks at several tests as
   one file, does not see it;
 
-and in every Python file below ROOT/python, on its syntax tree: JAX's private modules (`jax._src`,
-`jaxlib._jax`) appear in python/callgate/_compat.py alone. Prints one line a violation; the exit
-status is 1 when there is any.
+and in every Python file below ROOT/python, on its syntax tree, imports in functions included:
+
+- JAX's private modules (`jax._src`, `jaxlib._jax`) appear in python/callgate/_jax alone;
+- a folder imports itself and those that PYTHON_LAYERS gives it; `__init__`, `__main__` and `_start`
+  import anything;
+- no file imports one that imports it, by whatever way;
+- a folder's `__init__` is one sentence, without code, but in `callgate`, `sinks` and `compat`;
+- a file has at most 400 lines;
+- nothing runs on import but definitions, and the registration of a file's own primitives.
+
+Prints one line a violation; the exit status is 1 when there is any.
 """
 
 import ast
@@ -46,7 +54,41 @@ GIL_GUARD = re.compile(
 USING = re.compile(r"^[ \t]*using (?:::)?(?:\w+::)+(\w+);", re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
-COMPAT = PurePosixPath("python/callgate/_compat.py")
+PACKAGE = PurePosixPath("python/callgate")
+PRIVATE_FOLDER = PACKAGE / "_jax"
+# Each folder of the package and those that it may import, from below; the extension module is for
+# all. docs/design.md has the order as a picture.
+PYTHON_LAYERS: dict[str, frozenset[str]] = {
+  folder: frozenset(allowed.split())
+  for folder, allowed in {
+    "_jax": "",
+    "_core": "_jax",
+    "_process": "_jax _core",
+    "_arrays": "_core",
+    "_build": "_core",
+    "_sharding": "_jax _core",
+    "_runtime": "_jax _core _process _arrays _sharding",
+    "_call": "_jax _core _arrays _sharding _runtime",
+    "_gate": "_jax _core _arrays _runtime _call",
+    "_kernel": "_jax _core _build _runtime _call",
+    "_kernel/c": "_jax _core _build _call _kernel",
+    "_kernel/numba": "_core _build _call _kernel",
+    "_kernel/elementwise": "_core _build _sharding _call _kernel",
+    "_kernel/cuda": "_core _build _call _kernel _kernel/elementwise",
+    "_kernel/cpp": "_core _build _call _kernel _kernel/cuda",
+    "_tap": "_jax _core _sharding _runtime _call",
+    "_feed": "_jax _core _arrays _runtime _call _gate",
+    "_torch": "_jax _core _arrays _call _gate",
+    "_loops": "_jax _core _runtime _call _tap",
+    "_stream": "_core _process _sharding _tap",
+    "sinks": "_core _process _tap",
+    "_watch": "_core _stream",
+    "compat": "_jax _core _sharding _runtime _call _gate _tap",
+  }.items()
+}
+TOP = ("__init__", "__main__", "_start")  # these import anything
+WITH_CODE = ("callgate", "sinks", "compat")  # folders whose __init__ has some
+MOST_LINES = 400
 # What takes a module's name as text. A logger's name, say, is none.
 IMPORTERS = ("import_module", "__import__", "sys.modules.get")
 PRIVATE = re.compile(r"^(jax\._src|jaxlib\._jax)(\.|$)")
@@ -58,9 +100,15 @@ def violations(root: Path) -> list[str]:
   for folder in ("src", "include", "tests/cpp"):
     for path in _files(root / folder, CPP_SUFFIXES):
       found += _check_cpp(path, PurePosixPath(path.relative_to(root).as_posix()))
+  package: Package = {}
   for path in _files(root / "python", {".py", ".pyi"}):
-    found += _check_python(path, PurePosixPath(path.relative_to(root).as_posix()))
-  return found
+    name = PurePosixPath(path.relative_to(root).as_posix())
+    text = path.read_text(encoding="utf-8")
+    package[name] = tree = ast.parse(text, filename=str(path))
+    found += _check_privacy(name, tree)
+    if path.suffix == ".py" and name.is_relative_to(PACKAGE):
+      found += _check_form(name, tree, len(text.splitlines()))
+  return found + list(_check_imports(package))
 
 
 def _files(folder: Path, suffixes: set[str]) -> list[Path]:
@@ -114,13 +162,117 @@ def _include_fault(name: PurePosixPath, layer: str | None, header: str) -> str |
   return None
 
 
-def _check_python(path: Path, name: PurePosixPath) -> Iterator[str]:
-  if name == COMPAT:
+def _check_privacy(name: PurePosixPath, tree: ast.Module) -> Iterator[str]:
+  if name.is_relative_to(PRIVATE_FOLDER):
     return
-  tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
   lines = {line for line, module in _modules(tree) if PRIVATE.match(module)}
   for line in sorted(lines):
-    yield f"{name}:{line}: a private module of JAX; only {COMPAT} may use one"
+    yield f"{name}:{line}: a private module of JAX; only {PRIVATE_FOLDER} may use one"
+
+
+# -- the package -----------------------------------------------------------------------------------
+def _check_form(name: PurePosixPath, tree: ast.Module, lines: int) -> Iterator[str]:
+  if lines > MOST_LINES:
+    yield f"{name}:{lines}: {lines} lines; at most {MOST_LINES}, then it holds two ideas"
+  if name.name == "__init__.py":
+    if name.parent.name not in WITH_CODE and not _is_one_sentence(tree):
+      yield f"{name}:1: expected one sentence as its docstring, and no code"
+    return
+  registers = "compat" in name.parts or any(
+    isinstance(node, ast.Assign)
+    and isinstance(node.value, ast.Call)
+    and _dotted(node.value.func).endswith("Primitive")
+    for node in tree.body
+  )
+  for node in tree.body:
+    if not registers and name.stem not in TOP and _runs(node):
+      yield f"{name}:{node.lineno}: runs on import; callgate/_start.py calls what has to run"
+
+
+def _is_one_sentence(tree: ast.Module) -> bool:
+  text = ast.get_docstring(tree) or ""
+  return len(tree.body) == 1 and text.endswith(".") and "\n" not in text
+
+
+def _runs(node: ast.stmt) -> bool:
+  """Whether a statement of a module does more than define."""
+  if isinstance(node, ast.If):
+    return _dotted(node.test) != "TYPE_CHECKING"
+  return isinstance(node, ast.For | ast.While | ast.With | ast.Try) or (
+    isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+  )
+
+
+Package = dict[PurePosixPath, ast.Module]
+
+
+def imports_of(package: Package) -> Iterator[tuple[PurePosixPath, PurePosixPath, int]]:
+  """Which file imports which, and on which line."""
+  for name, tree in package.items():
+    for line, module in _imported(tree):
+      target = _file_of(module, package)
+      if target is not None and target != name:
+        yield name, target, line
+
+
+def _check_imports(package: Package) -> Iterator[str]:
+  imports: dict[PurePosixPath, dict[PurePosixPath, int]] = {name: {} for name in package}
+  for name, target, line in imports_of(package):
+    imports[name][target] = line
+  for name, targets in imports.items():
+    for target, line in targets.items():
+      fault = _import_fault(name, target)
+      if fault is not None:
+        yield f"{name}:{line}: {fault}"
+      elif name < target and target != PACKAGE / "__init__.py" and name in _reached(target, imports):
+        yield f"{name}:{line}: a circle: {target} imports this file, by whatever way"
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+      yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    elif isinstance(node, ast.Import):
+      yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def _file_of(module: str, package: Package) -> PurePosixPath | None:
+  """The file of a module, or of the one that a name is imported from."""
+  if module.split(".")[0] != "callgate" or module.startswith("callgate._callgate"):
+    return None
+  path = PurePosixPath("python", *module.split("."))
+  for found in (path.with_suffix(".py"), path / "__init__.py"):
+    if found in package:
+      return found
+  return _file_of(module.rpartition(".")[0], package) if "." in module else None
+
+
+def layer_of(name: PurePosixPath) -> str:
+  """The row of PYTHON_LAYERS that a file of the package belongs to; "" for the topmost files."""
+  parts = name.relative_to(PACKAGE).parts[:-1]
+  return next((f for f in ("/".join(parts[:2]), "/".join(parts[:1])) if f in PYTHON_LAYERS), "")
+
+
+def _import_fault(name: PurePosixPath, target: PurePosixPath) -> str | None:
+  if not (name.is_relative_to(PACKAGE) and target.is_relative_to(PACKAGE)):
+    return None
+  layer, other = layer_of(name), layer_of(target)
+  if not layer:
+    return None if name.stem in TOP else "is in no folder of PYTHON_LAYERS"
+  if layer == other or other in PYTHON_LAYERS[layer]:
+    return None
+  return f"{layer} is not above {other or target.stem}"
+
+
+def _reached(
+  start: PurePosixPath, imports: dict[PurePosixPath, dict[PurePosixPath, int]]
+) -> set[PurePosixPath]:
+  found, left = {start}, [start]
+  while left:
+    new = imports.get(left.pop(), {}).keys() - found
+    found |= new
+    left += new
+  return found
 
 
 def _modules(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -155,7 +307,7 @@ def _dotted(node: ast.expr) -> str:
 def main(argv: list[str]) -> int:
   root = Path(argv[0]) if argv else Path(__file__).resolve().parent.parent
   found = violations(root)
-  print("\n".join(found) if found else "layers: every include points down")
+  print("\n".join(found) if found else "layers: every include and every import points down")
   return 1 if found else 0
 
 

@@ -136,7 +136,7 @@ def main(options: list[str]) -> int:
   tests = sorted(TESTS.rglob("test_*.py"))
   targets = {file for file in files if file.suffix == ".py" and file.exists()}
   if any(file.name.endswith(CPP) and file.is_relative_to(ROOT / "src") for file in files):
-    targets.add(PACKAGE / "_runtime.py")
+    targets.add(PACKAGE / "_runtime/lifecycle.py")
   near = distances(targets, tests)
   times, left = seconds(), SECONDS
   order = sorted(near, key=lambda test: (near[test], times.get(test.stem, UNKNOWN)))

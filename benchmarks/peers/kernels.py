@@ -105,9 +105,9 @@ def brainevent_empty(spec: Spec) -> Function:
 @functools.cache
 def native_library() -> Path:
   """`native.cc`, compiled with callgate's header."""
-  from callgate import _toolchain
+  from callgate._build import toolchain
 
-  return raw.compiled(SOURCE, str(_toolchain.include_dir()))
+  return raw.compiled(SOURCE, str(toolchain.include_dir()))
 
 
 # -- a * x + y in place ---

@@ -10,7 +10,7 @@
 // A view is a pointer and the array's extents, dense and row-major, of a rank that is a number:
 // `x[i]` is the i-th element in memory order, `x(i, j)` the one at an index. Both are checked where
 // CALLGATE_BOUNDS_CHECK is 1, and an index outside then ends the kernel. The layout is part of
-// callgate's interface: python/callgate/_cuda_part.py fills it in.
+// callgate's interface: python/callgate/_kernel/cuda/part.py fills it in.
 //
 // This header stands alone: no standard library, which NVRTC does not have.
 #pragma once

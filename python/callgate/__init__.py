@@ -1,26 +1,13 @@
 """callgate: compiled JAX programs call anything, in microseconds, under every transformation."""
 
-from callgate import _start, sinks
-from callgate._barrier import barrier
+from __future__ import annotations
+
+from callgate import _start
 from callgate._callgate import Buffer, Context, ExecutionStage
-from callgate._config import config
-from callgate._install import install, uninstall
-from callgate._print import print
-from callgate._progress import Progress, progress
-from callgate._records import BatchInfo, Record, TapInfo
-from callgate._stream import StreamReader, open_stream
-from callgate._stream_records import StreamRecord
-from callgate._toolchain import CompileError
-from callgate.cfunc import cfunc
-from callgate.channel import Channel, channel
-from callgate.check import check
-from callgate.cpp import cpp
-from callgate.cuda import cuda
-from callgate.cupy import cupy
-from callgate.elementwise import elementwise
-from callgate.errors import (
+from callgate._core.errors import (
   CaptureError,
   CheckError,
+  CompileError,
   ConsumerError,
   EndOfFeed,
   EscapedViewError,
@@ -29,28 +16,42 @@ from callgate.errors import (
   GateTimeoutError,
   InputWriteError,
   KernelError,
+  KernelFileError,
   ProcessError,
   ResultError,
-  errors,
-  last_error,
 )
-from callgate.export import export_checks
-from callgate.feed import Feed, feed
-from callgate.gate import Gate, call, gate
-from callgate.kernel import Kernel
-from callgate.kernel_files import KernelFileError, LoadedKernels, load_kernels, save_kernels
-from callgate.library import Library, library
-from callgate.loops import fori_loop, scan, while_loop
-from callgate.numba import numba
-from callgate.numba_cuda import numba_cuda
-from callgate.shards import assemble
-from callgate.stats import stats, trace
-from callgate.tap import channel_stats, tap
-from callgate.torch import TorchFunction, TorchModule, torch
-from callgate.triton import triton
+from callgate._core.failures import last_error
+from callgate._feed.feed import Feed, feed
+from callgate._gate.check import check
+from callgate._gate.gate import Gate, call, gate
+from callgate._gate.stats import stats, trace
+from callgate._kernel.c.cfunc import cfunc
+from callgate._kernel.cpp.cpp import cpp
+from callgate._kernel.cuda.cuda import cuda
+from callgate._kernel.cuda.cupy import cupy
+from callgate._kernel.cuda.numba_cuda import numba_cuda
+from callgate._kernel.cuda.triton import triton
+from callgate._kernel.elementwise.elementwise import elementwise
+from callgate._kernel.files import LoadedKernels, load_kernels, save_kernels
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.library import Library, library
+from callgate._kernel.numba.numba import numba
+from callgate._loops.loops import fori_loop, scan, while_loop
+from callgate._loops.progress import Progress, progress
+from callgate._runtime.barrier import barrier, errors
+from callgate._runtime.config import config
+from callgate._runtime.targets import export_checks
+from callgate._stream.assemble import assemble
+from callgate._stream.reader import StreamReader, open_stream
+from callgate._stream.records import StreamRecord
+from callgate._tap.channel import Channel, channel
+from callgate._tap.print import print
+from callgate._tap.records import BatchInfo, Record, TapInfo
+from callgate._tap.tap import channel_stats, tap
+from callgate._torch.torch import TorchFunction, TorchModule, torch
+from callgate.compat._callbacks.install import install, uninstall
 
 __version__ = "0.1.0"
-
 __all__ = [
   "BatchInfo",
   "Buffer",
@@ -120,5 +121,4 @@ __all__ = [
   "uninstall",
   "while_loop",
 ]
-
-_start.start()
+_start.start({name: globals()[name] for name in __all__})

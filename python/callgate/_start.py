@@ -5,45 +5,47 @@ What is below and has to reach up gets it handed down here.
 
 from __future__ import annotations
 
-from callgate import (
-  _compat,
-  _config,
-  _control,
-  _delivery,
-  _install,
-  _names,
-  _processes,
-  _producer,
-  _progress,
-  _progress_draw,
-  _progress_lowering,
-  _runtime,
-  channel,
-  cpp,
-  cuda,
-  kernel_files,
-  library,
-)
+from collections.abc import Mapping
+from typing import Any
+
+from callgate._core import registry
+from callgate._feed import producer
+from callgate._jax import dispatch
+from callgate._kernel import files, library
+from callgate._kernel.cpp import kernel
+from callgate._kernel.cuda import cuda
+from callgate._loops import control, draw, lowering, progress
+from callgate._process import group
+from callgate._runtime import config, lifecycle
+from callgate._tap import channel, delivery
+from callgate.compat._callbacks import install
 
 
-def start() -> None:
-  """Called once by `import callgate`."""
-  _runtime.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
-  _runtime.at_end("hurry", _producer.limit_all)
-  _runtime.at_end("leave", _processes.leave)
-  _runtime.at_end("draw", _progress_draw.stop)
-  _runtime.at_end("deliver", channel.close_all)
-  _runtime.at_end("join", _producer.close_all)
-  _processes.start()
-  _progress_draw.start()
-  _delivery.listen(_progress.note)
-  _names.find_by(library.find)
-  kernel_files.register_kind("cpp", cpp.restore)
-  kernel_files.register_kind("cuda", cuda.restore)
+def start(public: Mapping[str, Any]) -> None:
+  """Called once by `import callgate`.
+
+  Args:
+    public: what the package gives its users, by name.
+  """
+  for value in public.values():
+    if getattr(value, "__module__", "").startswith("callgate."):
+      value.__module__ = "callgate"  # what messages, pickles and documentation say
+  lifecycle.start()  # dtypes, hooks, FFI targets, partitioners, handlers of forks
+  lifecycle.at_end("hurry", producer.limit_all)
+  lifecycle.at_end("leave", group.leave)
+  lifecycle.at_end("draw", draw.stop)
+  lifecycle.at_end("deliver", channel.close_all)
+  lifecycle.at_end("join", producer.close_all)
+  group.start()
+  draw.start()
+  delivery.listen(progress.note)
+  registry.find_by(library.find)
+  files.register_kind("cpp", kernel.restore)
+  files.register_kind("cuda", cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
-  _control.start()
-  _progress_lowering.start()
-  _compat.keep_ordered_programs_off_cpp_path()
+  control.start()
+  lowering.start()
+  dispatch.keep_ordered_programs_off_cpp_path()
   # What the environment asks for.
-  _config.start()
-  _install.start()
+  config.start()
+  install.start()

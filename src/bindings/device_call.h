@@ -30,7 +30,7 @@ struct DeviceCall {
   void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
 };
 
-// The call that runs on this thread, for adapters of array libraries (_cuda_arrays.py).
+// The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
 class DeviceCallScope {
  public:
   // Null for a call on the host.

@@ -176,7 +176,7 @@ bool describe(PyObject* value, std::string& text) {
     text += std::to_string(PyArray_DIM(came, axis));
   }
   text += ']';
-  // The words of _masked.py.
+  // The words of _core/masked.py.
   if (masked)
     text = "a masked array (" + text +
            "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "

@@ -1,5 +1,5 @@
 // What one call of a kernel launches, decoded once from the text that programs hold
-// (python/callgate/_cuda_launch.py writes it). Immutable; any thread.
+// (python/callgate/_kernel/launch.py writes it). Immutable; any thread.
 #pragma once
 
 #include <array>

@@ -24,7 +24,7 @@ struct OverdueCall {
   Settle settle;
   std::atomic<bool> failed_without{false};
 
-  // Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/errors.py).
+  // Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/_core/failures.py).
   std::string without_report(const std::string& why) const {
     static std::atomic<std::int64_t> next{1};
     std::int64_t number = next.fetch_add(1, std::memory_order_relaxed);  // a number, no order

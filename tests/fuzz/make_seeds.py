@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import callgate as cg
-from callgate import _callgate, _cuda_launch, sinks
+from callgate import _callgate, sinks
+from callgate._kernel import launch as _launch
 
 SEEDS = Path(__file__).resolve().parent / "seeds"
 
@@ -116,20 +117,20 @@ def texts() -> None:
 
 
 def plans() -> None:
-  pointer, scalar = _cuda_launch.Parameter.pointer, _cuda_launch.Parameter.scalar
-  launch = _cuda_launch.Launch
+  pointer, scalar = _launch.Parameter.pointer, _launch.Parameter.scalar
+  launch = _launch.Launch
   simple = launch("add", (4, 1, 1), (256, 1, 1), (pointer("operand", 0), pointer("result", 1)))
-  struct_parameter = _cuda_launch.Parameter(
-    bytes(24), (_cuda_launch.Address(0, "scratch", 0), _cuda_launch.Address(16, "operand", 2))
+  struct_parameter = _launch.Parameter(
+    bytes(24), (_launch.Address(0, "scratch", 0), _launch.Address(16, "operand", 2))
   )
   rich = launch(
     "_Z3sumPfi", (8, 2, 1), (32, 4, 1), (struct_parameter, scalar(3, "int32")), 1024, (2, 1, 1)
   )
   for name, plan in {
-    "one": _cuda_launch.Plan("key", (), (simple,)),
-    "two": _cuda_launch.Plan("key", (), (rich, simple), (4096, 0), (0, 3)),
+    "one": _launch.Plan("key", (), (simple,)),
+    "two": _launch.Plan("key", (), (rich, simple), (4096, 0), (0, 3)),
   }.items():
-    keep("launch_plan", name, _cuda_launch.encode("seed", plan))
+    keep("launch_plan", name, _launch.encode("seed", plan))
 
 
 def encoded(entries: dict[str, Any]) -> bytes:

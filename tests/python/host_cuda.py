@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from callgate import _toolchain
+from callgate._build import toolchain
 
 _BEFORE = """
 #include <math.h>
@@ -66,7 +66,7 @@ def build(source: str, entry: str) -> Any:
   unit.write_text(text)
   command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", str(unit), "-o", str(library)]
   done = subprocess.run(
-    [*command, f"-I{_toolchain.include_dir()}"], capture_output=True, text=True, timeout=120
+    [*command, f"-I{toolchain.include_dir()}"], capture_output=True, text=True, timeout=120
   )
   assert done.returncode == 0, done.stderr
   loaded = ctypes.CDLL(str(library))

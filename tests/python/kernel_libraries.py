@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import callgate as cg
-from callgate import _toolchain
+from callgate._build import toolchain
 
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror")
 
@@ -81,12 +81,12 @@ CALLGATE_KERNEL(path, x, y);
 def build(folder: Path, name: str, source: str, *flags: str) -> Path:
   """Builds `folder/lib<name>.so`; flags are the user's own."""
   try:
-    compiler = _toolchain.compiler()
+    compiler = toolchain.compiler()
   except cg.CompileError as error:
     pytest.skip(str(error))
   unit, made = folder / f"{name}.cc", folder / f"lib{name}.so"
   unit.write_text(source)
-  command = [*compiler, "-shared", "-fPIC", f"-I{_toolchain.include_dir()}", *flags]
+  command = [*compiler, "-shared", "-fPIC", f"-I{toolchain.include_dir()}", *flags]
   done = subprocess.run(
     [*command, str(unit), "-o", str(made)], capture_output=True, text=True, timeout=120
   )

@@ -1,6 +1,6 @@
 """A stand-in for tqdm that records what it is asked to draw, and loops to draw bars of.
 
-It is put in by `_progress_draw.use`. Shared by the tests of progress bars.
+It is put in by `draw.use`. Shared by the tests of progress bars.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _progress_draw
+from callgate._loops import draw
 
 
 class FakeBar:
@@ -57,8 +57,8 @@ def recorded() -> Iterator[list[FakeBar]]:
     bars.append(FakeBar(**arguments))
     return bars[-1]
 
-  _progress_draw.flush()
-  with _progress_draw.use(make):
+  draw.flush()
+  with draw.use(make):
     yield bars
   assert all(bar.closed == 1 for bar in bars)
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_checks import examples
 
-from callgate import _build_cache, kernel_files
+from callgate._build import cache as _cache
+from callgate._kernel import files
 
 KEY = "ab" * 32
 OTHER = 12345
@@ -40,7 +41,7 @@ class Kernels:
     return folder / "kernel.so", [], 0
 
   def get(self) -> Path:
-    found = _build_cache.find_or_make(KEY, self.make)
+    found = _cache.find_or_make(KEY, self.make)
     assert found.read_text() == "library"
     return found
 
@@ -183,9 +184,9 @@ def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
   before = os.umask(umask)
   try:
     if os.geteuid() == 0 or umask == 0:  # the test's own file as well
-      _build_cache.find_or_make(KEY, kernels.make)
-    _build_cache.remembered("compiler", lambda: "version 1")
-    kernel_files._install(b"code")  # pyright: ignore[reportPrivateUsage]
+      _cache.find_or_make(KEY, kernels.make)
+    _cache.remembered("compiler", lambda: "version 1")
+    files._install(b"code")  # pyright: ignore[reportPrivateUsage]
   finally:
     os.umask(before)
   modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in (cache, *cache.rglob("*"))}
@@ -196,8 +197,8 @@ def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
 def test_other_caches_of_code_are_looked_at_likewise(cache: Path, kind: str) -> None:
   def use() -> str | Path:
     if kind == "compilers":
-      return _build_cache.remembered("compiler", lambda: "asked")
-    return kernel_files._install(b"code")  # pyright: ignore[reportPrivateUsage]
+      return _cache.remembered("compiler", lambda: "asked")
+    return files._install(b"code")  # pyright: ignore[reportPrivateUsage]
 
   use()
   (file,) = (path for path in cache.rglob("*") if path.is_file())
@@ -217,9 +218,9 @@ def test_other_caches_of_code_are_looked_at_likewise(cache: Path, kind: str) -> 
 
 
 def test_no_other_module_looks_into_the_cache_by_itself() -> None:
-  folder = Path(_build_cache.__file__).parent
+  folder = Path(_cache.__file__).parent
   users = {path.name for path in folder.rglob("*.py") if "cache_dir()" in path.read_text()}
-  assert users == {"_cache_files.py"}
+  assert users == {"_build/files.py"}
 
 
 # -- damage --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
-from callgate import _c_expressions, _c_types
+from callgate._kernel.c import expressions, types
 
 X = np.arange(3, dtype=np.float32)
 SAXPY = "void saxpy(int n, float a, const float *x, float *y)"
@@ -35,13 +35,13 @@ ADDRESS = 8  # never called here
   ],
 )
 def test_declarations_are_read_as_c_reads_them(text: str, kinds: list[str]) -> None:
-  def kind(t: _c_types.CType) -> str:
+  def kind(t: types.CType) -> str:
     if t.opaque:
       return "opaque*"
     name = "void" if t.dtype is None else t.dtype.name
     return f"{'const ' if t.const and t.pointer else ''}{name}{'*' if t.pointer else ''}"
 
-  assert [kind(p.type) for p in _c_types.parse(text).parameters] == kinds
+  assert [kind(p.type) for p in types.parse(text).parameters] == kinds
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_options_say_what_they_take(options: Any, expected: str) -> None:
 )
 def test_expressions_are_integers_of_shapes_alone(text: str) -> None:
   with pytest.raises(SyntaxError):
-    _c_expressions.parse(text)
+    expressions.parse(text)
 
 
 # -- calls ---

@@ -185,15 +185,15 @@ def test_special_functions_with_several_results() -> None:
 
 
 def test_every_capsule_of_scipys_numerical_modules_is_read() -> None:
-  from callgate import _c_functions
+  from callgate._kernel.c import functions
 
   for module in (cython_blas, cython_lapack, cython_special):
     for name, capsule in module.__pyx_capi__.items():
       if "expit" in name or "logit" in name:
         continue  # some of them take long double
-      assert _c_functions.resolve(capsule, None).declaration.parameters
+      assert functions.resolve(capsule, None).declaration.parameters
   with pytest.raises(cg.GateDefinitionError, match="'long double': no array has elements"):
-    _c_functions.resolve(cython_special.__pyx_capi__["__pyx_fuse_2logit"], None)
+    functions.resolve(cython_special.__pyx_capi__["__pyx_fuse_2logit"], None)
 
 
 # -- libm and GSL ---

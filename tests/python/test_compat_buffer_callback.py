@@ -23,6 +23,7 @@ from jax import export
 from jax.experimental import buffer_callback as jaxs
 
 import callgate as cg
+from callgate._jax import callbacks
 from callgate.compat import buffer_callback as ours
 
 Program = Callable[[Any], Any]
@@ -423,9 +424,8 @@ def test_equal_calls_share_one_compiled_program() -> None:
 
 
 def test_the_platforms_without_a_lowering_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-  from callgate import _compat
 
-  monkeypatch.setattr(_compat, "buffer_callback_lowering", lambda: None)
+  monkeypatch.setattr(callbacks, "buffer_callback_lowering", lambda: None)
   with pytest.raises(ValueError, match="`buffer_callback` not supported on tpu backend"):
     jax.jit(ours.buffer_callback(copy, like(1.0))).trace(1.0).lower(lowering_platforms=("tpu",))
 

@@ -17,7 +17,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
 
 
 @pytest.mark.parametrize(
-  "name", ["callgate._install", "callgate.compat.callbacks", "callgate.compat.buffer_callback"]
+  "name",
+  [
+    "callgate.compat._callbacks.install",
+    "callgate.compat.callbacks",
+    "callgate.compat.buffer_callback",
+  ],
 )
 def test_docstrings_examples_run(name: str) -> None:
   result = doctest.testmod(importlib.import_module(name))

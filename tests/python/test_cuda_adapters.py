@@ -19,7 +19,7 @@ import pytest
 from fake_cuda import FakeCuda
 
 import callgate as cg
-from callgate import _cuda_arrays
+from callgate._arrays import gpu
 
 
 class Recorder:
@@ -75,9 +75,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def forget() -> None:
-  _cuda_arrays.library.cache_clear()
-  _cuda_arrays._cupy_stream.cache_clear()
-  _cuda_arrays._torch_stream.cache_clear()
+  gpu.library.cache_clear()
+  gpu._cupy_stream.cache_clear()
+  gpu._torch_stream.cache_clear()
 
 
 def fake_cupy(recorder: Recorder) -> Any:
@@ -352,9 +352,9 @@ def test_arrays_of_gpus_alone_are_refused_on_the_cpu(kind: Any) -> None:
 
 def test_a_stream_is_refused_on_the_cpu_and_by_another_name() -> None:
   with pytest.raises(cg.GateDefinitionError, match="got one on the CPU"):
-    _cuda_arrays.stream_as("cupy", 0, -1)
+    gpu.stream_as("cupy", 0, -1)
   with pytest.raises(cg.GateDefinitionError, match=r"expected one of 'cupy'.*got 'jax'"):
-    _cuda_arrays.stream_as("jax", 1, 0)
+    gpu.stream_as("jax", 1, 0)
 
   def callback(ctx: Any, out: Any, x: Any) -> None:
     assert ctx.ordinal == -1

@@ -14,15 +14,15 @@ from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
-from callgate import _nvrtc
-from callgate._cuda_program import CudaCall
+from callgate._build import nvrtc
+from callgate._kernel.program import CudaCall
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")  # where there is no device, or CUDA's toolkit is not found
   cupy = pytest.importorskip("cupy", exc_type=ImportError)
 
 try:
-  _nvrtc.compiler()
+  nvrtc.compiler()
 except cg.CompileError:
   pytest.skip("NVRTC is not installed", allow_module_level=True)
 

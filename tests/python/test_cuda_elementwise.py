@@ -19,10 +19,14 @@ from hypothesis import strategies as st
 from property_checks import examples
 
 import callgate as cg
-from callgate import _callgate, _cuda_launch, _elementwise_cuda, _elementwise_layout, _nvrtc
-from callgate._cuda_program import CudaCall
-from callgate._elementwise_cuda import entry_of
-from callgate._elementwise_layout import Layout, collapsed
+from callgate import _callgate
+from callgate._build import nvrtc
+from callgate._kernel import launch as _launch
+from callgate._kernel.elementwise import cuda
+from callgate._kernel.elementwise import layout as _layout
+from callgate._kernel.elementwise.cuda import entry_of
+from callgate._kernel.elementwise.layout import Layout, collapsed
+from callgate._kernel.program import CudaCall
 
 DTYPES = (
   *("float32", "float64", "float16", "bfloat16", "complex64", "complex128"),
@@ -33,7 +37,7 @@ DTYPES = (
 
 def has_compiler() -> bool:
   try:
-    _nvrtc.compiler()
+    nvrtc.compiler()
   except cg.CompileError:
     return False
   return True
@@ -66,11 +70,11 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     made.append(source)
-    return _nvrtc.Built(_cuda_launch.Image(b"\0", 0), entry_of(kernel.name))
+    return nvrtc.Built(_launch.Image(b"\0", 0), entry_of(kernel.name))
 
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(_elementwise_cuda._nvrtc, "build", build)
+    patch.setattr(cuda._nvrtc, "build", build)
     plan = kernel.cuda.plan(call)
   return plan.launches[0], made[0], call
 
@@ -121,7 +125,7 @@ def test_operands_broadcast(shapes: Any) -> None:
 
 
 def test_a_thread_takes_more_than_one_element_of_large_arrays(monkeypatch: Any) -> None:
-  monkeypatch.setattr(_elementwise_cuda, "_BLOCKS", 2)
+  monkeypatch.setattr(cuda, "_BLOCKS", 2)
   kernel = cg.elementwise("float64 x", "float64 y, int32 j", "y = 2 * x; j = i")
   x = np.arange(5003.0)
   with jax.enable_x64(True):
@@ -229,9 +233,9 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     built.append(name)
-    return _nvrtc.Built(_cuda_launch.Image(b"\0", 0), name)
+    return nvrtc.Built(_launch.Image(b"\0", 0), name)
 
-  monkeypatch.setattr(_elementwise_cuda._nvrtc, "build", build)
+  monkeypatch.setattr(cuda._nvrtc, "build", build)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setenv("CXX", "no-such-compiler")
   traced = jax.jit(jax.grad(lambda x: kernel(x, x).sum())).trace(np.float32(3))
@@ -243,7 +247,7 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
 
 def test_shapes_alike_share_a_variant_and_lanes_that_may_lie_unaligned_take_no_vectors() -> None:
-  layout = lambda kernel, *xs: _elementwise_layout.layout_of(
+  layout = lambda kernel, *xs: _layout.layout_of(
     kernel.user_code, [x.shape for x in xs], [x.dtype for x in xs], call_of(kernel, xs).results
   )
   plain = cg.elementwise("T x, T y", "T z", "z = x + y")

@@ -18,12 +18,12 @@ from conftest import drop_programs
 from fake_programs import ProgramError, is_capturable, load, run
 
 import callgate as cg
-from callgate import _nvrtc
-from callgate._cuda_kernel import CudaKernel
-from callgate._cuda_launch import Image, Launch, Parameter, Plan
-from callgate._cuda_program import CudaCall
-from callgate._parameters import Kind
-from callgate._parameters import Parameter as KernelParameter
+from callgate._build import nvrtc
+from callgate._kernel.cuda.kernel import CudaKernel
+from callgate._kernel.launch import Image, Launch, Parameter, Plan
+from callgate._kernel.parameters import Kind
+from callgate._kernel.parameters import Parameter as KernelParameter
+from callgate._kernel.program import CudaCall
 
 F32 = np.dtype(np.float32)
 _numbers = itertools.count()
@@ -261,7 +261,7 @@ def test_it_compiles_for_the_capabilities_of_the_devices(fake):
 # -- from source -----------------------------------------------------------------------------------
 def _missing_nvrtc() -> str:
   try:
-    _nvrtc.compiler()
+    nvrtc.compiler()
   except cg.CompileError as error:
     return str(error).partition("\n")[0]
   return ""

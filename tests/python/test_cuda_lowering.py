@@ -17,7 +17,7 @@ from jax import export
 from jax.experimental import io_callback
 
 import callgate as cg
-from callgate import _runtime
+from callgate._runtime import targets
 from callgate.compat.buffer_callback import buffer_callback
 
 CUDA = ("cuda",)
@@ -175,4 +175,4 @@ print(jax._src.xla_bridge.backends_are_initialized())
 
 
 def test_every_target_is_partitioned_too() -> None:
-  assert {"callgate.gate.graph", "callgate.gate.graph.partitioned"} <= set(_runtime.TARGETS)
+  assert {"callgate.gate.graph", "callgate.gate.graph.partitioned"} <= set(targets.TARGETS)

@@ -14,8 +14,8 @@ from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
-from callgate import _attributes
-from callgate._cuda_program import CudaCall
+from callgate._core import static_values
+from callgate._kernel.program import CudaCall
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 numba = pytest.importorskip("numba")
@@ -103,7 +103,7 @@ def test_numbers_have_numbas_types_and_numpys_scalars_their_own() -> None:
   )
   m = np.ones(3, np.int32)
   operands, static = kernel._arguments((True, np.float32(1), 2j, 3, np.float16(2), m), {})
-  values = {name: _attributes.thaw(value) for name, value in static}
+  values = {name: static_values.thaw(value) for name, value in static}
   plan = kernel.plan(
     call([struct(x.shape, x.dtype) for x in operands], (struct((2, 2)),), **values)
   )

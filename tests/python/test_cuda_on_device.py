@@ -20,7 +20,8 @@ import pytest
 from fake_cuda import FakeCuda
 
 import callgate as cg
-from callgate import _callgate, _device_arrays
+from callgate import _callgate
+from callgate._tap import delivery
 
 WAITS = ("cuStreamSynchronize", "cuCtxSynchronize")
 
@@ -48,7 +49,7 @@ def buffers(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
     assert fake.driver.fakecuda_read(array.ctypes.data, buffer._data, buffer.nbytes) == 0
     return jnp.asarray(array)
 
-  monkeypatch.setattr(_device_arrays, "import_buffer", read)
+  monkeypatch.setattr(delivery, "import_buffer", read)
   yield given
   del given[:]
   assert in_use() == 0

@@ -18,9 +18,13 @@ from hypothesis import strategies as st
 from jax import export
 
 import callgate as cg
-from callgate import _cuda_launch, _cuda_program, _cuda_source, _nvrtc, _partition, _toolchain
-from callgate._cuda_launch import Address, Launch, Parameter, Plan
-from callgate._cuda_program import CudaCall, parse_arch
+from callgate._build import nvrtc, toolchain
+from callgate._kernel import launch
+from callgate._kernel import program as _program
+from callgate._kernel.cuda import source as _source
+from callgate._kernel.launch import Address, Launch, Parameter, Plan
+from callgate._kernel.program import CudaCall, parse_arch
+from callgate._sharding import partitioner
 
 SAXPY = """
 __global__ void saxpy(float a, const float* x, const float* y, float* z, int n) {
@@ -32,7 +36,7 @@ __global__ void saxpy(float a, const float* x, const float* y, float* z, int n) 
 
 def _missing_nvrtc() -> str:
   try:
-    _nvrtc.compiler()
+    nvrtc.compiler()
   except cg.CompileError as error:
     return str(error).partition("\n")[0]
   return ""
@@ -67,7 +71,7 @@ def saxpy(**options):
 
 # -- reading sources -------------------------------------------------------------------------------
 def parameters(source, kernel=None):
-  found = _cuda_source.find("kernel 'k'", source, kernel)
+  found = _source.find("kernel 'k'", source, kernel)
   return [(p.name, p.role, p.element, p.rank) for p in found.parameters]
 
 
@@ -115,7 +119,7 @@ def test_declarations_comments_and_device_functions_are_no_kernels():
     __device__ void helper(int* x) {}
     /* __global__ void old(int* x) {} */
     namespace ns { __global__ void k(int* x) {} }"""
-  assert _cuda_source.find("kernel 'k'", source, None).qualified == "ns::k"
+  assert _source.find("kernel 'k'", source, None).qualified == "ns::k"
 
 
 def test_a_source_with_several_kernels_asks_which():
@@ -124,7 +128,7 @@ def test_a_source_with_several_kernels_asks_which():
     cg.cuda(source, grid=1, block=1, out=f32(1))
   with pytest.raises(cg.GateDefinitionError, match=r"one kernel `__global__ void c\(.*found none"):
     cg.cuda(source, "c", grid=1, block=1, out=f32(1))
-  assert _cuda_source.find("k", source, "b").name == "b"
+  assert _source.find("k", source, "b").name == "b"
 
 
 def test_a_source_without_a_kernel_is_refused():
@@ -150,13 +154,13 @@ def test_a_struct_by_value_is_refused_by_name():
   ],
 )
 def test_types_are_dtypes(text, dtype):
-  found = _cuda_source.dtype_named(text)
+  found = _source.dtype_named(text)
   assert found is not None
   assert found.name == dtype
 
 
 def test_a_type_that_no_array_has_is_no_dtype():
-  assert _cuda_source.dtype_named("float4") is None
+  assert _source.dtype_named("float4") is None
 
 
 def test_aliases_make_a_pointer_an_operand_in_place():
@@ -201,12 +205,12 @@ def test_a_wrong_option_is_refused_by_name(options, message):
   st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(1, 8)),
 )
 def test_what_is_within_the_limits_passes_unchanged(grid, block):
-  assert _cuda_launch.checked("k", grid, block) == (grid, block, 0, None)
+  assert launch.checked("k", grid, block) == (grid, block, 0, None)
 
 
 @given(st.integers(1, 2**31 - 1))
 def test_an_int_is_an_extent_along_x(value):
-  assert _cuda_launch.extent("k", "grid", value) == (value, 1, 1)
+  assert launch.extent("k", "grid", value) == (value, 1, 1)
 
 
 def test_capabilities_are_read_from_names_and_numbers():
@@ -235,7 +239,7 @@ def test_a_plan_as_text_holds_all_but_its_images():
     scratch=(256,),
     zeroed=(1,),
   )
-  assert _cuda_launch.encode("k", plan) == (
+  assert launch.encode("k", plan) == (
     "scratch 256;zero 1;launch f 4,5,6 32,2,1 1024 2,1,1 0102 " + "00" * 16 + "@0=o2@8=s0;"
   )
 
@@ -243,7 +247,7 @@ def test_a_plan_as_text_holds_all_but_its_images():
 def test_a_functions_name_with_blanks_is_refused():
   plan = Plan("k", (), (Launch("f(int, int)", (1, 1, 1), (1, 1, 1), ()),))
   with pytest.raises(cg.GateDefinitionError, match="a function's name as the image has it"):
-    _cuda_launch.encode("k", plan)
+    launch.encode("k", plan)
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -481,7 +485,7 @@ def test_an_exported_program_finds_its_variant_by_its_key():
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "made_for"), [(75, 75), (90, 90), (0, 0), (999, 0)])
 def test_machine_code_is_for_what_the_compiler_knows_and_ptx_for_the_rest(capability, made_for):
-  built = _nvrtc.build("kernel 'saxpy'", "saxpy", SAXPY, "saxpy", capability)
+  built = nvrtc.build("kernel 'saxpy'", "saxpy", SAXPY, "saxpy", capability)
   assert built.image.capability == made_for
   assert built.entry == "_Z5saxpyfPKfS0_Pfi"
   if made_for:
@@ -494,19 +498,19 @@ def test_machine_code_is_for_what_the_compiler_knows_and_ptx_for_the_rest(capabi
 @needs_nvrtc
 def test_a_kernel_in_the_cache_is_not_compiled_again(monkeypatch):
   compiled: list[str] = []
-  original = _nvrtc._compile
+  original = nvrtc._compile
 
   def counted(*args):
     compiled.append(args[0])
     return original(*args)
 
-  monkeypatch.setattr(_nvrtc, "_compile", counted)
-  first = _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
-  second = _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
+  monkeypatch.setattr(nvrtc, "_compile", counted)
+  first = nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
+  second = nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
   assert first == second
   assert len(compiled) == 1
-  _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90, options=["-DN=1"])
-  _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 80)
+  nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90, options=["-DN=1"])
+  nvrtc.build("k", "saxpy", SAXPY, "saxpy", 80)
   assert len(compiled) == 3
 
 
@@ -515,9 +519,9 @@ def test_a_header_that_changes_makes_another_kernel(tmp_path):
   (tmp_path / "outer.h").write_text('#include "inner.h"\n')
   (tmp_path / "inner.h").write_text("#define FACTOR 2\n")
   source = '#include "outer.h"\n__global__ void k(float* y) { y[0] = FACTOR; }'
-  first = _nvrtc.build("k", "k", source, "k", 0, include_dirs=[tmp_path])
+  first = nvrtc.build("k", "k", source, "k", 0, include_dirs=[tmp_path])
   (tmp_path / "inner.h").write_text("#define FACTOR 3\n")
-  second = _nvrtc.build("k", "k", source, "k", 0, include_dirs=[tmp_path])
+  second = nvrtc.build("k", "k", source, "k", 0, include_dirs=[tmp_path])
   assert first.image.code != second.image.code
 
 
@@ -540,12 +544,12 @@ def test_what_the_compiler_refuses_has_the_users_line_numbers():
 @needs_nvrtc
 def test_an_unknown_option_is_reported():
   with pytest.raises(cg.CompileError, match="refused it"):
-    _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90, options=["--no-such-option"])
+    nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90, options=["--no-such-option"])
 
 
 @needs_nvrtc
 def test_the_users_architecture_wins():
-  built = _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 75, options=["--gpu-architecture=compute_80"])
+  built = nvrtc.build("k", "saxpy", SAXPY, "saxpy", 75, options=["--gpu-architecture=compute_80"])
   assert built.image.capability == 0
   assert b".target sm_80" in built.image.code
 
@@ -554,7 +558,7 @@ def test_the_users_architecture_wins():
 @pytest.mark.parametrize("dtype", ["__half", "__nv_bfloat16", "cg::float16", "float2", "int64_t"])
 def test_views_of_every_kind_of_element_compile(dtype):
   source = f"__global__ void k(cg::In<{dtype}, 2> x, cg::Out<{dtype}, 0> y) {{ y() = x(1, 2); }}"
-  assert _nvrtc.build("k", "k", source, "k", 75).image.capability == 75
+  assert nvrtc.build("k", "k", source, "k", 75).image.capability == 75
 
 
 @needs_nvrtc
@@ -564,7 +568,7 @@ def test_kernel_h_is_the_device_header_in_device_code():
       if (x.rank() == 3 && !x.empty() && x.stride(0) == x.extent(1) * x.extent(2))
         for (float& each : x) each += x.size();
     }"""
-  assert _nvrtc.build("k", "k", source, "k", 90).image.code
+  assert nvrtc.build("k", "k", source, "k", 90).image.code
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
@@ -575,7 +579,7 @@ def test_kernel_h_compiles_with_nvcc(tmp_path):
     "__global__ void k(cg::In<float, 2> x, cg::Out<float, 1> y) { y[0] = x(1, 2) + x.size(); }\n"
   )
   for more in ([], ["-DCALLGATE_BOUNDS_CHECK=1"]):
-    command = ["nvcc", "-cubin", "-arch=sm_90", f"-I{_toolchain.include_dir()}", *more]
+    command = ["nvcc", "-cubin", "-arch=sm_90", f"-I{toolchain.include_dir()}", *more]
     made = subprocess.run(
       [*command, "-o", str(tmp_path / "kernel.cubin"), str(unit)],
       capture_output=True,
@@ -588,7 +592,7 @@ def test_kernel_h_compiles_with_nvcc(tmp_path):
 def test_a_compiler_that_is_not_there_names_what_to_install(monkeypatch):
   monkeypatch.setenv("CALLGATE_NVRTC", "/nowhere/libnvrtc.so.12")
   with pytest.raises(cg.CompileError, match=r"pip install 'callgate\[cuda\]'"):
-    _nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
+    nvrtc.build("k", "saxpy", SAXPY, "saxpy", 90)
 
 
 @needs_nvrtc
@@ -645,13 +649,11 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
     "e": np.float32(3),
     "f": float("inf"),
   }
-  held = {name: _cuda_program._encoded(None, name, value) for name, value in values.items()}
-  back = {
-    name: _cuda_program._decoded(value) for name, value in json.loads(json.dumps(held)).items()
-  }
+  held = {name: _program._encoded(None, name, value) for name, value in values.items()}
+  back = {name: _program._decoded(value) for name, value in json.loads(json.dumps(held)).items()}
   assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
 
 
 def test_a_kernel_that_is_not_defined_where_a_program_is_compiled_is_named():
   with pytest.raises(LookupError, match="kernel 'gone' is not defined"):
-    _partition._defined("gone")
+    partitioner._defined("gone")

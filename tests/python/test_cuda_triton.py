@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
-from callgate._cuda_program import CudaCall
+from callgate._kernel.program import CudaCall
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -216,12 +216,12 @@ def test_without_a_device_the_first_configuration_is_taken_and_a_warning_says_so
 
 
 def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: Any) -> None:
-  from callgate import _triton_configs as configs
+  from callgate._kernel.cuda import triton_configs
 
   monkeypatch.setenv("CALLGATE_CACHE_DIR", str(tmp_path))
   function = compiler().base_function(tuned_kernel)
   arguments = {"x_ptr": struct((1024,)), "n": 1024}
-  found = configs.candidates("kernel 'k'", tuned_kernel, arguments, {})
+  found = triton_configs.candidates("kernel 'k'", tuned_kernel, arguments, {})
   assert [s["BLOCK"] for s in found] == [128, 512]
   assert [s["EVEN"] for s in found] == [True, True]
   times = {128: 2.0, 512: 1.0}
@@ -231,7 +231,9 @@ def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: A
     measured.append(settings["BLOCK"])
     return times[settings["BLOCK"]]
 
-  pick = lambda measure: configs.chosen("k", tuned_kernel, function, found, arguments, measure)
+  pick = lambda measure: triton_configs.chosen(
+    "k", tuned_kernel, function, found, arguments, measure
+  )
   assert pick(measure)["BLOCK"] == 512
   assert measured == [128, 512]
   assert pick(None)["BLOCK"] == 512  # from the disk, whatever the device
@@ -243,9 +245,9 @@ def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: A
 
 
 def compiler() -> Any:
-  from callgate import _triton_compile
+  from callgate._kernel.cuda import triton_compile
 
-  return _triton_compile
+  return triton_compile
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

@@ -9,7 +9,7 @@ import interpreters
 import pytest
 
 import callgate as cg
-from callgate import _nvrtc
+from callgate._build import nvrtc
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ FOR_GPUS = [p for p in PAGES if any(block.gpu for block in FOUND[p])]
 @pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
 def test_the_code_of_a_page_for_gpus_lowers_for_cuda_without_one(page, tmp_path):
   try:
-    _nvrtc.compiler()
+    nvrtc.compiler()
   except cg.CompileError as error:
     pytest.skip(str(error).splitlines()[0])
   text = run(page, tmp_path, "--lower")

@@ -284,9 +284,9 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
   """By the compiler's own report, on the flags of the build."""
   import subprocess
 
-  from callgate import _toolchain
+  from callgate._build import toolchain
 
-  if "g++" not in pathlib.Path(_toolchain.compiler()[0]).resolve().name:
+  if "g++" not in pathlib.Path(toolchain.compiler()[0]).resolve().name:
     pytest.skip("the report is GCC's")
   ones = np.ones((4, 4), np.float32)
   kernel = cg.elementwise("T x, T y", "T z", "z = x > y ? x * y + 1 : 0.5 * y")
@@ -294,7 +294,7 @@ def test_the_loops_are_vectorised(tmp_path: pathlib.Path) -> None:
   for y in (ones, ones[0], ones[:, :1]):
     unit = tmp_path / "unit.cc"
     unit.write_text(kernel.code(ones, y))
-    command = [*_toolchain.compiler(), "-std=c++20", *flags, f"-I{_toolchain.include_dir()}"]
+    command = [*toolchain.compiler(), "-std=c++20", *flags, f"-I{toolchain.include_dir()}"]
     command += ["-fopt-info-vec-optimized", "-c", str(unit), "-o", str(tmp_path / "unit.o")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "loop vectorized" in done.stdout + done.stderr

@@ -7,7 +7,7 @@ from interpreters import run
 
 import callgate as cg
 from callgate import __main__ as cli
-from callgate import _environment
+from callgate._core import environment
 
 PROGRAM = """
 import callgate as cg, jax
@@ -41,7 +41,7 @@ def test_seconds_are_numbers_that_a_clock_can_count(
 ) -> None:
   name = f"CALLGATE_TEST_SECONDS_{given.encode().hex()}"
   monkeypatch.setenv(name, given)
-  assert [_environment.seconds(name, 5) for _ in range(2)] == [want, want]
+  assert [environment.seconds(name, 5) for _ in range(2)] == [want, want]
   told = capsys.readouterr().err
   assert told.count(name) == (want == 5 and bool(given.strip()))
 

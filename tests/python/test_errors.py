@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import callgate as cg
-from callgate import _kept
-from callgate.errors import defer, raise_interrupt
+from callgate._core import kept
+from callgate._core.failures import defer, raise_interrupt
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 X = np.float32(1)
@@ -504,13 +504,13 @@ def test_an_interrupt_is_raised_wherever_the_main_thread_is() -> None:
   raised: list[BaseException] = []
 
   def keeps_a_failure() -> None:
-    with _kept._lock:  # pyright: ignore[reportPrivateUsage]
+    with kept._lock:  # pyright: ignore[reportPrivateUsage]
       try:
         raise_interrupt()
       except KeyboardInterrupt as interrupt:
         raised.append(interrupt)
 
-  _kept.keep(KeyboardInterrupt("Ctrl-C"))
+  kept.keep(KeyboardInterrupt("Ctrl-C"))
   thread = threading.Thread(target=keeps_a_failure, daemon=True)
   thread.start()
   thread.join(60)

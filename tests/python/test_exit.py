@@ -108,10 +108,10 @@ def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> Non
   done = finish(
     """
     import atexit
-    from callgate import _runtime
+    from callgate._runtime import lifecycle
     program = run(lambda x: x, "xla")
     jax.block_until_ready(program(np.float32(0)))
-    atexit.unregister(_runtime._close)
+    atexit.unregister(lifecycle._end)
 
     @atexit.register
     def late():
@@ -120,7 +120,7 @@ def test_a_gate_called_after_the_runtime_closed_is_an_error_not_a_crash() -> Non
       except jax.errors.JaxRuntimeError as error:
         print("refused:", "process is ending" in str(error))
 
-    atexit.register(_runtime._close)
+    atexit.register(lifecycle._end)
     """
   )
   assert done.returncode == 0, done.stderr

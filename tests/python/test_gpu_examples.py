@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import callgate as cg
-from callgate import _nvrtc
+from callgate._build import nvrtc
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 NAMES = ("gpu_fft_filter.py", "gpu_triton_softmax.py", "gpu_cuda_scan.py")
@@ -70,7 +70,7 @@ def test_the_triton_softmax_lowers_with_its_derivative(example):
 
 def test_the_cuda_scan_lowers_to_one_call_for_all_lanes(example):
   try:
-    _nvrtc.compiler()
+    nvrtc.compiler()
   except cg.CompileError as error:
     pytest.skip(str(error).splitlines()[0])
   scan = example("gpu_cuda_scan").make_scan()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import callgate as cg
-from callgate.cpp import cpp_type
+from callgate._kernel.source import cpp_type
 
 if not any(map(shutil.which, ("c++", "g++", "clang++"))):
   pytest.skip("a C++ compiler is needed", allow_module_level=True)

@@ -24,7 +24,10 @@ from kernel_libraries import build
 from property_checks import examples
 
 import callgate as cg
-from callgate import _callgate, _names, _toolchain, kernel_files
+from callgate import _callgate
+from callgate._build import toolchain
+from callgate._core import registry
+from callgate._kernel import files
 
 pytest.importorskip("flatbuffers")
 
@@ -174,8 +177,8 @@ def test_code_for_any_cpu_of_the_architecture_fits_all_of_them(
   kernel(1.0, jnp.ones(2))
   form = kernel.saved_form()
   assert form is not None
-  monkeypatch.setattr(_toolchain, "cpu", lambda: "another CPU")
-  assert list(kernel_files.installed(form["compiled"])) == [""]
+  monkeypatch.setattr(toolchain, "cpu", lambda: "another CPU")
+  assert list(files.installed(form["compiled"])) == [""]
 
 
 def test_a_library_that_the_system_cannot_load_is_compiled_anew(tmp_path: Path, scale: Any) -> None:
@@ -296,7 +299,7 @@ def test_loaded_kernels_stay_until_closed_even_when_the_handle_is_dropped(tmp_pa
   cg.save_kernels(tmp_path / "kernels", kernel)
   del kernel
   drop_programs()
-  assert "files.staying" not in dict(_names.operations())
+  assert "files.staying" not in dict(registry.operations())
   cg.load_kernels(tmp_path / "kernels")
   gc.collect()
   call = jax.jit(program.call)
@@ -314,7 +317,7 @@ def test_after_close_the_names_are_free_and_loaded_programs_go_on(tmp_path: Path
   cg.save_kernels(tmp_path / "kernels", kernel)
   del kernel
   drop_programs()
-  assert "files.closed" not in dict(_names.operations())
+  assert "files.closed" not in dict(registry.operations())
   call = jax.jit(program.call)
   with cg.load_kernels(tmp_path / "kernels"):
     assert call(jnp.ones(2)).tolist() == [3.0, 3.0]

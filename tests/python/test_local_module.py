@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.interpreters import mlir
 
-from callgate import _local_module
-from callgate._local_module import Raw, local_module, read_attributes
+from callgate._sharding import module as _module
+from callgate._sharding.module import Raw, local_module, read_attributes
 
 DTYPES = [
   "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
@@ -38,7 +38,7 @@ def test_texts_survive_being_attributes(texts):
   with mlir.make_ir_context():
     written = ir.DictAttr.get({k: ir.StringAttr.get(v) for k, v in texts.items()})
     assert read_attributes(str(written).encode()) == texts
-  quoted = ", ".join(f"{k} = {_local_module._quoted(v)}" for k, v in texts.items())
+  quoted = ", ".join(f"{k} = {_module._quoted(v)}" for k, v in texts.items())
   with mlir.make_ir_context():
     parsed = ir.DictAttr(ir.Attribute.parse(f"{{{quoted}}}"))
     assert {entry.name: entry.attr.value for entry in parsed} == texts

@@ -279,7 +279,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.text("abc", min_size=1), values, max_size=3))
 def test_a_variant_s_name_tells_what_it_was_compiled_for(static: Any) -> None:
-  from callgate.kernel import CallTypes
+  from callgate._kernel.variants import CallTypes
 
   kernel = cg.numba(running_maximum, out=like_x)
   types = CallTypes(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import callgate as cg
-from callgate import _barrier, _processes
-from callgate._meeting import Meeting
-from callgate._process_group import Failure, Group
+from callgate._process import group as _group
+from callgate._process.group import Failure, Group
+from callgate._process.meeting import Meeting
+from callgate._runtime import barrier
 
 
 class MemoryStore:
@@ -227,13 +228,13 @@ def test_in_a_program_of_one_process_it_is_the_plain_barrier():
 
 
 def test_several_processes_without_jax_distributed_are_refused(monkeypatch):
-  monkeypatch.setattr(_processes.jax, "process_count", lambda: 2)
+  monkeypatch.setattr(_group.jax, "process_count", lambda: 2)
   with pytest.raises(RuntimeError, match=r"expected jax.distributed .* got 2 processes"):
     cg.barrier(all_processes=True)
 
 
 def test_a_blocked_consumer_does_not_hide_the_failure_of_another_process(groups, monkeypatch):
-  monkeypatch.setattr(_barrier._processes, "group", lambda: groups[0])
+  monkeypatch.setattr(barrier._processes, "group", lambda: groups[0])
   entered, released = threading.Event(), threading.Event()
 
   def blocked(_: object) -> None:

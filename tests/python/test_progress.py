@@ -17,7 +17,7 @@ from property_checks import examples
 from recorded_bars import XS, add, counts, done, recorded, same, summed
 
 import callgate as cg
-from callgate import _progress_draw
+from callgate._loops import draw
 
 
 # -- results are JAX's -----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_an_inner_loops_bar_is_one_bar_and_starts_again_each_time() -> None:
 def test_an_inner_bar_is_seen_while_the_outer_loop_runs() -> None:
   seen: list[bool] = []
   look = cg.gate(
-    lambda: (_progress_draw.flush(), seen.append(True), np.int32(0))[2],
+    lambda: (draw.flush(), seen.append(True), np.int32(0))[2],
     out=jax.ShapeDtypeStruct((), np.int32),
     effect="io",
   )

@@ -13,7 +13,7 @@ from interpreters import output_of, run_python
 from recorded_bars import XS, add, counts, done, recorded, same, summed
 
 import callgate as cg
-from callgate import _progress, _progress_draw
+from callgate._loops import draw, progress
 
 
 # -- the decorator ---------------------------------------------------------------------------------
@@ -48,18 +48,18 @@ def test_a_marked_body_inside_another_call_counts_step_by_step() -> None:
 # -- what bars show --------------------------------------------------------------------------------
 def test_noted_values_stand_behind_the_bar() -> None:
   def note(step: np.ndarray) -> np.ndarray:
-    _progress.note("loss", np.float32(1 / (1 + step)))
-    _progress.note("step", int(step))
+    progress.note("loss", np.float32(1 / (1 + step)))
+    progress.note("step", int(step))
     return step
 
   gate = cg.gate(note, out=lambda x: x, effect="io")
   body = lambda c, x: (c + gate(x), None)
   with recorded() as bars:
     done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress="all"))())
-    _progress_draw.flush()
+    draw.flush()
     named = cg.Progress("named", show=["loss", "absent"])
     done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=named))())
-    _progress_draw.flush()
+    draw.flush()
     quiet = cg.Progress("none", show=())
     done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(8), progress=quiet))())
   assert bars[0].postfix == {"loss": "0.125", "step": "7"}
@@ -124,7 +124,7 @@ def test_a_program_that_fails_closes_its_bar_where_it_stood() -> None:
   with recorded() as bars:
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="six"):
       done(jax.jit(lambda: cg.scan(body, 0, jnp.arange(10), progress=failing))())
-    _progress_draw.flush()
+    draw.flush()
     done(jax.jit(summed(cg.scan, progress="next"))(1.0))
   assert counts(bars) == [("failing", 6, 10), ("next", 100, 100)]
 
@@ -133,8 +133,8 @@ def test_a_bar_that_cannot_be_drawn_harms_no_program(capfd: pytest.CaptureFixtur
   def make(**arguments: Any) -> Any:
     raise RuntimeError("no ink")
 
-  _progress_draw.flush()
-  with _progress_draw.use(make):
+  draw.flush()
+  with draw.use(make):
     got = jax.jit(summed(cg.scan, progress="unseen"))(1.0)
     done(got)
   assert "no ink" in capfd.readouterr().err
@@ -171,8 +171,8 @@ def test_the_thread_ends_when_no_bar_is_left_and_the_next_bar_starts_it_again() 
     """
     import io, threading, jax, jax.numpy as jnp
     import callgate as cg
-    from callgate import _progress, _progress_draw
-    _progress_draw._LINGER = 1
+    from callgate._loops import draw, progress
+    draw._LINGER = 1
     file = io.StringIO()
     bar = cg.Progress("t", file=file)
     f = jax.jit(lambda c: cg.scan(lambda c, x: (c + x, None), c, jnp.arange(5.0), progress=bar))

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import strategies as st
 from property_checks import examples
 
-from callgate import _rules, _tiles
-from callgate._rules import Rule
-from callgate._tiles import Tiling
-from callgate.errors import GateDefinitionError
+from callgate._core.errors import GateDefinitionError
+from callgate._sharding import rules, tiles
+from callgate._sharding.rules import Rule
+from callgate._sharding.tiles import Tiling
 
 
 def parse(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> Rule:
-  return _rules.parse("gate 'g'", text, tuple(operands), tuple(results))
+  return rules.parse("gate 'g'", text, tuple(operands), tuple(results))
 
 
 def test_a_contracted_dimension_is_whole() -> None:
@@ -89,14 +89,14 @@ def test_a_name_twice_in_one_term_is_refused() -> None:
 
 
 def test_shard_splits_the_leading_dimensions_that_all_arrays_share() -> None:
-  rule = _rules.leading([(4, 3), (4, 5), ()], [(4, 3)])
+  rule = rules.leading([(4, 3), (4, 5), ()], [(4, 3)])
   assert rule.operands[0][0] == rule.operands[1][0] == rule.results[0][0]
   assert rule.operands[2] == ()
   assert rule.whole == {rule.operands[0][1], rule.operands[1][1], rule.results[0][1]}
 
 
 def test_shard_of_a_scalar_result_is_gathered() -> None:
-  rule = _rules.leading([(4, 3)], [()])
+  rule = rules.leading([(4, 3)], [()])
   assert rule.whole == {0, 1}
 
 
@@ -138,7 +138,7 @@ def test_a_plan_keeps_factors_together_and_whole_ones_whole(data: st.DataObject)
   text = f"{', '.join(map(' '.join, ins))} -> {', '.join(map(' '.join, outs))}"
   rule = parse(text, shapes[0], shapes[1])
   given = [[tilings(data.draw, len(shape)) for shape in side] for side in shapes]
-  plan = _tiles.plan(rule, (shapes[0], shapes[1]), (given[0], given[1]), 8)
+  plan = tiles.plan(rule, (shapes[0], shapes[1]), (given[0], given[1]), 8)
   split: dict[int, tuple[int, tuple[int, ...]]] = {}
   for terms, sides, side_shapes in (
     (rule.operands, plan.operands, shapes[0]),
@@ -161,7 +161,7 @@ def test_what_lies_right_stays_as_it_lies() -> None:
   rule = parse("i j -> i j", [(8, 8)], [(8, 8)])
   position = np.stack(np.unravel_index(np.arange(8), (4, 2)), 1)
   there = Tiling((4, 2), position, np.zeros(8, int))
-  plan = _tiles.plan(rule, ([(8, 8)], [(8, 8)]), ([there], [Tiling.replicated(2, 8)]), 8)
+  plan = tiles.plan(rule, ([(8, 8)], [(8, 8)]), ([there], [Tiling.replicated(2, 8)]), 8)
   np.testing.assert_array_equal(plan.operands[0].index, position)
   np.testing.assert_array_equal(plan.results[0].index, position)
 
@@ -169,7 +169,7 @@ def test_what_lies_right_stays_as_it_lies() -> None:
 def test_tiles_that_would_be_uneven_are_whole() -> None:
   rule = parse("i -> i", [(6,)], [(6,)])
   four = Tiling((4,), np.arange(8)[:, None] // 2, np.zeros(8, int))
-  plan = _tiles.plan(rule, ([(6,)], [(6,)]), ([four], [four]), 8)
+  plan = tiles.plan(rule, ([(6,)], [(6,)]), ([four], [four]), 8)
   assert plan.operands[0].counts == (1,)
 
 

@@ -16,7 +16,8 @@ import pytest
 from sink_records import TIME, floats, lines_of, losses, record, table_of
 
 import callgate as cg
-from callgate import _processes, sinks
+from callgate import sinks
+from callgate._process import group
 
 
 def test_columns_name_a_lone_leaf_by_the_tap_and_others_by_their_paths():
@@ -165,7 +166,7 @@ def test_a_closed_sink_goes_on_and_a_new_one_appends_when_asked(file_sink, tmp_p
 
 def test_a_path_may_hold_the_index_of_the_process(file_sink, tmp_path, monkeypatch):
   # Stands for process 3 of several, which test_processes.py starts.
-  monkeypatch.setattr(_processes.jax, "process_index", lambda: 3)
+  monkeypatch.setattr(group.jax, "process_index", lambda: 3)
   with FILES[file_sink](tmp_path / "run-{process}") as sink:
     sink.write(floats(0, 2))
   assert values_in(file_sink, tmp_path / "run-3") == [0, 1]

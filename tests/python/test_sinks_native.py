@@ -15,7 +15,7 @@ from sink_records import EXPECTED, TIME, C, W, grads, lines_of, losses, record
 
 import callgate as cg
 from callgate import sinks
-from callgate._records import leaf_paths
+from callgate._tap.records import leaf_paths
 from callgate.sinks._base import plain
 
 

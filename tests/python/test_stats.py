@@ -156,9 +156,9 @@ def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
 
 # -- config ---
 def current(option: str) -> Any:
-  from callgate import _config
+  from callgate._runtime import config
 
-  return _config._current(option)
+  return config._current(option)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import pytest
 from interpreters import Process
 
 import callgate as cg
-from callgate import _build_cache, _cache_files, _toolchain
+from callgate._build import cache as _cache
+from callgate._build import files, toolchain
 
 # In fresh processes as well.
 KERNEL = """
@@ -50,7 +51,7 @@ class Compiler:
 
   def __init__(self, folder: Path, before: str = "") -> None:
     self.path, self.log = folder / "my c++", folder / "runs.log"
-    real = _toolchain.compiler()[0]
+    real = toolchain.compiler()[0]
     self.path.write_text(f'#!/bin/sh\necho "$@" >> "{self.log}"\n{before}\nexec {real} "$@"\n')
     self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)
 
@@ -235,7 +236,7 @@ def test_source_flags_compiler_and_environment_are_told_apart(
   monkeypatch.setenv("CPATH", str(tmp_path))
   make()
   assert compiler.compilations == 6
-  monkeypatch.setattr(_toolchain, "cpu", lambda: "another CPU")
+  monkeypatch.setattr(toolchain, "cpu", lambda: "another CPU")
   make()
   assert compiler.compilations == 7
   assert len(libraries(cache)) == 7
@@ -388,10 +389,10 @@ def test_a_read_only_cache_that_has_the_kernel_serves_it(cache: Path, compiler: 
 def test_the_cache_is_below_the_users_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.delenv("CALLGATE_CACHE_DIR", raising=False)
   monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere/caches")
-  assert _cache_files.cache_dir() == Path("/somewhere/caches/callgate")
+  assert files.cache_dir() == Path("/somewhere/caches/callgate")
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", "/home/someone")
-  assert _cache_files.cache_dir() == Path("/home/someone/.cache/callgate")
+  assert files.cache_dir() == Path("/home/someone/.cache/callgate")
 
 
 # -- headers and libraries -----------------------------------------------------------------------
@@ -448,7 +449,7 @@ def test_only_the_newest_libraries_of_a_source_are_kept(cache: Path, tmp_path: P
       return folder / "made", [str(header)], time.time_ns() + 10**12
 
     header.write_text(str(i))
-    made.append(_build_cache.find_or_make("ab" * 32, make_one))
+    made.append(_cache.find_or_make("ab" * 32, make_one))
   assert [path.exists() for path in made] == [False] * 2 + [True] * 8
   assert len(libraries(cache)) == 8
 
@@ -487,7 +488,7 @@ CALLING = """
 def library(folder: Path, factor: int, *, static: bool) -> None:
   unit = folder / "my.cc"
   unit.write_text(f'extern "C" float my_factor() {{ return {factor}; }}')
-  cxx = _toolchain.compiler()
+  cxx = toolchain.compiler()
   if not static:
     subprocess.run([*cxx, "-shared", "-fPIC", unit, "-o", folder / "libmy.so"], check=True)
     return

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from waiting import until
 
 import callgate as cg
-from callgate import _watch_feed
-from callgate._stream_sink import Stream
-from callgate._watch_curve import Curve, Lanes
-from callgate._watch_feed import Feed
-from callgate._watch_model import Key, Model
+from callgate._watch import feed as _feed
+from callgate._watch.curves import Curve, Lanes
+from callgate._watch.feed import Feed
+from callgate._watch.model import Key, Model
+from callgate.sinks._native import Stream
 
 LOSS = Key("loss", "primal", "")
 
@@ -311,7 +311,7 @@ def test_a_file_that_comes_while_a_feed_opens_it_is_read_once(tmp_path, fed, mon
     asked.append(where)
     return path.stat().st_ino if len(asked) > 1 else 0  # not there yet when first looked for
 
-  monkeypatch.setattr(_watch_feed, "_inode", inode)
+  monkeypatch.setattr(_feed, "_inode", inode)
   _, model = fed(str(path))
   until(lambda: len(asked) >= 8, "the feed has looked for another file several times")
   assert (model.totals().records, model.totals().sessions) == (1, 1)

@@ -35,8 +35,8 @@ from interpreters import Module, Process, same_path, start
 
 import callgate as cg
 from callgate import __main__ as cli
-from callgate._watch_model import Model
-from callgate._watch_page import Page
+from callgate._watch.model import Model
+from callgate._watch.page import Page
 
 # Bokeh's client asks tornado for a loop where there is none yet; Python 3.12 and newer warn.
 pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")

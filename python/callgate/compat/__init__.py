@@ -9,3 +9,5 @@
 Nothing is imported here: `import callgate` stays quick, and each module registers its rules with
 JAX when it is first imported.
 """
+
+from __future__ import annotations

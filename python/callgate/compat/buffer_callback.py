@@ -15,17 +15,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from callgate import _compat, _names, _options, _runtime, _sharding, _spec
+from callgate._call.site import RUNTIME_PLATFORMS
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
-from callgate._primitive import RUNTIME_PLATFORMS
-from callgate.compat._call import emit_call
-from callgate.errors import GateDefinitionError
+from callgate._core import encoding, options, registry
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import callbacks, lowering, tracing
+from callgate._runtime import targets
+from callgate._sharding import calls
+from callgate.compat._callbacks.engine import emit_call
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
@@ -118,11 +120,11 @@ def buffer_callback(
     >>> buffer_callback(add_one, jax.ShapeDtypeStruct.like(x))(x)
     Array([1., 2., 3.], dtype=float32)
   """
-  if callable(_options.sharding(_label(callback), sharding)):
+  if callable(options.sharding(_label(callback), sharding)):
     raise GateDefinitionError(
       f"{_label(callback)}: sharding: expected a str or None, got a function"
     )
-  name = _options.name(_label(callback), name)
+  name = options.name(_label(callback), name)
   named = None if name is None else _named(name, callback, graph=command_buffer_compatible)
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
@@ -131,7 +133,7 @@ def buffer_callback(
     flat_args, in_tree = jax.tree.flatten((args, kwargs))
     in_avals = [jax.typeof(x) for x in flat_args]
     flat_results = buffer_callback_p.bind(
-      *_compat.vary_alike("buffer_callback", flat_args),
+      *tracing.vary_alike("buffer_callback", flat_args),
       callback=callback,
       result_avals=result_avals,
       in_tree=in_tree,
@@ -174,7 +176,7 @@ def _label(callback: Callable[..., None]) -> str:
   return f"buffer_callback '{getattr(callback, '__name__', type(callback).__name__)}'"
 
 
-class BufferCallbackEffect(_compat.Effect):
+class BufferCallbackEffect(tracing.Effect):
   """Keeps a call whose results are not used."""
 
   def __str__(self) -> str:
@@ -191,7 +193,6 @@ _effect = BufferCallbackEffect()
 _known: weakref.WeakValueDictionary[str, _Named] = weakref.WeakValueDictionary()
 _exported: list[Callee] = []
 _lock = threading.Lock()
-
 # The name is part of vmap's error text.
 buffer_callback_p = Primitive("buffer_callback")
 buffer_callback_p.multiple_results = True
@@ -200,7 +201,7 @@ buffer_callback_p.multiple_results = True
 def _abstract_eval(
   *avals: Any, result_avals: tuple[Any, ...], has_side_effect: bool, **_params: Any
 ) -> tuple[tuple[Any, ...], set[Any]]:
-  results = tuple(_compat.shaped_array(aval.shape, aval.dtype, avals) for aval in result_avals)
+  results = tuple(tracing.shaped_array(aval.shape, aval.dtype, avals) for aval in result_avals)
   return results, {_effect} if has_side_effect else set()
 
 
@@ -228,11 +229,11 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     for x, flag in zip(operands, alike, strict=True)
   ]
   dims = [0 if flag else d for d, flag in zip(dims, alike, strict=True)]
-  return _compat.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
+  return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 
 def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
-  platform, *others = _compat.platforms_of(ctx)
+  platform, *others = lowering.platforms_of(ctx)
   if others:
     raise NotImplementedError("multi-platform lowering for buffer_callback")
   rule = _lowering_to_runtime if platform in RUNTIME_PLATFORMS else _other_lowering
@@ -253,29 +254,29 @@ def _lowering_to_runtime(
   **_params: Any,
 ) -> Sequence[Any]:
   aliases = dict(input_output_aliases)
-  exported = _compat.is_export(ctx)
+  exported = lowering.is_export(ctx)
   if named is not None:
     callee = named.callee
   else:
-    with _names.name_while_alive(callback, "") as free:
+    with registry.name_while_alive(callback, "") as free:
       callee = _callee(free, callback, graph=command_buffer_compatible)
     if exported:
       _exported.append(callee)  # nothing tells when the last copy of the program is gone
-  graph = command_buffer_compatible and _compat.platforms_of(ctx)[0] == "cuda"
+  graph = command_buffer_compatible and lowering.platforms_of(ctx)[0] == "cuda"
   results, _ = emit_call(
     ctx,
     callee,
     operands,
     ctx.avals_in,
     ctx.avals_out,
-    spec=_spec.encode(in_tree, out_tree, ()),
+    spec=encoding.encode(in_tree, out_tree, ()),
     keep=not exported,
     has_side_effect=has_side_effect,
     aliases=aliases,
-    sharded=_sharding.of_callback(
+    sharded=calls.of_callback(
       ctx, _label(callback), sharding, effect=has_side_effect, aliases=aliases
     ),
-    target=_runtime.GRAPH_TARGET if graph else _runtime.GATE_TARGET,
+    target=targets.GRAPH_TARGET if graph else targets.GATE_TARGET,
   )
   return results
 
@@ -313,7 +314,7 @@ def _callee(name: str, callback: Callable[..., None], *, graph: bool) -> Callee:
 
 def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None], bool]:
   """`callback` as the runtime calls it: the context, a tuple of results, then flat inputs."""
-  trees = None if spec in ("", "*") else _spec.signature(spec)
+  trees = None if spec in ("", "*") else encoding.signature(spec)
 
   def call(context: Context, outputs: tuple[Buffer, ...], *inputs: Buffer) -> None:
     out: Any = outputs if spec else outputs[0]
@@ -329,15 +330,15 @@ def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None]
 
 
 def _other_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  rule = _compat.buffer_callback_lowering()
+  rule = callbacks.buffer_callback_lowering()
   if rule is None:
     platform = ctx.module_context.platforms[0]
     raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
   return rule(ctx, *operands, **params)
 
 
-_compat.allow_effect(BufferCallbackEffect, ordered=False)
-_compat.define_impl(buffer_callback_p)
+tracing.allow_effect(BufferCallbackEffect, ordered=False)
+tracing.define_impl(buffer_callback_p)
 buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
 ad.primitive_jvps[buffer_callback_p] = _jvp
 ad.primitive_transposes[buffer_callback_p] = _transpose

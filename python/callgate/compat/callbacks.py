@@ -22,13 +22,19 @@ from jax.experimental import io_callback as _jax_io_callback
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from callgate import _compat, _config, _install, _names
 from callgate._callgate import Callee
-from callgate._print import print as cg_print
-from callgate.compat import _debug
-from callgate.compat._call import emit_call
-from callgate.compat._host import carrier, end_before_dispatch_returns, host_function
-from callgate.errors import JAX_CALLBACK
+from callgate._core import registry
+from callgate._core.failures import JAX_CALLBACK
+from callgate._jax import callbacks, lowering, tracing
+from callgate._runtime import config
+from callgate._tap.print import print as cg_print
+from callgate.compat._callbacks import debug, install
+from callgate.compat._callbacks.engine import (
+  carrier,
+  emit_call,
+  end_before_dispatch_returns,
+  host_function,
+)
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
 
@@ -159,7 +165,7 @@ def debug_callback(
   two_calls = jax.debug.callback(ordered=ordered, partitioned=partitioned)
 
   def call(callback: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    marked = _debug.OnCallgate(callback) if callable(callback) else callback
+    marked = debug.OnCallgate(callback) if callable(callback) else callback
     two_calls(marked, *args, **kwargs)
 
   if callback is None:
@@ -215,16 +221,16 @@ class _OnCallgate:
 def _is_ours(ctx: Any, callback: Any) -> bool:
   # In a program that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA
   # arranges that for JAX's own call targets alone: any other would run on every device.
-  if _config.engine() == "jax" or _compat.is_automatic(ctx):
+  if config.engine() == "jax" or lowering.is_automatic(ctx):
     return False
-  return _install.installed() or isinstance(callback.callback_func, _OnCallgate)
+  return install.installed() or isinstance(callback.callback_func, _OnCallgate)
 
 
 def _pure_callback_lowering(
   ctx: Any, *operands: Any, callback: Any, sharding: Any, **params: Any
 ) -> Any:
   if not _is_ours(ctx, callback):
-    return _compat.pure_callback_lowering(
+    return callbacks.pure_callback_lowering(
       ctx, *operands, callback=callback, sharding=sharding, **params
     )
   results, _ = _lower(ctx, operands, callback, sharding, api="pure_callback", token=None)
@@ -235,14 +241,14 @@ def _io_callback_lowering(
   ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **params: Any
 ) -> Any:
   if not _is_ours(ctx, callback):
-    return _compat.io_callback_lowering(
+    return callbacks.io_callback_lowering(
       ctx, *operands, callback=callback, sharding=sharding, ordered=ordered, **params
     )
-  effect = _compat.ordered_io_effect
-  token = _compat.token_before(ctx, effect) if ordered else None
+  effect = tracing.ordered_io_effect
+  token = lowering.token_before(ctx, effect) if ordered else None
   results, token = _lower(ctx, operands, callback, sharding, api="io_callback", token=token)
   if ordered:
-    _compat.set_token_after(ctx, effect, token)
+    lowering.set_token_after(ctx, effect, token)
   return results
 
 
@@ -258,7 +264,7 @@ def _lower(
   if api == "io_callback":
     end_before_dispatch_returns(ctx)
   run = host_function(callback, inputs, outputs, api=api)
-  with _names.name_while_alive(function, JAX_CALLBACK) as name:
+  with registry.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
   results, token = emit_call(
     ctx,
@@ -268,7 +274,7 @@ def _lower(
     [it.aval for it in outputs],
     has_side_effect=api == "io_callback",
     token=token,
-    sharding=_compat.callback_sharding(ctx, sharding, ctx.avals_out, token=token is not None),
+    sharding=callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=token is not None),
   )
   avals = ctx.avals_out
   return [_convert(ctx, value, aval) for value, aval in zip(results, avals, strict=True)], token
@@ -287,12 +293,12 @@ def _convert(ctx: Any, value: Any, aval: Any) -> Any:
 def _register() -> None:
   # JAX marks both as uncacheable, since each call site needs its own callback; so do we.
   for primitive, rule in (
-    (_compat.pure_callback_p, _pure_callback_lowering),
-    (_compat.io_callback_p, _io_callback_lowering),
+    (callbacks.pure_callback_p, _pure_callback_lowering),
+    (callbacks.io_callback_p, _io_callback_lowering),
   ):
     for platform in ("cpu", "cuda"):
       mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
-  _debug.register()
+  debug.register()
 
 
 _register()

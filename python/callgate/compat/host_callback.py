@@ -33,17 +33,19 @@ from typing import Any
 
 import jax
 
-from callgate import _callgate, _compat, _options, _tap_primitive
-from callgate._target import start_channel
-from callgate.compat import _layout, _receiver
-from callgate.compat._receiver import TapFunctionException
-from callgate.compat._tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
-from callgate.tap import bind, logical_sizes
+from callgate import _callgate
+from callgate._core import options
+from callgate._jax import dispatch, tracing
+from callgate._tap import primitive
+from callgate._tap.tap import bind, logical_sizes
+from callgate._tap.target import start_channel
+from callgate.compat._host_callback import layout, receiver
+from callgate.compat._host_callback.receiver import TapFunctionException
+from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
-
-_compat.ask_before_execution(_receiver.NeedsReceiver)
-_compat.keep_results(_tap_primitive.holds_whole_dataflow_tap)
+dispatch.ask_before_execution(receiver.NeedsReceiver)
+tracing.keep_results(primitive.holds_whole_dataflow_tap)
 
 
 class Transform(str):
@@ -111,7 +113,7 @@ def id_tap(
     roles=("primal", "tangent", "cotangent"),
     logical=tuple(index for index, _ in sizes),
     untapped=len(rest.operands),
-    kept=_receiver.NEEDS_RECEIVER,
+    kept=receiver.NEEDS_RECEIVER,
   )
   consumer = _Consumer(func, tuple(sorted(kwargs.items())))
   target = tap_of(consumer.key(), given.tree, consumer, func, eager=True)
@@ -136,17 +138,17 @@ class _Consumer:
   def __call__(self, tapped: Tapped, device: int | None) -> None:
     name = name_of(self.function)
     if device is None:
-      _receiver.wait_for_earlier()
+      receiver.wait_for_earlier()
       try:
         self._call(tapped)
       except Exception as error:
         raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
       return
     try:
-      with _receiver.calling(name):
+      with receiver.calling(name):
         self._call(tapped)
     except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
-      _receiver.report(error, device, f"callgate: raised in tap function {name}")
+      receiver.report(error, device, f"callgate: raised in tap function {name}")
 
   def _call(self, tapped: Tapped) -> None:
     if self.function is _unknown_testing_consumer:
@@ -207,8 +209,8 @@ def id_print(
 
 
 def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
-  first = _layout.header(entries)
-  text = (first + "\n" if first else "") + _layout.stacked(arg, threshold) + "\n"
+  first = layout.header(entries)
+  text = (first + "\n" if first else "") + layout.stacked(arg, threshold) + "\n"
   if output_stream is not None:
     output_stream.write(text)
   else:
@@ -221,7 +223,7 @@ def outfeed_receiver(
   timeout_sec: float = 10,
   backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
-) -> _receiver.Receiver:
+) -> receiver.Receiver:
   """A context in which compiled programs may run taps on the devices.
 
   Leaving it waits for the programs and for the functions of their taps.
@@ -247,20 +249,20 @@ def outfeed_receiver(
       "outfeed_receiver: expected at most one of `backends` and `devices`, got both: "
       f"{backends!r} and {devices!r}"
     )
-  _options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
+  options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
   if backends is not None and (
     isinstance(backends, str) or not isinstance(backends, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
   ):
-    _options.refuse("outfeed_receiver", "backends", "names of platforms", backends)
+    options.refuse("outfeed_receiver", "backends", "names of platforms", backends)
   if devices is not None and (
     not isinstance(devices, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
     or not all(isinstance(device, jax.Device) for device in devices)
   ):
-    _options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
+    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
   if devices is None:
     platforms = [None] if backends is None else list(backends)
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
-  return _receiver.Receiver(receiver_name, timeout_sec, devices)
+  return receiver.Receiver(receiver_name, timeout_sec, devices)
 
 
 @contextlib.contextmanager
@@ -273,13 +275,13 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   Args:
     path: the file; it is replaced.
   """
-  sink: Any = _callgate.outfeed_2020_sink(_options.path("outfeed_stream", "path", path))  # pyright: ignore
+  sink: Any = _callgate.outfeed_2020_sink(options.path("outfeed_stream", "path", path))  # pyright: ignore
   handle = start_channel(CHANNEL)
   handle.add([sink])
   try:
     yield
   finally:
-    _compat.wait_for_effects(None)
+    dispatch.wait_for_effects(None)
     handle.flush(None)
     handle.remove(sink)
     sink.close()  # with the end marker

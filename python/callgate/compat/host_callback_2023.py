@@ -32,14 +32,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from callgate import _compat
-from callgate._consumers import check_not_forked
-from callgate._target import start_channel
-from callgate.compat import _host_call, _layout
-from callgate.compat._host_call import device_of
-from callgate.compat._receiver import finish
-from callgate.compat._tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
-from callgate.tap import bind
+from callgate._jax import dispatch
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.tap import bind
+from callgate._tap.target import start_channel
+from callgate.compat._host_callback import call as _call
+from callgate.compat._host_callback import layout
+from callgate.compat._host_callback.call import device_of
+from callgate.compat._host_callback.receiver import finish
+from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = [
   "CallbackException",
@@ -50,7 +51,6 @@ __all__ = [
   "id_print",
   "id_tap",
 ]
-
 _logger = logging.getLogger("callgate")
 _lock = threading.Lock()
 
@@ -217,8 +217,8 @@ class _Printer:
       entries["transforms"] = [(name, how) if how else name for name, how in transforms]
     if device is not None:
       entries["device"] = device
-    first = _layout.header(entries)
-    text = (first + "\n" if first else "") + _layout.filled(arg, self.threshold) + "\n"
+    first = layout.header(entries)
+    text = (first + "\n" if first else "") + layout.filled(arg, self.threshold) + "\n"
     if self.output_stream is not None:
       self.output_stream.write(text)
     else:
@@ -262,8 +262,8 @@ def call(
   if not callable(callback_func):
     raise TypeError(f"call: callback_func: expected a callable, got {callback_func!r}")
   report = functools.partial(_keep, name=name_of(callback_func))
-  options = _host_call.Options(call_with_device, device_index)
-  return _host_call.call(callback_func, arg, result_shape, options, report)
+  options = _call.Options(call_with_device, device_index)
+  return _call.call(callback_func, arg, result_shape, options, report)
 
 
 def _check_flavor(function: str, flavor: object) -> None:
@@ -300,4 +300,4 @@ def _flush_taps() -> None:
   start_channel(CHANNEL).flush(None)
 
 
-_compat.after_effects_barrier(_flush_taps)
+dispatch.after_effects_barrier(_flush_taps)

@@ -24,9 +24,8 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from callgate import _compat
-from callgate.compat._sharded_constraint import counts_inside, with_sharding_constraint
-from callgate.compat._sharded_local import (
+from callgate._jax import tracing
+from callgate.compat._sharded_jit.local import (
   LocalParts,
   Part,
   agreed,
@@ -36,14 +35,16 @@ from callgate.compat._sharded_local import (
   part_of,
   put,
 )
-from callgate.compat._sharded_parts import (
+from callgate.compat._sharded_jit.parts import (
   PartitionSpec,
   Parts,
   check_divides,
   check_ranks,
+  counts_inside,
   flat_parts,
   is_count,
   specs,
+  with_sharding_constraint,
 )
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
@@ -148,7 +149,7 @@ class _ShardedJit:
     # In a program around, arrays are whole even across processes, and its mesh may decide.
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
-    key = (tree, *map(str, types), static, inside, _compat.trace_key())
+    key = (tree, *map(str, types), static, inside, tracing.trace_key())
     with self._lock:
       run = self._programs.get(key)
     if run is None:
@@ -201,7 +202,7 @@ class _Program:
     check_divides(out_parts, [result.shape for result in results], "out_parts")
     count = self._count(closed.jaxpr)
     self.lasting = not any(isinstance(const, Tracer) for const in closed.consts)
-    if count is None or _compat.in_manual_region():
+    if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
       return _runner(closed, info, self.split.name)
     devices = self._devices(count)

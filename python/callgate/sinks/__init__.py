@@ -6,11 +6,12 @@ its name, and `pip install 'callgate[sinks]'` brings them all. A sink of your ow
 `Sink`.
 """
 
-from callgate._records import Record, TapInfo, columns
-from callgate._stream_sink import Stream
+from __future__ import annotations
+
+from callgate._tap.records import Record, TapInfo, columns
 from callgate.sinks._arrays import HDF5, Zarr
 from callgate.sinks._base import Sink, SinkError
-from callgate.sinks._native import JSONL, Npy, Stats
+from callgate.sinks._native import JSONL, Npy, Stats, Stream
 from callgate.sinks._parquet import Parquet
 from callgate.sinks._plot import Plot
 from callgate.sinks._text import CSV, Print

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _callgate, _options
-from callgate._records import Record, tap_key
+from callgate import _callgate
+from callgate._core import options
+from callgate._tap.records import Record, tap_key
 from callgate.sinks._base import LibrarySink, StrPath, library
 from callgate.sinks._rows import Field, Rows
 
@@ -24,8 +25,8 @@ class _GrowingArrays(LibrarySink):
   """What Zarr and HDF5 share; their arrays have `shape` and take slices alike."""
 
   def __init__(self, path: StrPath, *, append: bool) -> None:
-    super().__init__(_options.path(f"sinks.{type(self).__name__}", "path", path))
-    self._append = _options.boolean(f"sinks.{type(self).__name__}", "append", append)
+    super().__init__(options.path(f"sinks.{type(self).__name__}", "path", path))
+    self._append = options.boolean(f"sinks.{type(self).__name__}", "append", append)
     self._root: Any = None
     self._claimed: Any = None
     self._rows: dict[str, Rows] = {}

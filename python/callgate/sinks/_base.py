@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _processes
-from callgate._records import Record, TapInfo
+from callgate._process import group
+from callgate._tap.records import Record, TapInfo
 
 StrPath = str | os.PathLike[str]
 
@@ -131,7 +131,7 @@ class LibrarySink(Sink):
         f" {self._channel!r} has it open"
       )
     with self._naming("cannot be opened"):
-      self._target = _processes.fill_index(self._target)
+      self._target = group.fill_index(self._target)
       self._start(resume=self._started_before)
     self._started_before = True
     self._channel = channel

@@ -1,4 +1,4 @@
-"""The native sinks: their consumers are C++ (src/channel/sinks) and run without the GIL.
+"""The native sinks: their consumers are C++ (src/channel) and run without the GIL.
 
 A channel takes `native` and never calls `write`; `write` is for records made in Python, and may be
 called beside a channel.
@@ -14,9 +14,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from callgate import _callgate, _options, _processes
-from callgate._masked import is_masked, shown
-from callgate._records import Record, leaf_paths
+from callgate import _callgate
+from callgate._core import options
+from callgate._core.masked import is_masked, shown
+from callgate._process import group
+from callgate._tap.records import Record, leaf_paths
 from callgate.sinks._base import Sink, SinkError, StrPath, check_process, check_records
 
 _ROLES = ("primal", "tangent", "cotangent")  # the codes of src/channel/record.h
@@ -121,8 +123,8 @@ class JSONL(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = _processes.fill_index(_options.path("sinks.JSONL", "path", path))
-    append = _options.boolean("sinks.JSONL", "append", append)
+    self._path = group.fill_index(options.path("sinks.JSONL", "path", path))
+    append = options.boolean("sinks.JSONL", "append", append)
     super().__init__(_callgate.jsonl_sink(self._path, append))
 
   def __repr__(self) -> str:
@@ -143,8 +145,8 @@ class Npy(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = _processes.fill_index(_options.path("sinks.Npy", "path", path))
-    append = _options.boolean("sinks.Npy", "append", append)
+    self._path = group.fill_index(options.path("sinks.Npy", "path", path))
+    append = options.boolean("sinks.Npy", "append", append)
     super().__init__(_callgate.npy_sink(self._path, append))
 
   def __repr__(self) -> str:
@@ -155,8 +157,8 @@ def _edges(bins: Any) -> list[float]:
   expected = "edges of bins, increasing numbers, or None"
   several = isinstance(bins, (Sequence, np.ndarray)) and np.ndim(cast("Any", bins)) == 1
   if not several or isinstance(bins, (str, bytes, bytearray)):
-    _options.refuse("sinks.Stats", "bins", expected, bins)
-  edges = [_options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
+    options.refuse("sinks.Stats", "bins", expected, bins)
+  edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
   if not edges:
     raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
   return edges
@@ -241,3 +243,37 @@ def _pack(array: np.ndarray, bits: int) -> bytes:
   raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   spread = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, :bits]
   return np.packbits(spread.reshape(-1), bitorder="little").tobytes()
+
+
+class Stream(NativeSink):
+  """A stream: self-describing, checksummed, readable while it is written (`callgate.open_stream`).
+
+  ```python
+  import callgate as cg, jax
+
+  with cg.channel("loss", to=cg.sinks.Stream("train.cgs")):
+    jax.jit(lambda x: cg.tap(2 * x, "loss"))(3.0)
+  assert [r.leaves[""] for r in cg.open_stream("train.cgs")] == [6.0]
+  ```
+
+  Args:
+    destination: a file, which is appended to; `unix:PATH` or `tcp://HOST:PORT`, which readers
+      connect to. The host is this machine unless it is named, and port 0 is any free one. With
+      "{process}" in it, this process's index stands there: "run-{process}.cgs".
+  """
+
+  def __init__(self, destination: str | os.PathLike[str]) -> None:
+    self._destination = group.fill_index(options.path("sinks.Stream", "destination", destination))
+    known = group.known_index()
+    self._sink = _callgate.stream_sink(
+      self._destination, process_index=-1 if known is None else known
+    )
+    super().__init__(self._sink)
+
+  def __repr__(self) -> str:
+    return f"Stream({self._destination!r})"
+
+  @property
+  def address(self) -> str:
+    """Where readers find the stream: the destination, with the port that was chosen."""
+    return self._sink.address

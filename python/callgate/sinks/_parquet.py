@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _callgate, _options
-from callgate._records import Record, tap_key
+from callgate import _callgate
+from callgate._core import options
+from callgate._tap.records import Record, tap_key
 from callgate.sinks._base import LibrarySink, SinkError, StrPath, file_for, library
 from callgate.sinks._rows import Rows
 from callgate.sinks._text import close_all
@@ -34,8 +35,8 @@ class Parquet(LibrarySink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    super().__init__(_options.path("sinks.Parquet", "path", path))
-    _options.boolean("sinks.Parquet", "append", append)
+    super().__init__(options.path("sinks.Parquet", "path", path))
+    options.boolean("sinks.Parquet", "append", append)
     self._arrow = library("pyarrow", sink="Parquet", extra="parquet")
     self._parquet = library("pyarrow.parquet", sink="Parquet", extra="parquet")
     self._append = append

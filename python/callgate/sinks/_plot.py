@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _options
-from callgate._records import Record, columns
+from callgate._core import options
+from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, library, plain
 
 
@@ -45,15 +45,15 @@ class Plot(LibrarySink):
     max_points: int = 4000,
   ) -> None:
     label = "sinks.Plot"
-    super().__init__(_options.path(label, "path", path))
+    super().__init__(options.path(label, "path", path))
     self._figure: Any = library("matplotlib.figure", sink="Plot", extra="plot").Figure
-    self._max_points = _options.count(label, "max_points", max_points, least=2)
-    self._every_seconds = _options.seconds(label, "every_seconds", every_seconds, zero=True)
-    self._title = _options.or_none(_options.text, label, "title", title)
-    self._log = _options.boolean(label, "log", log)
+    self._max_points = options.count(label, "max_points", max_points, least=2)
+    self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
+    self._title = options.or_none(options.text, label, "title", title)
+    self._log = options.boolean(label, "log", log)
     if not isinstance(size, (tuple, list)) or len(size) != 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
-      _options.refuse(label, "size", "a width and a height in inches", size)
-    self._size = [_options.number(label, "size", extent, above=0) for extent in size]
+      options.refuse(label, "size", "a width and a height in inches", size)
+    self._size = [options.number(label, "size", extent, above=0) for extent in size]
     self._curves: dict[str, _Curve] = {}
     self._changed = False
     self._next_drawing = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from callgate._records import Record, leaf_paths
+from callgate._tap.records import Record, leaf_paths
 from callgate.sinks._base import plain
 
 META = {"seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32}

@@ -15,9 +15,10 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from callgate import _callgate, _options
-from callgate._records import Record, columns, leaf_paths, tap_key
-from callgate.errors import GateDefinitionError
+from callgate import _callgate
+from callgate._core import options
+from callgate._core.errors import GateDefinitionError
+from callgate._tap.records import Record, columns, leaf_paths, tap_key
 from callgate.sinks._base import (
   LibrarySink,
   SinkError,
@@ -42,9 +43,9 @@ class Print(LibrarySink):
   def __init__(
     self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
   ) -> None:
-    _options.or_none(_options.writable, "sinks.Print", "file", file)
+    options.or_none(options.writable, "sinks.Print", "file", file)
     if not callable(format):
-      _check_format(_options.or_none(_options.text, "sinks.Print", "format", format) or "")
+      _check_format(options.or_none(options.text, "sinks.Print", "format", format) or "")
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
     self._file = file
     self._format = format
@@ -160,11 +161,11 @@ class CSV(LibrarySink):
   def __init__(
     self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
   ) -> None:
-    super().__init__(_options.path("sinks.CSV", "path", path))
-    self._append = _options.boolean("sinks.CSV", "append", append)
-    self._columns = _options.or_none(_options.strings, "sinks.CSV", "columns", columns)
+    super().__init__(options.path("sinks.CSV", "path", path))
+    self._append = options.boolean("sinks.CSV", "append", append)
+    self._columns = options.or_none(options.strings, "sinks.CSV", "columns", columns)
     if self._columns is not None and len(set(self._columns)) < len(self._columns):
-      _options.refuse("sinks.CSV", "columns", "a name once", columns)
+      options.refuse("sinks.CSV", "columns", "a name once", columns)
     self._resume = False
     self._tables: dict[pathlib.Path, _Table] = {}
     self._made: set[pathlib.Path] = set()

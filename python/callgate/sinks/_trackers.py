@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from callgate import _options
-from callgate._records import Record, columns
+from callgate._core import options
+from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, library, plain, scalar
 
 
@@ -54,8 +54,8 @@ class TensorBoard(LibrarySink):
   """
 
   def __init__(self, logdir: StrPath, *, step: str | None = None) -> None:
-    super().__init__(_options.path("sinks.TensorBoard", "logdir", logdir))
-    _options.optional_texts("sinks.TensorBoard", step=step)
+    super().__init__(options.path("sinks.TensorBoard", "logdir", logdir))
+    options.optional_texts("sinks.TensorBoard", step=step)
     self._library = library("tensorboardX", sink="TensorBoard", extra="tensorboard")
     self._step = step
     self._writer: Any = None
@@ -108,9 +108,9 @@ class MLflow(LibrarySink):
     run_name: str | None = None,
     step: str | None = None,
   ) -> None:
-    super().__init__(_options.text("sinks.MLflow", "experiment", experiment))
-    _options.path("sinks.MLflow", "tracking_uri", tracking_uri)
-    _options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
+    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
+    options.path("sinks.MLflow", "tracking_uri", tracking_uri)
+    options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     library("mlflow", sink="MLflow", extra="mlflow")

@@ -1,0 +1,1 @@
+"""Arrays of NumPy, JAX, PyTorch, CuPy and Numba over XLA's memory, and what outlives its call."""

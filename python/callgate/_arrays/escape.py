@@ -1,0 +1,335 @@
+"""Views that outlive their call: found, made safe, reported.
+
+The runtime calls `settle` when, after a call, a view of XLA's memory is still referenced. XLA will
+reuse or free that memory, so everything that points into it gets a private copy instead: the view,
+arrays derived from it wherever they are held, torch tensors. Memoryviews over it are released. Then
+every reference to the view and to these arrays is accounted for: one whose holder may have taken
+the address for itself (`holders.py`), or that no holder shows for, is reported, and the gate works
+on private copies from then on. This is the slow path of a mistake (or of an exception whose frames
+hold the views); it may take a while.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from callgate import _callgate
+from callgate._arrays import gpu
+from callgate._arrays import holders as _holders
+from callgate._core import registry
+from callgate._core.errors import EscapedViewError
+
+# kind ("argument" or "result"), index, view, address and size of XLA's memory
+Suspect = tuple[str, int, Any, int, int]
+# Held by who looks at other threads' frames: these hold what a call's function does.
+reading_frames = threading.Lock()
+
+
+def settle(
+  gate: str,
+  spec: str,
+  suspects: list[Suspect],
+  exception: BaseException | None,
+  make_private: Callable[[str], None],
+) -> None:
+  """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
+
+  Args:
+    gate: the gate's name.
+    spec: the call site's description, for the arguments' names.
+    suspects: all views of the call; those still referenced are the escaped ones.
+    exception: the exception that the call ended with, or None.
+    make_private: makes the views of a kind private copies, from the gate's next call on.
+
+  Raises:
+    EscapedViewError: a view escaped from a call that was otherwise successful.
+  """
+  escaped = _escaped(suspects)
+  if escaped and exception is None:
+    escaped = _escaped_for_good(suspects)
+  if not escaped:
+    return
+  own = {id(suspects), *map(id, suspects)}
+  rescues = [_make_safe(suspect, own, exception) for suspect in escaped]
+  unsafe = [rescue for rescue in rescues if rescue.remaining and not rescue.on_gpu]
+  for kind in {rescue.suspect[0] for rescue in unsafe}:
+    make_private(kind)
+  if exception is not None:
+    return
+  raise EscapedViewError(
+    f"gate '{gate}': {_named(gate, spec, rescues)}: a view of XLA's memory, or an array derived "
+    "from it, was kept after the call returned. Expected: views used during the call alone; keep a "
+    f"copy (x.copy()) instead. {_consequence(gate, spec, rescues)}"
+  )
+
+
+def _named(gate: str, spec: str, rescues: list[_Rescue]) -> str:
+  return ", ".join(registry.of(gate, spec, *rescue.suspect[:2]) for rescue in rescues)
+
+
+def _consequence(gate: str, spec: str, rescues: list[_Rescue]) -> str:
+  if any(rescue.on_gpu for rescue in rescues):
+    return "What was kept must not be used any more: its memory on the GPU is XLA's."
+  text = "What was kept now holds a private copy of the data"
+  if any(rescue.released for rescue in rescues):
+    text += "; a memoryview, which can't, was released"
+  unsafe = [rescue for rescue in rescues if rescue.remaining]
+  if not unsafe:
+    return f"{text}."
+  holders = sorted({name for rescue in unsafe for name in rescue.names()})
+  return (
+    f"{text}. But something still points to XLA's memory of {_named(gate, spec, unsafe)}: "
+    f"{', '.join(holders)}. Expected: that it is not used any more, since it will read other "
+    "numbers there. From its next call on the gate gets private copies, which it may keep; with "
+    "cg.gate(copy=True) it gets copies of its arguments from the start."
+  )
+
+
+def _escaped(suspects: list[Suspect]) -> list[Suspect]:
+  """The suspects that somebody else refers to."""
+  return [suspect for suspect in suspects if _others(suspect) > 0]
+
+
+def _others(suspect: Suspect) -> int:
+  """How many references to a view are not the runtime's, the tuple's or getrefcount's argument."""
+  return sys.getrefcount(suspect[2]) - 3
+
+
+def _escaped_for_good(suspects: list[Suspect]) -> list[Suspect]:
+  """Leaves out what other threads or reference cycles hold for a moment longer."""
+  with reading_frames:
+    pass  # a report's are gone now
+  for attempt in range(5):
+    time.sleep(0.0005 * attempt)  # gives the GIL to a worker that is about to drop its argument
+    if not _escaped(suspects):
+      return []
+  gc.collect()
+  for suspect in suspects:  # not its view by name: that would be one reference more
+    _await_xla(suspect[2], until_dropped=False)
+  return _escaped(suspects)
+
+
+def _make_safe(suspect: Suspect, own: set[int], exception: BaseException | None) -> _Rescue:
+  """Moves what it can away from XLA's memory, and says what remains there."""
+  if not isinstance(suspect[2], np.ndarray) and suspect[2].stream:
+    return _leave_gpu(suspect, own, exception)
+  rescue = _Rescue(suspect, own, *_copied(suspect))
+  # An exception's frames hold the arguments: nearly always they account for all references, and
+  # the search of the whole heap (a good part of a second) is not needed.
+  if exception is not None:
+    rescue.run(_holders.frames_of(exception))
+    rescue.account()
+  if exception is None or rescue.remaining:
+    rescue.run(_holders.heap())
+    rescue.account()
+  return rescue
+
+
+def _copied(suspect: Suspect) -> tuple[Any, int]:
+  """Gives the view a copy: who owns it, where the view itself does not, and its address."""
+  _, _, view, address, _ = suspect
+  if isinstance(view, np.ndarray):
+    keeper = view.copy()
+    keeper.setflags(write=view.flags.writeable)
+    _callgate.repoint(view, address, keeper.ctypes.data, keeper)
+    return keeper, keeper.ctypes.data
+  _delete_jax_array(view)
+  view._detach()  # pyright: ignore[reportPrivateUsage]
+  return None, view._data  # pyright: ignore[reportPrivateUsage]
+
+
+def _leave_gpu(suspect: Suspect, own: set[int], exception: BaseException | None) -> _Rescue:
+  """Ends a Buffer on a GPU: whoever asks it for the memory gets an error, not a copy.
+
+  Of what was made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
+  """
+  view = suspect[2]
+  rescue = _Rescue(suspect, own, None, 0, on_gpu=True)
+  torch = sys.modules.get("torch")
+  if torch is not None and torch.cuda.is_available():
+    roots = _holders.heap() if exception is None else _holders.frames_of(exception)
+    library = gpu.library("torch")
+    library.run(view.stream, view.__dlpack_device__()[1], lambda: rescue.run(roots))
+  view._detach()  # pyright: ignore[reportPrivateUsage]
+  return rescue
+
+
+@dataclasses.dataclass
+class _Rescue:
+  """What moves from XLA's memory to the copy at `target`.
+
+  `keeper` owns the copy; None where the view, a Buffer, does. Nothing here refers to the view
+  itself, whose references are counted. `own` are the ids of what holds it on our behalf.
+  """
+
+  suspect: Suspect
+  own: set[int]
+  keeper: Any
+  target: int
+  on_gpu: bool = False
+  remaining: bool = False  # whether somebody unknown still refers to the view or to an array of it
+  released: bool = False  # whether memoryviews were
+  arrays: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+  # By the id of the view or array, how many references are known to be harmless; and by type,
+  # which holders are not.
+  harmless: Counter[int] = dataclasses.field(default_factory=Counter[int])
+  harmful: set[type] = dataclasses.field(default_factory=set[type])
+
+  def run(self, roots: list[Any]) -> None:
+    """Repoints what is reachable from the roots, and notes who holds it."""
+    self.harmless.clear()
+    self.harmful.clear()
+    plain = _holders.Plain()
+    found: dict[int, Any] = {}
+    memoryviews: list[memoryview] = []
+    namespaces: dict[int, tuple[Any, Counter[int]]] = {}
+    for holder, item in _holders.references(roots, self.own):
+      if item is self.suspect[2] or self._is_array_of_ours(item, found):
+        if plain(holder):
+          self.harmless[id(item)] += 1
+        elif not _is_memoryviews(holder):
+          self.harmful.add(type(holder))
+        if type(holder) is dict:
+          namespaces.setdefault(id(holder), (holder, Counter()))[1][id(item)] += 1
+      elif isinstance(item, memoryview):
+        memoryviews.append(item)
+      elif not isinstance(item, (np.ndarray, _callgate.Buffer)):
+        self._rescue_tensor(item)
+    self._leave_out_namespaces(list(namespaces.values()))
+    keeper = self.suspect[2] if self.keeper is None else self.keeper
+    for array in found.values():
+      _callgate.repoint(array, self.suspect[3], self.target, keeper)
+    self.arrays |= found
+    for item in memoryviews:  # last: arrays derive through them
+      if self._derives(item):
+        self._release_memoryview(item)
+
+  def account(self) -> None:
+    """Sets `remaining`, when everything that `run` looked through is dropped."""
+    bases = 0
+    for key in self.arrays:
+      if sys.getrefcount(self.arrays[key]) - 2 > self.harmless[key]:
+        self.remaining = True
+        return
+      bases += self.arrays[key].base is self.suspect[2]
+    self.remaining = _others(self.suspect) > self.harmless[id(self.suspect[2])] + bases
+
+  def names(self) -> list[str]:
+    """What is known of who remains."""
+    names = [_holders.full_name(kind) for kind in self.harmful]
+    return names or ["an object that Python can't see into (an iterator such as x.flat, say)"]
+
+  def _leave_out_namespaces(self, namespaces: list[tuple[Any, Counter[int]]]) -> None:
+    """Of dicts, those that are the attributes of an object with an address of its own."""
+    for namespace, counts in namespaces:
+      holder = _holders.instance_of(namespace)
+      if holder is not None:
+        self.harmless -= counts
+        self.harmful.add(type(holder))
+
+  def _is_array_of_ours(self, item: Any, found: dict[int, Any]) -> bool:
+    if not isinstance(item, np.ndarray):
+      return False
+    if id(item) in found or id(item) in self.arrays:
+      return True
+    if not self._holds(item.ctypes.data) or not self._derives(item):
+      return False
+    found[id(item)] = item
+    return True
+
+  def _holds(self, pointer: int) -> bool:
+    _, _, _, address, size = self.suspect
+    return address <= pointer < address + size
+
+  def _derives(self, item: Any) -> bool:
+    owner = _owner(item)
+    while owner is not None:
+      if owner is self.suspect[2] or owner is self.keeper:
+        return True
+      # A capsule of DLPack does not say whose memory it is, nor does a tensor that has been moved;
+      # an array's address does.
+      unknown = isinstance(owner, _holders.tensor_types()) or type(owner).__name__ == "PyCapsule"
+      if unknown and not isinstance(item, memoryview):
+        return True
+      owner = _owner(owner)
+    return False
+
+  def _rescue_tensor(self, tensor: Any) -> None:
+    try:
+      inside = self._holds(tensor.data_ptr())
+    except RuntimeError:
+      return  # no memory to point to: sparse and fake tensors
+    if inside:
+      tensor.data = tensor.data.clone()
+
+  def _release_memoryview(self, view: memoryview) -> None:
+    try:
+      view.release()
+      self.released = True
+    except (
+      BufferError
+    ):  # somebody reads it at this moment, through a pointer that nobody can change
+      self.harmful.add(memoryview)
+
+
+def _is_memoryviews(holder: Any) -> bool:
+  return type(holder).__name__ == "managedbuffer"
+
+
+def _owner(item: Any) -> Any:
+  """Whose memory an array, a memoryview or one of NumPy's stand-ins for an array shows."""
+  if isinstance(item, memoryview):
+    try:
+      return item.obj
+    except ValueError:  # released
+      return None
+  return getattr(item, "base", None)
+
+
+# The jax.Arrays made for a call, by Buffer. They can't be repointed, only deleted; and none can be
+# told by its address, which it may share with the program's own input.
+_jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def track_jax_array(buffer: Any, array: Any) -> Any:
+  """Remembers that the array is a view of the buffer, for as long as the buffer lives."""
+  _jax_arrays[buffer] = weakref.ref(array)
+  return array
+
+
+def _delete_jax_array(buffer: Any) -> None:
+  reference = _jax_arrays.get(buffer) if not isinstance(buffer, np.ndarray) else None
+  array = reference() if reference is not None else None
+  if array is not None:
+    array.delete()
+    del array
+    _await_xla(buffer, until_dropped=True)
+
+
+_XLA_SECONDS = 30.0
+
+
+def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
+  """Waits for computations that the callable started on its jax.Array and did not wait for.
+
+  They hold the memory without a Python reference. An array that Python still refers to holds it for
+  good, so with `until_dropped` it must have been deleted before.
+  """
+  if isinstance(buffer, np.ndarray):
+    return
+  reference = _jax_arrays.get(buffer)
+  if reference is None or (reference() is not None and not until_dropped):
+    return
+  deadline = time.monotonic() + _XLA_SECONDS
+  while buffer._exports and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
+    time.sleep(0.0005)

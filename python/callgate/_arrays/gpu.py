@@ -1,0 +1,192 @@
+"""A GPU's arrays as the array libraries have them: CuPy's, PyTorch's, Numba's, on XLA's stream.
+
+A `Library` turns the runtime's Buffers into its arrays without a copy, and runs the callable such
+that what the library enqueues goes to XLA's stream, on the program's GPU. Each library is imported
+with the first call that needs it. All of this runs under the GIL, on XLA's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from callgate._arrays.torch import to_numpy
+from callgate._core.errors import GateDefinitionError
+
+KINDS = ("buffer", "cupy", "torch", "numba")
+STREAMS = ("cupy", "torch", "numba", "cuda")
+# What a user installs for each, and what is imported.
+_EXTRAS = {
+  "cupy": ("CuPy", "cupy", "cupy"),
+  "torch": ("PyTorch", "torch", "torch"),
+  "numba": ("Numba for CUDA", "numba.cuda", "numba-cuda"),
+  "cuda": ("cuda-python", "cuda.bindings.driver", "cuda"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+  """How a callable works with a library's arrays on a GPU.
+
+  Attributes:
+    convert: makes the library's array from a Buffer on a GPU.
+    result: makes what the runtime can copy from what the callable returned.
+    run: calls a function without arguments, with this stream (an address) of this GPU (its
+      number) as the library's current one.
+  """
+
+  convert: Callable[[Any], Any]
+  result: Callable[[Any], Any]
+  run: Callable[[int, int, Callable[[], Any]], Any]
+
+
+@functools.cache
+def library(kind: str) -> Library:
+  """The library behind `arrays=kind`, imported.
+
+  Raises:
+    GateDefinitionError: it is not installed.
+  """
+  return {"buffer": _buffer, "cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
+
+
+def stream_as(library: str, stream: int, ordinal: int) -> Any:
+  """XLA's stream as a library's object, for `Context.stream_as`.
+
+  Args:
+    library: "cupy" (`cupy.cuda.ExternalStream`), "torch" (`torch.cuda.ExternalStream`), "numba"
+      (`numba.cuda.external_stream`) or "cuda" (`cuda.bindings.driver.CUstream`).
+    stream: its address.
+    ordinal: the GPU's number; -1 on the CPU.
+
+  Raises:
+    GateDefinitionError: on the CPU, for another name, or where the library is not installed.
+  """
+  if library not in STREAMS:
+    raise GateDefinitionError(
+      f"Context.stream_as: expected one of {', '.join(map(repr, STREAMS))}, got {library!r}"
+    )
+  if ordinal < 0:
+    raise GateDefinitionError(
+      f"Context.stream_as({library!r}): expected a call on a CUDA device, got one on the CPU, "
+      "which has no stream"
+    )
+  module = _import(library, f"Context.stream_as({library!r})")
+  if library == "cupy":
+    return _cupy_stream(module, stream, ordinal)
+  if library == "torch":
+    return _torch_stream(module, stream, ordinal)
+  if library == "numba":
+    return module.external_stream(stream)
+  return module.CUstream(stream)
+
+
+def _import(name: str, who: str) -> Any:
+  title, module, extra = _EXTRAS[name]
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise GateDefinitionError(
+      f"{who} needs {title}, which is not installed or can't be imported ({error}): "
+      f"pip install 'callgate[{extra}]'"
+    ) from error
+
+
+def _call(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
+  del stream, ordinal
+  return function()
+
+
+def _same(value: Any) -> Any:
+  return value
+
+
+def returned(value: Any) -> Any:
+  """A returned array as the runtime takes it: PyTorch's need help with gradients and layouts."""
+  if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
+    return value
+  tensor = value.detach()
+  if not tensor.is_cuda:
+    return to_numpy(tensor)
+  return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+# -- Buffer --------------------------------------------------------------------------------------
+def _buffer() -> Library:
+  return Library(_same, returned, _call)
+
+
+# -- CuPy ----------------------------------------------------------------------------------------
+def _cupy() -> Library:
+  cupy = _import("cupy", "arrays='cupy'")
+
+  def convert(buffer: Any) -> Any:
+    try:
+      if not buffer.size:
+        return cupy.empty(buffer.shape, buffer.dtype)
+      # The owner keeps the Buffer, whose references tell whether an array outlives the call.
+      ordinal = buffer.__dlpack_device__()[1]
+      memory = cupy.cuda.UnownedMemory(buffer._data, buffer.nbytes, buffer, device_id=ordinal)
+      pointer = cupy.cuda.MemoryPointer(memory, 0)
+      return cupy.ndarray(buffer.shape, buffer.dtype, memptr=pointer)
+    except (TypeError, ValueError) as error:
+      raise TypeError(
+        f"arrays='cupy': CuPy has no arrays of {buffer.dtype.name} ({error}); use "
+        "arrays='buffer' or 'torch', or convert in the program"
+      ) from error
+
+  def result(value: Any) -> Any:
+    return cupy.ascontiguousarray(value) if isinstance(value, cupy.ndarray) else returned(value)
+
+  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
+    with cupy.cuda.Device(ordinal), _cupy_stream(cupy, stream, ordinal):
+      return function()
+
+  return Library(convert, result, run)
+
+
+@functools.lru_cache(maxsize=64)
+def _cupy_stream(cupy: Any, stream: int, ordinal: int) -> Any:
+  return cupy.cuda.ExternalStream(stream, ordinal)
+
+
+# -- PyTorch -------------------------------------------------------------------------------------
+def _torch() -> Library:
+  torch = _import("torch", "arrays='torch'")
+  from_dlpack = importlib.import_module("torch.utils.dlpack").from_dlpack
+
+  def convert(buffer: Any) -> Any:
+    # A capsule: XLA's stream is torch's current one, so nothing is to be waited for. Unversioned:
+    # torch has no read-only tensors, and would warn about each input.
+    return from_dlpack(buffer._dlpack_unchecked())
+
+  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
+    # Of the stream's device, too, which it makes the current one.
+    with torch.cuda.stream(_torch_stream(torch, stream, ordinal)):
+      return function()
+
+  return Library(convert, returned, run)
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_stream(torch: Any, stream: int, ordinal: int) -> Any:
+  return torch.cuda.ExternalStream(stream, device=torch.device("cuda", ordinal))
+
+
+# -- Numba ---------------------------------------------------------------------------------------
+def _numba() -> Library:
+  cuda = _import("numba", "arrays='numba'")
+
+  def convert(buffer: Any) -> Any:
+    # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
+    return cuda.as_cuda_array(buffer, sync=False)
+
+  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
+    del stream  # Numba has no current stream
+    with cuda.gpus[ordinal]:
+      return function()
+
+  return Library(convert, returned, run)

@@ -1,0 +1,199 @@
+"""Who holds the arrays of a call: what the heap can tell, and what it can't.
+
+A view that outlived its call can be given a copy where whoever holds it asks it for its memory at
+each use: a container, a frame, an instance of a class of Python's. A holder with a C layout of its
+own may have taken the address instead, and goes on reading there: a tree of SciPy's, a memoryview
+of Cython's, `x.ctypes`. Others can't be seen at all (`x.flat` is not known to the collector): their
+references are what remains of an object's count when all others have been found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from callgate import _callgate
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's Py_TPFLAGS
+_WORD = np.dtype(np.intp).itemsize
+# Modules of C types that hold objects, never an address inside of one, but for the exceptions.
+_PLAIN_MODULES = frozenset(
+  {
+    "_asyncio",
+    "_collections",
+    "_contextvars",
+    "_functools",
+    "_operator",
+    "_queue",
+    "_thread",
+    "_typing",
+    "_weakref",
+    "builtins",
+    "collections",
+    "functools",
+    "itertools",
+    "operator",
+    "types",
+    "typing",
+    "weakref",
+  }
+)
+_ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
+# What these hold is repointed with them.
+_ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})
+# Classes of Python's that keep an address all the same: NumPy's `x.ctypes`.
+_KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})
+
+
+def full_name(kind: type) -> str:
+  """A type's name with its module, as a reader would look for it."""
+  module = str(getattr(kind, "__module__", ""))
+  name = str(getattr(kind, "__qualname__", kind.__name__))
+  return name if module in ("", "builtins") else f"{module}.{name}"
+
+
+class Plain:
+  """Which holders ask what they hold for its memory at each use. Remembers types, for one walk."""
+
+  def __init__(self) -> None:
+    self._kinds: dict[type, bool] = {}
+
+  def __call__(self, holder: Any) -> bool:
+    return self.kind(type(holder))
+
+  def kind(self, kind: type) -> bool:
+    known = self._kinds.get(kind)
+    if known is None:
+      known = self._kinds[kind] = all(_adds_no_address(part) for part in kind.__mro__)
+    return known
+
+
+def _adds_no_address(part: type) -> bool:
+  name = full_name(part)
+  if name in _KEEP_ADDRESSES:
+    return False
+  if name in _ARRAYS or _is_plain_builtin(part):
+    return True
+  flags = part.__flags__
+  return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE and _is_a_class_statements(part)
+
+
+def _is_plain_builtin(part: type) -> bool:
+  return part.__module__ in _PLAIN_MODULES and part.__name__ not in _ADDRESSES
+
+
+def _is_a_class_statements(part: type) -> bool:
+  """Whether its instances have slots, a __dict__ and weak references beyond the base's, no more."""
+  base = part.__base__
+  if base is None:
+    return False
+  slots = [v for v in vars(part).values() if isinstance(v, types.MemberDescriptorType)]
+  words = len(slots)
+  # Negative ones lie before the object (CPython's managed dicts), but for -8, at its end.
+  words += not base.__dictoffset__ and (part.__dictoffset__ > 0 or part.__dictoffset__ < -1)
+  words += not base.__weakrefoffset__ and part.__weakrefoffset__ > 0
+  return part.__basicsize__ - base.__basicsize__ == _WORD * words
+
+
+def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
+  """The array-likes that the roots refer to, directly or through plain containers, by holder.
+
+  One comes once for each reference to it. What `own` has, by id, is left out.
+  """
+  kinds = (np.ndarray, memoryview, _callgate.Buffer, *tensor_types())
+  seen = {id(root) for root in roots} | own
+  stack = list(roots)
+  while stack:
+    holder = stack.pop()
+    if id(holder) in own:
+      continue
+    for item in gc.get_referents(holder):
+      # By type: isinstance asks for __class__, and an object may answer with anything (deprecated
+      # names of torch.distributed warn).
+      if issubclass(type(item), kinds):
+        yield holder, item
+        # Arrays of objects are containers that the collector does not look into.
+        if isinstance(item, np.ndarray) and item.dtype.hasobject:
+          item = _whole(item)
+          if id(item) not in seen:
+            seen.add(id(item))
+            stack.append(item.ravel().tolist())
+      elif issubclass(type(item), (dict, tuple, list, set)) and id(item) not in seen:  # pyright: ignore[reportUnknownArgumentType]
+        seen.add(id(item))
+        stack.append(item)
+
+
+def _whole(array: Any) -> Any:
+  """The array of objects that another one is a view of, so that its elements are seen once."""
+  while isinstance(array.base, np.ndarray) and array.base.dtype.hasobject:
+    array = array.base
+  return array
+
+
+def instance_of(namespace: Any) -> Any:
+  """The object of which a dict is the `__dict__`, where it is one that a C type made; or None."""
+  plain = Plain()
+  for holder in gc.get_referrers(namespace):
+    if not plain(holder):
+      with contextlib.suppress(Exception):
+        if object.__getattribute__(holder, "__dict__") is namespace:
+          return holder
+  return None
+
+
+def heap() -> list[Any]:
+  """Everything that the collector tracks, and the locals of running frames, which it does not."""
+  frames = _running_frames()  # first: what it makes is seen below
+  tracked = gc.get_objects()
+  known = set(frames).intersection(map(id, tracked))
+  return tracked + [item for key, item in frames.items() if key not in known]
+
+
+def _running_frames() -> dict[int, Any]:
+  """Containers that hold what the locals of all threads' frames do, by id."""
+  found: dict[int, Any] = {}
+  for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
+    for f, _ in traceback.walk_stack(_without_ours(frame)):
+      names: Any = f.f_locals
+      if isinstance(names, dict):  # a module's or a class's own; before 3.13 also a copy that stays
+        found[id(names)] = names
+      if f.f_code.co_flags & 1:  # CO_OPTIMIZED: a function's, which has them outside of dicts
+        plain = set(f.f_code.co_varnames) - set(f.f_code.co_cellvars)
+        values = [names[name] for name in plain if name in names]
+        found[id(values)] = values
+  frame = f = None  # our own frame among them: a cycle that would hold everything found
+  return found
+
+
+def _without_ours(frame: Any) -> Any:
+  while frame is not None and frame.f_globals.get("__name__") in (__name__, "callgate._escape"):
+    frame = frame.f_back
+  return frame
+
+
+def frames_of(exception: BaseException) -> list[Any]:
+  """The exception and those that it follows from, with their frames."""
+  found: list[Any] = []
+  pending: list[BaseException | None] = [exception]
+  seen: set[int] = set()
+  while pending:
+    error = pending.pop()
+    if error is None or id(error) in seen:
+      continue
+    seen.add(id(error))
+    found.append(error)
+    found += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    pending += [error.__cause__, error.__context__]
+  return found
+
+
+def tensor_types() -> tuple[type, ...]:
+  torch = sys.modules.get("torch")
+  return () if torch is None else (torch.Tensor,)

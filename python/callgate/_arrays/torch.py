@@ -1,0 +1,39 @@
+"""PyTorch's tensors as NumPy arrays over the same memory, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from callgate._core.errors import GateDefinitionError
+
+
+def torch_converter() -> Callable[[Any], Any]:
+  try:
+    from torch.utils.dlpack import from_dlpack  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise GateDefinitionError(
+      "arrays='torch' needs PyTorch, which is not installed: pip install 'callgate[torch]'"
+    ) from error
+
+  def convert(buffer: Any) -> Any:
+    # Unversioned: torch has no read-only tensors, and would warn about each input.
+    return from_dlpack(buffer._dlpack_unchecked())
+
+  return convert
+
+
+def to_numpy(value: Any) -> Any:
+  """A returned array as NumPy: torch tensors need help with gradients and bfloat16."""
+  if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
+    return value
+  tensor = value.detach().cpu()
+  name = str(tensor.dtype).removeprefix("torch.")
+  if name == "bfloat16" or name.startswith("float8"):
+    import ml_dtypes
+    import torch  # pyright: ignore[reportMissingImports]
+
+    words = torch.int16 if name == "bfloat16" else torch.uint8
+    # A clone has memory, where torch's own stands for zeros.
+    return tensor.clone().view(words).numpy().view(getattr(ml_dtypes, name))
+  return tensor.numpy(force=True)  # also of zeros without memory and lazy conjugates

@@ -1,0 +1,1 @@
+"""Compilers on this machine, and the disk cache of what they made."""

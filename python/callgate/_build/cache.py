@@ -1,0 +1,142 @@
+"""The cache on disk of compiled kernels.
+
+In the cache's folder `kernels`, a *key* stands for all that is known before the compiler runs:
+source, flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key,
+each with its checksum and with the checksums of the files that the compiler read beside the source,
+the user's headers; so a header that changes makes another library, and one that changes back finds
+the first.
+
+Any number of processes may read and build at once. Readers take no lock: manifests and libraries
+come into being by renaming, and what is missing, damaged or out of date counts as not there. One
+process at a time builds a key, under a file lock that dies with it; what a killed one left behind
+is removed by the next. Who may have written what is there, `_build/files.py` looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from callgate._build.files import checksum
+from callgate._build.files import kept_folder
+from callgate._build.files import locked
+from callgate._build.files import made_folder
+from callgate._build.files import move
+from callgate._build.files import private_folder
+from callgate._build.files import read
+from callgate._build.files import usable_folder
+from callgate._build.files import write
+
+
+_KEPT = 8  # libraries of one key
+_UNKNOWN = "changed"  # no checksum: a file that changed while the compiler read it
+
+
+def digest(parts: Any) -> str:
+  """A name for anything that JSON holds."""
+  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def remembered(name: str, make: Callable[[], str]) -> str:
+  """A text that is kept in the cache, made where it is not there."""
+  with contextlib.suppress(OSError, UnicodeDecodeError):
+    if known := read(kept_folder("compilers") / name).decode():
+      return known
+  made = make()
+  with contextlib.suppress(OSError):
+    write(usable_folder("compilers") / name, made.encode())
+  return made
+
+
+def find_or_make(key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]) -> Path:
+  """The library of a key.
+
+  Args:
+    key: see the module.
+    make: builds in an empty folder; returns the library that it made there, the files that it was
+      made from and when the compiler started, in nanoseconds of the system's clock. What it raises
+      is passed on, and nothing is kept.
+  """
+  with contextlib.suppress(OSError):
+    found = _find(kept_folder("kernels", key[:2]), key)
+    if found is not None:
+      return found
+  with _writable(key) as place:
+    found = _find(place, key)  # another process may have made it meanwhile
+    return found if found is not None else _make(place, key, make)
+
+
+def _make(folder: Path, key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]) -> Path:
+  for rest in folder.glob(f"{key}.build-*"):  # of a process that was killed
+    shutil.rmtree(rest, ignore_errors=True)
+  with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build-") as building:
+    made, files, started = make(Path(building))
+    dependencies = {file: _checksum_since(file, started) for file in files}
+    name = f"{key}-{digest(sorted(dependencies.items()))[:16]}.so"
+    entry = {"library": name, "checksum": checksum(made), "dependencies": dependencies}
+    move(made, folder / name)
+  others = [e for e in _manifest(folder, key) if e["library"] != name]
+  for dropped in others[: max(0, len(others) + 1 - _KEPT)]:
+    with contextlib.suppress(OSError):
+      (folder / dropped["library"]).unlink()
+  write(folder / f"{key}.json", json.dumps([*others[-(_KEPT - 1) :], entry]).encode())
+  return folder / name
+
+
+def _find(folder: Path, key: str) -> Path | None:
+  """The newest library of the key that is whole and whose dependencies are as they were."""
+  for entry in reversed(_manifest(folder, key)):
+    library = folder / entry["library"]
+    with contextlib.suppress(OSError):
+      unchanged = all(checksum(f) == known for f, known in entry["dependencies"].items())
+      if unchanged and hashlib.sha256(read(library)).hexdigest() == entry["checksum"]:
+        return library
+  return None
+
+
+def _manifest(folder: Path, key: str) -> list[dict[str, Any]]:
+  try:
+    return [_entry(key, entry) for entry in json.loads(read(folder / f"{key}.json"))]
+  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    return []  # not there, or damaged: any bytes may be
+
+
+def _entry(key: str, entry: Any) -> dict[str, Any]:
+  library = entry["library"]
+  if not re.fullmatch(rf"{key}-[0-9a-f]+\.so", library):
+    raise ValueError(f"a library of the name {library!r}")
+  return {
+    "library": library,
+    "checksum": str(entry["checksum"]),
+    "dependencies": {str(f): str(known) for f, known in entry["dependencies"].items()},
+  }
+
+
+def _checksum_since(file: str, started: int) -> str:
+  """The checksum of a file as the compiler saw it, where that is known."""
+  if os.stat(file).st_mtime_ns > started or not os.path.isfile(file):
+    return _UNKNOWN
+  return checksum(file)
+
+
+@contextlib.contextmanager
+def _writable(key: str) -> Generator[Path]:
+  """A folder to build in, locked for the key: the cache's, or a private one of this process."""
+  with contextlib.ExitStack() as stack:
+    names = ("kernels", key[:2])
+    place = made_folder(*names)
+    try:
+      stack.enter_context(locked(place / f"{key}.lock"))
+    except OSError as error:
+      place = private_folder(error, *names)
+      stack.enter_context(locked(place / f"{key}.lock"))
+    yield place

@@ -1,0 +1,226 @@
+"""Where compiled code is kept on disk, and who may have written it: what is there is run.
+
+Every cache of callgate's is a folder below `cache_dir()` and comes here for its files. Such a
+folder belongs to this user, or to root, and nobody else can write to it; so do the files in it,
+which are opened without following a link. What isn't so is not used: a folder is refused with a
+warning that says what to do, and the process keeps its kernels in a private one; a file is made
+again. What is made here is for its owner alone, whatever the umask.
+
+All functions may be called from any thread. What they raise is an OSError.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_lock = threading.Lock()
+_private: dict[str, Path] = {}  # by the cache that each stands for
+_told: set[str] = set()
+
+
+class UntrustedError(PermissionError):
+  """Somebody else may have written what is there."""
+
+
+def cache_dir() -> Path:
+  """Where compiled kernels are kept: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
+  given = os.environ.get("CALLGATE_CACHE_DIR")
+  if given:
+    return Path(given).absolute()
+  base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+  return Path(base).absolute() / "callgate"
+
+
+# -- folders -------------------------------------------------------------------------------------
+def kept_folder(*names: str) -> Path:
+  """A folder of the cache, which need not be there.
+
+  Raises:
+    UntrustedError: others can write to one that is there.
+  """
+  folder = cache_dir()
+  _check_above(folder)
+  for name in ("", *names):
+    folder = folder / name
+    try:
+      _check_folder(folder, may_be_link=not name)  # users move their caches to larger disks
+    except FileNotFoundError:
+      break
+  return cache_dir().joinpath(*names)
+
+
+def usable_folder(*names: str) -> Path:
+  """A folder of the cache, made where it is not there; raises where it can't be used."""
+  folder = kept_folder(*names)
+  _make_folders(folder)
+  return kept_folder(*names)  # meanwhile somebody else may have made one
+
+
+def made_folder(*names: str, quiet: bool = False) -> Path:
+  """A folder of the cache; one of this process, with a warning, where that can't be used.
+
+  Args:
+    names: of the folders below the cache.
+    quiet: without a warning, unless somebody else may have written what is there.
+  """
+  try:
+    return usable_folder(*names)
+  except OSError as error:
+    return private_folder(error, *names, quiet=quiet)
+
+
+def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
+  """A folder that this process alone uses, instead of one of the cache, which has a problem."""
+  cache = str(cache_dir())
+  with _lock:
+    known = _private.get(cache)
+    folder = _private[cache] = known or Path(tempfile.mkdtemp(prefix="callgate-"))
+    say = cache not in _told and not (quiet and not isinstance(problem, UntrustedError))
+    if say:
+      _told.add(cache)
+  if known is None:
+    atexit.register(_remove, folder, os.getpid())
+  _make_folders(folder.joinpath(*names))
+  if say:
+    warnings.warn(
+      f"callgate: kernels can't be kept in {cache} ({problem.strerror or problem}), so each "
+      "process compiles its own. Name a folder that you alone can write to in the environment "
+      "variable CALLGATE_CACHE_DIR",
+      RuntimeWarning,
+      stacklevel=2,
+    )
+  return folder.joinpath(*names)
+
+
+def _remove(folder: Path, process: int) -> None:
+  if os.getpid() == process:  # not a fork's child
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folders(folder: Path) -> None:
+  for path in (*reversed(folder.parents), folder):
+    with contextlib.suppress(FileExistsError):
+      if not path.is_dir():
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)  # a umask may have taken something from the owner as well
+
+
+def _check_folder(folder: Path, *, may_be_link: bool) -> None:
+  found = folder.lstat()
+  if stat.S_ISLNK(found.st_mode):
+    if not may_be_link or found.st_uid not in (os.geteuid(), 0):
+      raise _refusal(folder, "is a link", "remove it")
+    found = folder.stat()
+  if not stat.S_ISDIR(found.st_mode):
+    raise NotADirectoryError(20, f"{folder} is not a folder")
+  _check_owner(folder, found)
+
+
+def _check_above(folder: Path) -> None:
+  """Who can rename a folder can exchange it: that is all who write to the one that it lies in."""
+  for path in folder.resolve().parents:
+    with contextlib.suppress(FileNotFoundError):
+      mode = path.stat().st_mode
+      if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise _refusal(path, _mode(mode), f"make it yours alone: chmod go-w '{path}'")
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+  if found.st_uid not in (os.geteuid(), 0):
+    raise _refusal(path, f"belongs to user {found.st_uid}, not to you", "remove it")
+  if found.st_mode & _OTHERS:
+    change = f"remove what you did not put there, and make it yours alone: chmod -R go-w '{path}'"
+    raise _refusal(path, _mode(found.st_mode), change)
+
+
+def _mode(mode: int) -> str:
+  return f"can be written to by others, having the mode {stat.S_IMODE(mode):04o}"
+
+
+def _refusal(path: Path, problem: str, remedy: str) -> UntrustedError:
+  return UntrustedError(1, f"what is in it is run, and {path} {problem}; {remedy}")
+
+
+# -- files ---------------------------------------------------------------------------------------
+def checksum(path: str | os.PathLike[str]) -> str:
+  """Of a regular file's content, whosever it is."""
+  with _opened(Path(path), os.O_RDONLY, follow=True) as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read(path: Path) -> bytes:
+  """The content of a file in a folder that one of the above gave.
+
+  Raises:
+    OSError: it is not there, is no regular file, or others can write to it.
+  """
+  with _opened(path, os.O_RDONLY) as file:
+    _check_owner(path, os.fstat(file.fileno()))
+    return file.read()
+
+
+def write(path: Path, content: bytes) -> None:
+  """Replaces a file, or what is in its place, in one step: nobody sees a part of it."""
+  descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.new-")
+  try:
+    with os.fdopen(descriptor, "wb") as file:
+      file.write(content)
+    move(Path(name), path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      os.unlink(name)
+    raise
+
+
+def move(made: Path, path: Path) -> None:
+  """Puts a file that was just made into the cache, for its owner alone."""
+  made.chmod(0o600)
+  try:
+    os.replace(made, path)
+  except IsADirectoryError:  # damage: nothing of ours makes a folder there
+    shutil.rmtree(path)
+    os.replace(made, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+  """Holds a lock between processes, which dies with its holder. The file stays as it is."""
+  if path.is_dir() and not path.is_symlink():  # damage, as above
+    shutil.rmtree(path, ignore_errors=True)
+  with _opened(path, os.O_RDWR | os.O_CREAT) as file:
+    _check_owner(path, os.fstat(file.fileno()))
+    with contextlib.suppress(OSError):  # root's, in a cache of root's
+      os.fchmod(file.fileno(), 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def _opened(path: Path, flags: int, *, follow: bool = False) -> io.FileIO:
+  """A regular file, opened without waiting for whoever may write to a pipe in its place."""
+  flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+  try:
+    descriptor = os.open(path, flags, 0o600)
+  except ValueError as error:  # a NUL, or what no file system has
+    raise FileNotFoundError(2, str(error)) from None
+  except OSError as error:
+    if not follow and path.is_symlink():
+      raise _refusal(path, "is a link", "remove it") from None
+    raise error
+  if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    os.close(descriptor)
+    raise OSError(22, f"{path} is not a file")
+  return io.FileIO(descriptor, "r" if flags & os.O_ACCMODE == os.O_RDONLY else "r+")

@@ -1,0 +1,263 @@
+"""CUDA's run-time compiler: where it is, how it is called, what it says.
+
+Found without importing or linking to anything of CUDA's; what it makes is kept in `_build/cache.py`,
+and a kernel that is there costs no compilation. Needs no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
+from callgate import _callgate
+from callgate._build import cache
+from callgate._build import toolchain
+from callgate._build.files import checksum
+from callgate._core.errors import CompileError
+
+
+# For the driver to compile where no device is known: all that CUDA 12 and 13 compile for run it.
+_LOWEST = 75
+_TOOLKITS = ("/usr/local/cuda", "/opt/cuda")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+_ARCHITECTURE = re.compile(r"^(?:--gpu-architecture|-arch)=(?:sm|compute)_(\d+)[af]?$")
+# What a source needs of CUDA's headers, by the names that it uses.
+_HEADERS = (
+  (re.compile(r"\b(?:__half2?|half2?|float16)\b"), "cuda_fp16.h"),
+  (re.compile(r"\b(?:__nv_bfloat16|nv_bfloat16|__nv_bfloat162|bfloat16)\b"), "cuda_bf16.h"),
+  (re.compile(r"\b(?:__nv_fp8\w*|float8_\w+)\b"), "cuda_fp8.h"),
+  (re.compile(r"\bcu(?:Float|Double)?Complex\b"), "cuComplex.h"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+  """NVRTC, loaded.
+
+  Attributes:
+    path: of its library.
+    nvrtc: the runtime's handle.
+    include_dirs: of CUDA's own headers.
+  """
+
+  path: str
+  nvrtc: _callgate.Nvrtc
+  include_dirs: tuple[str, ...]
+
+  @property
+  def identity(self) -> list[str | int]:
+    """What tells it from others, for the cache."""
+    real = os.path.realpath(self.path)
+    stamp = os.stat(real).st_mtime_ns if os.path.exists(real) else 0
+    return [real, stamp, self.nvrtc.version, *self.include_dirs]
+
+  @property
+  def label(self) -> str:
+    """What messages call it."""
+    version = self.nvrtc.version
+    return f"CUDA's compiler (NVRTC {version // 1000}.{version % 1000 // 10})"
+
+
+def compiler() -> Compiler:
+  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's.
+
+  Raises:
+    CompileError: there is none.
+  """
+  return _compiler(os.environ.get("CALLGATE_NVRTC", ""), _toolkit())
+
+
+def _toolkit() -> str:
+  given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+  return given or next((path for path in _TOOLKITS if os.path.isdir(path)), "")
+
+
+@functools.cache
+def _compiler(given: str, toolkit: str) -> Compiler:
+  looked: list[str] = []
+  for path in (given,) if given else _candidates(toolkit):
+    try:
+      nvrtc = _callgate.Nvrtc.open(path)
+    except ValueError as error:
+      looked.append(str(error))
+      continue
+    return Compiler(path, nvrtc, tuple(_cuda_headers(path, toolkit)))
+  named = f"CALLGATE_NVRTC={given}" if given else "packages, toolkits and the loader's folders"
+  found = "".join(f"\n{line}" for line in looked)
+  raise CompileError(
+    f"CUDA's run-time compiler, libnvrtc, was not found (looked for {named}). Kernels in CUDA C++ "
+    "need it: pip install 'callgate[cuda]' brings it as the package nvidia-cuda-nvrtc, CUDA's "
+    f"toolkit has it, and CALLGATE_NVRTC names its library{found}"
+  )
+
+
+def _candidates(toolkit: str) -> Iterator[str]:
+  for folder in _packages():
+    yield from _newest(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.*", f"{folder}/cu1?/lib/libnvrtc.so.*")
+  if toolkit:
+    yield from _newest(f"{toolkit}/lib64/libnvrtc.so.1?", f"{toolkit}/targets/*/lib/libnvrtc.so.1?")
+  if usual := _callgate.Nvrtc.usual_name():
+    yield usual
+
+
+def _newest(*patterns: str) -> list[str]:
+  """Libraries, the best first: JAX's CUDA plugin goes with one major version."""
+  found = {path for pattern in patterns for path in glob.glob(pattern)}
+  plugins = [n for n in (12, 13) if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None]
+
+  def rank(path: str) -> tuple[bool, int]:
+    major = int(re.findall(r"\.so\.(\d+)", path)[0])
+    return major in plugins, major
+
+  return sorted(found, key=rank, reverse=True)
+
+
+def _packages() -> list[str]:
+  """Folders of NVIDIA's packages, which share one namespace."""
+  spec = importlib.util.find_spec("nvidia")
+  return list(spec.submodule_search_locations or ()) if spec is not None else []
+
+
+def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
+  """Folders of CUDA's headers beside a library of the same toolkit."""
+  library = Path(path)
+  if library.is_absolute():
+    near = [library.parents[1] / "include", library.parents[1] / "targets/x86_64-linux/include"]
+    if library.parents[1].name == "cuda_nvrtc":
+      packages = library.parents[2]
+      near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
+    folders = [*near, *((Path(toolkit) / "include",) if toolkit else ())]
+  else:
+    folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
+  for folder in dict.fromkeys(folders):
+    if any((folder / name).exists() for name in ("cuda_fp16.h", "cuda/std", "crt")):
+      yield str(folder)
+
+
+# -- compiling -----------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Built:
+  """What became of a kernel.
+
+  Attributes:
+    code: a cubin, or PTX as text that ends in a zero byte.
+    capability: the compute capability that a cubin is for, as 90; 0 for PTX.
+    entry: the function's name in it.
+  """
+
+  code: bytes
+  capability: int
+  entry: str
+
+
+def build(
+  label: str,
+  name: str,
+  source: str,
+  expression: str,
+  capability: int,
+  *,
+  options: Sequence[str] = (),
+  include_dirs: Sequence[str | os.PathLike[str]] = (),
+) -> Built:
+  """A kernel's image, from the cache where it is there.
+
+  Args:
+    label: the kernel, for messages: "kernel 'saxpy'".
+    name: what the compiler's messages call the source.
+    source: CUDA C++.
+    expression: the function as C++ names it: "saxpy", "scale<float, 4>".
+    capability: to make machine code for, as 90; PTX where the compiler doesn't know it; 0 for PTX
+      that every device runs.
+    options: for the compiler, after callgate's own.
+    include_dirs: folders of headers.
+
+  Raises:
+    CompileError: the compiler refuses it, or there is none.
+  """
+  used = compiler()
+  folders = [os.path.abspath(d) for d in include_dirs]
+  target, made_for = _target(used, capability, options)
+  arguments = [
+    *target,
+    *([] if any(o.lstrip("-").startswith("std=") for o in options) else ["--std=c++17"]),
+    f"--include-path={toolchain.include_dir()}",
+    *(f"--include-path={d}" for d in (*folders, *used.include_dirs)),
+    *options,
+  ]
+  unit = _unit(name, source, expression)
+  key = cache.digest(["cuda", unit, expression, arguments, used.identity, _device_headers()])
+
+  def make(folder: Path) -> tuple[Path, Iterable[str], int]:
+    started = time.time_ns()
+    made = folder / "kernel.cuda"
+    made.write_bytes(_compile(label, used, unit, name, expression, arguments))
+    return made, _included(source, folders), started
+
+  content = cache.find_or_make(key, make).read_bytes()
+  head, _, code = content.partition(b"\n")
+  return Built(code, made_for, json.loads(head)["entry"])
+
+
+def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[list[str], int]:
+  """The option that says what to compile for, and the image's capability; the user's one wins."""
+  for option in options:
+    if match := _ARCHITECTURE.match(option):
+      return [], 0 if "compute_" in option else int(match[1])
+  known = used.nvrtc.architectures
+  if capability and capability in known:
+    return [f"--gpu-architecture=sm_{capability}"], capability
+  older = [each for each in known if each <= (capability or max(_LOWEST, known[0]))]
+  return [f"--gpu-architecture=compute_{max(older, default=known[0])}"], 0
+
+
+def _unit(name: str, source: str, expression: str) -> str:
+  """The source with the headers that it needs; its lines keep their numbers."""
+  text = f"{source}\n{expression}"
+  headers = [header for pattern, header in _HEADERS if pattern.search(text)]
+  includes = "".join(f"#include <{header}>\n" for header in headers)
+  return f'{includes}#include "callgate/kernel_device.h"\n#line 1 "{name}"\n{source}\n'
+
+
+def _compile(
+  label: str, used: Compiler, unit: str, name: str, expression: str, arguments: Sequence[str]
+) -> bytes:
+  """The function's name in the code, as a line of JSON, and the code."""
+  ok, code, names, log = used.nvrtc.compile(unit, name, list(arguments), [], [expression])
+  output = log.decode(errors="replace").strip()
+  if not ok:
+    raise CompileError(
+      f"{label}: {used.label} refused it:\n{output or 'without a message'}", output
+    )
+  return json.dumps({"entry": names[0]}).encode() + b"\n" + code
+
+
+@functools.cache
+def _device_headers() -> str:
+  return checksum(toolchain.include_dir() / "callgate" / "kernel_device.h")
+
+
+def _included(source: str, folders: Sequence[str]) -> list[str]:
+  """The user's headers that a source includes, directly or not: NVRTC doesn't tell."""
+  found: list[str] = []
+  texts = [(source, "")]
+  while texts:
+    text, own = texts.pop()
+    for name in _INCLUDE.findall(text):
+      for folder in ([own] if own else []) + list(folders):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+          if path not in found:
+            found.append(path)
+            texts.append((Path(path).read_text(errors="replace"), os.path.dirname(path)))
+          break
+  return found

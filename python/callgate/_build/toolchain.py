@@ -1,0 +1,256 @@
+"""The system's C++ compiler: where it is, how it is called, what it says.
+
+What it makes is kept in `_build/cache.py`; a kernel that is there costs no run of the compiler, not
+even to ask for its version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from callgate import _callgate
+from callgate._build import cache
+from callgate._build.files import checksum
+from callgate._core.errors import CompileError
+from callgate._core.paths import ROOT
+
+
+DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
+DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
+_ALWAYS = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden")
+_COMPILERS = ("c++", "g++", "clang++")
+# What changes a compiler's result beside its arguments.
+_ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH", "SDKROOT")
+# Flags with a path in them, which the compiler takes relative to the current directory.
+_PATH_FLAGS = ("-I", "-i", "-L", "-B", "-f", "@")
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL] = {}
+_c = ctypes.CDLL(None)
+
+
+def include_dir() -> Path:
+  """The folder that holds `callgate/kernel.h`."""
+  installed = ROOT / "include"
+  if installed.exists():
+    return installed
+  return ROOT.parents[1] / "include"  # a source tree
+
+
+def cmake_dir() -> Path:
+  """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
+  installed = ROOT / "cmake"
+  if installed.exists():
+    return installed
+  return ROOT.parents[1] / "cmake"  # a source tree
+
+
+def compiler() -> list[str]:
+  """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
+  given = os.environ.get("CXX", "").strip()
+  for command in (_words(given),) if given else ([name] for name in _COMPILERS):
+    found = shutil.which(command[0])
+    if found:
+      return [found, *command[1:]]
+  looked = f"CXX={given}" if given else ", ".join(_COMPILERS)
+  raise CompileError(
+    f"no C++ compiler was found (looked for {looked}). Kernels in C++ need one that knows C++20: "
+    "install g++ 11 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
+    "conda install gxx) or clang++ 14 or newer, or name yours in the environment variable CXX"
+  )
+
+
+def _words(command: str) -> list[str]:
+  try:
+    return shlex.split(command)
+  except ValueError as error:
+    raise CompileError(
+      f"environment variable CXX: expected a compiler's command as a shell has it, got "
+      f"{command!r}: {error}"
+    ) from None
+
+
+@functools.cache
+def cpu() -> str:
+  """What `-march=native` stands for on this machine."""
+  fields: dict[str, str] = {}
+  with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+    for line in file:
+      key, _, value = (part.strip() for part in line.partition(":"))
+      if not key:
+        break  # the first processor's are enough
+      if key in ("model name", "flags", "Features", "CPU part"):
+        fields[key] = value
+  return f"{platform.machine()} {sorted(fields.items()) or platform.processor()}"
+
+
+@functools.cache
+def _headers() -> str:
+  folder = include_dir() / "callgate"
+  files = sorted([*folder.glob("kernel*.h"), *folder.glob("elementwise*.h")])
+  return cache.digest([checksum(file) for file in files])
+
+
+def build(
+  what: str,
+  source: str,
+  *,
+  flags: Sequence[str] = (),
+  include_dirs: Sequence[str | os.PathLike[str]] = (),
+  libraries: Sequence[str] = (),
+  library_dirs: Sequence[str | os.PathLike[str]] = (),
+) -> Path:
+  """The shared library of a C++ source, from the cache where it is there.
+
+  Args:
+    what: the kernel, for messages: "kernel 'saxpy'".
+    source: C++; what the compiler says of it uses the lines of its `#line` directives.
+    flags: after callgate's own.
+    include_dirs: folders of headers.
+    libraries: names for `-l`, or paths.
+    library_dirs: folders for `-L` and for the library's run path.
+
+  Raises:
+    CompileError: the compiler refuses it.
+  """
+  folders = [os.path.abspath(d) for d in library_dirs]
+  command = compiler()
+  arguments = [
+    *_ALWAYS,
+    f"-I{include_dir()}",
+    *(f"-I{os.path.abspath(d)}" for d in include_dirs),
+    *flags,
+  ]
+  links = _links(libraries, folders)
+  here = os.getcwd() if any(flag.startswith(_PATH_FLAGS) for flag in flags) else ""
+  key = cache.digest(
+    [
+      source,
+      arguments,
+      links,
+      here,
+      [os.environ.get(name, "") for name in _ENVIRONMENT],
+      _identity(tuple(command)),
+      cpu(),
+      _headers(),  # stands for callgate's version: nothing else of it is in the library
+      _callgate.KERNEL_ABI,
+    ]
+  )
+
+  def make(folder: Path) -> tuple[Path, list[str], int]:
+    started = time.time_ns()
+    made, read = _compile(what, source, [*command, *arguments], links, folder)
+    return made, [*read, *_archives(libraries, folders)], started
+
+  return cache.find_or_make(key, make)
+
+
+def open_library(path: str) -> ctypes.CDLL:
+  """Loads a library, and keeps the thread's floating-point mode.
+
+  GCC's `-ffast-math` makes a library that turns subnormal numbers off for whoever loads it.
+  """
+  mode = ctypes.create_string_buffer(256)  # larger than any platform's fenv_t
+  _c.fegetenv(mode)
+  try:
+    return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+  finally:
+    _c.fesetenv(mode)
+
+
+def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
+  """The library in this process; it stays until the process ends."""
+  with _lock:
+    key = str(library)
+    if key not in _loaded:
+      try:
+        _loaded[key] = open_library(key)
+      except OSError as error:
+        problem = str(error).removeprefix(f"{key}: ")
+        raise CompileError(
+          f"{what}: what the compiler made can't be loaded: {problem}. Libraries that it calls are "
+          "named with libraries=, and their folders with library_dirs=",
+          problem,
+        ) from None
+    return _loaded[key]
+
+
+def _links(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
+  paths = [os.path.abspath(name) if os.sep in name else "" for name in libraries]
+  found = [*folders, *(os.path.dirname(path) for path in paths if path)]
+  return [
+    *(f"-L{d}" for d in folders),
+    *(f"-Wl,-rpath,{d}" for d in dict.fromkeys(found)),
+    *(path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)),
+  ]
+
+
+def _archives(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
+  """Libraries that become part of the kernel's own: a change of one must be noticed."""
+  near = [os.path.join(d, f"lib{name}.a") for name in libraries for d in folders]
+  given = [os.path.abspath(n) for n in libraries if os.sep in n and n.endswith((".a", ".o"))]
+  return [path for path in (*near, *given) if os.path.exists(path)]
+
+
+def _identity(command: tuple[str, ...]) -> str:
+  """The compiler's version, asked for once for each state of its program's file."""
+  files = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
+  stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
+  name = cache.digest([command, stamps])[:32]
+  return cache.remembered(name, lambda: _version(command, name))
+
+
+@functools.cache
+def _version(command: tuple[str, ...], state: str) -> str:
+  del state
+  result = _run([*command, "--version"], "its version")
+  return result.stdout.strip() or "unknown"
+
+
+def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
+  try:
+    return subprocess.run(
+      command,
+      capture_output=True,
+      text=True,
+      errors="replace",
+      check=False,
+      stdin=subprocess.DEVNULL,
+    )
+  except OSError as error:
+    raise CompileError(f"{what}: the C++ compiler {command[0]} can't be run: {error}") from None
+
+
+def _compile(
+  what: str, source: str, command: Sequence[str], links: Sequence[str], folder: Path
+) -> tuple[Path, list[str]]:
+  """The library, and the files beside the source that it was made from."""
+  unit, made, read = folder / "kernel.cc", folder / "kernel.so", folder / "kernel.d"
+  unit.write_text(source, encoding="utf-8")
+  # -MMD: the headers of the system come with the compiler's version.
+  result = _run([*command, "-MMD", "-MF", str(read), str(unit), "-o", str(made), *links], what)
+  if result.returncode != 0 or not made.exists():
+    output = result.stderr.replace(f"{folder}{os.sep}", "").rstrip()
+    said = output or f"exit status {result.returncode}, without a message"
+    raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
+  own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
+  return made, [f for f in _dependencies(read) if not f.startswith(own)]
+
+
+def _dependencies(path: Path) -> list[str]:
+  """The files that a Makefile rule, as compilers write it, says a target depends on."""
+  if not path.exists():
+    return []
+  text = path.read_text(encoding="utf-8", errors="surrogateescape").replace("\\\n", " ")
+  words = re.findall(r"(?:\\[ #]|[^\s])+", text.partition(": ")[2].partition("\n")[0])
+  return [os.path.abspath(re.sub(r"\\([ #])", r"\1", word).replace("$$", "$")) for word in words]

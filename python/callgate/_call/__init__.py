@@ -1,0 +1,1 @@
+"""The primitive that gates and kernels share: tracing, its rules, its lowering."""

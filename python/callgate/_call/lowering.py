@@ -1,0 +1,103 @@
+"""Emits the custom call `callgate.gate` inside a lowering rule.
+
+What the program holds: the gate's name, the call site's spec and source line, the batch levels; of
+a kernel's call, also a hash of these.
+Nothing of this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from callgate._core.encoding import Level, encode_levels
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import lowering
+from callgate._runtime.targets import (
+  GATE_TARGET,
+  KERNEL_SCRATCH_TARGET,
+  KERNEL_TARGET,
+  PARTITIONED,
+  name_gpus,
+  remember_site,
+)
+from callgate._sharding.calls import Sharded
+from callgate._sharding.rules import Rule
+
+
+def emit(
+  context: Any,
+  operands: Sequence[Any],
+  avals_in: Sequence[Any],
+  avals_out: Sequence[Any],
+  *,
+  name: str,
+  spec: str = "",
+  attributes: Mapping[str, Any] | None = None,
+  levels: Sequence[Level] = (),
+  has_side_effect: bool,
+  token: Any = None,
+  aliases: Mapping[int, int] | None = None,
+  sharding: Any = None,
+  on_error: str | None = None,
+  target: str = GATE_TARGET,
+  sharded: tuple[Sharded, Rule | None] | None = None,
+) -> tuple[Sequence[Any], Any]:
+  """The call's results and, given a token, the token that later calls depend on.
+
+  Args:
+    context: the LoweringRuleContext.
+    operands: MLIR values; `avals_in` their abstract values.
+    avals_out: abstract values of the results.
+    name: the callee's registered name.
+    spec: see `_core/encoding.py`.
+    attributes: what the call holds beside these.
+    levels: batch levels that the runtime loops over, outermost first.
+    has_side_effect: the call may be neither removed nor merged.
+    token: an hlo token that orders the call.
+    aliases: flat operand position to flat result position: one memory.
+    sharding: the operation's sharding annotation.
+    on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
+      error. Default: poison in programs over several devices, where an error that one of them
+      returns would leave the others waiting (src/xla/gate.cc).
+    target: the call's FFI target.
+    sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
+  """
+  platforms = context.module_context.platforms
+  if not {"cpu", "cuda"} & set(platforms):
+    raise GateDefinitionError(
+      f"gate '{name}': no runtime for platform {'/'.join(platforms)}; expected cpu or cuda. "
+      "callgate.config(engine='jax') runs gates through JAX's own callbacks there"
+    )
+  if "cuda" in platforms:
+    name_gpus()
+  held = {
+    "name": name,
+    "spec": spec,
+    "site": remember_site(lowering.call_site(context)),
+    "on_error": on_error or ("poison" if lowering.device_count(context) > 1 else "return"),
+    "batch": encode_levels(levels),
+    **(attributes or {}),
+  }
+  rule = None
+  if sharded is not None:
+    held["shard"], rule = sharded[0].text, sharded[1]
+  if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
+    # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
+    text = repr(sorted(held.items())).encode()
+    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+  return lowering.emit_ffi_call(
+    context,
+    target + PARTITIONED if sharded is not None else target,
+    operands,
+    avals_in,
+    avals_out,
+    held,
+    has_side_effect=has_side_effect,
+    aliases=aliases or {},
+    token=token,
+    sharding=sharding,
+    # Nothing follows without operands or results, and Shardy's rules know no tokens.
+    rule=rule if avals_in and avals_out and token is None else None,
+  )

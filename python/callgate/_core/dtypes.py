@@ -1,0 +1,92 @@
+"""Types of elements: their names, the runtime's codes for them, and which share a byte."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from callgate import _callgate
+from callgate._core.errors import GateDefinitionError
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+  """The dtype of a NumPy or ml_dtypes name."""
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@functools.cache
+def dtypes() -> dict[int, np.dtype[Any]]:
+  """JAX's dtypes by XLA's codes."""
+  table: dict[int, np.dtype[Any]] = {}
+  for code, name in _callgate.dtype_codes():
+    try:
+      table[code] = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+      continue  # older ml_dtypes lack the newest types
+  return table
+
+
+@functools.cache
+def dtype_code(dtype: np.dtype[Any]) -> int:
+  """XLA's code of a dtype."""
+  for code, known in dtypes().items():
+    if known == dtype:
+      return code
+  raise GateDefinitionError(f"expected a dtype that JAX has, got {dtype}")
+
+
+def is_inexact(dtype: Any) -> bool:
+  """Whether derivatives with respect to such numbers exist."""
+  return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def is_complex(dtype: Any) -> bool:
+  return bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def is_packed(dtype: Any) -> bool:
+  """True for dtypes of which XLA keeps several elements in a byte."""
+  return np.dtype(dtype).name in (
+    "int4",
+    "uint4",
+    "int2",
+    "uint2",
+    "int1",
+    "uint1",
+    "float4_e2m1fn",
+  )
+
+
+def dtype_of(code: int) -> np.dtype[Any]:
+  """The NumPy dtype of one of XLA's codes."""
+  return dtypes()[code]
+
+
+def type_text(dtype: Any, shape: Sequence[int]) -> str:
+  """ "float32[3,4]" """
+  return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def carried(leaf: Any) -> tuple[Any, str | None]:
+  """A leaf as it travels, and the name of its own dtype where that is another."""
+  if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(leaf), None
+  if not is_packed(leaf.dtype):
+    return leaf, None
+  return leaf.astype(carrier(leaf.dtype)), np.dtype(leaf.dtype).name
+
+
+def carrier(dtype: Any) -> np.dtype[Any]:
+  """What an array of a type travels as on the host: itself, unless it packs several into a byte."""
+  if not is_packed(dtype):
+    return np.dtype(dtype)
+  name = np.dtype(dtype).name
+  return np.dtype(
+    "float32" if name.startswith("float") else "uint8" if name.startswith("u") else "int8"
+  )

@@ -1,0 +1,233 @@
+"""How flat arrays make up a call: the text that a program carries instead of Python objects.
+
+A call site's *spec* is "" when positional arrays go in and one array comes out, "*" when a tuple of
+arrays comes out, else JSON with the tree of the arguments, the tree of the results and the static
+keyword arguments. Plain containers and literals are written out, so that an exported program can be
+called in a process that never traced it. Anything else is written as a key of a table that tracing
+fills: the key is made from the value's content where it pickles, so the same program gets the same
+key in the next process.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError, ResultError
+
+PyTreeDef = Any
+Json = Any
+_LEAF = "*"
+_table: dict[str, Any] = {}
+
+
+def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any], ...]) -> str:
+  """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`."""
+  if not static and in_tree == _flat_tree(in_tree.num_leaves):
+    if out_tree == _leaf_tree():
+      return ""
+    if out_tree == _tuple_tree(out_tree.num_leaves):
+      return "*"
+  spec = {
+    "in": _encode_tree(in_tree),
+    "out": _encode_tree(out_tree),
+    "static": [[name, _encode_static(value)] for name, value in static],
+  }
+  return json.dumps(spec, separators=(",", ":"))
+
+
+@functools.cache
+def _leaf_tree() -> PyTreeDef:
+  return jax.tree.structure(0)
+
+
+@functools.cache
+def _tuple_tree(count: int) -> PyTreeDef:
+  return jax.tree.structure((0,) * count)
+
+
+@functools.cache
+def _flat_tree(count: int) -> PyTreeDef:
+  return jax.tree.structure(((0,) * count, {}))
+
+
+def _encode_tree(tree: PyTreeDef) -> Json:
+  return _encode_node(jax.tree.unflatten(tree, [_Leaf()] * tree.num_leaves), tree)
+
+
+class _Leaf:
+  """Stands for an array while a tree is written out."""
+
+
+def _encode_node(node: Any, tree: PyTreeDef | None = None) -> Json:
+  if isinstance(node, _Leaf):
+    return _LEAF
+  if node is None:
+    return None
+  if type(node) is tuple:
+    return {"t": [_encode_node(item) for item in cast("tuple[Any, ...]", node)]}
+  if type(node) is list:
+    return {"l": [_encode_node(item) for item in cast("list[Any]", node)]}
+  if type(node) is dict:
+    entries = cast("dict[Any, Any]", node)
+    if all(type(key) is str for key in entries):
+      return {"d": [[key, _encode_node(entries[key])] for key in sorted(entries)]}
+  children_tree = tree if tree is not None else jax.tree.structure(node)
+  return {"x": _remember(children_tree, "tree"), "n": children_tree.num_leaves}
+
+
+def _decode_tree(code: Json) -> PyTreeDef:
+  return jax.tree.structure(_decode_node(code))
+
+
+def _decode_node(code: Json) -> Any:
+  if code == _LEAF:
+    return 0
+  if code is None:
+    return None
+  if "t" in code:
+    return tuple(_decode_node(item) for item in code["t"])
+  if "l" in code:
+    return [_decode_node(item) for item in code["l"]]
+  if "d" in code:
+    return {key: _decode_node(item) for key, item in code["d"]}
+  return jax.tree.unflatten(_recall(code["x"], "pytree node type"), [0] * code["n"])
+
+
+def _encode_static(value: Any) -> Json:
+  if _is_literal(value):
+    return {"v": repr(value)}
+  if isinstance(value, np.dtype):
+    return {"dtype": value.name}
+  return {"x": _remember(value, "value")}
+
+
+def _is_literal(value: Any) -> bool:
+  if type(value) is tuple:
+    return all(_is_literal(item) for item in cast("tuple[Any, ...]", value))
+  if type(value) is float:
+    return value == value and value not in (float("inf"), float("-inf"))
+  return value is None or type(value) in (bool, int, str, bytes)
+
+
+def _decode_static(code: Json) -> Any:
+  if "v" in code:
+    return ast.literal_eval(code["v"])
+  if "dtype" in code:
+    return np.dtype(code["dtype"])
+  return _recall(code["x"], "static argument")
+
+
+def _remember(value: Any, kind: str) -> str:
+  try:
+    digest = hashlib.sha256(pickle.dumps(value)).hexdigest()[:16]
+    key = f"{kind}:{type(value).__qualname__}:{digest}"
+  except Exception:  # noqa: BLE001 - whatever pickling raises, the value has no portable content
+    known = next((key for key, other in _table.items() if other is value), None)
+    key = known or f"{kind}:{type(value).__qualname__}#{len(_table)}"
+  _table.setdefault(key, value)
+  return key
+
+
+def _recall(key: str, what: str) -> Any:
+  try:
+    return _table[key]
+  except KeyError:
+    raise GateDefinitionError(
+      f"a program that was loaded from elsewhere calls a gate with a {what} ({key}) that this "
+      "process has not seen. Expected: plain tuples, lists, dicts and literals, which travel with "
+      "the program; or trace one call of the gate with the same value in this process first"
+    ) from None
+
+
+class Signature:
+  """A decoded spec: how to call the user's function with flat arrays."""
+
+  def __init__(self, spec: str) -> None:
+    code = json.loads(spec)
+    self.in_tree = _decode_tree(code["in"])
+    self.out_tree = _decode_tree(code["out"])
+    self.static: dict[str, Any] = {name: _decode_static(v) for name, v in code["static"]}
+
+  def arguments(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The user's positional and keyword arguments, static ones included."""
+    args, kwargs = jax.tree.unflatten(self.in_tree, flat)
+    return args, {**kwargs, **self.static}
+
+
+@functools.lru_cache(maxsize=1024)
+def signature(spec: str) -> Signature:
+  """The decoded spec, cached."""
+  return Signature(spec)
+
+
+def result_path(spec: str, index: int) -> str:
+  """The path of a flat result in its pytree; "" for a single result."""
+  if spec in ("", "*"):
+    return ""
+  return _path(signature(spec).out_tree, index)
+
+
+def argument_path(spec: str, index: int) -> tuple[int, str, str | None]:
+  """(position, path inside it, keyword or None) of a flat argument."""
+  if spec in ("", "*"):
+    return index, "", None
+  tree = signature(spec).in_tree
+  paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+  path = paths[index][0]
+  inner = jax.tree_util.keystr(path[2:])
+  if path[0].idx == 1:
+    return 0, inner, path[1].key
+  return path[1].idx, inner, None
+
+
+def _path(tree: PyTreeDef, index: int) -> str:
+  paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+  return jax.tree_util.keystr(paths[index][0])
+
+
+def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
+  """Flattens a returned pytree; raises unless its structure is the declared one."""
+  leaves, tree = jax.tree.flatten(value)
+  if tree != expected:
+    raise ResultError(
+      f"gate '{gate}': expected results of structure {expected}, got {tree}: the function must "
+      "return the pytree that `out` declares"
+    )
+  return leaves
+
+
+def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
+  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
+  sizes = [size for size, _ in levels]
+  out: list[list[tuple[int, ...]]] = []
+  for lane in range(math.prod(sizes)):
+    index = np.unravel_index(lane, sizes) if sizes else ()
+    out.append(
+      [
+        tuple(int(i) for i, (_, mask) in zip(index, levels, strict=True) if mask[k])
+        for k in range(count)
+      ]
+    )
+  return out
+
+
+# A batch level: its extent and, for each operand, whether it has that axis.
+Level = tuple[int, tuple[bool, ...]]
+
+
+def encode_levels(levels: Sequence[Level]) -> str:
+  """Batch levels as programs hold them (`Lanes::parse` in src/core/lanes.h)."""
+  return ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels)
+
+
+Level = tuple[int, tuple[bool, ...]]  # as in `_call/lowering.py`

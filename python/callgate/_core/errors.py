@@ -1,0 +1,135 @@
+"""Every exception class of callgate's, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class GateError(Exception):
+  """Something that callgate itself has to say about a call; the base of the errors below."""
+
+
+class ResultError(GateError, TypeError):
+  """A gate returned something other than its declared results: structure, shape or dtype."""
+
+
+class EscapedViewError(GateError, ValueError):
+  """A view of XLA's memory was kept beyond the call that it belonged to.
+
+  What was kept has been given a private copy of the data, so reading it stays safe. Not so on a
+  GPU: there `callgate.Buffer`s refuse to be used, jax.Arrays are deleted and torch tensors copied,
+  but nothing can be done about arrays of other libraries. They must not be used any more.
+  """
+
+
+class InputWriteError(GateError, ValueError):
+  """A gate wrote into an input (found by `callgate.config(check_writes=True)`)."""
+
+
+class GateTimeoutError(GateError, TimeoutError):
+  """A gate ran longer than its `timeout`."""
+
+
+class CaptureError(GateError, RuntimeError):
+  """A gate with command_buffer=True did something that a CUDA graph can't hold."""
+
+
+class EndOfFeed(GateError):
+  """A program asked a feed for an item after the last one; see `callgate.feed`."""
+
+
+class GateDefinitionError(GateError, TypeError):
+  """A gate was defined or called in a way that can't work; raised while tracing."""
+
+
+class CheckError(GateError, AssertionError):
+  """A `callgate.check` in a compiled program found its predicate False.
+
+  Attributes:
+    message: the text given to `check`, formatted.
+    values: the values given to `check`, by name, as NumPy arrays.
+    site: where the check was traced.
+  """
+
+  def __init__(self, message: str, values: dict[str, Any], site: str = "") -> None:
+    self.message = message
+    self.values = values
+    self.at(site)
+
+  def at(self, site: str) -> None:
+    """Says where the check was traced."""
+    self.site = site
+    shown = "".join(f"\n  {name} = {value}" for name, value in self.values.items())
+    self.args = (f"{self.message}{shown}" + (f"\n  checked at {site}" if site else ""),)
+
+
+class KernelError(GateError, RuntimeError):
+  """A kernel failed: what its code said, an exception's text in C++, say.
+
+  Attributes:
+    kernel: the kernel's name.
+    message: what it said.
+  """
+
+  def __init__(self, kernel: str, message: str) -> None:
+    super().__init__(f"kernel '{kernel}': {message}")
+    self.kernel = kernel
+    self.message = message
+
+
+class ConsumerError(GateError):
+  """A native consumer of a channel failed, or a sink's file did.
+
+  Attributes:
+    said: what it said.
+    lost: records, lanes counted each, that it could not take until then.
+  """
+
+  def __init__(self, said: str, lost: int = 0) -> None:
+    self.said = said
+    self.count(lost)
+
+  def count(self, lost: int) -> None:
+    """Puts the number of lost records into the message."""
+    self.lost = lost
+    self.args = (self.said + (f"; {lost} record(s) lost so far" if lost else ""),)
+
+
+class ProcessError(GateError, RuntimeError):
+  """Another process failed, ended or died, while this one was in `barrier(all_processes=True)`.
+
+  Attributes:
+    process: index of that process (`jax.process_index()`).
+    kind: name of the exception's type there; "" where there was none: it ended, or died.
+    message: the exception's text, or what is known otherwise.
+  """
+
+  def __init__(self, process: int, kind: str, message: str) -> None:
+    said = f": {kind}: {message}" if kind else f" {message}"
+    super().__init__(f"process {process}{said}")
+    self.process = process
+    self.kind = kind
+    self.message = message
+
+
+class CompileError(GateError, ValueError):
+  """The C++ compiler refused a kernel's source, or there is no compiler.
+
+  Attributes:
+    output: what the compiler printed; line numbers are those of the source given.
+  """
+
+  def __init__(self, message: str, output: str = "") -> None:
+    super().__init__(message)
+    self.output = output
+
+
+class KernelFileError(GateError, ValueError):
+  """A file of kernels is damaged, is of another version, or isn't one."""
+
+
+class ResultShapeError(ResultError):
+  """A Numba function returned an array of another shape than its call declares."""
+
+  def __init__(self, index: int, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
+    super().__init__(f"result {index}: expected the shape {expected}, got {got}")

@@ -1,0 +1,256 @@
+"""Checks of options, one for each kind: an error names the option, what was expected, what came.
+
+`label` says whose option it is, as messages begin: "gate 'f'", "channel 'loss'", "sinks.JSONL".
+None is let through by `or_none` alone. Options are checked where they are taken, and what is
+returned is of the plain type: no NumPy scalars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+
+# What the runtime counts in: 64 bits, and times as nanoseconds in 64 bits.
+_MOST = 2**63 - 1
+_MOST_SECONDS = 1e9
+
+
+def refuse(label: str, option: str, expected: str, value: Any) -> NoReturn:
+  """Raises the error for a value that an option can't have."""
+  raise GateDefinitionError(f"{label}: {option}: expected {expected}, got {value!r}")
+
+
+def or_none(check: Callable[..., Any], label: str, option: str, value: Any, **limits: Any) -> Any:
+  """What `check` gives, or None for None."""
+  return None if value is None else check(label, option, value, **limits)
+
+
+def boolean(label: str, option: str, value: Any) -> bool:
+  if not isinstance(value, (bool, np.bool_)):
+    refuse(label, option, "a bool", value)
+  return bool(value)
+
+
+def booleans(label: str, **options: Any) -> None:
+  """Several by name."""
+  for option, value in options.items():
+    boolean(label, option, value)
+
+
+def count(
+  label: str,
+  option: str,
+  value: Any,
+  *,
+  least: int = 0,
+  most: int = _MOST,
+  what: str | None = None,
+) -> int:
+  """An integer; `what` says it in the option's own words, here and below."""
+  whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+  if not whole or not least <= value <= most:
+    what = what or f"an integer of at least {least}"
+    too_large = whole and value > most
+    refuse(label, option, f"{what}, at most {most}" if too_large else what, value)
+  return int(value)
+
+
+def number(
+  label: str, option: str, value: Any, *, above: float | None = None, what: str = "a number"
+) -> float:
+  """A real number, `above` one. Not NaN."""
+  found = _real(value)
+  if found is None or math.isnan(found) or (above is not None and found <= above):
+    refuse(label, option, what, value)
+  return found
+
+
+def _real(value: Any) -> float | None:
+  if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+    return None
+  with contextlib.suppress(OverflowError):
+    return float(value)
+  return math.inf  # an integer beyond a float
+
+
+def seconds(label: str, option: str, value: Any, *, zero: bool = False) -> float:
+  """A time; with `zero` also none."""
+  found = _real(value)
+  if found is None or not 0 <= found <= _MOST_SECONDS or (found == 0 and not zero):
+    kind = "0 or more seconds" if zero else "positive seconds"
+    too_many = found is not None and found > _MOST_SECONDS
+    refuse(label, option, f"{kind}, at most {_MOST_SECONDS:g}" if too_many else kind, value)
+  return found
+
+
+def text(label: str, option: str, value: Any, expected: str = "a string") -> str:
+  if not isinstance(value, str):
+    refuse(label, option, expected, value)
+  return _encodable(label, option, value)
+
+
+def _encodable(label: str, option: str, value: str) -> str:
+  """Text that files and programs can hold: in UTF-8, which lone surrogates have no place in."""
+  try:
+    value.encode()
+  except UnicodeEncodeError:
+    refuse(label, option, "text without lone surrogates, which UTF-8 can't hold", value)
+  return str(value)
+
+
+def texts(label: str, **options: Any) -> None:
+  """Several by name."""
+  for option, value in options.items():
+    text(label, option, value)
+
+
+def optional_texts(label: str, **options: Any) -> None:
+  """Several by name; None is let through."""
+  for option, value in options.items():
+    or_none(text, label, option, value)
+
+
+def name(label: str, value: Any) -> str | None:
+  """What something is called by: a line of text, or None."""
+  if value is None:
+    return None
+  if not isinstance(value, str) or not value or "\n" in value:
+    refuse(label, "name", "a line of text", value)
+  return _encodable(label, "name", value)
+
+
+def path(label: str, option: str, value: Any) -> str:
+  """A path as text."""
+  made: Any = os.fspath(cast("Any", value)) if isinstance(value, (str, os.PathLike)) else None
+  if not isinstance(made, str) or not made:
+    refuse(label, option, "a path (a non-empty string or os.PathLike)", value)
+  if "\0" in made:  # where the system would cut it, and take another file
+    refuse(label, option, "a path without a NUL character", value)
+  return _encodable(label, option, made)
+
+
+def function(label: str, option: str, value: Any) -> Any:
+  if not callable(value):
+    refuse(label, option, "a callable", value)
+  return value
+
+
+def writable(label: str, option: str, value: Any) -> Any:
+  """A file to write text to."""
+  if not callable(getattr(value, "write", None)):
+    refuse(label, option, "an object with write()", value)
+  return value
+
+
+def positions(
+  label: str, option: str, value: Any, *, what: str = "positions, integers from 0"
+) -> tuple[int, ...]:
+  """Several positions."""
+  if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+    refuse(label, option, what, value)
+  found: list[int] = []
+  for item in cast("Sequence[Any]", value):
+    whole = isinstance(item, (int, np.integer)) and not isinstance(item, bool)
+    if not whole or not 0 <= item <= _MOST:
+      refuse(label, option, what, value)
+    found.append(int(item))
+  return tuple(found)
+
+
+def named(label: str, option: str, value: Any) -> dict[str, Any]:
+  """A mapping whose keys are names; {} for None."""
+  if value is None:
+    return {}
+  if not isinstance(value, Mapping):
+    refuse(label, option, "a mapping by name", value)
+  items = dict(cast("Mapping[Any, Any]", value))
+  if not all(isinstance(key, str) for key in items):
+    refuse(label, option, "a mapping by name", value)
+  return items
+
+
+def linear(label: str, value: Any) -> bool | tuple[int, ...]:
+  """True, False, or the positions of the linear arguments."""
+  if isinstance(value, (bool, np.bool_)):
+    return bool(value)
+  one = isinstance(value, (int, np.integer))
+  return positions(
+    label, "linear", [value] if one else value, what="a bool, a position or positions from 0"
+  )
+
+
+def aliases(label: str, value: Any) -> dict[int, int]:
+  """Input positions to output positions; {} for None."""
+  if value is None:
+    return {}
+  if not isinstance(value, Mapping):
+    refuse(label, "aliases", "a mapping of input positions to output positions", value)
+  pairs = cast("Mapping[Any, Any]", value)
+  for pair in pairs.items():
+    whole = (isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in pair)
+    if not all(whole) or min(pair) < 0:
+      refuse(label, "aliases", "a mapping of input positions to output positions", value)
+  return {int(operand): int(result) for operand, result in pairs.items()}
+
+
+def choice(
+  label: str, option: str, value: Any, allowed: Sequence[str], *, what: str | None = None
+) -> Any:
+  if not isinstance(value, str) or value not in allowed:
+    refuse(label, option, what or f"one of {', '.join(map(repr, allowed))}", value)
+  return str(value)
+
+
+def vmap_method(label: str, value: Any, *, grid: bool = False) -> Any:
+  more = ("grid",) if grid else ()
+  return choice(label, "vmap", value, ("each", "whole", "broadcast", *more))
+
+
+def sharding(label: str, value: Any) -> Any:
+  if value is None or callable(value) or (isinstance(value, str) and "->" in value):
+    return value
+  if isinstance(value, str) and value in ("shard", "gather"):
+    return value
+  raise GateDefinitionError(
+    f"{label}: sharding: expected None, 'shard', 'gather', a rule such as 'i j, j k -> i k', or a "
+    f"function of the mesh and the operands, got {value!r}"
+  )
+
+
+def strings(label: str, option: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
+  """A sequence of strings or paths; a string alone is none."""
+  if not isinstance(value, (str, bytes)) and isinstance(value, Iterable):
+    try:
+      items = tuple(cast("Iterable[Any]", value))
+    except (TypeError, ValueError):  # an array of no dimensions, a closed file
+      items = (None,)
+    if all(isinstance(item, (str, os.PathLike)) for item in items):
+      texts = tuple(str(os.fspath(cast("Any", item))) for item in items)
+      if any("\0" in one for one in texts):  # as above
+        refuse(label, option, "strings without a NUL character", value)
+      return tuple(_encodable(label, option, one) for one in texts)
+  refuse(label, option, what or "a sequence of strings, such as ['a', 'b']", value)
+
+
+def timeout(label: str, value: float | None) -> float:
+  return 0.0 if value is None else seconds(label, "timeout", value)
+
+
+def gradient(label: str, value: Any, effect: str) -> Any:
+  if value is None:
+    return None
+  choice(label, "gradient", value, ("finite-difference",))
+  if effect != "pure":
+    raise GateDefinitionError(
+      f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
+      f"be 'pure', got {effect!r}"
+    )
+  return value

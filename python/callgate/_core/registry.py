@@ -1,0 +1,140 @@
+"""Live operations by name, names that nothing else has, and what arguments are called in messages.
+
+A call site knows flat positions; users know `x` or `params['w']`. Gates register what is needed to
+translate one into the other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from callgate import _callgate
+from callgate._core import encoding
+
+
+class Definable(Protocol):
+  """What can make the variants of a kernel that programs from other processes name."""
+
+  def define_variant(self, key: str) -> bool: ...
+
+
+_gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_finders: list[Callable[[str], Definable | None]] = []
+_counters: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+_naming = threading.RLock()  # held from the choice of a name until it is taken
+
+
+def register(name: str, gate: Any) -> None:
+  """Makes a gate's parameter names known; the gate has `parameters`."""
+  _gates[name] = gate
+
+
+def get(name: str) -> Any:
+  """The live gate or kernel of a name, or None."""
+  return _gates.get(name)
+
+
+def of(gate: str, spec: str, kind: str, index: int) -> str:
+  """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
+  if kind == "argument":
+    return f"argument {argument(gate, spec, index)}"
+  path = encoding.result_path(spec, index)
+  return f"result {index}" + (f" ({path})" if path else "")
+
+
+def argument(gate: str, spec: str, index: int) -> str:
+  """The quoted name of a flat argument: its parameter and, inside a pytree, its path."""
+  parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
+  position, path, keyword = encoding.argument_path(spec, index)
+  if keyword is not None:
+    return f"'{keyword}{path}'"
+  if position < len(parameters):
+    return f"'{parameters[position]}{path}'"
+  return f"{position}{path}"
+
+
+def keystr(path: tuple[Any, ...]) -> str:
+  """JAX's text for a path into a pytree."""
+  return jax.tree_util.keystr(path)
+
+
+def operations() -> list[tuple[str, Any]]:
+  """The live gates and kernels by name."""
+  return list(_gates.items())
+
+
+# -- names that nothing else has -------------------------------------------------------------------
+def unique_name(function: Callable[..., Any], prefix: str = "") -> str:
+  """A gate's name when the user gives none: module, qualified name and, from the second, a number.
+
+  Numbers count gates of the same name in order of creation, so that the next run of the program
+  gives the same names and finds its compiled programs in the persistent cache.
+  """
+  return free_name(f"{prefix}{_name_of(function)}")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+  function = getattr(function, "func", function)  # functools.partial
+  module = getattr(function, "__module__", None) or type(function).__module__
+  named = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+  return f"{module}.{named or type(function).__qualname__}"
+
+
+@contextlib.contextmanager
+def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str]:
+  """A name that nothing alive has; the block registers what is to have it.
+
+  So a program that is lowered anew, when the last one is gone, has the same text, and is found in
+  the persistent cache.
+  """
+  base = f"{prefix}{_name_of(function)}"
+  with _naming:
+    taken = set(_callgate.registered_names())
+    yield next(name for name in _numbered(base) if name not in taken)
+
+
+def _numbered(base: str) -> Iterator[str]:
+  yield base
+  for number in itertools.count(1):
+    yield f"{base}#{number}"
+
+
+def free_name(base: str) -> str:
+  """`base`, with a number from the second time it is asked for."""
+  taken = set(_callgate.registered_names())
+  with _lock:
+    while True:
+      number = _counters[base]
+      _counters[base] += 1
+      name = base if number == 0 else f"{base}#{number}"
+      if name not in taken:
+        return name
+
+
+# -- what programs from other processes name -------------------------------------------------------
+def find_by(finder: Callable[[str], Definable | None]) -> None:
+  """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
+  _finders.append(finder)
+
+
+def undefined(name: str) -> bool:
+  """The runtime's hook: defines a variant that a loaded program names."""
+  base, bracket, key = name.partition("[")
+  found = get(base) or next(filter(None, (find(base) for find in _finders)), None)
+  define = getattr(found, "define_variant", None)
+  return define is not None and define(key.removesuffix("]") if bracket else "")
+
+
+def caller_module(depth: int = 2) -> str:
+  """The module whose code makes a kernel, for its name."""
+  return str(sys._getframe(depth).f_globals.get("__name__", "__main__"))  # pyright: ignore[reportPrivateUsage]

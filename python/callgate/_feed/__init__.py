@@ -1,0 +1,1 @@
+"""Host iterators that programs read from."""

@@ -1,0 +1,333 @@
+"""Feeds: host iterators that compiled JAX programs read from.
+
+`feed` makes one. A producer thread (`producer.py`) iterates ahead; `Feed.next()` is an ordered gate
+that takes the next item from its queue, on XLA's thread, and waits only when the queue is empty.
+
+The gate's function holds the producer, and the producer's thread holds neither: once no Feed and no
+program is left that could take an item, the function dies and its finalizer ends the thread.
+
+`next()` has no arguments, so batching could not see it by them: a primitive of its own knows the
+axes that it is mapped over, and its call then takes an item for each lane.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from callgate import _callgate
+from callgate._call import jax_engine, primitive
+from callgate._call.site import CallSite
+from callgate._core import effects, options, registry
+from callgate._core.errors import GateDefinitionError
+from callgate._core.failures import raise_deferred
+from callgate._feed import items
+from callgate._feed import producer as _producer
+from callgate._gate.gate import Gate
+from callgate._jax import tracing
+from callgate._runtime import config
+
+
+class _Missing(enum.Enum):
+  """Stands for an option that was not given, where None is an item like any other."""
+
+  MISSING = enum.auto()
+
+  def __repr__(self) -> str:
+    return "<none>"
+
+
+_MISSING: Final = _Missing.MISSING
+_CLOSE_SECONDS = 5.0
+_WHOLE = "an integer of 1 or more"
+
+
+class Feed:
+  """A host iterator as a source of items for compiled programs; made by `callgate.feed`.
+
+  A context manager, which closes the feed at the end of its block.
+
+  Attributes:
+    name: what messages and threads call it.
+    shape: the items' types, as a pytree of ShapeDtypeStructs.
+    prefetch: how many items the iterator may be ahead of the programs.
+  """
+
+  def __init__(
+    self,
+    iterable: Iterable[Any],
+    *,
+    prefetch: int = 2,
+    shape: Any = None,
+    default: Any = _MISSING,
+    name: str | None = None,
+  ) -> None:
+    name = options.name("feed", name)
+    self.name = name if name is not None else registry.unique_name(_named(iterable))
+    self.prefetch = _check_prefetch(self.name, prefetch)
+    types = items.from_structs(self.name, shape) if shape is not None else None
+    iterator = _iterator(self.name, iterable)
+    self._producer = _producer.Producer(self.name, iterator, self.prefetch)
+    try:
+      if types is None:
+        types = _types_of_first(self._producer, default)
+      self._start(types, default)
+    except BaseException:  # Ctrl-C while the first item is made, too
+      self._producer.release()
+      raise
+
+  def _start(self, types: items.ItemTypes, default: Any) -> None:
+    self._types = types
+    self.shape = types.structs()
+    take = _Take(self._producer, len(types.types[0][0]))
+    weakref.finalize(take, self._producer.release).atexit = False
+    flat = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types.types)
+    self._gate = _FeedGate(take, out=flat, name=self.name, effect="ordered", style="inplace")
+    self._site = CallSite(
+      jax.tree.structure(((), {})), jax.tree.structure(flat), static=(), results=types.types
+    )
+    self._producer.serve(types.convert, None if default is _MISSING else types.broadcast(default))
+
+  def __repr__(self) -> str:
+    return f"<feed '{self.name}'>"
+
+  def next(self) -> Any:
+    """The next item, inside or outside compiled code: a pytree of jax.Arrays as `shape` says.
+
+    Each execution takes the next item, in program order, also across calls of the program. Under
+    `jax.vmap` each lane takes an item of its own, in lane order, whether or not anything else in
+    the function is mapped. Items are constants to derivatives. In a
+    program over several devices one of them takes the item for all; see docs/feeds.md.
+
+    Raises:
+      EndOfFeed: there are no more items, and no default.
+      GateError: the feed is closed, or was made in another process.
+      BaseException: what the iterator raised in the place of this item. All of these fail the
+        program (`jax.errors.JaxRuntimeError`), and are raised as themselves by `callgate.errors()`.
+    """
+    raise_deferred()
+    self._producer.check()
+    flat = next_p.bind(gate=self._gate, site=self._site, lead=(), engine=config.engine())
+    return jax.tree.unflatten(self._types.tree, flat)
+
+  def stats(self) -> dict[str, int]:
+    """What has happened so far.
+
+    Returns:
+      "produced" (items that the iterator gave), "served" (items that programs took, defaults
+      included), "waited" (times that a program found no item and had to wait) and "queued" (items
+      that wait in the queue).
+    """
+    return self._producer.stats()
+
+  def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
+    """Stops the iterator's thread; a program that asks for an item from here on fails.
+
+    Args:
+      timeout: seconds to wait for an iterator that is busy.
+
+    Returns:
+      Whether the thread has ended. If not, it ends when its iterator returns.
+    """
+    seconds = options.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
+    return self._producer.close(seconds)
+
+  def __enter__(self) -> Feed:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self.close()
+
+
+def feed(
+  iterable: Iterable[Any],
+  *,
+  prefetch: int = 2,
+  shape: Any = None,
+  default: Any = _MISSING,
+  name: str | None = None,
+) -> Feed:
+  """Lets compiled programs read a host iterator, which runs ahead of them on a thread of its own.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp, numpy as np
+
+  with cg.feed(np.float32(i) for i in range(10)) as numbers:
+    total = jax.jit(lambda: jax.lax.fori_loop(0, 10, lambda i, s: s + numbers.next(), 0.0))()
+    assert total == 45
+  ```
+
+  Args:
+    iterable: gives the items: pytrees of NumPy or jax arrays, torch tensors or Python scalars, all
+      of the same structure, shapes and dtypes. Items are checked, and never cast; Python scalars
+      get JAX's default dtypes.
+    prefetch: how many items the iterator may be ahead of the programs.
+    shape: the item's types, a pytree of anything with `.shape` and `.dtype`. None: those of the
+      first item, which is waited for here.
+    default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
+      one. Without it the end of the data is an error, `EndOfFeed`.
+    name: what messages and threads call the feed. Default: the iterable's qualified name, and a
+      number from the second on.
+
+  Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones to that
+  GPU ahead of the program, as far as `prefetch` goes, through pinned memory and on a stream of
+  their own. The program's stream waits for such a copy where it must; nothing on the host waits for
+  the GPU. Each waiting item then takes its size in the GPU's memory and in pinned memory. Of a feed
+  that several GPUs read, an item is copied ahead to the one that asked last, and again where
+  another gets it.
+
+  Returns:
+    A `Feed`.
+
+  Raises:
+    GateDefinitionError: an option is wrong, or there is no item to take the types from.
+    ResultError: the first item holds something other than arrays and numbers.
+    ValueError: the name is taken by another live feed or gate.
+    BaseException: what the iterator raised in the place of its first item, if `shape` is None.
+  """
+  return Feed(iterable, prefetch=prefetch, shape=shape, default=default, name=name)
+
+
+class _FeedGate(Gate):
+  """A feed's gate: NumPy's arrays on the host, the GPU's own in a program for CUDA."""
+
+  native = True
+
+
+class _Take:
+  """The function of a feed's gate: writes the next item, or one for each lane, into the results.
+
+  On a GPU the results are Buffers, and items are on their way there already (`_feed/producer.py`).
+  """
+
+  def __init__(self, producer: _producer.Producer, rank: int) -> None:
+    self._producer = producer
+    self._rank = rank  # of an item's first leaf: what comes before are batch axes
+
+  def __call__(self, outs: Sequence[Any]) -> None:
+    batch = outs[0].ndim - self._rank
+    place = _callgate.device_call()
+    if place is not None:
+      lanes = math.prod(outs[0].shape[:batch])
+      for lane in range(lanes):
+        self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
+      return
+    if not batch:
+      _write(outs, self._producer.take())
+      return
+    lanes = math.prod(outs[0].shape[:batch])
+    rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
+    for lane in range(lanes):
+      _write([row[lane, ...] for row in rows], self._producer.take())
+
+
+def _write(outs: Sequence[np.ndarray[Any, Any]], item: _producer.Item) -> None:
+  for out, array in zip(outs, item, strict=True):
+    out[...] = array
+
+
+# -- checks ----------------------------------------------------------------------------------------
+def _named(iterable: Any) -> Any:
+  """What an unnamed feed takes its name from: the generator function or the iterable's class."""
+  return iterable if hasattr(iterable, "__qualname__") else type(iterable)
+
+
+def _check_prefetch(name: str, prefetch: Any) -> int:
+  return options.count(f"feed '{name}'", "prefetch", prefetch, least=1, most=2**31 - 1, what=_WHOLE)
+
+
+def _iterator(name: str, iterable: Any) -> Iterator[Any]:
+  if isinstance(iterable, str):
+    options.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
+  try:
+    return iter(iterable)
+  except TypeError as error:
+    if hasattr(iterable, "__iter__") and getattr(iterable, "ndim", None) != 0:
+      raise  # its own
+    hint = "; call the function" if callable(iterable) else ""
+    raise GateDefinitionError(
+      f"feed '{name}': iterable: expected an iterable of items, got {type(iterable).__name__}{hint}"
+    ) from error
+
+
+def _types_of_first(producer: _producer.Producer, default: Any) -> items.ItemTypes:
+  if producer.wait_for_first():
+    return items.from_item(producer.name, producer.first)
+  if default is _MISSING:
+    raise GateDefinitionError(
+      f"feed '{producer.name}': the iterable is empty, so the items' types are not known; expected "
+      "an item, shape= or default="
+    )
+  return items.from_item(producer.name, default, "default")
+
+
+# -- the primitive ---------------------------------------------------------------------------------
+# Parameters: gate and site, as the gate's primitive has them; lead, the sizes of the axes that the
+# call is mapped over, outermost first; engine, what runs it.
+next_p = Primitive("feed_next")
+next_p.multiple_results = True
+tracing.define_impl(next_p)
+
+
+@next_p.def_effectful_abstract_eval
+def _abstract_eval(
+  *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
+) -> tuple[tuple[Any, ...], frozenset[Any]]:
+  effect = tracing.ordered_io_effect if engine == "jax" else effects.ORDERED_GATE_EFFECT
+  avals = (tracing.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
+  # In a jax.shard_map each device takes items for itself.
+  axes = tracing.manual_axes()
+  return tuple(tracing.varying_aval(aval, axes) for aval in avals), frozenset({effect})
+
+
+def _batch(
+  axis_data: Any,
+  operands: Sequence[Any],
+  dims: Sequence[Any],
+  *,
+  gate: Gate,
+  site: CallSite,
+  lead: tuple[int, ...],
+  engine: str,
+) -> tuple[Sequence[Any], Sequence[int]]:
+  results = next_p.bind(gate=gate, site=site, lead=(axis_data.size, *lead), engine=engine)
+  return results, [0] * len(results)
+
+
+batching.fancy_primitive_batchers[next_p] = _batch
+
+
+def _lower(
+  context: Any,
+  *,
+  gate: Gate,
+  site: CallSite,
+  lead: tuple[int, ...],
+  engine: str,
+) -> Sequence[Any]:
+  whole = dataclasses.replace(
+    site, results=tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
+  )
+  if engine == "jax":
+    call = mlir.lower_fun(lambda: jax_engine.bind(gate, whole, ()), multiple_results=True)
+    return call(context)
+  return primitive.lower(context, gate=gate, site=whole, levels=(), whole=None)
+
+
+# Not cached, as the gates' own rule: its source line is part of the program.
+mlir.register_lowering(next_p, _lower, cacheable=False)

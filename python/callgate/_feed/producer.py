@@ -1,0 +1,325 @@
+"""The producer of a feed: a thread that iterates ahead of the program, and the queue between them.
+
+A `Producer` is shared by its thread, which puts items in, and by whoever takes them: the feed's
+gate, on XLA's threads, or on the main thread outside of compiled code. The thread holds no lock
+while user code runs, so an iterator may itself run JAX programs and read other feeds.
+
+Who ends the thread: `close()`, the end of the data, the garbage collector once neither a Feed nor a
+program can take items any more (feed.py), or the end of the process. It is a daemon thread, since
+Python can't interrupt an iterator that doesn't return; whoever closes it waits for a bounded time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from callgate import _callgate
+from callgate._core.errors import EndOfFeed, GateError
+
+Item = list[Any]  # the flat arrays of an item
+Convert = Callable[[Any, int], Item]
+
+
+@dataclasses.dataclass
+class _Entry:
+  """An item in the queue; `upload` is its way to a GPU, once that was tried and could be begun."""
+
+  item: Item
+  tried: bool = False
+  upload: _callgate.Upload | None = None
+
+
+_alive: weakref.WeakSet[Producer] = weakref.WeakSet()
+
+
+class Producer:
+  """A thread that pulls items from an iterator, at most `prefetch` ahead of those that take them.
+
+  Attributes:
+    name: the feed's.
+    first: the first item as the iterator gave it, once `wait_for_first` has returned.
+  """
+
+  def __init__(self, name: str, iterator: Iterator[Any], prefetch: int) -> None:
+    self.name = name
+    self.first: Any = None
+    self._prefetch = prefetch
+    # A full queue is refilled once it is half empty, so that the threads don't wake each other for
+    # every item.
+    self._refill = prefetch // 2
+    # Its lock is reentrant: the collector may call `release` on a thread that holds it.
+    self._changed = threading.Condition()
+    self._queue: collections.deque[_Entry] = collections.deque()
+    self._convert: Convert | None = None
+    self._default: Item | None = None
+    self._has_first = False
+    self._over = False
+    self._failure: tuple[BaseException, TracebackType | None] | None = None
+    self._closed = False
+    self._gpu: int | None = None  # the number of the GPU whose program asked last
+    self._patience: float | None = None  # how long to wait for an item, while the process ends
+    self._produced = self._served = self._waited = 0
+    self._process = os.getpid()
+    # The thread alone holds the iterator: a generator that it leaves is closed there.
+    self._thread = threading.Thread(
+      target=self._run, args=([iterator],), name=f"callgate {name}", daemon=True
+    )
+    _alive.add(self)
+    self._thread.start()
+
+  # -- the producer thread -----------------------------------------------------------------------
+  def _run(self, holder: list[Iterator[Any]]) -> None:
+    iterator = holder.pop()
+    number = 0
+    try:
+      while self._wait_for_room():
+        try:
+          item = next(iterator)
+        except StopIteration:
+          break
+        if not self._put(item, number):
+          break
+        number += 1
+        del item  # not kept while the next one is made
+    except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
+      self._end((error, error.__traceback__))
+    else:
+      self._end(None)
+
+  def _wait_for_room(self) -> bool:
+    while True:
+      with self._changed:
+        if len(self._queue) >= self._prefetch:
+          self._changed.wait_for(
+            lambda: self._closed or len(self._queue) <= self._refill or self._next_upload()
+          )
+        if self._closed:
+          return False
+        entry, gpu = self._next_upload(), self._gpu
+      if entry is None or gpu is None:
+        return True
+      entry.tried = True
+      entry.upload = _start_upload(gpu, entry.item)
+
+  def _next_upload(self) -> _Entry | None:
+    """The first item that is to be on its way to a GPU and is not."""
+    if self._gpu is None:
+      return None
+    return next((entry for entry in self._queue if not entry.tried), None)
+
+  def _put(self, item: Any, number: int) -> bool:
+    if number == 0 and not self._offer_first(item):
+      return False
+    assert self._convert is not None
+    flat = self._convert(item, number)
+    with self._changed:
+      if self._closed:
+        return False
+      self._queue.append(_Entry(flat))
+      self._produced += 1
+      self._changed.notify_all()
+    return True
+
+  def _offer_first(self, item: Any) -> bool:
+    """Shows the first item to the thread that makes the feed, which takes the types from it."""
+    with self._changed:
+      self._has_first = True
+      self.first = item
+      self._changed.notify_all()
+      self._changed.wait_for(lambda: self._closed or self._convert is not None)
+      self.first = None
+      return not self._closed
+
+  def _end(self, failure: tuple[BaseException, TracebackType | None] | None) -> None:
+    with self._changed:
+      self._over = True
+      self._failure = failure
+      self._changed.notify_all()
+
+  # -- the thread that makes the feed ------------------------------------------------------------
+  def wait_for_first(self) -> bool:
+    """Waits until there is a first item, and says whether there is one.
+
+    Raises:
+      BaseException: what the iterator raised instead.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: self._has_first or self._over)
+      if not self._has_first and self._failure is not None:
+        raise self._failure[0]
+      return self._has_first
+
+  def serve(self, convert: Convert, default: Item | None) -> None:
+    """Says how items are converted, and what is served after the last; items flow from here on.
+
+    Args:
+      convert: makes flat arrays of an item and its number; runs on the producer thread.
+      default: flat arrays, or None: then the end of the data is an error.
+    """
+    with self._changed:
+      self._default = default
+      self._convert = convert
+      self._changed.notify_all()
+
+  # -- threads that take items -------------------------------------------------------------------
+  def take(self) -> Item:
+    """The next item; waits for it if it must.
+
+    Raises:
+      EndOfFeed: there are no more, and there is no default.
+      GateError: the feed is closed, or of another process.
+      BaseException: what the iterator raised in the place of this item.
+    """
+    return self._take().item
+
+  def take_uploaded(self, gpu: int) -> _callgate.Upload:
+    """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead.
+
+    Args:
+      gpu: its number for CUDA.
+    """
+    entry = self._take()
+    if self._gpu != gpu:  # after the first was taken, which is sent from here
+      with self._changed:
+        self._gpu = gpu
+        self._changed.notify_all()
+    if entry.upload is not None and entry.upload.ordinal == gpu:
+      return entry.upload
+    return _callgate.Upload(gpu, entry.item)
+
+  def _take(self) -> _Entry:
+    """The next item.
+
+    Raises:
+      EndOfFeed: there are no more, and there is no default.
+      GateError: the feed is closed, or of another process.
+      BaseException: what the iterator raised in the place of this item.
+    """
+    self.check()
+    with self._changed:
+      if not (self._queue or self._over or self._closed):
+        self._waited += 1
+        self._wait_for_item()
+      self.check()
+      if not self._queue:
+        return self._after_the_last()
+      entry = self._queue.popleft()
+      self._served += 1
+      if len(self._queue) <= self._refill:
+        self._changed.notify_all()
+      return entry
+
+  def _wait_for_item(self) -> None:
+    while not (self._queue or self._over or self._closed):
+      # Woken without an item when the process ends: from then on patience is limited.
+      if not self._changed.wait(self._patience) and self._patience is not None:
+        raise GateError(
+          f"feed '{self.name}': the process is ending, and no item came within {self._patience:g} s"
+        )
+
+  def _after_the_last(self) -> _Entry:
+    if self._failure is not None:
+      # Without the frames of those who got it before.
+      raise self._failure[0].with_traceback(self._failure[1])
+    if self._default is None:
+      raise EndOfFeed(
+        f"feed '{self.name}' ended after {self._produced} item(s); expected more data, or a "
+        "default= to serve from then on"
+      )
+    self._served += 1
+    return _Entry(self._default)
+
+  def check(self) -> None:
+    """Raises GateError when items can't be taken: the feed is closed, or of another process."""
+    if os.getpid() != self._process:
+      raise GateError(
+        f"feed '{self.name}' was made in process {self._process}, and its thread is not in the "
+        f"forked process {os.getpid()}; expected a feed that is made after the fork"
+      )
+    if self._closed:
+      raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
+
+  def stats(self) -> dict[str, int]:
+    """Counters: "produced", "served", "waited" and "queued"."""
+    if os.getpid() == self._process:
+      self._changed.acquire()  # a fork's child may find it taken for ever
+    try:
+      return {
+        "produced": self._produced,
+        "served": self._served,
+        "waited": self._waited,
+        "queued": len(self._queue),
+      }
+    finally:
+      if os.getpid() == self._process:
+        self._changed.release()
+
+  # -- the end -----------------------------------------------------------------------------------
+  def release(self) -> None:
+    """Tells the thread to end, and those that wait for items; doesn't wait for them."""
+    if os.getpid() != self._process:
+      return  # a fork's child has no such thread
+    with self._changed:
+      self._closed = True
+      self._queue.clear()
+      self._changed.notify_all()
+
+  def close(self, timeout: float) -> bool:
+    """Ends the thread.
+
+    Args:
+      timeout: seconds to wait for an iterator that doesn't return.
+
+    Returns:
+      Whether the thread has ended. If not, it does so when its iterator returns.
+    """
+    self.release()
+    if os.getpid() == self._process and threading.current_thread() is not self._thread:
+      self._thread.join(timeout)
+    return not self.running
+
+  @property
+  def running(self) -> bool:
+    """Whether the thread lives in this process."""
+    return self._thread.is_alive()
+
+  def limit_patience(self, seconds: float) -> None:
+    """From here on whoever takes an item waits for `seconds` at most."""
+    if os.getpid() != self._process:
+      return
+    with self._changed:
+      self._patience = seconds
+      self._changed.notify_all()
+
+
+def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
+  """Sends an item to a GPU; where that fails, whoever takes it does so again, and is told why."""
+  try:
+    return _callgate.Upload(gpu, item)
+  except Exception:  # noqa: BLE001 - see above
+    return None
+
+
+# -- the end of the process ------------------------------------------------------------------------
+def limit_all(seconds: float) -> None:
+  """Running programs may take further items, but don't wait for ever for an iterator that hangs."""
+  for producer in list(_alive):
+    producer.limit_patience(seconds)
+
+
+def close_all(seconds: float) -> None:
+  """Programs have ended: so do the threads."""
+  deadline = time.monotonic() + seconds
+  producers = list(_alive)
+  for producer in producers:
+    producer.release()
+  for producer in producers:
+    producer.close(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,1 @@
+"""Python callables in compiled programs: gates, checks, their statistics."""

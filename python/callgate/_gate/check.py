@@ -1,0 +1,156 @@
+"""`callgate.check`: assertions in compiled programs.
+
+Decided in C++: a check that passes costs about a tenth of a microsecond. One that fails stops the
+program, by way of a gate that raises.
+"""
+
+from __future__ import annotations
+
+import string
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate import _callgate
+from callgate._call import primitive, shapes
+from callgate._call.site import CallSite
+from callgate._core import masked, options, registry
+from callgate._core.errors import CheckError, GateDefinitionError
+from callgate._core.failures import raise_deferred
+from callgate._gate.gate import Gate
+
+
+class Check(Gate):
+  """The gate behind the checks of one message; its callee looks at the predicate first."""
+
+  def __init__(self, message: str) -> None:
+    def fail(ok: Any, /, **values: Any) -> tuple[()]:
+      if not ok:  # of several lanes, those that fail
+        raise CheckError(_formatted(message, values), values)
+      return ()
+
+    unique = registry.free_name("check")
+    super().__init__(fail, out=(), name=f"{unique}!failed", effect="io")
+    self.guard = _callgate.Check(unique, self.callee)
+
+  def emission(
+    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
+  ) -> Any:
+    _, target, attributes = super().emission(site, avals_in, avals_out, levels)
+    return self.guard, target, attributes
+
+
+_checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def check(predicate: Any, message: str, /, **values: Any) -> None:
+  """Stops the (compiled) program with a `CheckError` where a predicate is False.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  @jax.jit
+  def root(x):
+    cg.check(x >= 0, "expected x >= 0, got {x}", x=x)
+    return jnp.sqrt(x)
+
+  try:
+    with cg.errors():
+      root(-1.0)
+  except cg.CheckError as error:
+    assert error.message == "expected x >= 0, got -1.0"
+  ```
+
+  Args:
+    predicate: a traced bool of shape (); under vmap each lane's.
+    message: what the error says. Fields such as `{x}` are filled from `values`.
+    **values: arrays that the error shows, and carries in `CheckError.values`.
+
+  Raises:
+    GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the message has
+      a field that is not among the values, or a format that arrays of their types don't have.
+    CheckError: from `callgate.errors()`, `callgate.barrier()` or `callgate.last_error()`, when the
+      program has stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
+  """
+  raise_deferred()
+  options.text("check", "message", message)
+  _check_fields(message, values)
+  ok = jnp.asarray(predicate)
+  if ok.shape != () or ok.dtype != jnp.bool_:
+    raise GateDefinitionError(
+      f"check: predicate: expected a bool of shape (), got {ok.dtype.name}{list(ok.shape)}"
+    )
+  with _lock:
+    gate = _checks.get(message)
+    if gate is None:
+      gate = _checks[message] = Check(message)
+  for name, value in values.items():
+    for leaf in jax.tree.leaves(value):
+      try:
+        jnp.asarray(leaf)
+      except (TypeError, ValueError, OverflowError) as error:
+        raise GateDefinitionError(
+          f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
+        ) from error
+  leaves, tree = jax.tree.flatten(((ok,), values))
+  arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
+  site = CallSite(tree, jax.tree.structure(()), (), ())
+  shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+  _check_format(message, jax.tree.unflatten(tree, arrays)[1])
+  primitive.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
+
+
+def _check_fields(message: str, values: dict[str, Any]) -> None:
+  try:
+    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
+  except ValueError as error:
+    raise GateDefinitionError(
+      f"check: message: expected a format string, got {message!r}: {error}"
+    ) from error
+  for field in fields:
+    name = field.split(".")[0].split("[")[0] if field is not None else None
+    if name is not None and name not in values:
+      raise GateDefinitionError(
+        f"check: message: the field {{{field}}} is not among the values; expected one of "
+        f"{sorted(values)}"
+      )
+
+
+def _check_format(message: str, values: dict[str, Any]) -> None:
+  """Raises where arrays of these types can't be formatted, whatever they hold."""
+
+  def zeros(array: Any) -> np.ndarray[Any, Any]:
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)  # of any size in no memory
+
+  types = jax.tree.map(zeros, values)
+  try:
+    _format(message, types)
+  except Exception as error:
+    shown = ", ".join(
+      f"{name}: {array.dtype.name}{list(array.shape)}"
+      for name, value in types.items()
+      for array in jax.tree.leaves(value)
+    )
+    raise GateDefinitionError(
+      f"check: message: expected a format for the values ({shown}), got {message!r}: "
+      f"{type(error).__name__}: {error}"
+    ) from error
+
+
+def _format(message: str, values: dict[str, Any]) -> str:
+  with np.printoptions(threshold=100):
+    return message.format(**values)
+
+
+def _formatted(message: str, values: dict[str, Any]) -> str:
+  """The message with its values; as it is, where these can't be formatted."""
+  try:
+    return _format(message, values)
+  except Exception as error:  # noqa: BLE001 - the check has failed, and says so
+    return f"{message} (the values below can't be formatted: {type(error).__name__}: {error})"

@@ -1,0 +1,76 @@
+"""What gates cost: counters of each gate, and a trace of calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Generator
+from typing import Any
+
+from callgate import _callgate
+from callgate._core import options, registry
+from callgate._gate.gate import Gate
+
+
+def stats() -> dict[str, dict[str, float]]:
+  """Counters of every live gate, by name.
+
+  Returns:
+    For each gate: `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and,
+    while `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the
+    callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
+  """
+  live = [(name, gate) for name, gate in sorted(registry.operations()) if isinstance(gate, Gate)]
+  return {name: _readable(gate.stats()) for name, gate in live}
+
+
+def _readable(counters: dict[str, int]) -> dict[str, float]:
+  return {
+    "calls": counters["calls"],
+    "errors": counters["errors"],
+    "bytes": counters["bytes"],
+    "python_seconds": counters["python_ns"] * 1e-9,
+    "gil_wait_seconds": counters["gil_wait_ns"] * 1e-9,
+  }
+
+
+@contextlib.contextmanager
+def trace(path: str | os.PathLike[str]) -> Generator[None]:
+  """Writes a trace of all calls in the block, by thread, for Perfetto or chrome://tracing.
+
+  Args:
+    path: the JSON file to write, at the end of the block, also after an exception.
+
+  Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+  """
+  options.path("trace", "path", path)
+  _callgate.start_trace()
+  try:
+    yield
+  finally:
+    events = _callgate.stop_trace()
+    with open(path, "w", encoding="utf-8") as file:
+      json.dump({"traceEvents": _chrome(events), "displayTimeUnit": "ns"}, file)
+
+
+def _chrome(events: list[tuple[str, int, int, int, int]]) -> list[dict[str, Any]]:
+  process = os.getpid()
+  out: list[dict[str, Any]] = []
+  for gate, thread, start, wait, duration in events:
+    common = {"pid": process, "tid": thread, "ph": "X"}
+    out.append(
+      {
+        **common,
+        "name": gate,
+        "cat": "gate",
+        "ts": start / 1e3,
+        "dur": duration / 1e3,
+        "args": {"gil_wait_us": wait / 1e3},
+      }
+    )
+    if wait > 1000:
+      out.append(
+        {**common, "name": "wait for the GIL", "cat": "gil", "ts": start / 1e3, "dur": wait / 1e3}
+      )
+  return out

@@ -1,0 +1,123 @@
+"""The primitives and the rules of JAX's own callbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import callback as _callback
+from jax._src import config as _config
+from jax._src import debugging as _debugging
+from jax._src import ffi as _ffi
+
+# -- JAX's callbacks: callgate.compat and callgate.install -----------------------------------------
+# The primitives of `pure_callback` and `io_callback` and their own lowering rules (0.10 to 0.12);
+# no public name, and none in sight: `jax.extend` has no callbacks.
+pure_callback_p: Any = _callback.pure_callback_p
+io_callback_p: Any = _callback.io_callback_p
+pure_callback_lowering: Callable[..., Any] = _callback.pure_callback_lowering
+io_callback_lowering: Callable[..., Any] = _callback.io_callback_lowering
+# The primitives of `jax.debug.callback` and `jax.debug.print` and their own lowering rules (0.10 to
+# 0.12); no public name.
+debug_callback_p: Any = _debugging.debug_callback_p
+debug_print_p: Any = _debugging.debug_print_p
+debug_callback_lowering: Callable[..., Any] = _debugging.debug_callback_lowering
+debug_print_lowering: Callable[..., Any] = _debugging.debug_print_lowering_rule
+
+
+def debug_print_callback(
+  *,
+  fmt: str,
+  in_tree: Any,
+  static_args: Any,
+  np_printoptions: Any,
+  has_placeholders: bool,
+  logging_record: Any,
+  **_: Any,
+) -> Callable[..., Any]:
+  """The function of flat arrays that JAX calls for a `jax.debug.print` (0.10 to 0.12)."""
+  form = functools.partial(
+    _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
+    fmt,
+    dict(np_printoptions),
+    has_placeholders,
+    logging_record,
+  )
+  return _debugging._make_flat_callback(  # pyright: ignore[reportPrivateUsage]
+    in_tree, form, static_args
+  )
+
+
+# The batching rule of all of JAX's foreign calls, by `vmap_method` (0.10 to 0.12). No public name;
+# `jax.ffi.ffi_call` has it built in.
+ffi_batching_rule: Callable[..., Any] = _ffi.ffi_batching_rule
+
+
+def callback_sharding(
+  context: Any, sharding: Any, result_avals: Sequence[Any], *, token: bool
+) -> Any:
+  """The annotation that JAX puts on a callback's operation; None where nothing is partitioned.
+
+  With `token` the operation's first result is one, and has the first entry. Raises JAX's errors for
+  partly automatic meshes and for a `sharding` that JAX doesn't support. Stands for
+  `_callback_op_sharding` and for what `emit_python_callback` adds to it (0.10 to 0.12).
+  """
+  from jax._src import named_sharding, sharding_impls
+
+  axes = context.module_context.axis_context
+  annotation: Any = _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
+    axes, sharding, result_avals
+  )
+  if not (token and result_avals and isinstance(annotation, sharding_impls.SdyArrayList)):
+    return annotation
+  shardings: Any = annotation.shardings
+  of_token = named_sharding.SdyArray(
+    mesh_shape=(), dim_shardings=(), logical_device_ids=shardings[0].logical_device_ids
+  )
+  return sharding_impls.SdyArrayList((of_token, *shardings))
+
+
+def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+  """(enter, leave): the settings of its thread under which JAX runs a callback (0.10 to 0.12).
+
+  `leave` takes what `enter` gave. The default device is `device`, for which `jax.default_device` is
+  public, and five times as slow; from 0.12 on the thread's mesh is put aside, too, for which there
+  is nothing public.
+  """
+  set_device = _config.default_device.swap_local
+  restore_device = _config.default_device.set_local
+  if jax.__version_info__ < (0, 12):
+    return lambda: set_device(device), restore_device
+  from jax._src import mesh as _mesh
+
+  mesh: Any = _mesh  # these names are 0.12's
+  concrete, abstract = mesh.device_context, mesh.abstract_mesh_context_manager
+  no_mesh, no_abstract_mesh = mesh.empty_concrete_mesh, mesh.empty_abstract_mesh
+
+  def enter() -> Any:
+    return (
+      set_device(device),
+      concrete.swap_local(no_mesh),
+      abstract.swap_local(no_abstract_mesh),
+    )
+
+  def leave(before: Any) -> None:
+    restore_device(before[0])
+    concrete.set_local(before[1])
+    abstract.set_local(before[2])
+
+  return enter, leave
+
+
+def buffer_callback_lowering() -> Callable[..., Any] | None:
+  """JAX's own rule for `jax.experimental.buffer_callback` (0.10 to 0.12), while JAX has it.
+
+  Serves platforms other than the CPU. No public replacement.
+  """
+  try:
+    from jax._src import buffer_callback
+  except ImportError:
+    return None
+  return buffer_callback._buffer_callback_lowering  # pyright: ignore[reportPrivateUsage]

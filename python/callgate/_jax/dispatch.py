@@ -1,0 +1,313 @@
+"""Of JAX's dispatch: runtime tokens, the filter of effects, hooks at execution, backends."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax._src import dispatch as _dispatch
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import pxla as _pxla
+
+# JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
+# for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
+_effect_tokens: dict[Any, Any] = {}
+_after_barrier: list[Callable[[], None]] = []
+_local = threading.local()
+
+
+def after_effects_barrier(function: Callable[[], None]) -> None:
+  """Has `jax.effects_barrier()` call a function when its programs are done (0.10 to 0.12)."""
+  _after_barrier.append(function)
+
+
+def remember_effects() -> None:
+  """Keeps the newest token of each thread, device and ordered effect where all threads see it."""
+  tokens: Any = _dispatch.RuntimeTokenSet
+  set_output, set_result = tokens.set_output_runtime_token, tokens.set_token_result
+
+  def set_output_runtime_token(self: Any, device: Any, token: Any) -> None:
+    _have_waiter()
+    _effect_tokens[threading.get_ident(), device] = token
+    set_output(self, device, token)
+
+  def set_token_result(self: Any, effect: Any, token: Any) -> None:
+    _have_waiter()
+    _effect_tokens[threading.get_ident(), effect] = token
+    set_result(self, effect, token)
+
+  def block_until_ready(self: Any) -> None:
+    wait(self)
+    if not getattr(_local, "alone", False):
+      for after in _after_barrier:
+        after()
+
+  wait = tokens.block_until_ready
+  tokens.block_until_ready = block_until_ready
+  tokens.set_output_runtime_token = set_output_runtime_token
+  tokens.set_token_result = set_token_result
+
+
+def effects_barrier_alone() -> None:
+  """`jax.effects_barrier()` without what `after_effects_barrier` added to it."""
+  _local.alone = True
+  try:
+    jax.effects_barrier()
+  finally:
+    _local.alone = False
+
+
+def forget_effects() -> None:
+  """Has neither `jax.effects_barrier` nor JAX's exit wait for what runs now (0.10 to 0.12)."""
+  _effect_tokens.clear()
+  _dispatch.runtime_tokens.clear()
+
+
+def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = None) -> bool:
+  """Waits for the programs with effects that any thread dispatched; False when the time ran out.
+
+  Whatever they failed with is left to `jax.effects_barrier` in the thread that dispatched them.
+  `watch` is called now and then meanwhile, and ends the wait by raising.
+  """
+  if not _effect_tokens:
+    return True
+  if timeout is None and watch is None:
+    _wait_for_tokens()
+    return True
+  # Tokens have no wait with a limit, so another thread waits.
+  done = threading.Event()
+  try:
+    _idle_waiter().put(done)
+  except RuntimeError:  # too late for a thread: what came so late ran where it was dispatched
+    _wait_for_tokens()
+    return True
+  if watch is None:
+    return done.wait(timeout)
+  deadline = math.inf if timeout is None else time.monotonic() + timeout
+  while not done.is_set() and (left := deadline - time.monotonic()) > 0:
+    done.wait(min(left, 0.1))
+    watch()
+  return done.is_set()
+
+
+# The requests of each idle thread that waits for tokens on another's behalf. There is one from the
+# first program with effects on: at the end of the process Python 3.12 makes no thread any more.
+_waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
+
+
+def _have_waiter() -> None:
+  if not _waiters:
+    with contextlib.suppress(RuntimeError):  # at the end of the process: see above
+      _waiters.append(_idle_waiter())
+
+
+def _idle_waiter() -> queue.SimpleQueue[threading.Event]:
+  """One that is nobody else's from now on."""
+  with contextlib.suppress(IndexError):
+    return _waiters.pop()
+  requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+  name, own = "callgate barrier", (requests,)
+  threading.Thread(target=_wait_on_request, args=own, name=name, daemon=True).start()
+  return requests
+
+
+def _wait_on_request(requests: queue.SimpleQueue[threading.Event]) -> None:
+  while True:
+    done = requests.get()
+    _wait_for_tokens()
+    _waiters.append(requests)
+    done.set()
+
+
+def forget_waiters() -> None:
+  """In a fork's child, which has none of these threads."""
+  _waiters.clear()
+
+
+def _wait_for_tokens() -> None:
+  for key, token in list(_effect_tokens.items()):
+    with contextlib.suppress(Exception):
+      token.block_until_ready()
+    if _effect_tokens.get(key) is token:
+      _effect_tokens.pop(key, None)
+
+
+def first_calls(frames: Iterable[Any]) -> list[tuple[Any, Any]]:
+  """(function, jaxpr) of each jitted function whose first call executes, in a thread's `frames`.
+
+  Other threads that call the function wait for that call to end (0.10 to 0.12). No public name.
+  """
+  found: list[tuple[Any, Any]] = []
+  for top in frames:
+    if os.path.basename(top.f_code.co_filename) != "pxla.py" or top.f_code.co_name != "__call__":
+      continue
+    frame, jaxpr = top, None
+    while frame is not None:
+      names = frame.f_code.co_varnames
+      if jaxpr is None and "jaxpr" in names:
+        jaxpr = frame.f_locals.get("jaxpr")
+      if frame.f_code.co_name == "cache_miss" and "fun" in frame.f_code.co_freevars:
+        found.append((frame.f_locals["fun"], jaxpr))
+        jaxpr = None
+      frame = frame.f_back
+  return found
+
+
+def is_jitted(value: Any) -> bool:
+  """Whether a value is a function that `jax.jit` made. jaxlib's type of it is private."""
+  return isinstance(value, _jitted_type())
+
+
+@functools.cache
+def _jitted_type() -> type[Any]:
+  return type(jax.jit(_nothing))
+
+
+def _nothing() -> None: ...
+
+
+def keep_with_program(context: Any, value: object) -> None:
+  """Keeps `value` alive as long as the module being lowered, so also a `jax.stages.Lowered`.
+
+  JAX's own keepalive would do, but makes `jax.export` refuse the program (0.10 to 0.12).
+  """
+  weakref.finalize(context.module_context.module, id, value).atexit = False
+
+
+def exclude_from_tracebacks(path: str) -> None:
+  """Leaves files under `path` out of JAX's notion of the user's code."""
+  _source_info.register_exclusion(path)
+
+
+# -- dispatch --------------------------------------------------------------------------------------
+# JAX leaves its C++ dispatch path when an executable reports an effect (0.10 to 0.12). No public
+# API: this is `callgate.config(fast_dispatch=True)`, design section 10.
+def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
+  """Hides the unordered effects that `keep` refuses from JAX's dispatch, once for the process."""
+  original = _pxla.ExecuteReplicated.__init__
+
+  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if self.has_unordered_effects:
+      effects = kwargs.get("unordered_effects")
+      if effects is None:
+        effects = args[5]  # after xla_executable, name, backend, in_handler, out_handler
+      self.has_unordered_effects = any(keep(effect) for effect in effects)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
+
+
+def keep_ordered_programs_off_cpp_path() -> None:
+  """Makes compiled (AOT) programs with ordered effects take JAX's Python dispatch, as jit does.
+
+  `MeshExecutable.create_cpp_call` looks at unordered effects and host callbacks, but not at ordered
+  effects (0.10 to 0.12): from its second call on such a program would get no token. JAX's own
+  ordered callbacks are host callbacks, so they never meet this.
+  """
+  original = _pxla.MeshExecutable.create_cpp_call
+
+  def create_cpp_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if getattr(self.unsafe_call, "ordered_effects", None):
+      return None
+    return original(self, *args, **kwargs)
+
+  _pxla.MeshExecutable.create_cpp_call = create_cpp_call
+
+
+def ask_before_execution(kind: type[Any]) -> None:
+  """Programs that keep a `kind` (`add_keepalive`) call it with their devices before each execution.
+
+  What it raises reaches the caller. Such programs take JAX's Python dispatch and give a runtime
+  token, as those with effects do (0.10 to 0.12). JAX has no public hook at execution.
+  """
+  init, call = _pxla.ExecuteReplicated.__init__, _pxla.ExecuteReplicated.__call__
+
+  def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
+      self.has_unordered_effects = True
+
+  def __call__(self: Any, *args: Any) -> Any:
+    for kept in self.keepalive or ():
+      if isinstance(kept, kind):
+        kept(self._local_devices)  # pyright: ignore[reportCallIssue]
+    return call(self, *args)
+
+  _pxla.ExecuteReplicated.__init__ = __init__
+  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def run_by_dispatch(context: Any) -> None:
+  """Has XLA's CPU client run the program being lowered on the thread that dispatches it.
+
+  As it runs programs with JAX's own callbacks: it only asks whether there are some (0.10 to 0.12).
+  """
+  context.module_context.add_host_callback(lambda: None)
+
+
+def end_before_dispatch_returns(kind: type[Any]) -> None:
+  """Programs that keep a `kind` have ended when their dispatch returns.
+
+  For programs with effects, of which the dispatch is Python. What they failed with is left to those
+  who wait for them. XLA's CPU client runs programs with JAX's own callbacks so (0.10 to 0.12).
+  """
+  call = _pxla.ExecuteReplicated.__call__
+
+  def __call__(self: Any, *args: Any) -> Any:
+    out = call(self, *args)
+    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
+      thread = threading.get_ident()
+      own = [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
+      for value in (*out, *own):
+        with contextlib.suppress(Exception):
+          value.block_until_ready()
+    return out
+
+  _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- waiting ---------------------------------------------------------------------------------------
+def live_arrays() -> Sequence[Any]:
+  """All arrays of the CPU backend, or none when no backend has been started."""
+  return jax.live_arrays("cpu") if has_backend() else []
+
+
+def local_cpu_devices() -> list[Any]:
+  """This process's devices of the CPU backend; none when no backend has been started."""
+  if not has_backend():
+    return []
+  try:
+    return jax.local_devices(backend="cpu")
+  except RuntimeError:  # JAX_PLATFORMS names others alone
+    return []
+
+
+def has_backend() -> bool:
+  """Whether JAX has started its devices (0.10 to 0.12); no public name."""
+  from jax._src import xla_bridge
+
+  return xla_bridge.backends_are_initialized()
+
+
+def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """(put, rest): `put(aval, sharding, [array], [device], *rest)` is a committed jax.Array.
+
+  What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
+  when it is quick. The array's memory is shared where it is aligned, so it must never change again.
+  """
+  import importlib
+
+  jaxlib: Any = importlib.import_module("jaxlib._jax")  # has no type stubs
+  committed, force_copy, keep_x64 = True, False, True
+  semantics = jaxlib.HostBufferSemantics.ZERO_COPY
+  return jaxlib.batched_device_put, (committed, force_copy, semantics, keep_x64)

@@ -1,0 +1,204 @@
+"""Of JAX's lowering: FFI calls, tokens, platforms and meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax._src import core as _core
+from jax._src import ffi as _ffi
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import mlir as _mlir
+
+from callgate._jax.partitioner import set_sharding_rule
+from callgate._jax.tracing import is_explicit, ordered_io_effect
+
+
+# -- lowering --------------------------------------------------------------------------------------
+# `jax.ffi.ffi_lowering` is public but takes no token and gives no operation to annotate.
+def emit_ffi_call(
+  context: Any,
+  target: str,
+  operands: Sequence[Any],
+  operand_avals: Sequence[Any],
+  result_avals: Sequence[Any],
+  attributes: Mapping[str, Any],
+  *,
+  has_side_effect: bool,
+  aliases: Mapping[int, int],
+  token: Any = None,
+  sharding: Any = None,
+  rule: Any = None,
+) -> tuple[Sequence[Any], Any]:
+  """Emits a typed FFI custom call; returns its results and, given a token, the token after it."""
+  offset = 0
+  if token is not None:
+    operands = [token, *operands]
+    operand_avals = [_core.abstract_token, *operand_avals]
+    result_avals = [_core.abstract_token, *result_avals]
+    offset = 1
+  context = context.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+  operation = _ffi.build_ffi_lowering_function(
+    target,
+    has_side_effect=has_side_effect,
+    operand_output_aliases={i + offset: o + offset for i, o in aliases.items()} or None,
+  )(context, *operands, **attributes)
+  if sharding is not None:
+    _mlir.set_sharding(context.module_context, operation, sharding)
+  if rule is not None:
+    set_sharding_rule(operation, rule)
+  results = list(operation.results)
+  if token is None:
+    return results, None
+  return results[1:], results[0]
+
+
+def platforms_of(context: Any) -> tuple[str, ...]:
+  """The platforms that the rule being run lowers for (0.10 to 0.12)."""
+  return tuple(context.platforms or context.module_context.platforms)
+
+
+def lower_each_platform(
+  context: Any,
+  rules: Mapping[str, Callable[..., Sequence[Any]]],
+  effects: Any,
+  operands: Sequence[Any],
+) -> Sequence[Any]:
+  """What `rules` make for each platform, of which a program for several chooses when it runs.
+
+  JAX does so itself for rules that were registered by platform, but not uncached ones: it takes the
+  context's results for a list (0.10 to 0.12).
+  """
+  context_of_lists = context.replace(avals_out=list(context.avals_out))
+  results = _mlir.lower_per_platform(
+    context_of_lists, "callgate", dict(rules), None, effects, *operands
+  )
+  if context_of_lists.tokens_out is not None:
+    context.set_tokens_out(context_of_lists.tokens_out)
+  return results
+
+
+def lower_in_order(
+  context: Any, function: Callable[..., Any], operands: Sequence[Any], effect: Any
+) -> Sequence[Any]:
+  """Lowers `function`, with one ordered callback of JAX's in it, in the order of our `effect`.
+
+  `jax.interpreters.mlir.lower_fun` is public, tokens are not (0.10 to 0.12).
+  """
+  token = token_before(context, effect)
+  inner = context.replace(tokens_in=_mlir.TokenSet({ordered_io_effect: token}))
+  results = _mlir.lower_fun(function, multiple_results=True)(inner, *operands)
+  set_token_after(context, effect, inner.tokens_out.get(ordered_io_effect))
+  return results
+
+
+def token_before(context: Any, effect: Any) -> Any:
+  """The token that orders the call being lowered after the earlier calls with this effect."""
+  return context.tokens_in.get(effect)
+
+
+def set_token_after(context: Any, effect: Any, token: Any) -> None:
+  """Orders later calls with this effect after the one being lowered."""
+  context.set_tokens_out(context.tokens_in.update_tokens(_mlir.TokenSet({effect: token})))
+
+
+def device_count(context: Any) -> int:
+  """Devices that the program being lowered runs on (0.10 to 0.12: private axis contexts)."""
+  axes = context.module_context.axis_context
+  if hasattr(axes, "num_devices"):
+    return axes.num_devices
+  mesh = getattr(axes, "mesh", None)
+  return mesh.size if mesh is not None else 1
+
+
+def program_devices(context: Any) -> tuple[Any, ...] | None:
+  """The devices of the program being lowered; None inside a manual region (0.10 to 0.12)."""
+  from jax._src import sharding_impls
+
+  axes = context.module_context.axis_context
+  if not isinstance(axes, sharding_impls.ShardingContext):
+    return None
+  devices = axes.device_assignment
+  return tuple(devices) if devices is not None else (None,) * axes.num_devices
+
+
+def call_site(context: Any) -> tuple[str, int, str] | None:
+  """(file, line, function) of the user's code that traced the operation being lowered.
+
+  `jax.extend.source_info_util` is public but does not read a lowering's traceback (0.10 to 0.12).
+  """
+  traceback = getattr(context, "traceback", None)
+  frame = _source_info.user_frame(traceback) if traceback is not None else None
+  if frame is None:
+    return None
+  return frame.file_name, frame.start_line, frame.function_name
+
+
+def is_automatic(context: Any) -> bool:
+  """Whether XLA splits the arrays of the call being lowered, along all mesh axes or some."""
+  return is_partitioned(context) or is_partly_manual(context)
+
+
+def is_partly_manual(context: Any) -> bool:
+  """Whether the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
+  manual = getattr(context.module_context.axis_context, "manual_axes", frozenset())
+  mesh = getattr(context.module_context.axis_context, "mesh", None)
+  return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
+
+
+def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:
+  """Names and sizes of the mesh of the program being lowered; () where it has told none."""
+  axes = context.module_context.axis_context
+  for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None)):
+    if mesh is not None and not mesh.empty:
+      return tuple((str(name), int(size)) for name, size in mesh.shape.items())
+  for aval in (*context.avals_in, *context.avals_out):
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is not None and not mesh.empty:
+      return tuple((str(name), int(size)) for name, size in mesh.shape.items())
+  from jax._src import mesh as _mesh
+
+  mesh = _mesh.thread_resources.env.physical_mesh
+  return tuple((str(n), int(s)) for n, s in mesh.shape.items()) if not mesh.empty else ()
+
+
+def annotate(context: Any, results: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+  """Values with the shardings that their types have in an explicitly sharded program."""
+  if not is_explicit(avals):
+    return list(results)
+  return [
+    _mlir.lower_with_sharding_in_types(context, value, aval)
+    for value, aval in zip(results, avals, strict=True)
+  ]
+
+
+def partition_id(context: Any) -> Any:
+  """The device's position in the program, as a value of a fully manual program."""
+  del context
+  from jax._src.lib.mlir.dialects import hlo
+
+  return hlo.partition_id()
+
+
+def is_partitioned(context: Any) -> bool:
+  """Whether XLA partitions the program being lowered over several devices (0.10 to 0.12).
+
+  False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
+  """
+  from jax._src import sharding_impls
+
+  axes = context.module_context.axis_context
+  return isinstance(axes, sharding_impls.ShardingContext) and axes.num_devices > 1
+
+
+def add_keepalive(context: Any, value: object) -> None:
+  """Keeps `value` alive as long as the program being lowered (0.10 to 0.12).
+
+  `jax.export` refuses such a program, as it refuses JAX's own callbacks. No public replacement.
+  """
+  context.module_context.add_keepalive(value)
+
+
+def is_export(context: Any) -> bool:
+  """Whether the program being lowered is for `jax.export` (0.10 to 0.12). No public name."""
+  return bool(context.module_context.lowering_parameters.for_export)

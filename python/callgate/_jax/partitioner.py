@@ -1,0 +1,117 @@
+"""XLA's partitioner, its shardings, and Shardy's rules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax._src.lib import xla_client as _xla_client
+
+
+# -- sharding --------------------------------------------------------------------------------------
+# XLA's hook for custom calls under partitioning, its shardings, and Shardy's rules (0.10 to 0.12).
+# `jax.experimental.custom_partitioning` is public, but holds pointers in programs, calls no target
+# of ours, and takes no call with side effects alone.
+def register_partitioner(
+  target: str,
+  propagate: Callable[..., Any],
+  partition: Callable[..., Any],
+  infer: Callable[..., Any],
+) -> None:
+  """Has XLA's partitioner ask these about custom calls of a target, on plugins too."""
+  from jax._src import xla_bridge
+
+  options: dict[str, Any] = {
+    "name": target,
+    "prop_user_sharding": propagate,
+    "partition": partition,
+    "infer_sharding_from_operands": infer,
+    "can_side_effecting_have_replicated_sharding": True,
+  }
+  register: Any = _xla_client.register_custom_call_partitioner
+  register(**options)
+  xla_bridge.register_plugin_callbacks(functools.partial(register, **options))
+
+
+def set_sharding_rule(operation: Any, rule: Any) -> None:
+  """Puts a `Rule` on an operation, in Shardy's form."""
+  from jax._src import custom_partitioning_sharding_rule as rules
+
+  def mappings(terms: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    return tuple(rules.ArrayMapping(*(f"f{factor}" for factor in term)) for term in terms)
+
+  used = {factor for term in (*rule.operands, *rule.results) for factor in term}
+  shardy = rules.SdyShardingRule(
+    mappings(rule.operands),
+    mappings(rule.results),
+    need_replication_factors=tuple(f"f{factor}" for factor in sorted(rule.whole & used)),
+  )
+  types = [[value.type for value in values] for values in (operation.operands, operation.results)]
+  operation.attributes["sdy.sharding_rule"] = rules.sdy_sharding_rule_to_mlir(shardy, *types)
+
+
+def shape_and_dtype(shape: Any) -> tuple[tuple[int, ...], Any]:
+  """Of an `xla.Shape`; a token's dtype is None."""
+  if str(shape).startswith("token"):
+    return (), None
+  return tuple(shape.dimensions()), shape.numpy_dtype()
+
+
+def device_grid(sharding: Any, rank: int) -> Any:
+  """An `HloSharding` as device numbers by [tile along each dimension..., replica, manual].
+
+  None for one that is no tiling: of an array that each device has as a whole.
+  """
+  if sharding.is_replicated() or sharding.is_manual() or sharding.is_unknown():
+    return None
+  dims = list(sharding.tile_assignment_dimensions())
+  if not dims:
+    return None
+  kinds = _xla_client.OpSharding.Type
+  extra = list(sharding.subgroup_types())
+  if not extra and sharding.replicate_on_last_tile_dim():
+    extra = [kinds.REPLICATED]
+  devices = np.array(sharding.tile_assignment_devices()).reshape(dims)
+  copies = [rank + i for i, kind in enumerate(extra) if kind == kinds.REPLICATED]
+  manual = [rank + i for i, kind in enumerate(extra) if kind != kinds.REPLICATED]
+  moved = np.transpose(devices, [*range(rank), *copies, *manual])
+  count = int(np.prod([dims[i] for i in copies], dtype=int))
+  return moved.reshape(*dims[:rank], count, -1)
+
+
+def sharding_of_grid(grid: Any, rank: int) -> Any:
+  """The `HloSharding` of which `device_grid` would give the grid."""
+  *tiles, copies, manual = grid.shape
+  if all(count == 1 for count in tiles) and manual == 1:
+    return replicated_sharding()
+  kinds = _xla_client.OpSharding.Type
+  proto: Any = _xla_client.OpSharding()
+  proto.type = kinds.OTHER
+  extra = [(copies, kinds.REPLICATED), (manual, kinds.MANUAL)]
+  extra = [(count, kind) for count, kind in extra if count > 1]
+  proto.tile_assignment_dimensions = [*map(int, tiles[:rank]), *(count for count, _ in extra)]
+  proto.tile_assignment_devices = [int(device) for device in grid.flat]
+  proto.last_tile_dims = [kind for _, kind in extra]
+  return _xla_client.HloSharding.from_proto(proto)
+
+
+def replicated_sharding() -> Any:
+  """The `HloSharding` of an array that every device holds."""
+  return _xla_client.HloSharding.replicate()
+
+
+def tuple_sharding(shardings: Sequence[Any]) -> Any:
+  """The `HloSharding` of a tuple."""
+  proto: Any = _xla_client.OpSharding()
+  proto.type = _xla_client.OpSharding.Type.TUPLE
+  proto.tuple_shardings = [sharding.to_proto() for sharding in shardings]
+  return _xla_client.HloSharding.from_proto(proto)
+
+
+def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
+  """The PartitionSpec on a mesh that an `HloSharding` stands for."""
+  from jax._src import sharding_impls
+
+  return sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]

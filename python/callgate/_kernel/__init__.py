@@ -1,0 +1,1 @@
+"""Native functions in compiled programs: what all kinds of kernels share."""

@@ -1,0 +1,1 @@
+"""Kernels that are C functions of other libraries."""

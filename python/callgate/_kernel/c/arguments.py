@@ -1,0 +1,344 @@
+"""How a C function's arguments follow from a call's arrays: the text `args=` of `callgate.cfunc`.
+
+`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. `read` takes it
+apart, by itself and beside the function's declaration; what it returns is what the glue is written
+from (`_kernel/c/glue.py`) and what calls are checked against.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import re
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.c import expressions as _expressions
+from callgate._kernel.c.expressions import Expression
+from callgate._kernel.c.types import CParameter, CType, Declaration, split
+
+_MODE = re.compile(r"(out|inout|copy|static)\s+(.*)", re.DOTALL)
+_ARRAY = re.compile(r"([A-Za-z_]\w*)\s*(?:\[(.*)\])?", re.DOTALL)
+_SCRATCH = re.compile(r"scratch\s*\((.*)\)", re.DOTALL)
+_MODES = ("out", "inout", "copy", "static")
+_RESERVED = (*_MODES, "scratch", "info", "status", "ignored", "NULL")
+
+
+class Role(enum.Enum):
+  """What is passed for an argument of C."""
+
+  IN = "an operand"
+  COPY = "a copy of an operand, which C may write into"
+  OUT = "a result"
+  INOUT = "an operand and a result in one memory"
+  STATIC = "a number fixed when the program is traced"
+  VALUE = "an integer that follows from shapes"
+  LITERAL = "a number or text"
+  SCRATCH = "memory for the length of the call"
+  INFO = "a number that is 0 for success, and -i for an invalid argument i, as LAPACK has it"
+  STATUS = "a number that is 0 for success"
+  NULL = "a null pointer"
+  ADDRESS = "a pointer of pointers="
+  IGNORED = "nothing: a return value"
+
+
+ARRAYS = (Role.IN, Role.COPY, Role.OUT, Role.INOUT)
+OPERANDS = (Role.IN, Role.COPY, Role.INOUT)
+RESULTS = (Role.OUT, Role.INOUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """One item of `args`.
+
+  Attributes:
+    text: as given.
+    role: what is passed.
+    name: of the array, static value or pointer.
+    dims: of an array; None where they are left out.
+    value: of VALUE, and the size of SCRATCH.
+    literal: of LITERAL.
+  """
+
+  text: str
+  role: Role
+  name: str = ""
+  dims: tuple[Expression, ...] | None = None
+  value: Expression | None = None
+  literal: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """An operand or result, all its mentions together."""
+
+  name: str
+  role: Role
+  dims: tuple[Expression, ...] | None
+  type: CType
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+  """What `args` says.
+
+  Attributes:
+    arguments: one for each parameter of the declaration.
+    returned: what becomes of the return value; None for void.
+    arrays: by name, in order of their first mention.
+    statics: static values with their C types.
+    symbols: names of dimensions, with an operand and the axis that has them.
+  """
+
+  arguments: tuple[Argument, ...]
+  returned: Argument | None
+  arrays: dict[str, Array]
+  statics: dict[str, CType]
+  symbols: dict[str, tuple[str, int]]
+
+  @property
+  def names(self) -> list[str]:
+    """Arrays and static values in order of their first mention: the kernel's parameters."""
+    mentions = [*self.arguments, *filter(None, [self.returned])]
+    known = self.arrays.keys() | self.statics.keys()
+    return list(dict.fromkeys(a.name for a in mentions if a.name in known))
+
+  @property
+  def results(self) -> list[Array]:
+    return [a for a in self.arrays.values() if a.role in RESULTS]
+
+  @property
+  def expressions(self) -> list[Expression]:
+    """All but the dimensions of arrays."""
+    return [a.value for a in self.arguments if a.value is not None]
+
+
+def default_text(declaration: Declaration) -> str:
+  """The `args` of a function that is called for each element, when none are given."""
+  items: list[str] = []
+  for i, parameter in enumerate(declaration.parameters):
+    name = parameter.name if parameter.name not in ("", *_RESERVED) else f"x{i}"
+    written = parameter.type.pointer and not parameter.type.const
+    items.append(f"out {name}" if written else name)
+  return ", ".join(items)
+
+
+def read(
+  label: str, text: str, declaration: Declaration, *, loop: bool, pointers: Collection[str]
+) -> Binding:
+  """Reads `args`, and checks it against the declaration.
+
+  Raises:
+    GateDefinitionError: an item that is none, or that C's parameter can't take.
+  """
+  before, arrow, after = " ".join(text.split()).rpartition("->")
+  items = split(before if arrow else after)
+  if len(items) != len(declaration.parameters):
+    raise GateDefinitionError(
+      f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
+      f"'{declaration}', got {len(items)}: {', '.join(items) or 'none'}"
+    )
+  arguments = [_item(label, item, pointers) for item in items]
+  returned = _returned(label, after.strip() if arrow else "", declaration, loop)
+  arguments = _resolve_numbers(arguments)
+  mentions = list(zip(arguments, declaration.parameters, strict=True))
+  for argument, parameter in mentions:
+    _check(label, argument, parameter.type, loop)
+  if returned is not None and returned.role is Role.OUT:
+    mentions.append((returned, CParameter(declaration.result)))
+  arrays = _arrays(label, mentions)
+  statics = {a.name: p.type for a, p in mentions if a.role is Role.STATIC}
+  binding = Binding(tuple(arguments), returned, arrays, statics, _symbols(arrays, statics))
+  _check_names(label, binding)
+  return binding
+
+
+# -- items -----------------------------------------------------------------------------------------
+def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
+  mode = _MODE.fullmatch(text)
+  body = mode.group(2).strip() if mode else text
+  array = _ARRAY.fullmatch(body)
+  word = mode.group(1) if mode else text
+  if word in _MODES and (array is None or mode is None):
+    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{word}'")
+  if array is not None and (mode is not None or array.group(1) not in _RESERVED):
+    name, inside = array.groups()
+    role = Role[mode.group(1).upper()] if mode else Role.IN
+    if mode is None and name in pointers:
+      return Argument(text, Role.ADDRESS, name)
+    dims = None
+    if inside is not None:
+      dims = tuple(_expression(label, text, part) for part in split(inside))
+    return Argument(text, role, name, dims)
+  if text in ("info", "status", "NULL"):
+    return Argument(text, Role[text.upper()])
+  if scratch := _SCRATCH.fullmatch(text):
+    return Argument(text, Role.SCRATCH, value=_expression(label, text, scratch.group(1)))
+  return _literal_or_value(label, text)
+
+
+def _literal_or_value(label: str, text: str) -> Argument:
+  try:
+    literal = ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return Argument(text, Role.VALUE, value=_expression(label, text, text))
+  if type(literal) in (bool, int, float, complex, str):
+    return Argument(text, Role.LITERAL, literal=literal)
+  raise GateDefinitionError(f"{label}: args: '{text}': expected a number or text")
+
+
+def _expression(label: str, item: str, text: str) -> Expression:
+  try:
+    return _expressions.parse(text)
+  except SyntaxError as error:
+    raise GateDefinitionError(f"{label}: args: '{item}': {error.msg}") from None
+
+
+def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
+  if declaration.result.is_void:
+    if text:
+      raise GateDefinitionError(
+        f"{label}: args: '-> {text}': '{declaration}' returns nothing; expected no '->'"
+      )
+    return None
+  if not text and loop:
+    text = "out result"
+  ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
+  what = f"what becomes of what '{declaration}' returns: {ways}"
+  if not text:
+    raise GateDefinitionError(f"{label}: args: expected at its end {what}")
+  if text in ("status", "info", "ignored"):
+    dtype = declaration.result.dtype
+    if text != "ignored" and (dtype is None or dtype.kind not in "iub"):
+      raise GateDefinitionError(f"{label}: args: '-> {text}': expected a function of an integer")
+    return Argument(text, Role[text.upper()])
+  out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
+  if out is None or declaration.result.pointer:
+    raise GateDefinitionError(f"{label}: args: '-> {text}': expected {what}")
+  return Argument(text, Role.OUT, out.group(1), None if loop else ())
+
+
+def _resolve_numbers(arguments: list[Argument]) -> list[Argument]:
+  """Names that stand for a dimension or a static value become expressions."""
+  numbers = {a.name for a in arguments if a.role is Role.STATIC}
+  for argument in arguments:
+    numbers.update(d.symbol for d in argument.dims or () if d.symbol is not None)
+  resolved: list[Argument] = []
+  for argument in arguments:
+    if argument.role is Role.IN and argument.dims is None and argument.name in numbers:
+      value = _expressions.parse(argument.name)
+      argument = Argument(argument.text, Role.VALUE, value=value)
+    resolved.append(argument)
+  return resolved
+
+
+# -- checks ----------------------------------------------------------------------------------------
+def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
+  """Raises unless C's parameter takes the argument."""
+  role = argument.role
+  in_loop = (Role.COPY, Role.INOUT, Role.SCRATCH)
+  expected = ""
+  if loop and (role in in_loop or argument.dims is not None):
+    expected = "x, out x, static x or a value: a loop passes single elements"
+  elif role in (Role.OUT, Role.INOUT, Role.SCRATCH, Role.INFO, Role.STATUS) and (
+    not kind.pointer or kind.const or kind.opaque
+  ):
+    expected = "a parameter of C that points to what it writes"
+  elif role in (Role.COPY, Role.ADDRESS, Role.NULL) and not kind.pointer:
+    expected = "a pointer in C"
+  elif role is Role.IN and not kind.pointer and argument.dims:
+    expected = "no extents, since C takes one value"
+  elif role in (Role.IN, Role.COPY) and kind.opaque:
+    expected = "NULL or a name of pointers=, since no array has such elements"
+  elif role in (Role.STATIC, Role.VALUE) and kind.dtype is None:
+    expected = "a parameter of C that is a number, or points to one"
+  elif loop and role in (Role.IN, Role.OUT) and kind.dtype is None:
+    expected = "a parameter of C with a type of elements"
+  elif role in (Role.INFO, Role.STATUS) and (kind.dtype is None or kind.dtype.kind not in "iu"):
+    expected = "a parameter of C that points to an integer"
+  elif role is Role.LITERAL:
+    expected = _literal_fits(argument.literal, kind)
+  if expected:
+    raise GateDefinitionError(
+      f"{label}: args: '{argument.text}': expected {expected}; C has '{kind.text}' there"
+    )
+
+
+def _literal_fits(value: Any, kind: CType) -> str:
+  """What is expected instead; "" where the literal fits."""
+  byte = kind.dtype is not None and kind.dtype.itemsize == 1 and kind.dtype.kind in "iu"
+  if isinstance(value, str):
+    if kind.pointer and (byte or (kind.dtype is None and not kind.opaque)):
+      return ""
+    return "" if byte and len(value.encode()) == 1 else "a number, since C takes no text"
+  if kind.dtype is None:
+    return "an array, NULL or a name of pointers="
+  if type(value) is int and kind.dtype.kind in "iu":
+    limits = np.iinfo(kind.dtype)
+    return "" if limits.min <= value <= limits.max else f"at most {limits.max}"
+  order = "biufc"
+  have = {bool: "b", int: "i", float: "f", complex: "c"}[type(value)]
+  return "" if order.index(have) <= max(order.index(kind.dtype.kind), 2) else "another number"
+
+
+def _arrays(label: str, mentions: list[tuple[Argument, CParameter]]) -> dict[str, Array]:
+  arrays: dict[str, Array] = {}
+  for argument, parameter in mentions:
+    if argument.role not in ARRAYS:
+      continue
+    new = Array(argument.name, argument.role, argument.dims, parameter.type)
+    old = arrays.get(argument.name)
+    arrays[argument.name] = new if old is None else _joined(label, old, new)
+  return arrays
+
+
+def _joined(label: str, a: Array, b: Array) -> Array:
+  """Two mentions of an array: the same memory for two arguments of C."""
+  roles = {a.role, b.role} - {Role.IN}
+  dims = [d for d in (a.dims, b.dims) if d is not None]
+  same = len(dims) < 2 or [d.text for d in dims[0]] == [d.text for d in dims[1]]
+  pointers = a.type.pointer and b.type.pointer
+  values = not (a.type.pointer or b.type.pointer)
+  types = a.type.dtype == b.type.dtype and (pointers or (values and not roles))
+  if len(roles) > 1 or not same or not types:
+    raise GateDefinitionError(
+      f"{label}: args: '{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
+      f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
+    )
+  return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)
+
+
+def _symbols(arrays: dict[str, Array], statics: Collection[str]) -> dict[str, tuple[str, int]]:
+  """Where the dimensions that have a name are found; static values have theirs already."""
+  symbols: dict[str, tuple[str, int]] = {}
+  for array in arrays.values():
+    for axis, extent in enumerate(array.dims or ()):
+      if array.role in OPERANDS and extent.symbol not in (None, *statics):
+        symbols.setdefault(extent.symbol, (array.name, axis))
+  return symbols
+
+
+def _check_names(label: str, binding: Binding) -> None:
+  """Raises for a name in an expression that nothing gives a value to."""
+  statics = {name for name, kind in binding.statics.items() if _is_integer(kind)}
+  known = statics | binding.symbols.keys()
+  clash = sorted((binding.arrays.keys() | binding.statics.keys()) & binding.symbols.keys())
+  clash += sorted(binding.arrays.keys() & binding.statics.keys())
+  if clash:
+    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+  dims = [extent for array in binding.arrays.values() for extent in array.dims or ()]
+  for expression in (*binding.expressions, *dims):
+    unknown = sorted(expression.names - known) + sorted(expression.arrays - binding.arrays.keys())
+    if unknown:
+      raise GateDefinitionError(
+        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
+        "an operand (n of x[n]), an integer that is 'static', or an array"
+      )
+
+
+def _is_integer(kind: CType) -> bool:
+  return kind.dtype is not None and kind.dtype.kind in "iu"

@@ -1,0 +1,218 @@
+"""C functions as Python's libraries hold them: their addresses, and what they say of their types.
+
+ctypes' function pointers, cffi's functions, capsules of Cython modules, plain addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.c.types import CParameter, CType, Declaration, parse
+
+_FUNCTION_POINTER: Any = ctypes.CDLL(None)._FuncPtr.__mro__[1]  # ctypes' base of all of them
+_POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
+_NUMBER: Any = ctypes.c_int.__mro__[1]
+_WITH_THE_GIL = 4  # FUNCFLAG_PYTHONAPI
+_CAPSULE = type(__import__("datetime").datetime_CAPI)
+_SIMPLE = {
+  "c": "char",
+  "b": "int8_t",
+  "B": "uint8_t",
+  "?": "_Bool",
+  "f": "float",
+  "d": "double",
+  "F": "float complex",
+  "D": "double complex",
+}
+_POINTERS = {"P": "void *", "z": "const char *", "O": "PyObject *", "Z": "const wchar_t *"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CFunction:
+  """A C function that can be called.
+
+  Attributes:
+    address: where it is.
+    declaration: its type.
+    keep: what keeps it there.
+  """
+
+  address: int
+  declaration: Declaration
+  keep: Any
+
+
+def resolve(function: Any, signature: str | None) -> CFunction:
+  """The address and type of a C function.
+
+  Args:
+    function: from ctypes or cffi, a capsule, or an address.
+    signature: a C declaration that counts instead of what the function says of itself.
+
+  Raises:
+    GateDefinitionError: it is no C function, or its type is not known.
+  """
+  given = parse(signature) if signature is not None else None
+  if isinstance(function, _FUNCTION_POINTER):
+    address, declaration = _from_ctypes(function, given)
+  elif isinstance(function, _CAPSULE):
+    address, declaration = _from_capsule(function, given)
+  elif _is_cffi(function):
+    address, declaration = _from_cffi(function, given)
+  elif isinstance(function, (int, np.integer)) and not isinstance(function, bool):
+    if given is None:
+      raise GateDefinitionError(
+        "cfunc: an address says nothing of the function's type; expected signature=, a C "
+        "declaration such as 'double norm(int n, const double *x)'"
+      )
+    address, declaration = int(function), given
+  else:
+    raise GateDefinitionError(
+      "cfunc: expected a C function (from ctypes or cffi, a capsule of a Cython module, or an "
+      f"address with signature=), got {type(function).__name__}"
+    )
+  if address == 0:
+    raise GateDefinitionError(f"cfunc: the function '{declaration}' is a null pointer")
+  return CFunction(address, declaration, function)
+
+
+def address_of(label: str, name: str, value: Any) -> int:
+  """The address that an object of ctypes or cffi, a capsule or an integer stands for."""
+  if value is None:
+    return 0
+  if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+    return int(value)
+  if isinstance(value, _CAPSULE):
+    return _capsule_pointer(value)
+  if _is_cffi(value):
+    return _cffi_address(value)
+  if isinstance(value, (ctypes.Structure, ctypes.Union, ctypes.Array)):
+    return ctypes.addressof(value)
+  try:
+    if isinstance(value, (str, bytes)):
+      raise TypeError
+    return ctypes.cast(value, ctypes.c_void_p).value or 0
+  except (ctypes.ArgumentError, TypeError):
+    raise GateDefinitionError(
+      f"{label}: pointers: '{name}': expected an address, a pointer, array or structure of ctypes "
+      f"or cffi, or a capsule, got {type(value).__name__}"
+    ) from None
+
+
+# -- ctypes ----------------------------------------------------------------------------------------
+def _from_ctypes(function: Any, given: Declaration | None) -> tuple[int, Declaration]:
+  name = str(getattr(function, "__name__", ""))
+  if function._flags_ & _WITH_THE_GIL:
+    raise GateDefinitionError(
+      f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; kernels run without it: make "
+      "a gate of it (callgate.gate)"
+    )
+  address = ctypes.cast(function, ctypes.c_void_p).value or 0
+  if given is not None:
+    return address, dataclasses.replace(given, name=given.name or name)
+  if function.argtypes is None:
+    raise GateDefinitionError(
+      f"cfunc: the ctypes function '{name}' doesn't say what it takes; expected its argtypes and "
+      "restype to be set, or signature=, a C declaration"
+    )
+  types = [CParameter(_ctypes_type(name, kind)) for kind in function.argtypes]
+  return address, Declaration(name, _ctypes_type(name, function.restype), tuple(types))
+
+
+def _ctypes_type(name: str, kind: Any) -> CType:
+  if kind is None:
+    return CType("void")
+  if hasattr(kind, "_ndim_") and hasattr(kind, "_dtype_"):  # numpy.ctypeslib.ndpointer
+    if kind._dtype_ is None:
+      return CType("void *", pointer=True)
+    return CType(f"{kind._dtype_.name} *", np.dtype(kind._dtype_), pointer=True)
+  code = getattr(kind, "_type_", None)
+  if isinstance(kind, type) and issubclass(kind, (_POINTER, ctypes.Array)):
+    inner: Any = kind._type_
+    if getattr(inner, "_type_", None) in _POINTERS or not issubclass(inner, _NUMBER):
+      return CType(f"{inner.__name__} *", pointer=True, opaque=True)
+    return _spelled(f"{_ctypes_text(name, inner)} *")
+  if isinstance(kind, type) and issubclass(kind, _FUNCTION_POINTER):
+    return CType(kind.__name__, pointer=True, opaque=True)
+  if isinstance(code, str) and code in _POINTERS:
+    return _spelled(_POINTERS[code])
+  return _spelled(_ctypes_text(name, kind))
+
+
+def _ctypes_text(name: str, kind: Any) -> str:
+  code = getattr(kind, "_type_", None)
+  if isinstance(code, str) and code in _SIMPLE:
+    return _SIMPLE[code]
+  if isinstance(code, str) and code in "hHiIlLqQ":
+    return f"{'u' if code.isupper() else ''}int{8 * ctypes.sizeof(kind)}_t"
+  raise GateDefinitionError(
+    f"cfunc: '{name}': expected types that arrays can have, got {getattr(kind, '__name__', kind)}; "
+    "pass pointers to what no array can hold as POINTER(...) and by pointers="
+  )
+
+
+def _spelled(text: str) -> CType:
+  return parse(f"{text} (void)").result
+
+
+# -- capsules --------------------------------------------------------------------------------------
+def _from_capsule(capsule: Any, given: Declaration | None) -> tuple[int, Declaration]:
+  return _capsule_pointer(capsule), given if given is not None else parse(_capsule_name(capsule))
+
+
+def _capsule_name(capsule: Any) -> str:
+  get = ctypes.pythonapi.PyCapsule_GetName
+  get.restype, get.argtypes = ctypes.c_char_p, [ctypes.py_object]
+  return (get(capsule) or b"").decode()
+
+
+def _capsule_pointer(capsule: Any) -> int:
+  get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)
+  get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+  name = get_name(("PyCapsule_GetName", ctypes.pythonapi))(capsule)
+  return get(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, name) or 0
+
+
+# -- cffi ------------------------------------------------------------------------------------------
+def _backend() -> Any:
+  """cffi's own module, where something has imported it."""
+  return sys.modules.get("_cffi_backend")
+
+
+def _is_cffi(value: Any) -> bool:
+  backend = _backend()
+  if backend is None:
+    return False
+  return isinstance(value, backend.FFI.CData) or isinstance(
+    getattr(value, "__self__", None), backend.Lib
+  )
+
+
+def _from_cffi(function: Any, given: Declaration | None) -> tuple[int, Declaration]:
+  ffi = _backend().FFI()
+  kind = whole = ffi.typeof(function)
+  if kind.kind == "pointer":
+    kind = kind.item
+  if kind.kind != "function":
+    raise GateDefinitionError(f"cfunc: expected a function, got cffi's '{whole.cname}'")
+  name = str(getattr(function, "__name__", ""))
+  name = name if name.isidentifier() else ""
+  if given is not None:
+    return _cffi_address(function), dataclasses.replace(given, name=given.name or name)
+  if kind.ellipsis:
+    raise GateDefinitionError(f"cfunc: '{kind.cname}': functions with '...' can't be called")
+  types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)
+  return _cffi_address(function), Declaration(name, _spelled(kind.result.cname), types)
+
+
+def _cffi_address(value: Any) -> int:
+  ffi = _backend().FFI()
+  if not isinstance(value, _backend().FFI.CData):  # a function of a module that cffi has compiled
+    value = ffi.addressof(value.__self__, value.__name__)
+  return int(ffi.cast("uintptr_t", value))

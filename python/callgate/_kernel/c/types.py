@@ -1,0 +1,262 @@
+"""C's types and declarations, as far as `callgate.cfunc` reads them.
+
+`parse` reads one declaration, `double norm(int n, const double *x)`; the function's and the
+parameters' names may be left out. Cython's names of types, which capsules of its modules hold, are
+known. What no array can hold (structs, functions, pointers to pointers) is opaque: it is passed as
+an address alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+
+_QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
+_NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
+_INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
+_WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
+_NAMED = {
+  "size_t": "uint64",
+  "ssize_t": "int64",
+  "ptrdiff_t": "int64",
+  "intptr_t": "int64",
+  "uintptr_t": "uint64",
+  "Py_ssize_t": "int64",
+  "Py_hash_t": "int64",
+  "_Float16": "float16",
+  "npy_intp": "int64",
+  "__pyx_t_float_complex": "complex64",
+  "__pyx_t_double_complex": "complex128",
+}
+_FIXED = re.compile(r"u?int(8|16|32|64)_t")
+# Cython writes its typedefs with the module they are from: `d` of scipy.linalg.cython_lapack is
+# __pyx_t_5scipy_6linalg_13cython_lapack_d.
+_LAPACK = re.compile(r"__pyx_t_\w+cython_(?:lapack|blas)_([sdcz])")
+_LETTERS = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
+_NUMPY = re.compile(r"(?:__pyx_t_5numpy_|npy_)(\w+?)(?:_t)?")
+_CPP = {
+  "bool": "bool",
+  "float16": "_Float16",
+  "float32": "float",
+  "float64": "double",
+  "complex64": "float _Complex",
+  "complex128": "double _Complex",
+}
+# Cython's own last parameters: whether to skip an override in Python, and optional arguments.
+_HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CType:
+  """A type of C.
+
+  Attributes:
+    text: as C writes it, for messages.
+    dtype: of the value, or of what a pointer points to; None for void and what no array can hold.
+    pointer: whether it is a pointer.
+    const: whether what it points to is const.
+    opaque: True for what can only be passed as an address.
+  """
+
+  text: str
+  dtype: np.dtype[Any] | None = None
+  pointer: bool = False
+  const: bool = False
+  opaque: bool = False
+
+  @property
+  def is_void(self) -> bool:
+    return self.dtype is None and not self.pointer
+
+  @property
+  def element(self) -> str:
+    """C++'s spelling of the value, or of what a pointer points to."""
+    return "void" if self.dtype is None else c_name(self.dtype)
+
+  @property
+  def cpp(self) -> str:
+    """C++'s spelling of the type."""
+    return f"{self.element} *" if self.pointer else self.element
+
+
+@dataclasses.dataclass(frozen=True)
+class CParameter:
+  """A parameter of a C function.
+
+  Attributes:
+    type: of the parameter.
+    name: in the declaration; "" without one.
+    fixed: what is always passed, in C++; "" for what the caller passes.
+  """
+
+  type: CType
+  name: str = ""
+  fixed: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+  """A C function's type.
+
+  Attributes:
+    name: of the function; "" where it is not known.
+    result: type of what it returns.
+    all_parameters: those of Cython's own included.
+  """
+
+  name: str
+  result: CType
+  all_parameters: tuple[CParameter, ...]
+
+  @property
+  def parameters(self) -> tuple[CParameter, ...]:
+    """What a caller passes."""
+    return tuple(p for p in self.all_parameters if not p.fixed)
+
+  def __str__(self) -> str:
+    text = ", ".join(_written(p) for p in self.parameters)
+    result = self.result.text
+    return f"{result}{'' if result.endswith('*') else ' '}{self.name}({text or 'void'})"
+
+
+def _written(parameter: CParameter) -> str:
+  text, name = parameter.type.text, parameter.name
+  if not name or "(" in text:
+    return text
+  return f"{text}{name}" if text.endswith("*") else f"{text} {name}"
+
+
+def c_name(dtype: np.dtype[Any]) -> str:
+  """C++'s name of a value as C passes it."""
+  return _CPP.get(dtype.name, f"{dtype.name}_t")
+
+
+def parse(text: str) -> Declaration:
+  """Reads a declaration.
+
+  Raises:
+    GateDefinitionError: it isn't one, or one of a function with a variable number of arguments.
+  """
+  text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL).strip().rstrip(";").strip()
+  opening = text.find("(")
+  if opening < 0 or not text.endswith(")"):
+    raise GateDefinitionError(
+      f"expected a C declaration such as 'double norm(int n, const double *x)', got {text!r}"
+    )
+  result = _parameter(text[:opening].strip())
+  inside = split(text[opening + 1 : -1])
+  if inside == ["void"]:
+    inside = []
+  if "..." in inside:
+    raise GateDefinitionError(f"{text!r}: functions with '...' can't be called")
+  return Declaration(result.name, result.type, tuple(_parameter(part) for part in inside))
+
+
+def split(text: str) -> list[str]:
+  """Parts between commas that are in no brackets and no quotes."""
+  parts, depth, quote = [""], 0, ""
+  for char in text:
+    if quote:
+      quote = "" if char == quote else quote
+    elif char in "'\"":
+      quote = char
+    elif char == "," and depth == 0:
+      parts.append("")
+      continue
+    depth += 0 if quote else (char in "([") - (char in ")]")
+    parts[-1] += char
+  return [part.strip() for part in parts if part.strip()]
+
+
+def _parameter(text: str) -> CParameter:
+  """A type with or without a name; the function's own, or a parameter's."""
+  function = re.search(r"\(\s*\*\s*(\w*)\s*\)\s*\(", text)
+  if function:
+    return CParameter(CType(text, pointer=True, opaque=True), function.group(1))
+  array = re.search(r"\[[^\]]*\]\s*$", text)
+  words = re.findall(r"\w+|\*", text[: array.start()] if array else text)
+  stars = words.count("*") + (array is not None)
+  name, kind = "", list[str]()
+  tagged = False
+  for word in words:
+    if word == "*" or word in _NOT_OF_TYPES:
+      continue
+    if word in ("struct", "enum", "union"):
+      tagged = True
+      kind.append(word)
+    elif word in _WORDS or not kind or (tagged and len(kind) == 1):
+      kind.append(word)
+    else:
+      name = word
+  if not kind or re.search(r"[^\w\s*\[\]]", text):
+    raise GateDefinitionError(f"expected a C type, got {text!r}")
+  spelled = text[: array.start()].strip() if array else text
+  if name:
+    spelled = re.sub(rf"\b{re.escape(name)}$", "", spelled).strip()
+  spelled += " *" if array else ""
+  fixed = _HIDDEN.get(name, "")
+  return CParameter(_type(" ".join(kind), stars, spelled, "const" in words), name, fixed)
+
+
+def _type(kind: str, stars: int, text: str, const: bool) -> CType:
+  text = _readable(kind, text)
+  if stars > 1:
+    return CType(text, pointer=True, opaque=True)
+  if kind == "void":
+    return CType(text, pointer=stars == 1, const=const)
+  dtype = _dtype(kind)
+  if dtype is None and stars == 0:
+    raise GateDefinitionError(
+      f"{text!r}: no array has elements of that type, so it can't be passed or returned by value; "
+      "expected C's numbers (char to long long, float, double, their complex kinds, bool) or a "
+      "pointer"
+    )
+  return CType(text, dtype, stars == 1, const, opaque=dtype is None)
+
+
+def _readable(kind: str, text: str) -> str:
+  """The type as C writes it, for Cython's names."""
+  dtype = _dtype(kind) if "__pyx" in kind else None
+  return text if dtype is None else text.replace(kind, c_name(dtype).replace("_C", "c"))
+
+
+def _dtype(kind: str) -> np.dtype[Any] | None:
+  """The dtype of a type's words; None where no array has it."""
+  words = kind.split()
+  if words[0] == "enum":
+    return np.dtype(np.int32)
+  if words[0] in ("struct", "union"):
+    return None
+  if set(words) <= _INTEGERS:
+    return _integer(Counter(words))
+  plain = " ".join(sorted(w for w in words if w not in ("complex", "_Complex")))
+  is_complex = plain != " ".join(sorted(words))
+  if plain in ("float", "double"):
+    width = (64 if is_complex else 32) * (2 if plain == "double" else 1)
+    return np.dtype(f"{'complex' if is_complex else 'float'}{width}")
+  if kind in ("bool", "_Bool"):
+    return np.dtype(bool)
+  if kind in _NAMED:
+    return np.dtype(_NAMED[kind])
+  if _FIXED.fullmatch(kind):
+    return np.dtype(kind.removesuffix("_t"))
+  if match := _LAPACK.fullmatch(kind):
+    return np.dtype(_LETTERS[match.group(1)])
+  if (match := _NUMPY.fullmatch(kind)) and match.group(1) in np.sctypeDict:
+    return np.dtype(np.sctypeDict[match.group(1)])
+  return None
+
+
+def _integer(words: Counter[str]) -> np.dtype[Any]:
+  kinds = {"char": ctypes.c_byte, "short": ctypes.c_short}
+  kind: Any = next((kinds[w] for w in kinds if words[w]), ctypes.c_int)
+  if words["long"]:
+    kind = ctypes.c_long if words["long"] == 1 else ctypes.c_longlong
+  return np.dtype(f"{'u' if words['unsigned'] else ''}int{8 * ctypes.sizeof(kind)}")

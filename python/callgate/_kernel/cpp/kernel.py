@@ -1,0 +1,269 @@
+"""Kernels from C++ source: their variants, what they are compiled to, and how they are saved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from callgate import _callgate
+from callgate._build import toolchain
+from callgate._core import errors
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel import source as _source
+from callgate._kernel.cuda import part as _part
+from callgate._kernel.files import compiled_form, installed, no_new_calls
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.parameters import Kind, Parameter, from_codes
+from callgate._kernel.source import (
+  DTYPES,
+  TYPES,
+  SourceFunction,
+  SourceParameter,
+  TemplateParameter,
+  cpp_type,
+)
+from callgate._kernel.variants import CallTypes, Function, Static, Type
+
+# What kernels of one source, which is one library, take turns by; and those that link libraries,
+# which may be the same ones.
+_turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
+
+
+class CppKernel(Kernel):
+  """A kernel from C++ source; see `callgate.cpp`.
+
+  Attributes:
+    source: as given.
+    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    source: str,
+    function: str | None,
+    build_options: dict[str, Any],
+    compiled: Any = None,
+    **options: Any,
+  ) -> None:
+    self.source = source
+    self.build_options = build_options
+    self._given_function = function
+    self._libraries: dict[str, Path] = {}  # of the variants here
+    self._from_files: dict[str, Path] = {}  # that `load_kernels` has brought
+    if compiled is not None:
+      self.take_compiled(compiled)
+    label = f"kernel '{name}'"
+    self.cpp_function = _source.find(label, source, function)
+    self._plain: Function | None = None
+    if not self.cpp_function.template:
+      self._plain = self._build(label, "")
+    signature = self._plain.parameters if self._plain else _signature(self.cpp_function)
+    super().__init__(name, signature, **options)
+    if self._turn is not None:
+      with _turns_lock:
+        key = "" if build_options["libraries"] else source
+        self._turn = _turns.setdefault(key, self._turn)
+
+  # -- calls -------------------------------------------------------------------------------------
+  def _arguments(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], Static]:
+    template = {p.name: p for p in self.cpp_function.template}
+    given = {name: kwargs.pop(name) for name in template if name in kwargs}
+    operands, static = super()._arguments(args, kwargs)
+    if not given:
+      return operands, static
+    bound = {
+      name: _template_value(self.label, template[name], value) for name, value in given.items()
+    }
+    return operands, tuple(sorted({**dict(static), **bound}.items()))
+
+  # -- variants ----------------------------------------------------------------------------------
+  def variant_key(self, types: CallTypes) -> str:
+    given, parts = dict(types.static), list[str]()
+    for parameter in self.cpp_function.template:
+      if parameter.name in given:
+        parts.append(f"{parameter.name}={given[parameter.name]}")
+      elif (found := self._deduced(parameter, types)) is not None:
+        parts.append(f"{parameter.name}={found}")
+      elif not parameter.default:
+        kind = "typename" if parameter.is_type else "int"
+        raise GateDefinitionError(
+          f"{self.label}: expected the template parameter '{kind} {parameter.name}' by keyword "
+          f"({parameter.name}=...), since it is no array's element type or rank"
+        )
+    return ",".join(parts)
+
+  def types_of_key(self, key: str) -> CallTypes:
+    return CallTypes((), (), tuple(sorted(_bound(key).items())))
+
+  def _deduced(self, wanted: TemplateParameter, types: CallTypes) -> str | None:
+    """A template parameter from the call's arrays: an element type, or a rank."""
+    for parameter, (dtype, rank) in self._arrays(types):
+      element = parameter.element.replace(" ", "")
+      if wanted.is_type and element == wanted.name:
+        return dtype.name
+      if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
+        return f"float{dtype.itemsize * 4}"
+      if not wanted.is_type and parameter.rank == wanted.name:
+        return str(rank)
+    return None
+
+  def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, Type]]:
+    """Parameters with the type of an array that they take, operands first."""
+    parameters = self.cpp_function.parameters or ()
+    for kinds, arrays in (
+      ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
+      ((Kind.OUT, Kind.INOUT, Kind.OUTS), types.results),
+    ):
+      side = [p for p in parameters if p.kind in kinds]
+      rest = iter(arrays)
+      for parameter in side:
+        variadic = parameter.kind in (Kind.INS, Kind.OUTS)
+        for array in itertools.islice(rest, len(arrays) - len(side) + 1 if variadic else 1):
+          yield parameter, array
+
+  def compile(self, types: CallTypes) -> tuple[str, Function]:
+    key = self.variant_key(types)
+    if self._plain is not None:
+      return key, self._plain
+    bound, arguments = _bound(key), list[str]()
+    for parameter in self.cpp_function.template:
+      value = bound.get(parameter.name, parameter.default)
+      if parameter.is_type and parameter.name in bound:
+        value = cpp_type(dtype_named(value))
+        if not value:
+          raise GateDefinitionError(
+            f"{self.label}: {parameter.name}: C++ kernels have no type for "
+            f"{bound[parameter.name]}; expected one of {', '.join(TYPES)}"
+          )
+      arguments.append(value)
+    function = self._build(self.label, f"<{', '.join(arguments)}>")
+    assert self.signature is not None
+    for read, real in zip(self.signature, function.parameters, strict=True):
+      if read.kind is not real.kind:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
+          "<...>: callgate reads the kinds of a template's parameters before it is compiled, and "
+          "does not know other names of them"
+        )
+    return key, function
+
+  def _build(self, label: str, instance: str) -> Function:
+    library, loaded = self._open(label, instance)
+    self._libraries[instance] = library
+    table = _address(loaded, "callgate_kernels")
+    # The source may have kernels of its own, of CALLGATE_KERNEL; ours is the last.
+    *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
+    return Function(address, tuple(from_codes(codes, names)), keep=loaded)
+
+  def _open(self, label: str, instance: str) -> tuple[Path, ctypes.CDLL]:
+    """The library of one instance: as it came in a file, or compiled here."""
+    came = self._from_files.get(instance)
+    if came is not None:
+      with contextlib.suppress(
+        errors.CompileError
+      ):  # an older C library here, say: compiling may do
+        return came, toolchain.load(came, label)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = toolchain.build(what, self._unit(instance), **self.build_options)
+    return library, toolchain.load(library, label)
+
+  # -- files -------------------------------------------------------------------------------------
+  def saved_form(self) -> dict[str, Any] | None:
+    native = any("native" in flag for flag in self.build_options["flags"])
+    libraries = {**self._from_files, **self._libraries}
+    cuda = self.cuda if isinstance(self.cuda, _part.SourcePart) else None
+    return {
+      "kind": "cpp",
+      "name": self.name,
+      "source": self.source,
+      "function": self._given_function,
+      "build_options": self.build_options,
+      "thread_safe": self.thread_safe,
+      "cuda": None if cuda is None else _part.saved(cuda),
+      "compiled": compiled_form(libraries, native=native),
+    }
+
+  def take_compiled(self, compiled: Any) -> None:
+    self._from_files.update(installed(compiled))
+
+  def _unit(self, instance: str) -> str:
+    """The source with what makes a library of it; no part of it is the kernel's own name."""
+    function = self.cpp_function
+    parameters = function.parameters or ()
+    names = ", ".join(p.name or str(i) for i, p in enumerate(parameters))
+    complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
+    return (
+      f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
+      f'#line 1 "{function.name}"\n{self.source}\n#line 1 "callgate"\n'
+      "namespace { callgate_kernel callgate_made = "
+      f"::callgate::detail::describe<&::{function.qualified}{instance}>"
+      f'("{function.name}{", " if names else ""}{names}");\n'
+      "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
+    )
+
+
+def _bound(key: str) -> dict[str, str]:
+  """The template arguments that a variant's key holds."""
+  pairs = (part.partition("=") for part in key.split(",") if part)
+  return {name: value for name, _, value in pairs}
+
+
+def _signature(function: SourceFunction) -> list[Parameter]:
+  """A template's parameters before it is compiled for a call: kinds and names."""
+  parameters: list[Parameter] = []
+  for i, p in enumerate(function.parameters or ()):
+    rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
+    known = DTYPES.get(p.element)
+    dtype = dtype_named(known) if known else None
+    parameters.append(Parameter(p.name or str(i), p.kind, dtype, rank))
+  return parameters
+
+
+def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str:
+  if not parameter.is_type:
+    if isinstance(value, (bool, int, np.integer)):
+      return str(int(value))
+    what = "an integer"
+  else:
+    what = "a dtype"
+    if not isinstance(value, (bool, int, float)) and value is not None:
+      with contextlib.suppress(TypeError, AttributeError):
+        return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
+  raise GateDefinitionError(
+    f"{label}: template parameter '{parameter.name}': expected {what}, got {value!r}"
+  )
+
+
+def _address(library: Any, symbol: str) -> int:
+  address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+  assert address is not None
+  return address
+
+
+def restore(form: dict[str, Any]) -> CppKernel:
+  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  kernel = CppKernel(
+    form["name"],
+    form["source"],
+    form["function"],
+    {k: tuple(v) if isinstance(v, list) else v for k, v in form["build_options"].items()},
+    form["compiled"],
+    out=no_new_calls(form["name"]),
+    thread_safe=form["thread_safe"],
+  )
+  if form.get("cuda") is not None:
+    kernel.cuda = _part.restored(kernel.label, form["cuda"])
+  return kernel

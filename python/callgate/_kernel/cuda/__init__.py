@@ -1,0 +1,1 @@
+"""Kernels for CUDA: from source, CuPy, Triton and Numba."""

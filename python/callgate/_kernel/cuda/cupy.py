@@ -1,0 +1,283 @@
+"""`callgate.cupy`: kernels that were written for CuPy, compiled and launched by callgate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from callgate._call.operation import Effect, Vmap
+from callgate._core import registry
+from callgate._core.errors import GateDefinitionError
+from callgate._core.registry import caller_module
+from callgate._kernel.cuda import part as _part
+from callgate._kernel.cuda import source as _source
+from callgate._kernel.cuda.cuda import CudaSourceKernel
+from callgate._kernel.cuda.part import SourcePart
+from callgate._kernel.elementwise.elementwise import elementwise
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.program import parse_arch
+
+# As CuPy compiles: denormal numbers are zero, functions are the device's. Sources may have a `cg`
+# of their own.
+_OPTIONS = ("-ftz=true", "-default-device", "-DCALLGATE_NO_CG")
+_OLD_STANDARD = re.compile(r"^--?std=(?:c|gnu)\+\+(?:03|0x|11|14)$")
+_REFUSED = re.compile(r"^(?:-dc|-rdc|--relocatable-device-code|--device-c|-dlto|--dlink-time-opt)")
+_CUPY_HEADERS = re.compile(r"#\s*include\s*[<\"](?:cupy|cub|thrust|cuda)/")
+# Keywords of ElementwiseKernel that callgate has an equal for, and those that say nothing here.
+_ELEMENTWISE = ("loop_prep", "after_loop", "options")
+_IGNORED = ("reduce_dims",)
+
+
+def _cupy(what: str) -> Any:
+  try:
+    import cupy as module  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+  except ImportError as error:
+    raise GateDefinitionError(
+      f"{what}: expected CuPy, which is not installed or can't be loaded ({error}): pip install "
+      "'callgate[cupy]'"
+    ) from error
+  return module
+
+
+def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
+  """The source of a RawKernel or RawModule, and the kernel's name in it."""
+  if kernel.file_path is not None or not kernel.code:
+    raise GateDefinitionError(
+      f"{what}: expected a kernel with its source, got one without: pass a RawModule that was made "
+      'of code=, with the function\'s name: callgate.cupy(module, "name", ...), rather than what '
+      "module.get_function() gives or a compiled file"
+    )
+  if kernel.backend != "nvrtc":
+    raise GateDefinitionError(f"{what}: expected backend='nvrtc', got '{kernel.backend}'")
+  if kernel.enable_cooperative_groups:
+    raise GateDefinitionError(
+      f"{what}: expected a kernel without enable_cooperative_groups, whose cooperative launch "
+      "callgate doesn't have"
+    )
+  if hasattr(kernel, "get_function"):
+    if function is None:
+      names = list(kernel.name_expressions or ())
+      known = f" (its name_expressions are {', '.join(names)})" if names else ""
+      raise GateDefinitionError(
+        f"{what}: expected the name of the RawModule's function as second argument{known}"
+      )
+    return str(kernel.code), function
+  return str(kernel.code), str(kernel.name) if function is None else function
+
+
+def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
+  """CuPy's options for the compiler."""
+  found: list[str] = []
+  for option in cast("Sequence[str]", kernel.options):
+    if _REFUSED.match(option):
+      raise GateDefinitionError(
+        f"{what}: expected options of a kernel that is one unit, got '{option}', which needs a "
+        "linker"
+      )
+    if "CUPY_USE_JITIFY" in option:
+      raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
+    if not _OLD_STANDARD.match(option):  # C++17, which has it all
+      found.append(option)
+  return (*_OPTIONS, *found)
+
+
+def _include_dirs(module: Any, source: str) -> list[str]:
+  """CuPy's headers, where the source includes them."""
+  if not _CUPY_HEADERS.search(source):
+    return []
+  base = Path(module.__file__).parent / "_core" / "include"
+  bundled = [base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub")]
+  return [str(folder) for folder in (base, *bundled) if folder.is_dir()]
+
+
+def _type_of(label: str, parameter: Any) -> str:
+  if parameter.dtype is not None:
+    return str(parameter.dtype.name)
+  letter = str(parameter.ctype)
+  if not re.fullmatch(r"[A-Z][0-9]*", letter):
+    raise GateDefinitionError(
+      f"{label}: parameter '{parameter.name}': expected a dtype or a capital letter as its type, "
+      f"got '{letter}'"
+    )
+  return letter
+
+
+def _params(label: str, parameters: Sequence[Any]) -> str:
+  """CuPy's parameters as text."""
+  return ", ".join(
+    f"{'raw ' if p.raw else ''}{_type_of(label, p)} {p.name}"
+    for p in parameters
+    if p.ctype is not None
+  )
+
+
+def _elementwise(kernel: Any, name: str, options: Mapping[str, Any]) -> Kernel:
+  """An ElementwiseKernel as one of callgate's, for the CPU too."""
+  label = f"kernel '{name}'"
+  given = dict(kernel.kwargs)
+  unknown = sorted(given.keys() - {*_ELEMENTWISE, *_IGNORED})
+  flags = [flag for flag in ("no_return", "return_tuple") if getattr(kernel, flag)]
+  if unknown or flags:
+    raise GateDefinitionError(
+      f"{label}: expected an ElementwiseKernel without {', '.join((*unknown, *flags))}"
+    )
+  return elementwise(
+    _params(label, kernel.in_params),
+    _params(label, kernel.out_params),
+    str(kernel.operation),
+    name,
+    preamble=str(kernel.preamble),
+    loop_prep=str(given.get("loop_prep", "")),
+    after_loop=str(given.get("after_loop", "")),
+    cuda_options=tuple(given.get("options", ())),
+    **options,
+  )
+
+
+def cupy(
+  kernel: Any,
+  function: str | None = None,
+  /,
+  *,
+  grid: Any = None,
+  block: Any = None,
+  shared: Any = 0,
+  cluster: Any = None,
+  zeroed: Sequence[int] = (),
+  scratch: Mapping[str, Any] | None = None,
+  out: Any = None,
+  like: Callable[..., Any] | None = None,
+  name: str | None = None,
+  effect: Effect = "pure",
+  aliases: Mapping[int, int] | None = None,
+  vmap: Vmap | Callable[..., Any] = "each",
+  sharding: Any = None,
+  linear: bool | int | Sequence[int] = False,
+  gradient: Literal["finite-difference"] | None = None,
+  jvp: str | None = None,
+  arch: str | int | Sequence[str | int] | None = None,
+) -> Kernel:
+  """Makes a JAX function of a kernel that was written for CuPy.
+
+  ```python
+  import callgate as cg, cupy
+
+  scale = cupy.RawKernel(
+    'extern "C" __global__ void scale(const float* x, float* y, float a, int n) {'
+    "  int i = blockIdx.x * blockDim.x + threadIdx.x;"
+    "  if (i < n) y[i] = a * x[i];"
+    "}",
+    "scale",
+  )
+  run = cg.cupy(scale, grid=lambda x: -(-x.size // 256), block=256, out=lambda x, a, n: x)
+  # jax.jit(lambda x: run(x, 2.0, x.size))
+  ```
+
+  Source, options and name are taken from CuPy's object; callgate compiles them with NVRTC, for this
+  process's devices or for `arch`, and the runtime launches the kernel on XLA's stream, without
+  CuPy and without Python. Options are respected, with `-ftz=true` as CuPy has it, and so are
+  CuPy's own headers (`#include <cupy/complex.cuh>`); standards older than C++17 count as that.
+  Cooperative launches, separate compilation, nvcc and jitify are refused.
+
+  - A `RawKernel`, or a `RawModule` with the name of its function, `"scale"` or `"scale<float>"`: a
+    call gives and gets what the kernel's parameters say, as in `callgate.cuda`: `const T*` is an
+    operand, `T*` a result, a number is static.
+  - An `ElementwiseKernel`: a kernel as `callgate.elementwise` makes it of the same code, for the
+    CPU as well; `grid`, `block`, `out` and what belongs to them are not given. Operands broadcast
+    as CuPy's do. Floating literals are of the operands' precision there, as JAX has it.
+
+  Args:
+    kernel: a `cupy.RawKernel`, `cupy.RawModule` or `cupy.ElementwiseKernel`.
+    function: which function of a RawModule.
+    grid: blocks, as for `callgate.cuda`; also all of `block`, `shared`, `cluster`, `zeroed`,
+      `scratch`.
+    block: threads of a block.
+    shared: bytes of dynamic shared memory.
+    cluster: blocks of a cluster.
+    zeroed: results that are set to zero first, by flat position.
+    scratch: bytes of parameters that take scratch memory, by name.
+    out: the results, as for `callgate.gate`: a function of the arguments, or ShapeDtypeStructs.
+    like: a JAX function of the same meaning: derivatives, and `check`'s truth.
+    name: what programs call the kernel by. Default: the calling module's name and CuPy's.
+    effect: "pure", "io" or "ordered", as for `callgate.gate`.
+    aliases: flat input position to flat output position: both are one memory.
+    vmap: "each", "grid", "whole", "broadcast" or a rule, as for `callgate.cuda`.
+    sharding: which dimensions of the arrays may stay split over devices.
+    linear: positions of the arguments in which it is linear.
+    gradient: "finite-difference" or None.
+    jvp: of an ElementwiseKernel: its derivative's code, as for `callgate.elementwise`.
+    arch: what to compile for where the process has no device: "sm_90", 90, or several. Default:
+      PTX, which any device runs.
+
+  Returns:
+    A `Kernel`.
+
+  Raises:
+    CompileError: the compiler refuses the source; at the first call.
+    GateDefinitionError: an argument is wrong, or CuPy is not installed.
+  """
+  what = f"kernel '{name}'" if name else "callgate.cupy"
+  module = _cupy(what)
+  if isinstance(kernel, module.ElementwiseKernel):
+    _check_elementwise(what, function, vmap, linear, {
+      "grid": grid, "block": block, "cluster": cluster, "scratch": scratch, "out": out,
+    })  # fmt: skip
+    options = {"jvp": jvp, "like": like, "effect": effect, "aliases": aliases}
+    options |= {"sharding": sharding, "gradient": gradient, "arch": arch}
+    if name is None:
+      name = registry.free_name(f"{caller_module()}.{kernel.name}")
+    return _elementwise(kernel, name, options)
+  if not isinstance(kernel, (module.RawKernel, module.RawModule)):
+    hint = ""
+    if isinstance(kernel, module.ReductionKernel):
+      hint = "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
+    raise GateDefinitionError(
+      f"{what}: expected a cupy.RawKernel, a cupy.RawModule or a cupy.ElementwiseKernel, got "
+      f"{type(kernel).__name__}{hint}"
+    )
+  if grid is None or block is None or jvp is not None:
+    wrong = "jvp=" if jvp is not None else "none" if grid is None else "no block="
+    raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
+  source, named = _source_of(what, kernel, function)
+  known = _source.find(what, source, named)
+  if name is None:
+    name = registry.free_name(f"{caller_module()}.{known.name}")
+  label = f"kernel '{name}'"
+  part = SourcePart(
+    label,
+    source,
+    named,
+    _part.launch_options(label, grid, block, shared, cluster, zeroed, scratch),
+    _part.build_options(
+      _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, arch)
+    ),
+    dict(aliases or {}),
+  )
+  return CudaSourceKernel(
+    name,
+    part,
+    out=out,
+    like=like,
+    effect=effect,
+    aliases=aliases,
+    vmap=vmap,
+    sharding=sharding,
+    linear=linear,
+    gradient=gradient,
+  )
+
+
+def _check_elementwise(
+  what: str, function: str | None, vmap: Any, linear: Any, others: Mapping[str, Any]
+) -> None:
+  given = [option for option, value in others.items() if value is not None]
+  given += ["function"] if function is not None else []
+  given += ["vmap"] if vmap != "each" else []
+  given += ["linear"] if linear is not False else []
+  if given:
+    raise GateDefinitionError(
+      f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts its "
+      "arguments"
+    )

@@ -1,0 +1,1 @@
+"""Kernels from the code of one element, on the CPU and on CUDA."""

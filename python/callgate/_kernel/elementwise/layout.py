@@ -1,0 +1,109 @@
+"""How the arrays of an elementwise kernel's call lie, for its variants on CUDA.
+
+Pure functions of shapes and dtypes, called while a call is lowered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._kernel.elementwise.source import Code
+
+_VECTOR = 16  # bytes that a thread loads or stores at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """What a variant knows of how a call's arrays lie.
+
+  Attributes:
+    kinds: for each argument that is not raw "f" where it has the result's elements, "o" where it
+      has one, "s" where it is broadcast along some axes.
+    axes: how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none.
+    vector: elements that a thread takes at once.
+    wide: whether there are more elements than 32 bits count.
+    ranks: of the raw arguments.
+  """
+
+  kinds: str
+  axes: int
+  vector: int
+  wide: bool
+  ranks: tuple[int, ...]
+
+  @property
+  def text(self) -> str:
+    """As part of a variant's key."""
+    ranks = ",".join(map(str, self.ranks))
+    return f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:{ranks}"
+
+  @staticmethod
+  def parse(text: str) -> Layout:
+    """The inverse of `text`."""
+    kinds, axes, vector, wide, ranks = text.split(":")
+    numbers = tuple(int(rank) for rank in ranks.split(",") if rank)
+    return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
+
+
+def layout_of(
+  code: Code, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], results: Sequence[Any]
+) -> Layout:
+  """The layout of a call.
+
+  Args:
+    code: the kernel's.
+    shapes: of all arguments, raw ones too.
+    dtypes: of all arguments.
+    results: ShapeDtypeStructs.
+  """
+  size = math.prod(results[0].shape)
+  mapped = [i for i, p in enumerate(code.inputs) if not p.raw]
+  kinds = "".join(_kind(math.prod(shapes[i]), size) for i in mapped)
+  full = [np.dtype(dtypes[i]).itemsize for i, k in zip(mapped, kinds, strict=True) if k == "f"]
+  items = [*full, *(x.dtype.itemsize for x in results)]
+  vector = 1 if "s" in kinds else max(1, _VECTOR // max(items))
+  # Lanes of a batch that the runtime loops over begin at multiples of their size; others are the
+  # whole buffers, which are aligned.
+  if code.knows_place and any(size * item % (vector * item) for item in items):
+    vector = 1
+  axes = collapsed([shapes[i] for i, k in zip(mapped, kinds, strict=True) if k == "s"], results)
+  ranks = tuple(len(s) for p, s in zip(code.inputs, shapes, strict=True) if p.raw)
+  return Layout(kinds, len(axes), vector, size >= 2**31, ranks)
+
+
+def _kind(own: int, size: int) -> str:
+  return "f" if own == size else "o" if own == 1 else "s"
+
+
+def collapsed(
+  shapes: Sequence[Sequence[int]], results: Sequence[Any]
+) -> list[tuple[int, list[int]]]:
+  """The result's axes, innermost first, each with the operands' strides; neighbours made one.
+
+  Args:
+    shapes: of the operands that are broadcast; none gives no axes.
+    results: ShapeDtypeStructs.
+  """
+  axes: list[tuple[int, list[int]]] = []
+  if not shapes:
+    return axes
+  result = tuple(results[0].shape)
+  steps = [1] * len(shapes)
+  for back, extent in enumerate(reversed(result), 1):
+    strides = [0] * len(shapes)
+    for k, shape in enumerate(shapes):
+      if len(shape) >= back and shape[-back] != 1:
+        strides[k] = steps[k]
+        steps[k] *= shape[-back]
+    if extent == 1:
+      continue
+    if axes and strides == [s * axes[-1][0] for s in axes[-1][1]]:
+      axes[-1] = (axes[-1][0] * extent, axes[-1][1])
+    else:
+      axes.append((extent, strides))
+  return axes

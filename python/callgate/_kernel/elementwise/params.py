@@ -1,0 +1,258 @@
+"""The parameters of `callgate.elementwise`: "T x, raw float32 y", and how a call binds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._core.dtypes import dtype_code, dtype_named, is_packed, type_text
+from callgate._core.errors import GateDefinitionError
+from callgate._core.masked import shown
+
+Bindings = Mapping[str, np.dtype[Any]]  # a type letter to the dtype that it stands for in a call
+_LETTER = re.compile(r"[A-Z][0-9]*")
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_RESERVED = ("i", "n")
+# Types that C and NumPy give different sizes.
+_UNCLEAR = {
+  "float": "float32 or float64",
+  "int": "int32 or int64",
+  "uint": "uint32 or uint64",
+  "long": "int32 or int64",
+  "complex": "complex64 or complex128",
+}
+_KEYWORDS = """
+  alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
+  char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
+  constinit continue decltype default delete do double dynamic_cast else enum explicit export
+  extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
+  nullptr operator or or_eq private protected public register reinterpret_cast requires return
+  short signed sizeof static static_assert static_cast struct switch template this thread_local
+  throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while
+  xor xor_eq
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+  """One parameter.
+
+  Attributes:
+    name: in the code of an element.
+    type: a dtype's name, or a letter that stands for one.
+    raw: the code indexes the whole array itself.
+  """
+
+  name: str
+  type: str
+  raw: bool = False
+
+  @property
+  def is_letter(self) -> bool:
+    return is_letter(self.type)
+
+  def dtype(self, bindings: Bindings) -> np.dtype[Any]:
+    """Its dtype in a call."""
+    return bindings[self.type] if self.is_letter else dtype_named(self.type)
+
+  @property
+  def own_dtype(self) -> np.dtype[Any] | None:
+    """Its dtype in every call; None for a letter."""
+    return None if self.is_letter else dtype_named(self.type)
+
+
+def is_letter(name: str) -> bool:
+  """Whether a type's name stands for any dtype."""
+  return _LETTER.fullmatch(name) is not None
+
+
+def parse(label: str, option: str, text: str) -> tuple[Param, ...]:
+  """The parameters of a text such as "T x, raw float32 y"."""
+  parts = [part.split() for part in text.split(",")] if text.strip() else []
+  return tuple(_param(label, option, words) for words in parts)
+
+
+def _param(label: str, option: str, words: list[str]) -> Param:
+  text = " ".join(words)
+  where = f"{label}: {option}: '{text}'"
+  qualifiers, rest = words[:-2], words[-2:]
+  if len(rest) != 2 or not set(qualifiers) <= {"raw", "const"}:
+    raise GateDefinitionError(
+      f"{where}: expected a type and a name, such as 'T x', 'float32 x' or 'raw T x'"
+    )
+  kind, name = rest
+  _check_name(where, name)
+  _check_type(where, kind)
+  if "raw" in qualifiers and option == "out_params":
+    raise GateDefinitionError(
+      f"{where}: expected no raw result: each result's element is written at its own index; "
+      "callgate.cpp makes kernels that write anywhere"
+    )
+  return Param(name, kind, "raw" in qualifiers)
+
+
+def _check_name(where: str, name: str) -> None:
+  if not _NAME.fullmatch(name) or name in _KEYWORDS.split():
+    why = "is a word of C++'s own" if name in _KEYWORDS.split() else "is no such name"
+    raise GateDefinitionError(
+      f"{where}: expected a name of letters, digits and underscores that begins with a letter; "
+      f"'{name}' {why}"
+    )
+  if name in _RESERVED:
+    raise GateDefinitionError(
+      f"{where}: expected another name: 'i' is the element's index and 'n' their number"
+    )
+
+
+def _check_type(where: str, name: str) -> None:
+  if is_letter(name):
+    return
+  if name in _UNCLEAR:
+    raise GateDefinitionError(f"{where}: '{name}' may be meant as {_UNCLEAR[name]}; expected those")
+  try:
+    dtype = dtype_named(name)
+    dtype_code(dtype)
+  except (TypeError, GateDefinitionError):
+    raise GateDefinitionError(
+      f"{where}: expected a dtype's name, such as float32, or a letter, such as T, that stands for "
+      f"any dtype; got '{name}'"
+    ) from None
+  if is_packed(dtype):
+    raise GateDefinitionError(
+      f"{where}: {dtype.name} has several elements in a byte, which kernels don't take"
+    )
+
+
+def check(label: str, inputs: Sequence[Param], outputs: Sequence[Param]) -> None:
+  """Raises unless the parameters make a kernel together."""
+  if not outputs:
+    raise GateDefinitionError(f"{label}: out_params: expected one result or more, got none")
+  names = [p.name for p in (*inputs, *outputs)]
+  twice = next((name for name in names if names.count(name) > 1), None)
+  if twice is not None:
+    raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
+
+
+# -- calls -----------------------------------------------------------------------------------------
+def convert(
+  label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
+) -> list[Any]:
+  """A call's arguments as arrays of the parameters' dtypes.
+
+  Python's scalars, and arrays that JAX holds to be weakly typed, take the dtype of their parameter;
+  all others must have it.
+
+  Args:
+    label: of the kernel.
+    inputs: the parameters.
+    values: arrays, ShapeDtypeStructs, or Python's scalars; one for each parameter.
+    given: what letters stand for, by keywords.
+
+  Raises:
+    GateDefinitionError: a dtype is wrong, or a letter would stand for two.
+  """
+  arrays = [
+    v if _is_literal(v) else _as_array(label, p, v) for p, v in zip(inputs, values, strict=True)
+  ]
+  bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
+  for letter in {p.type for p in inputs if p.is_letter} - bindings.keys():
+    weak = [v for p, v in zip(inputs, arrays, strict=True) if p.type == letter]
+    bindings[letter] = np.dtype(jnp.result_type(*weak))
+  return [
+    _weak_as(label, param, value, param.dtype(bindings)) if _is_weak(value) else value
+    for param, value in zip(inputs, arrays, strict=True)
+  ]
+
+
+def bind(
+  label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
+) -> dict[str, np.dtype[Any]]:
+  """What the letters stand for, by keywords and by the arguments that are not None."""
+  bound = {name: (dtype, f"{name}={dtype.name}") for name, dtype in given.items()}
+  for param, value in zip(inputs, values, strict=True):
+    if value is None:
+      continue
+    dtype = np.dtype(value.dtype)
+    got = f"argument '{param.name}' is {type_text(dtype, value.shape)}"
+    if not param.is_letter:
+      if param.dtype({}) != dtype:
+        raise GateDefinitionError(
+          f"{label}: argument '{param.name}': expected {param.type}, got "
+          f"{type_text(dtype, value.shape)}"
+        )
+      continue
+    known, first = bound.setdefault(param.type, (dtype, got))
+    if known != dtype:
+      raise GateDefinitionError(
+        f"{label}: expected one dtype for {param.type}, got two: {first}, but {got}"
+      )
+    if is_packed(dtype):
+      raise GateDefinitionError(
+        f"{label}: argument '{param.name}': {dtype.name} has several elements in a byte, which "
+        "kernels don't take; convert to int8 before the call"
+      )
+  return {letter: dtype for letter, (dtype, _) in bound.items()}
+
+
+def broadcast(label: str, inputs: Sequence[Param], shapes: Sequence[Any]) -> tuple[int, ...]:
+  """The shape of the results, from those of the arguments that are not raw."""
+  try:
+    return np.broadcast_shapes(*shapes)
+  except ValueError:
+    named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(inputs, shapes, strict=True))
+    raise GateDefinitionError(
+      f"{label}: expected arguments whose shapes broadcast, got {named}"
+    ) from None
+
+
+def _is_literal(value: Any) -> bool:
+  return type(value) in (bool, int, float, complex)
+
+
+def _is_weak(value: Any) -> bool:
+  return _is_literal(value) or bool(getattr(value, "weak_type", False))
+
+
+def _as_array(label: str, param: Param, value: Any) -> Any:
+  if isinstance(value, jax.Array):
+    return jax.random.key_data(value) if _is_key(value) else value
+  if isinstance(value, jax.ShapeDtypeStruct):
+    return value
+  try:
+    return jnp.asarray(value)
+  except (TypeError, ValueError) as error:
+    raise GateDefinitionError(
+      f"{label}: argument '{param.name}': expected an array, got {shown(value)}"
+    ) from error
+
+
+def _is_key(value: Any) -> bool:
+  return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
+  text = repr(value) if _is_literal(value) else f"a weakly typed {value.dtype.name}"
+  said = f"{param.type}, which is {dtype.name} here" if param.is_letter else dtype.name
+  have = jnp.result_type(value)
+  if _kind(have) > _kind(dtype):
+    raise GateDefinitionError(f"{label}: argument '{param.name}': expected {said}, got {text}")
+  if isinstance(value, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(value.shape, dtype)
+  try:
+    return jnp.asarray(value, dtype)
+  except OverflowError:
+    raise GateDefinitionError(
+      f"{label}: argument '{param.name}': expected {said}, which doesn't hold {text}"
+    ) from None
+
+
+def _kind(dtype: Any) -> int:
+  """Weak values go to a dtype of their own kind or a later one, as in JAX."""
+  kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+  return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

@@ -1,0 +1,377 @@
+"""`callgate.library`: kernels from a user's own shared library, built with callgate/kernel.h.
+
+The library exports a table of its kernels and their parameters, which is read once. A library stays
+loaded until the process ends; one that was built again meanwhile is loaded anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from callgate import _callgate
+from callgate._build.toolchain import open_library
+from callgate._call.operation import Effect, Vmap
+from callgate._core import options as _options
+from callgate._core import registry
+from callgate._core.dtypes import type_text
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.parameters import Kind, Parameter, expected_text, fits, from_codes
+from callgate._kernel.variants import CallTypes, Function
+
+_lock = threading.Lock()
+_loaded: dict[str, list[tuple[tuple[int, ...], ctypes.CDLL]]] = {}
+_libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inferred:
+  """The results of a kernel as far as its parameters tell them; see `library`."""
+
+  label: str
+  function: str
+  parameters: tuple[Parameter, ...]
+
+  def __call__(self, *args: Any) -> Any:
+    given = dict(zip((p for p in self.parameters if p.is_operand), args, strict=False))
+    arrays = {p: jax.tree.leaves(value) for p, value in given.items()}
+    if not all(fits(p, x.dtype, len(x.shape)) for p, values in arrays.items() for x in values):
+      # The call is refused for that argument in a moment; any result of the right type will do.
+      results = [_of_any_shape(p) for p in self.parameters if p.is_result]
+    else:
+      results = [self._result(p, arrays) for p in self.parameters if p.is_result]
+    return results[0] if len(results) == 1 else tuple(results)
+
+  def _result(self, result: Parameter, arrays: Mapping[Parameter, Sequence[Any]]) -> Any:
+    if result.kind is Kind.INOUT:
+      (value,) = arrays[result]
+      return value
+    if result.rank == 0:
+      return jax.ShapeDtypeStruct((), result.dtype)
+    alike = {
+      f"{p.name}[{i}]" if p.kind is Kind.INS else p.name: value
+      for p, values in arrays.items()
+      for i, value in enumerate(values)
+      if p.kind is not Kind.SCALAR and (p.dtype, p.rank) == (result.dtype, result.rank)
+    }
+    shapes = {tuple(value.shape) for value in alike.values()}
+    if result.kind is Kind.OUTS or len(shapes) != 1:
+      raise GateDefinitionError(self._unknown(result, alike))
+    return jax.ShapeDtypeStruct(shapes.pop(), result.dtype)
+
+  def _unknown(self, result: Parameter, alike: Mapping[str, Any]) -> str:
+    if result.kind is Kind.OUTS:
+      why = "it stands for any number of results"
+    elif alike:
+      shown = (f"'{name}' is {type_text(x.dtype, x.shape)}" for name, x in alike.items())
+      why = f"the arguments of that type differ: {', '.join(shown)}"
+    else:
+      why = "no argument has that type"
+    operands = [p.name for p in self.parameters if p.is_operand]
+    names = ", ".join(operands) if all(map(str.isidentifier, operands)) else "*args"
+    return (
+      f"{self.label}: the shape of result '{result.name}' ({expected_text(result)}) does not "
+      f"follow from the arguments, since {why}; expected out=, as in "
+      f"library.kernel('{self.function}', out=lambda {names}: ...)"
+    )
+
+
+def _of_any_shape(parameter: Parameter) -> Any:
+  return jax.ShapeDtypeStruct((0,) * max(parameter.rank, 0), parameter.dtype)
+
+
+class LibraryKernel(Kernel):
+  """A kernel of a shared library; see `callgate.library`.
+
+  Attributes:
+    library: where it is from.
+    function: its name there.
+  """
+
+  def __init__(
+    self, name: str, library: Library, function: str, native: Function, **options: Any
+  ) -> None:
+    self.library = library
+    self.function = function
+    self._native = native
+    if options.get("out") is None and options.get("like") is None:
+      options["out"] = _Inferred(f"kernel '{name}'", function, native.parameters)
+    super().__init__(name, native.parameters, **options)
+
+  def compile(self, types: CallTypes) -> tuple[str, Function]:
+    del types
+    return "", self._native
+
+  def turn(self, function: Function) -> _callgate.KernelTurn | None:
+    return _callgate.KernelTurn.of_library(function.address) or super().turn(function)
+
+
+class Library:
+  """The kernels of a shared library; made by `callgate.library`.
+
+  `library.saxpy`, or `library["saxpy"]`, is a `Kernel`: the same object each time. `kernel()` makes
+  one with options. Iterating gives the kernels' names.
+
+  Attributes:
+    name: what the names of its kernels begin with in compiled programs.
+    path: of the file.
+    cdll: the file as ctypes has loaded it.
+  """
+
+  def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
+    """See `library`."""
+    self.name = name
+    self.path = path
+    self.cdll = loaded
+    self._functions = _functions(path, loaded)
+    self._kernels: dict[str, Kernel] = {}
+
+  def kernel(
+    self,
+    function: str,
+    /,
+    *,
+    out: Any = None,
+    like: Callable[..., Any] | None = None,
+    name: str | None = None,
+    effect: Effect = "pure",
+    aliases: Mapping[int, int] | None = None,
+    vmap: Vmap | Callable[..., Any] = "each",
+    sharding: Any = None,
+    linear: bool | int | Sequence[int] = False,
+    gradient: Literal["finite-difference"] | None = None,
+    thread_safe: bool = False,
+  ) -> Kernel:
+    """Makes a kernel with options.
+
+    ```python
+    histogram = library.kernel(
+      "histogram", out=lambda x: jax.ShapeDtypeStruct((16,), "int32"), thread_safe=True
+    )
+    ```
+
+    Args:
+      function: its name in the library.
+      out: the results, as for `callgate.cpp`. Default: what the parameters tell; see
+        `callgate.library`.
+      like: a JAX-traceable reference of the same signature, as for `callgate.cpp`.
+      name: what programs call it by. Default: the library's name, a dot and the function's, with a
+        number from the second one on.
+      effect: "pure", "io" or "ordered".
+      aliases: flat input position to flat output position: both are one memory.
+      vmap: "each", "whole", "broadcast" or a rule.
+      sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a
+        rule such as "i [j] -> i" or a function, as for `callgate.gate`.
+      linear: True, a position or positions of arguments in which the kernel is linear.
+      gradient: "finite-difference": derivatives by central differences.
+      thread_safe: calls may run at once, on several devices and in several programs, and so may the
+        lanes of `vmap="each"`. By default they take turns, with those of all other kernels of the
+        library that are not thread-safe.
+
+    Returns:
+      A `Kernel`.
+
+    Raises:
+      AttributeError: the library has no such kernel.
+      GateDefinitionError: an option is wrong.
+      ValueError: the name is taken.
+    """
+    if function not in self._functions:
+      raise AttributeError(
+        f"library '{self.path}' has no kernel '{function}'; it has "
+        f"{', '.join(self._functions) or 'none'}",
+        name=function,
+        obj=self,
+      )
+    return LibraryKernel(
+      _unused(f"{self.name}.{function}") if name is None else name,
+      self,
+      function,
+      self._functions[function],
+      out=out,
+      like=like,
+      effect=effect,
+      aliases=aliases,
+      vmap=vmap,
+      sharding=sharding,
+      linear=linear,
+      gradient=gradient,
+      thread_safe=thread_safe,
+    )
+
+  def __getitem__(self, function: str) -> Kernel:
+    if function not in self._kernels:
+      name = f"{self.name}.{function}"
+      self._kernels[function] = self.kernel(function, name=None if _is_live(name) else name)
+    return self._kernels[function]
+
+  def __getattr__(self, function: str) -> Kernel:
+    if function.startswith("__"):  # what copy, pickle and IPython look for
+      raise AttributeError(function)
+    return self[function]
+
+  def __dir__(self) -> list[str]:
+    return sorted({*super().__dir__(), *self._functions})
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._functions)
+
+  def __contains__(self, function: object) -> bool:
+    return function in self._functions
+
+  def __len__(self) -> int:
+    return len(self._functions)
+
+  def __repr__(self) -> str:
+    shown = ", ".join(f"{name}({_declared(f)})" for name, f in self._functions.items())
+    return f"<library '{self.name}' of {self.path}: {shown or 'no kernels'}>"
+
+
+def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library:
+  """Opens a shared library of kernels that was built with callgate/kernel.h.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  mine = cg.library("build/libmine.so")
+  z = jax.jit(mine.saxpy)(2.0, jnp.ones(3), jnp.arange(3.0))
+  histogram = mine.kernel("histogram", out=lambda x: jax.ShapeDtypeStruct((16,), "int32"))
+  ```
+
+  Each call is checked against the kernel's C++ types while it is traced. Results are inferred where
+  these tell them: an `InOut` is as its argument; a result of rank 0 has no extents; an `Out` has
+  the shape of the arguments whose parameters have its element type and rank, if they all have one
+  shape. For any other result, and where this is not what the kernel means, give `out`: see
+  `Library.kernel`.
+
+  Opening a library again gives the same object while it is in use. A library that was built again
+  meanwhile is loaded anew; kernels made before go on with the code that they had.
+
+  Args:
+    path: the file. Its constructors run, as when any library is loaded.
+    name: what its kernels' names begin with in compiled programs. Default: the file's name without
+      "lib" and extensions, with a number where another library in use has it.
+
+  Returns:
+    A `Library`, whose attributes are the kernels.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    OSError: the system's loader refuses it, with its message.
+    GateDefinitionError: it is no library of kernels, or was built with the header of another binary
+      interface than this callgate's.
+  """
+  file = os.path.abspath(_options.path("callgate.library", "path", path))
+  name = _options.name("callgate.library", name)
+  if not os.path.exists(file):
+    raise FileNotFoundError(f"callgate.library: expected a shared library, found no file '{file}'")
+  with _lock:
+    loaded = _load(file)
+    for known in list(_libraries.values()):
+      if known.cdll is loaded and name in (None, known.name):
+        return known
+    if name is None:
+      stem = os.path.basename(file).split(".")[0].removeprefix("lib")
+      name, number = stem, 0
+      while name in _libraries:
+        number += 1
+        name = f"{stem}#{number}"
+    elif name in _libraries:
+      raise ValueError(
+        f"callgate.library: the name '{name}' is taken by the library "
+        f"'{_libraries[name].path}'; choose another name="
+      )
+    _libraries[name] = opened = Library(file, name, loaded)
+    return opened
+
+
+def _is_live(name: str) -> bool:
+  return registry.get(name) is not None or name in _callgate.registered_names()
+
+
+def _unused(base: str) -> str:
+  """A name for a kernel; numbers count, so that the next run gives the same ones."""
+  name = registry.free_name(base)
+  while _is_live(name):
+    name = registry.free_name(base)
+  return name
+
+
+def _load(file: str) -> ctypes.CDLL:
+  """The file as it is now: loading the same path twice would give what it was at first."""
+  status = os.stat(file)
+  stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+  versions = _loaded.setdefault(os.path.realpath(file), [])
+  for known, loaded in versions:
+    if known == stamp:
+      return loaded
+  # The loader compares paths before files, so each version gets a spelling of its own. A folder's
+  # name must not change: libraries look for others beside themselves.
+  folder, base = os.path.split(file)
+  spelling = os.path.join(folder, *["."] * len(versions), base)
+  try:
+    loaded = open_library(spelling)
+  except OSError as error:
+    raise OSError(f"callgate.library: '{file}' could not be loaded: {error}") from error
+  versions.append((stamp, loaded))
+  return loaded
+
+
+def _functions(file: str, loaded: ctypes.CDLL) -> dict[str, Function]:
+  """The table that the library exports."""
+  table = getattr(loaded, "callgate_kernels", None)
+  address = ctypes.cast(table, ctypes.c_void_p).value if table is not None else None
+  if address is None:
+    raise GateDefinitionError(
+      f"callgate.library: '{file}' is no library of kernels: expected the symbol "
+      "callgate_kernels, which including callgate/kernel.h and CALLGATE_KERNEL(function) in one of "
+      "its sources make, found none"
+    )
+  try:
+    kernels = _callgate.read_library(file, address)
+  except ValueError as error:
+    raise GateDefinitionError(f"callgate.library: {error}") from error
+  functions: dict[str, Function] = {}
+  for name, function, codes, names in kernels:
+    if name in functions:
+      raise GateDefinitionError(
+        f"callgate.library: '{file}' exports two kernels '{name}'; expected one "
+        "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
+      )
+    functions[name] = Function(function, tuple(from_codes(codes, names)), keep=loaded)
+  return functions
+
+
+_WORDS = {Kind.SCALAR: "", Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}
+_VIEWS = (Kind.IN, Kind.OUT, Kind.INOUT, Kind.INS, Kind.OUTS)
+
+
+def _declared(function: Function) -> str:
+  """A kernel's parameters: "float32 a, In<float32,1> x, Out<float32,1> y"."""
+  shown: list[str] = []
+  for p in function.parameters:
+    types = [] if p.dtype is None else [p.dtype.name]
+    if p.kind in _VIEWS:
+      types.append("*" if p.rank < 0 else str(p.rank))
+    word, inside = _WORDS.get(p.kind, p.kind.name.capitalize()), ",".join(types)
+    shown.append(f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}")
+  return ", ".join(shown)
+
+
+def find(name: str) -> Kernel | None:
+  """The kernel that a program from another process names, of a library that is open here."""
+  base, _, function = name.rpartition(".")
+  with _lock:
+    opened = _libraries.get(base)
+  if opened is None or function not in opened:
+    return None
+  kernel = opened[function]
+  return kernel if kernel.name == name else registry.get(name)

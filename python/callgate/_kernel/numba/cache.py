@@ -1,0 +1,229 @@
+"""What Numba has compiled, on disk, and what it depends on, as text: half of its key there.
+
+Numba freezes what a function reads from its module and its closure into the code, so a key must
+hold these values, and those of the functions that it calls. Numba's own key, the text of the
+function's file, has neither, and knows no functions without a file: those of a notebook's cells.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import pickle
+import platform
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, cast
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import entrypoints
+from numba.core.caching import CompileResultCacheImpl
+from numba.core.registry import cpu_target
+from numba.core.serialize import dumps
+
+from callgate import _callgate
+from callgate._build import files
+from callgate._core.dtypes import type_text
+from callgate._kernel.numba.request import Request
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
+
+
+class UnknownIdentityError(Exception):
+  """A function depends on something whose value has no lasting text."""
+
+
+def identity(function: types.FunctionType) -> str | None:
+  """A digest of all that the function's machine code depends on; None where it can't be told."""
+  digest = hashlib.sha256()
+  try:
+    for part in _function(function, set()):
+      digest.update(part.encode())
+      digest.update(b"\0")
+  except UnknownIdentityError:
+    return None
+  return digest.hexdigest()
+
+
+def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+  if id(function) in seen:
+    return
+  seen.add(id(function))
+  yield from _code(function.__code__)
+  names = sorted(_names(function.__code__))
+  yield from _value(function.__defaults__, names, seen)
+  yield from _value(sorted((function.__kwdefaults__ or {}).items()), names, seen)
+  for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    yield name
+    try:
+      value = cell.cell_contents
+    except ValueError:
+      continue  # not set yet; Numba refuses it
+    yield from _value(value, names, seen)
+  for name in names:
+    if name in function.__globals__:
+      yield name
+      yield from _value(function.__globals__[name], names, seen)
+    elif hasattr(builtins, name):
+      yield f"builtin {name}"
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+  # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
+  yield repr((
+    code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags,
+    code.co_firstlineno, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+    code.co_code, code.co_linetable,
+  ))  # fmt: skip
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      yield from _code(constant)
+    else:
+      elements = cast("frozenset[Any]", constant) if isinstance(constant, frozenset) else None
+      yield repr(constant) if elements is None else repr(sorted(map(repr, elements)))
+
+
+def _names(code: types.CodeType) -> set[str]:
+  names = set(code.co_names)
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      names |= _names(constant)
+  return names
+
+
+def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
+  """The text of what a function reads; `names` are the attributes that it may ask modules for."""
+  if isinstance(value, (*_PLAIN, np.generic, np.dtype)):
+    yield f"{type(value).__name__} {value!r}"
+  elif isinstance(value, (tuple, list)):
+    items = cast("tuple[Any, ...] | list[Any]", value)
+    yield f"{type(items).__name__} {len(items)}"
+    for item in items:
+      yield from _value(item, names, seen)
+  elif isinstance(value, np.ndarray):
+    if value.dtype.hasobject:
+      raise UnknownIdentityError
+    yield f"{value.dtype!r} {value.shape} {value.strides}"
+    yield hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+  elif isinstance(value, types.ModuleType):
+    yield from _module(value, names, seen)
+  elif hasattr(value, "py_func") and hasattr(value, "targetoptions"):  # a dispatcher
+    yield repr(sorted((k, repr(v)) for k, v in value.targetoptions.items()))
+    yield from _function(value.py_func, seen)
+  elif isinstance(value, types.FunctionType) and not _version(value.__module__):
+    yield from _function(value, seen)
+  elif isinstance(value, type) and not issubclass(value, (BaseException, np.generic)):
+    if value.__module__ != "builtins":
+      raise UnknownIdentityError
+    yield value.__qualname__
+  elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)):
+    module = str(getattr(value, "__module__", None))
+    yield f"{module} {_version(module)} {getattr(value, '__qualname__', value.__name__)}"
+  elif type(value).__module__.startswith("numba.core.types"):
+    yield str(value)
+  elif callable(value) and _version(str(getattr(value, "__module__", ""))):
+    yield f"{value.__module__} {_version(value.__module__)} {getattr(value, '__name__', value)!r}"
+  else:
+    raise UnknownIdentityError
+
+
+def _module(module: types.ModuleType, names: list[str], seen: set[int]) -> Iterator[str]:
+  yield f"module {module.__name__} {_version(module.__name__)}"
+  if id(module) in seen or _version(module.__name__):
+    return
+  seen.add(id(module))
+  for name in names:
+    if hasattr(module, name):
+      yield name
+      yield from _value(getattr(module, name), names, seen)
+
+
+def _version(module: str) -> str:
+  """The version of the package that a module belongs to; "" for code that has none."""
+  top = module.partition(".")[0]
+  if top in sys.stdlib_module_names and top != "__main__":
+    return sys.version
+  return str(getattr(sys.modules.get(top), "__version__", ""))
+
+
+_FORMAT = 1  # of what is kept on disk, and of the code that is generated
+
+
+# -- the disk ------------------------------------------------------------------------------------
+def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
+  source = identity(request.function)
+  if source is None:
+    return None
+  settings = numba.config
+  parts = [
+    _FORMAT,
+    _callgate.KERNEL_ABI,
+    source,
+    sorted((key, repr(value)) for key, value in request.options.items()),
+    [(slot.kind, slot.indices) for slot in request.slots],
+    [request.returns, request.cast],
+    [str(type) for type in argument_types],
+    [type_text(dtype, (rank,)) for dtype, rank in request.types.operands],
+    [type_text(dtype, (rank,)) for dtype, rank in request.types.results],
+    [repr(slot.value) for slot in request.slots],
+    [repr(getattr(settings, name, None)) for name in ("OPT", "BOUNDSCHECK")],
+    [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
+    cpu_target.target_context.codegen().magic_tuple(),
+  ]
+  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class Kept:
+  """The cache that a CFunc asks: one file an entry, with a checksum; a damaged one is made again.
+
+  Any number of processes may read and write: a file is replaced in one step.
+  """
+
+  def __init__(self, digest: str | None) -> None:
+    self._digest = digest
+    self._content: Any = None
+
+  def load(self) -> bool:
+    """Whether the entry is there and whole."""
+    digest = self._digest
+    if digest is None:
+      return False
+    try:
+      content = files.read(files.kept_folder("numba", digest[:2]) / f"{digest}.bin")
+    except OSError:
+      return False
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
+      return False
+    try:
+      entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
+      cpu_target.target_context.refresh()
+      self._content = CompileResultCacheImpl.rebuild(
+        None, cpu_target.target_context, pickle.loads(content[32:])
+      )
+    except Exception:  # noqa: BLE001 - a module that it names is gone: it is compiled again
+      return False
+    return True
+
+  def load_overload(self, signature: Any, context: Any) -> Any:
+    """Numba's question: the compiled function, or None."""
+    del signature, context
+    return self._content
+
+  def save_overload(self, signature: Any, compiled: Any) -> None:
+    """Numba's offer of what it has compiled."""
+    del signature
+    digest = self._digest
+    if digest is None or compiled.library.has_dynamic_globals:
+      return  # it holds addresses of this process
+    # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
+    compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
+    try:
+      content = dumps(compiled._reduce())
+      path = files.made_folder("numba", digest[:2], quiet=True) / f"{digest}.bin"
+      files.write(path, hashlib.sha256(content).digest() + content)
+    except (OSError, pickle.PicklingError, TypeError):
+      return  # it works as well without

@@ -1,0 +1,217 @@
+"""Numba's side of `callgate.numba`: compiles a Python function to a native one of kernel_abi.h.
+
+The native function, `entry`, is generated: it makes Numba's arrays from the call's buffers, calls
+what Numba made of the user's function and, only where that has raised, takes the GIL to hand the
+exception on. Addresses that change from process to process reach it through the call's user data,
+so that its machine code can be kept on disk. This module alone imports Numba.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import types as pytypes
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import errors as numba_errors
+from numba.core import types
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+from numba.np import numpy_support
+
+from callgate import _callgate
+from callgate._core.errors import GateDefinitionError, ResultShapeError
+from callgate._kernel.numba.cache import Kept, digest_of
+from callgate._kernel.numba.entry import make_entry
+from callgate._kernel.numba.parallel import kernel_loops
+from callgate._kernel.numba.request import Request
+from callgate._kernel.numba.types import is_dispatcher, operand_type, result_type
+from callgate._kernel.variants import Function, Type
+
+
+# -- one variant ---------------------------------------------------------------------------------
+@global_compiler_lock  # not all that Numba does on the way takes its lock
+def compile_function(request: Request) -> Function:
+  """The native function for a request, from the disk where it is there.
+
+  Raises:
+    GateDefinitionError: Numba refuses the function, with its message; or its results are not what
+      the call declares.
+  """
+  argument_types = _argument_types(request)
+  digest = digest_of(request, argument_types)
+  name = f"callgate_{(digest or _unique())[:24]}"
+
+  def entry(call: Any) -> Any:  # compiled only where the disk hasn't got it
+    return run(call)  # noqa: F821  # pyright: ignore
+
+  placeholder = pytypes.FunctionType(entry.__code__, {"__name__": __name__}, name)
+  compiled = CFunc(placeholder, (_ENTRY.args, _ENTRY.return_type), locals={}, options={})
+  compiled._cache = kept = Kept(digest)
+  if not kept.load():
+    placeholder.__globals__["run"] = _build(request, argument_types, name)
+  _compile(request, argument_types, compiled.compile)
+  shared = _shared()
+  return Function(
+    compiled.address, request.parameters, (compiled, shared), user_data=ctypes.addressof(shared)
+  )
+
+
+_ENTRY = types.int32(types.voidptr)
+
+
+def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
+  """What runs one call: an intrinsic of Numba's."""
+  source = request.function
+  # Under a name of its own: what comes from the disk may hold functions of the user's names.
+  function = pytypes.FunctionType(
+    source.__code__, source.__globals__, source.__name__, source.__defaults__, source.__closure__
+  )
+  function.__kwdefaults__ = source.__kwdefaults__
+  function.__module__ = source.__module__
+  function.__qualname__ = f"{source.__qualname__}_{name}"
+  dispatcher: Any = numba.njit(**request.options)(function)
+  if not is_dispatcher(dispatcher):
+    raise GateDefinitionError(
+      f"{request.label}: expected Numba's compiler, got none: it is switched off "
+      "(NUMBA_DISABLE_JIT)"
+    )
+  _compile(request, argument_types, lambda: dispatcher.compile(argument_types))
+  compiled = dispatcher.overloads[argument_types]
+  stores = _stores(request, compiled.signature.return_type)
+  return make_entry(request, compiled, stores, (dispatcher, stores))
+
+
+def _compile(request: Request, argument_types: tuple[Any, ...], compile: Any) -> None:
+  try:
+    with kernel_loops():
+      compile()
+  except (numba_errors.NumbaError, NotImplementedError) as error:
+    shown = ", ".join(map(str, argument_types))
+    raise GateDefinitionError(
+      f"{request.label}: Numba can't compile '{request.name}' for ({shown}):\n{error}"
+    ) from error
+
+
+# -- types ---------------------------------------------------------------------------------------
+def _argument_types(request: Request) -> tuple[Any, ...]:
+  """The types that the user's function is compiled for."""
+  operands = [operand_type(type) for type in request.types.operands]
+  results = [result_type(type) for type in request.types.results]
+  found: list[Any] = []
+  for position, slot in enumerate(request.slots):
+    if request.pointers is not None:
+      found.append(request.pointers[position])
+    elif slot.kind == "out":
+      found.append(results[0] if len(results) == 1 else types.BaseTuple.from_types(results))
+    elif slot.kind == "operand":
+      found.append(operands[slot.indices[0]])
+    elif slot.kind == "rest":
+      found.append(types.BaseTuple.from_types([operands[i] for i in slot.indices]))
+    else:
+      found.append(types.Omitted(slot.value))
+  return tuple(found)
+
+
+def _stores(request: Request, returned: Any) -> list[Any]:
+  """What copies each returned value into its result; raises where they don't fit."""
+  wanted = request.types.results
+  if not request.returns:
+    return []
+  got = list(returned) if isinstance(returned, types.BaseTuple) else [returned]
+  if isinstance(returned, types.NoneType):
+    got = []
+  if len(got) != len(wanted):
+    raise GateDefinitionError(
+      f"{request.label}: '{request.name}' returns {len(got)} values, expected {len(wanted)}"
+    )
+  stores: list[Any] = []
+  for index, (type, (dtype, rank)) in enumerate(zip(got, wanted, strict=True)):
+    type = types.unliteral(type)
+    have = _returned(type)
+    fits = have is not None and have[1] == rank
+    if have is None or not (fits and (have[0] == dtype or _castable(request, have[0], dtype))):
+      shown = type if have is None else f"{have[0].name} of rank {have[1]}"
+      hint = ""
+      if have is not None and fits:
+        hint = "; results are never cast silently: see cast=True"
+      raise GateDefinitionError(
+        f"{request.label}: result {index}: expected {dtype.name} of rank {rank}, but "
+        f"'{request.name}' returns {shown}{hint}"
+      )
+    store = _store_array(index) if isinstance(type, types.Array) else _store_number()
+    store.compile((result_type((dtype, rank)), type))
+    stores.append(store.overloads[(result_type((dtype, rank)), type)])
+  return stores
+
+
+def _returned(type: Any) -> Type | None:
+  if isinstance(type, types.Array):
+    return numpy_support.as_dtype(type.dtype), type.ndim
+  if isinstance(type, (types.Number, types.Boolean)):
+    return numpy_support.as_dtype(type), 0
+  return None
+
+
+def _castable(request: Request, have: np.dtype[Any], want: np.dtype[Any]) -> bool:
+  return request.cast and np.can_cast(have, want, "same_kind")
+
+
+@functools.cache
+def _store_array(index: int) -> Any:
+
+  @numba.njit
+  def store(out: Any, value: Any) -> None:
+    if out.shape != value.shape:
+      raise ResultShapeError(index, out.shape, value.shape)
+    out[...] = value
+
+  return store
+
+
+@functools.cache
+def _store_number() -> Any:
+  @numba.njit
+  def store(out: Any, value: Any) -> None:
+    out[()] = value
+
+  return store
+
+
+# -- what it is in this process ------------------------------------------------------------------
+class _Shared(ctypes.Structure):
+  """What a call's user data points to; `make_entry` reads it by position."""
+
+  _fields_ = (("take_error", ctypes.c_void_p), ("mutex", ctypes.c_void_p))
+
+
+_pthreads = ctypes.CDLL(None)
+
+
+def _made_mutex() -> ctypes.Array[ctypes.c_char]:
+  mutex = ctypes.create_string_buffer(128)
+  _pthreads.pthread_mutex_init(mutex, None)
+  return mutex
+
+
+_mutex = _made_mutex()
+
+
+def _shared() -> _Shared:
+  """With the mutex where Numba's threading layer may be used by one thread at a time only."""
+  try:
+    alone = numba.threading_layer() == "workqueue"
+  except ValueError:
+    alone = False  # no parallel loop so far
+  mutex = ctypes.addressof(_mutex) if alone else None
+  return _Shared(_callgate.take_python_error_address(), mutex)
+
+
+_counter = itertools.count()
+
+
+def _unique() -> str:
+  return f"unkept{next(_counter)}"

@@ -1,0 +1,188 @@
+"""The code that Numba is given around a user's function: from a call's buffers to its arrays.
+
+`make_entry` writes LLVM IR for one call of kernel_abi.h. No thread holds the GIL there; it is taken
+after an exception only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from callgate._kernel.numba.request import Request
+
+_I8P = ir.IntType(8).as_pointer()
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+# kernel_abi.h's callgate_array, and the positions in callgate_call.
+_ARRAY = ir.LiteralStructType([_I8P, _I64.as_pointer(), _I32, ir.IntType(8)])
+_OPERANDS, _RESULTS, _USER_DATA = 0, 1, 6
+_TAKE_ERROR, _MUTEX = 0, 1  # in the user data
+
+
+def make_entry(request: Request, compiled: Any, stores: Sequence[Any], keep: Any) -> Any:
+  """An intrinsic that runs one call: `run(call) -> 0`, or 1 after an exception.
+
+  Args:
+    request: what is compiled.
+    compiled: Numba's result for the user's function.
+    stores: Numba's results for what copies each returned value; none where it works in place.
+    keep: what must live as long as the intrinsic.
+  """
+  emitter = _Emitter(request, compiled, stores)
+
+  @intrinsic
+  def run(typing: Any, call: Any) -> Any:
+    del typing
+    assert keep is not None
+    return types.int32(call), emitter.emit
+
+  return run
+
+
+class _Emitter:
+  def __init__(self, request: Request, compiled: Any, stores: Sequence[Any]) -> None:
+    self.request, self.compiled, self.stores = request, compiled, stores
+
+  def emit(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """The whole call."""
+    del signature
+    self.context, self.builder = context, builder
+    self.call = builder.bitcast(args[0], _I8P.as_pointer())
+    self.failed = cgutils.alloca_once_value(builder, _I32(0))
+    results = [self._array(_RESULTS, i, t) for i, t in enumerate(self._result_types())]
+    values = self._arguments(results)
+    mutex = self._lock() if "numba_parallel_for" in str(self.compiled.library.get_llvm_str()) else 0
+    status, returned = self._invoke(self.compiled, values)
+    with builder.if_then(builder.not_(status.is_error)):
+      self._store(results, returned)
+    if mutex:
+      self._unlock(mutex)
+    return builder.load(self.failed)
+
+  # -- arguments ---------------------------------------------------------------------------------
+  def _result_types(self) -> list[Any]:
+    from callgate._kernel.numba.types import element_type
+
+    return [types.Array(element_type(d), r, "C") for d, r in self.request.types.results]
+
+  def _arguments(self, results: list[Any]) -> list[Any]:
+    context, builder = self.context, self.builder
+    values: list[Any] = []
+    for slot, type in zip(self.request.slots, self.compiled.signature.args, strict=True):
+      if slot.kind == "out" and len(results) == 1:
+        values.append(results[0])
+      elif slot.kind == "out":
+        values.append(context.make_tuple(builder, type, results))
+      elif slot.kind == "rest":
+        parts = zip(slot.indices, type, strict=True)
+        tuple_of = [self._operand(i, part) for i, part in parts]
+        values.append(context.make_tuple(builder, type, tuple_of))
+      elif slot.kind == "operand":
+        values.append(self._operand(slot.indices[0], type))
+      elif slot.kind == "result":
+        values.append(builder.bitcast(self._data(_RESULTS, slot.indices[0])[0], _llvm(self, type)))
+      elif isinstance(type, types.Omitted):
+        values.append(None)
+      else:
+        values.append(context.get_constant_generic(builder, type, slot.value))
+    return values
+
+  def _operand(self, index: int, type: Any) -> Any:
+    if isinstance(type, types.Array):
+      return self._array(_OPERANDS, index, type)
+    data, _ = self._data(_OPERANDS, index)
+    if isinstance(type, types.RawPointer | types.CPointer):
+      return self.builder.bitcast(data, _llvm(self, type))
+    place = self.builder.bitcast(data, self.context.get_data_type(type).as_pointer())
+    return self.context.unpack_value(self.builder, type, place)
+
+  def _data(self, side: int, index: int) -> tuple[Any, Any]:
+    """The address and the extents of one of the call's arrays."""
+    builder = self.builder
+    arrays = builder.load(builder.gep(self.call, [_I32(side)]))
+    one = builder.gep(builder.bitcast(arrays, _ARRAY.as_pointer()), [_I64(index)])
+    fields = (builder.gep(one, [_I32(0), _I32(field)]) for field in (0, 1))
+    data, dims = map(builder.load, fields)
+    return data, dims
+
+  def _array(self, side: int, index: int, type: Any) -> Any:
+    context, builder = self.context, self.builder
+    data, dims = self._data(side, index)
+    element = context.get_data_type(type.dtype)
+    size = context.get_abi_sizeof(element)
+    shape = [builder.load(builder.gep(dims, [_I64(axis)])) for axis in range(type.ndim)]
+    strides: list[Any] = []
+    stride = _I64(size)
+    for extent in reversed(shape):
+      strides.insert(0, stride)
+      stride = builder.mul(stride, extent)
+    array = context.make_array(type)(context, builder)
+    place = builder.bitcast(data, element.as_pointer())
+    populate_array(array, place, shape, strides, size, meminfo=None)
+    return array._getvalue()
+
+  # -- the call ----------------------------------------------------------------------------------
+  def _invoke(self, compiled: Any, values: Sequence[Any]) -> tuple[Any, Any]:
+    context, builder = self.context, self.builder
+    context.active_code_library.add_linking_library(compiled.library)
+    status, returned = context.call_internal_no_propagate(
+      builder, compiled.fndesc, compiled.signature, values
+    )
+    with builder.if_then(status.is_error, likely=False):
+      self._report(status)
+      builder.store(_I32(1), self.failed)
+    return status, returned
+
+  def _store(self, results: list[Any], returned: Any) -> None:
+    """Copies what the function has returned, then drops it."""
+    context, builder = self.context, self.builder
+    type = self.compiled.signature.return_type
+    is_tuple = isinstance(type, types.BaseTuple)
+    for index, store in enumerate(self.stores):
+      value = builder.extract_value(returned, index) if is_tuple else returned
+      declared = type[index] if is_tuple else type
+      value = context.cast(builder, value, declared, store.signature.args[1])
+      with builder.if_then(builder.icmp_unsigned("==", builder.load(self.failed), _I32(0))):
+        self._invoke(store, [results[index], value])
+    if context.enable_nrt:
+      context.nrt.decref(builder, type, returned)
+
+  def _report(self, status: Any) -> None:
+    """Sets the exception and has the runtime take it, under the GIL."""
+    context, builder = self.context, self.builder
+    python = context.get_python_api(builder)
+    gil = python.gil_ensure()
+    context.call_conv.raise_error(builder, python, status)
+    function = ir.FunctionType(ir.VoidType(), [_I8P]).as_pointer()
+    take = builder.bitcast(self._shared(_TAKE_ERROR), function)
+    builder.call(take, [builder.bitcast(self.call, _I8P)])
+    python.gil_release(gil)
+
+  def _shared(self, field: int) -> Any:
+    builder = self.builder
+    data = builder.load(builder.gep(self.call, [_I32(_USER_DATA)]))
+    return builder.load(builder.gep(builder.bitcast(data, _I8P.as_pointer()), [_I32(field)]))
+
+  # -- the layer that takes one thread -----------------------------------------------------------
+  def _lock(self) -> Any:
+    mutex = self._shared(_MUTEX)
+    self._mutex_call("pthread_mutex_lock", mutex)
+    return mutex
+
+  def _unlock(self, mutex: Any) -> None:
+    self._mutex_call("pthread_mutex_unlock", mutex)
+
+  def _mutex_call(self, name: str, mutex: Any) -> None:
+    builder = self.builder
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [_I8P]), name)
+    with builder.if_then(cgutils.is_not_null(builder, mutex)):
+      builder.call(function, [mutex])
+
+
+def _llvm(emitter: _Emitter, type: Any) -> Any:
+  return emitter.context.get_value_type(type)

@@ -1,0 +1,293 @@
+"""Kernels that Numba compiles for the CPU: a variant for the types of each call."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import json
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from callgate._call import shapes
+from callgate._call.site import CallSite
+from callgate._core import options as _options
+from callgate._core import registry
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.kernel import Kernel
+from callgate._kernel.numba import request as _request
+from callgate._kernel.numba.request import Slot
+from callgate._kernel.parameters import Kind, Parameter, leaves_of
+from callgate._kernel.variants import CallTypes, Function, Static
+
+NumbaStyle = Literal["return", "inplace"]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
+
+class NumbaKernel(Kernel):
+  """A kernel that Numba compiles for the types of each call; see `callgate.numba`.
+
+  Attributes:
+    function: the Python function.
+    options: Numba's, of its compilation.
+  """
+
+  def __init__(
+    self,
+    function: Callable[..., Any],
+    name: str | None,
+    *,
+    style: NumbaStyle | None,
+    cast: bool,
+    numba_options: dict[str, Any],
+    **options: Any,
+  ) -> None:
+    numba = _compiler(name)
+    source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
+    label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
+    made = numba.is_dispatcher(function) or numba.is_cfunc(function)
+    if not isinstance(source, types.FunctionType) or (source is not function and not made):
+      raise GateDefinitionError(
+        f"{label}: fn: expected a Python function, an @njit function or a @cfunc, got {function!r}"
+      )
+    given = sorted(key for key, value in numba_options.items() if value is not None)
+    if made and given:
+      raise GateDefinitionError(
+        f"{label}: got {', '.join(given)} for a function that Numba's decorator has made; expected "
+        "them there"
+      )
+    self.function = source
+    self.options = numba.options_of(function) if made else {k: numba_options[k] for k in given}
+    self._pointers = numba.signature_of(function) if numba.is_cfunc(function) else None
+    self._style = style
+    self._cast = cast
+    self._given = list(inspect.signature(source).parameters.values())
+    super().__init__(name if name is not None else registry.unique_name(source), None, **options)
+    self._check_definition()
+    self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead() :])
+
+  def _check_definition(self) -> None:
+    if self._style is not None:
+      _options.choice(self.label, "style", self._style, ("return", "inplace"))
+    if self._pointers is not None and self._style == "return":
+      raise GateDefinitionError(
+        f"{self.label}: style: a @cfunc writes through pointers ('inplace')"
+      )
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._given):
+      raise GateDefinitionError(
+        f"{self.label}: expected named parameters, got **keywords, which Numba doesn't have"
+      )
+
+  # -- what a call gives which parameter ---------------------------------------------------------
+  def _positional(self, static: Sequence[str]) -> list[inspect.Parameter]:
+    return [p for p in self._given if p.kind in _POSITIONAL and p.name not in static]
+
+  def _guessed_lead(self) -> int:
+    """How many leading parameters take results, before any call has told."""
+    if self._pointers is not None:
+      return 1
+    if self._style is not None:
+      return int(self._style == "inplace")
+    return int(not _returns_value(self.function.__code__))
+
+  def _lead(self, operands: int, results: int, static: Sequence[str]) -> int:
+    """How many leading parameters take results: 0 for a function that returns them."""
+    positional = self._positional(static)
+    required = sum(p.default is inspect.Parameter.empty for p in positional)
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in self._given)
+
+    def fits(lead: int) -> bool:
+      count = operands + lead
+      return required <= count and (variadic or count <= len(positional))
+
+    leads = {"return": [0], "inplace": [1], None: [0, 1]}[self._style]
+    if self._pointers is not None:
+      leads = [results]
+    possible = [lead for lead in leads if fits(lead)]
+    if len(possible) == 1:
+      return possible[0]
+    if possible:
+      return self._guessed_lead()
+    names = ", ".join(p.name for p in positional)
+    lead = leads[0] if len(leads) == 1 else self._guessed_lead()
+    where = f"after {lead} for the results" if lead else "for what it returns its results of"
+    raise GateDefinitionError(
+      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), which is not one "
+      f"for each of {operands} arguments {where}; static values are given by keyword"
+    )
+
+  def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
+    """What each parameter of the function takes."""
+
+    static = dict(types.static)
+    lead = self._lead(len(types.operands), len(types.results), tuple(static))
+    taken, operand = 0, 0
+    slots: list[Slot] = []
+    for parameter in self._given:
+      if parameter.name in static:
+        slots.append(Slot("static", (), static[parameter.name]))
+      elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        slots.append(Slot("rest", tuple(range(operand, len(types.operands)))))
+      elif parameter.kind in _POSITIONAL and taken < lead:
+        kind = "out" if self._pointers is None else "result"
+        slots.append(Slot(kind, (taken,)))
+        taken += 1
+      elif parameter.kind in _POSITIONAL and operand < len(types.operands):
+        slots.append(Slot("operand", (operand,)))
+        operand += 1
+      elif parameter.default is not inspect.Parameter.empty:
+        slots.append(Slot("static", (), parameter.default))
+      else:
+        raise GateDefinitionError(
+          f"{self.label}: expected a static value for '{parameter.name}', got none"
+        )
+    return tuple(slots)
+
+  def _arguments(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], Static]:
+    known = {p.name: p.kind for p in self._given}
+    constants = {k: v for k, v in kwargs.items() if isinstance(v, np.generic)}
+    constants = {k: v for k, v in constants.items() if known.get(k) is _KEYWORD_ONLY}
+    others = {k: v for k, v in kwargs.items() if k not in constants}
+    arrays, static = shapes.split_static(self.label, others)
+    static = tuple(sorted((*static, *constants.items())))
+    for name in kwargs:
+      if name in arrays and known.get(name) is _KEYWORD_ONLY:
+        raise GateDefinitionError(
+          f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None "
+          "or a tuple of these, got an array"
+        )
+      if name not in known or known[name] is inspect.Parameter.VAR_POSITIONAL:
+        raise GateDefinitionError(
+          f"{self.label}: got argument '{name}', which it doesn't have; expected "
+          f"{', '.join(self.parameters)}"
+        )
+    frozen = tuple((name, _request.frozen(self.label, name, value)) for name, value in static)
+    operands = self._in_order(args, arrays, tuple(name for name, _ in frozen))
+    for index, value in enumerate(operands):
+      named = self.parameters[index] if index < len(self.parameters) else str(index)
+      leaves_of(self.label, Parameter(named, Kind.IN), value)
+    return operands, frozen
+
+  def _in_order(
+    self, args: tuple[Any, ...], arrays: dict[str, Any], static: tuple[str, ...]
+  ) -> tuple[Any, ...]:
+    """Arrays given by keyword in their places."""
+    if not arrays:
+      return args
+    names = [p.name for p in self._positional(static)]
+    found = list(args)
+    # The results' parameters come first, so a place is counted from the last.
+    lead = 1 if self._guessed_lead() else 0
+    for name in names[lead + len(args) :]:
+      if name not in arrays:
+        break
+      found.append(arrays.pop(name))
+    if arrays:
+      raise GateDefinitionError(
+        f"{self.label}: got array(s) {', '.join(sorted(arrays))} by keyword, twice or after one "
+        f"that is missing; expected {', '.join(names[lead:])}"
+      )
+    return tuple(found)
+
+  # -- variants ----------------------------------------------------------------------------------
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    from callgate._kernel.numba.types import element_type
+
+    for index, struct in enumerate(structs):
+      if element_type(np.dtype(struct.dtype)) is None:
+        self._refuse(f"argument {registry.argument(self.name, site.spec, index)}", struct.dtype)
+    for index, (_, dtype) in enumerate(site.results):
+      if element_type(np.dtype(dtype)) is None:
+        self._refuse(f"result {index}", dtype)
+    super().check_call(site, structs)
+
+  def _refuse(self, what: str, dtype: Any) -> None:
+    raise GateDefinitionError(
+      f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 to "
+      f"64 bits, float32, float64, complex64, complex128), got {np.dtype(dtype).name}; convert it "
+      "with astype"
+    )
+
+  def variant_key(self, types: CallTypes) -> str:
+    sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
+    key = "->".join(sides)
+    if types.static:
+      key += ";" + json.dumps({name: _request.to_json(value) for name, value in types.static})
+    return key
+
+  def types_of_key(self, key: str) -> CallTypes:
+    arrays, _, static = key.partition(";")
+    operands, _, results = arrays.partition("->")
+    values = cast("dict[str, Any]", json.loads(static)) if static else {}
+    frozen = tuple(sorted((name, _request.from_json(value)) for name, value in values.items()))
+    return CallTypes(_request.types_of(operands), _request.types_of(results), frozen)
+
+  def compile(self, types: CallTypes) -> tuple[str, Function]:
+    from callgate._kernel.numba.compile import compile_function
+    from callgate._kernel.numba.request import Request
+
+    slots = self._slots(types)
+    lead = self._lead(len(types.operands), len(types.results), [name for name, _ in types.static])
+    names: list[str] = []
+    for parameter, slot in zip(self._given, slots, strict=True):
+      if slot.kind in ("operand", "rest"):
+        rest = slot.kind == "rest"
+        names += [
+          f"{parameter.name}[{i}]" if rest else parameter.name for i in range(len(slot.indices))
+        ]
+    operands = [Parameter(n, Kind.IN, *type) for n, type in zip(names, types.operands, strict=True)]
+    results = [Parameter(f"result {i}", Kind.OUT, *type) for i, type in enumerate(types.results)]
+    self._check_pointers(slots, types)
+    request = Request(
+      self.label, self.function, self.options, slots, lead == 0 and self._pointers is None,
+      self._cast, self._pointers, types, (*results, *operands),
+    )  # fmt: skip
+    return self.variant_key(types), compile_function(request)
+
+  def _check_pointers(self, slots: Sequence[Slot], types: CallTypes) -> None:
+    """A cfunc's declared types against the call's."""
+    from callgate._kernel.numba.types import pointer_text
+
+    if self._pointers is None:
+      return
+    for parameter, slot, declared in zip(self._given, slots, self._pointers, strict=True):
+      if slot.kind == "static":
+        continue
+      have = (types.results if slot.kind == "result" else types.operands)[slot.indices[0]]
+      expected = pointer_text(declared, have)
+      if expected is not None:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{parameter.name}' of the @cfunc: expected {expected}, got "
+          f"{have[0].name} of rank {have[1]}"
+        )
+
+
+def _returns_value(code: types.CodeType) -> bool:
+  """Whether a function returns something other than None."""
+  previous: Any = None
+  for instruction in dis.get_instructions(code):
+    if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+      return True
+    nothing = previous is not None and previous.opname == "LOAD_CONST" and previous.argval is None
+    if instruction.opname == "RETURN_VALUE" and not nothing:
+      return True
+    previous = instruction
+  return False
+
+
+def _compiler(name: str | None) -> Any:
+  try:
+    from callgate._kernel.numba import compile as _compile
+  except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] not in ("numba", "llvmlite"):
+      raise
+    what = f"kernel '{name}'" if name else "callgate.numba"
+    raise GateDefinitionError(
+      f"{what}: expected Numba, which is not installed: pip install 'callgate[numba]'"
+    ) from error
+  return _compile

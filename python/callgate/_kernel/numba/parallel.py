@@ -1,0 +1,122 @@
+"""Parallel loops of Numba's as kernels need them: without the GIL, and with their exceptions.
+
+Numba compiles the body of a `prange` to a function that its threading layer calls on many threads.
+As Numba makes it, entering such a loop takes the GIL, which a kernel must not wait for, and an
+exception in the body is set on the thread that met it, where it is lost. Inside `kernel_loops()`
+loops are compiled otherwise: the body's first failure is kept in a slot on the stack of the loop's
+caller, who raises it after the loop. The slot travels in the layer's unused `data` pointer.
+
+This replaces three functions of Numba's compiler, while its own lock is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.callconv import Status, excinfo_t
+from numba.core.compiler_lock import global_compiler_lock
+from numba.np.ufunc import parallel, wrappers
+from numba.parfors import parfor_lowering
+
+_I8P = ir.IntType(8).as_pointer()
+_I32 = ir.IntType(32)
+_EXCINFO = excinfo_t.as_pointer()
+_SLOT = ir.LiteralStructType([_I32, _EXCINFO])  # the status of the first failure; 0: none
+_PREFIX = ".callgate.kernel."
+
+
+@contextlib.contextmanager
+def kernel_loops() -> Generator[None]:
+  """Parallel loops that are compiled inside take no GIL and pass exceptions on."""
+  replaced = (
+    (parallel, "build_gufunc_kernel", _build_loop),
+    (parfor_lowering, "call_parallel_gufunc", _call_loop),
+    (wrappers._GufuncWrapper, "gen_loop_body", _loop_body),
+  )
+  with global_compiler_lock:
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    if any(function is new for function, (_, _, new) in zip(before, replaced, strict=True)):
+      yield
+      return
+    for owner, name, new in replaced:
+      setattr(owner, name, new)
+    try:
+      yield
+    finally:
+      for (owner, name, _), function in zip(replaced, before, strict=True):
+        setattr(owner, name, function)
+
+
+_numbas_call = parfor_lowering.call_parallel_gufunc
+_numbas_body = wrappers._GufuncWrapper.gen_loop_body
+
+
+def _build_loop(library: Any, context: Any, info: Any, signature: Any, inner_ndim: int) -> Any:
+  """Replaces build_gufunc_kernel: a function that has the threading layer run a loop's body."""
+  intp = context.get_value_type(types.intp)
+  body = ir.FunctionType(ir.VoidType(), [_I8P.as_pointer(), intp.as_pointer(), intp.as_pointer(),
+                                         _I8P])  # fmt: skip
+  made = context.codegen().create_library("callgate parallel loop")
+  module = made.create_ir_module("callgate.parallel.loop")
+  function = ir.Function(module, body, name=f"{_PREFIX}{id(info.env)}_{info.name}")
+  builder = ir.IRBuilder(function.append_basic_block("entry"))
+  layer = cgutils.get_or_insert_function(
+    module, ir.FunctionType(ir.VoidType(), [_I8P] * 5 + [intp] * 3), "numba_parallel_for"
+  )
+  threads = cgutils.get_or_insert_function(module, ir.FunctionType(intp, []), "get_num_threads")
+  target = cgutils.get_or_insert_function(module, body, info.name)
+  count = len(signature.args) + (not isinstance(signature.return_type, types.NoneType))
+  pointers = [builder.bitcast(x, _I8P) for x in (target, *function.args)]
+  builder.call(layer, [*pointers, intp(inner_ndim), intp(count), builder.call(threads, [])])
+  builder.ret_void()
+  made.add_linking_library(info.library)
+  made.add_ir_module(module)
+  made.add_linking_library(library)
+  return type(info)(library=made, name=function.name, env=info.env)
+
+
+def _loop_body(self: Any, builder: Any, pyapi: Any, func: Any, args: Any) -> Any:
+  """Replaces _GufuncWrapper.gen_loop_body: calls the body, keeps the first failure."""
+  if not self.is_parfors:
+    return _numbas_body(self, builder, pyapi, func, args)
+  status, _ = self.call_conv.call_function(
+    builder, func, self.signature.return_type, self.signature.args, args
+  )
+  with builder.if_then(status.is_error, likely=False):
+    slot = builder.bitcast(builder.function.args[3], _SLOT.as_pointer())
+    code = builder.gep(slot, [_I32(0), _I32(0)])
+    was = builder.cmpxchg(code, _I32(0), status.code, "acq_rel", "acquire")
+    with builder.if_then(builder.extract_value(was, 1)):
+      # The loop's end orders this write before the caller's read.
+      builder.store(status.excinfoptr, builder.gep(slot, [_I32(0), _I32(1)]))
+  return status.code, status.is_error
+
+
+def _call_loop(lowerer: Any, *args: Any, **kwargs: Any) -> Any:
+  """Replaces call_parallel_gufunc: gives the loop a slot, and raises what is in it afterwards."""
+  builder, convention = lowerer.builder, lowerer.context.call_conv
+  slot = cgutils.alloca_once(builder, _SLOT, zfill=True, name="failure")
+  builder.store(ir.Constant(_SLOT, None), slot)  # in a loop of loops, each time
+  data = builder.bitcast(slot, _I8P)
+  result = _numbas_call(lowerer, *args, **kwargs)
+  call = next(
+    instruction
+    for block in reversed(builder.function.basic_blocks)
+    for instruction in reversed(block.instructions)
+    if isinstance(instruction, ir.CallInstr) and instruction.callee.name.startswith(_PREFIX)
+  )
+  call.operands[4] = data  # (function, args, dimensions, steps, data)
+  code = builder.load(builder.gep(slot, [_I32(0), _I32(0)]))
+  failed = builder.icmp_unsigned("!=", code, _I32(0))
+  with builder.if_then(failed, likely=False):
+    info = builder.load(builder.gep(slot, [_I32(0), _I32(1)]))
+    status = Status(
+      code=code, is_ok=None, is_none=None, is_error=failed, is_stop_iteration=None,
+      is_python_exc=None, is_user_exc=None, excinfoptr=info,
+    )  # fmt: skip
+    convention.return_status_propagate(builder, status)
+  return result

@@ -1,0 +1,280 @@
+"""What callgate reads in C++ text before the compiler does: names and template parameters.
+
+The compiler's own reading of the function's types is what counts; see `callgate.cpp`. Here are the
+parameters' names, which C++ types don't have, how a template's parameters follow from a call, and
+what C++ calls the types of elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.parameters import Kind
+
+_KINDS = {
+  "In": Kind.IN,
+  "Out": Kind.OUT,
+  "InOut": Kind.INOUT,
+  "Ins": Kind.INS,
+  "Outs": Kind.OUTS,
+  "Attr": Kind.NUMBER,
+  "String": Kind.STRING,
+  "Numbers": Kind.NUMBERS,
+  "Dict": Kind.DICT,
+  "Context": Kind.CONTEXT,
+}
+_VIEW = re.compile(
+  r"(?:^|\s)(?:(?:::)?\s*(?:cg|callgate)\s*::\s*)?(\w+)\s*(<.*>)?\s*(?:const)?\s*&{0,2}$", re.DOTALL
+)
+_FUNCTION = re.compile(r"\bvoid\s+(\w+)\s*\(")
+_SKIPPED = re.compile(
+  r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\'',
+  re.DOTALL,
+)
+_SCOPE = re.compile(
+  r".*\b(?:namespace|struct|class)\b(?:\s*\[\[.*?\]\])?\s*([\w:]*)[^;{}()]*$", re.DOTALL
+)
+# What says that a template parameter is a value; anything else, concepts too, says a type.
+_INTEGERS = re.compile(
+  r"^(?:(?:std\s*::\s*)?(?:u?int(?:8|16|32|64)?_t|size_t|ptrdiff_t)|auto|bool|"
+  r"(?:(?:unsigned|signed|long|short|int|char)\s*)+)$"
+)
+_OPEN, _CLOSE = "(<[{", ")>]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceParameter:
+  """A function's parameter as its source writes it.
+
+  Attributes:
+    name: of the parameter.
+    kind: by its type.
+    element: the text of its element type; "" where it has none.
+    rank: the text of its rank; "" where it is left out.
+  """
+
+  name: str
+  kind: Kind
+  element: str
+  rank: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateParameter:
+  """A template's parameter.
+
+  Attributes:
+    name: of the parameter.
+    is_type: an element type, not a number.
+    default: the text of its default; "" where it has none.
+  """
+
+  name: str
+  is_type: bool
+  default: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFunction:
+  """A kernel's function in a source.
+
+  Attributes:
+    name: of the function.
+    qualified: with its namespaces, as C++ outside of them names it.
+    template: the template's parameters; none for a plain function.
+    parameters: in order; None where the source doesn't show them.
+  """
+
+  name: str
+  qualified: str
+  template: tuple[TemplateParameter, ...] = ()
+  parameters: tuple[SourceParameter, ...] | None = None
+
+
+def find(label: str, source: str, name: str | None) -> SourceFunction:
+  """The function of that name, or the only one that takes callgate's views."""
+  text = without_comments(source)
+  last = None if name is None else name.rsplit("::", 1)[-1]
+  found: list[SourceFunction] = []
+  for match in _FUNCTION.finditer(text):
+    if last is not None and match.group(1) != last:
+      continue
+    function = _function(text, match)
+    if function is None or (name is not None and not _is_named(function, name)):
+      continue
+    views = [p for p in function.parameters or () if p.kind not in (Kind.SCALAR, Kind.CONTEXT)]
+    if views or name is not None:
+      found.append(function)
+  if len(found) == 1:
+    return found[0]
+  return _not_one(label, source, name, found)
+
+
+def _not_one(
+  label: str, source: str, name: str | None, found: list[SourceFunction]
+) -> SourceFunction:
+  if name is not None and found:
+    raise GateDefinitionError(
+      f"{label}: expected one function '{name}', found {len(found)} in the source; give each its "
+      "own name"
+    )
+  if name is not None:
+    if re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
+      return SourceFunction(name.rsplit("::", 1)[-1], name)
+    raise GateDefinitionError(
+      f"{label}: expected a function `void {name}(...)` in the source, found none of that name"
+    )
+  if not found:
+    raise GateDefinitionError(
+      f"{label}: expected a function `void name(cg::In<float, 1> x, cg::Out<float, 1> y) {{ … }}` "
+      "in the source, found none that takes callgate's views"
+    )
+  raise GateDefinitionError(
+    f"{label}: expected function=, since the source has several that take callgate's views: "
+    f"{', '.join(f.qualified for f in found)}"
+  )
+
+
+def without_comments(source: str) -> str:
+  """The source with spaces for comments and literals."""
+  return _SKIPPED.sub(blank, source)
+
+
+def blank(match: re.Match[str]) -> str:
+  """Spaces for a match; lines stay lines."""
+  return re.sub(r"[^\n]", " ", match.group())
+
+
+def _is_named(function: SourceFunction, name: str) -> bool:
+  return f"::{function.qualified}".endswith(f"::{name.removeprefix('::')}")
+
+
+def _function(text: str, match: re.Match[str]) -> SourceFunction | None:
+  """The definition that begins at a match; None for a declaration."""
+  end = closing(text, match.end() - 1)
+  after = text[end + 1 :].lstrip()
+  if end < 0 or not re.match(r"(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{", after):
+    return None
+  return SourceFunction(
+    match.group(1),
+    "::".join([*scopes(text[: match.start()]), match.group(1)]),
+    template(text[: match.start()]),
+    tuple(_parameter(part) for part in split_arguments(text[match.end() : end])),
+  )
+
+
+def scopes(before: str) -> list[str]:
+  """Namespaces and classes that are open at the end of a text."""
+  opened: list[str] = []
+  start = 0
+  for i, char in enumerate(before):
+    if char == "{":
+      scope = _SCOPE.search(before[start:i])
+      opened.append(scope.group(1) if scope else "")
+    elif char == "}" and opened:
+      opened.pop()
+    if char in "{};":
+      start = i + 1
+  return [name for name in opened if name]
+
+
+def closing(text: str, opening: int) -> int:
+  """Where the bracket that opens at a position closes; -1 for nowhere."""
+  depth = 0
+  for i in range(opening, len(text)):
+    depth += (text[i] == "(") - (text[i] == ")")
+    if depth == 0:
+      return i
+  return -1
+
+
+def split_arguments(text: str) -> list[str]:
+  """Parts between commas that are in no brackets."""
+  parts, depth, start = list[str](), 0, 0
+  for i, char in enumerate(text):
+    depth += (char in _OPEN) - (char in _CLOSE)
+    if char == "," and depth == 0:
+      parts.append(text[start:i])
+      start = i + 1
+  parts.append(text[start:])
+  return [part.strip() for part in parts if part.strip()]
+
+
+def _parameter(text: str) -> SourceParameter:
+  text = text.split("=", 1)[0].strip()
+  match = re.search(r"(\w+)$", text)
+  name, kind_text = (match.group(1), text[: match.start()].strip()) if match else ("", text)
+  if match and not kind_text:  # a type without a name
+    name, kind_text = "", text
+  view = _VIEW.search(kind_text)
+  if view is None or view.group(1) not in _KINDS:
+    # A number by value, or another name of a view: the compiler will tell.
+    element = re.sub(r"\bconst\b|&", "", kind_text).strip()
+    return SourceParameter(name, Kind.SCALAR, element, "")
+  arguments = split_arguments(view.group(2)[1:-1]) if view.group(2) else []
+  element = arguments[0] if arguments else ""
+  return SourceParameter(
+    name, _KINDS[view.group(1)], element, arguments[1] if len(arguments) > 1 else ""
+  )
+
+
+def template(before: str) -> tuple[TemplateParameter, ...]:
+  """The parameters of the `template <…>` that ends just before a function."""
+  heads = list(re.finditer(r"\btemplate\s*(?=<)", before))
+  if not heads:
+    return ()
+  rest = before[heads[-1].end() :]
+  depth, end = 0, -1
+  for i, char in enumerate(rest):
+    depth += (char == "<") - (char == ">")
+    if depth == 0:
+      end = i
+      break
+  if end < 0 or re.search(r"[;{}]", rest[end:]):
+    return ()
+  return tuple(_template_parameter(part) for part in split_arguments(rest[1:end]))
+
+
+def _template_parameter(text: str) -> TemplateParameter:
+  declared, _, default = (part.strip() for part in text.partition("="))
+  kind, _, name = declared.rpartition(" ")
+  return TemplateParameter(name, _INTEGERS.match(kind.strip()) is None, default)
+
+
+TYPES = {
+  "bool": "bool",
+  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+  "float32": "float",
+  "float64": "double",
+  "complex64": "std::complex<float>",
+  "complex128": "std::complex<double>",
+  **{
+    name: f"cg::{name}"
+    for name in (
+      *("float16", "bfloat16", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fn"),
+      *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+  },
+}
+DTYPES = {
+  **{text: name for name, text in TYPES.items()},
+  **{f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")},
+  "int": "int32",
+  "unsigned": "uint32",
+  "unsigned int": "uint32",
+  "short": "int16",
+  "long": "int64",
+  "long long": "int64",
+  "unsigned long": "uint64",
+  "size_t": "uint64",
+}
+
+
+def cpp_type(dtype: np.dtype[Any]) -> str:
+  """The C++ type of a dtype's elements; "" for one that kernel.h doesn't have."""
+  return TYPES.get(np.dtype(dtype).name, "")

@@ -1,0 +1,1 @@
+"""JAX's control flow around gates, taps and progress bars."""

@@ -1,0 +1,178 @@
+"""`scan`, `fori_loop` and `while_loop`: JAX's loops, with a progress bar where one is asked for.
+
+Without `progress` they are JAX's own calls, and nothing else. With it the loop's body gets a mark
+(`_loops/progress.py`); results stay those of JAX's loops, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from callgate._jax import tracing
+from callgate._loops.primitive import Bar
+from callgate._loops.progress import Progress, bar_of, mark, marked, nested, options_of
+
+_Carry = TypeVar("_Carry")
+_Y = TypeVar("_Y")
+
+
+def scan(
+  f: Callable[[_Carry, Any], tuple[_Carry, _Y]],
+  init: _Carry,
+  xs: Any = None,
+  length: int | None = None,
+  reverse: bool = False,
+  unroll: int | bool = 1,
+  _split_transpose: bool = False,
+  *,
+  progress: bool | str | Progress | None = None,
+) -> tuple[_Carry, _Y]:
+  """`jax.lax.scan`, with a progress bar.
+
+  ```python
+  state, losses = cg.scan(step, state, batches, progress="training")
+  ```
+
+  Args:
+    f: the body: (carry, x) to (carry, y).
+    init: the first carry.
+    xs: what is scanned over, along the leading axes.
+    length: the number of steps, where `xs` doesn't give it.
+    reverse: from the last step to the first.
+    unroll: steps in one round of the loop.
+    _split_transpose: as JAX has it.
+    progress: True, a description, or `Progress` with all options; None or False for no bar.
+
+  Returns:
+    (the last carry, the stacked ys), as `jax.lax.scan` gives them.
+  """
+  rest = (_split_transpose,) if _split_transpose else ()
+  options = options_of(progress)
+  if options is None:
+    return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
+  if not callable(f):
+    raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
+  body = _counted(_counted_scan_body, f, bar_of(options))
+  counted = (np.int32(0), init)
+  (_, carry), ys = jax.lax.scan(body, counted, xs, length, reverse, unroll, *rest)
+  return carry, ys
+
+
+def fori_loop(
+  lower: Any,
+  upper: Any,
+  body_fun: Callable[[Any, _Carry], _Carry],
+  init_val: _Carry,
+  *,
+  unroll: int | bool | None = None,
+  progress: bool | str | Progress | None = None,
+) -> _Carry:
+  """`jax.lax.fori_loop`, with a progress bar.
+
+  Args:
+    lower: the first index.
+    upper: the index after the last.
+    body_fun: the body: (index, value) to value.
+    init_val: the first value.
+    unroll: steps in one round of the loop, where both bounds are known when it is traced.
+    progress: as for `scan`.
+
+  Returns:
+    The last value.
+  """
+  options = options_of(progress)
+  if options is None:
+    return jax.lax.fori_loop(lower, upper, body_fun, init_val, unroll=unroll)
+  if not callable(body_fun):
+    raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
+  if not any(isinstance(bound, Tracer) for bound in (lower, upper)):
+    body = marked(body_fun, bar_of(options))
+    return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
+  bar = bar_of(options, has_total=True)
+  total = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
+
+  def body_with_total(index: Any, value: _Carry) -> _Carry:
+    mark(bar, [total, index] if bar.has_total else [index])
+    with nested():
+      return body_fun(index, value)
+
+  return jax.lax.fori_loop(lower, upper, body_with_total, init_val, unroll=unroll)
+
+
+def while_loop(
+  cond_fun: Callable[[_Carry], Any],
+  body_fun: Callable[[_Carry], _Carry],
+  init_val: _Carry,
+  *,
+  progress: bool | str | Progress | None = None,
+) -> _Carry:
+  """`jax.lax.while_loop`, with a progress bar: a count, and a bar for `Progress(total=...)`.
+
+  Args:
+    cond_fun: whether there is another step.
+    body_fun: the body: value to value.
+    init_val: the first value.
+    progress: as for `scan`.
+
+  Returns:
+    The last value.
+  """
+  options = options_of(progress)
+  if options is None:
+    return jax.lax.while_loop(cond_fun, body_fun, init_val)
+  for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
+    if not callable(function):
+      raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
+  body = _counted(_counted_while_body, body_fun, bar_of(options))
+  condition = _counted(_counted_condition, cond_fun, None)
+  return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
+
+
+# -- bodies that count their steps -----------------------------------------------------------------
+# A carry that the body leaves alone is a constant of the loop to JAX, and so would be a mark on it.
+# The count is gone when XLA has seen the loop.
+def _counted_scan_body(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  def body(carry: Any, x: Any) -> Any:
+    count, inner = carry
+    mark(bar, [count])
+    with nested():
+      inner, y = f(inner, x)
+    return (count + 1, inner), y
+
+  return body
+
+
+def _counted_while_body(body_fun: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  def body(carry: Any) -> Any:
+    count, inner = carry
+    mark(bar, [count])
+    with nested():
+      return count + 1, body_fun(inner)
+
+  return body
+
+
+def _counted_condition(cond_fun: Callable[..., Any], bar: None) -> Callable[..., Any]:
+  del bar
+  return lambda carry: cond_fun(carry[1])
+
+
+@tracing.clearable_cache(max_size=256)
+def _cached(make: Callable[..., Any], function: Callable[..., Any], bar: Bar | None) -> Any:
+  return make(function, bar)
+
+
+def _counted(
+  make: Callable[..., Any], function: Callable[..., Any], bar: Bar | None
+) -> Callable[..., Any]:
+  """One wrapper for one function, so that JAX's caches know it again."""
+  try:
+    return _cached(make, function, bar)
+  except TypeError:  # not hashable
+    return make(function, bar)

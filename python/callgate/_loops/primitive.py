@@ -1,0 +1,172 @@
+"""The two primitives behind progress bars, with their rules.
+
+`progress_p` marks the body of a loop as one whose steps are counted. It has no results; its
+operands only tie it to the loop, so that no transformation takes it for a constant. It never gets
+into a program: the lowering of the loop around it (`_loops/lowering.py`) takes it out and calls the
+board of bars instead, once for many steps. A mark that isn't at the top of a loop's body counts by
+itself, one call a step.
+
+`progress_call_p` is such a call. It is bound while lowering, after all transformations of JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from callgate import _callgate
+from callgate._call.lowering import emit
+from callgate._core.effects import PROGRESS_EFFECT, ProgressEffect
+from callgate._jax import lowering, tracing
+
+CALLEE = "callgate.progress"  # as src/core/progress_callee.h registers it
+UNKNOWN = -1
+NEVER = 1 << 30  # steps until an update that need not come
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+  """What a program says of a bar."""
+
+  text: str  # for whoever draws: JSON
+  every: int = 0  # steps between updates; 0 to choose by time
+  total: int = UNKNOWN
+  has_total: bool = False  # the mark's first operand is the total
+  engine: str = "callgate"
+
+  def spec(self, kind: str) -> str:
+    """The text by which the callee knows one of its calls."""
+    return f"{kind} {self.every} {self.total} {self.text}"
+
+
+progress_p = Primitive("progress")
+progress_p.multiple_results = True
+progress_call_p = Primitive("progress_call")
+progress_call_p.multiple_results = True
+
+
+# -- impl ----------------------------------------------------------------------------------------
+@progress_p.def_impl
+def _impl(*operands: Any, bar: Bar) -> list[Any]:
+  """Outside of programs there is no loop to count, but Python's own (`jax.disable_jit`)."""
+  del operands, bar
+  return []
+
+
+# -- abstract evaluation -------------------------------------------------------------------------
+@progress_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, bar: Bar) -> tuple[tuple[Any, ...], frozenset[Any]]:
+  del avals, bar
+  return (), frozenset({PROGRESS_EFFECT})
+
+
+@progress_call_p.def_effectful_abstract_eval
+def _call_abstract_eval(*avals: Any, kind: str, bar: Bar) -> tuple[tuple[Any, ...], frozenset[Any]]:
+  del avals, kind, bar
+  return (tracing.shaped_array((), np.dtype(np.int32), ()),), frozenset({PROGRESS_EFFECT})
+
+
+# -- jvp -----------------------------------------------------------------------------------------
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, bar: Bar) -> tuple[Any, Any]:
+  del tangents
+  return progress_p.bind(*primals, bar=bar), []
+
+
+ad.primitive_jvps[progress_p] = _jvp
+
+
+# -- transpose -----------------------------------------------------------------------------------
+def _transpose(cotangents: Sequence[Any], *operands: Any, bar: Bar) -> list[Any]:
+  del cotangents, bar
+  return [None] * len(operands)
+
+
+ad.primitive_transposes[progress_p] = _transpose
+
+
+# -- batching ------------------------------------------------------------------------------------
+def _batch(
+  operands: Sequence[Any], dims: Sequence[Any], *, bar: Bar
+) -> tuple[Sequence[Any], Sequence[Any]]:
+  """One bar for all lanes."""
+  if bar.has_total and dims[0] is not None:
+    operands = [operands[0].max(axis=dims[0]), *operands[1:]]  # the loop runs for the longest lane
+  return progress_p.bind(*operands, bar=bar), []
+
+
+batching.primitive_batchers[progress_p] = _batch
+
+
+# -- lowering ------------------------------------------------------------------------------------
+def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
+  """A mark that no loop took out."""
+  if bar.engine == "callgate" and not lowering.is_automatic(context):
+    emit(
+      context, operands, context.avals_in, (), name=CALLEE, spec=bar.spec("step"),
+      has_side_effect=True,
+    )  # fmt: skip
+  return []
+
+
+def _lower_nothing(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
+  del context, operands, bar
+  return []
+
+
+def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
+  # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks.
+  if bar.engine != "callgate" or lowering.is_automatic(context):
+    return _call_lower_by_jax(context, *operands, kind=kind, bar=bar)
+  return emit(
+    context, operands, context.avals_in, context.avals_out, name=CALLEE, spec=bar.spec(kind),
+    has_side_effect=True,
+  )[0]  # fmt: skip
+
+
+def _call_lower_by_jax(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
+  """Through JAX's own callbacks, where all devices run one program in one piece."""
+  alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
+  scalars = {"begin": 0, "begin_of": 1, "update": 2, "end": 2}[kind]  # the rest are anchors
+  function = _host_function(kind, bar)
+
+  def call(*values: Any) -> list[Any]:
+    if not alone:
+      return [jax.numpy.int32(NEVER if kind == "update" else 0)]
+    result = jax.ShapeDtypeStruct((), np.int32)
+    return [io_callback(function, result, *values[:scalars])]
+
+  return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
+  def begin(total: Any = bar.total) -> int:
+    return _callgate.progress_begin(bar.text, bar.every, int(total))
+
+  def update(handle: Any, count: Any) -> int:
+    return _callgate.progress_update(int(handle), int(count))
+
+  def end(handle: Any, count: Any) -> int:
+    _callgate.progress_end(int(handle), int(count))
+    return 0
+
+  function = {"begin": begin, "begin_of": begin, "update": update, "end": end}[kind]
+  return lambda *values: np.int32(function(*values))
+
+
+mlir.register_lowering(progress_p, _lower_nothing)
+for platform in ("cpu", "cuda"):
+  mlir.register_lowering(progress_p, _lower, platform=platform)
+mlir.register_lowering(progress_call_p, _call_lower_by_jax)
+for platform in ("cpu", "cuda"):
+  mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
+# -- registration --------------------------------------------------------------------------------
+tracing.allow_effect(ProgressEffect, ordered=False, kept=True)

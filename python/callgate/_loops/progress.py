@@ -1,0 +1,264 @@
+"""What users say of a progress bar, and the marks that loops get for it.
+
+Tracing runs here, in the thread that traces: a mark is bound into the loop's body
+(`_loops/primitive.py`), holding the bar's description as text. What can't be text (a file) is kept
+here, for the life of the process, under a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from callgate._core import options as _options
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
+from callgate._loops.primitive import UNKNOWN, Bar, progress_p
+from callgate._runtime import config
+
+_Body = TypeVar("_Body", bound=Callable[..., Any])
+_files: dict[int, TextIO] = {}
+_files_lock = threading.Lock()
+_nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """How a loop's progress bar looks.
+
+  Args:
+    desc: what stands before the bar.
+    total: the number of steps; by default that of the loop, where it is known before it runs.
+    every: steps between updates; by default as many as take a few milliseconds.
+    show: names of values to show behind the bar, of those last noted; by default all of them.
+    file: where to write; by default `sys.stderr` as it is when the loop runs.
+    position: the line below the cursor; by default the first free one.
+    leave: keep the bar on the screen when the loop has ended. A nested loop's bar is never kept.
+    mininterval: seconds between two redraws, at least.
+  """
+
+  desc: str | None = None
+  total: int | None = None
+  every: int | None = None
+  show: Sequence[str] | None = None
+  file: TextIO | None = None
+  position: int | None = None
+  leave: bool = True
+  mininterval: float = 0.1
+
+  def __post_init__(self) -> None:
+    _options.optional_texts("Progress", desc=self.desc)
+    for name in ("total", "every", "position"):
+      least = 1 if name == "every" else 0
+      _options.or_none(
+        _options.count, "Progress", name, getattr(self, name), least=least, most=2**31 - 1
+      )
+    _options.or_none(_options.strings, "Progress", "show", self.show, what="a sequence of names")
+    _options.or_none(_options.writable, "Progress", "file", self.file)
+    _options.boolean("Progress", "leave", self.leave)
+    _options.seconds("Progress", "mininterval", self.mininterval, zero=True)
+
+
+def options_of(progress: object) -> Progress | None:
+  """The options that `progress=` of a loop stands for; None for no bar."""
+  if progress is None or progress is False:
+    return None
+  if progress is True:
+    return Progress()
+  if isinstance(progress, str):
+    return Progress(desc=progress)
+  if isinstance(progress, Progress):
+    return progress
+  raise GateDefinitionError(
+    f"progress: expected None, a bool, a description or callgate.Progress, got {progress!r}"
+  )
+
+
+def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
+  """The bar as programs hold it, at the present depth of nested loops."""
+  config.filter_dispatch()
+  text = {
+    "desc": options.desc,
+    "show": None if options.show is None else list(options.show),
+    "file": None if options.file is None else _keep(options.file),
+    "position": options.position,
+    "leave": options.leave,
+    "mininterval": options.mininterval,
+    "depth": getattr(_nesting, "depth", 0),
+  }
+  return Bar(
+    text=json.dumps({key: value for key, value in text.items() if value is not None}),
+    every=int(options.every or 0),
+    total=UNKNOWN if options.total is None else int(options.total),
+    has_total=has_total and options.total is None,
+    engine=config.engine(),
+  )
+
+
+def _keep(file: TextIO) -> int:
+  with _files_lock:
+    _files[id(file)] = file
+  return id(file)
+
+
+def file_of(number: int | None) -> TextIO | None:
+  """The file under that number, if it is one of this process."""
+  return None if number is None else _files.get(number)
+
+
+# -- values behind bars ----------------------------------------------------------------------------
+# The latest value under each name, and when it came.
+_noted: dict[str, tuple[float, Any]] = {}
+
+
+def note(name: str, value: Any) -> None:
+  """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
+  _noted[name] = (time.monotonic(), value)
+
+
+def noted() -> dict[str, tuple[float, Any]]:
+  """(time, value) by name."""
+  return dict(_noted)
+
+
+# -- marks ---------------------------------------------------------------------------------------
+def mark(bar: Bar, operands: Sequence[Any]) -> None:
+  """Marks the body that is being traced. The operands tell it from a constant of the loop."""
+  progress_p.bind(*operands, bar=bar)
+
+
+@contextmanager
+def nested() -> Generator[None]:
+  """Around the tracing of a body: bars of loops inside are one deeper."""
+  _nesting.depth = getattr(_nesting, "depth", 0) + 1
+  try:
+    yield
+  finally:
+    _nesting.depth -= 1
+
+
+def _changing(arguments: Any) -> list[Any]:
+  """Of a body's arguments, arrays that change from step to step: counters where there are any."""
+  leaves = [x for x in jax.tree.leaves(arguments) if isinstance(x, Tracer)]
+  counters = [x for x in leaves if not jnp.shape(x) and jnp.issubdtype(x.dtype, np.integer)]
+  return counters or [x for x in leaves if jnp.issubdtype(x.dtype, np.number)]
+
+
+@tracing.clearable_cache(max_size=256)
+def _marked(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  """One wrapper for one body, so that JAX's caches know it again."""
+  return _mark_body(function, bar)
+
+
+def _mark_body(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  @functools.wraps(function, updated=())
+  def body(*arguments: Any) -> Any:
+    mark(bar, _changing(arguments))
+    with nested():
+      return function(*arguments)
+
+  return body
+
+
+# -- the decorator -------------------------------------------------------------------------------
+@overload
+def progress(description: _Body) -> _Body: ...
+
+
+@overload
+def progress(
+  description: str | Progress | None = None,
+  *,
+  total: int | None = None,
+  every: int | None = None,
+  show: Sequence[str] | None = None,
+  file: TextIO | None = None,
+  position: int | None = None,
+  leave: bool = True,
+  mininterval: float = 0.1,
+) -> Callable[[_Body], _Body]: ...
+
+
+def progress(
+  description: Any = None,
+  *,
+  total: int | None = None,
+  every: int | None = None,
+  show: Sequence[str] | None = None,
+  file: TextIO | None = None,
+  position: int | None = None,
+  leave: bool = True,
+  mininterval: float = 0.1,
+) -> Any:
+  """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
+
+  ```python
+  @cg.progress("training")
+  def step(state, batch):
+    ...
+
+  jax.lax.scan(step, state, batches)
+  ```
+
+  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`; it need not know its step. The
+  number of steps is that of the scan, or `total`.
+
+  Args:
+    description: what stands before the bar, or a `Progress` with all options. `@cg.progress` may
+      stand without parentheses.
+    total: see `Progress`.
+    every: see `Progress`.
+    show: see `Progress`.
+    file: see `Progress`.
+    position: see `Progress`.
+    leave: see `Progress`.
+    mininterval: see `Progress`.
+
+  Returns:
+    A decorator; without parentheses the decorated body.
+  """
+  if isinstance(description, Progress):
+    options = description
+  elif description is None or isinstance(description, str) or callable(description):
+    options = Progress(
+      desc=description if isinstance(description, str) else None,
+      total=total,
+      every=every,
+      show=show,
+      file=file,
+      position=position,
+      leave=leave,
+      mininterval=mininterval,
+    )
+  else:
+    raise GateDefinitionError(
+      f"progress: expected a description, callgate.Progress or the loop's body, got {description!r}"
+    )
+
+  def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function, updated=())
+    def body(*arguments: Any) -> Any:
+      return marked(function, bar_of(options))(*arguments)
+
+    return body
+
+  return decorate(description) if callable(description) else decorate
+
+
+def marked(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  """The body with the bar's mark."""
+  try:
+    return _marked(function, bar)
+  except TypeError:  # not hashable
+    return _mark_body(function, bar)

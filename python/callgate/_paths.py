@@ -1,7 +1,0 @@
-"""Where the package lies."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-ROOT = Path(__file__).parent

@@ -1,0 +1,1 @@
+"""The other processes of `jax.distributed`: who lives, who ended and why, where all meet."""

@@ -1,0 +1,247 @@
+"""The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
+
+The engine is JAX's coordination service, a store of texts that every process sees; callgate adds no
+connection of its own. Each process has one `Group`, made when `jax.distributed.initialize` is done.
+Its thread, "callgate-alive", counts up a key every few seconds, so that the others know a process
+that died from one that takes its time. A process that ends says so on its way out: the main thread
+leaves the group at the end. In a program of one process nothing of this happens.
+
+Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeting.py` has more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+import jax
+
+from callgate._core import environment
+from callgate._core.errors import ProcessError
+from callgate._core.failures import original_of
+from callgate._jax import dispatch, distributed
+
+_DETAILS = 8000  # characters of a traceback that travel
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """What went wrong in a process, as it travels to the others.
+
+  Attributes:
+    process: its index.
+    kind: name of the exception's type; "" without one.
+    message: the exception's text, or what is known otherwise.
+    details: the traceback's end.
+  """
+
+  process: int
+  kind: str
+  message: str
+  details: str = ""
+
+  @staticmethod
+  def of(process: int, error: BaseException) -> Failure:
+    """The failure that an exception is; one of another process stays that."""
+    if isinstance(error, ProcessError):
+      return Failure(error.process, error.kind, error.message)
+    error = original_of(error)
+    text = "".join(traceback.format_exception(error))
+    return Failure(process, type(error).__name__, str(error), text[-_DETAILS:])
+
+  @staticmethod
+  def parse(text: str) -> Failure:
+    """The failure of a text."""
+    return Failure(**json.loads(text))
+
+  def text(self) -> str:
+    """As it is in the store."""
+    return json.dumps(dataclasses.asdict(self))
+
+  def error(self) -> ProcessError:
+    """What to raise in another process."""
+    error = ProcessError(self.process, self.kind, self.message)
+    if self.details:
+      error.add_note(f"callgate: in process {self.process}:\n{self.details.rstrip()}")
+    return error
+
+
+class Group:
+  """The processes, as this one sees them.
+
+  Attributes:
+    store: the texts that all see.
+    index: of this process.
+    count: of processes.
+    silent_seconds: after which a process that was heard of counts as dead.
+    look_seconds: between two looks at the others.
+    one_at_a_time: held by the thread that is in a meeting.
+  """
+
+  def __init__(self, store: distributed.CommonStore, index: int, count: int) -> None:
+    self.store = store
+    self.index = index
+    self.count = count
+    self.silent_seconds = max(1.0, environment.seconds("CALLGATE_SILENT_SECONDS", 60))
+    # Looks at the others are rarer the more there are: all ask one coordinator.
+    self.look_seconds = 0.2 + 0.002 * count
+    self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when
+    self._heard_at = 0.0
+    self._meetings = 0
+    self.one_at_a_time = threading.Lock()
+    self._over = threading.Event()
+    self._thread = threading.Thread(target=self._live, name="callgate-alive", daemon=True)
+    self._thread.start()
+
+  def next_number(self) -> int:
+    """The number of the next meeting: the same in every process, as all take part in all."""
+    self._meetings += 1
+    return self._meetings
+
+  def ended(self) -> dict[int, Failure]:
+    """How those ended that did, by process."""
+    found = self.store.under("callgate/ended/")
+    return {int(process): Failure.parse(text) for process, text in found.items()}
+
+  def silent(self) -> list[int]:
+    """Processes whose count has stood still for `silent_seconds`."""
+    now = time.monotonic()
+    if now - self._heard_at >= self.silent_seconds / 8:
+      self._heard_at = now
+      for process, count in self.store.under("callgate/alive/").items():
+        if self._heard.get(process, ("", 0.0))[0] != count:
+          self._heard[process] = count, now
+    return [
+      int(process)
+      for process, (_, since) in self._heard.items()
+      if now - since > self.silent_seconds and int(process) != self.index
+    ]
+
+  def say_ended(self, error: BaseException | None) -> None:
+    """Tells the others that this process ends: by an exception, or without one."""
+    failure = Failure(self.index, "", "ended without coming here")
+    if error is not None:
+      failure = Failure.of(self.index, error)
+    with contextlib.suppress(ConnectionError):  # nobody is left to be told
+      self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
+
+  def leave(self) -> None:
+    """Ends the thread."""
+    self._over.set()
+    if self._thread is not threading.current_thread():
+      self._thread.join(timeout=2)
+
+  def _live(self) -> None:
+    count = 0
+    while True:
+      count += 1
+      try:
+        self.store.put(f"callgate/alive/{self.index}", str(count), overwrite=True)
+      except ConnectionError:
+        return  # the service has ended, and this process with it or soon
+      if self._over.wait(self.silent_seconds / 8):
+        return
+
+
+_group: Group | None = None
+_hooked = False
+_process = 0  # of the operating system, whose group this is: a fork's child has none
+
+
+def group() -> Group | None:
+  """The group of this process; None where it is alone.
+
+  Raises:
+    RuntimeError: there are several processes, but `jax.distributed` does not run.
+  """
+  if distributed.distributed_client() is not None:
+    return _group
+  if dispatch.has_backend() and jax.process_count() > 1:
+    raise RuntimeError(
+      f"callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
+      f"{jax.process_count()} processes without it (see jax.distributed.initialize)"
+    )
+  return None
+
+
+def known_index() -> int | None:
+  """This process's index, if that can be told without starting JAX's devices."""
+  if distributed.distributed_client() is not None:
+    return distributed.distributed_place()[0]
+  return jax.process_index() if dispatch.has_backend() else None
+
+
+def index() -> int:
+  """This process's index. Starts JAX's devices where `jax.distributed` does not tell it."""
+  known = known_index()
+  return jax.process_index() if known is None else known
+
+
+PLACEHOLDER = "{process}"
+
+
+def fill_index(path: str) -> str:
+  """A path with this process's index in the place of each "{process}"."""
+  return path.replace(PLACEHOLDER, str(index())) if PLACEHOLDER in path else path
+
+
+def _join() -> None:
+  """After `jax.distributed.initialize`."""
+  global _group, _hooked, _process
+  if _group is not None:
+    _group.leave()
+  if not _hooked:
+    _hooked = True
+    _tell_of_uncaught()
+  _process = os.getpid()
+  place, count = distributed.distributed_place()
+  _group = Group(distributed.CommonStore(distributed.distributed_client()), place, count)
+
+
+def _end(error: BaseException | None) -> None:
+  if (
+    _group is not None and os.getpid() == _process and distributed.distributed_client() is not None
+  ):
+    _group.say_ended(error)
+
+
+def leave(seconds: float) -> None:
+  """At the end of the process, while the service still runs."""
+  del seconds
+  global _group
+  uncaught: BaseException | None = getattr(sys, "last_value", None)
+  _end(None if _is_interactive() else uncaught)
+  if _group is not None and os.getpid() == _process:
+    _group.leave()
+    _group = None
+
+
+def _tell_of_uncaught() -> None:
+  """Tells the others of an uncaught exception at once: threads may keep the process for long."""
+  before = sys.excepthook
+
+  def hook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+  ) -> None:
+    if not _is_interactive():
+      _end(error)
+    before(kind, error, traceback)
+
+  sys.excepthook = hook
+
+
+def _is_interactive() -> bool:
+  """Whether an uncaught exception leaves the process at its prompt."""
+  return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+
+
+def start() -> None:
+  """Called once by `import callgate`; does nothing more unless there are several processes."""
+  distributed.after_distributed_start(_join)

@@ -1,0 +1,135 @@
+"""Meetings of all processes: what `callgate.barrier(all_processes=True)` is made of.
+
+Each process enters meeting N by `with`, does its own part, and waits. Keys in the common store:
+`callgate/barrier/N/at/P`, process P has done its part; `callgate/barrier/N/result`, how the meeting
+ended. What is written there first holds for all. Process 0 writes "ok" when all are there; whoever
+fails, or finds that another did, writes the failure. Runs on the thread that calls the barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from callgate._core.errors import ProcessError
+from callgate._process.group import Failure, Group
+
+_OK = "ok"
+
+
+class Meeting:
+  """One barrier of all processes, while this one is in it."""
+
+  def __init__(self, group: Group) -> None:
+    self._group = group
+    self._number = 0
+    self._next_look = 0.0
+
+  def __enter__(self) -> Meeting:
+    self._group.one_at_a_time.acquire()
+    self._number = self._group.next_number()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    """Whatever ends this process's part ends the meeting for all."""
+    try:
+      if error is not None:
+        self._conclude(Failure.of(self._group.index, error).text())
+        if not isinstance(error, (ProcessError, TimeoutError)) and (other := self._missing()):
+          error.add_note(f"callgate: before that, {other.error()}")  # its cause, maybe
+    except ConnectionError:
+      pass  # this process's own error is what counts here
+    finally:
+      self._group.one_at_a_time.release()
+
+  def watch(self) -> None:
+    """Raises the failure of another process, if there is one; looks a few times a second."""
+    now = time.monotonic()
+    if now < self._next_look:
+      return
+    self._next_look = now + self._group.look_seconds
+    try:
+      result = self._group.store.get(self._key("result"))
+      if result is not None and result != _OK:
+        raise Failure.parse(result).error()
+      missing = self._missing()
+    except ConnectionError as error:
+      raise Failure(0, "ConnectionError", str(error)).error() from error
+    if missing is not None:
+      raise missing.error()
+
+  def wait(self, deadline: float | None, timeout: float | None) -> None:
+    """Says that this process has done its part, and waits until all have."""
+    group = self._group
+    try:
+      group.store.put(self._key(f"at/{group.index}"), _OK)
+      absent = list(range(group.count)) if group.index == 0 else []
+      while True:
+        result = self._result(absent)
+        if result is not None:
+          break
+        self.watch()
+        if deadline is not None and time.monotonic() >= deadline:
+          result = self._late(timeout)
+          break
+    except ConnectionError as error:
+      raise Failure(0, "ConnectionError", str(error)).error() from error
+    if result != _OK:
+      raise Failure.parse(result).error()
+
+  def _result(self, absent: list[int]) -> str | None:
+    """How the meeting ended, waited for a moment; process 0 takes those who came off `absent`."""
+    store, seconds = self._group.store, self._group.look_seconds
+    if not absent:
+      return store.get(self._key("result"), seconds)
+    while absent and store.get(self._key(f"at/{absent[-1]}"), seconds) is not None:
+      absent.pop()
+    if absent:
+      return store.get(self._key("result"))
+    result = self._conclude(_OK)
+    if result == _OK:  # all have left the meeting before
+      store.remove(f"callgate/barrier/{self._number - 1}/")
+    return result
+
+  def _late(self, timeout: float | None) -> str:
+    """The time is over: how the meeting ended all the same, or TimeoutError."""
+    came = self._group.store.under(self._key("at/"))
+    late = [process for process in range(self._group.count) if str(process) not in came]
+    message = (
+      f"callgate.barrier: expected all {self._group.count} processes within {timeout} s, "
+      f"got none of {late}"
+    )
+    own = Failure(self._group.index, "TimeoutError", message).text()
+    result = self._conclude(own)
+    if result == own:
+      raise TimeoutError(message)
+    return result
+
+  def _missing(self) -> Failure | None:
+    """The failure that another process's end or silence is, unless it was here before."""
+    group = self._group
+    gone = group.ended()
+    for process in group.silent():
+      gone.setdefault(
+        process, Failure(process, "", f"has not been heard of for {group.silent_seconds:g} s")
+      )
+    gone.pop(group.index, None)
+    if not gone:
+      return None
+    came = group.store.under(self._key("at/"))  # asked last: one that has left may have ended since
+    return next((gone[process] for process in sorted(gone) if str(process) not in came), None)
+
+  def _conclude(self, result: str) -> str:
+    """Ends the meeting with a result, unless it has one; returns the one that it has."""
+    key = self._key("result")
+    if self._group.store.put(key, result):
+      return result
+    return self._group.store.get(key, 1.0) or result
+
+  def _key(self, name: str) -> str:
+    return f"callgate/barrier/{self._number}/{name}"

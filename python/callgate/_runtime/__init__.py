@@ -1,0 +1,1 @@
+"""callgate's runtime in this process: its targets, options, waiting, beginning and end."""

@@ -1,0 +1,246 @@
+"""`callgate.errors` and `callgate.barrier`: where a program waits for what it has sent off.
+
+Here and in other processes. Runs on the thread that calls it. Across processes it is a meeting
+(`_process/meeting.py`): each first does its own part, then says so, and all agree on how it ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from callgate import _callgate
+from callgate._core import kept as _kept
+from callgate._core import options
+from callgate._core.errors import ProcessError
+from callgate._core.failures import (
+  LONG_SECONDS,
+  raise_consumer_errors,
+  raise_deferred,
+  raise_original,
+  threads_of_python,
+)
+from callgate._jax import dispatch
+from callgate._process import group as _group
+from callgate._process.meeting import Meeting
+from callgate._runtime import fence
+
+_at_barrier: list[Callable[[], object]] = []
+_FLUSH_SECONDS = 0.1  # between two looks at the other processes
+
+
+def at_barrier(settle: Callable[[], object]) -> None:
+  """Has `settle` called by each barrier, when the programs have run."""
+  _at_barrier.append(settle)
+
+
+def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
+  """Waits until every program dispatched so far has run, and every tap's record is delivered.
+
+  Programs of all threads count, also those whose results were dropped. Raises what a gate raised in
+  one of them, else what a consumer of taps raised.
+
+  With `all_processes` every process of `jax.distributed` has to call it, as often as the others,
+  from one thread. It returns when all have done what is said above. A process that failed raises
+  its own exception; the others get a `ProcessError` that names it, within a fraction of a second,
+  also where it ended by an exception or without having come here. One that died without a word is
+  found missing after `CALLGATE_SILENT_SECONDS` (60). The next barrier begins anew.
+
+  Args:
+    timeout: seconds to wait at most; None for no limit, as long as all processes live.
+    all_processes: wait for all processes, and learn of their failures.
+
+  Raises:
+    TimeoutError: programs still ran, records still waited, or processes were not here, when the
+      time was over.
+    ProcessError: another process failed, ended or died.
+    BaseException: the original exception of a gate whose program failed during the wait, or of a
+      consumer, with those of other consumers attached (`callgate_others`).
+  """
+  options.or_none(options.seconds, "barrier", "timeout", timeout, zero=True)
+  options.boolean("barrier", "all_processes", all_processes)
+  group = _group.group() if all_processes else None
+  if group is None:
+    _settle(timeout, None)
+    return
+  deadline = None if timeout is None else time.monotonic() + timeout
+  with Meeting(group) as meeting:
+    _settle(timeout, meeting.watch)
+    meeting.wait(deadline, timeout)
+
+
+def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
+  """This process's part; `watch` is called now and then, and may end it by raising."""
+  if _callgate.channels_abandoned():
+    raise RuntimeError(
+      "callgate.barrier: this process was forked from one that had channels, whose threads are not "
+      "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+    )
+  deadline = None if timeout is None else time.monotonic() + timeout
+  failure = wait_for_programs(timeout, watch)
+  if not _until(deadline, watch, _callgate.drain_devices, LONG_SECONDS):
+    raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
+  for settle in _at_barrier:
+    settle()
+  if not _until(deadline, watch, _callgate.flush_channels, None):
+    pending = {
+      name: stats["pending"]
+      for name, stats in _callgate.channel_stats().items()
+      if stats["pending"]
+    }
+    raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
+  raise_deferred()
+  raise_program_failure(failure)
+  raise_consumer_errors()
+
+
+def _until(
+  deadline: float | None,
+  watch: Callable[[], None] | None,
+  done: Callable[[Any], bool],
+  unlimited: float | None,
+) -> bool:
+  """Whether `done`, which takes seconds to wait, said so in time; `unlimited` are those of none."""
+  while True:
+    rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+    if watch is None:
+      return done(unlimited if rest is None else rest)
+    if done(_FLUSH_SECONDS if rest is None else min(rest, _FLUSH_SECONDS)):
+      return True
+    if rest is not None and rest <= _FLUSH_SECONDS:
+      return False
+    watch()
+
+
+def _is_stale(failure: BaseException, first: int) -> bool:
+  """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
+  number = _kept.id_in(str(failure))
+  return number is not None and (number < first or _kept.is_claimed(number))
+
+
+def raise_program_failure(failure: BaseException | None) -> None:
+  """Raises what `wait_for_programs` returned, as the original exception, once."""
+  if failure is not None and not _is_stale(failure, first=0):
+    kept = _kept.find(str(failure))
+    raise_original(kept.exception if kept is not None else failure)
+
+
+# What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
+# program that had run before, and it failed at once.
+_PROGRAM_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+
+
+class errors:
+  """A context in which a gate's exception is raised as itself.
+
+  ```python
+  with cg.errors():
+    program(x)           # raises the gate's own ValueError, not JaxRuntimeError
+  ```
+
+  Inside, the error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is
+  replaced by the original object when it leaves the block. At the end of the block all arrays are
+  waited for, so that the error of a program whose result nobody looked at is raised too (of a pure
+  program on one device, if its result still exists). With several threads inside such blocks at
+  once, that last part is left out: a thread never gets another's error. Of a program over several
+  devices XLA doesn't say who called it: the first block to end has its error.
+  """
+
+  def __enter__(self) -> errors:
+    self._first = _kept.enter_block()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> bool:
+    try:
+      if error is None:
+        failure = wait_for_programs(None)
+        _callgate.drain_devices(LONG_SECONDS)
+        _callgate.flush_channels(None)
+        raise_deferred()
+        self._raise_unseen(failure)
+        raise_consumer_errors()
+      elif isinstance(error, _PROGRAM_ERRORS):
+        kept = _kept.find(str(error))
+        if kept is not None and kept.exception is not error:
+          raise_original(kept.exception)
+    finally:
+      _kept.leave_block(self._first)
+    return False
+
+  def _raise_unseen(self, failure: BaseException | None) -> None:
+    if failure is not None and _is_stale(failure, self._first):
+      failure = None
+    kept = _kept.find(str(failure)) if failure is not None else None
+    if kept is None:
+      own, python_threads = threading.get_ident(), threads_of_python()
+      alone = _kept.open_blocks() == 1
+      unseen = [
+        k
+        for k in _kept.newest_first()
+        if k.id >= self._first
+        and not k.claimed
+        and (k.thread == own or (alone and k.thread not in python_threads))
+      ]
+      if unseen:
+        kept = unseen[-1]
+        kept.claimed = True
+    if kept is not None:
+      raise_original(kept.exception)
+    if failure is not None:
+      raise failure
+
+
+def wait_for_programs(
+  timeout: float | None, watch: Callable[[], None] | None = None
+) -> BaseException | None:
+  """Waits until no program of any thread runs; returns the first failure met on the way.
+
+  Args:
+    timeout: seconds to wait at most; None for no limit.
+    watch: called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
+
+  Returns:
+    What the first program to fail did so with, or None.
+
+  Raises:
+    TimeoutError: the time was over.
+  """
+  deadline = None if timeout is None else time.monotonic() + timeout
+  failure: BaseException | None = None
+  for array in list(dispatch.live_arrays()):
+    try:
+      while not (deadline is None and watch is None) and not array.is_ready():
+        if deadline is not None and time.monotonic() > deadline:
+          raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+        if watch is not None:
+          watch()
+        time.sleep(0.001)
+      if not array.is_ready():
+        array.block_until_ready()
+    except (TimeoutError, ProcessError):
+      raise
+    except Exception as error:  # noqa: BLE001 - whatever the program failed with is passed on
+      if not array.is_deleted():  # donated by another thread meanwhile
+        failure = failure or error
+  if not fence.wait(deadline, watch):
+    raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+  try:
+    if not dispatch.wait_for_effects(rest, watch):
+      raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+    dispatch.effects_barrier_alone()
+  except (TimeoutError, ProcessError):
+    raise
+  except Exception as error:  # noqa: BLE001 - as above
+    failure = failure or error
+  return failure

@@ -1,0 +1,89 @@
+"""A program over all devices of the CPU that ends after those that were dispatched before it.
+
+A pure program whose results nobody keeps leaves nothing to wait for. XLA starts a program over
+several CPU devices only when the one before it has ended (0.10 to 0.12), so a small one of our own
+tells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from callgate._jax import dispatch
+
+_made: tuple[list[Any], Any, Any] | None = None  # the devices, the program, its operand
+_running: threading.Thread | None = None  # the newest; it may have ended
+_without_threads = False  # of XLA, in a fork's child: nothing runs there, nor could it
+
+
+def after_fork() -> None:
+  """In a fork's child."""
+  global _running, _without_threads
+  _running, _without_threads = None, dispatch.has_backend()
+
+
+def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
+  """Waits until the programs over several devices that were dispatched before have ended.
+
+  Args:
+    deadline: when to give up, of `time.monotonic()`; None for never.
+    watch: called now and then; what it raises ends the wait.
+
+  Returns:
+    Whether they have ended.
+  """
+  global _running
+  devices = [] if _without_threads else dispatch.local_cpu_devices()
+  if len(devices) < 2:
+    return True
+  # On a thread of its own: XLA may hold up the dispatch, where no signal would reach the caller,
+  # and the caller may be in a trace or have chosen a mesh, which are its thread's alone. One at a
+  # time, however often somebody gives up.
+  before = _running
+  while before is not None and before.is_alive():
+    if not _wait_a_moment(before, deadline, watch):
+      return False
+  thread = _running = threading.Thread(
+    target=_run, args=(devices,), name="callgate-fence", daemon=True
+  )
+  try:
+    thread.start()
+  except RuntimeError:  # the interpreter ends: no new threads, and nobody is left to be told
+    return True
+  while thread.is_alive():
+    if not _wait_a_moment(thread, deadline, watch):
+      return False
+  return True
+
+
+def _wait_a_moment(
+  thread: threading.Thread, deadline: float | None, watch: Callable[[], None] | None
+) -> bool:
+  """Whether there is time for another moment."""
+  if watch is not None:
+    watch()
+  rest = 0.05 if deadline is None else min(0.05, deadline - time.monotonic())
+  thread.join(max(rest, 0.0))
+  return rest > 0 or not thread.is_alive()
+
+
+def _run(devices: list[Any]) -> None:
+  global _made
+  if _made is None or _made[0] != devices:
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+    zeros = np.zeros(len(devices), np.int8)
+    shards = [jax.device_put(zeros[i : i + 1], device) for i, device in enumerate(devices)]
+    operand = jax.make_array_from_single_device_arrays(zeros.shape, sharding, shards)
+    _made = devices, jax.jit(lambda x: x + x).lower(operand).compile(), operand
+  _, program, operand = _made
+  result, pause = program(operand), 1e-5
+  while not result.is_ready():  # in Python: a thread that the exit ends in C++ would abort it
+    time.sleep(pause)
+    pause = min(2 * pause, 1e-3)

@@ -1,0 +1,80 @@
+"""Gates on threads of their own that wait for themselves.
+
+While JAX calls a jitted function for the first time, other threads that call it wait until that
+call has ended, with the gates in it. Such a gate, with `thread="own"`, that calls the very function
+would wait for ever. On the thread of the program the same call is JAX's RecursionError, so it is
+one here: the runtime asks in the first run of a program, every second (src/xla/self_wait.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, cast
+
+from callgate._core.failures import describe_failure
+from callgate._jax import dispatch
+
+
+class Ended(RecursionError):
+  """What the callable gets when its call has failed by `report`; nobody asks for it again."""
+
+  def __init__(self) -> None:
+    super().__init__("the jitted function that is called here waited for this gate")
+
+
+_lock = threading.Lock()
+_seen: dict[int, tuple[object, int]] = {}  # where each thread stood when it was last asked for
+
+
+def report(gate: str, thread: int) -> str:
+  """Why the thread, which runs the gate, will never go on, as the text of its failure; else "".
+
+  It has stood at one place twice, and uses a function there whose first call, elsewhere, executes a
+  program with the gate. The exception follows in the thread when the first call has ended.
+  """
+  frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+  frame = frames.pop(thread, None)
+  with _lock:
+    before = _seen.pop(thread, None)
+    if frame is None:
+      return ""
+    if before != (frame.f_code, frame.f_lasti):
+      _seen[thread] = (frame.f_code, frame.f_lasti)
+      return ""
+  used = _jitted(frame)
+  for function, jaxpr in dispatch.first_calls(frames.values()):
+    if any(function is one for one in used) and f"gate '{gate}'" in str(jaxpr):
+      break
+  else:
+    with _lock:
+      _seen[thread] = (frame.f_code, frame.f_lasti)
+    return ""
+  name = getattr(function, "__qualname__", repr(function))
+  error = RecursionError(
+    f"gate '{gate}', which has thread='own', calls the jitted function '{name}' that it is in, "
+    f'at File "{frame.f_code.co_filename}", line {frame.f_lineno}. JAX lets nobody else call a '
+    "jitted function until its first call has ended, and that waits for the gate"
+  )
+  ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
+  return describe_failure(error, gate, "")
+
+
+def _jitted(frame: FrameType) -> list[Any]:
+  """The functions behind what the code of a frame may call: by name, of something, or in one."""
+  names = frame.f_code.co_names
+  values: list[Any] = list(frame.f_locals.values())
+  values += [frame.f_globals[name] for name in names if name in frame.f_globals]
+  for value in tuple(values):
+    for holder in (value, type(value)):
+      held = getattr(holder, "__dict__", {})
+      values += [held[name] for name in names if name in held]
+  for value in tuple(values):
+    if isinstance(value, (list, tuple)):
+      values += cast("Sequence[Any]", value)
+    elif isinstance(value, dict):
+      values += cast("dict[Any, Any]", value).values()
+  return [value.__wrapped__ for value in values if dispatch.is_jitted(value)]

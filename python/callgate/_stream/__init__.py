@@ -1,0 +1,1 @@
+"""Streams of records in files and on sockets, read back."""

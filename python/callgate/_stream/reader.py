@@ -1,0 +1,256 @@
+"""Reads streams of tapped values: from files, and from processes that serve one on a socket.
+
+The format is that of include/callgate/stream.h, read in C++ without the GIL. Here whole records
+become one `StreamRecord` for each lane that was sent, and columns and tables of these. One thread
+reads a `StreamReader` at a time; another may close it, which ends the wait of the first.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from callgate import _callgate
+from callgate._core import options
+from callgate._process.group import PLACEHOLDER
+from callgate._stream.records import Source, StreamRecord, columns_of, table_of
+
+Address = str | os.PathLike[str]
+_AT_ONCE = 256  # records read in one go
+
+
+class _Input:
+  """One file or connection, and the records that have been read but not been asked for."""
+
+  def __init__(self, address: str) -> None:
+    self.address = address
+    self.is_file = not address.startswith(("unix:", "tcp://"))
+    if self.is_file and not os.path.exists(address):
+      raise FileNotFoundError(f"callgate.open_stream: there is no file {address!r}")
+    self.native = _callgate.StreamReader(address)
+    self.ready: list[StreamRecord] = []  # the next one last
+    self._sources: dict[int, tuple[Any, Source]] = {}  # by id() of what the native reader gives
+
+  def fill(self, timeout: float) -> bool:
+    """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
+    while not self.ready:
+      read: list[Any] = self.native.read(timeout, _AT_ONCE)
+      if not read:
+        return False
+      for whole in read:
+        self.ready.extend(self._source(whole[0]).records(whole))
+      self.ready.reverse()
+    return True
+
+  def _source(self, fields: Mapping[str, Any]) -> Source:
+    known = self._sources.get(id(fields))
+    if known is None:
+      known = self._sources[id(fields)] = (
+        fields,
+        Source(fields),
+      )  # holds it: its id stays its own
+    return known[1]
+
+  def over(self, follow: bool) -> bool:
+    """Whether no record will follow, for all that this reader is to wait."""
+    if self.is_file:
+      return self.native.closed or not follow
+    return self.native.closed or self.native.ended
+
+  def order(self) -> tuple[int, int, int, int]:
+    """Of this input's next record among those of the others."""
+    head = self.ready[-1]
+    return head.time_ns, head.process, head.device, head.seq
+
+
+class StreamReader:
+  """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
+
+  def __init__(self, addresses: Sequence[str], *, follow: bool) -> None:
+    self._addresses = tuple(addresses)
+    self._follow = follow
+    self._inputs = [_Input(address) for address in addresses]
+
+  def __iter__(self) -> Iterator[StreamRecord]:
+    return self
+
+  def __next__(self) -> StreamRecord:
+    record = self.read(None)
+    if record is None:
+      raise StopIteration
+    return record
+
+  def read(self, timeout: float | None = 0.0) -> StreamRecord | None:
+    """The next record; None at the end of the stream, or when none came in time.
+
+    Args:
+      timeout: seconds to wait for a record that may still come; None for no limit. Files are
+        waited for only with `follow=True`.
+
+    Returns:
+      Of the next records of all files and connections, as far as they are there, the first by
+      time, then process, device and sequence number.
+    """
+    seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while True:
+      ready = [one for one in self._inputs if one.ready or one.fill(0.0)]
+      if ready:
+        first = ready[0] if len(ready) == 1 else min(ready, key=_Input.order)
+        return first.ready.pop()
+      waiting = [one for one in self._inputs if not self._over(one)]
+      left = np.inf if deadline is None else deadline - time.monotonic()
+      if not waiting or left <= 0:
+        return None
+      for one in waiting:
+        if one.fill(min(left, 0.2) / len(waiting)):
+          break
+
+  def _over(self, one: _Input) -> bool:
+    if not one.over(self._follow):
+      return False
+    if not one.is_file and not one.native.closed:
+      raise ConnectionError(
+        f"callgate.open_stream: {one.address}: the connection ended before the stream did: its "
+        "writer is gone, or it disconnected this reader for being slow"
+      )
+    return True
+
+  def names(self) -> list[str]:
+    """The names of the taps in the stream, sorted: of a connection, those described so far."""
+    found: set[str] = set()
+    for one in self._inputs:
+      native = one.native
+      if one.is_file:
+        native = _callgate.StreamReader(one.address)
+        native.scan()
+      found.update(source["name"] for source in native.sources())
+    return sorted(found)
+
+  @property
+  def ended(self) -> bool:
+    """Whether the writers of all files and connections have closed them, as far as was read.
+
+    Of a file, a later writer may continue it: `read` then goes on.
+    """
+    return all(one.native.closed and not one.ready for one in self._inputs)
+
+  def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """The records of one tap as columns.
+
+    Args:
+      name: the tap's name; None when the stream has only one.
+
+    Returns:
+      Arrays with one entry a record: `seq`, `time_ns`, `process`, `device`, `lane`, and each leaf
+      by its path ("value" for a lone array), stacked along a new first axis. Of files, all records,
+      wherever the iteration stands; of a connection, the rest until it ends.
+
+    Raises:
+      ValueError: the stream has no such tap, or the shapes of a leaf differ among its records.
+    """
+    return columns_of(self._all(name))
+
+  def table(self, name: str | None = None) -> Any:
+    """The records of one tap as an Arrow table, with the columns of `columns`.
+
+    Args:
+      name: as for `columns`.
+
+    Returns:
+      A `pyarrow.Table`; arrays with dims become columns of fixed-size lists, nested for more
+      than one.
+
+    Raises:
+      ImportError: pyarrow is not installed.
+      ValueError: as for `columns`; or a dtype that Arrow lacks.
+    """
+    return table_of(self.columns(name))
+
+  def _all(self, name: str | None) -> list[StreamRecord]:
+    if all(one.is_file for one in self._inputs):
+      with StreamReader(self._addresses, follow=False) as fresh:
+        records = [record for record in fresh if name in (None, record.name)]
+    else:
+      records = [record for record in self if name in (None, record.name)]
+    names = sorted({record.name for record in records})
+    if len(names) > 1:
+      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
+    if not names and name is not None and name not in self.names():
+      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
+    return records
+
+  def close(self) -> None:
+    """Closes the files and connections; reading on is an error, also for a thread that waits."""
+    for one in self._inputs:
+      one.native.close()
+
+  def __enter__(self) -> StreamReader:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    self.close()
+
+  def __repr__(self) -> str:
+    return f"<stream reader of {', '.join(self._addresses)}>"
+
+
+def _addresses(where: Address | Iterable[Address]) -> list[str]:
+  if not isinstance(where, str | os.PathLike):
+    if isinstance(where, (bytes, bytearray)) or not isinstance(where, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+      options.refuse("open_stream", "where", "paths or addresses", where)
+    try:
+      several = list(where)
+    except TypeError:  # an array of no dimensions
+      options.refuse("open_stream", "where", "paths or addresses", where)
+    return [address for one in several for address in _addresses(one)]
+  address = options.path("open_stream", "where", where)
+  is_file = not address.startswith(("unix:", "tcp://"))
+  if is_file and PLACEHOLDER in address and not os.path.exists(address):
+    address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
+  is_pattern = is_file and glob.has_magic(address)
+  if not is_pattern or os.path.exists(address):
+    return [address]
+  found = sorted(glob.glob(address, recursive=True))
+  if not found:
+    raise FileNotFoundError(f"callgate.open_stream: no file matches {address!r}")
+  return found
+
+
+def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> StreamReader:
+  """Opens a stream of tapped values, or several as one.
+
+  Records of one file or connection keep their order, which on each device is that of `seq`. Between
+  several, the one that was sent first comes first (`time_ns`), then the one of the lower process,
+  device and `seq`. Of those that still grow, it is what has been read by then that is put in order.
+
+  Args:
+    where: a file, a pattern of files ("run-*.cgs", or "run-{process}.cgs" as it was written),
+      `unix:PATH`, `tcp://HOST:PORT`, or several of these, whose records are merged.
+    follow: wait at the end of a file for more records, until its writer closes the stream.
+      Connections are always followed until then.
+
+  Returns:
+    An iterator of `StreamRecord`, a context manager, with `columns()`, `table()` and `names()`.
+
+  Raises:
+    FileNotFoundError: no such file.
+    ValueError: not a stream, or a damaged one: then when its records are read, with the offset.
+    ConnectionError: while reading: the connection ended before the stream did.
+  """
+  options.boolean("open_stream", "follow", follow)
+  addresses = _addresses(where)
+  if not addresses:
+    raise ValueError("callgate.open_stream: where: expected at least one file or address, got none")
+  return StreamReader(addresses, follow=follow)

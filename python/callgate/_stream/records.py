@@ -1,0 +1,277 @@
+"""The records of a stream as Python has them: one for each lane of a tap, or columns of them.
+
+`Source` turns the whole records of one tap, as the native reader gives them, into `StreamRecord`s.
+Used by the thread that reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._sharding.tiles import Part, shard_of
+from callgate._tap import padding
+
+ROLES = ("primal", "tangent", "cotangent")
+_FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
+_REPEATED = 1  # RecordFlags of src/channel/record.h
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamRecord:
+  """One tapped value: what one lane of one execution of a tap sent.
+
+  Attributes:
+    name: the tap's name.
+    seq: number of the record on its device in its channel, from 0, dropped ones included.
+    time_ns: wall clock, in nanoseconds since the Unix epoch.
+    device: global id of the device.
+    run: XLA's id of the execution.
+    role: "primal", "tangent" or "cotangent".
+    lane: index of the lane in row-major order of the levels of vmap; 0 without vmap.
+    leaves: the value's arrays, by their path in its pytree; "" for a lone array.
+    description: what else the writer said of the tap.
+    repeated: whether the tap ran before in this execution, as under `jax.checkpoint`.
+    process: index of the process that wrote it (`jax.process_index()`); 0 where that is not known.
+    shard: slices of the global array that each leaf is, by its path; None for whole values.
+    global_shape: the shapes of the global arrays, likewise.
+  """
+
+  name: str
+  seq: int
+  time_ns: int
+  device: int
+  run: int
+  role: str
+  lane: int
+  leaves: Mapping[str, np.ndarray[Any, Any]]
+  description: Mapping[str, Any]
+  repeated: bool = False
+  process: int = 0
+  shard: Mapping[str, tuple[slice, ...]] | None = None
+  global_shape: Mapping[str, tuple[int, ...]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  path: str
+  dtype: str
+  bits: int
+  dims: tuple[int, ...]
+  levels: tuple[int, ...]  # those that it has as leading axes
+
+  def array(self, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The stored elements as an array: packed ones come as their bytes."""
+    if self.bits >= 8 or stored.dtype != np.uint8:
+      return stored
+    return _unpack(stored, self).reshape(self.dims)
+
+
+def _unpack(stored: np.ndarray[Any, Any], leaf: _Leaf) -> np.ndarray[Any, Any]:
+  import ml_dtypes
+
+  per_byte = 8 // leaf.bits
+  shifts = np.arange(per_byte, dtype=np.uint8) * leaf.bits
+  values = (stored[:, None] >> shifts) & ((1 << leaf.bits) - 1)
+  values = values.reshape(-1)[: int(np.prod(leaf.dims, dtype=np.int64))].astype(np.uint8)
+  if leaf.dtype.startswith("int"):
+    sign = np.uint8(1 << (leaf.bits - 1))
+    values = (values ^ sign) - sign  # extends the sign to the byte, modulo 256
+  dtype = getattr(ml_dtypes, leaf.dtype, None)
+  return values if dtype is None else values.view(dtype)
+
+
+class Source:
+  """What the records of one tap share, and how a whole record becomes those of its lanes."""
+
+  def __init__(self, fields: Mapping[str, Any]) -> None:
+    self.name: str = fields["name"]
+    self.description = _parse_description(fields["description"])
+    self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
+    sizes: list[tuple[int, str]] = fields["levels"]
+    self.sizes = tuple(size for size, _ in sizes)
+    leaves: list[tuple[str, str, int, tuple[int, ...]]] = fields["leaves"]
+    self.leaves = [
+      _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
+      for index, leaf in enumerate(leaves)
+    ]
+    self._check_lanes()
+    shards: dict[str, Any] = self.description.get("shards") or {}
+    with self._sensible("its shards"):
+      self.parts = [Part(part) for part in shards.get("leaves", ())]
+      self.lane_starts: list[list[int]] = shards.get("lanes", [])
+      self.all_sizes: tuple[int, ...] = tuple(shards.get("sizes", self.sizes))
+    self.process = max(0, int(fields["process_index"]))
+    self.value_leaves: int = fields["value_leaves"]
+    self.has_where: bool = fields["has_where"]
+    self.has_packed = any(leaf.bits < 8 for leaf in self.leaves)
+    with self._sensible("its padded leaves"):
+      padded: list[int] = list(self.description.get("logical", ()))
+      self.values = self.value_leaves - len(padded)  # then come their logical sizes
+      self.padded = [range(self.values)[index] for index in padded]
+      self.paths = [leaf.path for leaf in self.leaves[: self.values]]
+
+  def _check_lanes(self) -> None:
+    """As the native reader does: each lane costs time, so none comes without values."""
+    held = {level for leaf in self.leaves for level in leaf.levels}
+    bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
+    if len(held) < len(self.sizes) or math.prod(self.sizes) > max(
+      _FREE_LANES, bits + 64 * len(self.leaves)
+    ):
+      raise ValueError(
+        f"callgate: a stream's tap {self.name!r}: expected lanes that its leaves hold, got levels "
+        f"of {self.sizes} for {len(self.leaves)} leaves"
+      )
+
+  @contextlib.contextmanager
+  def _sensible(self, what: str) -> Generator[None]:
+    """What a stream says of a tap is the writer's text: anything may stand there."""
+    try:
+      yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+      raise ValueError(
+        f"callgate: a stream's tap {self.name!r}: expected {what} as a tap describes them, got "
+        f"{self.description!r}"
+      ) from error
+
+  def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
+    """The records of the lanes that were sent, from what the native reader gives.
+
+    Raises:
+      ValueError: the description of the tap is none that a tap makes.
+    """
+    with self._sensible("its shards and lanes"):
+      return self._records(whole)
+
+  def _records(self, whole: Sequence[Any]) -> list[StreamRecord]:
+    _, seq, time_ns, run, device, flags, arrays = whole
+    if self.has_packed:
+      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
+    repeated = bool(flags & _REPEATED)
+    number = shard_of(flags)
+    shard = shapes = None
+    if number >= 0 and self.parts:
+      named = list(zip(self.paths, self.parts, strict=True))
+      shard = {path: part.slices(number) for path, part in named}
+      shapes = {path: part.shape for path, part in named}
+    return [
+      StreamRecord(
+        self.name,
+        seq,
+        time_ns,
+        device,
+        run,
+        self.role,
+        lane,
+        leaves,
+        self.description,
+        repeated,
+        self.process,
+        shard,
+        shapes,
+      )
+      for lane, leaves in self._lanes(arrays, number)
+    ]
+
+  def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the value leaves of each lane that was sent."""
+    starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
+    for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
+      selected = arrays
+      if index:
+        selected = [
+          array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
+          for leaf, array in zip(self.leaves, arrays, strict=True)
+        ]
+      if not self.has_where or selected[self.value_leaves].any():
+        if starts:  # the number among all devices' lanes
+          place = tuple(i + start for i, start in zip(index, starts, strict=True))
+          lane = int(np.ravel_multi_index(place, self.all_sizes))
+        values = selected[: self.values]
+        sizes = selected[self.values : self.value_leaves]
+        try:
+          padding.cut(values, self.padded, sizes, self.parts or None, shard)
+        except padding.SizeError:  # the writer has counted it as lost
+          continue
+        yield lane, dict(zip(self.paths, values, strict=True))
+
+
+def _parse_description(text: str) -> Mapping[str, Any]:
+  try:
+    parsed = json.loads(text) if text else {}
+  except (ValueError, RecursionError):
+    parsed = {"text": text}
+  return parsed if isinstance(parsed, dict) else {"value": parsed}
+
+
+NUMBERS: Mapping[str, Any] = {
+  "seq": np.uint64,
+  "time_ns": np.int64,
+  "process": np.int32,
+  "device": np.int32,
+  "lane": np.int64,
+}
+
+
+def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any]]:
+  """The records of one tap as arrays with one entry a record: numbers, then each leaf."""
+  columns: dict[str, np.ndarray[Any, Any]] = {
+    key: np.asarray([getattr(record, key) for record in records], dtype)
+    for key, dtype in NUMBERS.items()
+  }
+  for path in records[0].leaves if records else ():
+    columns[column_name(path)] = _stack(records, path)
+  return columns
+
+
+def table_of(columns: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+  """The columns as a `pyarrow.Table`."""
+  try:
+    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+  except ImportError as error:
+    raise ImportError(
+      "callgate: StreamReader.table needs pyarrow: pip install callgate[arrow]"
+    ) from error
+  return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
+
+
+def column_name(path: str) -> str:
+  """The column of a leaf: its path, "value" for a lone array, apart from the other columns."""
+  column = path or "value"
+  return f"{column}_" if column in NUMBERS else column
+
+
+def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
+  arrays = [record.leaves.get(path) for record in records]
+  kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
+  if len(kinds) > 1:
+    what = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
+    raise ValueError(
+      f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
+      f"column: expected one dtype and shape, got {what}"
+    )
+  column = np.empty((len(arrays), *records[0].leaves[path].shape), records[0].leaves[path].dtype)
+  for row, array in enumerate(arrays):
+    column[row] = array
+  return column
+
+
+def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:
+  if len(column) and not column.size:  # lists without elements don't say how many they are
+    return pyarrow.array(column.tolist())
+  try:
+    array = pyarrow.array(column.reshape(-1))
+  except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
+    raise ValueError(
+      f"callgate: Arrow has no type for column {key!r}, {column.dtype}: take columns() instead"
+    ) from error
+  for extent in reversed(column.shape[1:]):
+    array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
+  return array

@@ -1,0 +1,131 @@
+"""`python -m callgate tail`: the records of a stream as lines of text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from callgate._stream.reader import StreamReader, open_stream
+from callgate._stream.records import StreamRecord
+
+if TYPE_CHECKING:
+  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_tail(subparsers: Subparsers) -> None:
+  """Adds `tail`: prints the last records of a stream, and those that follow."""
+  parser = subparsers.add_parser("tail", help="print the last records of a stream, and follow it")
+  parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
+                      help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+  parser.add_argument("-n", "--lines", type=_count, default=10, metavar="N",
+                      help="records of files to begin with (default: 10)")  # fmt: skip
+  parser.add_argument("-f", "--follow", action="store_true",
+                      help="wait for more, until the writer closes the stream")  # fmt: skip
+  parser.add_argument("--name", help="only the records of this tap")
+  parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+  parser.set_defaults(run=_tail)
+
+
+def _count(text: str) -> int:
+  try:
+    count = int(text)
+  except ValueError:
+    count = -1
+  if count < 0:
+    raise argparse.ArgumentTypeError(f"expected a number of records, got {text!r}")
+  return count
+
+
+def _tail(arguments: argparse.Namespace) -> int:
+  show = json_line if arguments.json else text_line
+  is_live = any(str(one).startswith(("unix:", "tcp://")) for one in arguments.where)
+  with open_stream(arguments.where, follow=arguments.follow) as stream:
+    wanted = (record for record in stream if arguments.name in (None, record.name))
+    if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
+      last: collections.deque[StreamRecord] = collections.deque(maxlen=arguments.lines)
+      try:
+        last.extend(record for record in _there(stream) if arguments.name in (None, record.name))
+      finally:  # those before a damaged place, too
+        _print(last, show)
+    if is_live or arguments.follow:
+      _print(wanted, show)
+  return 0
+
+
+def _there(stream: StreamReader) -> Iterable[StreamRecord]:
+  """The records that need no waiting."""
+  while (record := stream.read(0.0)) is not None:
+    yield record
+
+
+def _print(records: Iterable[StreamRecord], show: Callable[[StreamRecord], str]) -> None:
+  for record in records:
+    print(printable(show(record)), flush=True)
+
+
+def printable(text: str) -> str:
+  """A text as a terminal may have it: what steers one is written as Python writes it.
+
+  Names come from the stream, whose writer may be anybody.
+  """
+  shown = "".join(
+    letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
+  )
+  encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+  return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def text_line(record: StreamRecord) -> str:
+  """One line for a person: time, device, name, number, what is special about it, values."""
+  moment = datetime.datetime.fromtimestamp(record.time_ns // 10**9)
+  clock = f"{moment:%H:%M:%S}.{record.time_ns % 10**9 // 10**6:03d}"
+  notes = [record.role] if record.role != "primal" else []
+  notes += ["repeated"] if record.repeated else []
+  lane = f"[{record.lane}]" if record.lane else ""
+  process = f" process {record.process}" if record.process else ""
+  where = f"{clock}{process} device {record.device} {record.name}{lane} #{record.seq}"
+  values = "  ".join(
+    f"{path}={_short(array)}" if path else _short(array) for path, array in record.leaves.items()
+  )
+  return " ".join([where, *(f"({note})" for note in notes), values]).rstrip()
+
+
+def _short(array: np.ndarray[Any, Any]) -> str:
+  if array.size <= 8:
+    return np.array2string(array, separator=", ", max_line_width=1000).replace("\n", "")
+  kind = f"{array.dtype}{list(array.shape)}"
+  if array.dtype.kind not in "biuf":
+    return kind
+  return f"{kind} min {array.min():.6g} mean {array.mean():.6g} max {array.max():.6g}"
+
+
+def json_line(record: StreamRecord) -> str:
+  """One JSON object: the record's fields, its arrays as (nested lists of) numbers."""
+  return json.dumps(
+    {
+      "name": record.name,
+      "seq": record.seq,
+      "time_ns": record.time_ns,
+      "process": record.process,
+      "device": record.device,
+      "run": record.run,
+      "role": record.role,
+      "lane": record.lane,
+      "repeated": record.repeated,
+      "leaves": {path: _plain(array) for path, array in record.leaves.items()},
+    }
+  )
+
+
+def _plain(array: np.ndarray[Any, Any]) -> Any:
+  """Numbers that JSON has: complex ones as [real, imaginary], others by way of float64."""
+  if array.dtype.kind == "c":
+    return np.stack([array.real, array.imag], axis=-1).tolist()
+  return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()

@@ -1,0 +1,1 @@
+"""Values that stream out of programs: taps, channels, and the records that consumers get."""

@@ -1,0 +1,365 @@
+"""Channels: bounded streams of records from compiled programs to consumers.
+
+The stream itself lives in C++ (src/channel); here are the options, the consumers' adapters and
+what a user waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from callgate import _callgate
+from callgate._core import options
+from callgate._core.errors import GateDefinitionError
+from callgate._core.failures import LONG_SECONDS, raise_consumer_errors
+from callgate._runtime import lifecycle
+from callgate._runtime.barrier import wait_for_programs
+from callgate._tap import consumers as _consumers
+from callgate._tap import target
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.delivery import Presence
+from callgate._tap.records import Record
+
+OnFull = Literal["block", "drop_new", "drop_old", "sample"]
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_open: dict[str, Channel] = {}
+_opening: set[str] = set()  # names of channels whose sinks are being opened
+_lock = threading.Lock()
+_ON_FULL = ("block", "drop_new", "drop_old", "sample")
+_ON_FULL_TEXT = "'block', 'drop_new', 'drop_old' or 'sample'"
+
+
+class Channel:
+  """An open channel; made by `callgate.channel`. A context manager that closes it.
+
+  Attributes:
+    name: what taps send to it by.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    *,
+    capacity: str | int = "64MiB",
+    on_full: OnFull = "block",
+    rate: float = 100.0,
+    to: Any = (),
+    batch: int | bool | None = None,
+  ) -> None:
+    self.name = _check_name(name)
+    limit = _check_batch(name, batch)
+    self._batch = batch is not None and batch is not False
+    self._limit = limit
+    self._consumers: list[tuple[Any, Any]] = []
+    self._presences: dict[Any, Presence] = {}  # by the native form
+    given = list(to) if isinstance(to, (list, tuple)) else [to]
+    adapted = [(one, self._adapt(one)) for one in given]
+    label = f"channel '{name}'"
+    options.choice(label, "on_full", on_full, _ON_FULL, what=_ON_FULL_TEXT)
+    rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
+    size = parse_capacity(name, capacity)
+    check_not_forked()
+    self._closed = False
+    # Sinks first: with one that can't be opened there is no channel, and the records that wait for
+    # one of this name wait on.
+    with _reserved(name):
+      _consumers.open_sinks(name, given)
+      try:
+        self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
+        # Programs that were exported, or loaded from a cache, find the channel by this callee.
+        self.tap = target.of_channel(name)
+      except BaseException:
+        _consumers.close_sinks(given)
+        raise
+      with _lock:
+        _open[name] = self
+    self._attach(adapted)
+
+  @property
+  def _label(self) -> str:
+    return f"channel '{self.name}'"
+
+  def __repr__(self) -> str:
+    return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
+
+  def __enter__(self) -> Channel:
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+  ) -> None:
+    if error is not None or _callgate.channels_abandoned():
+      self._close(None)  # what consumers raised must not hide the block's own exception
+      return
+
+    wait_for_programs(None)
+    _callgate.drain_devices(LONG_SECONDS)  # what GPUs have sent is on its way
+    self.close()
+
+  # -- consumers ---------------------------------------------------------------------------------
+  def add(self, consumer: Any) -> None:
+    """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
+    check_not_forked()
+    if self._closed:
+      raise ValueError(f"channel '{self.name}': add: expected an open channel, got a closed one")
+    adapted = (consumer, self._adapt(consumer))
+    _consumers.open_sinks(self.name, [consumer])
+    self._attach([adapted])
+
+  def remove(self, consumer: Any) -> None:
+    """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
+
+    After it the consumer is not called any more, not even for records that are with it: a consumer
+    that takes itself out has had its last call.
+
+    Raises:
+      GateDefinitionError: it is not a consumer of this channel.
+    """
+    check_not_forked()
+    for index, (one, handle) in enumerate(self._consumers):
+      if one is consumer or one == consumer:
+        del self._consumers[index]
+        presence = self._presences.pop(handle, None)
+        if presence is not None:
+          presence.ended = True
+        self._handle.remove(handle)
+        if hasattr(consumer, "close"):
+          consumer.close()
+        return
+    raise GateDefinitionError(f"channel '{self.name}': {consumer!r} is not one of its consumers")
+
+  def _attach(self, consumers: Sequence[tuple[Any, Any]]) -> None:
+    """Adds (consumer, its native form) pairs at once: all get the same records."""
+    self._consumers.extend(consumers)
+    if consumers:
+      self._handle.add([handle for _, handle in consumers])
+
+  def _adapt(self, consumer: Any) -> Any:
+    native, presence = _consumers.adapt(
+      consumer, f"channel '{self.name}'", batch=self._batch, limit=self._limit
+    )
+    if presence is not None:
+      self._presences[native] = presence
+    return native
+
+  def records(self) -> Iterator[Record]:
+    """Iterates over the records, from those that wait on; ends when the channel is closed.
+
+    Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
+    consumer.
+    """
+    return _consumers.Records(self, closed=self._closed)
+
+  # -- state -------------------------------------------------------------------------------------
+  def stats(self) -> dict[str, int]:
+    """Counters: at any time `sent == delivered + dropped + pending`.
+
+    Returns:
+      `sent`, `delivered`, `dropped`, `pending`: records (all lanes of a vmap are one). `bytes`:
+      payload sent. `high_water`: most bytes that waited at once. `lost`: of the delivered, what
+      consumers could not take, a full disk's sink, say (lanes count each, and each consumer).
+    """
+    return self._handle.stats()
+
+  def flush(self, timeout: float | None = None) -> None:
+    """Waits until every record sent so far is with the consumers, and in the sinks' files.
+
+    Args:
+      timeout: seconds to wait at most; None for no limit.
+
+    Raises:
+      TimeoutError: the consumers were not done in time.
+      BaseException: what a consumer raised.
+    """
+    check_not_forked()
+    options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
+    if not self._closed and not self._handle.flush(timeout):
+      raise TimeoutError(
+        f"channel '{self.name}': {self.stats()['pending']} record(s) still wait after {timeout} s"
+      )
+    raise_consumer_errors()
+
+  def close(self, timeout: float | None = None) -> None:
+    """Delivers what is there, then closes the consumers. Later records wait for a new channel.
+
+    In a fork's child it does nothing: the channel is open in the parent.
+
+    Args:
+      timeout: seconds to wait at most; None for no limit.
+
+    Raises:
+      TimeoutError: a consumer did not end in time; the message counts what it holds up.
+      BaseException: what a consumer raised.
+    """
+    options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
+    if not self._close(timeout):
+      raise TimeoutError(
+        f"channel '{self.name}': closed with {self.stats()['pending']} record(s) not delivered "
+        f"after {timeout} s"
+      )
+    raise_consumer_errors()
+
+  def _close(self, timeout: float | None) -> bool:
+    if self._closed:
+      return True
+    self._closed = True
+    if _callgate.channels_abandoned():
+      return True  # the parent's is open; locks may be held for ever
+    with _lock:
+      if _open.get(self.name) is self:
+        del _open[self.name]
+    for one, _ in self._consumers:
+      if isinstance(one, _consumers.Records):
+        one.end_soon()
+    try:
+      return self._handle.close(timeout)
+    finally:
+      _consumers.leave(one for one, _ in self._consumers)
+
+
+@contextlib.contextmanager
+def _reserved(name: str) -> Generator[None]:
+  """The name is taken while a channel is made; ValueError where it is already."""
+  with _lock:
+    if name in _open or name in _opening:
+      raise ValueError(
+        f"callgate: a channel named '{name}' is open already; close it first, or give this one "
+        "another name"
+      )
+    _opening.add(name)
+  try:
+    yield
+  finally:
+    with _lock:
+      _opening.discard(name)
+
+
+def channel(
+  name: str,
+  *,
+  capacity: str | int = "64MiB",
+  on_full: OnFull = "block",
+  rate: float = 100.0,
+  to: Any = (),
+  batch: int | bool | None = None,
+) -> Channel:
+  """Opens a channel: taps to `name` send their records to its consumers.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  seen = []
+  with cg.channel("loss", to=seen.append) as losses:
+    jax.jit(lambda x: cg.tap(x * 2, "loss"))(jnp.float32(3))
+  assert seen == [6.0] and losses.stats()["delivered"] == 1
+  ```
+
+  Leaving the block waits for the programs that run, delivers every record and closes the consumers.
+  While no channel of a name is open, its records wait for the next one (up to 1 MiB of them).
+
+  Args:
+    name: what taps send by. One open channel a name.
+    capacity: bytes that may wait, as a number or as "64MiB", "1GB". Larger records go one by one.
+    on_full: what a tap does that finds no room: "block" (the program waits), "drop_new" (its own
+      record is dropped), "drop_old" (the oldest are), "sample" (at most `rate` records a second of
+      each tap are taken at all).
+    rate: records a second, for "sample".
+    to: one consumer or several: functions `fn(value)` or `fn(value, info)`, called for each record
+      (each lane of a vmap) with NumPy arrays and a `TapInfo`; sinks (`callgate.sinks`). Without
+      any, records wait for `Channel.add` or `Channel.records`.
+    batch: functions get many records at once, as stacked arrays with a row a record, and a
+      `BatchInfo`: at most so many rows, or True for all that are there.
+
+  Returns:
+    The `Channel`.
+
+  Raises:
+    GateDefinitionError: an option is wrong.
+    ValueError: a channel of that name is open already.
+  """
+  return Channel(name, capacity=capacity, on_full=on_full, rate=rate, to=to, batch=batch)
+
+
+def parse_capacity(name: str, capacity: str | int) -> int:
+  """Bytes of a capacity as users write it."""
+  if isinstance(capacity, str):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if not 1 <= size < 2**63:
+      options.refuse(f"channel '{name}'", "capacity", _BYTES, capacity)
+    return size
+  return options.count(f"channel '{name}'", "capacity", capacity, least=1, what=_BYTES)
+
+
+_BYTES = "bytes, as 65536 or '64MiB'"
+
+
+def open_channels() -> dict[str, Channel]:
+  """The channels that are open now, by name."""
+  return dict(_open)
+
+
+def _pending(stats: dict[str, Any]) -> str:
+  count = stats["pending"]
+  return f"{count} record(s)" if count else "a consumer's close() has not ended"
+
+
+def close_all(seconds: float) -> None:
+  """At the end of the process: closes every channel, and says what could not be delivered.
+
+  Args:
+    seconds: for all of them: each has a thread of its own, and so delivers meanwhile.
+
+  Raises:
+    BaseException: what a consumer raised.
+  """
+  for line in _closed_all(seconds):
+    print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
+  raise_consumer_errors()
+
+
+def _closed_all(seconds: float) -> list[str]:
+  deadline = time.monotonic() + seconds
+
+  def rest() -> float:
+    return max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))
+
+  left: list[str] = []
+  for one in open_channels().values():
+    if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
+      left.append(f"channel '{one.name}': {_pending(one.stats())}")
+  for name, handle in list(target.own_channels()):
+    if not handle.close(rest()):
+      what = "taps to functions" if name == target.DEFAULT else name
+      left.append(f"{what}: {_pending(handle.stats())}")
+  for name, stats in _callgate.channel_stats().items():
+    if stats["pending"]:
+      left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")
+  return left
+
+
+def _check_name(name: Any) -> str:
+  if name is None:
+    options.refuse("channel", "name", "a line of text", name)
+  name = str(options.name("channel", name))
+  if name == target.DEFAULT:
+    raise GateDefinitionError(f"channel: the name '{target.DEFAULT}' is that of taps to functions")
+  return name
+
+
+def _check_batch(name: str, batch: int | bool | None) -> int | None:
+  if batch is None or isinstance(batch, bool):
+    return None
+  return options.count(
+    f"channel '{name}'", "batch", batch, least=1, what="a number of rows or True"
+  )

@@ -1,0 +1,393 @@
+"""The primitives behind taps, with their rules.
+
+`tap_p` sends its operands (`TapSite` says which is what). With effect "io" or "ordered" it has no
+results; with "dataflow" its results are its values and untapped operands, and it has no effect: it
+lives as long as they are used. `cotangent_p` is the identity whose transpose taps the cotangent.
+
+Parameters of both, all hashable:
+  tap: the Tap: where records go.
+  site: the TapSite.
+  levels: batch levels, outermost first, as a gate's; consumers see lanes.
+  transforms: the transformations met so far, in order of application.
+  role: "primal", "tangent" or "cotangent".
+  repeated: marks the second pass of `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from callgate._call.lowering import emit
+from callgate._core.effects import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
+from callgate._core.encoding import Level
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import dispatch, lowering, tracing
+from callgate._runtime import config, targets
+from callgate._sharding import calls
+from callgate._tap import site as _site
+from callgate._tap.site import TapSite, Transforms
+from callgate._tap.target import Tap
+
+tap_p = Primitive("tap")
+tap_p.multiple_results = True
+cotangent_p = Primitive("tap_cotangent")
+cotangent_p.multiple_results = True
+# Whether a tap in the flow of data was ever traced: looking for them costs time.
+_dataflow_traced = False
+# -- impl ----------------------------------------------------------------------------------------
+tracing.define_impl(tap_p)
+_compiled_impl: Any = tap_p.impl
+
+
+@tap_p.def_impl
+def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
+  tap, site = params["tap"], params["site"]
+  if tap.eager is None:
+    return _compiled_impl(*operands, **params)
+  sent = operands[: site.values + len(site.logical)]
+  tap.eager(_site.describe(site, params["transforms"], params["levels"]), sent)
+  return _returned(site, operands) if site.effect == "dataflow" else []
+
+
+@cotangent_p.def_impl
+def _cotangent_impl(*operands: Any, **_: Any) -> Sequence[Any]:
+  return operands
+
+
+# -- abstract evaluation -------------------------------------------------------------------------
+def _returned(site: TapSite, operands: Sequence[Any]) -> list[Any]:
+  """Of the operands, or of anything in their order, what a tap gives back."""
+  return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
+
+
+@tap_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+  global _dataflow_traced
+  if site.effect == "dataflow":
+    _dataflow_traced = True
+    return _returned(site, avals), frozenset()
+  return [], frozenset({_order_of(site) if site.effect == "ordered" else TAP_EFFECT})
+
+
+def _order_of(site: TapSite) -> Any:
+  """The effect whose token an ordered tap takes and gives."""
+  return WHOLE_TAP_EFFECT if site.whole else ORDERED_GATE_EFFECT
+
+
+@cotangent_p.def_abstract_eval
+def _cotangent_abstract_eval(*avals: Any, **_: Any) -> Sequence[Any]:
+  return avals
+
+
+# -- jvp -----------------------------------------------------------------------------------------
+def _dense(tangent: Any, primal: Any) -> Any:
+  """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
+  if type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0:
+    return jnp.zeros_like(primal)
+  return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
+
+
+def _has_tangents(primal: Any) -> bool:
+  return jnp.issubdtype(jnp.result_type(primal), jnp.inexact)
+
+
+def _jvp(
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  *,
+  site: TapSite,
+  role: str,
+  transforms: Transforms,
+  **params: Any,
+) -> tuple[Any, Any]:
+  results = tap_p.bind(*primals, site=site, role=role, transforms=transforms, **params)
+  tail = len(primals) - site.untapped
+  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+  # What passes through passes its tangents, too, so that the tap lives as long as one is used.
+  operands = [*dense[: site.values], *primals[site.values : tail], *dense[tail:]]
+  tangent_params = {"site": site, "transforms": (*transforms, ("jvp", ())), **params}
+  if site.effect != "dataflow":
+    if "tangent" in site.roles:
+      tap_p.bind(*operands, role="tangent", **tangent_params)
+    return results, []
+  out = _returned(site, dense)
+  if "tangent" in site.roles:
+    out = tap_p.bind(*operands, role="tangent", **tangent_params)
+  elif "cotangent" in site.roles:
+    out = _returned(site, cotangent_p.bind(*operands, role="tangent", **tangent_params))
+  return results, [
+    new if _has_tangents(primal) else old
+    for new, old, primal in zip(
+      out, _returned(site, tangents), _returned(site, primals), strict=True
+    )
+  ]
+
+
+def _cotangent_jvp(
+  primals: Sequence[Any], tangents: Sequence[Any], *, transforms: Transforms, **params: Any
+) -> tuple[Any, Any]:
+  results = cotangent_p.bind(*primals, transforms=transforms, **params)
+  if "cotangent" not in params["site"].roles:
+    return results, list(tangents)
+  values = params["site"].values
+  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+  operands = [*dense[:values], *primals[values:]]  # logical sizes stay
+  out = cotangent_p.bind(*operands, transforms=(*transforms, ("jvp", ())), **params)
+  return results, [
+    new if _has_tangents(primal) else old
+    for new, old, primal in zip(out, tangents, primals, strict=True)
+  ]
+
+
+ad.primitive_jvps[tap_p] = _jvp
+ad.primitive_jvps[cotangent_p] = _cotangent_jvp
+
+
+# -- transpose -----------------------------------------------------------------------------------
+def _transpose(
+  cotangents: Sequence[Any],
+  *operands: Any,
+  site: TapSite,
+  role: str,
+  transforms: Transforms,
+  **params: Any,
+) -> list[Any]:
+  """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
+  if not cotangents:
+    return [None] * len(operands)  # with an effect: it has no results, and none to transpose
+  middle = operands[site.values : len(operands) - site.untapped]
+  passing = _returned(site, operands)
+  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
+  dense = [
+    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, passing, strict=True)
+  ]
+  if "cotangent" in site.roles:
+    dense = tap_p.bind(
+      *dense[: site.values],
+      *middle,
+      *dense[site.values :],
+      site=site,
+      role="cotangent",
+      transforms=(*transforms, ("transpose", ())),
+      **params,
+    )
+  out = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, passing, strict=True)]
+  return [*out[: site.values], *([None] * len(middle)), *out[site.values :]]
+
+
+def _like(value: Any) -> Any:
+  aval = value.aval if ad.is_undefined_primal(value) else value
+  return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _cotangent_transpose(
+  cotangents: Sequence[Any], *operands: Any, site: TapSite, transforms: Transforms, **params: Any
+) -> list[Any]:
+  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
+  sent = [
+    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, operands, strict=True)
+  ]
+  sent[site.values :] = operands[site.values :]  # logical sizes
+  results = tap_p.bind(
+    *sent,
+    site=site,
+    **{**params, "role": "cotangent"},
+    transforms=(*transforms, ("transpose", ())),
+  )
+  if site.effect == "dataflow":
+    dense = results
+  return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, operands, strict=True)]
+
+
+ad.primitive_transposes[tap_p] = _transpose
+ad.primitive_transposes[cotangent_p] = _cotangent_transpose
+
+
+# -- batching ------------------------------------------------------------------------------------
+def _batcher(primitive: Any) -> Any:
+  def batch(
+    operands: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    site: TapSite,
+    levels: tuple[Level, ...],
+    transforms: Transforms,
+    **params: Any,
+  ) -> tuple[Sequence[Any], Sequence[Any]]:
+    if site.whole and site.logical:  # logical sizes are for the last axes
+      operands = [
+        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
+      ]
+      dims = [None if dim is None else 0 for dim in dims]
+    tapped = _returned(site, dims)
+    transforms = (*transforms, ("batch", (("batch_dims", tuple(tapped)),)))
+    if not site.whole:
+      mask = tuple(dim is not None for dim in dims)
+      size: int = next(
+        x.shape[dim] for x, dim, flag in zip(operands, dims, mask, strict=True) if flag
+      )
+      operands = [
+        jnp.moveaxis(x, dim, 0) if flag else x
+        for x, dim, flag in zip(operands, dims, mask, strict=True)
+      ]
+      dims = [0 if flag else None for flag in mask]
+      levels = ((size, mask), *levels)
+    results = primitive.bind(*operands, site=site, levels=levels, transforms=transforms, **params)
+    out = dims if primitive is cotangent_p else _returned(site, dims)
+    return results, list(out)[: len(results)]
+
+  return batch
+
+
+batching.primitive_batchers[tap_p] = _batcher(tap_p)
+batching.primitive_batchers[cotangent_p] = _batcher(cotangent_p)
+
+
+# -- partial evaluation --------------------------------------------------------------------------
+def _remat(
+  saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+  """In `jax.checkpoint`: runs in both passes, and is marked in the second.
+
+  As JAX's own debug callbacks, it follows the policy: where the policy saves what it taps, there is
+  no second run.
+  """
+  outs = len(eqn.outvars)
+  if any(unknown):
+    needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
+    return None, eqn, [True] * outs, [True] * outs, needed
+  again = eqn.replace(params={**eqn.params, "repeated": True})
+  saved = tracing.is_saveable(saveable, eqn)
+  if saved and not all(instantiated):
+    return eqn, None, [False] * outs, [False] * outs, []
+  return eqn, again, [False] * outs, [True] * outs, []
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
+
+
+# -- lowering ------------------------------------------------------------------------------------
+def _lower(
+  context: Any,
+  *operands: Any,
+  tap: Tap,
+  site: TapSite,
+  levels: tuple[Level, ...],
+  transforms: Transforms,
+  role: str,
+  repeated: bool,
+) -> Sequence[Any]:
+  if site.kept is not None:
+    lowering.add_keepalive(context, site.kept)
+  served = {"cpu", "cuda"} & set(context.module_context.platforms)
+  on_host = not served or config.engine() == "jax"
+  on_host = on_host or (site.whole and lowering.is_automatic(context))
+  returned = site.values if site.effect == "dataflow" and not on_host else 0
+  spec = _site.encode(site, transforms, levels, role, repeated, returned)
+  if on_host:
+    return _lower_by_jax(context, operands, tap, site, levels, spec)
+  dispatch.keep_with_program(context, tap)
+  ordered = site.effect == "ordered"
+  token = lowering.token_before(context, _order_of(site)) if ordered else None
+  results, after = emit(
+    context,
+    operands,
+    context.avals_in,
+    context.avals_out,
+    name=tap.name,
+    spec=spec,
+    levels=levels,
+    has_side_effect=True,
+    token=token,
+    aliases=_aliases(site, len(operands)),
+    # No CUDA graph can allocate the memory of copies on the device.
+    target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
+    sharded=calls.of_tap(context, site, levels),
+  )
+  if ordered:
+    lowering.set_token_after(context, _order_of(site), after)
+  return results
+
+
+def _aliases(site: TapSite, count: int) -> dict[int, int]:
+  if site.effect != "dataflow":
+    return {}
+  return {operand: result for result, operand in enumerate(_returned(site, range(count)))}
+
+
+def _lower_by_jax(
+  context: Any,
+  operands: Sequence[Any],
+  tap: Tap,
+  site: TapSite,
+  levels: tuple[Level, ...],
+  spec: str,
+) -> Sequence[Any]:
+  """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
+  ordered = site.effect == "ordered"
+  if ordered and not site.whole and lowering.is_partitioned(context):
+    raise GateDefinitionError(
+      f"tap '{site.name}': ordered=True works in programs for one device, or inside "
+      "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
+    )
+  count = site.values + len(site.logical) + int(site.where)
+
+  def send(*arrays: Any) -> None:
+    _site.send_from_host(tap, spec, levels, count, arrays)
+
+  def call(*args: Any) -> Sequence[Any]:
+    io_callback(send, None, *args, ordered=ordered)
+    return _returned(site, args) if site.effect == "dataflow" else []
+
+  if ordered:
+    return lowering.lower_in_order(context, call, operands, _order_of(site))
+  return mlir.lower_fun(call, multiple_results=True)(context, *operands)
+
+
+def _cotangent_lower(_: Any, *operands: Any, **__: Any) -> Sequence[Any]:
+  return operands
+
+
+# Not cached: a cached rule would know the source line of no more than one of its call sites.
+mlir.register_lowering(tap_p, _lower, cacheable=False)
+mlir.register_lowering(cotangent_p, _cotangent_lower)
+
+
+# -- taps in the flow of data --------------------------------------------------------------------
+def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
+  """Whether the programs hold taps in the flow of data, which have no effect to tell.
+
+  Args:
+    jaxprs: the programs, closed.
+    whole: look for those of all lanes at once (`TapSite.whole`), instead of all others.
+  """
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
+
+
+def holds_whole_dataflow_tap(eqn: Any) -> bool:
+  """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
+  return _dataflow_traced and any(
+    (
+      inner.primitive is tap_p
+      and inner.params["site"].whole
+      and inner.params["site"].effect == "dataflow"
+    )
+    or holds_whole_dataflow_tap(inner)
+    for jaxpr in tracing.subjaxprs(eqn)
+    for inner in jaxpr.eqns
+  )
+
+
+def _holds_tap(jaxpr: Any, whole: bool) -> bool:
+  return any(
+    (eqn.primitive is tap_p and eqn.params["site"].whole == whole)
+    or any(_holds_tap(inner, whole) for inner in tracing.subjaxprs(eqn))
+    for eqn in jaxpr.eqns
+  )

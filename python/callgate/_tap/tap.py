@@ -1,0 +1,357 @@
+"""`callgate.tap`: streams values out of compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate import _callgate
+from callgate._core import dtypes, options
+from callgate._core.errors import GateDefinitionError
+from callgate._core.failures import raise_deferred
+from callgate._core.masked import shown
+from callgate._sharding import rules
+from callgate._tap import delivery
+from callgate._tap import target as _target
+from callgate._tap.channel import Channel
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.primitive import cotangent_p, tap_p
+from callgate._tap.site import TapSite, Transforms
+from callgate._tap.target import DEFAULT, Tap
+
+Effect = Literal["io", "dataflow"]
+Role = Literal["primal", "tangent", "cotangent"]
+
+
+def tap(
+  value: Any,
+  to: Callable[..., Any] | Channel | str,
+  *,
+  name: str | None = None,
+  where: Any = None,
+  every: int | None = None,
+  ordered: bool = False,
+  effect: Effect = "io",
+  roles: Sequence[Role] = ("primal",),
+  logical_shape: Any = None,
+  sharding: str | Callable[..., Any] = "shard",
+  replicas: Literal["once", "all"] = "once",
+  on_device: bool = False,
+) -> Any:
+  """Sends a value out of a (compiled) program, and returns it.
+
+  The program goes on at once: it copies the value into the channel's ring. Consumers run on the
+  channel's thread.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp
+
+  seen = []
+
+  @jax.jit
+  def norm(x):
+    return cg.tap(jnp.sqrt(jnp.sum(x**2)), seen.append, name="norm")
+
+  norm(jnp.array([3.0, 4.0]))
+  cg.barrier()
+  assert seen == [5.0]
+  ```
+
+  Args:
+    value: a pytree of arrays.
+    to: a function `fn(value)` or `fn(value, info)`, called on callgate's thread with NumPy arrays
+      of its own and a `TapInfo`; or a channel; or a channel's name.
+    name: the records' name. Default: the function's, or the channel's.
+    where: a traced bool: False sends nothing. Under vmap it is asked for each lane.
+    every: sends the first of each so many executions of this place in the program.
+    ordered: keeps the program order of all ordered taps and gates of a device, also from one
+      program to the next. Without it records have the order of execution.
+    effect: "io": runs once per execution and is never removed. "dataflow": lives as long as the
+      returned value is used, has no JAX effect and costs no dispatch time.
+    roles: what else to send under differentiation: "tangent", "cotangent" of the value.
+    logical_shape: sizes of the part of a padded array that counts, traced or not: consumers get
+      that part. A tuple for a lone array, else a pytree like `value` with tuples (or None). A
+      traced size that is negative, or more than the array has, is the consumer's error: the record
+      is lost, and `barrier()` raises it.
+    sharding: in a program over several devices "shard" sends a record of each device's part, with
+      `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
+      gathers the dimensions in brackets alone; a function of the mesh and the leaves, each a
+      ShapeDtypeStruct with its sharding, returns one of these or a PartitionSpec for each leaf,
+      and gathers what that leaves whole.
+    replicas: "once": of devices with copies of the same part one sends; "all": each does.
+    on_device: consumers get jax.Arrays on the device where the program ran, without a copy to the
+      host: for what goes on to be computed with there. On a GPU the program's stream makes a copy
+      in memory of callgate's, at the device's own speed, and nobody waits for it; the memory is
+      the arrays' and goes back when they are dropped. Records that wait take as much of the GPU's
+      memory as their channel's `capacity` says, besides one copy for each record that the program
+      has sent and its stream has not come to. A call takes about as long as a launch or two more
+      than without; a lane of a vmap is sliced from the array of all lanes, by a program of JAX's.
+      The consumers' thread runs JAX on the device, so it must not be waited for by what runs
+      there. On the CPU, and with `callgate.config(engine="jax")`, arrays are made from the
+      record's copy. For consumers in Python that are called for each record: `batch=` and native
+      sinks are refused, when the record comes. In a CUDA graph there is no memory to be had: XLA
+      leaves such taps out of its graphs.
+
+  Returns:
+    `value`.
+
+  Raises:
+    GateDefinitionError: an argument is wrong.
+
+  Under vmap consumers get each lane by itself (`info.lane`); under `jax.checkpoint` the second pass
+  sends again, marked `info.repeated`.
+  """
+  raise_deferred()
+  check_not_forked()
+  target = target_of(to)
+  label = _label(to, name)
+  _check_options(label, every, effect, ordered, roles, sharding, replicas, on_device)
+  leaves, tree = jax.tree.flatten(value)
+  arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
+  carried = [dtypes.carried(x) for x in arrays]
+  if isinstance(sharding, str) and sharding not in rules.BY_NAME:  # raises, if the rule doesn't fit
+    rules.parse(f"tap '{label}'", sharding, tuple(x.shape for x, _ in carried), (), tap=True)
+  sizes = logical_sizes(label, logical_shape, value, arrays)
+  site = TapSite(
+    tree=tree,
+    name=label,
+    effect="ordered" if ordered else effect,
+    every=int(every or 1),
+    where=where is not None,
+    roles=tuple(roles),
+    dtypes=tuple(name for _, name in carried),
+    logical=tuple(index for index, _ in sizes),
+    sharding=sharding,
+    replicas=replicas,
+    on_device=on_device,
+  )
+  extra = [size for _, size in sizes]
+  if where is not None:
+    extra.append(_predicate(label, where))
+  operands = [x for x, _ in carried]
+  if not operands:
+    return value
+  results = bind(target, site, operands, extra)
+  if effect == "io" and "cotangent" not in roles:
+    return value
+  return jax.tree.unflatten(tree, _uncarried(arrays, results))
+
+
+def bind(
+  target: Tap,
+  site: TapSite,
+  operands: Sequence[Any],
+  extra: Sequence[Any] = (),
+  transforms: Transforms = (),
+) -> Sequence[Any]:
+  """Binds a tap; returns its values, and what passes through it, to be used from here on.
+
+  Args:
+    target: where records go.
+    site: what is fixed about the tap.
+    operands: the value's leaves.
+    extra: logical sizes, the predicate and untapped arrays, as `site` says.
+    transforms: what counts as met before all transformations.
+  """
+  params = {
+    "tap": target,
+    "levels": (),
+    "transforms": transforms,
+    "role": "primal",
+    "repeated": False,
+  }
+  results = tap_p.bind(*operands, *extra, site=site, **params)
+  if site.effect == "dataflow":
+    return results
+  if "cotangent" not in site.roles and not site.transposed:
+    return operands
+  plain = dataclasses.replace(site, where=False)
+  sizes = extra[: len(site.logical)]
+  return cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
+
+
+def target_of(to: Any) -> Tap:
+  """Where records for `to` go."""
+  if isinstance(to, Channel):
+    return to.tap
+  if isinstance(to, str):
+    if not to or "\n" in to or to == DEFAULT:
+      raise GateDefinitionError(f"tap: to: expected a channel's name, got {to!r}")
+    return _target.of_channel(options.text("tap", "to", to))
+  if not callable(to):
+    raise GateDefinitionError(
+      f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
+    )
+  if not delivery.takes_values(to):
+    raise GateDefinitionError(
+      f"tap: to: expected a function of (value) or of (value, info), got {to!r}"
+    )
+  return _target.of_function(to)
+
+
+def _label(to: Any, name: str | None) -> str:
+  if name is None:
+    if isinstance(to, str):
+      return to
+    if isinstance(to, Channel):
+      return to.name
+    name = getattr(to, "__name__", None) or type(to).__name__
+  return str(options.name("tap", name))
+
+
+def _check_options(
+  name: str,
+  every: Any,
+  effect: Any,
+  ordered: Any,
+  roles: Any,
+  sharding: Any,
+  replicas: Any,
+  on_device: Any,
+) -> None:
+  label = f"tap '{name}'"
+  options.choice(label, "effect", effect, ("io", "dataflow"), what="'io' or 'dataflow'")
+  options.booleans(label, ordered=ordered, on_device=on_device)
+  if ordered and effect == "dataflow":
+    expected = "False with effect='dataflow', whose order is that of the data"
+    options.refuse(label, "ordered", expected, ordered)
+  options.or_none(
+    options.count, label, "every", every, least=1, most=2**31 - 1, what="a positive int"
+  )
+  if not _are_roles(roles):
+    options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
+  # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
+  named = isinstance(sharding, str) and sharding.isidentifier()
+  text = isinstance(sharding, str) and sharding and (not named or sharding in rules.BY_NAME)
+  if not text and not callable(sharding):
+    expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
+    options.refuse(label, "sharding", expected, sharding)
+  options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
+
+
+def _are_roles(roles: Any) -> bool:
+  if not isinstance(roles, (list, tuple, set, frozenset)):
+    return False
+  items = list(cast("Iterable[Any]", roles))
+  known = all(isinstance(role, str) and role in delivery.ROLES for role in items)
+  return known and "primal" in items
+
+
+def _as_array(name: str, leaf: Any, index: int) -> Any:
+  if isinstance(leaf, jax.Array):
+    return leaf
+  try:
+    return jnp.asarray(leaf)
+  except (TypeError, ValueError, OverflowError) as error:
+    raise GateDefinitionError(
+      f"tap '{name}': leaf {index}: expected an array, got {shown(leaf)}"
+    ) from error
+
+
+def _predicate(name: str, where: Any) -> Any:
+  try:
+    predicate = jnp.asarray(where)
+  except (TypeError, ValueError, OverflowError):
+    options.refuse(f"tap '{name}'", "where", "a bool of shape ()", where)
+  if predicate.shape != () or predicate.dtype != jnp.bool_:
+    raise GateDefinitionError(
+      f"tap '{name}': where: expected a bool of shape (), got {predicate.dtype.name}"
+      f"{list(predicate.shape)}"
+    )
+  return jax.lax.stop_gradient(predicate)
+
+
+def logical_sizes(
+  name: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
+) -> list[tuple[int, Any]]:
+  """(leaf index, vector of sizes) of each leaf that has logical sizes."""
+  if logical_shape is None:
+    return []
+  lone = jax.tree.structure(value) == jax.tree.structure(0)
+  if lone and not isinstance(logical_shape, (tuple, list)):
+    options.refuse(f"tap '{name}'", "logical_shape", "a tuple of sizes", logical_shape)
+  shapes = [logical_shape] if lone else _of_leaves(logical_shape, jax.tree.structure(value))
+  if len(shapes) != len(arrays):
+    raise GateDefinitionError(
+      f"tap '{name}': logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
+      f"got {len(shapes)}"
+    )
+  sizes: list[tuple[int, Any]] = []
+  for index, (shape, array) in enumerate(zip(shapes, arrays, strict=True)):
+    if shape is None:
+      continue
+    if not isinstance(shape, (tuple, list)):
+      options.refuse(f"tap '{name}'", "logical_shape", f"a tuple or None for leaf {index}", shape)
+    if len(shape) != array.ndim:
+      raise GateDefinitionError(
+        f"tap '{name}': logical_shape of leaf {index}: expected {array.ndim} sizes for "
+        f"{array.dtype.name}{list(array.shape)}, got {len(shape)}"
+      )
+    if not all(size is None or _is_size(size) for size in shape):
+      options.refuse(f"tap '{name}'", "logical_shape", "integers, traced or not", shape)
+    for axis, (size, extent) in enumerate(zip(shape, array.shape, strict=True)):
+      known = size if isinstance(size, (int, np.integer)) else None
+      if known is not None and not 0 <= known <= extent:
+        raise GateDefinitionError(
+          f"tap '{name}': logical_shape of leaf {index}, dimension {axis}: expected a size from 0 "
+          f"to {extent}, got {known}"
+        )
+    full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
+    if full:
+      sizes.append((index, jnp.stack([_as_size(size) for size in full])))
+  return sizes
+
+
+def _as_size(size: Any) -> Any:
+  """As int32; what that can't hold is no size of an array, and stays none."""
+  if not isinstance(size, int):
+    size = jnp.asarray(size)
+    limits = jnp.iinfo(size.dtype)
+    if limits.max > _MOST:
+      size = jnp.minimum(size, size.dtype.type(_MOST))
+    if limits.min < -_MOST - 1:
+      size = jnp.maximum(size, size.dtype.type(-_MOST - 1))
+  return jnp.asarray(size, jnp.int32)
+
+
+def _is_size(value: Any) -> bool:
+  dtype = getattr(value, "dtype", None)
+  if dtype is not None:
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.shape(value) == ()
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _of_leaves(shapes: Any, tree: Any) -> list[Any]:
+  """What is said of each leaf; containers may be of other types than the value's."""
+  try:
+    return tree.flatten_up_to(shapes)
+  except (TypeError, ValueError):
+    return jax.tree.leaves(shapes, is_leaf=lambda one: one is None or isinstance(one, tuple))
+
+
+_MOST = 2**31 - 1  # of int32
+
+
+def _uncarried(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+  """The results in the dtypes that the user gave."""
+  out: list[Any] = []
+  for array, result in zip(arrays, results, strict=False):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+      out.append(jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)))
+    else:
+      out.append(result if result.dtype == array.dtype else result.astype(array.dtype))
+  return out
+
+
+def channel_stats() -> dict[str, dict[str, int]]:
+  """Counters of every channel of the process, by name; see `Channel.stats`.
+
+  "default" is the channel of taps to functions. A name that no channel is open under has the
+  counters of the records that wait for one.
+  """
+  return _callgate.channel_stats()

@@ -1,0 +1,119 @@
+"""Where a tap's records go: the runtime's handles, and callgate's own channels."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from callgate import _callgate
+from callgate._core import registry
+from callgate._tap import delivery
+
+DEFAULT = "default"  # the channel of taps to functions
+# What takes a record that no program sends: (description, the arrays that are sent).
+Eager = Callable[[str, Sequence[Any]], None]
+
+
+class Tap:
+  """Where a tap's records go: a channel, or a function by way of the default channel.
+
+  Held by the programs that are traced, as the runtime's callee is by those that are compiled.
+  """
+
+  def __init__(
+    self, name: str, channel_name: str, consumer: Any = None, eager: Eager | None = None
+  ) -> None:
+    self.name = name
+    self.eager = eager  # called in the caller's thread where no program is compiled
+    self.handle = _callgate.Tap(name, channel=channel_name, consumer=consumer)
+
+  def __repr__(self) -> str:
+    return f"<tap '{self.name}'>"
+
+
+_taps: weakref.WeakValueDictionary[Any, Tap] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_own: dict[str, Any] = {}  # callgate's own channels, such as that of taps to functions
+_own_lock = threading.Lock()
+
+
+def of_channel(name: str) -> Tap:
+  """The tap to a channel, by its name; one for all who want it."""
+  return _shared(("channel", name), lambda: Tap(f"channel:{name}", name))
+
+
+def of_function(function: Callable[..., Any]) -> Tap:
+  """The tap to a function; the same for equal functions, so that JAX's caches hit."""
+  start_channel(DEFAULT)
+
+  def make() -> Tap:
+    consumer = _callgate.python_consumer(delivery.rows_to_function(function))
+    return Tap(registry.unique_name(function, prefix="tap:"), DEFAULT, consumer)
+
+  try:
+    return _shared(("function", function), make)
+  except TypeError:  # not hashable
+    return make()
+
+
+def of_rows(
+  key: Any,
+  consume: Callable[..., None],
+  name: str,
+  *,
+  channel: str = DEFAULT,
+  eager: Eager | None = None,
+) -> Tap:
+  """A tap whose consumer gets rows as they are, for `callgate.compat`.
+
+  Args:
+    key: equal for taps that are the same; may be unhashable, then each is its own.
+    consume: the consumer, `consume(source, rows)`.
+    name: for messages.
+    channel: the channel of callgate's own that the records go through.
+    eager: takes the records that no compiled program sends.
+  """
+  start_channel(channel)
+
+  def make() -> Tap:
+    unique = registry.free_name(f"tap:{name}")
+    return Tap(unique, channel, _callgate.python_consumer(consume), eager)
+
+  try:
+    return _shared(("rows", key), make)
+  except TypeError:  # not hashable
+    return make()
+
+
+def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
+  with _lock:
+    tap = _taps.get(key)
+    if tap is None:
+      tap = _taps[key] = make()
+    return tap
+
+
+def start_channel(name: str) -> Any:
+  """Opens a channel of callgate's own, once, such as the one that taps to functions go through.
+
+  Returns:
+    The runtime's handle on it.
+  """
+  with _own_lock:
+    handle = _own.get(name)
+    if handle is None:
+      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
+      handle.start()
+    return handle
+
+
+def start_default() -> None:
+  """Opens the channel that taps to functions go through, once."""
+  start_channel(DEFAULT)
+
+
+def own_channels() -> list[tuple[str, Any]]:
+  """Names and handles of callgate's own channels that are open."""
+  return list(_own.items())

@@ -1,0 +1,1 @@
+"""PyTorch functions and modules in compiled programs."""

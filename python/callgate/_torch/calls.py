@@ -1,0 +1,265 @@
+"""What the gates of `callgate.torch` run: a PyTorch function, its derivatives, its batches.
+
+A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
+Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
+
+- classical: `torch.autograd.grad` on the graph that autograd records. Takes what autograd takes.
+  Forward mode is the transpose of reverse mode ("double backward").
+- functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
+  some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
+
+Imports torch, so it is imported when the first function is made. All of it runs in the thread that
+calls the gate, under the GIL where torch does not release it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+Tensor = Any
+Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]
+# ("jvp" | "vjp" | "vmap", positions): of the arguments that tangents or cotangents belong to, or
+# that have a batch axis.
+Step = tuple[str, tuple[int, ...]]
+RNG = "rng"  # the keyword that carries the key of a function that draws random numbers
+# torch's generator of random numbers is one for all threads.
+_generator_lock = threading.RLock()
+# So are the levels of its forward mode: those of two threads mixed up give zeros for tangents.
+_forward_lock = threading.RLock()
+
+
+def of_function(
+  function: Callable[..., Any], *, random: bool, enable_grad: bool, plain: bool = True
+) -> Run:
+  """The run of a user's function.
+
+  Args:
+    function: takes and returns pytrees of tensors.
+    random: it draws random numbers, from torch's generator seeded by the argument `rng`.
+    enable_grad: it calls autograd itself.
+    plain: it returns its results, rather than writing them.
+  """
+
+  def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del functional
+    mode = torch.enable_grad() if enable_grad else contextlib.nullcontext()
+    if not random:
+      with mode:
+        result = function(*args, **kwargs)
+    else:
+      rest = {name: value for name, value in kwargs.items() if name != RNG}
+      with mode, _seeded(kwargs[RNG]):
+        result = function(*args, **rest)
+    return jax.tree.map(_as_tensor, result) if plain else result
+
+  return run
+
+
+def _as_tensor(leaf: Any) -> Any:
+  """A result's leaf as a tensor; torch's own named tuples, which JAX does not know, as tuples."""
+  if isinstance(leaf, torch.Tensor):
+    return leaf
+  if isinstance(leaf, tuple):
+    return tuple(map(_as_tensor, leaf))
+  if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
+    return torch.as_tensor(leaf)
+  raise TypeError(
+    f"expected tensors in tuples, lists and dicts as results, got {type(leaf).__qualname__}"
+  )
+
+
+@contextlib.contextmanager
+def _seeded(key: Tensor) -> Generator[None]:
+  if is_abstract(key):
+    yield
+    return
+  words = key.detach().cpu().contiguous().view(torch.uint8).tolist()
+  digest = hashlib.blake2b(bytes(words), digest_size=8).digest()
+  with _generator_lock, torch.random.fork_rng(devices=[]):
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    yield
+
+
+def is_abstract(tensor: Tensor) -> bool:
+  """Whether the function runs for its types alone, on tensors without values."""
+  return isinstance(tensor, FakeTensor)
+
+
+def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
+  """The run with transforms around it, innermost first."""
+  for kind, positions in steps:
+    if kind == "vmap":
+      run = _batched(run, frozenset(positions), "same" if random else "error")
+    else:
+      run = {"jvp": _jvp, "vjp": _vjp}[kind](run, positions)
+  return run
+
+
+def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
+  """What a gate calls: the run, with autograd off around it and in the way that suits it."""
+  derivatives = [kind for kind, _ in steps if kind != "vmap"]
+  batched = len(derivatives) != len(steps)
+  # One step of reverse mode is quickest, and takes most, with autograd itself.
+  classical = batched or derivatives in ([], ["vjp"])
+
+  def call(*args: Any, **kwargs: Any) -> Any:
+    nonlocal classical
+    with torch.no_grad():
+      if not classical:
+        try:
+          return run(True, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+          # torch.func refuses the function, or it has an operation without forward mode. An error
+          # of the function's own comes again below.
+          result = run(False, args, kwargs)
+          classical = True
+          return result
+      return run(batched, args, kwargs)
+
+  return call
+
+
+# -- derivatives ---------------------------------------------------------------------------------
+class _Inner:
+  """A call of the run inside a derivative, as a function of some of its tensors.
+
+  A derivative's arguments are `(args, kwargs, vectors)`, where kwargs are those that hold arrays;
+  its own keywords are the static ones. Results are those that have derivatives: of floating-point
+  or complex dtype.
+  """
+
+  def __init__(
+    self, run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
+  ) -> None:
+    self.run, self.wanted, self.static = run, wanted, static
+    self.leaves, self.tree = jax.tree.flatten((args[0], args[1]))
+    self.primals = [self.leaves[i] for i in wanted]
+    self.vectors: tuple[Tensor, ...] = args[2]
+
+  def __call__(self, functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    leaves = list(self.leaves)
+    for index, value in zip(self.wanted, primals, strict=True):
+      leaves[index] = value
+    args, kwargs = jax.tree.unflatten(self.tree, leaves)
+    result = self.run(functional, args, {**kwargs, **self.static})
+    return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
+
+
+def _vjp(run: Run, wanted: Sequence[int]) -> Run:
+  """`(args, kwargs, cotangents) -> cotangents of the wanted arguments`, in JAX's convention.
+
+  torch's cotangent of a complex value is the conjugate of JAX's.
+  """
+
+  def backward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    inner = _Inner(run, wanted, args, static)
+    cotangents = [_conj(ct) for ct in inner.vectors]
+    if functional:
+      vjp = cast("Any", torch.func.vjp)
+      results, pullback = vjp(lambda *primals: inner(True, primals), *inner.primals)
+      grads = pullback(_as_dtypes_of(results, cotangents))
+    else:
+      again = torch.is_grad_enabled()  # a derivative of this one is being taken
+      with torch.enable_grad():
+        primals = [_tracked(x) for x in inner.primals]
+        results = inner(False, primals)
+        grads = _grad(results, primals, _as_dtypes_of(results, cotangents), again)
+    return tuple(map(_conj, grads))
+
+  return backward
+
+
+def _jvp(run: Run, wanted: Sequence[int]) -> Run:
+  """`(args, kwargs, tangents of the wanted arguments) -> tangents of the results`."""
+
+  def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    inner = _Inner(run, wanted, args, static)
+    if functional:
+      primals = tuple(inner.primals)
+      with _forward_lock:
+        prepare_forward_mode()
+        return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+      primals = [_tracked(x) for x in inner.primals]
+      results = inner(False, primals)
+      # The transpose of the transpose: reverse mode is linear in its cotangents u.
+      u = [torch.zeros_like(x, requires_grad=True) for x in results]
+      grads = _grad(results, primals, u, again=True)
+      return _grad(grads, u, inner.vectors, again)
+
+  return forward
+
+
+@functools.cache
+def prepare_forward_mode() -> None:
+  """Has torch load its forward mode, which warns that it is compiled by deprecated means."""
+  one = torch.ones(())
+  with _forward_lock, warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    torch.func.jvp(torch.neg, (one,), (one,))
+
+
+def _tracked(x: Tensor) -> Tensor:
+  """A tensor of its own to differentiate by; the graph that `x` is in goes on through it."""
+  return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def _grad(
+  results: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], again: bool
+) -> tuple[Tensor, ...]:
+  """`torch.autograd.grad`, with zeros where nothing depends on an input."""
+  pairs = [(x, ct) for x, ct in zip(results, cotangents, strict=True) if x.requires_grad]
+  found: Sequence[Tensor | None] = [None] * len(inputs)
+  if pairs:
+    xs, cts = zip(*pairs, strict=True)
+    found = torch.autograd.grad(xs, inputs, cts, create_graph=again, allow_unused=True)
+  return tuple(
+    torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)
+  )
+
+
+def _as_dtypes_of(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+  # They differ where `cast` makes float32 results of float64 ones.
+  return tuple(ct.to(x.dtype) for x, ct in zip(results, cotangents, strict=True))
+
+
+def _conj(x: Tensor) -> Tensor:
+  return x.conj() if x.is_complex() else x
+
+
+# -- batches -------------------------------------------------------------------------------------
+def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
+  """The run of all lanes at once; flat arguments in `mask` have a leading axis."""
+
+  def whole(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del functional
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    trees: list[Any] = []
+
+    def lane(*tensors: Tensor) -> tuple[Tensor, ...]:
+      values = list(leaves)
+      for index, tensor in zip(where, tensors, strict=True):
+        values[index] = tensor
+      lane_args, lane_kwargs = jax.tree.unflatten(tree, values)
+      flat, out_tree = jax.tree.flatten(run(True, lane_args, lane_kwargs))
+      trees.append(out_tree)
+      return tuple(flat)
+
+    axes = tuple(0 if i in mask else None for i in range(len(where)))
+    found = torch.func.vmap(lane, axes, randomness=randomness)(*(leaves[i] for i in where))
+    return jax.tree.unflatten(trees[0], found)
+
+  return whole

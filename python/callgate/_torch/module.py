@@ -1,0 +1,127 @@
+"""A `torch.nn.Module` as a function of its parameters; imported when the first one is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from torch.nn.modules import batchnorm
+
+from callgate._arrays.torch import to_numpy
+from callgate._core.errors import GateDefinitionError
+from callgate._jax import tracing
+from callgate._torch.calls import is_abstract
+
+# Of batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
+_NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
+
+
+class ModuleFunction:
+  """`f(params, *args, **kwargs)`: the module's forward with these parameters and buffers.
+
+  torch puts tensors in the place of the module's own for the time of a call, so calls of one
+  module run one after another.
+  """
+
+  def __init__(self, label: str, module: Any, *, mutable: bool) -> None:
+    self.label, self.module, self.mutable = label, module, mutable
+    self.__name__ = type(module).__name__
+    self._lock = threading.RLock()
+
+  def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+    tensors = dict(params)
+    buffers = {name: tensors[name] for name, _ in self.module.named_buffers()}
+    if self.mutable or self.module.training:
+      # The module may write into them, and the arguments are XLA's memory.
+      buffers = {name: value.clone() for name, value in buffers.items()}
+      tensors.update(buffers)
+    watched = not self.mutable and any(map(is_abstract, tensors.values()))
+    versions = {name: value._version for name, value in buffers.items()} if watched else {}
+    with self._lock:
+      result = torch.func.functional_call(self.module, tensors, args, kwargs)
+    if watched:
+      self._refuse_writes(buffers, versions)
+    return (result, buffers) if self.mutable else result
+
+  def _refuse_writes(self, buffers: dict[str, Any], versions: dict[str, int]) -> None:
+    written = [name for name, value in buffers.items() if value._version != versions[name]]
+    if not written:
+      written = [
+        f"{prefix}.running_mean".removeprefix(".")
+        for prefix, part in self.module.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats
+      ]
+    if written:
+      raise GateDefinitionError(
+        f"{self.label}: the module writes its buffer '{written[0]}' when called. Expected one of: "
+        "module.eval() before the call, or mutable=True, with which calls return (result, new "
+        "buffers)"
+      )
+
+  # -- its parameters ----------------------------------------------------------------------------
+  def tensors(self) -> dict[str, Any]:
+    """Parameters and buffers by name; shared ones once."""
+    with self._lock:  # a call has others in their places
+      return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+  def trainable(self) -> dict[str, bool]:
+    """For each name whether it has a gradient: buffers and frozen parameters have none."""
+    with self._lock:
+      wanted = {name: p.requires_grad for name, p in self.module.named_parameters()}
+    return {name: wanted.get(name, False) for name in self.tensors()}
+
+  def params(self) -> dict[str, jax.Array]:
+    """Copies of the tensors as JAX arrays."""
+    return {name: self._to_jax(name, value) for name, value in self.tensors().items()}
+
+  def _to_jax(self, name: str, tensor: Any) -> jax.Array:
+    array = to_numpy(tensor)
+    dtype = tracing.canonical_dtype(array.dtype)
+    if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+      raise GateDefinitionError(
+        f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
+        f"expected {dtype.name} without it (module.float() converts a module)"
+      )
+    return jnp.array(array, dtype)  # a copy: the module's memory changes when it is loaded
+
+  def check(self, params: Any) -> None:
+    """Raises unless it is a dict of this module's names and shapes."""
+    if not isinstance(params, Mapping):
+      raise GateDefinitionError(
+        f"{self.label}: argument 'params': expected a dict of arrays as `.params` gives it, got "
+        f"{type(params).__name__}"
+      )
+    own = self.tensors()
+    for names, what in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+      if names:
+        raise GateDefinitionError(
+          f"{self.label}: argument 'params': there is {what} '{min(names)}'; expected the names "
+          f"that `.params` has: {', '.join(own)}"
+        )
+    for name, tensor in own.items():
+      if np.shape(params[name]) != tuple(tensor.shape):
+        raise GateDefinitionError(
+          f"{self.label}: argument 'params': '{name}': expected shape {list(tensor.shape)}, got "
+          f"{list(np.shape(params[name]))}"
+        )
+
+  def load(self, params: Mapping[str, Any]) -> None:
+    """Copies arrays into the module's own tensors."""
+    self.check(params)
+    # Before the lock: the arrays may come from a program whose calls need it.
+    values = {name: _from_jax(np.asarray(value)) for name, value in params.items()}
+    with torch.no_grad(), self._lock:
+      for name, tensor in self.tensors().items():
+        tensor.copy_(values[name])
+
+
+def _from_jax(array: np.ndarray) -> Any:
+  if hasattr(ml_dtypes, array.dtype.name):  # bfloat16 and the like, which NumPy lacks
+    array = array.astype(np.float32)
+  return torch.from_numpy(np.array(array))

@@ -1,0 +1,160 @@
+"""`python -m callgate watch`: serves a live page of streams on loopback.
+
+The page is a Bokeh server's, whose scripts come with its wheel. It reads streams as any other
+reader does: the program that writes them serves nothing for it. Feeds read on threads of their own;
+the server has the main thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import webbrowser
+from typing import TYPE_CHECKING, Any
+
+from callgate._watch.feed import Feed
+from callgate._watch.model import Model
+
+if TYPE_CHECKING:
+  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+_PERIOD_MS = 400  # between two looks at the model
+
+
+def add_watch(subparsers: Subparsers) -> None:
+  """Adds `watch`: a live page of streams, on loopback."""
+  parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
+  parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
+                      help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+  parser.add_argument("--port", type=_port, default=5007, metavar="N",
+                      help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
+  parser.add_argument("--points", type=_at_least_two, default=1000, metavar="N",
+                      help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
+  parser.add_argument("--plots", type=_plots, default=12, metavar="N",
+                      help="plots to begin with, at most (default: 12)")  # fmt: skip
+  parser.add_argument("--wait", action="store_true",
+                      help="wait for files and addresses that are not there yet")  # fmt: skip
+  parser.add_argument("--no-browser", action="store_true", help="open no browser")
+  parser.set_defaults(run=run)
+
+
+def _port(text: str) -> int:
+  return _number(text, "a port from 0 to 65535", least=0, most=65535)
+
+
+def _at_least_two(text: str) -> int:
+  return _number(text, "2 points or more", least=2)
+
+
+def _plots(text: str) -> int:
+  return _number(text, "1 plot or more", least=1)
+
+
+def _number(text: str, expected: str, *, least: int, most: int = 2**31) -> int:
+  with contextlib.suppress(ValueError):
+    if least <= (number := int(text)) <= most:
+      return number
+  raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+  """Serves the page until an interrupt, or until the process is asked to terminate.
+
+  Args:
+    arguments: the parsed ones of `watch`.
+
+  Returns:
+    The exit status: 1 where Bokeh is missing.
+  """
+  try:
+    importlib.import_module("bokeh.server.server")
+  except ImportError as error:
+    print(
+      f"python -m callgate watch: needs bokeh, which cannot be imported ({error}): "
+      "pip install 'callgate[watch]'",
+      file=sys.stderr,
+    )
+    return 1
+  model = Model(arguments.points)
+  feeds = [Feed(where, model, index) for index, where in enumerate(arguments.where)]
+  if not arguments.wait:
+    for feed in feeds:
+      feed.connect()
+  for feed in feeds:
+    feed.start()
+  try:
+    asyncio.run(_serve(model, feeds, arguments))
+  finally:
+    for feed in feeds:
+      feed.stop()
+  return 0
+
+
+async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace) -> None:
+  server, port = make_server(model, feeds, port=arguments.port, plots=arguments.plots)
+  server.start()
+  ended = asyncio.Event()
+  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+  logging.getLogger("bokeh.server.views.ws").setLevel(logging.ERROR)  # a closed tab is no news
+  address = f"http://127.0.0.1:{port}/"
+  print(f"callgate watch: {address} (Ctrl-C ends it)", flush=True)
+  if not arguments.no_browser and _has_display():
+    webbrowser.open(address)
+  try:
+    await ended.wait()
+  finally:
+    server.stop()
+
+
+def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tuple[Any, int]:
+  """A Bokeh server on loopback that has not started, and its port.
+
+  Args:
+    model: what its page shows.
+    feeds: where the model's data come from.
+    port: 0 for any free one.
+    plots: how many plots the page begins with.
+
+  Raises:
+    OSError: the port is in use.
+  """
+  from bokeh.application import Application
+  from bokeh.application.handlers.function import FunctionHandler
+  from bokeh.server.server import BaseServer
+  from tornado.httpserver import HTTPServer
+  from tornado.ioloop import IOLoop
+
+  from callgate._watch.guard import HOSTS, GuardedTornado
+  from callgate._watch.page import Page
+
+  def fill(document: Any) -> None:
+    page = Page(document, model, lambda: [f"{one.where}: {one.state}" for one in feeds], plots)
+    document.add_periodic_callback(page.update, _PERIOD_MS)
+
+  try:
+    listener = socket.create_server(("127.0.0.1", port))
+  except OSError as error:
+    raise OSError(f"port {port} of 127.0.0.1: {error.strerror}: choose another --port") from error
+  listener.setblocking(False)
+  port = listener.getsockname()[1]
+  # Pages of other servers, on this machine too, must not talk to this one.
+  origins = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in HOSTS]
+  tornado = GuardedTornado(
+    {"/": Application(FunctionHandler(fill))}, extra_websocket_origins=origins
+  )
+  http = HTTPServer(tornado)
+  http.add_sockets([listener])
+  return BaseServer(IOLoop.current(), tornado, http), port
+
+
+def _has_display() -> bool:
+  """Whether a browser would be a window: not one in the terminal that shows the address."""
+  return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -1,0 +1,217 @@
+"""Curves over time in bounded memory, where a stream's numbers stand, and how fast records come.
+
+Plain data, used under the model's lock.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, Literal
+
+import numpy as np
+
+from callgate._stream.records import StreamRecord
+
+Window = Literal["whole", "recent"]
+_Array = np.ndarray[Any, Any]
+# Rows of the matrices here; a column is a point.
+_X, _SECONDS, _SESSION, _LOW, _HIGH, _SUM, _COUNT, _BUCKET = range(8)
+
+
+class Curve:
+  """A curve as minimum, mean and maximum: the whole of it, coarser as it grows, and its end."""
+
+  def __init__(self, points: int) -> None:
+    """Makes an empty one.
+
+    Args:
+      points: at most so many, of each of the two.
+    """
+    self._limit = points
+    self._stride = 1  # records a point of the whole
+    self._records = 0
+    self._last_x = -1.0
+    self._whole = np.zeros((8, 0))
+    self._recent = np.zeros((8, 0))
+
+  def extend(self, rows: _Array) -> None:
+    """Adds points to the right end.
+
+    Args:
+      rows: f64[7, n]: position, seconds, session; minimum, maximum, sum and number of the finite
+        elements. Columns of one position, the lanes of a vmap, make one point.
+    """
+    steps = np.diff(rows[_X], prepend=self._last_x) != 0
+    index = self._records - 1 + np.cumsum(steps)
+    self._records = int(index[-1]) + 1
+    self._last_x = float(rows[_X, -1])
+    self._recent = _append(self._recent, np.vstack([rows, index]))[:, -self._limit :]
+    self._whole = _append(self._whole, np.vstack([rows, index // self._stride]))
+    while self._whole.shape[1] > self._limit and self._stride <= self._records:
+      self._stride *= 2
+      self._whole[_BUCKET] //= 2
+      self._whole = _merge(self._whole)
+
+  def columns(self, window: Window) -> dict[str, _Array]:
+    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions.
+
+    Args:
+      window: "whole" or "recent".
+    """
+    points = self._whole if window == "whole" else self._recent
+    gaps = np.flatnonzero(np.diff(points[_SESSION])) + 1
+    points = np.insert(points, gaps, np.nan, axis=1)
+    count = points[_COUNT]
+    mean = np.full_like(count, np.nan)
+    np.divide(points[_SUM], count, out=mean, where=count > 0)
+    return {
+      "record": points[_X],
+      "seconds": points[_SECONDS],
+      "low": points[_LOW],
+      "mean": mean,
+      "high": points[_HIGH],
+    }
+
+
+def _append(points: _Array, added: _Array) -> _Array:
+  """Both, where the last point and the first ones added may be of one bucket."""
+  return np.concatenate([points[:, :-1], _merge(np.hstack([points[:, -1:], added]))], axis=1)
+
+
+def _merge(points: _Array) -> _Array:
+  """One point for each run of one bucket in one session."""
+  changes = (np.diff(points[_BUCKET]) != 0) | (np.diff(points[_SESSION]) != 0)
+  starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
+  if len(starts) == points.shape[1]:
+    return points
+  merged = points[:, starts]
+  merged[_LOW] = np.fmin.reduceat(points[_LOW], starts)
+  merged[_HIGH] = np.fmax.reduceat(points[_HIGH], starts)
+  merged[_SUM] = np.add.reduceat(points[_SUM], starts)
+  merged[_COUNT] = np.add.reduceat(points[_COUNT], starts)
+  return merged
+
+
+class Lanes:
+  """Records of each device over time, in a fixed number of buckets that widen.
+
+  Attributes:
+    width: seconds a bucket.
+  """
+
+  BUCKETS = 240
+
+  def __init__(self) -> None:
+    self.width = 0.125
+    self._counts: dict[int, _Array] = {}
+    self._used = 0
+
+  def add(self, device: int, seconds: _Array) -> None:
+    """Counts records.
+
+    Args:
+      device: which lane.
+      seconds: since the first record; what is before it counts as at it.
+    """
+    counts = self._counts.setdefault(device, np.zeros(self.BUCKETS, np.int64))
+    seconds = np.maximum(seconds, 0)
+    while seconds.max() >= self.width * self.BUCKETS:
+      self.width *= 2
+      for one, held in self._counts.items():
+        self._counts[one] = np.pad(held.reshape(-1, 2).sum(1), (0, self.BUCKETS // 2))
+      self._used = -(-self._used // 2)
+      counts = self._counts[device]
+    bucket = (seconds / self.width).astype(np.int64)
+    counts += np.bincount(bucket, minlength=self.BUCKETS)
+    self._used = max(self._used, int(bucket.max()) + 1)
+
+  def counts(self) -> dict[int, _Array]:
+    """Records in each bucket up to the last used one, by device."""
+    return {device: held[: self._used].copy() for device, held in sorted(self._counts.items())}
+
+
+_RECENT_SECONDS = 10.0  # what "records per second" looks back over
+
+
+class Rate:
+  """Records a second, looking back over the last seconds of the stream's own time."""
+
+  def __init__(self) -> None:
+    self._marks: collections.deque[tuple[float, int]] = collections.deque()
+    self._count = 0
+
+  def add(self, seconds: np.ndarray[Any, Any]) -> None:
+    """Counts records.
+
+    Args:
+      seconds: their times.
+    """
+    last = float(seconds.max())
+    older = int((seconds < last - _RECENT_SECONDS).sum())
+    if older:
+      self._marks.append((last - _RECENT_SECONDS, self._count + older))
+    elif not self._marks:
+      self._marks.append((float(seconds.min()), 1))  # the rate is that of the ones behind it
+    self._count += len(seconds)
+    self._marks.append((last, self._count))
+    while len(self._marks) > 2 and self._marks[1][0] <= last - _RECENT_SECONDS:
+      self._marks.popleft()
+
+  @property
+  def value(self) -> float:
+    if len(self._marks) < 2:
+      return 0.0
+    (before, count_before), (after, count_after) = self._marks[0], self._marks[-1]
+    return (count_after - count_before) / (after - before) if after > before else 0.0
+
+
+class Source:
+  """One stream: where its numbers stand, and how they become positions on the record axis."""
+
+  def __init__(self) -> None:
+    self.session = 0
+    self.base = 0  # of the session, so that it begins where the one before ended
+    self.top = 0  # the first position behind all that came
+    self.missing_before = 0
+    self.is_new_session = False  # whether the next record is another writer's
+    self._descriptions: dict[int, Any] = {}  # by id, which holding them keeps their own
+    self._first: dict[int, int] = {}
+    self._last: dict[int, int] = {}
+    self._distinct: dict[int, int] = {}
+
+  def _begin_session(self) -> None:
+    self.is_new_session = False
+    self.missing_before = self.missing
+    self.session += 1
+    self.base = self.top
+    self._descriptions.clear()
+    for counts in (self._first, self._last, self._distinct):
+      counts.clear()
+
+  def position(self, record: StreamRecord) -> int:
+    """Where a record lies on the record axis.
+
+    A writer describes each tap once: a new description with a number that the device has passed
+    is from another writer.
+    """
+    device, seq = record.device, record.seq
+    is_described = id(record.description) in self._descriptions
+    passed = seq <= self._last.get(device, -1)
+    if self.is_new_session or (passed and not is_described):
+      self._begin_session()
+      is_described = False
+    if not is_described:
+      self._descriptions[id(record.description)] = record.description
+    last = self._last.get(device)
+    if last is None:
+      self._first[device] = seq
+    if last != seq:
+      self._distinct[device] = self._distinct.get(device, 0) + 1
+    self._last[device] = seq if last is None else max(last, seq)
+    self.top = max(self.top, self.base + seq + 1)
+    return self.base + seq
+
+  @property
+  def missing(self) -> int:
+    spans = (self._last[d] - self._first[d] + 1 - n for d, n in self._distinct.items())
+    return self.missing_before + max(0, sum(spans))

@@ -1,0 +1,140 @@
+"""Reads streams for the live page: a thread for each, which waits, follows and comes back.
+
+A feed hands what it reads to a `Model`. It survives its writer: a file that a new writer continues
+or replaces, a socket that is served again. It ends only when it is told to, or when a file is
+damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from callgate._stream.reader import StreamReader, open_stream
+from callgate._stream.records import StreamRecord
+from callgate._watch.model import Model
+
+_CHUNK = 4096  # records that the model gets at once, at most
+_PATIENCE = 0.1  # seconds that a record waits for others of its chunk, at most
+
+
+class Feed:
+  """Follows one file or address, on a thread of its own.
+
+  Attributes:
+    where: the file or the address.
+  """
+
+  def __init__(self, where: str, model: Model, source: int, *, retry_seconds: float = 1.0) -> None:
+    """Makes a feed that has not begun.
+
+    Args:
+      where: a file, a pattern of files, `unix:PATH` or `tcp://HOST:PORT`.
+      model: what gets the records.
+      source: the number by which the model knows the stream.
+      retry_seconds: between two attempts to open what is not there.
+    """
+    self.where = where
+    self._model = model
+    self._source = source
+    self._retry_seconds = retry_seconds
+    self._state = "waiting for it"
+    self._inode = 0
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self._run, name=f"callgate-watch-{source}", daemon=True)
+    self._reader: StreamReader | None = None
+
+  @property
+  def state(self) -> str:
+    """What the feed is at, in a few words."""
+    return self._state
+
+  def connect(self) -> None:
+    """Opens the stream now, so that the caller gets the error.
+
+    Raises:
+      OSError: there is no such file, or nobody serves the address.
+      ValueError: it is not a stream.
+    """
+    while True:
+      self._inode = _inode(self.where)
+      reader = open_stream(self.where, follow=True)
+      if _inode(self.where) == self._inode:
+        self._reader = reader
+        return
+      reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
+
+  def start(self) -> None:
+    """Starts reading."""
+    self._thread.start()
+
+  def stop(self) -> None:
+    """Ends reading, and waits for it."""
+    self._stop.set()
+    self._thread.join()
+
+  def _run(self) -> None:
+    while not self._stop.is_set():
+      try:
+        if self._reader is None:
+          self.connect()
+        assert self._reader is not None
+        with self._reader as reader:
+          self._follow(reader)
+      except ConnectionError as error:
+        self._state = f"{error}; trying again"
+      except FileNotFoundError:
+        self._state = "waiting for it"
+      except (OSError, ValueError) as error:
+        self._state = str(error)
+        if self._reader is not None and not self._is_address:
+          return  # damaged; reading it from the beginning would count everything twice
+      self._reader = None
+      self._model.begin_session(self._source)
+      self._stop.wait(self._retry_seconds)
+
+  def _follow(self, reader: StreamReader) -> None:
+    """Reads until the stream has to be opened anew."""
+    while not self._stop.is_set():
+      before = time.monotonic()
+      chunk = self._chunk(reader)
+      self._model.add(chunk, self._source)
+      if chunk:
+        self._state = "following"
+        continue
+      if reader.ended:
+        self._state = "closed by its writer"
+        if self._is_address:
+          return
+      elif self._state == "waiting for it":
+        self._state = "following"
+      if not self._is_address and _inode(self.where) not in (0, self._inode):
+        return  # replaced by another file
+      self._stop.wait(max(0.0, before + _PATIENCE - time.monotonic()))
+
+  def _chunk(self, reader: StreamReader) -> list[StreamRecord]:
+    chunk: list[StreamRecord] = []
+    deadline = time.monotonic() + _PATIENCE
+    try:
+      while len(chunk) < _CHUNK and (left := deadline - time.monotonic()) > 0:
+        record = reader.read(left)
+        if record is None:
+          break
+        chunk.append(record)
+    except (OSError, ValueError):
+      self._model.add(chunk, self._source)  # what came before the damage
+      raise
+    return chunk
+
+  @property
+  def _is_address(self) -> bool:
+    return self.where.startswith(("unix:", "tcp://"))
+
+
+def _inode(where: str) -> int:
+  """What tells a file from the one that replaces it; 0 where there is none, or several."""
+  try:
+    return os.stat(where).st_ino
+  except OSError:
+    return 0

@@ -1,0 +1,284 @@
+"""What the live page of `python -m callgate watch` shows, as data: neither a server nor a browser.
+
+A `Model` takes the records of streams and keeps curves, counts and the latest values in memory that
+does not grow with their number. Feeds (`feed.py`) add from threads of their own, the page reads
+from the server's: a lock makes each call whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from callgate._stream.records import StreamRecord
+from callgate._watch.curves import Curve, Lanes, Rate, Source, Window
+
+_PART = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")  # of a path in a pytree
+_PATH = re.compile(rf"(?:{_PART.pattern})*")
+_LATEST = 2048  # elements of an array's latest value that are kept, evenly spread
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Key:
+  """One leaf of one tap: what the page has a plot for.
+
+  Attributes:
+    name: the tap's name.
+    role: "primal", "tangent" or "cotangent".
+    path: the leaf's path in the tapped value; "" for a lone array.
+  """
+
+  name: str
+  role: str
+  path: str
+
+  @property
+  def leaf(self) -> str:
+    """The path as people read it: "w/0" for "['w'][0]"."""
+    if _PATH.fullmatch(self.path) is None:
+      return self.path  # not one that JAX writes
+    return "/".join("".join(part) for part in _PART.findall(self.path))
+
+  @property
+  def label(self) -> str:
+    """The name and the leaf, and the role unless it is the usual one."""
+    name = f"{self.name}/{self.leaf}" if self.path else self.name
+    return f"{name} ({self.role})" if self.role != "primal" else name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+  """Counts over all streams.
+
+  Attributes:
+    records: values that came, each lane of a vmap one.
+    missing: numbers between a device's first record and its last that did not come: dropped ones,
+      and those of which `where` kept every lane back.
+    sessions: writers that were read.
+    per_second: records a second of the last ten seconds of the streams' own time.
+    started_ns: wall clock of the first record; 0 before it.
+    latest_ns: wall clock of the latest one.
+  """
+
+  records: int
+  missing: int
+  sessions: int
+  per_second: float
+  started_ns: int
+  latest_ns: int
+
+
+class Panel:
+  """What is known of one leaf.
+
+  Attributes:
+    curves: by device.
+    latest: the latest value, flat, at most 2048 elements of it.
+    is_array: whether a record held more than one number, all lanes taken together.
+    records: values that came.
+    nonfinite: elements that were NaN or infinite; curves leave them out.
+    kind: dtype and shape of the latest value, as "float32[3, 4]".
+    version: changes with each change.
+  """
+
+  def __init__(self, points: int) -> None:
+    self._points = points
+    self.curves: dict[int, Curve] = {}
+    self.latest = np.zeros(0)
+    self.is_array = False
+    self.records = 0
+    self.nonfinite = 0
+    self.kind = ""
+    self.version = 0
+    self.rate = Rate()
+
+  def curve(self, device: int) -> Curve:
+    """The curve of a device, made when it is new."""
+    if device not in self.curves:
+      self.curves[device] = Curve(self._points)
+    return self.curves[device]
+
+  @property
+  def last(self) -> float:
+    """The last number, or the mean of the last array's finite elements; NaN before there is one."""
+    finite = self.latest[np.isfinite(self.latest)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+class Model:
+  """Curves, counts and latest values of any number of streams."""
+
+  def __init__(self, points: int = 1000) -> None:
+    """Makes an empty one.
+
+    Args:
+      points: of each curve, at most; the whole run and its recent part each.
+    """
+    if points < 2:
+      raise ValueError(f"callgate watch: expected 2 points a curve or more, got {points}")
+    self._points = points
+    self._lock = threading.Lock()
+    self._panels: dict[Key, Panel] = {}
+    self._sources: dict[int, Source] = {}
+    self._lanes = Lanes()
+    self._rate = Rate()
+    self._records = 0
+    self._started_ns: int | None = None
+    self._latest_ns = 0
+
+  def add(self, records: Sequence[StreamRecord], source: int = 0) -> None:
+    """Takes records in the order in which their stream has them.
+
+    Args:
+      records: any number.
+      source: which of the streams.
+    """
+    if not records:
+      return
+    with self._lock:
+      self._add(records, self._sources.setdefault(source, Source()))
+
+  def begin_session(self, source: int = 0) -> None:
+    """What follows of a stream, if anything does, comes from another writer: curves get a gap.
+
+    Args:
+      source: which of the streams.
+    """
+    with self._lock:
+      if source in self._sources:
+        self._sources[source].is_new_session = True
+
+  def _add(self, records: Sequence[StreamRecord], source: Source) -> None:
+    if self._started_ns is None:
+      self._started_ns = records[0].time_ns
+    rows: dict[tuple[Key, int], list[tuple[float, ...]]] = {}
+    arrays: dict[Key, np.ndarray[Any, Any]] = {}
+    times: dict[int, list[float]] = {}
+    for record in records:
+      position = source.position(record)
+      seconds = (record.time_ns - self._started_ns) * 1e-9
+      times.setdefault(record.device, []).append(seconds)
+      for path, array in record.leaves.items():
+        key = Key(record.name, record.role, path)
+        row = (position, seconds, source.session, *_summary(array))
+        rows.setdefault((key, record.device), []).append(row)
+        arrays[key] = array
+    for (key, device), added in rows.items():
+      self._extend(key, device, np.array(added, np.float64).T)
+    for key, array in arrays.items():
+      panel = self._panels[key]
+      panel.latest = _spread(as_float(array).reshape(-1))
+      panel.kind = f"{array.dtype}{list(array.shape)}"
+    self._count(times, len(records), max(record.time_ns for record in records))
+
+  def _extend(self, key: Key, device: int, rows: np.ndarray[Any, Any]) -> None:
+    panel = self._panels.setdefault(key, Panel(self._points))
+    elements, finite = rows[-1], rows[-2]
+    panel.curve(device).extend(rows[:-1])
+    repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
+    panel.is_array = panel.is_array or repeats or bool((elements != 1).any())
+    panel.records += rows.shape[1]
+    panel.nonfinite += int((elements - finite).sum())
+    panel.rate.add(rows[1])
+    panel.version += 1
+
+  def _count(self, times: Mapping[int, Sequence[float]], records: int, latest_ns: int) -> None:
+    for device, seconds in times.items():
+      self._lanes.add(device, np.asarray(seconds))
+    self._records += records
+    self._latest_ns = max(self._latest_ns, latest_ns)
+    self._rate.add(np.concatenate([np.asarray(seconds) for seconds in times.values()]))
+
+  # -- what the page shows -----------------------------------------------------------------------
+  def versions(self) -> dict[Key, int]:
+    """The leaves that there are, in the order in which they came, with what changes with them."""
+    with self._lock:
+      return {key: panel.version for key, panel in self._panels.items()}
+
+  def curves(self, key: Key, window: Window) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
+    """The curves of a leaf.
+
+    Args:
+      key: which one.
+      window: "whole" or "recent".
+
+    Returns:
+      For each device: `record` and `seconds`, what goes on the horizontal axis, and `low`, `mean`,
+      `high`; a row of NaN between two writers.
+    """
+    with self._lock:
+      curves = self._panels[key].curves
+      return {device: curve.columns(window) for device, curve in sorted(curves.items())}
+
+  def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
+    """What a function says of a leaf, which it sees whole.
+
+    Args:
+      key: which one.
+      question: gets the `Panel`.
+    """
+    with self._lock:
+      return question(self._panels[key])
+
+  def lanes(self) -> tuple[float, dict[int, np.ndarray[Any, Any]]]:
+    """Seconds a bucket, and for each device the records in each bucket from the first record on."""
+    with self._lock:
+      return self._lanes.width, self._lanes.counts()
+
+  def totals(self) -> Totals:
+    """Counts over all streams."""
+    with self._lock:
+      sources = self._sources.values()
+      return Totals(
+        records=self._records,
+        missing=sum(source.missing for source in sources),
+        sessions=sum(source.session + 1 for source in sources),
+        per_second=self._rate.value,
+        started_ns=self._started_ns or 0,
+        latest_ns=self._latest_ns,
+      )
+
+  def table(self) -> dict[str, list[Any]]:
+    """Columns with a row for each leaf: what the page's table shows."""
+    with self._lock:
+      panels = self._panels.items()
+      return {
+        "tap": [key.name for key, _ in panels],
+        "leaf": [key.leaf for key, _ in panels],
+        "role": [key.role for key, _ in panels],
+        "kind": [panel.kind for _, panel in panels],
+        "devices": [", ".join(map(str, sorted(panel.curves))) for _, panel in panels],
+        "records": [panel.records for _, panel in panels],
+        "per_second": [round(panel.rate.value, 1) for _, panel in panels],
+        "last": [f"{panel.last:.6g}" for _, panel in panels],
+        "nonfinite": [panel.nonfinite for _, panel in panels],
+      }
+
+
+def as_float(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  """The array as float64; complex numbers by their absolute value."""
+  return (np.abs(array) if array.dtype.kind == "c" else array).astype(np.float64)
+
+
+def _summary(array: np.ndarray[Any, Any]) -> tuple[float, float, float, int, int]:
+  """Least, greatest and sum of the finite elements, how many these are, and how many there are."""
+  if array.ndim == 0:
+    value = abs(complex(array)) if array.dtype.kind == "c" else float(array)
+    finite = abs(value) < np.inf
+    return (value, value, value, 1, 1) if finite else (np.nan, np.nan, 0.0, 0, 1)
+  values = as_float(array)
+  kept = values[np.isfinite(values)]
+  if not kept.size:
+    return np.nan, np.nan, 0.0, 0, array.size
+  return float(kept.min()), float(kept.max()), float(kept.sum()), kept.size, array.size
+
+
+def _spread(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  if flat.size <= _LATEST:
+    return flat
+  return flat[np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)]

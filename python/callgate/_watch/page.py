@@ -1,0 +1,273 @@
+"""The live page: a Bokeh document that shows a `Model` and looks at it anew a few times a second.
+
+One `Page` for each browser tab that is open. Everything runs on the server's thread; the model is
+the only thing that is shared. Imports Bokeh, so it is imported only where a page is made.
+
+Names come from the stream, whose writer may be anybody: what the browser takes for HTML or for
+mathematics gets them as text (`_as_html`, `_as_title`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.layouts import column, row
+from bokeh.models import (
+  ColorBar,
+  ColumnDataSource,
+  DataTable,
+  Div,
+  FactorRange,
+  LinearColorMapper,
+  MultiChoice,
+  PlainText,
+  RadioButtonGroup,
+  TableColumn,
+  Title,
+)
+from bokeh.palettes import Blues9, Category10_10
+from bokeh.plotting import figure
+
+from callgate._watch.curves import Window
+from callgate._watch.model import Key, Model
+
+_WINDOWS: tuple[Window, ...] = ("whole", "recent")
+_AXES = ("record", "seconds")
+_DEVICES = 10  # curves in one plot, at most
+_DOTS = 100  # points up to which a curve shows each of them
+_COLUMNS = {
+  "tap": "tap",
+  "leaf": "leaf",
+  "role": "role",
+  "kind": "latest value's type",
+  "devices": "devices",
+  "records": "records",
+  "per_second": "records/s",
+  "last": "last value or mean",
+  "nonfinite": "NaN, inf",
+}
+
+
+def _as_html(text: str) -> str:
+  """A text for what shows HTML; Bokeh's choices do so, though nothing says it."""
+  return html.escape(text)
+
+
+def _choice_of(label: str, number: int) -> str:
+  """What stands for a label in the choice: the label, or no part of it where HTML would differ."""
+  return label if _as_html(label) == label else f"leaf&{number}"
+
+
+def _as_title(text: str) -> Title:
+  """A plot's title, which looks for TeX between dollars and in parentheses with backslashes."""
+  return Title(text=PlainText(text=text) if set(text) & {"$", "\\"} else text)
+
+
+class _Plot:
+  """A leaf's curves, and its latest values if it is an array."""
+
+  def __init__(self, label: str) -> None:
+    options: dict[str, Any] = {"width": 440, "height": 270, "min_border_left": 62}
+    self.curves: Any = figure(title=_as_title(label), name=f"curves:{label}", **options)
+    self.curves.toolbar.autohide = True
+    self.latest: Any = figure(
+      title=_as_title(f"{label}: latest"), name=f"latest:{label}", **options
+    )
+    self.latest.toolbar.autohide = True
+    self.latest.xaxis.axis_label = "element"
+    self._sources: dict[int, Any] = {}
+    self._dots: dict[int, Any] = {}
+    self._values: Any = ColumnDataSource({"x": [], "y": []})
+    self.latest.line("x", "y", source=self._values, color=Category10_10[0])
+    self.latest.scatter("x", "y", source=self._values, size=3, color=Category10_10[0])
+    self._seen: tuple[int, Window, str] | None = None
+
+  def update(self, model: Model, key: Key, seen: tuple[int, Window, str]) -> None:
+    """Draws what has changed.
+
+    Args:
+      model: where the data are.
+      key: whose.
+      seen: version, window and axis to draw.
+    """
+    if seen == self._seen:
+      return
+    self._seen = seen
+    _, window, axis = seen
+    self.curves.xaxis.axis_label = axis
+    for device, points in list(model.curves(key, window).items())[:_DEVICES]:
+      columns = {"x": points[axis], **{name: points[name] for name in ("low", "mean", "high")}}
+      self._source(device).data = columns
+      self._dots[device].visible = len(columns["x"]) <= _DOTS
+    values = model.ask(key, lambda panel: panel.latest)
+    self._values.data = {"x": np.arange(len(values)), "y": values}
+
+  def _source(self, device: int) -> Any:
+    if device not in self._sources:
+      color = Category10_10[len(self._sources) % 10]
+      source: Any = ColumnDataSource({"x": [], "low": [], "mean": [], "high": []})
+      self._sources[device] = source
+      label = f"device {device}"
+      self.curves.varea("x", "low", "high", source=source, color=color, alpha=0.2)
+      self.curves.line("x", "mean", source=source, color=color, width=1.5, legend_label=label)
+      self._dots[device] = self.curves.scatter("x", "mean", source=source, color=color, size=4)
+      self.curves.legend.visible = len(self._sources) > 1
+      self.curves.legend.location = "top_right"
+      self.curves.legend.background_fill_alpha = 0.6
+    return self._sources[device]
+
+
+class Page:
+  """The document of one browser tab."""
+
+  def __init__(
+    self, document: Document, model: Model, states: Callable[[], Sequence[str]], plots: int
+  ) -> None:
+    """Fills a document.
+
+    Args:
+      document: an empty one.
+      model: what to show.
+      states: says of each stream where it is and what it is at.
+      plots: how many leaves to show until the user chooses.
+    """
+    self._model = model
+    self._states = states
+    self._limit = plots
+    self._keys: dict[str, Key] = {}  # by label
+    self._labels: dict[str, str] = {}  # by what the choice has for them
+    self._plots: dict[str, _Plot] = {}
+    self._chosen = False
+    self._following = False  # whether the choice of leaves is being made here, not by the user
+    self._make_controls()
+    self._make_lanes()
+    self._table: Any = ColumnDataSource({name: [] for name in _COLUMNS})
+    table: Any = DataTable(
+      source=self._table,
+      columns=[TableColumn(field=name, title=title) for name, title in _COLUMNS.items()],
+      name="table", index_position=None, sizing_mode="stretch_width", height=260,
+    )  # fmt: skip
+    self._head: Any = Div(name="head", sizing_mode="stretch_width", disable_math=True)
+    self._nothing: Any = Div(name="nothing", text="nothing to show yet")
+    self._area: Any = row(
+      self._nothing, name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}
+    )
+    controls = row(self._window, self._axis, self._view, sizing_mode="stretch_width")
+    document.title = "callgate watch"
+    document.add_root(
+      column(
+        self._head, controls, self._choice, self._area, self._lanes, table,
+        sizing_mode="stretch_width",
+      )
+    )  # fmt: skip
+    self.update()
+
+  def _make_controls(self) -> None:
+    def group(name: str, labels: list[str]) -> Any:
+      made: Any = RadioButtonGroup(name=name, labels=labels, active=0)
+      made.on_change("active", lambda attr, old, new: self.update())
+      return made
+
+    self._window = group("window", ["whole run", "recent"])
+    self._axis = group("axis", ["by record", "by seconds"])
+    self._view = group("view", ["curves", "latest values of arrays"])
+    self._choice: Any = MultiChoice(
+      name="choice", title="shown", options=[], value=[], sizing_mode="stretch_width"
+    )
+    self._choice.on_change("value", self._on_choice)
+
+  def _make_lanes(self) -> None:
+    self._devices: Any = FactorRange()
+    self._lanes: Any = figure(
+      name="lanes", title="records per second, by device", y_range=self._devices, height=150,
+      sizing_mode="stretch_width", tools="hover", toolbar_location=None, x_axis_label="seconds",
+      tooltips=[("device", "@device"), ("seconds", "@left"), ("records/s", "@rate")],
+    )  # fmt: skip
+    self._lanes.x_range.start = 0
+    self._rates: Any = ColumnDataSource({n: [] for n in ("device", "left", "right", "rate")})
+    self._colors: Any = LinearColorMapper(palette=Blues9[7::-1], low=0, high=1)
+    self._lanes.hbar(
+      y="device", left="left", right="right", height=0.8, source=self._rates, line_color=None,
+      fill_color={"field": "rate", "transform": self._colors},
+    )  # fmt: skip
+    self._lanes.add_layout(ColorBar(color_mapper=self._colors, width=8), "right")
+
+  def _on_choice(self, attr: str, old: Any, new: Any) -> None:
+    if not self._following:
+      self._chosen = True
+      self.update()
+
+  # -- updates -----------------------------------------------------------------------------------
+  def update(self) -> None:
+    """Shows the model as it is now."""
+    versions = self._model.versions()
+    self._add_keys(list(versions))
+    window, axis = _WINDOWS[self._window.active], _AXES[self._axis.active]
+    shown = [self._labels[value] for value in self._choice.value if value in self._labels]
+    figures: list[Any] = []
+    for label in shown:
+      key = self._keys[label]
+      plot = self._plots.setdefault(label, _Plot(label))
+      plot.update(self._model, key, (versions[key], window, axis))
+      is_array = self._model.ask(key, lambda panel: panel.is_array)
+      figures.append(plot.latest if self._view.active and is_array else plot.curves)
+    if (figures or [self._nothing]) != self._area.children:
+      self._area.children = figures or [self._nothing]
+    self._update_lanes()
+    self._table.data = self._model.table()
+    self._head.text = self._headline()
+
+  def _add_keys(self, keys: Sequence[Key]) -> None:
+    known = set(self._keys.values())
+    added = [key for key in keys if key not in known]
+    for key in added:
+      label = key.label
+      while label in self._keys:  # another tap's name with another leaf's path, put together
+        label += "'"
+      self._labels[_choice_of(label, len(self._keys))] = label
+      self._keys[label] = key
+    if not added:
+      return
+    self._following = True
+    values = sorted(self._labels, key=self._labels.__getitem__)
+    self._choice.options = [
+      value if value == (shown := _as_html(self._labels[value])) else (value, shown)
+      for value in values
+    ]
+    if not self._chosen:
+      self._choice.value = list(self._labels)[: self._limit]
+    self._following = False
+
+  def _update_lanes(self) -> None:
+    width, counts = self._model.lanes()
+    names = [f"device {device}" for device in counts]
+    columns: dict[str, list[Any]] = {name: [] for name in self._rates.data}
+    for name, records in zip(names, counts.values(), strict=True):
+      used = np.flatnonzero(records)
+      columns["device"] += [name] * len(used)
+      columns["left"] += (used * width).tolist()
+      columns["right"] += ((used + 1) * width).tolist()
+      columns["rate"] += (records[used] / width).tolist()
+    if names != list(self._devices.factors):
+      self._devices.factors = names
+      self._lanes.height = 110 + 22 * len(names)
+    self._colors.high = max(columns["rate"], default=1.0)
+    self._rates.data = columns
+
+  def _headline(self) -> str:
+    totals = self._model.totals()
+    parts = [f"<b>{_as_html(state)}</b>" for state in self._states()]
+    parts.append(f"{totals.records:,} records, {totals.per_second:,.1f} a second")
+    if totals.missing:
+      parts.append(f"{totals.missing:,} numbers missing (dropped, or not sent)")
+    if totals.sessions > 1:
+      parts.append(f"{totals.sessions} sessions")
+    if totals.records:
+      latest = datetime.datetime.fromtimestamp(totals.latest_ns / 1e9)
+      parts.append(f"latest {latest:%Y-%m-%d %H:%M:%S}")
+    return " &middot; ".join(parts)

@@ -1,0 +1,1 @@
+"""JAX's own callbacks on callgate's engine."""

@@ -1,0 +1,153 @@
+"""`jax.debug.callback` and `jax.debug.print` on callgate's taps.
+
+JAX's two primitives keep all their rules; replaced is what a CPU program holds for them: a tap to
+the callback instead of a call of it. So the program no longer waits for Python. What the callback
+sees is the same, in the same order, and `jax.effects_barrier()` still waits for it. An exception
+can't stop the program any more: `jax.effects_barrier()` raises it, as JaxRuntimeError with its
+traceback as text; `callgate.barrier()` raises itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from callgate import _callgate
+from callgate._call.lowering import emit
+from callgate._core import registry
+from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
+from callgate._jax import callbacks, dispatch, lowering, tracing
+from callgate._runtime import config, targets
+from callgate._tap import site as _site
+from callgate._tap.site import TapSite
+from callgate._tap.target import DEFAULT, Tap, start_default
+from callgate.compat._callbacks import install
+from callgate.compat._callbacks.engine import carrier, host_function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnCallgate:
+  """Marks a debug callback for callgate's engine. Equal for equal functions."""
+
+  function: Callable[..., Any]
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self.function(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Flat:
+  """A callback of flat arrays, as `host_function` takes it."""
+
+  callback_func: Callable[..., Any]
+  in_tree: Any
+
+
+def _is_ours(ctx: Any, callback: Any) -> bool:
+  if config.engine() == "jax" or lowering.is_automatic(ctx):
+    return False
+  if len(ctx.module_context.platforms) > 1:
+    return False
+  return install.installed() or tracing.closes_over(callback, OnCallgate)
+
+
+def _callback_lowering(
+  ctx: Any, *operands: Any, effect: Any, partitioned: bool, callback: Any, **params: Any
+) -> Any:
+  if not _is_ours(ctx, callback):
+    return callbacks.debug_callback_lowering(
+      ctx, *operands, effect=effect, partitioned=partitioned, callback=callback, **params
+    )
+  return _lower(ctx, operands, effect, callback)
+
+
+def _print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
+  if not _is_ours(ctx, params["fmt"]):
+    return callbacks.debug_print_lowering(ctx, *operands, ordered=ordered, **params)
+  effect = tracing.ordered_debug_effect() if ordered else None
+  return _lower(ctx, operands, effect, callbacks.debug_print_callback(**params))
+
+
+def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
+  start_default()
+  inputs = [carrier(aval) for aval in ctx.avals_in]
+  flat = _Flat(callback, jax.tree.structure(((0,) * len(inputs), {})))
+  run = host_function(flat, inputs, [], api="debug.callback")
+  consumer = _callgate.python_consumer(_consumer_of(run))
+  with registry.name_while_alive(callback, JAX_CALLBACK) as name:
+    tap = Tap(name, DEFAULT, consumer)
+  lowering.add_keepalive(ctx, tap)
+  site = TapSite(
+    tree=jax.tree.structure([0] * len(inputs)),
+    name="jax.debug.callback",
+    effect="io",
+    every=1,
+    where=False,
+    roles=("primal",),
+    dtypes=(None,) * len(inputs),
+  )
+  ordered = effect is not None and tracing.is_ordered_effect(effect)
+  _, token = emit(
+    ctx,
+    [_convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
+    [it.aval for it in inputs],
+    [],
+    name=tap.name,
+    spec=_site.encode(site, (), (), "primal", repeated=False),
+    has_side_effect=True,
+    token=lowering.token_before(ctx, effect) if ordered else None,
+    target=targets.TAP_TARGET,
+  )
+  if ordered:
+    lowering.set_token_after(ctx, effect, token)
+  return []
+
+
+def _consumer_of(run: Callable[..., Any]) -> Callable[..., None]:
+  def consume(_: Any, rows: list[Any]) -> None:
+    for row in rows:
+      try:
+        run(*row[6])
+      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+        keep_consumer_error(error, _NOTE)
+
+  return consume
+
+
+_NOTE = "callgate: raised in a jax.debug callback"
+
+
+def _convert(ctx: Any, value: Any, aval: Any) -> Any:
+  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
+  target = mlir.aval_to_ir_type(ctx.module_context, aval)
+  return value if value.type == target else stablehlo.convert(target, value)
+
+
+def after_barrier() -> None:
+  """What `jax.effects_barrier()` does once its programs are done: as if they had waited."""
+  _callgate.flush_channels(None)
+  error = take_consumer_error(_NOTE)
+  if error is not None:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    raise jax.errors.JaxRuntimeError(
+      f"INTERNAL: CpuCallback error calling callback: {text}"
+    ) from error
+
+
+def register() -> None:
+  """Puts the rules in place of JAX's; once."""
+  # Not cached: each call site needs its own callback.
+  for platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+      callbacks.debug_callback_p, _callback_lowering, platform=platform, cacheable=False
+    )
+    mlir.register_lowering(
+      callbacks.debug_print_p, _print_lowering, platform=platform, cacheable=False
+    )
+  dispatch.after_effects_barrier(after_barrier)

@@ -1,0 +1,261 @@
+"""What a JAX callback gets and gives when callgate's engine calls it, and its call in a program.
+
+This is `pure_callback_impl` and the checks around it in `jax/_src/callback.py` as users observe
+them: committed arrays on the first local CPU device, the thread's default device set to it, the
+same log record on failure, the same errors for wrong results. JAX's way costs about 30 µs a call,
+most of it in `jax.device_put`'s Python; this one takes the function which that ends in (`_jax`).
+Unlike a gate's, the error of a failing callback is always returned to XLA, on several devices, too.
+
+The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
+Every tenth of a microsecond in them is seen in `benchmarks/`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from callgate._call import lowering as _lowering
+from callgate._callgate import Callee
+from callgate._core.dtypes import is_packed
+from callgate._jax import callbacks, dispatch, lowering, tracing
+from callgate._runtime import targets as _targets
+
+Array = np.ndarray[Any, Any]
+# JAX's own logger: what users have configured for its callbacks holds for these.
+_logger = logging.getLogger("jax._src.callback")
+
+
+class Carrier(NamedTuple):
+  """How one array crosses between program and Python: `aval` is its type in the program's call."""
+
+  aval: Any
+  shape: tuple[int, ...]
+  dtype: np.dtype[Any]  # what the callback sees
+
+  @property
+  def is_wider(self) -> bool:
+    """True for sub-byte types, which XLA packs: the program hands them over as wider ones."""
+    return self.aval.dtype != self.dtype
+
+
+def carrier(aval: Any) -> Carrier:
+  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones.
+
+  Every value of a sub-byte type is one of its wider type, and the way back is exact, too.
+  """
+  if aval.dtype == jax.dtypes.float0:
+    aval = aval.update(dtype=np.dtype(bool))
+  aval = tracing.physical_aval(aval)
+  dtype = np.dtype(aval.dtype)
+  if not is_packed(dtype):
+    return Carrier(aval, tuple(aval.shape), dtype)
+  name = dtype.name
+  wide = "int8" if name.startswith("int") else "uint8" if name.startswith("uint") else "float32"
+  return Carrier(aval.update(dtype=np.dtype(wide)), tuple(aval.shape), dtype)
+
+
+def host_function(
+  callback: Any, operands: Sequence[Carrier], results: Sequence[Carrier], *, api: str
+) -> Callable[..., list[Array]]:
+  """A function of NumPy arrays that runs `callback` as JAX would.
+
+  Args:
+    callback: JAX's flat callback, with `callback_func` and the `in_tree` of its `(args, kwargs)`.
+    operands: one a flat argument. The arrays must be the callback's to keep.
+    results: one a flat result.
+    api: `"pure_callback"` or `"io_callback"`, for the log.
+
+  Returns:
+    A function that returns one array a result, of the carrier's shape and its aval's dtype. It
+    raises what the callback raises, and RuntimeError with JAX's text for results of a wrong number,
+    shape or dtype.
+  """
+  to_jax = _argument_maker(operands)
+  function = _positional(callback, len(operands))
+  check = _result_checker(results)
+  enter, leave = callbacks.callback_scope(_cpu_device())
+  # The loop's names are looked up once here, not once a call.
+  array_type, numpy_type = type(jax.device_put(0.0, _cpu_device())), np.ndarray
+  leaves, as_numpy = jax.tree.leaves, np.asarray
+
+  def call(*inputs: Array) -> list[Array]:
+    arrays = to_jax(inputs)
+    before = enter()
+    _running.append(None)  # in one step each, for the threads' sake
+    try:
+      value = function(*arrays)
+      if type(value) is array_type or type(value) is numpy_type:
+        values = [as_numpy(value)]
+      else:
+        values = [as_numpy(leaf) for leaf in leaves(value)]
+    except BaseException:
+      _logger.exception("jax.%s failed", api)
+      raise
+    finally:
+      _running.pop()
+      leave(before)
+    return check(values)
+
+  return call
+
+
+_running: list[None] = []  # an item for each callback that runs
+
+
+class _Waits:
+  """Kept by a program with an io_callback."""
+
+
+dispatch.end_before_dispatch_returns(_Waits)
+
+
+def end_before_dispatch_returns(context: Any) -> None:
+  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX.
+
+  JAX's engine runs programs with callbacks on the thread that dispatches them, and programs count
+  on that, though JAX promises it nowhere. callgate's engine does so while a callback runs: XLA's
+  own threads may all be waiting for the nested program. The others are waited for.
+  """
+  if _running:
+    dispatch.run_by_dispatch(context)
+  lowering.add_keepalive(context, _Waits())
+
+
+def _cpu_device() -> Any:
+  return jax.local_devices(backend="cpu")[0]
+
+
+def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], list[Any]]:
+  """A function from NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` makes them.
+
+  The first call does it with device_put itself; what that decides (abstract value and sharding)
+  holds from then on. Where the thread's `jax_enable_x64` changes a dtype, it decides every time.
+  """
+  device = _cpu_device()
+  devices = [device]
+  put, rest = dispatch.fast_device_put()
+  targets: list[tuple[Any, Any]] = []  # one an operand, once known
+  is_wider = any(operand.is_wider for operand in operands)
+
+  def narrow(inputs: Sequence[Array]) -> list[Array]:
+    return [x.astype(operand.dtype) for x, operand in zip(inputs, operands, strict=True)]
+
+  def decide(inputs: Sequence[Array]) -> list[Any]:
+    arrays = [jax.device_put(x, device) for x in inputs]
+    if all(x.dtype == operand.dtype for x, operand in zip(arrays, operands, strict=True)):
+      targets[:] = [(x.aval, x.sharding) for x in arrays]
+    return arrays
+
+  def make(inputs: Sequence[Array]) -> list[Any]:
+    if is_wider:
+      inputs = narrow(inputs)
+    if not targets:
+      return decide(inputs)
+    return [put(*target, [x], devices, *rest) for target, x in zip(targets, inputs, strict=True)]
+
+  def make_one(inputs: Sequence[Array]) -> list[Any]:
+    if not targets:
+      return decide(inputs)
+    aval, sharding = targets[0]
+    return [put(aval, sharding, inputs, devices, *rest)]
+
+  return make_one if len(operands) == 1 and not is_wider else make
+
+
+def _positional(callback: Any, operand_count: int) -> Callable[..., Any]:
+  """The user's function, of flat arguments."""
+  function, in_tree = callback.callback_func, callback.in_tree
+  if in_tree == jax.tree.structure(((0,) * operand_count, {})):
+    return function
+
+  def call(*arrays: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(in_tree, arrays)
+    return function(*args, **kwargs)
+
+  return call
+
+
+def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[Array]]:
+  """A function that gives its list of arrays as the program takes them, or raises JAX's errors."""
+  expected = [(result.shape, result.dtype, result.aval.dtype) for result in results]
+
+  def check(values: list[Array]) -> list[Array]:
+    if len(values) != len(expected):
+      raise RuntimeError(
+        "Mismatched number of outputs from callback. "
+        f"Expected: {len(expected)}, Actual: {len(values)}"
+      )
+    for i, (shape, dtype, carried) in enumerate(expected):
+      if values[i].dtype != dtype or values[i].shape != shape:
+        values[i] = _canonical(values[i], i, shape, dtype)
+      if carried != dtype:
+        values[i] = values[i].astype(carried)
+    return values
+
+  def check_one(values: list[Array]) -> list[Array]:
+    if len(values) == 1 and values[0].dtype == only.dtype and values[0].shape == only.shape:
+      return values
+    return check(values)
+
+  if len(results) != 1 or results[0].is_wider:
+    return check
+  only = results[0]
+  return check_one
+
+
+def _canonical(value: Array, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
+  value = tracing.canonicalize_value(value)
+  if value.shape != shape:
+    raise RuntimeError(
+      f"Incorrect output shape for return value #{index}: Expected: {shape}, Actual: {value.shape}"
+    )
+  if value.dtype != dtype:
+    raise RuntimeError(
+      f"Incorrect output dtype for return value #{index}: Expected: {dtype}, Actual: {value.dtype}"
+    )
+  return value
+
+
+def emit_call(
+  ctx: Any,
+  callee: Callee,
+  operands: Sequence[Any],
+  operand_avals: Sequence[Any],
+  result_avals: Sequence[Any],
+  *,
+  has_side_effect: bool,
+  token: Any = None,
+  aliases: Mapping[int, int] | None = None,
+  sharding: Any = None,
+  sharded: Any = None,
+  spec: str = "",
+  keep: bool = True,
+  target: str = _targets.GATE_TARGET,
+) -> tuple[Sequence[Any], Any]:
+  """The call's results and, given a token, the token that later calls depend on.
+
+  With `keep` the program keeps `callee` alive, and can't be exported. The other arguments are those
+  of `lowering.emit`.
+  """
+  if keep:
+    lowering.add_keepalive(ctx, callee)
+  return _lowering.emit(
+    ctx,
+    operands,
+    operand_avals,
+    result_avals,
+    name=callee.name,
+    spec=spec,
+    has_side_effect=has_side_effect,
+    token=token,
+    aliases=aliases,
+    sharding=sharding,
+    sharded=sharded,
+    on_error="return",
+    target=target,
+  )

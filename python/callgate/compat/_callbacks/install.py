@@ -1,0 +1,69 @@
+"""`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
+
+One option of the process decides how programs for CPUs and CUDA GPUs are lowered
+(`compat.callbacks`). It is part of the key of JAX's caches, so functions that were jitted under the
+other setting are traced again when next called, and nothing compiled is lost. Any thread may call
+these.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from callgate._jax import tracing
+
+_everywhere: Any = tracing.define_bool(
+  "callgate_install",
+  False,
+  "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
+)
+
+
+def install() -> None:
+  """Runs JAX's own callbacks on callgate's engine from now on.
+
+  They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
+  `jax.debug.print`. For the two debug callbacks the program no longer waits: they run on callgate's
+  thread, `jax.effects_barrier()` waits for them and raises what they raised.
+
+  It counts for the whole process, for programs on the CPU and on CUDA GPUs (there through pinned
+  memory), and for functions that were jitted before, too: they are traced and compiled again when
+  next called. Compiled objects that you hold (`jit(f).lower(x).compile()`) stay as they are. A
+  program that one thread compiles while another switches keeps the engine that its compilation met:
+  both give the same results. What callbacks receive, return and raise stays JAX's. Installing twice
+  does nothing more.
+
+  Example:
+    >>> import callgate as cg, jax, numpy as np
+    >>> cg.install()
+    >>> float(jax.jit(lambda x: jax.pure_callback(np.square, x, x))(np.float32(3)))
+    9.0
+    >>> cg.uninstall()
+  """
+  importlib.import_module("callgate.compat.callbacks")  # registers the lowering: now it is needed
+  tracing.update_option("callgate_install", True)
+
+
+def start() -> None:
+  """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `import callgate`."""
+  if installed():
+    install()
+
+
+def uninstall() -> None:
+  """Puts JAX's own engine back for its callbacks.
+
+  What was compiled before `install` serves again. Without a preceding `install`, does nothing.
+
+  Example:
+    >>> import callgate as cg
+    >>> cg.install()
+    >>> cg.uninstall()
+  """
+  tracing.update_option("callgate_install", False)
+
+
+def installed() -> bool:
+  """Whether `install` is in effect for what is traced now."""
+  return bool(_everywhere.value)

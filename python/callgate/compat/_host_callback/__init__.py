@@ -1,0 +1,1 @@
+"""What both forms of host_callback share."""

@@ -1,0 +1,164 @@
+"""What both forms of `host_callback` share: from a pytree to a tap of callgate's, and back.
+
+A tap is keyed by what it calls and by the pytree's structure, so that equal calls share one and
+JAX's caches hit. Its records go through a channel of their own, `CHANNEL`, and are unpacked on that
+channel's thread, under the GIL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._core import dtypes
+from callgate._core.masked import shown
+from callgate._jax import tracing
+from callgate._tap import delivery, target
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.site import TapSite
+from callgate._tap.target import Tap
+
+CHANNEL = "host_callback"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tapped:
+  """One record as the consumers of both forms see it.
+
+  Attributes:
+    value: the tapped pytree, with NumPy arrays of the consumer's own.
+    transforms: (name, parameters) in order of application.
+  """
+
+  value: Any
+  transforms: tuple[tuple[str, dict[str, Any]], ...]
+
+
+class Arrays:
+  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together.
+
+  Args:
+    api: whose, for errors.
+    value: the pytree.
+    copied: outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
+      `jnp.asarray` compiles a program for each of their types.
+  """
+
+  def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
+    leaves, self.tree = jax.tree.flatten(value)
+    self.arrays = [_as_array(api, leaf, index, copied) for index, leaf in enumerate(leaves)]
+    carried = [dtypes.carried(array) for array in self.arrays]
+    self.operands = [array for array, _ in carried]
+    self.dtypes = tuple(name for _, name in carried)
+
+  def site(self, name: str, **options: Any) -> TapSite:
+    """The site of a tap of it; the consumer puts the pytree together, so here it is flat."""
+    flat = jax.tree.structure((0,) * len(self.operands))
+    options = {"every": 1, "where": False, "whole": True, **options}
+    return TapSite(tree=flat, name=name, dtypes=self.dtypes, **options)
+
+  def rebuild(self, results: Sequence[Any]) -> Any:
+    """The pytree of a tap's results, in the dtypes that the user gave."""
+    out: list[Any] = []
+    for array, result in zip(self.arrays, results, strict=True):
+      if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        out.append(jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)))
+      else:
+        out.append(result if result.dtype == array.dtype else result.astype(array.dtype))
+    return jax.tree.unflatten(self.tree, out)
+
+
+def tap_of(
+  key: tuple[Any, ...],
+  tree: Any,
+  consume: Callable[[Tapped, int | None], None],
+  function: Callable[..., Any],
+  *,
+  eager: bool = False,
+) -> Tap:
+  """The tap to `consume`; the same for equal keys and structures.
+
+  Args:
+    key: what `consume` depends on.
+    tree: the structure of the tapped pytree.
+    consume: called for each record with it and the device's global id (-1: not known), on the
+      channel's thread; there it must not raise.
+    function: the user's own, for the tap's name.
+    eager: where nothing is compiled, `consume` is called in the caller's thread, with None for the
+      device, and may raise.
+  """
+  check_not_forked()
+
+  def unpack(text: str, arrays: Sequence[np.ndarray]) -> Tapped:
+    about = delivery.description(text)
+    value = jax.tree.unflatten(tree, about.value(arrays))
+    return Tapped(value, _transforms(about, arrays))
+
+  def rows(source: Any, rows: Sequence[Any]) -> None:
+    for row in rows:
+      consume(unpack(source[3], row[6]), row[3])
+
+  def at_once(text: str, arrays: Sequence[Any]) -> None:
+    consume(unpack(text, [np.array(array) for array in arrays]), None)
+
+  return target.of_rows(
+    (*key, tree), rows, name_of(function), channel=CHANNEL, eager=at_once if eager else None
+  )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+  """A callable's name, for messages and records: one line."""
+  function = getattr(function, "func", function)  # functools.partial
+  name = getattr(function, "__qualname__", None) or type(function).__qualname__
+  return str(name).replace("\n", " ") or "tap"
+
+
+def exact(value: Any) -> tuple[Any, ...]:
+  """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
+  if isinstance(value, (tuple, frozenset)):
+    return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
+  if isinstance(value, (int, float, complex, np.generic)):
+    return type(value), value, repr(value)
+  return type(value), value
+
+
+def _transforms(
+  about: delivery.Description, arrays: Sequence[np.ndarray]
+) -> tuple[tuple[str, dict[str, Any]], ...]:
+  transforms: list[tuple[str, dict[str, Any]]] = []
+  for name, how in about.transforms:
+    parameters = {key: _as_tuple(value) for key, value in how.items()}
+    if name == "mask":
+      parameters["logical_shapes"] = _logical_shapes(about, arrays)
+    transforms.append((name, parameters))
+  return tuple(transforms)
+
+
+def _as_tuple(value: Any) -> Any:
+  return tuple(_as_tuple(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+  """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
+  shapes: list[Any] = [array.shape for array in arrays[: about.values]]
+  for index, sizes in zip(about.logical, about.logical_shapes(arrays), strict=True):
+    shapes[index] = tuple(
+      int(sizes[axis]) if sizes.ndim == 1 else sizes[..., axis] for axis in range(sizes.shape[-1])
+    )
+  return tuple(shapes)
+
+
+def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
+  if isinstance(leaf, jax.Array):
+    return leaf
+  try:
+    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():
+      return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
+    return jnp.asarray(leaf)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error

@@ -1,0 +1,1 @@
+"""Parts by counts, and each process's part of them."""

@@ -1,0 +1,273 @@
+"""What counts of parts mean: the specs of `compat.sharded_jit`, their devices and their shardings.
+
+Pure functions of specs, devices and shapes; any thread may call them. `with_sharding_constraint`
+is a primitive: what it means depends on the program around, so it is known when that is lowered:
+the devices of the program, or none of its own inside `jax.pmap` and `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as _Names
+
+from callgate._jax import lowering, tracing
+
+
+class PartitionSpec(tuple[int, ...]):
+  """Into how many parts each dimension is split: `PartitionSpec(2, 1)` halves the rows.
+
+  The parts are numbered in row-major order, and the device of that number holds each.
+
+  It takes a count for each dimension: an array of shape (8, 6) has tiles of shape (4, 6) under
+  `PartitionSpec(2, 1)`. The product is the number of devices.
+
+  Raises:
+    ValueError: a count that is not an integer of at least 1.
+  """
+
+  __slots__ = ()
+
+  def __new__(cls, *partitions: int) -> PartitionSpec:
+    for count in partitions:
+      if not is_count(count):
+        raise ValueError(f"PartitionSpec: expected counts of at least 1, got {count!r}")
+    return tuple.__new__(cls, map(int, partitions))
+
+  def __getnewargs__(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    return tuple(self)  # for pickle and copy, which would pass one tuple otherwise
+
+  def __repr__(self) -> str:
+    return f"PartitionSpec{tuple.__repr__(self)}"
+
+
+Parts = PartitionSpec | None
+"""How one array is split; None is a copy on every device."""
+
+
+def is_count(value: object) -> bool:
+  """Whether `value` is an integer of at least 1."""
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
+
+
+def is_parts(value: object) -> bool:
+  """Whether `value` is a leaf of `in_parts` and `out_parts`."""
+  return value is None or isinstance(value, PartitionSpec)
+
+
+# -- from counts to shardings ----------------------------------------------------------------------
+def _primes(number: int) -> Iterator[int]:
+  """The prime factors of a number, in order."""
+  for prime in itertools.count(2):
+    while number % prime == 0:
+      yield prime
+      number //= prime
+    if number == 1:
+      return
+
+
+@functools.lru_cache(maxsize=1024)
+def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
+  """Tile number k of a split, in row-major order, is on device k.
+
+  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
+
+  Args:
+    devices: the devices; their number is a multiple of the product of the counts.
+    parts: the counts of an array, or None.
+
+  Returns:
+    The sharding. Devices beyond the product hold copies.
+  """
+  counts = [tuple(_primes(count)) for count in parts or ()]
+  split = list(itertools.chain.from_iterable(counts))
+  shape = (*split, *_primes(len(devices) // math.prod(split)))
+  names = iter([f"parts{axis}" for axis in range(len(shape))])
+  mesh = Mesh(np.array(devices).reshape(shape), tuple(f"parts{a}" for a in range(len(shape))))
+  return NamedSharding(mesh, _Names(*[tuple(itertools.islice(names, len(c))) for c in counts]))
+
+
+# -- from trees of specs to a spec a leaf ----------------------------------------------------------
+def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
+  """The spec of each leaf.
+
+  Args:
+    parts: specs; a pytree prefix of `tree`.
+    tree: the arguments, or the results.
+    what: the name of `parts` in messages.
+
+  Returns:
+    A spec a leaf of `tree`, in order.
+
+  Raises:
+    ValueError: `parts` is not a prefix, or has leaves that are no specs.
+  """
+  flat: list[Parts] = []
+
+  def spread(part: Any, below: Any) -> None:
+    flat.extend([part] * len(jax.tree.leaves(below)))
+
+  specs(parts, what)
+  try:
+    jax.tree.map(spread, parts, tree, is_leaf=is_parts)
+  except ValueError as error:
+    raise ValueError(
+      f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
+    ) from error
+  return flat
+
+
+def specs(parts: Any, what: str) -> list[PartitionSpec]:
+  """The leaves of a tree of specs that aren't None.
+
+  Args:
+    parts: the tree.
+    what: its name in messages.
+
+  Returns:
+    The specs, in order.
+
+  Raises:
+    ValueError: a leaf that is neither a spec nor None.
+  """
+  leaves = jax.tree.leaves(parts, is_leaf=is_parts)
+  for leaf in leaves:
+    if not is_parts(leaf):
+      raise ValueError(
+        f"sharded_jit: {what}: expected a PartitionSpec or None as leaves, got {leaf!r}"
+      )
+  return [leaf for leaf in leaves if leaf is not None]
+
+
+def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
+  """Each spec has as many counts as its array has dimensions.
+
+  Args:
+    parts: a spec a leaf.
+    leaves: what has a `shape`, one each.
+    what: the name of the specs in messages.
+
+  Raises:
+    ValueError: the first that hasn't.
+  """
+  for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
+    if part is not None and len(part) != len(leaf.shape):
+      raise ValueError(
+        f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
+        f"{len(leaf.shape)}: shape {list(leaf.shape)}"
+      )
+
+
+def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
+  """Each spec divides the dimensions of its array: arguments and results aren't padded.
+
+  Args:
+    parts: a spec an array.
+    shapes: the arrays' shapes, with as many dimensions.
+    what: the name of the specs in messages.
+
+  Raises:
+    ValueError: the first that doesn't.
+  """
+  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
+      if size % count != 0:
+        raise ValueError(
+          f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
+          f"expected a multiple of {count}, got {size}: shape {list(shape)}"
+        )
+
+
+_constraint_p = Primitive("with_sharding_constraint_of_counts")
+
+
+def with_sharding_constraint(x: Any, parts: Any) -> Any:
+  """The identity, which fixes how a value is split inside a `sharded_jit` function.
+
+  The constraint counts for the number of devices: where everything else is replicated, it decides.
+
+  Args:
+    x: a pytree of arrays.
+    parts: a `PartitionSpec`, None (a copy on every device), or a pytree of them that is a prefix of
+      `x`. A spec has a count a dimension. A dimension that a count doesn't divide is padded.
+
+  Returns:
+    `x`, with its shapes. Its gradient is split in the same way.
+
+  Raises:
+    NotImplementedError: outside of a sharded_jit function.
+    ValueError: a spec whose length is not the array's rank, or no prefix of `x`.
+  """
+  leaves, tree = jax.tree.flatten(x)
+  flat = flat_parts(parts, x, "with_sharding_constraint")
+  check_ranks(flat, [jax.typeof(leaf) for leaf in leaves], "with_sharding_constraint")
+  return jax.tree.unflatten(
+    tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in zip(leaves, flat, strict=True)]
+  )
+
+
+def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
+  """How many partitions the constraints and the nested sharded_jit functions of a program ask for.
+
+  Args:
+    jaxpr: the program; what is inside its loops, branches and calls counts, too.
+
+  Yields:
+    The number, and who asks for it.
+  """
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is _constraint_p:
+      parts = eqn.params["parts"]
+      if parts is not None:
+        yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
+    for sharding in (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())):
+      if isinstance(sharding, NamedSharding):
+        yield sharding.num_devices, f"the nested {eqn.params.get('name', 'jit')}"
+    for inner in tracing.subjaxprs(eqn):
+      yield from counts_inside(getattr(inner, "jaxpr", inner))
+
+
+# -- the primitive's rules -------------------------------------------------------------------------
+def _outside(*_: Any, parts: Parts) -> Any:
+  raise NotImplementedError(
+    "with_sharding_constraint() should only be called inside sharded_jit(): got a constraint with "
+    f"partitions={parts}"
+  )
+
+
+def _lower(context: Any, x: Any, *, parts: Parts) -> Sequence[Any]:
+  devices = lowering.program_devices(context)
+  if devices is None:  # each device has a part of its own already: inside pmap or shard_map
+    return [x]
+  if parts is not None and math.prod(parts) != len(devices):
+    _outside(parts=parts)  # sharded_jit has checked its own constraints
+  if len(devices) == 1:
+    return [x]
+  sharding = sharding_of(tuple(devices), parts)
+  constrain = mlir.lower_fun(
+    lambda x: jax.lax.with_sharding_constraint(x, sharding), multiple_results=False
+  )
+  return constrain(context, x)
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, parts: Parts) -> tuple[Any, int]:
+  (x,), (dim,) = args, dims
+  if parts is not None:
+    parts = PartitionSpec(*parts[:dim], 1, *parts[dim:])
+  return _constraint_p.bind(x, parts=parts), dim
+
+
+_constraint_p.def_impl(_outside)
+_constraint_p.def_abstract_eval(lambda x, *, parts: x)
+mlir.register_lowering(_constraint_p, _lower)
+batching.primitive_batchers[_constraint_p] = _batch
+ad.deflinear2(_constraint_p, lambda ct, _, *, parts: [_constraint_p.bind(ct, parts=parts)])
