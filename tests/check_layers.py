@@ -224,7 +224,9 @@ def _check_imports(package: Package) -> Iterator[str]:
       fault = _import_fault(name, target)
       if fault is not None:
         yield f"{name}:{line}: {fault}"
-      elif name < target and target != PACKAGE / "__init__.py" and name in _reached(target, imports):
+      elif (
+        name < target and target != PACKAGE / "__init__.py" and name in _reached(target, imports)
+      ):
         yield f"{name}:{line}: a circle: {target} imports this file, by whatever way"
 
 

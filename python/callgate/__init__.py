@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from callgate import _start
+from callgate import _start, sinks
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._core.errors import (
   CaptureError,

@@ -18,7 +18,7 @@ from callgate._stream.tail import add_tail, printable
 from callgate._watch.cli import add_watch
 
 if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 
 def add_folders(subparsers: Subparsers) -> None:

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compat.md"
 @pytest.mark.parametrize(
   "name",
   [
-    "callgate.compat._callbacks.install",
+    "callgate",
     "callgate.compat.callbacks",
     "callgate.compat.buffer_callback",
   ],

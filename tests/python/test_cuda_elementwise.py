@@ -21,7 +21,6 @@ from property_checks import examples
 import callgate as cg
 from callgate import _callgate
 from callgate._build import nvrtc
-from callgate._kernel import launch as _launch
 from callgate._kernel.elementwise import cuda
 from callgate._kernel.elementwise import layout as _layout
 from callgate._kernel.elementwise.cuda import entry_of
@@ -70,11 +69,11 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     made.append(source)
-    return nvrtc.Built(_launch.Image(b"\0", 0), entry_of(kernel.name))
+    return nvrtc.Built(b"\0", 0, entry_of(kernel.name))
 
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cuda._nvrtc, "build", build)
+    patch.setattr(cuda.nvrtc, "build", build)
     plan = kernel.cuda.plan(call)
   return plan.launches[0], made[0], call
 
@@ -233,9 +232,9 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     built.append(name)
-    return nvrtc.Built(_launch.Image(b"\0", 0), name)
+    return nvrtc.Built(b"\0", 0, name)
 
-  monkeypatch.setattr(cuda._nvrtc, "build", build)
+  monkeypatch.setattr(cuda.nvrtc, "build", build)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setenv("CXX", "no-such-compiler")
   traced = jax.jit(jax.grad(lambda x: kernel(x, x).sum())).trace(np.float32(3))

@@ -234,7 +234,7 @@ def test_several_processes_without_jax_distributed_are_refused(monkeypatch):
 
 
 def test_a_blocked_consumer_does_not_hide_the_failure_of_another_process(groups, monkeypatch):
-  monkeypatch.setattr(barrier._processes, "group", lambda: groups[0])
+  monkeypatch.setattr(barrier._group, "group", lambda: groups[0])
   entered, released = threading.Event(), threading.Event()
 
   def blocked(_: object) -> None:

@@ -228,6 +228,3 @@ Level = tuple[int, tuple[bool, ...]]
 def encode_levels(levels: Sequence[Level]) -> str:
   """Batch levels as programs hold them (`Lanes::parse` in src/core/lanes.h)."""
   return ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels)
-
-
-Level = tuple[int, tuple[bool, ...]]  # as in `_call/lowering.py`

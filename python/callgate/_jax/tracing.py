@@ -220,7 +220,7 @@ def wrap_scan_hoisting(wrapped: Callable[[Any], Any]) -> None:
   """
   from jax._src.lax.control_flow import loops
 
-  loops._scan_known_hoisting = wrapped(loops._scan_known_hoisting)
+  loops._scan_known_hoisting = wrapped(loops._scan_known_hoisting)  # pyright: ignore[reportPrivateUsage]
 
 
 def wrap_partial_evaluation(wrapped: Callable[[Any], Any]) -> None:

@@ -16,7 +16,7 @@ from callgate._stream.reader import StreamReader, open_stream
 from callgate._stream.records import StreamRecord
 
 if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 
 def add_tail(subparsers: Subparsers) -> None:

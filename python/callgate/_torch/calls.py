@@ -24,8 +24,8 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
+import torch  # pyright: ignore[reportMissingImports]
+from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportMissingImports]
 
 Tensor = Any
 Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]

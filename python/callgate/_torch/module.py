@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import torch
-from torch.nn.modules import batchnorm
+import torch  # pyright: ignore[reportMissingImports]
+from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
 
 from callgate._arrays.torch import to_numpy
 from callgate._core.errors import GateDefinitionError

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch  # pyright: ignore[reportMissingImports]
+from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[reportMissingImports]
+from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
 from callgate._core.errors import GateDefinitionError
 from callgate._torch.calls import Run

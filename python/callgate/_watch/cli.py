@@ -23,7 +23,7 @@ from callgate._watch.feed import Feed
 from callgate._watch.model import Model
 
 if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
 
 
 _PERIOD_MS = 400  # between two looks at the model

@@ -6,6 +6,9 @@ numba-cuda's linker, with what the decorator's `link=` names. Imported with the 
 compiles under Numba's own lock, on the lowering thread.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalCall=false
+# What is imported here need not be installed where types are checked.
+
 from __future__ import annotations
 
 import hashlib

@@ -6,6 +6,9 @@ adds behind the user's (scratch memory) are counted in the PTX that it made. Ver
 are known to work. Imported with the first kernel; compiles under one lock, on the tracing thread.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# What is imported here need not be installed where types are checked.
+
 from __future__ import annotations
 
 import dataclasses

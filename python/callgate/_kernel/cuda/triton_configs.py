@@ -7,6 +7,9 @@ first that the pruning leaves is taken, and a log message says so. Runs on the l
 launches are made by a thread of their own, outside the trace.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# What is imported here need not be installed where types are checked.
+
 from __future__ import annotations
 
 import contextlib

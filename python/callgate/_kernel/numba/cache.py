@@ -5,6 +5,10 @@ hold these values, and those of the functions that it calls. Numba's own key, th
 function's file, has neither, and knows no functions without a file: those of a notebook's cells.
 """
 
+# The inside of Numba's compiler has no types.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import builtins

@@ -6,6 +6,10 @@ exception on. Addresses that change from process to process reach it through the
 so that its machine code can be kept on disk. This module alone imports Numba.
 """
 
+# The inside of Numba's compiler has no types.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes

@@ -4,6 +4,10 @@
 after an exception only.
 """
 
+# The inside of Numba's compiler has no types.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ class NumbaKernel(Kernel):
     numba_options: dict[str, Any],
     **options: Any,
   ) -> None:
-    numba = _compiler(name)
+    numba = _numba_types(name)
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
     label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
     made = numba.is_dispatcher(function) or numba.is_cfunc(function)
@@ -280,9 +280,9 @@ def _returns_value(code: types.CodeType) -> bool:
   return False
 
 
-def _compiler(name: str | None) -> Any:
+def _numba_types(name: str | None) -> Any:
   try:
-    from callgate._kernel.numba import compile as _compile
+    from callgate._kernel.numba import types as numba_types
   except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] not in ("numba", "llvmlite"):
       raise
@@ -290,4 +290,4 @@ def _compiler(name: str | None) -> Any:
     raise GateDefinitionError(
       f"{what}: expected Numba, which is not installed: pip install 'callgate[numba]'"
     ) from error
-  return _compile
+  return numba_types

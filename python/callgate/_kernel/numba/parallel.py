@@ -9,6 +9,10 @@ caller, who raises it after the loop. The slot travels in the layer's unused `da
 This replaces three functions of Numba's compiler, while its own lock is held.
 """
 
+# The inside of Numba's compiler has no types.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,9 @@
 """Numba's types for the parameters of a native function."""
 
+# The inside of Numba's compiler has no types.
+# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+
 from __future__ import annotations
 
 from typing import Any
