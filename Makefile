@@ -27,7 +27,7 @@ JAX ?=
 WHEEL ?=
 PRESET ?= asan
 # `make examples` runs these; what shows callgate to readers takes a minute and a half.
-EXAMPLES := tests/python/test_examples.py tests/python/test_docs.py
+EXAMPLES := tests/python/project/test_examples.py tests/python/project/test_docs.py
 PYTEST_ARGS ?= tests/python $(addprefix --ignore=,$(EXAMPLES))
 # On every core. A process takes a run of neighbouring tests, since those of a file share expensive
 # programs, and one that has no more takes half of another's. In place of one that a test brought
@@ -135,7 +135,7 @@ quick: $(VENV)/.stamp-build
 	@if $(PY) tools/changed_tests.py --cpp; then $(MAKE) cpp-test; fi
 	@$(MAKE) package
 	CALLGATE_TEST_XLA=$(TEST_XLA) $(PY) -m pytest $(PYTEST_PARALLEL) \
-	  tests/python/test_smoke.py $$($(PY) tools/changed_tests.py)
+	  tests/python/project/test_smoke.py $$($(PY) tools/changed_tests.py)
 
 # Takes hours; each Python test may take two. CALLGATE_SOAK reaches the processes of tests, too.
 SOAK_REPEATS ?= 20

@@ -46,11 +46,12 @@ def changed() -> list[Path]:
 
 
 def module_file(name: str) -> Path | None:
-  """The file of callgate.x.y, or of a module beside the tests; None for others' modules."""
-  if name == "callgate" or name.startswith("callgate."):
-    path = PACKAGE.joinpath(*name.split(".")[1:])
+  """The file of callgate.x.y, or of a module that tests share; None for others' modules."""
+  parts = name.split(".")
+  if parts[0] == "callgate":
+    path = PACKAGE.joinpath(*parts[1:])
   else:
-    path = TESTS.joinpath(*name.split("."))
+    path = TESTS.joinpath("support", *parts)
   for file in (path.with_suffix(".py"), path / "__init__.py"):
     if file.exists():
       return file
@@ -118,12 +119,16 @@ def distances(targets: set[Path], tests: list[Path]) -> dict[Path, int]:
 
 
 def seconds() -> dict[str, float]:
-  """How long the tests of each file took, by the file's stem."""
+  """How long the tests of each file took, by the file's dotted path."""
   total: dict[str, float] = defaultdict(float)
   if TIMES.exists():
     for case in ElementTree.parse(TIMES).iter("testcase"):
-      total[case.get("classname", "").rpartition(".")[2]] += float(case.get("time", 0))
+      total[case.get("classname", "")] += float(case.get("time", 0))
   return total
+
+
+def dotted(test: Path) -> str:
+  return ".".join(test.relative_to(ROOT).with_suffix("").parts)
 
 
 def main(options: list[str]) -> int:
@@ -139,10 +144,10 @@ def main(options: list[str]) -> int:
     targets.add(PACKAGE / "_runtime/lifecycle.py")
   near = distances(targets, tests)
   times, left = seconds(), SECONDS
-  order = sorted(near, key=lambda test: (near[test], times.get(test.stem, UNKNOWN)))
+  order = sorted(near, key=lambda test: (near[test], times.get(dotted(test), UNKNOWN)))
   named: list[Path] = []
   for test in order:
-    cost = times.get(test.stem, UNKNOWN)
+    cost = times.get(dotted(test), UNKNOWN)
     if cost <= left and test.name not in ("test_smoke.py", "test_examples.py", "test_docs.py"):
       left -= cost
       named.append(test)

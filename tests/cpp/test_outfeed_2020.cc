@@ -1,5 +1,5 @@
 // The framing of 2020: bytes written out by hand, everything there and back, and hostile bytes.
-// tests/python/test_outfeed_2020.py compares with the msgpack package.
+// tests/python/compat/test_outfeed_2020.py compares with the msgpack package.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

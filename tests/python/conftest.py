@@ -15,6 +15,7 @@ import quick_xla
 from fake_cuda import FakeCuda, open_fake
 from limits import pytest_configure as pytest_configure
 from limits import pytest_runtest_protocol as pytest_runtest_protocol
+from programs import drop_programs
 
 import callgate as cg
 
@@ -34,11 +35,19 @@ if threading.current_thread() is threading.main_thread():
 
 
 # What takes longest starts first; which worker runs what comes out as it goes.
-_LONG = ("test_examples", "test_processes", "test_sharded_jit", "test_docs", "test_torch_kernel")
+_LONG = (
+  "project/test_examples",
+  "process/test_group",
+  "compat/test_sharded_jit",
+  "project/test_docs",
+  "torch/test_torch",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  items.sort(key=lambda item: not item.path.stem.startswith(_LONG))  # the rest stays in order
+  items.sort(
+    key=lambda item: not item.nodeid.removeprefix("tests/python/").startswith(_LONG)
+  )  # the rest stays in order
 
 
 def pytest_collection_finish() -> None:
@@ -80,9 +89,3 @@ def fake() -> Iterator[FakeCuda]:
     stream.finish()
   driver.forget()
   assert broken == []
-
-
-def drop_programs() -> None:
-  """Frees all compiled programs, and what only they held."""
-  jax.clear_caches()
-  gc.collect()

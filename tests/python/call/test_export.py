@@ -1,0 +1,226 @@
+"""Programs that outlive their process: export, AOT compilation, the persistent cache; and callables
+that don't outlive their programs.
+
+`PROGRAMS` is run here and in fresh processes, which get it as source text.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import textwrap
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreters import printed_by
+from jax import export
+from programs import drop_programs
+
+import callgate as cg
+
+# Gates by name, as a user's library would define them, and programs that call them.
+GATES = textwrap.dedent("""
+  import callgate as cg, jax, jax.numpy as jnp, numpy as np
+
+  SEEN = []
+
+  def note(x):
+    SEEN.append(float(x))
+    return x * 2
+
+  same = lambda x, **_: x
+  sort = cg.gate(np.sort, out=same, name="export.sort")
+  tree = cg.gate(
+    lambda t: {"s": t["a"] + t["b"][0], "n": (t["b"][0],)},
+    out=lambda t: {"s": t["a"], "n": (t["a"],)}, name="export.tree",
+  )
+  scale = cg.gate(lambda x, by, how: x * by, out=same, name="export.scale")
+  io = cg.gate(note, out=same, name="export.io", effect="io")
+  ordered = cg.gate(note, out=same, name="export.ordered", effect="ordered")
+""")
+PROGRAMS = textwrap.dedent("""
+  X = jnp.array([3.0, 1.0, 2.0])
+  PROGRAMS = {
+    "plain": (lambda x: sort(x) + 1, X),
+    "pytrees": (lambda x: tree({"a": x, "b": [x, None]}), X),
+    "static keywords": (lambda x: scale(x, by=3, how=("a", None, 2.5)), X),
+    "vmap": (jax.vmap(jax.vmap(sort, (None,), 0, axis_size=2)), jnp.stack([X, -X])),
+    "io": (lambda x: jax.lax.map(io, x), X),
+    "ordered": (lambda x: jax.lax.scan(lambda c, v: (ordered(c), ordered(v)), 5.0, x), X),
+    "lanes apart": (
+      jax.vmap(lambda v: jax.lax.cond(v > 1, ordered, lambda u: u, v)), X
+    ),
+  }
+""")
+# What a fresh process prints about the exported programs that it calls: results, and calls seen.
+CALL = textwrap.dedent("""
+  import json, pathlib, sys
+  from jax import export
+  for name, x in json.loads(sys.argv[2]).items():
+    loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[1], name).read_bytes()))
+    SEEN.clear()
+    got = loaded.call(jnp.array(x))
+    jax.effects_barrier()
+    print(json.dumps([name, jax.tree.map(lambda v: v.tolist(), got), SEEN]))
+""")
+
+_here: dict[str, Any] = {}
+exec(GATES + PROGRAMS, _here)
+NAMES = list(_here["PROGRAMS"])
+
+
+def export_to(folder: Path, name: str) -> Any:
+  """Exports a program to a file; returns its argument as a list."""
+  function, x = _here["PROGRAMS"][name]
+  exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
+  (folder / name).write_bytes(exported.serialize())
+  return x.tolist()
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+  """What each program, exported here, gave in a fresh process."""
+  folder = tmp_path_factory.mktemp("exported")
+  arguments = {name: export_to(folder, name) for name in NAMES}
+  printed = printed_by(GATES + CALL, str(folder), json.dumps(arguments))
+  return {name: rest for name, *rest in map(json.loads, printed.splitlines())}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_programs_run_in_a_fresh_process(name: str, elsewhere: Any) -> None:
+  function, x = _here["PROGRAMS"][name]
+  _here["SEEN"].clear()
+  got = jax.tree.map(lambda v: v.tolist(), jax.jit(function)(x))
+  jax.effects_barrier()
+  assert elsewhere[name] == json.loads(json.dumps([got, _here["SEEN"]]))
+
+
+def test_exported_programs_run_in_this_process_too() -> None:
+  function, x = _here["PROGRAMS"]["ordered"]
+  exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
+  _here["SEEN"].clear()
+  jax.block_until_ready(jax.jit(exported.call)(x))
+  assert _here["SEEN"] == [5, 3, 10, 1, 20, 2]
+
+
+def test_without_the_checks_export_refuses_and_names_the_target() -> None:
+  function, x = _here["PROGRAMS"]["plain"]
+  with pytest.raises(ValueError, match=r"callgate\.gate"):
+    export.export(jax.jit(function))(x)
+
+
+def test_an_exported_program_without_its_gate_is_an_error_that_names_it(tmp_path: Path) -> None:
+  arguments = {"static keywords": export_to(tmp_path, "static keywords")}
+  code = "import callgate, jax, jax.numpy as jnp\nSEEN = []\n" + textwrap.dedent("""
+    try:
+      exec(CALL)
+    except jax.errors.JaxRuntimeError as error:
+      print(error)
+  """).replace("CALL", repr(CALL))
+  printed = printed_by(code, str(tmp_path), json.dumps(arguments))
+  assert "export.scale" in printed
+  assert "name=" in printed
+
+
+# -- ahead of time -------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_compile_ahead_of_time_and_run_when_called(name: str) -> None:
+  function, x = _here["PROGRAMS"][name]
+  _here["SEEN"].clear()
+  compiled = jax.jit(function).lower(jax.ShapeDtypeStruct(x.shape, x.dtype)).compile()
+  assert _here["SEEN"] == []
+  got, want = compiled(x), jax.jit(function)(x)
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_text())"
+
+
+def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
+  first, second = (
+    printed_by(GATES + PROGRAMS + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
+  )
+  assert first == second
+  assert "export.sort" in first
+  assert not re.search(r"0x[0-9a-fA-F]{6,}|\b\d{12,}\b", first)
+
+
+# -- the persistent cache ------------------------------------------------------------------------
+CACHED = textwrap.dedent("""
+  import sys
+  hits = []
+  jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
+  )
+  jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  for name, (f, x) in PROGRAMS.items():
+    compiled, before = jax.jit(f).lower(x), len(hits)
+    got = jax.tree.map(lambda v: v.tolist(), compiled.compile()(x))
+    jax.effects_barrier()
+    print(name, len(hits) - before, got)
+  print(SEEN)
+""")
+
+
+def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
+  first, second = (
+    printed_by(GATES + PROGRAMS + CACHED, str(tmp_path)).splitlines() for _ in range(2)
+  )
+  hits = [re.fullmatch(r"(.*?) (\d+) (\[|\{|\().*", line) for line in second[:-1]]
+  assert [(m[1], m[2]) for m in hits if m] == [(name, "1") for name in NAMES]
+  assert [re.sub(r" \d+ ", " ", line, count=1) for line in first] == [
+    re.sub(r" \d+ ", " ", line, count=1) for line in second
+  ]
+
+
+# -- the life of callables -----------------------------------------------------------------------
+class Callable:
+  def __call__(self, x: Any) -> Any:
+    return np.sort(x)
+
+
+USES = {
+  "eager": lambda g: g(jnp.ones(3)),
+  "jit": lambda g: jax.jit(g)(jnp.ones(3)),
+  "vmap": lambda g: jax.jit(jax.vmap(g))(jnp.ones((2, 3))),
+  "grad": lambda g: jax.jit(jax.grad(lambda x: g(x).sum()))(jnp.ones(3)),
+  "scan": lambda g: jax.lax.scan(lambda c, _: (g(c), None), jnp.ones(3), None, length=2),
+  "vmap of cond": lambda g: jax.vmap(lambda x: jax.lax.cond(x[0] > 0, g, lambda y: y, x))(
+    jnp.ones((2, 3))
+  ),
+}
+
+
+@pytest.mark.parametrize("effect", ["pure", "io", "ordered"])
+@pytest.mark.parametrize("use", USES)
+def test_clear_caches_frees_callables(use: str, effect: Any, clean_caches: None) -> None:
+  function = Callable()
+  alive = weakref.ref(function)
+  gate = cg.gate(function, like=jnp.sort, effect=effect)
+  jax.block_until_ready(USES[use](gate))
+  jax.effects_barrier()
+  del function, gate
+  drop_programs()
+  assert alive() is None
+
+
+def test_a_callable_lives_as_long_as_a_program_that_can_call_it(clean_caches: None) -> None:
+  function = Callable()
+  alive = weakref.ref(function)
+  compiled = jax.jit(cg.gate(function, out=lambda x: x)).lower(jnp.ones(3)).compile()
+  del function
+  drop_programs()
+  assert compiled(jnp.array([2.0, 1.0, 0.0])).tolist() == [0, 1, 2]
+  assert alive() is not None
+  del compiled
+  gc.collect()
+  drop_programs()
+  assert alive() is None

@@ -1,0 +1,166 @@
+"""C functions under JAX's transformations, and in programs that outlive their process."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import c_library
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreters import printed_by
+from jax import export
+from transformation_table import PAIRS, run
+
+import callgate as cg
+
+CHAINS = random.Random(0).sample(PAIRS, 40)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  return c_library.build(tmp_path_factory.mktemp("c"))
+
+
+def cubes(x: Any) -> Any:
+  return x**3 * 0.3
+
+
+def shifted(x: Any) -> Any:
+  return 1.5 * x + jnp.flip(x)
+
+
+def kernel(kind: str, path: Path, **options: Any) -> Any:
+  """A function of R^3 to R^3 with a C function in its middle, and the same in JAX."""
+  lib = ctypes.CDLL(str(path))
+  if kind == "loop":
+    declaration = "double cube(double x)"
+    cube = cg.cfunc(lib.cube, declaration, cast=True, like=lambda x: x**3, **options)
+    return (lambda x: cube(x) * 0.3), cubes
+  saxpy = cg.cfunc(
+    lib.saxpy,
+    "void saxpy(int n, float a, const float *x, float *y)",
+    args="n, a, x[n], inout y[n]",
+    like=lambda a, x, y: a * x + y,
+    **options,
+  )
+  return (lambda x: saxpy(1.5, x, jnp.flip(x))), shifted
+
+
+@pytest.mark.parametrize("kind", ["loop", "call"])
+@pytest.mark.parametrize("effect", ["pure", "io"])
+def test_pairs_of_transformations_agree_with_jax(kind: str, effect: Any, path: Path) -> None:
+  options: dict[str, Any] = {"thread_safe": True, "effect": effect}
+  function, reference = kernel(kind, path, **options)
+  want = run(CHAINS, reference)
+  results = {"callgate": run(CHAINS, function)}
+  if effect == "pure":
+    with cg.config(engine="jax"):
+      results["jax"] = run(CHAINS, kernel(kind, path, **options)[0])
+  for engine, got in results.items():
+    for chain, a, b in zip(CHAINS, got, want, strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=f"{engine}: {chain}")
+
+
+@pytest.mark.parametrize("kind", ["loop", "call"])
+@pytest.mark.parametrize("vmap", ["each", "whole", "broadcast"])
+def test_every_vmap_method_maps(kind: str, vmap: Any, path: Path) -> None:
+  lib = ctypes.CDLL(str(path))
+  if kind == "loop":
+    declaration, args = "double cube(double x)", None
+    cube = cg.cfunc(lib.cube, declaration, args=args, cast=True, vmap=vmap)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_allclose(jax.vmap(cube)(x), x**3)
+    return
+  fill = cg.cfunc(
+    lib.copy_bytes,
+    "void (const void *from, void *to, size_t bytes)",
+    args="x, out y, 4 * x.size",
+    out=lambda x: x,
+    vmap=vmap,
+  )
+  x = np.arange(6, dtype=np.float32).reshape(2, 3)
+  np.testing.assert_array_equal(jax.jit(jax.vmap(fill, 1, 1))(x), x)
+
+
+def test_the_batching_of_a_loop_is_one_call(path: Path) -> None:
+  lib = ctypes.CDLL(str(path))
+  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True)
+  text = jax.jit(jax.vmap(jax.vmap(cube))).lower(np.zeros((4, 5, 2), np.float32)).as_text()
+  (call,) = [line for line in text.splitlines() if "@callgate.kernel" in line]
+  assert "tensor<4x5x2xf32>" in call
+
+
+def test_linear_functions_have_transposes(path: Path) -> None:
+  lib = ctypes.CDLL(str(path))
+  double = cg.cfunc(lib.twice_float32, "float twice(float x)", linear=True)
+  double.deftranspose(lambda cotangent, x: double(cotangent))
+  x = np.arange(3, dtype=np.float32)
+  np.testing.assert_array_equal(jax.grad(lambda x: (double(x) * x).sum())(x), 4 * x)
+  np.testing.assert_array_equal(jax.jvp(jax.vmap(double), (x,), (x,))[1], 2 * x)
+
+
+# -- programs that outlive their process ---
+DEFINITIONS = textwrap.dedent("""
+  import ctypes, sys, pathlib
+  import callgate as cg, jax, jax.numpy as jnp, numpy as np
+  from jax import export
+  lib = ctypes.CDLL(sys.argv[1])
+  cube = cg.cfunc(lib.cube, "double cube(double x)", cast=True, name="c.cube")
+  saxpy = cg.cfunc(lib.saxpy, "void saxpy(int n, float a, const float *x, float *y)",
+                   args="n, a, x[n], inout y[n]", name="c.saxpy")
+  program = lambda x: saxpy(2.0, jax.vmap(cube)(x), x)
+  x = jnp.arange(3.0)
+""")
+
+
+def test_an_exported_program_finds_its_kernels_by_name(path: Path, tmp_path: Path) -> None:
+  file = tmp_path / "program"
+  printed_by(
+    DEFINITIONS
+    + "exported = export.export(jax.jit(program), disabled_checks=cg.export_checks())(x)\n"
+    + "pathlib.Path(sys.argv[2]).write_bytes(exported.serialize())",
+    str(path),
+    str(file),
+  )
+  assert str(ctypes.cast(ctypes.CDLL(str(path)).cube, ctypes.c_void_p).value) not in str(
+    file.read_bytes()
+  )
+  load = "loaded = export.deserialize(bytearray(pathlib.Path(sys.argv[2]).read_bytes()))\n"
+  call = "print(loaded.call(x).tolist())"
+  assert printed_by(DEFINITIONS + load + call, str(path), str(file)).strip() == "[0.0, 3.0, 18.0]"
+  loaded = export.deserialize(bytearray(file.read_bytes()))
+  with pytest.raises(Exception, match=r"c\.(cube|saxpy)"):
+    loaded.call(jnp.arange(3.0)).block_until_ready()
+
+
+def test_the_persistent_cache_serves_the_next_process(path: Path, tmp_path: Path) -> None:
+  code = DEFINITIONS + textwrap.dedent("""
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+    print(jax.jit(program)(x).tolist(), "/jax/compilation_cache/cache_hits" in hits)
+  """)
+  cache = {
+    "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  outputs = [printed_by(code, str(path), **cache).split("] ") for _ in range(2)]
+  assert [o[0] for o in outputs] == ["[0.0, 3.0, 18.0"] * 2
+  assert outputs[1][1].strip() == "True"
+
+
+def test_the_compiled_glue_is_kept_between_processes(path: Path, tmp_path: Path) -> None:
+  code = DEFINITIONS + "print(program(x).tolist())"
+  cache = {"CALLGATE_CACHE_DIR": str(tmp_path)}
+  first = printed_by(code, str(path), **cache)
+  made = sorted(tmp_path.rglob("*.so"))
+  stamps = [file.stat().st_mtime_ns for file in made]
+  assert len(made) == 2
+  assert printed_by(code, str(path), **cache) == first
+  assert [file.stat().st_mtime_ns for file in sorted(tmp_path.rglob("*.so"))] == stamps

@@ -1,0 +1,531 @@
+"""`callgate.save_kernels` and `load_kernels`: exported programs run where nothing is defined."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from interpreters import printed_by
+from jax import export
+from kernel_libraries import build
+from programs import drop_programs
+from property_checks import examples
+
+import callgate as cg
+from callgate import _callgate
+from callgate._build import toolchain
+from callgate._core import registry
+from callgate._kernel import files
+
+pytest.importorskip("flatbuffers")
+
+SCALE = """
+  void scale(float a, cg::In<float> x, cg::Out<float> y) {
+    for (int64_t i = 0; i < x.size(); ++i) y[i] = a * x[i];
+  }"""
+REVERSE = """
+  template <typename T, int R>
+  void reverse(cg::In<T, R> x, cg::Out<T, R> y) {
+    for (int64_t i = 0; i < x.size(); ++i) y[i] = x[x.size() - 1 - i];
+  }"""
+# A process that defines nothing: arguments are the programs, the kernels' file and a mode.
+LOAD = textwrap.dedent("""
+  import json, pathlib, sys
+  import callgate as cg, jax, jax.numpy as jnp
+  from jax import export
+  folder, kernels = pathlib.Path(sys.argv[1]), sys.argv[2]
+  if kernels:
+    print(cg.load_kernels(kernels).names)
+  for name in sys.argv[3:]:
+    program = export.deserialize(bytearray((folder / name).read_bytes()))
+    try:
+      print(jax.tree.map(lambda x: x.tolist(), program.call(jnp.arange(3.0))))
+    except Exception as error:
+      print(type(error).__name__, error)
+""")
+NO_COMPILER = {"CXX": "/nonexistent/c++"}
+
+
+@pytest.fixture
+def scale() -> Any:
+  drop_programs()  # with them, the kernel of the test before
+  yield cg.cpp(SCALE, out=lambda a, x: x, name="files.scale")
+  drop_programs()
+
+
+@pytest.fixture
+def reverse() -> Any:
+  drop_programs()
+  yield cg.cpp(REVERSE, out=lambda x: x, name="files.reverse")
+  drop_programs()
+
+
+def loaded_program(function: Any, x: Any) -> Any:
+  """An exported program as another process has it: it doesn't hold the function."""
+  exported = export.export(jax.jit(function), disabled_checks=cg.export_checks())(x)
+  return export.deserialize(bytearray(exported.serialize()))
+
+
+def write_program(folder: Path, name: str, function: Any) -> None:
+  checks = cg.export_checks()
+  exported = export.export(jax.jit(function), disabled_checks=checks)(jnp.arange(3.0))
+  (folder / name).write_bytes(exported.serialize())
+
+
+def lines(*arguments: Any, **environment: str) -> list[str]:
+  return printed_by(LOAD, *map(str, arguments), **environment).splitlines()
+
+
+# --- Travelling -----------------------------------------------------------------------------------
+
+
+def test_programs_run_in_a_fresh_process_without_compiler_or_cache(
+  tmp_path: Path, scale: Any, reverse: Any
+) -> None:
+  write_program(tmp_path, "one", lambda x: scale(2.0, x) + 1)
+  write_program(
+    tmp_path, "two", lambda x: (reverse(x), reverse(x.astype(int)), reverse(x[None, :2]))
+  )
+  write_program(tmp_path, "three", jax.vmap(lambda x: scale(3.0, reverse(x[None]))[0]))
+  cg.save_kernels(tmp_path / "kernels", [scale, reverse])
+  cache = {"CALLGATE_CACHE_DIR": str(tmp_path / "cache")}
+  for _ in range(2):  # the second process finds the libraries of the first
+    assert lines(tmp_path, tmp_path / "kernels", "one", "two", "three", **NO_COMPILER, **cache) == [
+      "('files.scale', 'files.reverse')",
+      "[1.0, 3.0, 5.0]",
+      "([2.0, 1.0, 0.0], [2, 1, 0], [[1.0, 0.0]])",
+      "[0.0, 3.0, 6.0]",
+    ]
+  installed = list((tmp_path / "cache").rglob("*.so"))
+  assert len(installed) == 4
+  assert list((tmp_path / "cache").rglob("*.so*")) == installed
+
+
+def test_derivatives_travel_as_calls_that_the_program_holds(tmp_path: Path, scale: Any) -> None:
+  def backward(residuals: Any, cotangent: Any) -> Any:
+    a, x = residuals
+    return jnp.vdot(x, cotangent), scale(a, cotangent)
+
+  scale.defvjp(lambda a, x: (scale(a, x), (a, x)), backward)
+  write_program(tmp_path, "gradient", jax.grad(lambda x: (scale(2.0, x) ** 2).sum()))
+  cg.save_kernels(tmp_path / "kernels", scale)
+  want = jax.grad(lambda x: ((2.0 * x) ** 2).sum())(jnp.arange(3.0)).tolist()
+  assert lines(tmp_path, tmp_path / "kernels", "gradient", **NO_COMPILER)[1] == str(want)
+
+
+def test_a_variant_that_was_not_compiled_when_saved_is_compiled_where_it_is_named(
+  tmp_path: Path, reverse: Any
+) -> None:
+  cg.save_kernels(tmp_path / "kernels", [reverse])
+  write_program(tmp_path, "program", reverse)
+  assert lines(tmp_path, tmp_path / "kernels", "program")[1] == "[2.0, 1.0, 0.0]"
+  printed = lines(
+    tmp_path, tmp_path / "kernels", "program",
+    **NO_COMPILER, CALLGATE_CACHE_DIR=str(tmp_path / "none"),
+  )  # fmt: skip
+  assert "CXX=/nonexistent/c++" in "\n".join(printed)
+
+
+def change(path: Path, edit: Any) -> None:
+  """Rewrites a file of kernels with an edited manifest; the bytes stay."""
+  with zipfile.ZipFile(path) as archive:
+    members = {name: archive.read(name) for name in archive.namelist()}
+  manifest = json.loads(members["manifest.json"])
+  edit(manifest)
+  members["manifest.json"] = json.dumps(manifest).encode()
+  with zipfile.ZipFile(path, "w") as archive:
+    for name, content in members.items():
+      archive.writestr(name, content)
+
+
+@pytest.mark.parametrize("key", ["machine", "abi"])
+def test_for_another_cpu_or_interface_the_source_is_compiled(
+  tmp_path: Path, scale: Any, key: str
+) -> None:
+  write_program(tmp_path, "program", lambda x: scale(2.0, x))
+  path = tmp_path / "kernels"
+  cg.save_kernels(path, [scale])
+  other = {"machine": "x86_64 other", "abi": 77}[key]
+  change(path, lambda m: m["kernels"][0]["compiled"].update({key: other}))
+  cache = {"CALLGATE_CACHE_DIR": str(tmp_path / "cache")}
+  assert lines(tmp_path, path, "program", **cache)[1] == "[0.0, 2.0, 4.0]"
+  assert (tmp_path / "cache" / "kernels").exists()
+  assert not (tmp_path / "cache" / "loaded").exists()
+  code = "import callgate as cg, sys\ntry: cg.load_kernels(sys.argv[1])\nexcept cg.CompileError as"
+  printed = printed_by(
+    code + " e: print(e)", str(path), **NO_COMPILER, CALLGATE_CACHE_DIR=str(tmp_path / "none")
+  )
+  assert "CXX=/nonexistent/c++" in printed
+
+
+def test_code_for_any_cpu_of_the_architecture_fits_all_of_them(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.plain", debug=True)  # no -march=native
+  kernel(1.0, jnp.ones(2))
+  form = kernel.saved_form()
+  assert form is not None
+  monkeypatch.setattr(toolchain, "cpu", lambda: "another CPU")
+  assert list(files.installed(form["compiled"])) == [""]
+
+
+def test_a_library_that_the_system_cannot_load_is_compiled_anew(tmp_path: Path, scale: Any) -> None:
+  write_program(tmp_path, "program", lambda x: scale(2.0, x))
+  path = tmp_path / "kernels"
+  broken = tmp_path / "broken.so"
+  broken.write_bytes(b"not a library")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(scale, "_libraries", {"": broken})
+    cg.save_kernels(path, [scale])
+  assert lines(tmp_path, path, "program")[1] == "[0.0, 2.0, 4.0]"
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, scale: Any) -> None:
+  write_program(tmp_path, "program", lambda x: scale(2.0, x))
+  cg.save_kernels(tmp_path / "kernels", [scale])
+  blocked = tmp_path / "file"
+  blocked.write_text("")
+  printed = lines(
+    tmp_path, tmp_path / "kernels", "program", **NO_COMPILER, CALLGATE_CACHE_DIR=str(blocked)
+  )
+  assert printed[1] == "[0.0, 2.0, 4.0]"
+
+
+def test_a_missing_kernel_is_an_error_that_names_it_and_load_kernels(
+  tmp_path: Path, reverse: Any
+) -> None:
+  write_program(tmp_path, "program", reverse)
+  printed = "\n".join(lines(tmp_path, "", "program"))
+  assert "no gate or kernel named 'files.reverse[T=float32,R=1]' is defined" in printed
+  assert "name='files.reverse'." in printed
+  assert "callgate.load_kernels" in printed
+
+
+# --- What is saved --------------------------------------------------------------------------------
+
+
+def test_by_default_all_live_kernels_that_can_travel_are_saved(
+  tmp_path: Path, scale: Any, reverse: Any
+) -> None:
+  library = cg.library(build(tmp_path, "staying", '#include "callgate/kernel.h"' + SCALE +
+                             "\nCALLGATE_KERNEL(scale);"))  # fmt: skip
+  stays = library.scale
+  cg.save_kernels(tmp_path / "kernels")
+  with cg.load_kernels(tmp_path / "kernels") as loaded:
+    assert {"files.scale", "files.reverse"} <= set(loaded.names)
+    assert stays.name not in loaded.names
+  with pytest.raises(cg.GateDefinitionError, match=r"got <kernel 'staying.scale'>, whose code is"):
+    cg.save_kernels(tmp_path / "other", [scale, stays])
+  assert not (tmp_path / "other").exists()
+  with pytest.raises(cg.GateDefinitionError, match="expected kernels that"):
+    cg.save_kernels(tmp_path / "other", [reverse, np.sin])  # pyright: ignore[reportArgumentType]
+
+
+def test_saving_replaces_a_file_in_one_step_and_leaves_no_other(
+  tmp_path: Path, scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  path = tmp_path / "kernels"
+  path.write_text("before")
+  monkeypatch.setattr(
+    zipfile.ZipFile, "writestr", lambda *_: (_ for _ in ()).throw(OSError("full"))
+  )
+  with pytest.raises(OSError, match="full"):
+    cg.save_kernels(path, scale)
+  assert path.read_text() == "before"
+  assert list(tmp_path.iterdir()) == [path]
+  monkeypatch.undo()
+  cg.save_kernels(path, scale)
+  assert zipfile.is_zipfile(path)
+  assert list(tmp_path.iterdir()) == [path]
+
+
+# --- Names and lives ------------------------------------------------------------------------------
+
+
+def test_loading_what_is_live_already_uses_it_and_another_of_the_name_is_an_error(
+  tmp_path: Path, scale: Any, reverse: Any
+) -> None:
+  path = tmp_path / "kernels"
+  cg.save_kernels(path, [reverse, scale])
+  with cg.load_kernels(path) as loaded, cg.load_kernels(path) as again:
+    assert loaded.names == again.names == ("files.reverse", "files.scale")
+    assert scale(2.0, jnp.ones(2)).tolist() == [2.0, 2.0]
+  other = cg.cpp(SCALE, out=lambda a, x: x, name="files.taken")
+  cg.save_kernels(path, [other])
+  del other
+  drop_programs()
+  gate = cg.gate(lambda x: x, out=lambda x: x, name="files.taken")
+  with pytest.raises(ValueError, match=r"kernels' has a kernel 'files.taken', a name .* live gate"):
+    cg.load_kernels(path)
+  del gate
+  gc.collect()
+  differs = cg.cpp(
+    SCALE.replace("a * x[i]", "1 + a * x[i]"), out=lambda a, x: x, name="files.taken"
+  )
+  with pytest.raises(ValueError, match="live kernel of this process"):
+    cg.load_kernels(path)
+  assert differs(1.0, jnp.ones(1)).tolist() == [2.0]
+
+
+def test_a_name_that_is_taken_leaves_nothing_of_the_file_loaded(tmp_path: Path) -> None:
+  first = cg.cpp(SCALE, out=lambda a, x: x, name="files.first")
+  second = cg.cpp(SCALE, out=lambda a, x: x, name="files.second")
+  cg.save_kernels(tmp_path / "kernels", [first, second])
+  del first, second
+  gc.collect()
+  gate = cg.gate(lambda x: x, out=lambda x: x, name="files.second")
+  with pytest.raises(ValueError, match=r"files\.second"):
+    cg.load_kernels(tmp_path / "kernels")
+  gc.collect()
+  assert "files.first" not in _callgate.registered_names()
+  assert gate.name == "files.second"
+
+
+def test_loaded_kernels_stay_until_closed_even_when_the_handle_is_dropped(tmp_path: Path) -> None:
+  kernel = cg.cpp(REVERSE, out=lambda x: x, name="files.staying")
+  program = loaded_program(kernel, jnp.arange(2.0))
+  cg.save_kernels(tmp_path / "kernels", kernel)
+  del kernel
+  drop_programs()
+  assert "files.staying" not in dict(registry.operations())
+  cg.load_kernels(tmp_path / "kernels")
+  gc.collect()
+  call = jax.jit(program.call)
+  assert call(jnp.arange(2.0)).tolist() == [1.0, 0.0]
+  handle = cg.load_kernels(tmp_path / "kernels")  # the same kernels, shared
+  assert repr(handle) == "<loaded kernels: files.staying>"
+  handle.close()
+  handle.close()
+  assert call(jnp.arange(2.0)).tolist() == [1.0, 0.0]
+
+
+def test_after_close_the_names_are_free_and_loaded_programs_go_on(tmp_path: Path) -> None:
+  kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.closed")
+  program = loaded_program(lambda x, kernel=kernel: kernel(3.0, x), jnp.ones(2))
+  cg.save_kernels(tmp_path / "kernels", kernel)
+  del kernel
+  drop_programs()
+  assert "files.closed" not in dict(registry.operations())
+  call = jax.jit(program.call)
+  with cg.load_kernels(tmp_path / "kernels"):
+    assert call(jnp.ones(2)).tolist() == [3.0, 3.0]
+  gc.collect()
+  assert call(jnp.ones(2)).tolist() == [3.0, 3.0]
+  drop_programs()
+  again = cg.cpp(SCALE, out=lambda a, x: x, name="files.closed")
+  assert again(1.0, jnp.ones(1)).tolist() == [1.0]
+
+
+def test_a_loaded_kernel_is_for_loaded_programs(tmp_path: Path) -> None:
+  kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.no_calls")
+  cg.save_kernels(tmp_path / "kernels", kernel)
+  del kernel
+  drop_programs()
+  with cg.load_kernels(tmp_path / "kernels") as loaded:
+    (restored,) = loaded._kernels  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(cg.GateDefinitionError, match="expected it to be defined here"):
+      restored(1.0, jnp.ones(1))
+    # It can travel on, with what it brought.
+    cg.save_kernels(tmp_path / "again", restored)
+  assert (tmp_path / "again").read_bytes() == (tmp_path / "kernels").read_bytes()
+
+
+# --- Damage ---------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+  content = path.read_bytes()
+  if how == "cut":
+    path.write_bytes(content[: len(content) // 2])
+  elif how == "text":
+    path.write_text("no archive")
+  elif how == "a flipped byte":
+    middle = content.index(b"bytes/") + 2000  # within a compressed library
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+  elif how == "an archive of something else":
+    with zipfile.ZipFile(path, "w") as archive:
+      archive.writestr("manifest.json", '{"format": "other"}')
+  elif how == "no manifest":
+    with zipfile.ZipFile(path, "w") as archive:
+      archive.writestr("other", "")
+  elif how == "a manifest of another form":
+    with zipfile.ZipFile(path, "w") as archive:
+      archive.writestr("manifest.json", "[1, 2]")
+  else:
+    assert how == "a library that was exchanged"
+    with zipfile.ZipFile(path) as archive:
+      members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+      for name, member in members.items():
+        archive.writestr(name, member + b"!" if name.startswith("bytes/") else member)
+
+
+@pytest.mark.parametrize("how", ["cut", "text", "a flipped byte", "an archive of something else",
+  "no manifest", "a manifest of another form", "a library that was exchanged"])  # fmt: skip
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, scale: Any, how: str) -> None:
+  path = tmp_path / "kernels"
+  cg.save_kernels(path, scale)
+  damage(path, how)
+  with pytest.raises(
+    cg.KernelFileError, match=r"callgate.save_kernels wrote, got '.*/kernels', wh"
+  ):
+    cg.load_kernels(path)
+
+
+def test_a_file_of_another_version_says_both(tmp_path: Path, scale: Any) -> None:
+  cg.save_kernels(tmp_path / "kernels", scale)
+  change(tmp_path / "kernels", lambda manifest: manifest.update(version=9))
+  with pytest.raises(cg.KernelFileError, match="expected version 1 of the format, got 9; save the"):
+    cg.load_kernels(tmp_path / "kernels")
+
+
+def test_a_kind_that_is_not_known_is_named(tmp_path: Path, scale: Any) -> None:
+  cg.save_kernels(tmp_path / "kernels", scale)
+
+  def edit(manifest: Any) -> None:
+    manifest["kernels"][0].update(kind="fortran", name="files.other")
+
+  change(tmp_path / "kernels", edit)
+  with pytest.raises(cg.KernelFileError, match=r"'files.other': expected a kind .*cpp.*'fortran'"):
+    cg.load_kernels(tmp_path / "kernels")
+
+
+def test_a_file_that_is_not_there_is_file_not_found(tmp_path: Path) -> None:
+  with pytest.raises(FileNotFoundError):
+    cg.load_kernels(tmp_path / "none")
+
+
+def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+  path = tmp_path_factory.mktemp("saved") / "kernels"
+  kernel = cg.cpp(SCALE, out=lambda a, x: x, name="files.fuzzed", flags=["-O0"])
+  cg.save_kernels(path, kernel)
+  return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+  """A file of one kernel, which is not alive any more."""
+  content = saved(tmp_path_factory)
+  drop_programs()
+  return content
+
+
+@pytest.fixture(scope="module")
+def damaged(whole: bytes, tmp_path_factory: pytest.TempPathFactory) -> Any:
+  """A file to write, in a process without a compiler and with an empty cache."""
+  assert whole  # made while there was a compiler
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("CALLGATE_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "empty"))
+    patch.setenv("CXX", NO_COMPILER["CXX"])
+    yield tmp_path_factory.mktemp("damaged") / "kernels"
+
+
+def load_whatever_it_is(path: Path) -> None:
+  """What `load_kernels` promises of any file."""
+  said = [f"'{path}'", "CXX=/nonexistent/c++"]
+  try:
+    cg.load_kernels(path).close()
+  except (cg.KernelFileError, cg.CompileError) as error:
+    said = [text for text in said if text in str(error)]
+  assert said
+
+
+@given(content=st.binary(max_size=200))
+def test_random_bytes_are_no_file_of_kernels(damaged: Path, content: bytes) -> None:
+  damaged.write_bytes(content)
+  with pytest.raises(cg.KernelFileError):
+    cg.load_kernels(damaged)
+
+
+@examples(150)
+@given(
+  changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3),
+  ends=st.booleans(),
+)
+def test_changed_bytes_are_found_or_do_no_harm(
+  whole: bytes, damaged: Path, changes: list[tuple[float, int]], ends: bool
+) -> None:
+  content = bytearray(whole)
+  for place, value in changes:
+    span = 400 if ends else len(content) - 1  # the directory of the archive is at its end
+    content[len(content) - 1 - int(place * span)] = value
+  damaged.write_bytes(content)
+  load_whatever_it_is(damaged)
+
+
+_numbers = itertools.count()
+
+
+def paths_of(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+  """The places in a manifest."""
+  found = [here]
+  if isinstance(value, dict | list):
+    for key in value if isinstance(value, dict) else range(len(value)):
+      found += paths_of(value[key], (*here, key))
+  return found
+
+
+ODD = st.one_of(
+  st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just([[]]),
+  st.just({}), st.just({"$bytes": "0"}), st.just({"$bytes": []}),
+  st.just("a\0b"), st.just("\ud800"),
+)  # fmt: skip
+
+
+@examples(200)
+@given(which=st.floats(0, 1, exclude_max=True), value=ODD, drop=st.booleans())
+def test_a_manifest_with_anything_in_any_place_is_refused_or_does_no_harm(
+  whole: bytes, damaged: Path, which: float, value: Any, drop: bool
+) -> None:
+  damaged.write_bytes(whole)
+
+  def edit(manifest: Any) -> None:
+    for kernel in manifest["kernels"]:
+      kernel["name"] += str(next(_numbers))  # the last example's may still be alive
+    paths = [path for path in paths_of(manifest) if path]
+    *most, last = paths[int(which * len(paths))]
+    place = functools.reduce(lambda held, key: held[key], most, manifest)
+    if drop:
+      del place[last]
+    else:
+      place[last] = value
+
+  change(damaged, edit)
+  load_whatever_it_is(damaged)
+
+
+@pytest.mark.parametrize("how", ["deep", "encrypted", "of a method that is not known", "bomb"])
+def test_an_archive_that_cannot_be_read_is_an_error_that_names_it(
+  damaged: Path, whole: bytes, how: str
+) -> None:
+  if how in ("deep", "bomb"):
+    with zipfile.ZipFile(damaged, "w") as archive:
+      archive.writestr("manifest.json", "[" * 100_000 if how == "deep" else "1" * 100_000)
+  else:
+    content = bytearray(whole)
+    directory = content.index(b"PK\1\2")
+    for start, offset in ((0, 6), (directory, 8)):
+      if how == "encrypted":
+        content[start + offset] |= 1
+      else:
+        content[start + offset + 2] = 14  # LZMA, which this is not
+    damaged.write_bytes(content)
+  with pytest.raises(cg.KernelFileError, match=str(damaged)):
+    cg.load_kernels(damaged)
+
+
+def test_a_folder_is_no_file_of_kernels(tmp_path: Path) -> None:
+  with pytest.raises(IsADirectoryError):
+    cg.load_kernels(tmp_path)

@@ -1,0 +1,87 @@
+"""The documentation's code runs: each page's Python blocks, in order, in a fresh interpreter."""
+
+import pathlib
+import subprocess
+import sys
+
+import doc_blocks
+import interpreters
+import pytest
+
+import callgate as cg
+from callgate._build import nvrtc
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOUND = {page: doc_blocks.blocks(page.read_text(encoding="utf-8")) for page in PAGES}
+
+
+def run(page, folder, *options):
+  return interpreters.succeed(
+    pathlib.Path(doc_blocks.__file__),
+    page,
+    folder,
+    *options,
+    cwd=folder,
+    environment=interpreters.same_path(),
+    timeout=300,
+  )
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if FOUND[p]], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page, tmp_path):
+  code = "".join(block.code for block in FOUND[page] if not block.gpu)
+  if page.name == "README.md" or "scipy" in page.read_text(encoding="utf-8"):
+    pytest.importorskip("scipy")
+  if "import torch" in code:
+    pytest.importorskip("torch")
+  run(page, tmp_path)
+
+
+FOR_GPUS = [p for p in PAGES if any(block.gpu for block in FOUND[p])]
+
+
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
+def test_the_code_of_a_page_for_gpus_lowers_for_cuda_without_one(page, tmp_path):
+  try:
+    nvrtc.compiler()
+  except cg.CompileError as error:
+    pytest.skip(str(error).splitlines()[0])
+  text = run(page, tmp_path, "--lower")
+  assert "lowered, calls callgate.kernel" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", FOR_GPUS, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_on_a_gpu(page, tmp_path):
+  print(run(page, tmp_path, "--gpu"))
+
+
+def test_blocks_for_gpus_are_compiled_and_not_run_without_one(tmp_path):
+  page = tmp_path / "page.md"
+  page.write_text(
+    "```python\nx = 1\n```\n"
+    '=== "A tab"\n\n    <!-- gpu: no_such_module -->\n    ```python\n    x = 1 / 0\n    ```\n\n'
+    "```python\nassert x == 1\n```\n"
+  )
+  assert [block.gpu for block in doc_blocks.blocks(page.read_text())] == [False, True, False]
+  run(page, tmp_path)
+  assert "page.md:8: skipped, since there is no no_such_module" in run(page, tmp_path, "--gpu")
+  page.write_text("<!-- gpu -->\n```python\nx = = 1\n```\n")
+  with pytest.raises(AssertionError, match="SyntaxError"):
+    run(page, tmp_path)
+
+
+def test_the_readme_opens_with_the_two_commands():
+  first = (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
+  assert "make demo" in first
+  assert "make test" in first
+
+
+def test_the_table_of_the_readme_is_what_the_benchmarks_say():
+  """`tools/benchmark_table.py` fills the table; a stale one is an error."""
+  done = subprocess.run(
+    [sys.executable, str(ROOT / "tools" / "benchmark_table.py"), "--check"],
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout + done.stderr
