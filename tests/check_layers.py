@@ -9,7 +9,7 @@ Checked, in every C++ file below ROOT/src, ROOT/include and ROOT/tests/cpp, on i
 - include/ holds public headers, which include neither a layer nor XLA nor Python;
 - Python.h, nanobind and NumPy appear in src/bindings alone;
 - XLA's headers appear in src/xla, src/bindings and the C++ tests alone;
-- the GIL is given up and taken by src/bindings/gil.h alone: not by nanobind's guards, whose
+- the GIL is given up and taken by src/bindings/python/gil.h alone: not by nanobind's guards, whose
   destructors end the process where a daemon thread's end unwinds them;
 - a C++ test uses what it has a using-declaration for: clang-tidy, which looks at several tests as
   one file, does not see it;
@@ -46,7 +46,7 @@ LAYERS: dict[str, frozenset[str]] = {
 CPP_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".h", ".hpp", ".inc"}
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include(?:_next)?[ \t]*[<\"]([^>\"\n]+)[>\"]", re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^(Python\.h|structmember\.h|cpython/|nanobind/|numpy/|pybind11/)")
-GIL = PurePosixPath("src/bindings/gil.h")
+GIL = PurePosixPath("src/bindings/python/gil.h")
 GIL_GUARD = re.compile(
   r"\bgil_scoped_(?:release|acquire)\b|\bPyEval_(?:Save|Restore)Thread\b|\bPyGILState_Ensure\b"
   r"|\bPy_BEGIN_ALLOW_THREADS\b"

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "bindings/gil.h"
+#include "bindings/python/gil.h"
 #include "core/progress.h"
 #include "core/progress_callee.h"
 #include "core/registry.h"

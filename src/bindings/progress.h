@@ -1,7 +1,7 @@
 // The board of progress bars, for the Python thread that draws them.
 #pragma once
 
-#include "bindings/python.h"
+#include "bindings/python/python.h"
 
 namespace callgate::bindings {
 

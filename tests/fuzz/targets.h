@@ -6,7 +6,7 @@
 // sanitizers see.
 //
 // `make fuzz` links each with libFuzzer (entry.cc), which looks for such bytes; the C++ tests run
-// all seeds and a fixed number of mutations (tests/cpp/test_fuzz.cc). Seeds are the files of
+// all seeds and a fixed number of mutations (tests/cpp/core/test_fuzz.cc). Seeds are the files of
 // tests/fuzz/seeds/TARGET: what tests/fuzz/make_seeds.py takes from real output, and the findings.
 #pragma once
 

@@ -1,7 +1,7 @@
 """Gates: Python callables that compiled JAX programs call.
 
 `gate` makes one, `call` uses a callable once. What a gate is at run time lives in C++
-(src/bindings/gate.cc); here is what a user sees: options, shapes, rules.
+(src/bindings/gate/gate.cc); here is what a user sees: options, shapes, rules.
 """
 
 from __future__ import annotations

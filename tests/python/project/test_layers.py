@@ -34,7 +34,7 @@ ALLOWED = {
   "src/cuda/driver.cc": '#include "core/a.h"\n#include <dlfcn.h>\n',
   "src/xla/tap.cc": '#include "channel/ring.h"\n#include "xla/ffi/api/ffi.h"\n',
   "src/bindings/m.cc": "#include <Python.h>\n#include <nanobind/nanobind.h>\n",
-  "src/bindings/gil.h": "struct GilScope { int s = PyGILState_Ensure(); };\n",
+  "src/bindings/python/gil.h": "struct GilScope { int s = PyGILState_Ensure(); };\n",
   "src/bindings/g.cc": (
     "// not by nb::gil_scoped_release\n/* nor\n gil_scoped_acquire */ int f;\n"
   ),

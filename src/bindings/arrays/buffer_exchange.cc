@@ -1,0 +1,248 @@
+// See the header. Of the streams that consumers name, the default ones are remembered: they live as
+// long as the process, so XLA's stream can be made to wait for them when the call ends.
+#include "bindings/arrays/buffer_exchange.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "bindings/arrays/dlpack.h"
+#include "bindings/python/gil.h"
+#include "core/lifecycle.h"
+
+namespace callgate::bindings {
+namespace {
+
+// What an exported tensor keeps: the Buffer, or the memory of a copy.
+struct Export {
+  PyObject* buffer = nullptr;
+  std::unique_ptr<char[]> copy;
+  std::vector<std::int64_t> shape, strides;
+};
+
+template <typename Managed>
+void release(Managed* managed) {
+  auto* exported = static_cast<Export*>(managed->context);
+  if (exported->buffer != nullptr && !Lifecycle::instance().closed()) {
+    GilScope gil;  // consumers may drop their tensor on any thread
+    --nb::cast<Buffer&>(nb::handle(exported->buffer)).exports;
+    Py_DECREF(exported->buffer);
+  }
+  delete exported;
+  delete managed;
+}
+
+template <typename Managed>
+nb::object capsule(std::unique_ptr<Managed> managed, const char* name) {
+  // A consumer that takes the tensor renames the capsule; only an unused one is released here.
+  PyObject* made = PyCapsule_New(managed.get(), name, [](PyObject* self) {
+    const char* unused = PyCapsule_GetName(self);
+    bool versioned = std::strcmp(unused, "dltensor_versioned") == 0;
+    if (!versioned && std::strcmp(unused, "dltensor") != 0) return;
+    auto* tensor = static_cast<Managed*>(PyCapsule_GetPointer(self, unused));
+    tensor->deleter(tensor);
+  });
+  if (made == nullptr) {
+    managed->deleter(managed.release());
+    nb::raise_python_error();
+  }
+  managed.release();
+  return nb::steal(made);
+}
+
+dlpack::Device device_of(const Buffer& buffer) {
+  if (buffer.gpu() == nullptr) return {dlpack::kCpu, 0};
+  return {dlpack::kCuda, buffer.gpu()->device->ordinal()};
+}
+
+template <typename Managed>
+std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
+  const auto& buffer = nb::cast<const Buffer&>(self);
+  auto type = dlpack::data_type(buffer.view().dtype);
+  if (!type) {
+    throw nb::buffer_error(
+        ("Buffer.__dlpack__: DLPack has no type for " + to_string(buffer.view())).c_str());
+  }
+  auto exported = std::make_unique<Export>();
+  auto managed = std::make_unique<Managed>();
+  exported->shape = buffer.dims();
+  exported->strides = buffer.strides();
+  void* data = buffer.view().data;
+  if (copied) {
+    exported->copy = std::make_unique<char[]>(buffer.view().nbytes() + 1);
+    if (buffer.view().nbytes() != 0)
+      std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
+    data = exported->copy.get();
+  } else {
+    ++nb::cast<Buffer&>(self).exports;
+    Py_INCREF(self.ptr());
+    exported->buffer = self.ptr();
+  }
+  managed->tensor = {data,  device_of(buffer),      buffer.view().rank,
+                     *type, exported->shape.data(), exported->strides.data(),
+                     0};
+  managed->context = exported.release();
+  managed->deleter = &release<Managed>;
+  return managed;
+}
+
+// The stream that a consumer names, as an integer; None is the legacy default stream.
+std::int64_t consumer_stream(nb::handle stream) {
+  if (stream.is_none()) return 1;
+  if (!PyLong_Check(stream.ptr())) {
+    throw nb::type_error(("Buffer.__dlpack__: stream: expected None or an int, got " +
+                          std::string(nb::type_name(stream.type()).c_str()))
+                             .c_str());
+  }
+  auto number = nb::cast<std::int64_t>(stream);
+  if (number == 0 || number < -1) {
+    throw nb::value_error(
+        ("Buffer.__dlpack__: stream: expected None, -1 (no waiting), 1 (the legacy "
+         "default stream), 2 (the thread's default stream) or a stream's address, "
+         "got " +
+         std::to_string(number))
+            .c_str());
+  }
+  return number;
+}
+
+bool wants_version_1(nb::handle max_version) {
+  return !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
+}
+
+template <typename Managed>
+void mark(Managed& managed, std::uint64_t flags) {
+  managed.major = 1;
+  managed.minor = 0;
+  managed.flags = flags;
+}
+
+// Never a copy: a consumer makes its own, on its own stream. One that asks for version 0 has no
+// notion of read-only, as with arrays of other libraries that are never to be written.
+nb::object export_from_gpu(nb::handle self, nb::handle stream, nb::handle max_version,
+                           nb::handle dl_device, nb::handle copy) {
+  auto& buffer = nb::cast<Buffer&>(self);
+  dlpack::Device here = device_of(buffer);
+  if (!dl_device.is_none() &&
+      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(here.type, here.id)) {
+    throw nb::buffer_error(("Buffer.__dlpack__: dl_device: expected None or (2, " +
+                            std::to_string(here.id) + "), the buffer's GPU, got " +
+                            nb::cast<std::string>(nb::str(dl_device)) +
+                            "; arrays=\"numpy\" makes copies in the host's memory")
+                               .c_str());
+  }
+  if (!copy.is_none() && nb::cast<bool>(copy)) {
+    throw nb::buffer_error(
+        "Buffer.__dlpack__: copy: expected None or False on a GPU, where consumers copy, on their "
+        "own streams; got True");
+  }
+  std::int64_t consumer = consumer_stream(stream);
+  if (consumer != -1 && !buffer.ready()) {
+    buffer.gpu()->hold_back(consumer);
+    if (consumer == 1 || consumer == 2) buffer.default_streams |= 1u << consumer;
+  }
+  if (!wants_version_1(max_version))
+    return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
+  auto managed = export_tensor<dlpack::ManagedTensorVersioned>(self, /*copied=*/false);
+  mark(*managed, buffer.readonly() ? dlpack::kReadOnly : 0);
+  return capsule(std::move(managed), "dltensor_versioned");
+}
+
+// https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html
+nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_version,
+                         nb::object dl_device, nb::object copy) {
+  auto& buffer = nb::cast<Buffer&>(self);
+  buffer.check_alive();
+  refuse_packed(buffer, "__dlpack__");
+  if (buffer.gpu() != nullptr) return export_from_gpu(self, stream, max_version, dl_device, copy);
+  if (!stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
+    throw nb::buffer_error("Buffer.__dlpack__: stream must be None for memory of the CPU");
+  if (!dl_device.is_none() &&
+      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(dlpack::kCpu, 0))
+    throw nb::buffer_error("Buffer.__dlpack__: dl_device must be None or (1, 0), the CPU");
+  bool versioned = wants_version_1(max_version);
+  bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
+  bool forbid_copy = !copy.is_none() && !want_copy;
+  if (versioned) {
+    auto managed = export_tensor<dlpack::ManagedTensorVersioned>(self, want_copy);
+    mark(*managed, want_copy ? dlpack::kCopied : buffer.readonly() ? dlpack::kReadOnly : 0);
+    return capsule(std::move(managed), "dltensor_versioned");
+  }
+  // Version 0 can't say "read-only": its consumers get a copy of an input.
+  if (buffer.readonly() && forbid_copy)
+    throw nb::buffer_error(
+        "Buffer.__dlpack__: an input is read-only, which DLPack can say from version 1 on; pass "
+        "max_version=(1, 0), or let it copy");
+  return capsule(export_tensor<dlpack::ManagedTensor>(self, want_copy || buffer.readonly()),
+                 "dltensor");
+}
+
+// Zero copy also for an input and a consumer without a notion of read-only: for `arrays="torch"`,
+// whose documentation says not to write.
+nb::object dlpack_unchecked(nb::handle self) {
+  const auto& buffer = nb::cast<const Buffer&>(self);
+  buffer.check_alive();
+  refuse_packed(buffer, "__dlpack__");
+  return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
+}
+
+// Whether the type is one of NumPy's own: those of ml_dtypes have names that say something else.
+bool has_numpy_name(DType dtype) {
+  auto type = dlpack::data_type(dtype);
+  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;  // below: integers
+  return type && (type->code <= kFloat || type->code == kComplex || type->code == kBool);
+}
+
+// https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+nb::dict cuda_array_interface(Buffer& buffer) {
+  buffer.check_alive();
+  std::string type = to_string(buffer.view());
+  if (buffer.gpu() == nullptr) {
+    throw nb::attribute_error(
+        ("Buffer.__cuda_array_interface__: " + type + " is on the CPU; use __array__ or __dlpack__")
+            .c_str());
+  }
+  nb::object dtype = has_numpy_name(buffer.view().dtype) ? dtype_of(buffer) : nb::none();
+  if (dtype.is_none()) {
+    throw nb::attribute_error(("Buffer.__cuda_array_interface__: it has no name for the elements "
+                               "of " +
+                               type + "; use __dlpack__")
+                                  .c_str());
+  }
+  const ArrayView& view = buffer.view();
+  nb::list shape;
+  for (std::int64_t extent : buffer.dims()) shape.append(extent);
+  std::uintptr_t address = view.size() == 0 ? 0 : reinterpret_cast<std::uintptr_t>(view.data);
+  nb::dict interface;
+  interface["shape"] = nb::tuple(shape);
+  interface["typestr"] = dtype.attr("str");
+  interface["data"] = nb::make_tuple(address, buffer.readonly());
+  interface["strides"] = nb::none();
+  interface["version"] = 3;
+  interface["stream"] = buffer.gpu()->number();
+  // Consumers don't say which stream they use; by default it is this one.
+  buffer.default_streams |= 1u << 1;
+  return interface;
+}
+
+}  // namespace
+
+void bind_buffer_exchange(nb::class_<Buffer>& type) {
+  type.def("__dlpack__", &dlpack_export, nb::kw_only(), nb::arg("stream") = nb::none(),
+           nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(),
+           nb::arg("copy") = nb::none())
+      .def("__dlpack_device__",
+           [](const Buffer& b) {
+             dlpack::Device device = device_of(b);
+             return std::pair<int, int>(device.type, device.id);
+           })
+      .def("_dlpack_unchecked", &dlpack_unchecked)
+      .def_prop_ro("__cuda_array_interface__", &cuda_array_interface,
+                   "CUDA's array interface, version 3; an AttributeError on the CPU and for types "
+                   "that it can't name.");
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,44 @@
+// ArrayViews as NumPy arrays over the same memory, and NumPy arrays back into XLA's memory.
+//
+// An input's array is read-only, and stays so: its base is an object without a buffer, so NumPy
+// finds nobody to ask for write access. Arrays derived from a view keep the view alive, which is
+// how an escape shows in its reference count. The GIL is held in all of these.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "bindings/python/python.h"
+#include "core/array_view.h"
+
+namespace callgate::bindings {
+
+// NumPy's dtype of each code; null for those without one. Filled once at import.
+std::array<PyArray_Descr*, kDTypeTableSize>& descriptors();
+
+// A new array over the view's memory. Null with a Python error for packed or unknown dtypes.
+PyObject* make_array(const ArrayView& view, bool writable, PyObject* base);
+
+// As above, with the base that all views of XLA's memory share.
+PyObject* make_view(const ArrayView& view, bool writable);
+
+// A new array that owns a copy of the view's memory.
+PyObject* make_copy(const ArrayView& view);
+
+enum class Stored { kYes, kMismatch, kError };
+
+// Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise
+// dtype and shape must be the view's. kError leaves a Python error; kMismatch does not.
+Stored store(const ArrayView& target, PyObject* value, bool cast);
+
+// An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
+bool is_masked(PyObject* value);
+
+// What `value` is as an array, "float32[3,4]". False with a Python error where it is none.
+bool describe(PyObject* value, std::string& text);
+
+// Points `array` (a view of `old_data`'s memory that may outlive it) to the same offset in
+// `new_data`. With `base`, the array holds it from now on.
+void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base);
+
+}  // namespace callgate::bindings

@@ -1,0 +1,253 @@
+// See the header. Whatever waits gives the GIL up meanwhile, and looks for signals now and then.
+#include "bindings/channel/channel.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/channel/consumer.h"
+#include "bindings/channel/py_consumer.h"
+#include "bindings/python/deferred.h"
+#include "bindings/python/gil.h"
+#include "channel/tap.h"
+#include "core/interrupt.h"
+#include "core/registry.h"
+
+namespace callgate::bindings {
+namespace {
+
+using Clock = Channel::Clock;
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+// Calls `wait(slice)` until it says true; false when `timeout` (seconds) is over, and in a fork's
+// child, where nobody is left to wait for. Raises what a signal handler raises.
+template <typename Wait>
+bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
+  auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                     std::chrono::duration<double>(timeout.value_or(0)));
+  while (!Channel::abandoned()) {
+    Clock::duration slice = kSlice;
+    if (timeout) slice = std::min<Clock::duration>(slice, deadline - Clock::now());
+    if (without_gil([&] { return wait(std::max(slice, Clock::duration::zero())); })) return true;
+    if (timeout && Clock::now() >= deadline) return false;
+    if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+  }
+  return false;
+}
+
+// -- channels ------------------------------------------------------------------------------------
+PyObject* g_on_error = nullptr;  // (channel, consumer, message, lost so far); set once
+
+void report_error(const Channel& channel, const Consumer& consumer, const std::string& message) {
+  GilScope gil;
+  nb::object done = nb::steal(call_python(g_on_error, "sssK", channel.options().name.c_str(),
+                                          consumer.description().c_str(), message.c_str(),
+                                          static_cast<unsigned long long>(consumer.lost())));
+  if (!done.is_valid()) PyErr_WriteUnraisable(g_on_error);
+}
+
+OnFull parse_on_full(const std::string& text) {
+  if (text == "block") return OnFull::kBlock;
+  if (text == "drop_new") return OnFull::kDropNew;
+  if (text == "drop_old") return OnFull::kDropOld;
+  if (text == "sample") return OnFull::kSample;
+  throw Error(ErrorCode::kInvalidArgument, "a channel's on_full",
+              "'block', 'drop_new', 'drop_old' or 'sample'", "'" + text + "'");
+}
+
+nb::dict to_dict(const ChannelStats& stats) {
+  nb::dict out;
+  out["sent"] = stats.sent;
+  out["delivered"] = stats.delivered;
+  out["dropped"] = stats.dropped;
+  out["pending"] = stats.pending;
+  out["lost"] = stats.lost;
+  out["bytes"] = stats.bytes;
+  out["high_water"] = stats.high_water;
+  return out;
+}
+
+// An open channel. Python closes it; one that is dropped open is closed without a wait for it.
+class ChannelHandle {
+ public:
+  ChannelHandle(std::string name, std::size_t capacity, const std::string& on_full, double rate)
+      : slot_(&Channels::instance().slot(name)) {
+    Interrupts::watch();
+    ChannelOptions options{std::move(name), capacity, parse_on_full(on_full), rate};
+    channel_ = std::make_shared<Channel>(std::move(options), &report_error);
+    without_gil([&] { slot_->open(channel_); });  // it waits for senders
+  }
+  ChannelHandle(ChannelHandle&&) = default;
+
+  Channel& channel() const { return *channel_; }
+  bool is(const Channel& other) const { return channel_.get() == &other; }
+
+  bool close(std::optional<double> timeout) {
+    if (Channel::abandoned()) return true;  // the parent's is open; locks may be held for ever
+    without_gil([&] { slot_->vacate(*channel_); });
+    return wait_in_slices(timeout,
+                          [this](Clock::duration slice) { return channel_->close(slice); });
+  }
+
+ private:
+  ChannelSlot* slot_;
+  std::shared_ptr<Channel> channel_;
+};
+
+// -- taps ----------------------------------------------------------------------------------------
+// Keeps a tap's callee, and its name, alive.
+class TapHandle {
+ public:
+  TapHandle(std::string name, const std::string& channel, std::shared_ptr<Consumer> consumer)
+      : callee_(std::make_shared<TapCallee>(std::move(name), channel, std::move(consumer))) {
+    Registry::instance().add(callee_);
+  }
+  TapHandle(TapHandle&&) = default;
+  ~TapHandle() {
+    if (callee_ == nullptr) return;
+    Registry::instance().remove(*callee_);
+    sites_.clear();
+    callee_.reset();
+    drain_released();
+  }
+
+  const std::string& name() const { return callee_->name(); }
+
+  // A record from Python: what programs that cannot call the runtime send through JAX's callbacks.
+  void send(const std::string& spec, const std::string& batch, std::int64_t device,
+            const std::vector<nb::object>& arrays) {
+    std::vector<ArrayView> views;
+    std::string key = spec + '\n' + batch;
+    for (const nb::object& array : arrays) {
+      views.push_back(view_of(array));
+      key += '\n' + to_string(views.back());  // a site's shapes are those of its first call
+    }
+    std::shared_ptr<Site>& site = sites_[key];
+    if (site == nullptr)
+      site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch), "", ""});
+    CallContext context;
+    context.device = device;
+    // The channel may be full.
+    Outcome outcome = without_gil([&] { return site->run(Call{views, {}, context}); });
+    if (!outcome.ok()) throw Error(outcome.error().code, outcome.error().message);
+  }
+
+ private:
+  static ArrayView view_of(const nb::object& object) {
+    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+    if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a contiguous NumPy array",
+                  nb::type_name(object.type()).c_str());
+    }
+    nb::object descr = object.attr("dtype");
+    std::string text = nb::cast<std::string>(nb::str(descr));
+    auto dtype = dtype_from_name(text);
+    if (!dtype) {
+      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a dtype that JAX has", text);
+    }
+    static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
+    return ArrayView{PyArray_DATA(array),
+                     reinterpret_cast<const std::int64_t*>(PyArray_DIMS(array)),
+                     PyArray_NDIM(array), *dtype};
+  }
+
+  std::shared_ptr<TapCallee> callee_;
+  std::map<std::string, std::shared_ptr<Site>> sites_;
+};
+
+nb::dict all_stats() {
+  nb::dict all;
+  for (const auto& channel : Channels::instance().all())
+    all[nb::str(channel->options().name.c_str())] = to_dict(channel->stats());
+  return all;
+}
+
+void bind_handles(nb::module_& module) {
+  nb::class_<ChannelHandle>(module, "Channel", nb::is_weak_referenceable(),
+                            "The runtime's handle on an open channel.")
+      .def(nb::init<std::string, std::size_t, const std::string&, double>(), nb::arg("name"),
+           nb::kw_only(), nb::arg("capacity"), nb::arg("on_full"), nb::arg("rate"))
+      .def("add",
+           [](ChannelHandle& handle, const nb::sequence& consumers) {
+             std::vector<std::shared_ptr<Consumer>> all;
+             for (nb::handle one : consumers)
+               all.push_back(nb::cast<ConsumerHandle&>(one).consumer);
+             handle.channel().add_all(std::move(all));
+           })
+      .def("remove",
+           [](ChannelHandle& handle, ConsumerHandle& consumer) {
+             // It waits for what is in delivery.
+             const std::uint64_t delivery =
+                 without_gil([&] { return handle.channel().request_removal(consumer.consumer); });
+             wait_in_slices(std::nullopt, [&](Clock::duration slice) {
+               return handle.channel().removed(delivery, slice);
+             });
+           })
+      .def("start", [](ChannelHandle& handle) { handle.channel().start(); })
+      .def(
+          "flush",
+          [](ChannelHandle& handle, std::optional<double> timeout) {
+            std::uint64_t request = handle.channel().request_flush();
+            return wait_in_slices(timeout, [&](Clock::duration slice) {
+              return handle.channel().flushed(request, slice);
+            });
+          },
+          nb::arg("timeout").none() = nb::none())
+      .def("close", &ChannelHandle::close, nb::arg("timeout").none() = nb::none())
+      .def("stats", [](const ChannelHandle& handle) { return to_dict(handle.channel().stats()); });
+  nb::class_<TapHandle>(module, "Tap", nb::is_weak_referenceable(),
+                        "The runtime's handle on a tap, by name.")
+      .def(
+          "__init__",
+          [](TapHandle* self, std::string name, const std::string& channel,
+             ConsumerHandle* consumer) {
+            drain_released();
+            new (self) TapHandle(std::move(name), channel,
+                                 consumer == nullptr ? nullptr : consumer->consumer);
+          },
+          nb::arg("name"), nb::kw_only(), nb::arg("channel"),
+          nb::arg("consumer").none() = nb::none())
+      .def_prop_ro("name", &TapHandle::name)
+      .def("send", &TapHandle::send, nb::arg("spec"), nb::arg("batch"), nb::arg("device"),
+           nb::arg("arrays"));
+}
+
+}  // namespace
+
+void bind_channel(nb::module_& module) {
+  bind_handles(module);
+  module.def(
+      "python_consumer",
+      [](nb::object function, bool stacked, nb::object control) {
+        return ConsumerHandle{make_py_consumer(
+            std::move(function), stacked ? Form::kStacked : Form::kRows, std::move(control))};
+      },
+      nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
+      nb::arg("control").none() = nb::none());
+  module.def("set_consumer_failed", [](nb::callable hook) {
+    g_on_error = nb::object(hook).release().ptr();  // held for the life of the process
+  });
+  module.def(
+      "flush_channels",
+      [](std::optional<double> timeout) {
+        std::vector<std::pair<std::shared_ptr<Channel>, std::uint64_t>> requests;
+        for (const auto& channel : Channels::instance().all())
+          requests.emplace_back(channel, channel->request_flush());
+        return wait_in_slices(timeout, [&](Clock::duration slice) {
+          return std::ranges::all_of(
+              requests, [&](const auto& one) { return one.first->flushed(one.second, slice); });
+        });
+      },
+      nb::arg("timeout").none() = nb::none());
+  module.def("channel_stats", &all_stats);
+  module.def("abandon_channels", &Channel::abandon_all);
+  module.def("channels_abandoned", &Channel::abandoned);
+}
+
+}  // namespace callgate::bindings

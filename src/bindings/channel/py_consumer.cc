@@ -1,0 +1,308 @@
+// See the header. `consume` runs on the channel's thread and takes the GIL once a batch.
+#include "bindings/channel/py_consumer.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays/buffer.h"
+#include "bindings/arrays/views.h"
+#include "bindings/python/deferred.h"
+#include "bindings/python/gil.h"
+#include "channel/channel.h"
+#include "core/lifecycle.h"
+#include "cuda/kept_copies.h"
+
+namespace callgate::bindings {
+namespace {
+
+nb::tuple describe(const Source& source) {
+  return nb::make_tuple(
+      source.id, nb::str(source.name.data(), source.name.size()), static_cast<int>(source.role),
+      nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
+}
+
+nb::object copy_of(const ArrayView& view) {
+  nb::object array = nb::steal(make_copy(view));
+  if (!array.is_valid()) nb::raise_python_error();
+  return array;
+}
+
+// An array over the view's memory, which `owner` keeps for it.
+nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner) {
+  nb::capsule base(new std::shared_ptr<void>(owner), [](void* pointer) noexcept {
+    delete static_cast<std::shared_ptr<void>*>(pointer);
+  });
+  nb::object array = nb::steal(make_array(view, /*writable=*/true, base.ptr()));
+  if (!array.is_valid()) nb::raise_python_error();
+  return array;
+}
+
+// An array of the consumer's own: in the record's memory where that is lent and little else is in
+// it, or what a consumer keeps of a record would hold on to all of the rest.
+nb::object own_array(const ArrayView& view, const Source& source,
+                     const std::shared_ptr<void>& lent) {
+  bool most = 2 * view.nbytes() >= source.payload_bytes;
+  return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : copy_of(view);
+}
+
+// The leaves of a record whose arrays are on a device, as Buffers that own them.
+nb::list device_leaves(const Record& record, std::span<const ArrayView> whole) {
+  KeptArrays::One kept = record.source->kept->at(record.handle());
+  auto memory = std::dynamic_pointer_cast<cuda::KeptCopies>(kept.memory);
+  nb::list leaves;
+  if (memory == nullptr) return leaves;
+  DeviceCall place{&memory->device(), memory->stream()};
+  for (std::size_t i = 0; i < record.source->value_leaves; ++i)
+    leaves.append(nb::cast(Buffer(whole[i], place, memory), nb::rv_policy::move));
+  return leaves;
+}
+
+// As rows_of; the arrays of a lane are (Buffer of all lanes, first element, shape).
+nb::list device_rows_of(const Source& source, std::span<const Record> records) {
+  nb::list rows;
+  RecordViews views(source);
+  for (const Record& record : records) {
+    std::span<const ArrayView> all = views.whole(record);
+    std::vector<ArrayView> whole(all.begin(), all.end());
+    nb::list buffers = device_leaves(record, whole);
+    views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      nb::list arrays;
+      for (std::size_t i = 0; i < leaves.size(); ++i) {
+        nb::list shape;
+        for (std::int64_t extent : leaves[i].shape()) shape.append(extent);
+        auto bytes =
+            static_cast<const char*>(leaves[i].data) - static_cast<const char*>(whole[i].data);
+        arrays.append(
+            nb::make_tuple(buffers[i], bytes * 8 / bits(leaves[i].dtype), nb::tuple(shape)));
+      }
+      rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
+                                 record.flags, nb::tuple(arrays)));
+    });
+  }
+  return rows;
+}
+
+nb::list rows_of(const Source& source, std::span<const Record> records) {
+  if (source.kept != nullptr) return device_rows_of(source, records);
+  nb::list rows;
+  RecordViews views(source);
+  for (const Record& record : records) {
+    std::shared_ptr<void> lent = Channel::lend(record);
+    views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      nb::list arrays;
+      for (const ArrayView& leaf : leaves) arrays.append(own_array(leaf, source, lent));
+      rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
+                                 record.flags, nb::tuple(arrays)));
+    });
+  }
+  return rows;
+}
+
+// A new array of `count` numbers of a type that NumPy has under `type_num`.
+template <typename T>
+nb::object new_numbers(std::size_t count, int type_num, T*& data) {
+  npy_intp extent = static_cast<npy_intp>(count);
+  nb::object array = nb::steal(PyArray_SimpleNew(1, &extent, type_num));
+  if (!array.is_valid()) nb::raise_python_error();
+  data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
+  return array;
+}
+
+// The records of one source as stacked arrays, a row a lane that was sent.
+class Stack {
+ public:
+  Stack(const Source& source, std::span<const Record> records) : views_(source) {
+    for (const Record& record : records) {
+      views_.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+        if (rows_.empty()) first_.assign(leaves.begin(), leaves.end());
+        rows_.push_back({&record, lane});
+      });
+    }
+  }
+
+  bool empty() const { return rows_.empty(); }
+
+  nb::tuple numbers() const {
+    std::int64_t *lane = nullptr, *time = nullptr, *device = nullptr, *run = nullptr;
+    std::uint64_t *seq = nullptr, *flags = nullptr;
+    nb::tuple numbers = nb::make_tuple(
+        new_numbers(rows_.size(), NPY_INT64, lane), new_numbers(rows_.size(), NPY_UINT64, seq),
+        new_numbers(rows_.size(), NPY_INT64, time), new_numbers(rows_.size(), NPY_INT64, device),
+        new_numbers(rows_.size(), NPY_INT64, run), new_numbers(rows_.size(), NPY_UINT64, flags));
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const Record& record = *rows_[i].record;
+      lane[i] = rows_[i].lane;
+      seq[i] = record.seq;
+      time[i] = record.time_ns;
+      device[i] = record.device;
+      run[i] = record.run;
+      flags[i] = record.flags;
+    }
+    return numbers;
+  }
+
+  nb::tuple arrays() {
+    std::vector<char*> data;
+    nb::list arrays;
+    std::shared_ptr<void> lent = rows_.size() == 1 ? Channel::lend(*rows_[0].record) : nullptr;
+    bool packed = std::ranges::any_of(first_, [](ArrayView leaf) { return is_packed(leaf.dtype); });
+    if (lent && !packed) {
+      for (const ArrayView& leaf : first_) arrays.append(row_of(leaf, lent));
+      return nb::tuple(arrays);
+    }
+    for (const ArrayView& leaf : first_) arrays.append(new_stack(leaf, data));
+    std::size_t row = 0;
+    const Record* last = nullptr;
+    for (const Row& one : rows_) {
+      if (one.record == last) continue;
+      last = one.record;
+      views_.each_lane_as_sent(*one.record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+        for (std::size_t i = 0; i < leaves.size(); ++i) {
+          std::size_t bytes = leaves[i].nbytes();
+          if (bytes != 0) std::memcpy(data[i] + row * bytes, leaves[i].data, bytes);
+        }
+        ++row;
+      });
+    }
+    return nb::tuple(arrays);
+  }
+
+ private:
+  struct Row {
+    const Record* record;
+    std::int64_t lane;
+  };
+
+  // A stack of the one row.
+  nb::object row_of(const ArrayView& leaf, const std::shared_ptr<void>& lent) const {
+    std::vector<std::int64_t> dims{1};
+    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
+    return own_array({leaf.data, dims.data(), leaf.rank + 1, leaf.dtype}, *rows_[0].record->source,
+                     lent);
+  }
+
+  nb::object new_stack(const ArrayView& leaf, std::vector<char*>& data) const {
+    PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(leaf.dtype)];
+    std::vector<npy_intp> dims{static_cast<npy_intp>(rows_.size())};
+    dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
+    Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
+    nb::object array =
+        nb::steal(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()),
+                                       dims.data(), nullptr, nullptr, 0, nullptr));
+    if (!array.is_valid()) nb::raise_python_error();
+    auto* made = reinterpret_cast<PyArrayObject*>(array.ptr());
+    data.push_back(static_cast<char*>(PyArray_DATA(made)));
+    return array;
+  }
+
+  RecordViews views_;
+  std::vector<Row> rows_;
+  std::vector<ArrayView> first_;
+};
+
+class PyConsumer final : public Consumer {
+ public:
+  PyConsumer(nb::object function, Form form, nb::object control)
+      : function_(function.release().ptr()), control_(control.release().ptr()), form_(form) {}
+  ~PyConsumer() override {
+    release_later(function_);
+    release_later(control_);
+  }
+
+  void consume(std::span<const Record> records) override {
+    ActiveCall active;
+    if (!active.entered()) return;  // Python is ending: it must not be touched
+    if (form_ == Form::kStacked) records = by_source(records);
+    GilScope gil;
+    while (!records.empty()) {
+      std::size_t count = count_of_next(records);
+      try {
+        consume_some(*records.front().source, records.first(count));
+      } catch (nb::python_error& error) {
+        error.restore();
+        PyErr_WriteUnraisable(function_);
+      }
+      records = records.subspan(count);
+    }
+  }
+
+  // Stacked arrays are made on the host.
+  bool takes_device_arrays() const noexcept override { return form_ == Form::kRows; }
+
+  void flush() override { tell("flush"); }
+  void close() override { tell("close"); }
+  std::string description() const override {
+    return form_ == Form::kRows ? "a Python function" : "a Python function with batch=";
+  }
+
+ private:
+  void tell(const char* what) {
+    ActiveCall active;
+    if (!active.entered() || control_ == Py_None) return;
+    GilScope gil;
+    nb::object done = nb::steal(call_python(control_, "s", what));
+    if (done.is_valid()) return;
+    nb::python_error error;  // takes the exception
+    throw std::runtime_error(error.what());
+  }
+
+  // The records of each source together, in their order, unless the order of all matters.
+  std::span<const Record> by_source(std::span<const Record> records) {
+    const Source* first = records.front().source;
+    if (std::ranges::all_of(records, [&](const Record& one) { return one.source == first; }) ||
+        std::ranges::any_of(records, [](const Record& one) { return one.source->ordered; })) {
+      return records;
+    }
+    sorted_.assign(records.begin(), records.end());
+    std::ranges::stable_sort(sorted_, {}, [](const Record& one) { return one.source->id; });
+    return sorted_;
+  }
+
+  // How many of the first records are handed over in one call: those of one source. A large record
+  // whose memory is lent goes alone: stacked with others, it would have to be copied.
+  std::size_t count_of_next(std::span<const Record> records) const {
+    if (form_ == Form::kStacked && Channel::lend(records.front())) return 1;
+    auto end = std::ranges::find_if(records, [&](const Record& one) {
+      return one.source != records.front().source ||
+             (form_ == Form::kStacked && Channel::lend(one));
+    });
+    return static_cast<std::size_t>(end - records.begin());
+  }
+
+  void consume_some(const Source& source, std::span<const Record> records) {
+    nb::object done;
+    if (form_ == Form::kRows) {
+      nb::list rows = rows_of(source, records);
+      if (nb::len(rows) == 0) return;
+      nb::tuple about = describe(source);
+      done = nb::steal(call_python(function_, "OO", about.ptr(), rows.ptr()));
+    } else {
+      Stack stack(source, records);
+      if (stack.empty()) return;
+      nb::tuple about = describe(source), numbers = stack.numbers(), arrays = stack.arrays();
+      done = nb::steal(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
+    }
+    if (!done.is_valid()) nb::raise_python_error();
+    // How many of them the consumer raised for; None where nobody counted.
+    if (const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
+        failed > 0)
+      lose(static_cast<std::uint64_t>(failed));
+  }
+
+  PyObject* function_;
+  PyObject* control_;  // may be None
+  Form form_;
+  std::vector<Record> sorted_;  // those of one call of consume()
+};
+
+}  // namespace
+
+std::shared_ptr<Consumer> make_py_consumer(nb::object function, Form form, nb::object control) {
+  return std::make_shared<PyConsumer>(std::move(function), form, std::move(control));
+}
+
+}  // namespace callgate::bindings

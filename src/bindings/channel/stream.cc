@@ -1,0 +1,347 @@
+// Readers release the GIL while they read and wait; arrays handed out are copies.
+#include "bindings/channel/stream.h"
+
+#include <fcntl.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/arrays/views.h"
+#include "bindings/channel/consumer.h"
+#include "bindings/python/gil.h"
+#include "callgate/stream.h"
+#include "channel/outfeed_2020_file.h"
+#include "channel/stream_address.h"
+#include "channel/stream_sink.h"
+#include "core/error.h"
+#include "core/process.h"
+
+namespace callgate::bindings {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+struct StreamSinkHandle : ConsumerHandle {};
+
+nb::object taken(PyObject* made) {
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
+}
+
+// A copy of the bytes as uint8: what dtypes that pack their elements, or that this version does not
+// know, are handed out as. callgate._stream makes arrays of the former.
+nb::object raw_bytes(const char* data, std::size_t size) {
+  auto length = static_cast<npy_intp>(size);
+  nb::object array = taken(PyArray_SimpleNew(1, &length, NPY_UINT8));
+  if (size != 0)
+    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())), data, size);
+  return array;
+}
+
+nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
+  std::optional<DType> dtype = dtype_from_code(static_cast<int>(leaf.code & 0xFFFFU));
+  // The file says both; the element size is what its frames have been checked with.
+  bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
+               name(*dtype) == leaf.dtype;
+  if (!known || is_packed(*dtype)) return raw_bytes(record.data(leaf), leaf.nbytes);
+  return taken(make_copy({const_cast<char*>(record.data(leaf)), leaf.dims.data(),
+                          static_cast<std::int32_t>(leaf.dims.size()), *dtype}));
+}
+
+// Text of a file: whatever is no UTF-8 is replaced.
+nb::object text_of(const std::string& text) {
+  return taken(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
+nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
+  nb::list leaves, levels;
+  for (const stream::Leaf& leaf : source.leaves) {
+    nb::list dims;
+    for (std::int64_t dim : leaf.dims) dims.append(dim);
+    leaves.append(
+        nb::make_tuple(text_of(leaf.path), text_of(leaf.dtype), leaf.bits, nb::tuple(dims)));
+  }
+  for (const stream::Level& level : source.levels)
+    levels.append(nb::make_tuple(level.size, text_of(level.mask)));
+  nb::dict dict;
+  dict["id"] = source.id;
+  dict["name"] = text_of(source.name);
+  dict["description"] = text_of(source.description);
+  dict["role"] = source.role;
+  dict["levels"] = levels;
+  dict["leaves"] = leaves;
+  dict["value_leaves"] = source.value_leaves;
+  dict["has_where"] = source.has_where;
+  dict["process_index"] = process_index;  // of the session that described it; -1: not known
+  return dict;
+}
+
+// What is known of a reader without touching it, for any thread that has the GIL.
+struct ReaderState {
+  bool closed = false, ended = false;
+  std::uint64_t offset = 0;
+  std::uint32_t process = 0;
+};
+
+// A reader that one thread uses at a time: a second one gets an error, but may close it, which ends
+// the first one's wait. All members are touched under the GIL, but `reader_` by the thread in use.
+class StreamReader {
+ public:
+  explicit StreamReader(std::string address) : address_(std::move(address)) {
+    StreamAddress parsed = parse_stream_address(address_);
+    is_file_ = parsed.transport == StreamTransport::kFile;
+    do {  // a signal's handler may raise; else the wait goes on
+      reader_ = without_gil([&] { return guarded([&] { return connect(parsed); }); });
+      if (reader_ == nullptr && PyErr_CheckSignals() != 0) nb::raise_python_error();
+    } while (reader_ == nullptr);
+  }
+
+  // At most `limit` records that are there; waits for the first one.
+  nb::list read(double timeout, std::size_t limit) {
+    Use use(*this);
+    auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                       std::chrono::duration<double>(std::min(timeout, 1e9)));
+    nb::list records;
+    while (records.size() < limit) {
+      std::optional<stream::Record> record;
+      try {
+        record = without_gil([&] { return guarded([&] { return reader_->next(); }); });
+      } catch (const stream::RefusedError& error) {
+        std::string text = "callgate.open_stream: " + address_ + ": refused: " + error.what();
+        PyErr_SetString(PyExc_ConnectionError, text.c_str());
+        nb::raise_python_error();
+      } catch (const Error&) {
+        if (records.empty()) throw;
+        break;  // the records before the damage first: the next call meets it again
+      }
+      note_state();
+      if (record) {
+        records.append(tuple_of(*record));
+        continue;
+      }
+      auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
+      if (!records.empty() || (state_.ended && !is_file_) || left.count() <= 0) break;
+      without_gil([&] { wait(std::min(left, milliseconds(is_file_ ? 20 : 100))); });
+      if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+      if (close_requested_) refuse("it has been closed");
+    }
+    return records;
+  }
+
+  // Reads all that is there, for its descriptions alone.
+  void scan() {
+    Use use(*this);
+    without_gil([&] {
+      guarded([&] {
+        while (reader_->next()) remember_sources();
+        remember_sources();
+      });
+    });
+    note_state();
+  }
+
+  // Those of this session, and those that scan() met in earlier ones.
+  nb::list sources() {
+    Use use(*this);
+    remember_sources();
+    nb::list dicts;
+    for (const auto& [source, process] : seen_) dicts.append(source_dict(*source, process));
+    return dicts;
+  }
+
+  void close() {
+    close_requested_ = true;
+    if (!in_use_) reader_.reset();
+  }
+
+  const ReaderState& state() const noexcept { return state_; }
+  const std::string& address() const noexcept { return address_; }
+
+ private:
+  using Seen = std::pair<std::shared_ptr<const stream::Source>, std::int32_t>;  // process's index
+
+  // The time in which a thread uses the reader.
+  class Use {
+   public:
+    explicit Use(StreamReader& reader) : reader_(reader) {
+      if (reader.close_requested_) reader.refuse("it has been closed");
+      if (!reader.is_file_ && !reader.process_.here())
+        reader.refuse("its connection belongs to the process that this one was forked from");
+      if (reader.in_use_) reader.refuse("another thread is reading it");
+      reader.in_use_ = true;
+    }
+    ~Use() {
+      reader_.in_use_ = false;
+      if (reader_.close_requested_) reader_.reader_.reset();
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    StreamReader& reader_;
+  };
+
+  // Null where a signal ended the wait.
+  static std::unique_ptr<stream::Reader> connect(const StreamAddress& address) {
+    if (address.transport == StreamTransport::kFile)
+      return std::make_unique<stream::Reader>(address.path);
+    int fd = connect_stream(address).release();
+    if (fd < 0) return nullptr;
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    return std::make_unique<stream::Reader>(fd);
+  }
+
+  [[noreturn]] void refuse(const std::string& reason) const {
+    throw Error(ErrorCode::kInvalidArgument, "stream '" + address_ + "': " + reason);
+  }
+
+  // Names the stream in what the reader throws.
+  template <typename Step>
+  auto guarded(Step&& step) const -> decltype(step()) {
+    try {
+      return step();
+    } catch (const Error&) {
+      throw;
+    } catch (const stream::RefusedError&) {
+      throw;  // the connection's fault: read() says so
+    } catch (const std::runtime_error& error) {
+      refuse(error.what());
+    }
+  }
+
+  void wait(milliseconds time) const {
+    if (is_file_) {
+      std::this_thread::sleep_for(time);
+      return;
+    }
+    pollfd polled{reader_->fd(), POLLIN, 0};
+    poll(&polled, 1, static_cast<int>(time.count()));
+  }
+
+  void note_state() {
+    state_ = {reader_->closed(), reader_->ended(), reader_->offset(), reader_->session().process};
+  }
+
+  void remember_sources() {
+    if (reader_->sources().empty()) return;
+    if (!seen_.empty() && seen_.back().first == reader_->sources().back()) return;
+    for (const auto& source : reader_->sources()) {
+      auto is_it = [&](const Seen& seen) { return seen.first == source; };
+      if (std::find_if(seen_.rbegin(), seen_.rend(), is_it) == seen_.rend())
+        seen_.emplace_back(source, reader_->session().process_index);
+    }
+  }
+
+  // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
+  nb::object tuple_of(const stream::Record& record) {
+    auto& entry = dicts_[record.source.get()];
+    if (entry.first == nullptr) {
+      std::int32_t process = reader_->session().process_index;
+      entry = {record.source, source_dict(*record.source, process)};
+    }
+    nb::list arrays;
+    for (const stream::Leaf& leaf : record.source->leaves) arrays.append(leaf_array(record, leaf));
+    return nb::make_tuple(entry.second, record.seq, record.time_ns, record.run, record.device,
+                          record.flags, arrays);
+  }
+
+  std::string address_;
+  OfProcess process_;
+  bool is_file_ = false, in_use_ = false, close_requested_ = false;
+  ReaderState state_;
+  std::unique_ptr<stream::Reader> reader_;
+  std::vector<Seen> seen_;
+  std::unordered_map<const stream::Source*,
+                     std::pair<std::shared_ptr<const stream::Source>, nb::dict>>
+      dicts_;
+};
+
+nb::list read_outfeed(const std::string& path) {
+  Outfeed2020Reader reader(path);
+  nb::list messages;
+  while (auto message = reader.next()) {
+    nb::list arrays;
+    const char* data = message->data.data();
+    for (const outfeed_2020::ArrayType& array : message->arrays) {
+      arrays.append(taken(make_copy({const_cast<char*>(data), array.dims.data(),
+                                     static_cast<std::int32_t>(array.dims.size()), array.dtype})));
+      data += array.nbytes();
+    }
+    messages.append(nb::make_tuple(message->consumer, arrays));
+  }
+  return messages;
+}
+
+nb::bytes outfeed_header(
+    std::uint64_t consumer,
+    const std::vector<std::pair<std::string, std::vector<std::int64_t>>>& types) {
+  std::vector<outfeed_2020::ArrayType> arrays;
+  arrays.reserve(types.size());
+  for (const auto& [dtype, dims] : types)
+    arrays.push_back({dtype_from_name(dtype).value_or(DType::kInvalid), dims});
+  std::string header = outfeed_2020::encode_header(consumer, outfeed_2020::encode_metadata(arrays));
+  return nb::bytes(header.data(), header.size());
+}
+
+}  // namespace
+
+void bind_stream(nb::module_& module) {
+  nb::class_<StreamSinkHandle, ConsumerHandle>(module, "StreamSink",
+                                               "A native consumer that writes a stream.")
+      .def_prop_ro("address", [](const StreamSinkHandle& handle) {
+        return static_cast<const StreamSink&>(*handle.consumer).address();
+      });
+  module.def(
+      "stream_sink",
+      [](const std::string& destination, std::size_t lag_bytes, std::int32_t process_index) {
+        StreamServer::Limits limits;
+        limits.lag_bytes = lag_bytes;
+        return StreamSinkHandle{{without_gil(
+            [&] { return std::make_shared<StreamSink>(destination, limits, process_index); })}};
+      },
+      nb::arg("destination"), nb::kw_only(),
+      nb::arg("lag_bytes") = StreamServer::Limits().lag_bytes, nb::arg("process_index") = -1,
+      "Writes a stream to a file's path, unix:PATH or tcp://HOST:PORT.");
+  module.def(
+      "outfeed_2020_sink",
+      [](const std::string& path) {
+        return ConsumerHandle{std::make_shared<Outfeed2020Sink>(path)};
+      },
+      nb::arg("path"), "Writes the framing of 2020 to a new file.");
+  module.def("read_outfeed_2020", &read_outfeed, nb::arg("path"),
+             "The messages of a file in the framing of 2020, as (consumer, arrays).");
+  module.def("outfeed_2020_header", &outfeed_header, nb::arg("consumer"), nb::arg("types"),
+             "The header, as bytes, of arrays of the types (dtype's name, dims).");
+  nb::class_<StreamReader>(module, "StreamReader", "Reads a stream; see callgate.open_stream.")
+      .def(nb::init<std::string>(), nb::arg("address"))
+      .def("read", &StreamReader::read, nb::arg("timeout") = 0.0, nb::arg("limit") = 1,
+           "(source, seq, time_ns, run, device, flags, arrays) of each record that is there.")
+      .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
+      .def("sources", &StreamReader::sources)
+      .def("close", &StreamReader::close)
+      .def_prop_ro(
+          "closed", [](const StreamReader& reader) { return reader.state().closed; },
+          "Whether the writer has closed the stream.")
+      .def_prop_ro(
+          "ended", [](const StreamReader& reader) { return reader.state().ended; },
+          "Whether the last read met the end.")
+      .def_prop_ro(
+          "offset", [](const StreamReader& reader) { return reader.state().offset; },
+          "Where the next frame begins.")
+      .def_prop_ro(
+          "process", [](const StreamReader& reader) { return reader.state().process; },
+          "The writer's process id, as its operating system has it.")
+      .def_prop_ro("address", &StreamReader::address);
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,91 @@
+// A Python callable as a Callee: what a gate is at run time.
+//
+// PyCallee holds the callable and its options, and outlives the Gate in Python for as long as some
+// executable can still call it; gate_site.h is one call site of it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "bindings/python/python.h"
+#include "bindings/stats.h"
+#include "core/call.h"
+
+namespace callgate::bindings {
+
+enum class Style { kReturn, kInplace, kContext };
+enum class Arrays { kNumpy, kBuffer };
+
+struct GateOptions {
+  Style style = Style::kReturn;
+  Arrays arrays = Arrays::kNumpy;
+  bool cast = false;          // same-kind casts of results
+  bool owned_inputs = false;  // inputs are copies that the callable may keep
+  bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
+  bool own_thread = false;
+  bool native = false;          // gets a GPU's own arrays, as Buffers, else copies on the host
+  bool default_stream = false;  // its library works on CUDA's legacy default stream by itself
+  bool command_buffer = false;  // runs while XLA records its stream's work
+  std::chrono::nanoseconds timeout{0};
+};
+
+// Views that are private copies, which the callable may keep.
+enum : unsigned { kPrivateInputs = 1, kPrivateResults = 2 };
+
+class PyCallee final : public Callee, public std::enable_shared_from_this<PyCallee> {
+ public:
+  // `function` is called with flat arrays when a site's spec is "" (one result) or "*" (a tuple of
+  // results); for any other spec `bind(spec)` gives the function to call, with flat_results' form.
+  PyCallee(std::string name, nb::object function, nb::object bind, GateOptions options);
+  ~PyCallee() override;
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  const std::string& name() const noexcept override { return name_; }
+  bool own_thread() const noexcept override { return options_.own_thread; }
+  bool reads_context() const noexcept override {
+    return options_.style == Style::kContext || options_.arrays == Arrays::kBuffer;
+  }
+  OnDevice on_device() const noexcept override {
+    return options_.native ? OnDevice::kNative : OnDevice::kStaged;
+  }
+  std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
+  void defer(const Failure& failure) override;
+  void enter_device_worker() override;
+  std::string stall_report(const std::string& call, bool timed_out) override;
+  std::string self_wait(unsigned long thread) override;
+
+  // For Python's cycle collector, by way of the handle.
+  int traverse(visitproc visit, void* arg);
+  void clear();
+
+  const GateOptions& options() const noexcept { return options_; }
+
+  // Which views are private from the next call on. Relaxed: it orders nothing, and a call that
+  // comes too early gets views, whose escape is found again.
+  unsigned private_views() const noexcept { return private_.load(std::memory_order_relaxed); }
+  void make_private(unsigned views) noexcept {
+    private_.fetch_or(views, std::memory_order_relaxed);  // as above
+  }
+  Counters& counters() noexcept { return counters_; }
+
+ private:
+  std::string name_;
+  PyObject* function_;
+  PyObject* bind_;  // null when None
+  GateOptions options_;
+  std::atomic<unsigned> private_;
+  Counters counters_;
+};
+
+// Debug and watch settings of the process.
+struct Settings {
+  std::atomic<bool> check_writes{false};  // checksum inputs around each call
+  std::atomic<std::int64_t> stall_ns{0};  // report calls that take longer; 0 for never
+  static Settings& instance();
+};
+
+void bind_gate(nb::module_& module);
+
+}  // namespace callgate::bindings

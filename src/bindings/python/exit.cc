@@ -1,0 +1,91 @@
+// Python runs exit handlers in the reverse of their order: those that were registered before
+// callgate's run after it, and may run programs still. What such programs tap can't be delivered
+// any more, but it is not lost in silence: it is counted, and reported when the C library ends the
+// process. That is after Python's end, so all here is C++.
+#include "bindings/python/exit.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <string>
+
+#include "channel/tap.h"
+#include "core/lifecycle.h"
+
+namespace callgate::bindings {
+namespace {
+
+struct ExitWatch {
+  pid_t process = 0;
+  std::map<std::string, std::uint64_t> sent_before;  // by channel
+  std::atomic<bool> failed{false};
+};
+
+ExitWatch& exit_watch() {
+  static auto* watch = new ExitWatch();  // never destroyed: read when static objects are
+  return *watch;
+}
+
+std::map<std::string, std::uint64_t> sent_by_channel() {
+  std::map<std::string, std::uint64_t> all;
+  for (const auto& channel : Channels::instance().all())
+    all[channel->options().name] = channel->stats().sent;
+  return all;
+}
+
+void report_lost(const std::string& what, std::uint64_t count) {
+  std::fprintf(stderr,
+               "callgate: not delivered at the end of the program: %s: %llu record(s) that came "
+               "after callgate's end, from a thread that went on or an atexit handler registered "
+               "before callgate was imported\n",
+               what.c_str(), static_cast<unsigned long long>(count));
+}
+
+void report_late() {
+  for (const auto& [name, count] : sent_by_channel()) {
+    auto before = exit_watch().sent_before.find(name);
+    std::uint64_t known = before == exit_watch().sent_before.end() ? 0 : before->second;
+    if (count > known) report_lost("channel '" + name + "'", count - known);
+  }
+  for (const auto& [name, count] : LateCalls::instance().all()) {
+    const auto colon = name.find(':');
+    report_lost(colon == std::string::npos
+                    ? "'" + name + "'"
+                    : name.substr(0, colon) + " '" + name.substr(colon + 1) + "'",
+                count);
+  }
+}
+
+// At the C library's end of the process.
+void at_process_end(int status, void*) {
+  if (getpid() != exit_watch().process) return;  // a fork's child, which inherits the handlers
+  try {
+    report_late();
+  } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
+  }
+  // The handlers that follow run in this call's turn, as glibc has it.
+  if (status == 0 && exit_watch().failed.load(std::memory_order_relaxed))  // this thread's own
+    std::exit(EXIT_FAILURE);
+}
+
+// Begins to count what comes too late. Once.
+void watch_exit() {
+  exit_watch().process = getpid();
+  exit_watch().sent_before = sent_by_channel();
+  on_exit(&at_process_end, nullptr);
+}
+
+}  // namespace
+
+void bind_exit(nb::module_& module) {
+  module.def("watch_exit", &watch_exit, "What is tapped from now on is reported as too late.");
+  module.def(
+      "fail_exit", [] { exit_watch().failed.store(true, std::memory_order_relaxed); },
+      "After watch_exit(): an exit status of 0 becomes 1.");
+}
+
+}  // namespace callgate::bindings

@@ -1,0 +1,95 @@
+// Taking the GIL from threads that Python did not make, cheaply and safely.
+//
+// PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it:
+// microseconds a call, and the thread's Python-side locals are lost each time. So a foreign thread
+// is attached once, by an Ensure that is never released; from then on Ensure only swaps the state
+// in. Threads of callgate's take their state away before they end (core/thread_end.h). XLA's are
+// not asked; they live as long as the process, so what they leave behind is bounded by their
+// number.
+#pragma once
+
+#include <cxxabi.h>
+#include <unistd.h>
+
+#include "bindings/python/python.h"
+#include "core/thread_end.h"
+
+namespace callgate::bindings {
+
+// Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
+// finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
+// would drop references, and release the GIL, without having it; so the thread stops here for good,
+// as in Python 3.14 (see also xla/guard.h).
+template <typename Body>
+auto running_python(Body&& body) {
+  try {
+    return body();
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+}
+
+// Takes away what attach_thread() made.
+inline void detach_thread() noexcept {
+  running_python([] {
+    (void)PyGILState_Ensure();
+    PyGILState_Release(PyGILState_LOCKED);    // that one
+    PyGILState_Release(PyGILState_UNLOCKED);  // and the first, which leaves none
+  });
+}
+
+// Makes sure that this thread has a thread state that outlives the next Release.
+inline void attach_thread() {
+  thread_local bool attached = false;
+  if (attached) return;
+  attached = true;
+  if (PyGILState_GetThisThreadState() != nullptr) return;  // Python's own thread
+  (void)PyGILState_Ensure();
+  (void)PyEval_SaveThread();
+  at_thread_end = detach_thread;
+}
+
+// Holds the GIL for its lifetime. Nests, also with a GIL held already.
+class GilScope {
+ public:
+  GilScope() : state_(take()) {}
+  ~GilScope() { PyGILState_Release(state_); }
+  GilScope(const GilScope&) = delete;
+  GilScope& operator=(const GilScope&) = delete;
+
+ private:
+  static PyGILState_STATE take() {
+    attach_thread();
+    return PyGILState_Ensure();
+  }
+
+  PyGILState_STATE state_;
+};
+
+// Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back
+// in a destructor, where the end of a daemon thread in a finalizing interpreter, a forced unwind,
+// ends the process; here the thread stops for good, as above. What it then holds is held for ever,
+// so `body` returns with nothing locked.
+template <typename Body>
+auto without_gil(Body&& body) -> decltype(body()) {
+  struct Unlocked {
+    Unlocked() : state(PyEval_SaveThread()) {}
+    ~Unlocked() {
+      try {
+        PyEval_RestoreThread(state);
+      } catch (abi::__forced_unwind&) {
+        for (;;) pause();
+      }
+    }
+    PyThreadState* state;
+  } unlocked;
+  return body();
+}
+
+// PyObject_CallFunction by running_python().
+template <typename... Args>
+PyObject* call_python(PyObject* function, const char* format, Args... args) {
+  return running_python([&] { return PyObject_CallFunction(function, format, args...); });
+}
+
+}  // namespace callgate::bindings
