@@ -19,7 +19,7 @@
 namespace callgate::bindings {
 namespace {
 
-nb::tuple describe(const Source& source) {
+nb::tuple about_source(const Source& source) {
   return nb::make_tuple(
       source.id, nb::str(source.name.data(), source.name.size()), static_cast<int>(source.role),
       nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
@@ -278,12 +278,12 @@ class PyConsumer final : public Consumer {
     if (form_ == Form::kRows) {
       nb::list rows = rows_of(source, records);
       if (nb::len(rows) == 0) return;
-      nb::tuple about = describe(source);
+      nb::tuple about = about_source(source);
       done = nb::steal(call_python(function_, "OO", about.ptr(), rows.ptr()));
     } else {
       Stack stack(source, records);
       if (stack.empty()) return;
-      nb::tuple about = describe(source), numbers = stack.numbers(), arrays = stack.arrays();
+      nb::tuple about = about_source(source), numbers = stack.numbers(), arrays = stack.arrays();
       done = nb::steal(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
     }
     if (!done.is_valid()) nb::raise_python_error();

@@ -23,7 +23,7 @@ namespace {
 using fake::SystemFault;
 using ::testing::HasSubstr;
 
-constexpr std::int8_t kRecords = 20;
+constexpr std::int8_t kBatch = 20;
 constexpr std::size_t kMostCalls = 50;
 
 // Runs the step with its call number 0, 1, ... failing, until it makes fewer. prepare(nth) comes
@@ -58,8 +58,8 @@ TEST_P(SystemFaults, ASinkWhoseWriteFailsCountsWhatIsLostAndGoesOn) {
   std::unique_ptr<Consumer> sink;
   FakeTap tap("x", DType::kS8, {40});
   std::vector<Record> batch;
-  for (std::int8_t i = 0; i < kRecords; ++i) batch.push_back(tap.record({Bytes(40, i)}));
-  const std::vector last{tap.record({Bytes(40, kRecords)})};
+  for (std::int8_t i = 0; i < kBatch; ++i) batch.push_back(tap.record({Bytes(40, i)}));
+  const std::vector last{tap.record({Bytes(40, kBatch)})};
   auto consume = [&] { sink->consume(batch); };
   auto next = [&] {
     path = folder.file(std::to_string(file++));
@@ -78,10 +78,10 @@ TEST_P(SystemFaults, ASinkWhoseWriteFailsCountsWhatIsLostAndGoesOn) {
     sink->close();
     EXPECT_EQ(sink->lost(), lost);
     const std::vector<int> numbers = GetParam().read(path);
-    EXPECT_EQ(numbers.size(), kRecords + 1 - lost);
+    EXPECT_EQ(numbers.size(), kBatch + 1 - lost);
     EXPECT_TRUE(std::ranges::is_sorted(numbers));
     EXPECT_GE(numbers.front(), 0) << "a damaged file";
-    EXPECT_EQ(numbers.back(), kRecords);
+    EXPECT_EQ(numbers.back(), kBatch);
     next();
   });
 }
