@@ -3,7 +3,8 @@
 // Each thread takes elements a grid's width apart. What is compiled in is how each operand lies:
 // `full` along the result's elements, `one` for all of them, or `strided`, broadcast along some
 // axes. Where all are full or one, a thread loads and stores several neighbours at once, up to 128
-// bits. The structs that a launch passes are filled in by python/callgate/_kernel/elementwise/cuda.py.
+// bits. The structs that a launch passes are filled in by
+// python/callgate/_kernel/elementwise/cuda.py.
 #pragma once
 
 #ifdef __CUDACC_RTC__

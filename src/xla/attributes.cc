@@ -20,7 +20,8 @@ DType dtype_of(int code, std::string_view name) {
 }
 
 // XLA's attributes have no arrays of bools, no small floats and no complex numbers. Python sends
-// those as a dictionary of their bytes (python/callgate/_core/static_values.py). False for any other one.
+// those as a dictionary of their bytes (python/callgate/_core/static_values.py). False for any
+// other one.
 bool add_encoded(Attributes& to, std::string_view name, const Attributes& entries) {
   const callgate_attribute* dtype = entries.find("callgate:dtype");
   const callgate_attribute* one = entries.find("callgate:number");

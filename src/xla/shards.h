@@ -1,8 +1,9 @@
 // A call on one of an array's shards, in a program that XLA partitions over several devices.
 //
-// The partitioner of python/callgate/_sharding/partitioner.py makes one such call for each device. It adds the
-// device's position in the program, its partition, as the last operand, and says in the attribute
-// `shards` which partitions make the call: of those that hold the same data, one may be enough.
+// The partitioner of python/callgate/_sharding/partitioner.py makes one such call for each device.
+// It adds the device's position in the program, its partition, as the last operand, and says in the
+// attribute `shards` which partitions make the call: of those that hold the same data, one may be
+// enough.
 #pragma once
 
 #include <cstring>

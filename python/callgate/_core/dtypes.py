@@ -16,7 +16,7 @@ from callgate._core.errors import GateDefinitionError
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-  """The dtype of a NumPy or ml_dtypes name."""
+  """The dtype of a NumPy or ml_dtypes name; TypeError where neither has it."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -26,9 +26,9 @@ def dtypes() -> dict[int, np.dtype[Any]]:
   table: dict[int, np.dtype[Any]] = {}
   for code, name in _callgate.dtype_codes():
     try:
-      table[code] = np.dtype(getattr(ml_dtypes, name, name))
+      table[code] = dtype_named(name)
     except TypeError:
-      continue  # older ml_dtypes lack the newest types
+      continue  # older ml_dtypes lack the newest types; arrays of them can't exist then
   return table
 
 

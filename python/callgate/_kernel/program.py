@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from callgate import _callgate
 from callgate._core import static_values
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.launch import Image, Plan, encode
 from callgate._runtime import targets
@@ -254,7 +254,7 @@ def _decoded(value: Any) -> Any:
     return complex(*map(float.fromhex, held))  # pyright: ignore[reportUnknownArgumentType]
   if kind == "tuple":
     return tuple(map(_decoded, held))  # pyright: ignore[reportUnknownArgumentType]
-  return np.dtype(getattr(ml_dtypes, held, held))  # pyright: ignore[reportUnknownArgumentType]
+  return dtype_named(held)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def retile(

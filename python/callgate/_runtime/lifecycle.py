@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
-import ml_dtypes
-import numpy as np
 
 from callgate import _callgate
 from callgate._arrays import escape, gpu
 from callgate._core import environment, kept, paths, registry
+from callgate._core.dtypes import dtypes
 from callgate._core.errors import CaptureError, GateTimeoutError, InputWriteError, ResultError
 from callgate._core.failures import (
   defer,
@@ -115,16 +114,6 @@ def _device_worker() -> None:
   jax.default_device(cpu).__enter__()
 
 
-def _set_dtypes() -> None:
-  for code, name in _callgate.dtype_codes():
-    scalar = getattr(ml_dtypes, name, None)
-    try:
-      dtype = np.dtype(scalar if scalar is not None else name)
-    except TypeError:
-      continue  # older ml_dtypes lack the newest types; arrays of them can't exist then
-    _callgate.set_dtype(code, dtype)
-
-
 def _end() -> None:
   """Before Python ends, in phases; in a fork's child, which has no threads, and on an embedder's
   thread what the runtime has is left alone.
@@ -210,7 +199,8 @@ def at_end(phase: Phase, end: Callable[[float], object]) -> None:
 
 def start() -> None:
   """Registers the FFI targets and hooks; called once by `import callgate`."""
-  _set_dtypes()
+  for code, dtype in dtypes().items():
+    _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
     failed=_failed,
     deferred=defer,

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from callgate._core import encoding
+from callgate._core.dtypes import dtype_named
 from callgate._core.failures import keep_consumer_error
 from callgate._core.signatures import wants_info
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
@@ -73,7 +73,7 @@ class Description:
     padding.cut(values, self.logical, self.logical_shapes(arrays), self._parts, shard)
     for index, name in enumerate(self.dtypes):
       if name is not None:
-        values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
+        values[index] = values[index].astype(dtype_named(name))
     return values
 
   def logical_shapes(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -102,7 +102,7 @@ class Description:
     padding.cut(values, self.logical, sizes, self._parts, shard)
     for index, name in enumerate(self.dtypes):
       if name is not None:
-        values[index] = values[index].astype(np.dtype(getattr(ml_dtypes, name, name)))
+        values[index] = values[index].astype(dtype_named(name))
     return values[0] if self._is_leaf else jax.tree.unflatten(self._tree, values)
 
   def lane(self, index: int, shard: int = -1) -> tuple[int, ...]:

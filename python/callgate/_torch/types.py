@@ -13,12 +13,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[reportMissingImports]
 from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
 
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._torch.calls import Run
 
@@ -32,7 +32,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> Any:
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
   """The dtype of a tensor as JAX has it."""
   name = str(dtype).removeprefix("torch.")
-  return np.dtype(getattr(ml_dtypes, name, name))
+  return dtype_named(name)
 
 
 # Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there

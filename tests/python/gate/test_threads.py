@@ -105,13 +105,13 @@ def test_a_gate_that_calls_itself_for_ever_is_an_error() -> None:
   def on_host(x: Any) -> Any:
     return np.asarray(program(x - 1)) if x > 0 else x
 
-  gate = cg.gate(on_host, out=lambda x: x, thread="own", name="deep")
+  gate = cg.gate(on_host, out=lambda x: x, thread="own", name="deeper")
   program = jax.jit(gate)
   assert wait(program, np.float32(0)) == 0
   assert wait(program, np.float32(20)) == 0
   # JAX raises either for a program that has run before.
   deep = pytest.raises(
-    (jax.errors.JaxRuntimeError, ValueError), match="gate 'deep': expected at most 24"
+    (jax.errors.JaxRuntimeError, ValueError), match="gate 'deeper': expected at most 24"
   )
   with deep:
     wait(program, np.float32(1e6))

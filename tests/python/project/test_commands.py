@@ -111,7 +111,7 @@ def test_a_change_names_the_tests_that_use_it_nearest_first(
 
 def test_what_takes_too_long_is_left_out_and_counted(tree: Path) -> None:
   (tree / "build").mkdir()
-  case = '<testcase classname="tests.python.test_tap" name="a" time="100000"/>'
+  case = '<testcase classname="tests.python.tap.test_tap" name="a" time="100000"/>'
   (tree / "build" / "python-tests.xml").write_text(f"<testsuites>{case}</testsuites>")
   (tree / "python/callgate/_ring.py").write_text("SIZE = 2\n")
   done = changed_tests(tree)

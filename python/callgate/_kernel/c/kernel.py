@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from callgate import _callgate
@@ -16,7 +15,7 @@ from callgate._call import shapes as _shapes
 from callgate._call.operation import Vmap
 from callgate._call.site import CallSite
 from callgate._core import static_values
-from callgate._core.dtypes import type_text
+from callgate._core.dtypes import dtype_named, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
@@ -366,7 +365,7 @@ def _kind(dtype: np.dtype[Any]) -> int:
 
 def _dtype(label: str, name: str) -> np.dtype[Any]:
   try:
-    return np.dtype(getattr(ml_dtypes, name, name))
+    return dtype_named(name)
   except TypeError:
     raise GateDefinitionError(
       f"{label}: a program calls a variant for '{name}', which is no dtype"

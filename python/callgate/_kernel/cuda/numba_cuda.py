@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-import numpy as np
-
 from callgate._call.operation import Effect, Vmap
 from callgate._core import registry
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import named as _named
@@ -101,12 +100,11 @@ class NumbaCudaKernel(NamedKernel):
     return json.dumps(held, separators=(",", ":"))
 
   def _type_of(self, name: str, dtype: str, rank: int, written: int) -> Any:
-    import ml_dtypes
     from numba.cuda import types
 
     if rank < 0:
       return getattr(types, "boolean" if dtype == "bool" else dtype)
-    array = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    array = dtype_named(dtype)
     return self._compiler.array_type(self.label, name, array, rank, written=bool(written))
 
   def _types(self, key: str) -> list[Any]:

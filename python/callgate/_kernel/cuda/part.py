@@ -120,7 +120,7 @@ class SourcePart(CudaPart):
       )
 
   def _dtype(self, element: str) -> np.dtype[Any] | None:
-    return _source.dtype_named(self.function.bound.get(element, element))
+    return _source.element_dtype(self.function.bound.get(element, element))
 
   def _is_template(self, name: str) -> bool:
     return any(p.name == name for p in self.function.template)

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
 from callgate._kernel.source import TemplateParameter
@@ -138,16 +138,16 @@ class CudaFunction:
   parameters: tuple[CudaParameter, ...]
 
 
-def dtype_named(text: str) -> np.dtype[Any] | None:
+def element_dtype(text: str) -> np.dtype[Any] | None:
   """The dtype of an element type; None for one that is no array's, or a template's."""
   plain = " ".join(text.replace("callgate::", "cg::").replace("std::", "").split())
   known = _DTYPES.get(plain.replace(" ::", "::").replace(":: ", "::"))
-  return None if known is None else np.dtype(getattr(ml_dtypes, known, known))
+  return None if known is None else dtype_named(known)
 
 
 def dtype_by_name(value: Any) -> np.dtype[Any]:
   """The dtype that a dtype, a scalar type or a name stands for; raises TypeError."""
-  return np.dtype(getattr(ml_dtypes, value, value) if isinstance(value, str) else value)
+  return dtype_named(value) if isinstance(value, str) else np.dtype(value)
 
 
 def cuda_type(dtype: np.dtype[Any]) -> str:

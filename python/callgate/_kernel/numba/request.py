@@ -6,9 +6,9 @@ import dataclasses
 import types as pytypes
 from typing import Any, cast
 
-import ml_dtypes
 import numpy as np
 
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.parameters import Parameter
 from callgate._kernel.variants import CallTypes, Type
@@ -53,7 +53,7 @@ def from_json(value: Any) -> Any:
 def types_of(text: str) -> tuple[Type, ...]:
   """Types from "float32:2,bool:0"."""
   pairs = (part.split(":") for part in text.split(",") if part)
-  return tuple((np.dtype(getattr(ml_dtypes, d, d)), int(rank)) for d, rank in pairs)
+  return tuple((dtype_named(d), int(rank)) for d, rank in pairs)
 
 
 @dataclasses.dataclass(frozen=True)

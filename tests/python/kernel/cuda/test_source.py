@@ -154,13 +154,13 @@ def test_a_struct_by_value_is_refused_by_name():
   ],
 )
 def test_types_are_dtypes(text, dtype):
-  found = _source.dtype_named(text)
+  found = _source.element_dtype(text)
   assert found is not None
   assert found.name == dtype
 
 
 def test_a_type_that_no_array_has_is_no_dtype():
-  assert _source.dtype_named("float4") is None
+  assert _source.element_dtype("float4") is None
 
 
 def test_aliases_make_a_pointer_an_operand_in_place():

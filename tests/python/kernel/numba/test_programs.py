@@ -293,7 +293,7 @@ def test_a_kernel_lives_as_long_as_a_program_that_can_call_it(clean_caches: None
   jax.clear_caches()
   np.testing.assert_allclose(compiled(X), reference(X), rtol=1e-5)
   del compiled
-  from conftest import drop_programs
+  from programs import drop_programs
 
   drop_programs()
   from callgate import _callgate
