@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from callgate._arrays.torch import to_numpy
+from callgate._core import extras
 from callgate._core.errors import GateDefinitionError
 
 KINDS = ("buffer", "cupy", "torch", "numba")
@@ -86,13 +87,7 @@ def stream_as(library: str, stream: int, ordinal: int) -> Any:
 
 def _import(name: str, who: str) -> Any:
   title, module, extra = _EXTRAS[name]
-  try:
-    return importlib.import_module(module)
-  except ImportError as error:
-    raise GateDefinitionError(
-      f"{who} needs {title}, which is not installed or can't be imported ({error}): "
-      f"pip install 'callgate[{extra}]'"
-    ) from error
+  return extras.library(module, title, extra, by=who)
 
 
 def _call(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from callgate._core.errors import GateDefinitionError
+from callgate._core import extras
 
 
 def torch_converter() -> Callable[[Any], Any]:
-  try:
-    from torch.utils.dlpack import from_dlpack  # pyright: ignore[reportMissingImports]
-  except ImportError as error:
-    raise GateDefinitionError(
-      "arrays='torch' needs PyTorch, which is not installed: pip install 'callgate[torch]'"
-    ) from error
+  dlpack = extras.library("torch.utils.dlpack", "PyTorch", "torch", by="arrays='torch'")
 
   def convert(buffer: Any) -> Any:
     # Unversioned: torch has no read-only tensors, and would warn about each input.
-    return from_dlpack(buffer._dlpack_unchecked())
+    return dlpack.from_dlpack(buffer._dlpack_unchecked())
 
   return convert
 

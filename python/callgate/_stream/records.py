@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate._core import extras
 from callgate._sharding.tiles import Part, shard_of
 from callgate._tap import padding
 
@@ -233,12 +234,9 @@ def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any
 
 def table_of(columns: Mapping[str, np.ndarray[Any, Any]]) -> Any:
   """The columns as a `pyarrow.Table`."""
-  try:
-    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-  except ImportError as error:
-    raise ImportError(
-      "callgate: StreamReader.table needs pyarrow: pip install callgate[arrow]"
-    ) from error
+  pyarrow = extras.library(
+    "pyarrow", "pyarrow", "arrow", by="callgate: StreamReader.table", error=ImportError
+  )
   return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
 
 

@@ -11,8 +11,8 @@ import jax
 
 from callgate._arrays import torch as _torch
 from callgate._call.operation import Effect
+from callgate._core import extras, registry
 from callgate._core import options as _options
-from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Thread
 from callgate._jax import tracing
@@ -321,15 +321,10 @@ def torch(
 
 
 def _make(fn: Any, *, name: str | None, mutable: bool, **options: Any) -> TorchFunction:
-  try:
-    from torch.nn import Module  # pyright: ignore[reportMissingImports]
-  except ImportError as error:
-    raise GateDefinitionError(
-      "callgate.torch needs PyTorch, which is not installed: pip install 'callgate[torch]'"
-    ) from error
+  nn = extras.library("torch.nn", "PyTorch", "torch", by="callgate.torch")
   if not callable(fn):
     raise GateDefinitionError(f"callgate.torch: fn: expected a callable or a module, got {fn!r}")
-  if isinstance(fn, Module):
+  if isinstance(fn, nn.Module):
     kind = cast("type[Any]", type(fn))
     unique = name or registry.free_name(f"{kind.__module__}.{kind.__qualname__}")
     return TorchModule(fn, mutable=mutable, name=unique, **options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import logging
 import os
 import signal
@@ -19,6 +18,8 @@ import sys
 import webbrowser
 from typing import TYPE_CHECKING, Any
 
+from callgate._core import extras
+from callgate._core.errors import GateDefinitionError
 from callgate._watch.feed import Feed
 from callgate._watch.model import Model
 
@@ -75,13 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     The exit status: 1 where Bokeh is missing.
   """
   try:
-    importlib.import_module("bokeh.server.server")
-  except ImportError as error:
-    print(
-      f"python -m callgate watch: needs bokeh, which cannot be imported ({error}): "
-      "pip install 'callgate[watch]'",
-      file=sys.stderr,
-    )
+    extras.library("bokeh.server.server", "Bokeh", "watch", by="python -m callgate watch:")
+  except GateDefinitionError as error:
+    print(error, file=sys.stderr)
     return 1
   model = Model(arguments.points)
   feeds = [Feed(where, model, index) for index, where in enumerate(arguments.where)]

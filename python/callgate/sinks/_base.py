@@ -6,7 +6,6 @@ A sink belongs to one channel at a time, which calls it on its own thread.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pathlib
 import types
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from callgate._core import extras
 from callgate._process import group
 from callgate._tap.records import Record, TapInfo
 
@@ -240,20 +240,9 @@ def _where(info: TapInfo) -> str:
 
 
 def library(module: str, *, sink: str, extra: str) -> Any:
-  """Imports what a sink is made of.
-
-  Args:
-    module: the module's name.
-    sink: the sink's, for the message.
-    extra: the extra of callgate that brings it.
-  """
-  try:
-    return importlib.import_module(module)
-  except ImportError as error:
-    raise ImportError(
-      f"callgate.sinks.{sink} needs {module.partition('.')[0]}, which cannot be imported ({error});"
-      f" install it with: pip install 'callgate[{extra}]'"
-    ) from error
+  """Imports what a sink is made of; the extra of callgate that brings it, for the message."""
+  title = module.partition(".")[0]
+  return extras.library(module, title, extra, by=f"callgate.sinks.{sink}", error=ImportError)
 
 
 def plain(leaf: Any) -> np.ndarray:

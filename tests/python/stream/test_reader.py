@@ -157,7 +157,7 @@ def test_a_table_is_what_arrow_has_of_the_columns(tmp_path):
 
 def test_a_table_without_pyarrow_says_what_to_install(losses, monkeypatch):
   monkeypatch.setitem(sys.modules, "pyarrow", None)
-  with pytest.raises(ImportError, match=r"pip install callgate\[arrow\]"):
+  with pytest.raises(ImportError, match=r"pip install 'callgate\[arrow\]'"):
     cg.open_stream(losses).table()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from callgate._call.operation import Effect, Vmap
-from callgate._core import registry
+from callgate._core import extras, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.cuda import part as _part
@@ -31,14 +31,7 @@ _IGNORED = ("reduce_dims",)
 
 
 def _cupy(what: str) -> Any:
-  try:
-    import cupy as module  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-  except ImportError as error:
-    raise GateDefinitionError(
-      f"{what}: expected CuPy, which is not installed or can't be loaded ({error}): pip install "
-      "'callgate[cupy]'"
-    ) from error
-  return module
+  return extras.library("cupy", "CuPy", "cupy", by=what)
 
 
 def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:

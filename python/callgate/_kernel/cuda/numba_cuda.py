@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from callgate._call.operation import Effect, Vmap
-from callgate._core import registry
+from callgate._core import extras, registry
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import launch as _launch
@@ -160,14 +160,10 @@ def _accepts(declared: Any, own: Any) -> bool:
 
 
 def _compiler(what: str) -> Any:
-  try:
-    from callgate._kernel.cuda import numba_cuda_compile
-  except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] not in ("numba", "llvmlite", "cuda"):
-      raise
-    raise GateDefinitionError(
-      f"{what}: expected numba-cuda, which is not installed: pip install 'callgate[numba-cuda]'"
-    ) from error
+  # A module that Numba's own, older CUDA target lacks.
+  extras.library("numba.cuda.np.numpy_support", "numba-cuda", "numba-cuda", by=what)
+  from callgate._kernel.cuda import numba_cuda_compile
+
   return numba_cuda_compile
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from callgate._build import cache
 from callgate._call.operation import Effect, Vmap
-from callgate._core import registry
+from callgate._core import extras, registry
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
 from callgate._kernel import launch as _launch
@@ -257,14 +257,9 @@ _DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 
 
 def _compiler(what: str) -> Any:
-  try:
-    from callgate._kernel.cuda import triton_compile
-  except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] != "triton":
-      raise
-    raise GateDefinitionError(
-      f"{what}: expected Triton, which is not installed: pip install 'callgate[triton]'"
-    ) from error
+  extras.library("triton", "Triton", "triton", by=what)
+  from callgate._kernel.cuda import triton_compile
+
   return triton_compile
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from callgate._call import shapes
 from callgate._call.site import CallSite
+from callgate._core import extras, registry
 from callgate._core import options as _options
-from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.numba import request as _request
@@ -281,13 +281,7 @@ def _returns_value(code: types.CodeType) -> bool:
 
 
 def _numba_types(name: str | None) -> Any:
-  try:
-    from callgate._kernel.numba import types as numba_types
-  except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] not in ("numba", "llvmlite"):
-      raise
-    what = f"kernel '{name}'" if name else "callgate.numba"
-    raise GateDefinitionError(
-      f"{what}: expected Numba, which is not installed: pip install 'callgate[numba]'"
-    ) from error
+  extras.library("numba", "Numba", "numba", by=f"kernel '{name}'" if name else "callgate.numba")
+  from callgate._kernel.numba import types as numba_types
+
   return numba_types
