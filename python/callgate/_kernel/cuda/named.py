@@ -261,7 +261,7 @@ def evaluated(given: Any, call: CudaCall) -> Any:
   """
   if not callable(given):
     return given
-  return given(*call.operands, **signatures.accepted_static(given, len(call.operands), call.static))
+  return given(*call.operands, **signatures.accepted(given, call.static, filled=len(call.operands)))
 
 
 def launch_extent(

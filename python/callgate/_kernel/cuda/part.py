@@ -19,7 +19,7 @@ from callgate._build import nvrtc
 from callgate._core import options as _options
 from callgate._core import static_values
 from callgate._core.errors import GateDefinitionError
-from callgate._core.signatures import accepted_static
+from callgate._core.signatures import accepted
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.source import CudaFunction, CudaParameter
@@ -246,7 +246,7 @@ class SourcePart(CudaPart):
     """An option's value for a call: functions get the operands, and the static values they name."""
     if not callable(value):
       return value
-    return value(*call.operands, **accepted_static(value, len(call.operands), call.static))
+    return value(*call.operands, **accepted(value, call.static, filled=len(call.operands)))
 
   def _scratch(self, call: CudaCall) -> dict[str, int]:
     sizes: dict[str, int] = {}
