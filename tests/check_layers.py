@@ -198,6 +198,9 @@ def _runs(node: ast.stmt) -> bool:
   """Whether a statement of a module does more than define."""
   if isinstance(node, ast.If):
     return _dotted(node.test) != "TYPE_CHECKING"
+  if isinstance(node, ast.Assign):  # to what is another module's or object's
+    parts = [x for target in node.targets for x in getattr(target, "elts", [target])]
+    return any(isinstance(x, ast.Attribute | ast.Subscript) for x in parts)
   return isinstance(node, ast.For | ast.While | ast.With | ast.Try) or (
     isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
   )

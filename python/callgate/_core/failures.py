@@ -13,12 +13,9 @@ import threading
 import traceback as _traceback
 from collections.abc import Callable, Sequence
 
-import jax
-
 from callgate._core import kept as _kept
-from callgate._core.errors import CheckError, ConsumerError, GateTimeoutError, KernelError
+from callgate._core.errors import CheckError, ConsumerError, KernelError
 
-_kept.make_timeout, _kept.make_failure = GateTimeoutError, jax.errors.JaxRuntimeError
 LONG_SECONDS = 1e9  # for waits without a limit
 _lock = threading.Lock()
 # The names of callees that stand for JAX's own callbacks (callgate.install) start so.

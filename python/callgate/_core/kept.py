@@ -11,7 +11,10 @@ import collections
 import dataclasses
 import re
 import threading
-from collections.abc import Callable
+
+import jax
+
+from callgate._core.errors import GateTimeoutError
 
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
 # block asks for what fails in it, so all of that is kept, up to the second number.
@@ -21,9 +24,6 @@ _ID = re.compile(r"\[callgate error #(\d+)\]")
 # A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
 _timeouts: dict[int, int] = {}  # their ids
-# callgate.errors has the right ones.
-make_timeout: Callable[[str], BaseException] = TimeoutError
-make_failure: Callable[[str], BaseException] = RuntimeError
 
 
 @dataclasses.dataclass
@@ -85,7 +85,7 @@ def id_in(text: str) -> int | None:
     return None
   number = int(match.group(1))
   if number not in _timeouts:
-    _timeouts[number] = keep(make_timeout(match.group(2)))
+    _timeouts[number] = keep(GateTimeoutError(match.group(2)))
   return _timeouts[number]
 
 
@@ -137,7 +137,7 @@ def defer(text: str) -> BaseException:
   kept = find(text, claim=False)
   with _lock:
     if kept is None:
-      keep(make_failure(text))
+      keep(jax.errors.JaxRuntimeError(text))
       kept = next(reversed(_store.values()))
     if len(_deferred) < _LIMIT:
       _deferred.append(kept)

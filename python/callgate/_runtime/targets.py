@@ -10,27 +10,6 @@ import jax.export
 
 from callgate import _callgate
 
-
-def export_checks() -> list[Any]:
-  """The safety checks to disable when exporting a program that calls gates.
-
-  ```python
-  import callgate as cg, jax, jax.numpy as jnp, numpy as np
-  from jax import export
-
-  @cg.gate(out=lambda x: x, name="export_checks.sort")
-  def sort(x):
-    return np.sort(x)
-
-  exported = export.export(jax.jit(sort), disabled_checks=cg.export_checks())(jnp.ones(3))
-  ```
-
-  The exported program holds the gates' names: give `name=` to gates that are to be called in
-  another process, and define them there before the program runs.
-  """
-  return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
-
-
 GATE_TARGET = "callgate.gate"
 TAP_TARGET = "callgate.tap"
 KERNEL_TARGET = "callgate.kernel"
@@ -41,7 +20,7 @@ PARTITIONED = ".partitioned"
 GRAPH_TARGET = "callgate.gate.graph"  # on CUDA alone
 OWN = (GATE_TARGET, TAP_TARGET, KERNEL_TARGET, KERNEL_SCRATCH_TARGET, GRAPH_TARGET)
 TARGETS: tuple[str, ...] = (*OWN, *(target + PARTITIONED for target in OWN))
-sites: dict[str, str] = {}
+sites: dict[str, str] = {}  # the lines of tracebacks, by what programs hold of them
 
 
 def remember_site(site: tuple[str, int, str] | None) -> str:
@@ -64,3 +43,23 @@ def name_gpus() -> None:
     return
   for gpu in gpus:
     _callgate.set_device_id(gpu.local_hardware_id, gpu.id)
+
+
+def export_checks() -> list[Any]:
+  """The safety checks to disable when exporting a program that calls gates.
+
+  ```python
+  import callgate as cg, jax, jax.numpy as jnp, numpy as np
+  from jax import export
+
+  @cg.gate(out=lambda x: x, name="export_checks.sort")
+  def sort(x):
+    return np.sort(x)
+
+  exported = export.export(jax.jit(sort), disabled_checks=cg.export_checks())(jnp.ones(3))
+  ```
+
+  The exported program holds the gates' names: give `name=` to gates that are to be called in
+  another process, and define them there before the program runs.
+  """
+  return [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]

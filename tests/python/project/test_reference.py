@@ -1,13 +1,25 @@
 """The reference of the documentation names what the package exports."""
 
+import inspect
+import pickle
 import re
 from pathlib import Path
 
-import callgate
+import pytest
+
+import callgate as cg
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference.md"
 
 
 def test_every_public_name_has_an_entry_in_the_reference():
   entries = re.findall(r"^::: [\w.]*\.(\w+)$", REFERENCE.read_text(), re.MULTILINE)
-  assert set(callgate.__all__) <= set(entries)
+  assert set(cg.__all__) <= set(entries)
+
+
+@pytest.mark.parametrize("name", cg.__all__)
+def test_a_public_name_is_callgates_own_wherever_it_is_defined(name: str) -> None:
+  value = getattr(cg, name)
+  if not inspect.ismodule(value):
+    assert value.__module__ == "callgate"
+    assert pickle.loads(pickle.dumps(value)) is value

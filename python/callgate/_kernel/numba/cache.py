@@ -154,7 +154,7 @@ def _version(module: str) -> str:
   return str(getattr(sys.modules.get(top), "__version__", ""))
 
 
-_FORMAT = 1  # of what is kept on disk, and of the code that is generated
+_FORMAT = 2  # of what is kept on disk, and of the code that is generated
 
 
 # -- the disk ------------------------------------------------------------------------------------
