@@ -14,6 +14,7 @@ several devices (not inside `jax.shard_map`, where every device calls for itself
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,13 +29,14 @@ from callgate._core.failures import JAX_CALLBACK
 from callgate._jax import callbacks, lowering, tracing
 from callgate._runtime import config
 from callgate._tap.print import print as cg_print
-from callgate.compat._callbacks import debug, install
+from callgate.compat._callbacks import debug
 from callgate.compat._callbacks.engine import (
   carrier,
   emit_call,
   end_before_dispatch_returns,
   host_function,
 )
+from callgate.compat._callbacks.option import installed
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
 
@@ -223,7 +225,7 @@ def _is_ours(ctx: Any, callback: Any) -> bool:
   # arranges that for JAX's own call targets alone: any other would run on every device.
   if config.engine() == "jax" or lowering.is_automatic(ctx):
     return False
-  return install.installed() or isinstance(callback.callback_func, _OnCallgate)
+  return installed() or isinstance(callback.callback_func, _OnCallgate)
 
 
 def _pure_callback_lowering(
@@ -290,7 +292,9 @@ def _convert(ctx: Any, value: Any, aval: Any) -> Any:
   return value if value.type == target else stablehlo.convert(target, value)
 
 
-def _register() -> None:
+@functools.cache
+def register() -> None:
+  """Puts our lowerings before JAX's, once."""
   # JAX marks both as uncacheable, since each call site needs its own callback; so do we.
   for primitive, rule in (
     (callbacks.pure_callback_p, _pure_callback_lowering),
@@ -301,4 +305,4 @@ def _register() -> None:
   debug.register()
 
 
-_register()
+register()

@@ -27,8 +27,8 @@ from callgate._runtime import config, targets
 from callgate._tap import site as _site
 from callgate._tap.site import TapSite
 from callgate._tap.target import DEFAULT, Tap, start_default
-from callgate.compat._callbacks import install
 from callgate.compat._callbacks.engine import carrier, host_function
+from callgate.compat._callbacks.option import installed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _is_ours(ctx: Any, callback: Any) -> bool:
     return False
   if len(ctx.module_context.platforms) > 1:
     return False
-  return install.installed() or tracing.closes_over(callback, OnCallgate)
+  return installed() or tracing.closes_over(callback, OnCallgate)
 
 
 def _callback_lowering(

@@ -8,16 +8,7 @@ these.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from callgate._jax import tracing
-
-_everywhere: Any = tracing.define_bool(
-  "callgate_install",
-  False,
-  "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
-)
+from callgate.compat._callbacks.option import installed, switch
 
 
 def install() -> None:
@@ -41,8 +32,11 @@ def install() -> None:
     9.0
     >>> cg.uninstall()
   """
-  importlib.import_module("callgate.compat.callbacks")  # registers the lowering: now it is needed
-  tracing.update_option("callgate_install", True)
+
+  from callgate.compat import callbacks
+
+  callbacks.register()
+  switch(True)
 
 
 def start() -> None:
@@ -61,9 +55,4 @@ def uninstall() -> None:
     >>> cg.install()
     >>> cg.uninstall()
   """
-  tracing.update_option("callgate_install", False)
-
-
-def installed() -> bool:
-  """Whether `install` is in effect for what is traced now."""
-  return bool(_everywhere.value)
+  switch(False)
