@@ -51,7 +51,7 @@ def test_gates_inside_gates_inside_gates() -> None:
 
 
 def let_programs_end() -> None:
-  """While one of this thread's runs, JAX doesn't wait for the next: nothing waits for itself then."""
+  """While one of this thread's runs, JAX does not wait for the next, which then may call itself."""
   wait(jax.jit(lambda x: x + 3), np.float32(0))
 
 
