@@ -212,7 +212,7 @@ Package = dict[PurePosixPath, ast.Module]
 def imports_of(package: Package) -> Iterator[tuple[PurePosixPath, PurePosixPath, int]]:
   """Which file imports which, and on which line."""
   for name, tree in package.items():
-    for line, module in _imported(tree):
+    for line, module in _modules(tree):
       target = _file_of(module, package)
       if target is not None and target != name:
         yield name, target, line
@@ -231,14 +231,6 @@ def _check_imports(package: Package) -> Iterator[str]:
         name < target and target != PACKAGE / "__init__.py" and name in _reached(target, imports)
       ):
         yield f"{name}:{line}: a circle: {target} imports this file, by whatever way"
-
-
-def _imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-  for node in ast.walk(tree):
-    if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-      yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-    elif isinstance(node, ast.Import):
-      yield from ((node.lineno, alias.name) for alias in node.names)
 
 
 def _file_of(module: str, package: Package) -> PurePosixPath | None:

@@ -122,13 +122,15 @@ def _end() -> None:
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
   _run("hurry", seconds)
   _run("leave", seconds)
-  if os.getpid() == _process and threading.current_thread() is threading.main_thread():
-    _let_effects_finish(seconds, interrupted)
-    _run("draw", seconds)
-    deadline = time.monotonic() + seconds
-    _run("deliver", seconds)
-    _refuse_calls(deadline, seconds)
-  _run("join", seconds)
+  try:
+    if os.getpid() == _process and threading.current_thread() is threading.main_thread():
+      _let_effects_finish(seconds, interrupted)
+      _run("draw", seconds)
+      deadline = time.monotonic() + seconds
+      _run("deliver", seconds)
+      _refuse_calls(deadline, seconds)
+  finally:
+    _run("join", seconds)
 
 
 def _run(phase: Phase, seconds: float) -> None:
