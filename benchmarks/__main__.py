@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import NoDevice, Options, environment
+from benchmarks import harness
 
 SUBJECTS = (
   "scalar",
@@ -74,12 +74,12 @@ def _run(subject: str, arguments: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   module = importlib.import_module(f"benchmarks.bench_{subject}")
   try:
-    report = module.run(Options(quick=arguments.quick, rounds=arguments.rounds))
-  except NoDevice as error:
+    report = module.run(harness.Options(quick=arguments.quick, rounds=arguments.rounds))
+  except harness.NoDevice as error:
     print(f"{subject}: nothing measured and nothing written: {error}")
     return 3
   report.show()
-  where = environment()
+  where = harness.environment()
   versions = where["versions"]
   print(f"{where['cpu']}, {where['cores']} cores, Python {where['python']}, jax {versions['jax']}")
   if not arguments.no_json:

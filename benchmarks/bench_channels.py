@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import Contestant, Options, Report, Row, Target, Work, measure
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 NATIVE = "native sink (statistics), f32 scalars"
@@ -27,31 +27,33 @@ HIGH_WATER = "most bytes in a channel of 1 MiB, over its capacity"
 DEBUG = "jax debug.callback, f32 scalars"
 
 TARGETS = (
-  Target("native sink: a million a second, microseconds", NATIVE, at_most=1.0),
-  Target("batch consumer: a million a second, microseconds", BATCH, at_most=1.0),
-  Target("function: 200,000 a second, microseconds", EACH, at_most=5.0),
-  Target("64 MiB: half of a copy's bandwidth", LARGE, COPY, at_most=2.0),
-  Target("memory over capacity", HIGH_WATER, at_most=1.1),
+  harness.Target("native sink: a million a second, microseconds", NATIVE, at_most=1.0),
+  harness.Target("batch consumer: a million a second, microseconds", BATCH, at_most=1.0),
+  harness.Target("function: 200,000 a second, microseconds", EACH, at_most=5.0),
+  harness.Target("64 MiB: half of a copy's bandwidth", LARGE, COPY, at_most=2.0),
+  harness.Target("memory over capacity", HIGH_WATER, at_most=1.1),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures sustained throughput."""
   cg = adapters.callgate()
   count = options.pick(200_000, 2_000)
   contestants = [
-    Contestant(NATIVE, functools.partial(_scalars, "native", cg.sinks.Stats, {}, count)),
-    Contestant(BATCH, functools.partial(_scalars, "batch", _nothing, {"batch": True}, count)),
-    Contestant(EACH, functools.partial(_scalars, "each", _nothing, {}, count // 4)),
-    Contestant(DEBUG, functools.partial(_debug, options.pick(2_000, 100))),
-    Contestant(LARGE, functools.partial(_large, options.pick(1 << 24, 1 << 16))),
-    Contestant(COPY, functools.partial(_copy, options.pick(1 << 24, 1 << 16))),
+    harness.Contestant(NATIVE, functools.partial(_scalars, "native", cg.sinks.Stats, {}, count)),
+    harness.Contestant(
+      BATCH, functools.partial(_scalars, "batch", _nothing, {"batch": True}, count)
+    ),
+    harness.Contestant(EACH, functools.partial(_scalars, "each", _nothing, {}, count // 4)),
+    harness.Contestant(DEBUG, functools.partial(_debug, options.pick(2_000, 100))),
+    harness.Contestant(LARGE, functools.partial(_large, options.pick(1 << 24, 1 << 16))),
+    harness.Contestant(COPY, functools.partial(_copy, options.pick(1 << 24, 1 << 16))),
   ]
-  rows = measure(contestants, rounds=options.rounds_or(15))
+  rows = harness.measure(contestants, rounds=options.rounds_or(15))
   rows.append(_high_water(options.pick(100_000, 1_000)))
   title = "One record through a channel, consumer included"
   references = {LARGE: COPY, COPY: COPY, HIGH_WATER: HIGH_WATER}
-  return Report(
+  return harness.Report(
     "channels", title, "us", rows, BATCH, TARGETS, quick=options.quick, references=references
   )
 
@@ -66,7 +68,9 @@ def _sender(name: str, count: int) -> Any:
   return jax.jit(lambda x: lax.fori_loop(0, count, body, x))
 
 
-def _scalars(name: str, consumer: Callable[[], Any], options: dict[str, Any], count: int) -> Work:
+def _scalars(
+  name: str, consumer: Callable[[], Any], options: dict[str, Any], count: int
+) -> harness.Work:
   channel = adapters.callgate().channel(f"benchmark {name}", to=consumer(), **options)
   program = _sender(channel.name, count)
   operand = jnp.float32(1)
@@ -75,10 +79,10 @@ def _scalars(name: str, consumer: Callable[[], Any], options: dict[str, Any], co
     jax.block_until_ready(program(operand))
     channel.flush()
 
-  return Work(thunk, count)
+  return harness.Work(thunk, count)
 
 
-def _debug(count: int) -> Work:
+def _debug(count: int) -> harness.Work:
   def body(_: Any, carry: Any) -> Any:
     jax.debug.callback(lambda x: None, carry)
     return carry
@@ -89,10 +93,10 @@ def _debug(count: int) -> Work:
     jax.block_until_ready(program(jnp.float32(1)))
     jax.effects_barrier()
 
-  return Work(thunk, count)
+  return harness.Work(thunk, count)
 
 
-def _large(size: int) -> Work:
+def _large(size: int) -> harness.Work:
   cg = adapters.callgate()
   channel = cg.channel("benchmark large", capacity="256MiB", to=lambda values: None, batch=1)
   calls = 4
@@ -105,19 +109,19 @@ def _large(size: int) -> Work:
     jax.block_until_ready(program(operand))
     channel.flush()
 
-  return Work(thunk, calls)
+  return harness.Work(thunk, calls)
 
 
-def _copy(size: int) -> Work:
+def _copy(size: int) -> harness.Work:
   source = np.ones(size, np.float32)
   target = np.empty_like(source)
-  return Work(lambda: np.copyto(target, source), 1)
+  return harness.Work(lambda: np.copyto(target, source), 1)
 
 
-def _high_water(count: int) -> Row:
+def _high_water(count: int) -> harness.Row:
   capacity = 1 << 20
   cg = adapters.callgate()
   with cg.channel("benchmark high water", capacity=capacity, to=lambda value: None) as channel:
     jax.block_until_ready(_sender(channel.name, count)(jnp.float32(1)))
   share = channel.stats()["high_water"] / capacity
-  return Row(HIGH_WATER, samples=(share,), note="a share", unit="")
+  return harness.Row(HIGH_WATER, samples=(share,), note="a share", unit="")

@@ -15,17 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import raw_cuda
 from benchmarks.peers.kernels import kind
 
@@ -33,27 +23,27 @@ COPY = "cuMemcpyDtoD of as many bytes"
 OURS, XLA = "x * y + 1, callgate.elementwise", "x * y + 1, XLA"
 HALF, HALF_XLA = "the same in bfloat16", "the same in bfloat16, XLA"
 TARGETS = (
-  Target("elementwise over the device's copy", OURS, COPY, at_most=1 / 0.9),
-  Target("elementwise over XLA's fusion", OURS, XLA, at_most=1.05),
-  Target("bfloat16 over XLA's fusion", HALF, HALF_XLA, at_most=1.05),
+  harness.Target("elementwise over the device's copy", OURS, COPY, at_most=1 / 0.9),
+  harness.Target("elementwise over XLA's fusion", OURS, XLA, at_most=1.05),
+  harness.Target("bfloat16 over XLA's fusion", HALF, HALF_XLA, at_most=1.05),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures float32 and bfloat16."""
   device = raw_cuda.device()
   size = options.pick(1 << 26, 1 << 16)
   kinds = {OURS: (_ours, jnp.float32), XLA: (_xla, jnp.float32)}
   kinds |= {HALF: (_ours, jnp.bfloat16), HALF_XLA: (_xla, jnp.bfloat16)}
   contestants = [
-    Contestant(name, functools.partial(_loop, make, dtype, size, device))
+    harness.Contestant(name, functools.partial(_loop, make, dtype, size, device))
     for name, (make, dtype) in kinds.items()
   ]
-  contestants.append(Contestant(COPY, functools.partial(_copies, 6 * size)))
-  rows = measure(contestants, rounds=options.rounds_or(30))
+  contestants.append(harness.Contestant(COPY, functools.partial(_copies, 6 * size)))
+  rows = harness.measure(contestants, rounds=options.rounds_or(30))
   raw_cuda.room(0)
   title = f"x * y + 1 on {size:,} elements, in place, on a GPU"
-  report = Report("cuda_elementwise", title, "us", rows, COPY, TARGETS, quick=options.quick)
+  report = harness.Report("cuda_elementwise", title, "us", rows, COPY, TARGETS, quick=options.quick)
   report.settings = {"elements": size}
   report.device = raw_cuda.described()
   for name, nbytes in ((COPY, 12), (OURS, 12), (XLA, 12), (HALF, 6), (HALF_XLA, 6)):
@@ -71,14 +61,16 @@ def _xla() -> Callable[..., Any]:
   return lambda x, y: x * y + 1
 
 
-def _loop(make: Callable[[], Any], dtype: Any, size: int, device: jax.Device) -> Work:
+def _loop(make: Callable[[], Any], dtype: Any, size: int, device: jax.Device) -> harness.Work:
   function = make()
   x = jax.device_put(jnp.linspace(-1, 1, size, dtype=dtype), device)
   got = np.asarray(jax.jit(function)(x, x), np.float32)
   exact = np.asarray(x, np.float32) ** 2 + 1
-  check(bool(np.allclose(got, exact, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-6)), "wrong result")
+  harness.check(
+    bool(np.allclose(got, exact, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-6)), "wrong result"
+  )
 
-  def repeat(calls: int) -> Thunk:
+  def repeat(calls: int) -> harness.Thunk:
     program = jax.jit(
       lambda x, y: lax.fori_loop(0, calls, lambda _, y: function(x, y), y), donate_argnums=1
     )
@@ -90,8 +82,8 @@ def _loop(make: Callable[[], Any], dtype: Any, size: int, device: jax.Device) ->
 
     return thunk
 
-  return fitted(repeat, 20)
+  return harness.fitted(repeat, 20)
 
 
-def _copies(nbytes: int) -> Work:
-  return fitted(lambda calls: raw_cuda.copies(nbytes, raw_cuda.ON_DEVICE, calls), 20)
+def _copies(nbytes: int) -> harness.Work:
+  return harness.fitted(lambda calls: raw_cuda.copies(nbytes, raw_cuda.ON_DEVICE, calls), 20)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import Contestant, Options, Report, Target, Thunk, Work, fitted, measure
+from benchmarks import harness
 from benchmarks.peers import adapters, cuda, raw_cuda
 
 LOOP = "loop only (one addition)"
@@ -35,35 +35,35 @@ CONTESTANTS = (
   (PURE, adapters.pure_callback),
 )
 TARGETS = (
-  Target("an on-device gate's host time, microseconds", GATE, at_most=8.0),
-  Target("buffer_callback over it", BUFFER, GATE, at_least=2.0),
-  Target("pure_callback over a numpy gate", PURE, NUMPY, at_least=2.0),
+  harness.Target("an on-device gate's host time, microseconds", GATE, at_most=8.0),
+  harness.Target("buffer_callback over it", BUFFER, GATE, at_least=2.0),
+  harness.Target("pure_callback over a numpy gate", PURE, NUMPY, at_least=2.0),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures calls on 1,024 floats."""
   device = raw_cuda.device()
   most = options.pick(2000, 50)
   contestants = [
-    Contestant(name, functools.partial(_calls, adapter, most, device))
+    harness.Contestant(name, functools.partial(_calls, adapter, most, device))
     for name, adapter in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(60))
+  rows = harness.measure(contestants, rounds=options.rounds_or(60))
   title = f"One gate on the device, in a compiled loop of up to {most}, f32[1024]"
-  report = Report("cuda_gates", title, "us", rows, GATE, TARGETS, quick=options.quick)
+  report = harness.Report("cuda_gates", title, "us", rows, GATE, TARGETS, quick=options.quick)
   report.device = raw_cuda.described()
   return report
 
 
-def _calls(adapter: Any, most: int, device: jax.Device) -> Work:
+def _calls(adapter: Any, most: int, device: jax.Device) -> harness.Work:
   spec = jax.ShapeDtypeStruct((1024,), jnp.float32)
   function = adapter(spec)
   operand = jax.device_put(jnp.ones(1024), device)
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: function(carry), x))
     compiled = program.lower(operand).compile()
     return lambda: jax.block_until_ready(compiled(operand))
 
-  return fitted(make, most, least=20)
+  return harness.fitted(make, most, least=20)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import Contestant, Options, Report, Target, Work, check, measure
+from benchmarks import harness
 from benchmarks.peers import adapters, cuda, raw_cuda
 
 SHAPES = {"4 MiB": (1, 1024, 1024), "32 MiB": (8, 1024, 1024)}
@@ -42,20 +42,20 @@ TARGETS = tuple(
   target
   for size in SHAPES
   for target in (
-    Target(f"on the device, {size}, 100 calls in 5 ms", f"{ALIASED}, {size}", at_most=0.05),
-    Target(
+    harness.Target(f"on the device, {size}, 100 calls in 5 ms", f"{ALIASED}, {size}", at_most=0.05),
+    harness.Target(
       f"numpy over the pinned copies, {size}",
       f"{STAGED}, {size}",
       f"{PINNED}, {size}",
       at_most=1 / 0.9,
     ),
-    Target(
+    harness.Target(
       f"pure_callback over the numpy gate, {size}",
       f"{PURE}, {size}",
       f"{STAGED}, {size}",
       at_least=2.0,
     ),
-    Target(
+    harness.Target(
       f"the CuPy gate over buffer_callback, {size}",
       f"{CUPY}, {size}",
       f"{BUFFER}, {size}",
@@ -65,22 +65,26 @@ TARGETS = tuple(
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures both sizes in the same rounds."""
   device = raw_cuda.device()
   calls = options.pick(100, 5)
   contestants = [
-    Contestant(f"{name}, {size}", functools.partial(_loop, adapter, donate, shape, calls, device))
+    harness.Contestant(
+      f"{name}, {size}", functools.partial(_loop, adapter, donate, shape, calls, device)
+    )
     for size, shape in SHAPES.items()
     for name, adapter, donate in CONTESTANTS
   ]
   for size, shape in SHAPES.items():
     nbytes = 4 * int(np.prod(shape))
-    contestants.append(Contestant(f"{PINNED}, {size}", functools.partial(_pinned, nbytes, calls)))
-  rows = measure(contestants, rounds=options.rounds_or(10), unit="ms")
+    contestants.append(
+      harness.Contestant(f"{PINNED}, {size}", functools.partial(_pinned, nbytes, calls))
+    )
+  rows = harness.measure(contestants, rounds=options.rounds_or(10), unit="ms")
   raw_cuda.room(0)
   title = f"Identity on a GPU, f32 of 4 and 32 MiB, {calls} calls in a program"
-  report = Report("cuda_identity", title, "ms", rows, None, TARGETS, quick=options.quick)
+  report = harness.Report("cuda_identity", title, "ms", rows, None, TARGETS, quick=options.quick)
   report.settings = {"calls": calls, "shapes": [list(shape) for shape in SHAPES.values()]}
   report.device = raw_cuda.described()
   report.references = {
@@ -90,7 +94,7 @@ def run(options: Options) -> Report:
   return report
 
 
-def _seconds(report: Report, calls: int) -> dict[str, float]:
+def _seconds(report: harness.Report, calls: int) -> dict[str, float]:
   """The published numbers are seconds for a hundred calls."""
   return {
     f"{row.name}, seconds for {calls} calls": round(row.minimum * calls / 1e3, 4)
@@ -101,7 +105,7 @@ def _seconds(report: Report, calls: int) -> dict[str, float]:
 
 def _loop(
   adapter: adapters.Adapter, donate: bool, shape: tuple[int, ...], calls: int, device: jax.Device
-) -> Work:
+) -> harness.Work:
   """One program of `calls` calls; a donated argument is the last run's result."""
   function = adapter(jax.ShapeDtypeStruct(shape, jnp.float32))
   program = jax.jit(
@@ -112,14 +116,14 @@ def _loop(
   held = jax.device_put(host, device)
   compiled = program.lower(held).compile()
   held = jax.block_until_ready(compiled(held))
-  check(np.array_equal(held, host), "the result is not the argument")
+  harness.check(np.array_equal(held, host), "the result is not the argument")
 
   def thunk() -> None:
     nonlocal held
     held = jax.block_until_ready(compiled(held))
 
-  return Work(thunk, calls)
+  return harness.Work(thunk, calls)
 
 
-def _pinned(nbytes: int, calls: int) -> Work:
-  return Work(raw_cuda.copies(nbytes, raw_cuda.THERE_AND_BACK, calls), calls)
+def _pinned(nbytes: int, calls: int) -> harness.Work:
+  return harness.Work(raw_cuda.copies(nbytes, raw_cuda.THERE_AND_BACK, calls), calls)

@@ -15,17 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import cuda, raw_cuda
 
 DRIVER = "cuLaunchKernel"
@@ -51,58 +41,61 @@ UNROLLED = (
   ("jax-triton", cuda.jax_triton_empty),
 )
 TARGETS = (
-  Target("callgate.cuda over a hand-written handler", OURS, RAW, at_most=1.05),
-  Target("the same in a CUDA graph", OURS + GRAPH, RAW + GRAPH, at_most=1.05),
-  Target("beyond cuLaunchKernel, microseconds", LESS, at_most=0.5),
-  *(Target(f"{name} over callgate.cuda", name, OURS, at_least=1.0) for name, _ in LOOPED[4:]),
+  harness.Target("callgate.cuda over a hand-written handler", OURS, RAW, at_most=1.05),
+  harness.Target("the same in a CUDA graph", OURS + GRAPH, RAW + GRAPH, at_most=1.05),
+  harness.Target("beyond cuLaunchKernel, microseconds", LESS, at_most=0.5),
+  *(
+    harness.Target(f"{name} over callgate.cuda", name, OURS, at_least=1.0) for name, _ in LOOPED[4:]
+  ),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures launches in loops, in graphs and by the driver."""
   device = raw_cuda.device()
   most, unrolled = options.pick(2000, 50), options.pick(200, 20)
   contestants = [
-    Contestant(DRIVER, lambda: fitted(raw_cuda.launches, most, least=20)),
-    *(Contestant(n, functools.partial(_looped, a, most, device)) for n, a in LOOPED),
+    harness.Contestant(DRIVER, lambda: harness.fitted(raw_cuda.launches, most, least=20)),
+    *(harness.Contestant(n, functools.partial(_looped, a, most, device)) for n, a in LOOPED),
     *(
-      Contestant(n + GRAPH, functools.partial(_unrolled, a, unrolled, device)) for n, a in UNROLLED
+      harness.Contestant(n + GRAPH, functools.partial(_unrolled, a, unrolled, device))
+      for n, a in UNROLLED
     ),
   ]
-  rows = measure(contestants, rounds=options.rounds_or(60))
+  rows = harness.measure(contestants, rounds=options.rounds_or(60))
   title = f"One launch of an empty kernel, in loops of up to {most} and {unrolled} unrolled"
-  report = Report("cuda_kernels", title, "us", rows, RAW, TARGETS, quick=options.quick)
+  report = harness.Report("cuda_kernels", title, "us", rows, RAW, TARGETS, quick=options.quick)
   report.device = raw_cuda.described()
   report.references = {name + GRAPH: RAW + GRAPH for name, _ in UNROLLED}
   _difference(report)
   return report
 
 
-def _difference(report: Report) -> None:
+def _difference(report: harness.Report) -> None:
   """A row for what a launch of ours costs beyond the driver's."""
   ours, driver = report.row(OURS), report.row(DRIVER)
   if ours is None or driver is None or ours.minimum is None or driver.minimum is None:
     return
-  report.rows.append(Row(LESS, samples=(ours.minimum - driver.minimum,)))
+  report.rows.append(harness.Row(LESS, samples=(ours.minimum - driver.minimum,)))
 
 
 def _operand(device: jax.Device) -> jax.Array:
   return jax.device_put(jnp.ones(32), device)
 
 
-def _looped(adapter: Any, most: int, device: jax.Device) -> Work:
+def _looped(adapter: Any, most: int, device: jax.Device) -> harness.Work:
   operand = _operand(device)
   function = adapter(jax.ShapeDtypeStruct(operand.shape, operand.dtype))
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: function(carry), x))
     compiled = program.lower(operand).compile()
     return lambda: jax.block_until_ready(compiled(operand))
 
-  return fitted(make, most, least=20)
+  return harness.fitted(make, most, least=20)
 
 
-def _unrolled(adapter: Any, calls: int, device: jax.Device) -> Work:
+def _unrolled(adapter: Any, calls: int, device: jax.Device) -> harness.Work:
   operand = _operand(device)
   function = adapter(jax.ShapeDtypeStruct(operand.shape, operand.dtype))
 
@@ -112,4 +105,4 @@ def _unrolled(adapter: Any, calls: int, device: jax.Device) -> Work:
     return x
 
   compiled = jax.jit(chain).lower(operand).compile()
-  return Work(lambda: jax.block_until_ready(compiled(operand)), calls)
+  return harness.Work(lambda: jax.block_until_ready(compiled(operand)), calls)

@@ -16,17 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters, raw_cuda
 
 LOOP = "loop only (one addition)"
@@ -36,45 +26,47 @@ PLAIN, TAPPED = "a step of matrix products", "the same with a tap of 64 MiB"
 DEBUGGED = "the same with debug.callback of 64 MiB"
 DELIVERED, COPIED = "tap of 64 MiB, until delivered", "pinned copy of 64 MiB"
 TARGETS = (
-  Target("a tap's host time, microseconds", EXTRA, at_most=2.0),
-  Target("debug.callback over a tap", DEBUG, SCALAR, at_least=10.0),
-  Target("a step with a tap of 64 MiB over one without", TAPPED, PLAIN, at_most=1.03),
-  Target("until delivered over the pinned copy", DELIVERED, COPIED, at_most=1 / 0.85),
+  harness.Target("a tap's host time, microseconds", EXTRA, at_most=2.0),
+  harness.Target("debug.callback over a tap", DEBUG, SCALAR, at_least=10.0),
+  harness.Target("a step with a tap of 64 MiB over one without", TAPPED, PLAIN, at_most=1.03),
+  harness.Target("until delivered over the pinned copy", DELIVERED, COPIED, at_most=1 / 0.85),
 )
 
 Body = Callable[[Any], Any]
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures small taps, then large ones."""
   device = raw_cuda.device()
   most = options.pick(2000, 50)
   small = [
-    Contestant(name, functools.partial(_small, body, most, device))
+    harness.Contestant(name, functools.partial(_small, body, most, device))
     for name, body in ((LOOP, lambda x: x + 1.0), (SCALAR, _tapped), (DEBUG, _debugged))
   ]
-  rows = measure(small, rounds=options.rounds_or(60))
+  rows = harness.measure(small, rounds=options.rounds_or(60))
   floats = options.pick(1 << 24, 1 << 16)
   steps = options.pick(4, 1)
   products = options.pick(12, 1)
   large = [
-    Contestant(name, functools.partial(_step, body, floats, steps, products, device))
+    harness.Contestant(name, functools.partial(_step, body, floats, steps, products, device))
     for name, body in ((PLAIN, lambda x: x), (TAPPED, _tapped), (DEBUGGED, _debugged))
   ]
   large += [
-    Contestant(DELIVERED, functools.partial(_delivered, floats, device)),
-    Contestant(COPIED, lambda: Work(raw_cuda.copies(4 * floats, raw_cuda.TO_HOST, 8), 8)),
+    harness.Contestant(DELIVERED, functools.partial(_delivered, floats, device)),
+    harness.Contestant(
+      COPIED, lambda: harness.Work(raw_cuda.copies(4 * floats, raw_cuda.TO_HOST, 8), 8)
+    ),
   ]
-  rows += measure(large, rounds=options.rounds_or(20))
+  rows += harness.measure(large, rounds=options.rounds_or(20))
   raw_cuda.room(0)
   title = "One tap on a GPU, as the program pays for it"
-  report = Report("cuda_taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick)
+  report = harness.Report("cuda_taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick)
   report.references = {TAPPED: PLAIN, DEBUGGED: PLAIN, DELIVERED: COPIED}
   report.settings = {"large_bytes": 4 * floats, "steps": steps, "products": products}
   report.device = raw_cuda.described()
   loop, tap = report.row(LOOP), report.row(SCALAR)
   if loop and tap and loop.minimum is not None and tap.minimum is not None:
-    report.rows.append(Row(EXTRA, samples=(tap.minimum - loop.minimum,)))
+    report.rows.append(harness.Row(EXTRA, samples=(tap.minimum - loop.minimum,)))
   return report
 
 
@@ -95,10 +87,10 @@ def _debugged(x: Any) -> Any:
   return x
 
 
-def _small(body: Body, most: int, device: jax.Device) -> Work:
+def _small(body: Body, most: int, device: jax.Device) -> harness.Work:
   operand = jax.device_put(jnp.float32(1), device)
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     def each(_: Any, carry: Any) -> Any:
       return body(carry + 1.0)
 
@@ -106,10 +98,10 @@ def _small(body: Body, most: int, device: jax.Device) -> Work:
     compiled = program.lower(operand).compile()
     return lambda: jax.block_until_ready(compiled(operand))
 
-  return fitted(make, most, least=20)
+  return harness.fitted(make, most, least=20)
 
 
-def _step(body: Body, floats: int, steps: int, products: int, device: jax.Device) -> Work:
+def _step(body: Body, floats: int, steps: int, products: int, device: jax.Device) -> harness.Work:
   """Steps of products of square matrices, each with one call of `body` on the large carry."""
   side = int(floats**0.5)
   matrix = jax.device_put(jnp.eye(side) * 0.999, device)
@@ -122,10 +114,10 @@ def _step(body: Body, floats: int, steps: int, products: int, device: jax.Device
   program = jax.jit(lambda x: lax.scan(step, x, length=steps)[0])
   operand = jax.device_put(jnp.ones((side, side)), device)
   compiled = program.lower(operand).compile()
-  return Work(lambda: jax.block_until_ready(compiled(operand)), steps)
+  return harness.Work(lambda: jax.block_until_ready(compiled(operand)), steps)
 
 
-def _delivered(floats: int, device: jax.Device) -> Work:
+def _delivered(floats: int, device: jax.Device) -> harness.Work:
   calls = 8
   barrier = adapters.callgate().barrier
   program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: _tapped(carry), x))
@@ -136,4 +128,4 @@ def _delivered(floats: int, device: jax.Device) -> Work:
     jax.block_until_ready(compiled(operand))
     barrier()
 
-  return Work(thunk, calls)
+  return harness.Work(thunk, calls)

@@ -18,17 +18,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -37,28 +27,28 @@ PURE_GATE = "callgate pure gate"
 FAST = "callgate io gate, fast_dispatch"
 
 TARGETS = (
-  Target("io gate under fast_dispatch over a pure gate", FAST, PURE_GATE, at_most=1.3),
-  Target("io gate under fast_dispatch over no callback", FAST, PLAIN, at_most=1.3),
+  harness.Target("io gate under fast_dispatch over a pure gate", FAST, PURE_GATE, at_most=1.3),
+  harness.Target("io gate under fast_dispatch over no callback", FAST, PLAIN, at_most=1.3),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures the dispatch of one-call programs with and without effects."""
   most = options.pick(500, 50)
   contestants = [
-    Contestant(name, functools.partial(_dispatches, make, configure, most))
+    harness.Contestant(name, functools.partial(_dispatches, make, configure, most))
     for name, make, configure in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(100))
+  rows = harness.measure(contestants, rounds=options.rounds_or(100))
   title = f"Dispatch of jit(f)(x), f32 scalar, up to {most} calls"
-  return Report("dispatch", title, "us", rows, PLAIN, TARGETS, quick=options.quick)
+  return harness.Report("dispatch", title, "us", rows, PLAIN, TARGETS, quick=options.quick)
 
 
 Count = Callable[[], None]
 Configure = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def _dispatches(make: Callable[[Count], Any], configure: Configure, most: int) -> Work:
+def _dispatches(make: Callable[[Count], Any], configure: Configure, most: int) -> harness.Work:
   """Many dispatches; first a few are made with a counting body, and compared."""
   executed = 0
 
@@ -70,16 +60,16 @@ def _dispatches(make: Callable[[Count], Any], configure: Configure, most: int) -
   executed = 0
   counted()
   jax.effects_barrier()
-  check(executed == (0 if make is _plain else 20), f"20 dispatches made {executed} calls")
-  return fitted(functools.partial(_dispatch_all, make(_nothing), configure), most, least=20)
+  harness.check(executed == (0 if make is _plain else 20), f"20 dispatches made {executed} calls")
+  return harness.fitted(functools.partial(_dispatch_all, make(_nothing), configure), most, least=20)
 
 
-def _dispatch_all(function: Callable[..., Any], configure: Configure, calls: int) -> Thunk:
+def _dispatch_all(function: Callable[..., Any], configure: Configure, calls: int) -> harness.Thunk:
   """Compiles under the contestant's configuration, which also holds while the thunk runs."""
   operand = jnp.float32(1.5)
   with configure():
     program = jax.jit(function)
-    check(float(program(operand)) == 1.5, "the result is not the argument")
+    harness.check(float(program(operand)) == 1.5, "the result is not the argument")
 
   def thunk() -> None:
     with configure():

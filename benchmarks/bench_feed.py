@@ -16,17 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 ITEM = jax.ShapeDtypeStruct((1024,), jnp.float32)
@@ -39,18 +29,21 @@ Item = np.ndarray
 Read = Callable[[], jax.Array]
 
 
-TARGETS = (Target("a feed overlaps, as a share of io_callback", FEED_WORK, JAX_WORK, at_most=0.9),)
+TARGETS = (
+  harness.Target("a feed overlaps, as a share of io_callback", FEED_WORK, JAX_WORK, at_most=0.9),
+)
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures reading within a scan that is as long as a sample allows."""
   contestants = [
-    Contestant(name, functools.partial(_program, make, cheap)) for name, make, cheap in CONTESTANTS
+    harness.Contestant(name, functools.partial(_program, make, cheap))
+    for name, make, cheap in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(30))
+  rows = harness.measure(contestants, rounds=options.rounds_or(30))
   title = f"One f32[{ITEM.shape[0]}] item of a host iterator in a scan"
   references = {JAX_WORK: FEED_WORK, STEP: FEED_WORK}
-  return Report(
+  return harness.Report(
     "feed", title, "us", rows, FEED, TARGETS, quick=options.quick, references=references
   )
 
@@ -79,7 +72,7 @@ def _nothing(iterator: Iterator[Item]) -> Read:
   return lambda: jnp.ones(ITEM.shape, ITEM.dtype)
 
 
-def _program(make: Callable[[Iterator[Item]], Read], cheap: bool) -> Work:
+def _program(make: Callable[[Iterator[Item]], Read], cheap: bool) -> harness.Work:
   read = make(_cheap() if cheap else _work())
 
   def step(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -91,13 +84,15 @@ def _program(make: Callable[[Iterator[Item]], Read], cheap: bool) -> Work:
 
   start = (jnp.float32(0), jnp.zeros((SIDE, SIDE)))
 
-  def executions(repeats: int) -> Thunk:
+  def executions(repeats: int) -> harness.Thunk:
     program = jax.jit(lambda carry: jax.lax.scan(step, carry, length=repeats)[0])
     total, _ = program(start)
-    check(bool(jnp.isfinite(total)) and (not cheap or total == repeats), "items are missing")
+    harness.check(
+      bool(jnp.isfinite(total)) and (not cheap or total == repeats), "items are missing"
+    )
     return lambda: jax.block_until_ready(program(start))
 
-  return fitted(executions, 200)
+  return harness.fitted(executions, 200)
 
 
 CONTESTANTS: tuple[tuple[str, Callable[[Iterator[Item]], Read], bool], ...] = (

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import Contestant, Options, Report, Target, Work, check, measure
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 MEMCPY = "C++ FFI handler, memcpy"
@@ -46,51 +46,55 @@ CONTESTANTS = (
 )
 
 TARGETS = (
-  Target("in-place gate over the C++ memcpy", INPLACE, MEMCPY, at_most=1.1),
-  Target("aliased gate over the C++ memcpy", ALIASED, MEMCPY, at_most=0.05),
-  Target("pure_callback over the in-place gate", PURE, INPLACE, at_least=8.0),
+  harness.Target("in-place gate over the C++ memcpy", INPLACE, MEMCPY, at_most=1.1),
+  harness.Target("aliased gate over the C++ memcpy", ALIASED, MEMCPY, at_most=0.05),
+  harness.Target("pure_callback over the in-place gate", PURE, INPLACE, at_least=8.0),
   *(
-    Target(f"in-place gate over the C++ memcpy{way}", INPLACE + way, MEMCPY + way, at_most=1.1)
+    harness.Target(
+      f"in-place gate over the C++ memcpy{way}", INPLACE + way, MEMCPY + way, at_most=1.1
+    )
     for way in (UNROLLED, DISPATCHED)
   ),
-  Target(
+  harness.Target(
     "pure_callback over in-place, unrolled", PURE + UNROLLED, INPLACE + UNROLLED, at_least=8.0
   ),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures all three ways of calling in the same rounds."""
   looped = options.pick(100, 5)
   dispatched = options.pick(5, 2)
   ways = (("", _loop, looped), (UNROLLED, _unrolled, looped), (DISPATCHED, _calls, dispatched))
   contestants = [
-    Contestant(name + way, functools.partial(build, adapter, donate, calls))
+    harness.Contestant(name + way, functools.partial(build, adapter, donate, calls))
     for way, build, calls in ways
     for name, adapter, donate in CONTESTANTS
     if way != UNROLLED or name in (MEMCPY, INPLACE, PURE)
   ]
-  rows = measure(contestants, rounds=options.rounds_or(10), unit="ms")
+  rows = harness.measure(contestants, rounds=options.rounds_or(10), unit="ms")
   title = f"Identity on f32[8,1024,1024], {looped} calls in a program and single dispatches"
   settings = {"calls": looped, "dispatched_calls": dispatched, "shape": list(SPEC.shape)}
-  report = Report("identity", title, "ms", rows, MEMCPY, TARGETS, settings, quick=options.quick)
+  report = harness.Report(
+    "identity", title, "ms", rows, MEMCPY, TARGETS, settings, quick=options.quick
+  )
   report.references = {
     name + way: MEMCPY + way for way in (UNROLLED, DISPATCHED) for name, *_ in CONTESTANTS
   }
   return report
 
 
-def _loop(adapter: adapters.Adapter, donate: bool, calls: int) -> Work:
+def _loop(adapter: adapters.Adapter, donate: bool, calls: int) -> harness.Work:
   """Runs one program of `calls` calls."""
   function = adapter(SPEC)
 
   def loop(x: jax.Array) -> jax.Array:
     return lax.fori_loop(0, calls, lambda _, carry: function(carry), x)
 
-  return Work(_calls(lambda spec: loop, donate, 1).thunk, calls)
+  return harness.Work(_calls(lambda spec: loop, donate, 1).thunk, calls)
 
 
-def _unrolled(adapter: adapters.Adapter, donate: bool, calls: int) -> Work:
+def _unrolled(adapter: adapters.Adapter, donate: bool, calls: int) -> harness.Work:
   """Runs one program of `calls` calls without a loop."""
   function = adapter(SPEC)
 
@@ -99,14 +103,14 @@ def _unrolled(adapter: adapters.Adapter, donate: bool, calls: int) -> Work:
       x = function(x)
     return x
 
-  return Work(_calls(lambda spec: chain, donate, 1).thunk, calls)
+  return harness.Work(_calls(lambda spec: chain, donate, 1).thunk, calls)
 
 
-def _calls(adapter: adapters.Adapter, donate: bool, calls: int) -> Work:
+def _calls(adapter: adapters.Adapter, donate: bool, calls: int) -> harness.Work:
   """Dispatches the program `calls` times, each on the last one's result if donated."""
   host = np.arange(np.prod(SPEC.shape), dtype=np.float32).reshape(SPEC.shape)
   program = jax.jit(adapter(SPEC), donate_argnums=(0,) if donate else ())
-  check(np.array_equal(program(jnp.array(host)), host), "the result is not the argument")
+  harness.check(np.array_equal(program(jnp.array(host)), host), "the result is not the argument")
   state = jax.block_until_ready(jnp.array(host))
 
   def thunk() -> None:
@@ -116,4 +120,4 @@ def _calls(adapter: adapters.Adapter, donate: bool, calls: int) -> Work:
       if donate:
         state = result
 
-  return Work(thunk, calls)
+  return harness.Work(thunk, calls)

@@ -10,10 +10,10 @@ import importlib.util
 import subprocess
 import sys
 
-from benchmarks.harness import Options, Report, Row, Target, neutral
+from benchmarks import harness
 
 NAME = "import callgate, beyond import jax"
-TARGETS = (Target("import callgate beyond import jax, milliseconds", NAME, at_most=150.0),)
+TARGETS = (harness.Target("import callgate beyond import jax, milliseconds", NAME, at_most=150.0),)
 
 # Name, statement that runs before the clock, module that is timed, its PyPI name.
 CONTESTANTS = (
@@ -33,24 +33,26 @@ CONTESTANTS = (
 Samples = dict[str, list[float]]
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Imports every package in fresh interpreters, in interleaved rounds."""
-  failed: dict[str, Row] = {}
+  failed: dict[str, harness.Row] = {}
   samples: Samples = {name: [] for name, *_ in CONTESTANTS}
   for name, before, module, distribution in CONTESTANTS:
     if importlib.util.find_spec(module) is None:
       reason = f"No module named '{module}' (PyPI: {distribution})"
-      failed[name] = Row(name, "not installed", reason)
+      failed[name] = harness.Row(name, "not installed", reason)
     else:
       _import_seconds(name, before, module, failed)
   for _ in range(options.rounds_or(7, quick=2)):
     _one_round(samples, failed)
-  rows = [failed.get(name) or Row(name, samples=tuple(samples[name])) for name, *_ in CONTESTANTS]
+  rows = [
+    failed.get(name) or harness.Row(name, samples=tuple(samples[name])) for name, *_ in CONTESTANTS
+  ]
   title = "Import time in a fresh interpreter"
-  return Report("import", title, "ms", rows, "import jax", TARGETS, quick=options.quick)
+  return harness.Report("import", title, "ms", rows, "import jax", TARGETS, quick=options.quick)
 
 
-def _one_round(samples: Samples, failed: dict[str, Row]) -> None:
+def _one_round(samples: Samples, failed: dict[str, harness.Row]) -> None:
   for name, before, module, _ in CONTESTANTS:
     if name in failed:
       continue
@@ -59,13 +61,17 @@ def _one_round(samples: Samples, failed: dict[str, Row]) -> None:
       samples[name].append(seconds * 1e3)
 
 
-def _import_seconds(name: str, before: str, module: str, failed: dict[str, Row]) -> float | None:
+def _import_seconds(
+  name: str, before: str, module: str, failed: dict[str, harness.Row]
+) -> float | None:
   """Seconds of one import in a child process; a failure becomes a row."""
   clock = "from time import perf_counter as now; start = now()"
   script = f"{before}; {clock}; import {module}; print('seconds', now() - start)"
   child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
   words = child.stdout.split()
   if child.returncode != 0 or "seconds" not in words:
-    failed[name] = Row(name, "failed", neutral((child.stderr.strip().splitlines() or [""])[-1]))
+    failed[name] = harness.Row(
+      name, "failed", harness.neutral((child.stderr.strip().splitlines() or [""])[-1])
+    )
     return None
   return float(words[words.index("seconds") + 1])

@@ -18,18 +18,7 @@ import jax.experimental
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
@@ -38,28 +27,28 @@ IO, IO_INSTALLED = "jax io_callback", "jax io_callback after install()"
 ORDERED, ORDERED_INSTALLED = "jax io_callback, ordered", "jax io_callback, ordered, after install()"
 
 TARGETS = (
-  Target("pure_callback before over after install()", PURE, PURE_INSTALLED, at_least=6.0),
-  Target("io_callback before over after install()", IO, IO_INSTALLED, at_least=6.0),
+  harness.Target("pure_callback before over after install()", PURE, PURE_INSTALLED, at_least=6.0),
+  harness.Target("io_callback before over after install()", IO, IO_INSTALLED, at_least=6.0),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures JAX's two callbacks on both engines."""
   most = options.pick(1000, 100)
   types: dict[str, str] = {}
   contestants = [
-    Contestant(name, functools.partial(_loop, bind, installed, name, most, types))
+    harness.Contestant(name, functools.partial(_loop, bind, installed, name, most, types))
     for name, bind, installed in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(100))
+  rows = harness.measure(contestants, rounds=options.rounds_or(100))
   rows = [_with_type(row, types) for row in rows]
   title = "JAX's callbacks on an f32 scalar before and after callgate.install(), in a loop"
-  report = Report("install", title, "us", rows, PURE, TARGETS, quick=options.quick)
+  report = harness.Report("install", title, "us", rows, PURE, TARGETS, quick=options.quick)
   report.references = {IO: IO, IO_INSTALLED: IO, ORDERED: ORDERED, ORDERED_INSTALLED: ORDERED}
   return report
 
 
-def _with_type(row: Row, types: dict[str, str]) -> Row:
+def _with_type(row: harness.Row, types: dict[str, str]) -> harness.Row:
   return replace(row, note=f"the callback got {types[row.name]}") if row.status == "ok" else row
 
 
@@ -88,21 +77,21 @@ CONTESTANTS = (
 
 def _loop(
   bind: Callable[..., jax.Array], installed: bool, name: str, most: int, types: dict[str, str]
-) -> Work:
+) -> harness.Work:
   """Compiles the loop with JAX's engine or, between install and uninstall, with callgate's."""
   callgate = adapters.callgate() if installed else None
   seen: set[type] = set()
 
   def spy(x: Any) -> Any:
     seen.add(type(x))
-    check(isinstance(x, jax.Array), f"the callback got {type(x).__name__}, not jax.Array")
+    harness.check(isinstance(x, jax.Array), f"the callback got {type(x).__name__}, not jax.Array")
     return x
 
   if callgate:
     callgate.install()
   try:
     jax.block_until_ready(_compile(bind, spy, 3)())
-    work = fitted(functools.partial(_compile, bind, adapters.give_back), most, least=100)
+    work = harness.fitted(functools.partial(_compile, bind, adapters.give_back), most, least=100)
     work.thunk()
   finally:
     if callgate:
@@ -115,10 +104,10 @@ def _type_name(kind: type) -> str:
   return "jax.Array" if issubclass(kind, jax.Array) else kind.__name__
 
 
-def _compile(bind: Callable[..., jax.Array], body: Callable[..., Any], calls: int) -> Thunk:
+def _compile(bind: Callable[..., jax.Array], body: Callable[..., Any], calls: int) -> harness.Thunk:
   """The loop, compiled ahead of time: `install()` clears what `jit` itself has compiled."""
   program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: bind(body, carry), x))
   operand = jnp.float32(1.5)
   compiled = program.lower(operand).compile()
-  check(float(compiled(operand)) == 1.5, "the result is not the argument")
+  harness.check(float(compiled(operand)) == 1.5, "the result is not the argument")
   return lambda: jax.block_until_ready(compiled(operand))

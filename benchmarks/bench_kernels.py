@@ -22,20 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  NotInstalled,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-  neutral,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters, kernels, raw
 
 RAW = "C++ FFI handler, empty"
@@ -75,18 +62,18 @@ EMPTY = (
 NATIVE = (CPP, NUMBA, "callgate.cfunc, empty", "callgate.library, empty")
 
 TARGETS = (
-  *(Target(f"{name} over the raw handler", name, RAW, at_most=1.15) for name in NATIVE),
-  Target("callgate.cpp over jax-tvm-ffi's native function", CPP, TVM, at_most=1.0),
-  Target("brainevent over callgate.numba", BRAINEVENT, NUMBA, at_least=10.0),
-  Target("Warp over callgate.cpp", WARP, CPP, at_least=10.0),
-  Target("saxpy over a memcpy of as many bytes", SAXPY, MEMCPY, at_most=1.15),
-  Target("saxpy on threads over XLA's", SAXPY_THREADS, SAXPY_XLA, at_most=1.1),
-  Target("elementwise over XLA's fusion", FUSED, FUSED_XLA, at_most=1.1),
-  Target("lax.scan over Numba, soft-DTW", DTW_SCAN, DTW, at_least=10.0),
-  Target("vmap on one thread over two", LANES, LANES_THREADS, at_least=1.7),
-  Target("first call with an empty cache, microseconds", COLD, at_most=3e6),
-  Target("made in the next process, microseconds", WARM, at_most=5e3),
-  Target("kernel.h, microseconds", HEADER, at_most=1e6),
+  *(harness.Target(f"{name} over the raw handler", name, RAW, at_most=1.15) for name in NATIVE),
+  harness.Target("callgate.cpp over jax-tvm-ffi's native function", CPP, TVM, at_most=1.0),
+  harness.Target("brainevent over callgate.numba", BRAINEVENT, NUMBA, at_least=10.0),
+  harness.Target("Warp over callgate.cpp", WARP, CPP, at_least=10.0),
+  harness.Target("saxpy over a memcpy of as many bytes", SAXPY, MEMCPY, at_most=1.15),
+  harness.Target("saxpy on threads over XLA's", SAXPY_THREADS, SAXPY_XLA, at_most=1.1),
+  harness.Target("elementwise over XLA's fusion", FUSED, FUSED_XLA, at_most=1.1),
+  harness.Target("lax.scan over Numba, soft-DTW", DTW_SCAN, DTW, at_least=10.0),
+  harness.Target("vmap on one thread over two", LANES, LANES_THREADS, at_least=1.7),
+  harness.Target("first call with an empty cache, microseconds", COLD, at_most=3e6),
+  harness.Target("made in the next process, microseconds", WARM, at_most=5e3),
+  harness.Target("kernel.h, microseconds", HEADER, at_most=1e6),
 )
 REFERENCES = {
   **{name: RAW for name, _ in EMPTY},
@@ -97,26 +84,28 @@ REFERENCES = {
 }
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures the four groups one after the other."""
   most = options.pick(2000, 200)
   size = options.pick(1 << 22, 1 << 16)
   cells, lanes = options.pick(512, 32), options.pick(256, 8)
   rows = [
-    *measure(_empty(most), rounds=options.rounds_or(150)),
-    *measure(_large(size), rounds=options.rounds_or(60)),
-    *measure(_tables(cells, lanes), rounds=options.rounds_or(20)),
+    *harness.measure(_empty(most), rounds=options.rounds_or(150)),
+    *harness.measure(_large(size), rounds=options.rounds_or(60)),
+    *harness.measure(_tables(cells, lanes), rounds=options.rounds_or(20)),
     *_compile_times(options.rounds_or(3, quick=1)),
   ]
   title = f"Native kernels: empty calls in a loop of up to {most}, {size} elements, {cells}² cells"
   settings = {"elements": size, "cells": [cells, cells], "lanes": lanes}
-  report = Report("kernels", title, "us", rows, None, TARGETS, settings, quick=options.quick)
+  report = harness.Report(
+    "kernels", title, "us", rows, None, TARGETS, settings, quick=options.quick
+  )
   report.references = REFERENCES
   report.facts = _bandwidths(report, size)
   return report
 
 
-def _bandwidths(report: Report, size: int) -> dict[str, Any]:
+def _bandwidths(report: harness.Report, size: int) -> dict[str, Any]:
   """What a loop over three arrays of `size` floats moves, in GB/s."""
   facts: dict[str, Any] = {}
   for name in (MEMCPY, SAXPY, SAXPY_THREADS, SAXPY_XLA, FUSED, FUSED_XLA):
@@ -127,38 +116,40 @@ def _bandwidths(report: Report, size: int) -> dict[str, Any]:
 
 
 # -- calls of nothing ---
-def _empty(most: int) -> list[Contestant]:
+def _empty(most: int) -> list[harness.Contestant]:
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   one = jax.ShapeDtypeStruct((1,), jnp.float32)  # Warp has no rank 0
   return [
-    Contestant(name, functools.partial(_calls, adapter, one if name == WARP else scalar, most))
+    harness.Contestant(
+      name, functools.partial(_calls, adapter, one if name == WARP else scalar, most)
+    )
     for name, adapter in EMPTY
   ]
 
 
-def _calls(adapter: Callable[..., Any], spec: jax.ShapeDtypeStruct, most: int) -> Work:
+def _calls(adapter: Callable[..., Any], spec: jax.ShapeDtypeStruct, most: int) -> harness.Work:
   function = adapter(spec)
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: function(carry), x))
     operand = jnp.full(spec.shape, 1.5, spec.dtype)
     compiled = program.lower(operand).compile()
     return lambda: jax.block_until_ready(compiled(operand))
 
-  return fitted(make, most, least=100)
+  return harness.fitted(make, most, least=100)
 
 
 # -- large arrays, in place ---
-def _large(size: int) -> list[Contestant]:
+def _large(size: int) -> list[harness.Contestant]:
   """y = a * x + y and y = x * y + 1, again and again on the loop's own y."""
 
-  def loop(make: Callable[[], Callable[..., Any]], exact: Callable[..., Any]) -> Work:
+  def loop(make: Callable[[], Callable[..., Any]], exact: Callable[..., Any]) -> harness.Work:
     function = make()
     a = jnp.float32(0.5)
     x = jnp.linspace(-1, 1, size, dtype=jnp.float32)
     np.testing.assert_allclose(jax.jit(function)(a, x, x), exact(0.5, x, x), rtol=1e-5, atol=1e-6)
 
-    def repeat(calls: int) -> Thunk:
+    def repeat(calls: int) -> harness.Thunk:
       program = jax.jit(
         lambda a, x, y: lax.fori_loop(0, calls, lambda _, y: function(a, x, y), y),
         donate_argnums=2,
@@ -171,67 +162,69 @@ def _large(size: int) -> list[Contestant]:
 
       return thunk
 
-    return fitted(repeat, 20)
+    return harness.fitted(repeat, 20)
 
   saxpy, fused = kernels.saxpy_xla, kernels.fused_xla
   return [
-    Contestant(MEMCPY, functools.partial(_memcpy, size)),
-    Contestant(SAXPY, lambda: loop(lambda: kernels.saxpy(kernels.SAXPY), saxpy)),
-    Contestant(SAXPY_THREADS, lambda: loop(lambda: kernels.saxpy(kernels.SAXPY_THREADS), saxpy)),
-    Contestant(SAXPY_XLA, lambda: loop(lambda: saxpy, saxpy)),
-    Contestant(FUSED, lambda: loop(kernels.elementwise_fused, fused)),
-    Contestant(FUSED_XLA, lambda: loop(lambda: fused, fused)),
+    harness.Contestant(MEMCPY, functools.partial(_memcpy, size)),
+    harness.Contestant(SAXPY, lambda: loop(lambda: kernels.saxpy(kernels.SAXPY), saxpy)),
+    harness.Contestant(
+      SAXPY_THREADS, lambda: loop(lambda: kernels.saxpy(kernels.SAXPY_THREADS), saxpy)
+    ),
+    harness.Contestant(SAXPY_XLA, lambda: loop(lambda: saxpy, saxpy)),
+    harness.Contestant(FUSED, lambda: loop(kernels.elementwise_fused, fused)),
+    harness.Contestant(FUSED_XLA, lambda: loop(lambda: fused, fused)),
   ]
 
 
-def _memcpy(size: int) -> Work:
+def _memcpy(size: int) -> harness.Work:
   source = np.ones(size * 3 // 2, np.float32)
   target = np.zeros_like(source)
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     def thunk() -> None:
       for _ in range(calls):
         np.copyto(target, source)
 
     return thunk
 
-  return fitted(make, 20)
+  return harness.fitted(make, 20)
 
 
 # -- soft-DTW ---
-def _tables(cells: int, lanes: int) -> list[Contestant]:
+def _tables(cells: int, lanes: int) -> list[harness.Contestant]:
   one = np.random.default_rng(0).random((cells, cells), np.float32)
   many = np.random.default_rng(1).random((lanes, cells // 4, cells // 4), np.float32)
 
-  def alone(make: Callable[[], Callable[..., Any]]) -> Work:
+  def alone(make: Callable[[], Callable[..., Any]]) -> harness.Work:
     return _program(jax.jit(make()), one, jax.jit(kernels.soft_dtw_diagonals)(one))
 
-  def mapped(thread_safe: bool) -> Work:
+  def mapped(thread_safe: bool) -> harness.Work:
     function = jax.vmap(kernels.soft_dtw_numba(thread_safe=thread_safe))
     exact = jax.jit(jax.vmap(kernels.soft_dtw_diagonals))(many)
     return _program(jax.jit(function), many, exact)
 
   return [
-    Contestant(DTW, lambda: alone(kernels.soft_dtw_numba)),
-    Contestant(DTW_SCAN, lambda: alone(lambda: kernels.soft_dtw_scan)),
-    Contestant(DTW_DIAGONALS, lambda: alone(lambda: kernels.soft_dtw_diagonals)),
-    Contestant(LANES, lambda: mapped(thread_safe=False)),
-    Contestant(LANES_THREADS, lambda: mapped(thread_safe=True)),
+    harness.Contestant(DTW, lambda: alone(kernels.soft_dtw_numba)),
+    harness.Contestant(DTW_SCAN, lambda: alone(lambda: kernels.soft_dtw_scan)),
+    harness.Contestant(DTW_DIAGONALS, lambda: alone(lambda: kernels.soft_dtw_diagonals)),
+    harness.Contestant(LANES, lambda: mapped(thread_safe=False)),
+    harness.Contestant(LANES_THREADS, lambda: mapped(thread_safe=True)),
   ]
 
 
-def _program(program: Callable[..., Any], operand: np.ndarray, exact: Any) -> Work:
-  check(bool(np.allclose(program(operand), exact, rtol=1e-3)), "the result is another")
+def _program(program: Callable[..., Any], operand: np.ndarray, exact: Any) -> harness.Work:
+  harness.check(bool(np.allclose(program(operand), exact, rtol=1e-3)), "the result is another")
   held = jnp.asarray(operand)
 
-  def make(calls: int) -> Thunk:
+  def make(calls: int) -> harness.Thunk:
     def thunk() -> None:
       for _ in range(calls):
         jax.block_until_ready(program(held))
 
     return thunk
 
-  return fitted(make, 20)
+  return harness.fitted(make, 20)
 
 
 # -- compilers ---
@@ -249,7 +242,7 @@ print("seconds", made - start, now() - start)
 """
 
 
-def _compile_times(rounds: int) -> list[Row]:
+def _compile_times(rounds: int) -> list[harness.Row]:
   """Each round has a cache of its own: two processes, the first one compiles."""
   samples: dict[str, list[float]] = {COLD: [], WARM: [], HEADER: []}
   try:
@@ -259,11 +252,11 @@ def _compile_times(rounds: int) -> list[Row]:
         samples[COLD].append(_made(cache, number)[1] * 1e6)
         samples[WARM].append(_made(cache, number)[0] * 1e6)
         samples[HEADER].append(_header_seconds(Path(cache)) * 1e6)
-  except NotInstalled as error:
-    return [Row(name, "not installed", neutral(str(error))) for name in samples]
+  except harness.NotInstalled as error:
+    return [harness.Row(name, "not installed", harness.neutral(str(error))) for name in samples]
   except (OSError, subprocess.CalledProcessError) as error:
-    return [Row(name, "failed", neutral(str(error))) for name in samples]
-  return [Row(name, samples=tuple(values)) for name, values in samples.items()]
+    return [harness.Row(name, "failed", harness.neutral(str(error))) for name in samples]
+  return [harness.Row(name, samples=tuple(values)) for name, values in samples.items()]
 
 
 def _made(cache: str, number: int) -> list[float]:

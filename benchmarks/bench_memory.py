@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import NotInstalled, Options, Report, Row, Target, neutral, require
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 MIB = 1024.0 * 1024.0
@@ -42,9 +42,9 @@ TRACED = "compiled and dropped: callgate gates"
 CONTROL = "compiled and dropped: control, raw C++ handler"
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Runs every scenario in a process of its own."""
-  rows: list[Row] = []
+  rows: list[harness.Row] = []
   details: dict[str, Any] = {}
   for name, scenario in SCENARIOS.items():
     count = options.pick(*scenario.counts)
@@ -53,26 +53,26 @@ def run(options: Options) -> Report:
     details[name] = {"count": count, **detail}
   facts = {name: detail for name, detail in details.items() if "growth_by_tenth_mib" in detail}
   title = "Growth of the resident set, after warm-up"
-  report = Report("memory", title, "MiB", rows, None, TARGETS, quick=options.quick)
+  report = harness.Report("memory", title, "MiB", rows, None, TARGETS, quick=options.quick)
   report.settings["scenarios"] = facts
   return report
 
 
-def _in_child(name: str, count: int) -> tuple[Row, dict[str, Any]]:
+def _in_child(name: str, count: int) -> tuple[harness.Row, dict[str, Any]]:
   """One scenario's row: its total growth, and what else it counted as the note."""
   command = [sys.executable, "-m", "benchmarks.bench_memory", name, str(count)]
   root = Path(__file__).parent.parent
   child = subprocess.run(command, capture_output=True, text=True, cwd=root)
   if child.returncode != 0:
     reason = (child.stderr.strip().splitlines() or ["no message"])[-1]
-    return Row(name, "failed", neutral(reason)), {}
+    return harness.Row(name, "failed", harness.neutral(reason)), {}
   result = json.loads(child.stdout.splitlines()[-1])
   if "not_installed" in result:
-    return Row(name, "not installed", result["not_installed"]), {}
+    return harness.Row(name, "not installed", result["not_installed"]), {}
   note = f"{count:,} times"
   if result["alive"] is not None:
     note += f"; callables still alive: {result['alive']}"
-  return Row(name, note=note, samples=(sum(result["growth_by_tenth_mib"]),)), result
+  return harness.Row(name, note=note, samples=(sum(result["growth_by_tenth_mib"]),)), result
 
 
 def main() -> None:
@@ -83,8 +83,8 @@ def main() -> None:
   arguments = parser.parse_args()
   try:
     result = SCENARIOS[arguments.scenario].run(arguments.count)
-  except NotInstalled as error:
-    result = {"not_installed": neutral(str(error))}
+  except harness.NotInstalled as error:
+    result = {"not_installed": harness.neutral(str(error))}
   print(json.dumps(result))
 
 
@@ -95,7 +95,7 @@ def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-  return require("psutil", "psutil").Process().memory_info().rss
+  return harness.require("psutil", "psutil").Process().memory_info().rss
 
 
 def growth(work: Callable[[int], None], count: int) -> list[float]:
@@ -193,9 +193,9 @@ SCENARIOS: dict[str, Calls | Dropped] = {
 }
 
 TARGETS = (
-  Target("a million in-place calls, MiB", INPLACE, at_most=1.0),
-  Target("a million return calls, MiB", RETURN, at_most=1.0),
-  Target("10,000 gates created and dropped, MiB", DROPPED, at_most=1.0),
+  harness.Target("a million in-place calls, MiB", INPLACE, at_most=1.0),
+  harness.Target("a million return calls, MiB", RETURN, at_most=1.0),
+  harness.Target("10,000 gates created and dropped, MiB", DROPPED, at_most=1.0),
 )
 
 if __name__ == "__main__":

@@ -16,17 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import (
-  Contestant,
-  NotInstalled,
-  Options,
-  Report,
-  Row,
-  Target,
-  Work,
-  check,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 PLAIN = "jax.lax.scan"
@@ -39,44 +29,48 @@ PEER_BEYOND = "jax-tqdm beyond the plain loop"
 Make = Callable[[int], Callable[[Any, Any], Any]]
 
 TARGETS = (
-  Target("a step's share of the bar, nanoseconds", BEYOND, at_most=50.0),
-  Target("callgate's bar against jax-tqdm's", OURS, PEER, at_most=1.0),
+  harness.Target("a step's share of the bar, nanoseconds", BEYOND, at_most=50.0),
+  harness.Target("callgate's bar against jax-tqdm's", OURS, PEER, at_most=1.0),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures one execution of each loop."""
   steps = options.pick(100_000, 5_000)
   contestants = [
-    Contestant(name, functools.partial(_program, make, steps)) for name, make in CONTESTANTS
+    harness.Contestant(name, functools.partial(_program, make, steps)) for name, make in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(50), unit="ns")
+  rows = harness.measure(contestants, rounds=options.rounds_or(50), unit="ns")
   rows += _beyond(rows, OURS, BEYOND) + _beyond(rows, PEER, PEER_BEYOND)
   title = f"One step of a trivial scan of {steps} steps, with a progress bar"
   settings = {"steps": steps}
-  return Report("progress", title, "ns", rows, PLAIN, TARGETS, settings, quick=options.quick)
+  return harness.Report(
+    "progress", title, "ns", rows, PLAIN, TARGETS, settings, quick=options.quick
+  )
 
 
-def _beyond(rows: list[Row], name: str, difference: str) -> list[Row]:
+def _beyond(rows: list[harness.Row], name: str, difference: str) -> list[harness.Row]:
   """The minimum of a row less that of the plain loop's, as a row of its own."""
   minima = {row.name: row.minimum for row in rows}
   with_bar, plain = minima.get(name), minima.get(PLAIN)
   if with_bar is None or plain is None:
     return []
-  return [Row(difference, samples=(max(with_bar - plain, 0.0),), note="a difference of minima")]
+  return [
+    harness.Row(difference, samples=(max(with_bar - plain, 0.0),), note="a difference of minima")
+  ]
 
 
-def _program(make: Make, steps: int) -> Work:
+def _program(make: Make, steps: int) -> harness.Work:
   xs = jnp.arange(steps)
   program = jax.jit(make(steps))
   expected = jax.jit(_plain(steps))(jnp.float32(0), xs)
   got = program(jnp.float32(0), xs)
-  check(np.array_equal(got[1], expected[1]), "the loop's result is another")
+  harness.check(np.array_equal(got[1], expected[1]), "the loop's result is another")
 
   def thunk() -> None:
     jax.block_until_ready(program(jnp.float32(0), xs))
 
-  return Work(thunk, steps)
+  return harness.Work(thunk, steps)
 
 
 def _body(carry: Any, x: Any) -> Any:
@@ -102,7 +96,7 @@ def _jax_tqdm(steps: int) -> Callable[[Any, Any], Any]:
   try:
     from jax_tqdm import scan_tqdm
   except ImportError as error:
-    raise NotInstalled("jax-tqdm") from error
+    raise harness.NotInstalled("jax-tqdm") from error
   body = scan_tqdm(steps, tqdm_type="std", file=io.StringIO())(_body)
   return lambda carry, xs: jax.lax.scan(body, carry, xs)
 

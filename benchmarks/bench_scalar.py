@@ -14,17 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 REFERENCE = "callgate in-place gate"
@@ -59,14 +49,20 @@ CONTESTANTS = (
 )
 
 TARGETS = (
-  Target("in-place gate over the raw handler with a bare call", REFERENCE, RAW_CALL, at_most=5.0),
-  Target("in-place gate, microseconds", REFERENCE, at_most=1.2),
-  Target("pure_callback over the in-place gate", "jax pure_callback", REFERENCE, at_least=25.0),
-  Target("buffer_callback over the in-place gate", "jax buffer_callback", REFERENCE, at_least=2.0),
-  Target("return gate over the in-place gate", RETURN, REFERENCE, at_most=1.6),
-  Target("the same, with a new result", RETURN_NEGATE, INPLACE_NEGATE, at_most=1.6),
-  Target("in-place gate over jax-tvm-ffi's Python", REFERENCE, TVM_PYTHON, at_most=1.0),
-  Target(
+  harness.Target(
+    "in-place gate over the raw handler with a bare call", REFERENCE, RAW_CALL, at_most=5.0
+  ),
+  harness.Target("in-place gate, microseconds", REFERENCE, at_most=1.2),
+  harness.Target(
+    "pure_callback over the in-place gate", "jax pure_callback", REFERENCE, at_least=25.0
+  ),
+  harness.Target(
+    "buffer_callback over the in-place gate", "jax buffer_callback", REFERENCE, at_least=2.0
+  ),
+  harness.Target("return gate over the in-place gate", RETURN, REFERENCE, at_most=1.6),
+  harness.Target("the same, with a new result", RETURN_NEGATE, INPLACE_NEGATE, at_most=1.6),
+  harness.Target("in-place gate over jax-tvm-ffi's Python", REFERENCE, TVM_PYTHON, at_most=1.0),
+  harness.Target(
     "the same two with empty bodies",
     "callgate in-place gate, empty body",
     "jax-tvm-ffi, Python function, empty body",
@@ -75,26 +71,26 @@ TARGETS = (
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures every way of calling host code on one scalar."""
   most = options.pick(2000, 200)
   contestants = [
-    Contestant(name, functools.partial(_build, adapter, spec, exact, most))
+    harness.Contestant(name, functools.partial(_build, adapter, spec, exact, most))
     for name, adapter, spec, exact in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(150))
+  rows = harness.measure(contestants, rounds=options.rounds_or(150))
   title = f"One call on an f32 scalar, in a compiled loop of up to {most}"
-  return Report("scalar", title, "us", rows, REFERENCE, TARGETS, quick=options.quick)
+  return harness.Report("scalar", title, "us", rows, REFERENCE, TARGETS, quick=options.quick)
 
 
-def _build(adapter: adapters.Adapter, spec: adapters.Spec, exact: bool, most: int) -> Work:
+def _build(adapter: adapters.Adapter, spec: adapters.Spec, exact: bool, most: int) -> harness.Work:
   """The contestant's loop; see `_is_identity` for `exact`."""
   function = adapter(spec)
-  check(not exact or _is_identity(function, spec), "the result is not the argument")
-  return fitted(functools.partial(_loop, function, spec), most, least=100)
+  harness.check(not exact or _is_identity(function, spec), "the result is not the argument")
+  return harness.fitted(functools.partial(_loop, function, spec), most, least=100)
 
 
-def _loop(function: Callable[..., jax.Array], spec: adapters.Spec, calls: int) -> Thunk:
+def _loop(function: Callable[..., jax.Array], spec: adapters.Spec, calls: int) -> harness.Thunk:
   """A program that makes `calls` calls one after the other."""
   program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: function(carry), x))
   operand = jnp.full(spec.shape, 1.5, spec.dtype)

@@ -31,18 +31,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 DEVICES = (1, 2, 4, 8)
@@ -61,13 +50,18 @@ def named(who: str, devices: int, what: str) -> str:
   return f"{who}, {what}, {devices} device{'s' if devices > 1 else ''}"
 
 
-def _eight_over_one(claim: str, who: str, what: str, at_most: float) -> Target:
-  return Target(f"{claim}, 8 devices over 1", named(who, 8, what), named(who, 1, what), at_most)
+def _eight_over_one(claim: str, who: str, what: str, at_most: float) -> harness.Target:
+  return harness.Target(
+    f"{claim}, 8 devices over 1", named(who, 8, what), named(who, 1, what), at_most
+  )
 
 
 PROCESSOR, BETWEEN, BARE = "call, processor time", "100 calls in a program", "100 bare calls"
 TARGETS = (
-  *(Target("MiB moved by a gate", named(GATE, 8, f"{what}, moved"), at_most=0.0) for what in FIXED),
+  *(
+    harness.Target("MiB moved by a gate", named(GATE, 8, f"{what}, moved"), at_most=0.0)
+    for what in FIXED
+  ),
   _eight_over_one("a gate's call", GATE, "call", 2.0),
   _eight_over_one("a gate's call, processor time", GATE, PROCESSOR, 2.0),
   _eight_over_one("a kernel's call", KERNEL, "call", 2.0),
@@ -76,18 +70,18 @@ TARGETS = (
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """All three kinds of rows."""
   # Threads of XLA's: with as many as devices, which is what it takes on few cores, `pure_callback`
   # hangs: it copies its operand on one of them, while all wait for the callback's device.
   os.environ.setdefault("NPROC", str(3 * max(DEVICES)))
   jax.config.update("jax_num_cpu_devices", max(DEVICES))
-  check(jax.device_count() >= max(DEVICES), f"{jax.device_count()} devices")
+  harness.check(jax.device_count() >= max(DEVICES), f"{jax.device_count()} devices")
   rows_kib = options.pick(8 << 10, 256)  # of the whole array, or of a part of 8
   rows = [
     *_in_unit("ms", _moving(options, rows_kib, moved := {})),
     *(
-      Row(name, samples=(count / 2**20,), note="a count", unit="MiB")
+      harness.Row(name, samples=(count / 2**20,), note="a count", unit="MiB")
       for name, count in moved.items()
     ),
     *_calls(options),
@@ -95,10 +89,10 @@ def run(options: Options) -> Report:
   ]
   title = "Calls on the shards of arrays on 1 to 8 simulated devices"
   settings = {"devices": list(DEVICES), "array_mib": rows_kib / 1024}
-  return Report("sharding", title, "us", rows, None, TARGETS, settings, quick=options.quick)
+  return harness.Report("sharding", title, "us", rows, None, TARGETS, settings, quick=options.quick)
 
 
-def _in_unit(unit: str, rows: list[Row]) -> list[Row]:
+def _in_unit(unit: str, rows: list[harness.Row]) -> list[harness.Row]:
   return [replace(row, unit=unit) for row in rows]
 
 
@@ -118,9 +112,9 @@ def _callback(x: Any) -> Any:
 
 
 # -- what moves ----------------------------------------------------------------------------------
-def _moving(options: Options, kib: int, moved: dict[str, int]) -> list[Row]:
+def _moving(options: harness.Options, kib: int, moved: dict[str, int]) -> list[harness.Row]:
   """Times; puts the bytes into `moved`."""
-  contestants: list[Contestant] = []
+  contestants: list[harness.Contestant] = []
   for what in FIXED:
     for devices in DEVICES:
       size = kib if what == FIXED[0] else kib // max(DEVICES) * devices
@@ -128,16 +122,18 @@ def _moving(options: Options, kib: int, moved: dict[str, int]) -> list[Row]:
         name = named(who, devices, what)
         key = named(who, devices, f"{what}, moved")
         build = functools.partial(_moved, key, function, devices, size, moved)
-        contestants.append(Contestant(name, build))
-  return measure(contestants, rounds=options.rounds_or(20), unit="ms")
+        contestants.append(harness.Contestant(name, build))
+  return harness.measure(contestants, rounds=options.rounds_or(20), unit="ms")
 
 
-def _moved(key: str, function: Function, devices: int, kib: int, moved: dict[str, int]) -> Work:
+def _moved(
+  key: str, function: Function, devices: int, kib: int, moved: dict[str, int]
+) -> harness.Work:
   x = _split(devices, (kib, 256))
   compiled = jax.jit(function, out_shardings=x.sharding).lower(x).compile()
   moved[key] = devices * collected(compiled.as_text() or "")
-  check(np.array_equal(compiled(x), x), "the result is not the argument")
-  return Work(lambda: jax.block_until_ready(compiled(x)), 1)
+  harness.check(np.array_equal(compiled(x), x), "the result is not the argument")
+  return harness.Work(lambda: jax.block_until_ready(compiled(x)), 1)
 
 
 def collected(text: str) -> int:
@@ -151,54 +147,58 @@ def collected(text: str) -> int:
 
 
 # -- what a call costs ---------------------------------------------------------------------------
-def _calls(options: Options) -> list[Row]:
+def _calls(options: harness.Options) -> list[harness.Row]:
   kernel = adapters.callgate().elementwise("float32 x", "float32 y", "y = x", sharding="shard")
   most = options.pick(2000, 200)
   functions = ((GATE, _gate(), most), (KERNEL, kernel, most), (CALLBACK, _callback, most // 10))
   contestants = [
-    Contestant(named(who, devices, "call"), functools.partial(_chain, function, devices, calls))
+    harness.Contestant(
+      named(who, devices, "call"), functools.partial(_chain, function, devices, calls)
+    )
     for who, function, calls in functions
     for devices in DEVICES
   ]
-  rows = measure(contestants, rounds=options.rounds_or(40))
+  rows = harness.measure(contestants, rounds=options.rounds_or(40))
   return [*rows, *(_processor_time(row) for row in rows)]
 
 
-def _processor_time(row: Row) -> Row:
+def _processor_time(row: harness.Row) -> harness.Row:
   name = row.name.replace(", call,", f", {PROCESSOR},")
   return replace(row, name=name, samples=row.cpu_samples, cpu_samples=())
 
 
-def _chain(function: Function, devices: int, most: int) -> Work:
+def _chain(function: Function, devices: int, most: int) -> harness.Work:
   """One float on each device, and so many calls after one another on it."""
   x = _split(devices, (devices,))
 
-  def loop(calls: int) -> Thunk:
+  def loop(calls: int) -> harness.Thunk:
     program = jax.jit(
       lambda x: lax.fori_loop(0, calls, lambda _, carry: function(carry), x),
       out_shardings=x.sharding,
     )
     compiled = program.lower(x).compile()
-    check(np.array_equal(compiled(x), x), "the result is not the argument")
+    harness.check(np.array_equal(compiled(x), x), "the result is not the argument")
     return lambda: jax.block_until_ready(compiled(x))
 
-  work = fitted(loop, most, least=20)
-  return Work(work.thunk, work.calls * devices)
+  work = harness.fitted(loop, most, least=20)
+  return harness.Work(work.thunk, work.calls * devices)
 
 
 # -- what compiling costs ------------------------------------------------------------------------
-def _compiling(options: Options) -> list[Row]:
+def _compiling(options: harness.Options) -> list[harness.Row]:
   """With an addition after each call, as programs have work between calls, and without."""
   contestants = [
-    Contestant(named(who, devices, what), functools.partial(_compile, function, devices, add))
+    harness.Contestant(
+      named(who, devices, what), functools.partial(_compile, function, devices, add)
+    )
     for who, function in ((GATE, _gate()), (CALLBACK, _callback))
     for what, add in ((BETWEEN, True), (BARE, False))
     for devices in (1, max(DEVICES))
   ]
-  return measure(contestants, rounds=options.rounds_or(7, quick=1), unit="ms")
+  return harness.measure(contestants, rounds=options.rounds_or(7, quick=1), unit="ms")
 
 
-def _compile(function: Function, devices: int, add: bool) -> Work:
+def _compile(function: Function, devices: int, add: bool) -> harness.Work:
   x = _split(devices, (8, 8))
 
   def program(x: Any) -> Any:
@@ -207,4 +207,4 @@ def _compile(function: Function, devices: int, add: bool) -> Work:
     return x
 
   # A new function each time: JAX has not traced it yet.
-  return Work(lambda: jax.jit(lambda x: program(x)).lower(x).compile(), 1)
+  return harness.Work(lambda: jax.jit(lambda x: program(x)).lower(x).compile(), 1)

@@ -16,18 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-  require,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 SCALAR, KIB4, MIB4 = "callgate tap, f32 scalar", "callgate tap, 4 KiB", "callgate tap, 4 MiB"
@@ -38,19 +27,19 @@ CHECK = "callgate check that holds"
 PLAIN, TEN = "a step of about 1 ms", "the same with ten taps"
 
 TARGETS = (
-  Target("tap of a scalar, microseconds", SCALAR, at_most=0.4),
-  Target("debug.callback over it", DEBUG, SCALAR, at_least=100.0),
-  Target("tap of 4 KiB, microseconds", KIB4, at_most=0.6),
-  Target("tap of 4 MiB over a copy", MIB4, COPY, at_most=1.3),
-  Target("vmap of 1,024 lanes, microseconds", LANES, at_most=3.0),
-  Target("check that holds, microseconds", CHECK, at_most=0.2),
-  Target("ten taps in a step of 1 ms", TEN, PLAIN, at_most=1.01),
+  harness.Target("tap of a scalar, microseconds", SCALAR, at_most=0.4),
+  harness.Target("debug.callback over it", DEBUG, SCALAR, at_least=100.0),
+  harness.Target("tap of 4 KiB, microseconds", KIB4, at_most=0.6),
+  harness.Target("tap of 4 MiB over a copy", MIB4, COPY, at_most=1.3),
+  harness.Target("vmap of 1,024 lanes, microseconds", LANES, at_most=3.0),
+  harness.Target("check that holds, microseconds", CHECK, at_most=0.2),
+  harness.Target("ten taps in a step of 1 ms", TEN, PLAIN, at_most=1.01),
 )
 
 Body = Callable[[Any], Any]
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures the program's side of taps."""
   most = options.pick(20_000, 200)  # the dispatch of a program with effects is spread over these
   scalar, kib4 = jnp.float32(1), jnp.ones(1024)
@@ -68,26 +57,28 @@ def run(options: Options) -> Report:
     *_loops(DEBUG, _debug_callback, scalar, most),
     *_loops("jax debug.print, f32 scalar", _debug_print, scalar, most),
     *_loops("jax io_callback, f32 scalar", adapters.io_callback(_spec(scalar)), scalar, most),
-    Contestant("jax-tap, every step", functools.partial(_jax_tap, most)),
+    harness.Contestant("jax-tap, every step", functools.partial(_jax_tap, most)),
     *_loops(KIB4, _tapped, kib4, most),
     *_loops(LANES, lambda x: jax.vmap(_tapped)(x), kib4, most),
     *_loops(CHECK, _checked, scalar, most),
   ]
-  rows = measure(contestants, rounds=options.rounds_or(60))
+  rows = harness.measure(contestants, rounds=options.rounds_or(60))
   size = options.pick(1 << 20, 1 << 14)
   large = [
-    Contestant(MIB4, functools.partial(_large, _tapped, size)),
-    Contestant(COPY, functools.partial(_large, adapters.raw_memcpy(_spec(jnp.ones(size))), size)),
+    harness.Contestant(MIB4, functools.partial(_large, _tapped, size)),
+    harness.Contestant(
+      COPY, functools.partial(_large, adapters.raw_memcpy(_spec(jnp.ones(size))), size)
+    ),
   ]
-  rows += measure(large, rounds=options.rounds_or(60))
+  rows += harness.measure(large, rounds=options.rounds_or(60))
   steps = [
-    Contestant(PLAIN, functools.partial(_step, lambda x: x, options.pick(32, 1))),
-    Contestant(TEN, functools.partial(_step, _ten_taps, options.pick(32, 1))),
+    harness.Contestant(PLAIN, functools.partial(_step, lambda x: x, options.pick(32, 1))),
+    harness.Contestant(TEN, functools.partial(_step, _ten_taps, options.pick(32, 1))),
   ]
-  rows += measure(steps, rounds=options.rounds_or(200))
+  rows += harness.measure(steps, rounds=options.rounds_or(200))
   title = "One tap, in a compiled loop, as the program pays for it"
   references = {MIB4: COPY, COPY: COPY, PLAIN: PLAIN, TEN: PLAIN}
-  return Report(
+  return harness.Report(
     "taps", title, "us", rows, SCALAR, TARGETS, quick=options.quick, references=references
   )
 
@@ -96,12 +87,12 @@ def _spec(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _loops(name: str, body: Body, operand: Any, most: int) -> list[Contestant]:
-  build = lambda: fitted(functools.partial(_loop, body, operand), most, least=20)
-  return [Contestant(name, build)]
+def _loops(name: str, body: Body, operand: Any, most: int) -> list[harness.Contestant]:
+  build = lambda: harness.fitted(functools.partial(_loop, body, operand), most, least=20)
+  return [harness.Contestant(name, build)]
 
 
-def _loop(body: Body, operand: Any, calls: int) -> Thunk:
+def _loop(body: Body, operand: Any, calls: int) -> harness.Thunk:
   program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: body(carry), x))
   compiled = program.lower(operand).compile()
 
@@ -134,17 +125,17 @@ def _debug_print(x: Any) -> Any:
   return x
 
 
-def _jax_tap(most: int) -> Work:
-  module = require("jaxtap", "jax-tap")
+def _jax_tap(most: int) -> harness.Work:
+  module = harness.require("jaxtap", "jax-tap")
   seen: list[Any] = []
 
-  def loop(steps: int) -> Thunk:
+  def loop(steps: int) -> harness.Thunk:
     function = lambda x: lax.scan(lambda c, _: (c + 1.0, None), x, length=steps)[0]
     program = jax.jit(module.verbose(function, on_step=seen.append))
     operand = jnp.float32(1)
     jax.block_until_ready(program(operand))
     jax.effects_barrier()
-    check(len(seen) == steps, f"{len(seen)} events of {steps} steps")
+    harness.check(len(seen) == steps, f"{len(seen)} events of {steps} steps")
 
     def thunk() -> None:
       jax.block_until_ready(program(operand))
@@ -153,16 +144,16 @@ def _jax_tap(most: int) -> Work:
     seen.clear()
     return thunk
 
-  return fitted(loop, min(most, 200), least=20)
+  return harness.fitted(loop, min(most, 200), least=20)
 
 
-def _large(body: Body, size: int) -> Work:
+def _large(body: Body, size: int) -> harness.Work:
   """Sixteen at a time: that many fit into the channel."""
   calls = 8
   program = jax.jit(lambda x: lax.fori_loop(0, calls, lambda _, carry: body(carry), x))
   operand = jnp.ones(size)
   compiled = program.lower(operand).compile()
-  return Work(lambda: jax.block_until_ready(compiled(operand)), calls)
+  return harness.Work(lambda: jax.block_until_ready(compiled(operand)), calls)
 
 
 def _ten_taps(x: Any) -> Any:
@@ -171,7 +162,7 @@ def _ten_taps(x: Any) -> Any:
   return x
 
 
-def _step(body: Body, steps: int) -> Work:
+def _step(body: Body, steps: int) -> harness.Work:
   """Steps of products of matrices, about a millisecond each on one core."""
   matrix = jnp.eye(256) * 0.999
 
@@ -183,4 +174,4 @@ def _step(body: Body, steps: int) -> Work:
   program = jax.jit(lambda x: lax.scan(step, x, length=steps)[0])
   operand = jnp.ones((256, 256))
   compiled = program.lower(operand).compile()
-  return Work(lambda: jax.block_until_ready(compiled(operand)), steps)
+  return harness.Work(lambda: jax.block_until_ready(compiled(operand)), steps)

@@ -14,18 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import (
-  Contestant,
-  Options,
-  Report,
-  Row,
-  Target,
-  Thunk,
-  Work,
-  check,
-  fitted,
-  measure,
-)
+from benchmarks import harness
 from benchmarks.peers import adapters
 
 EACH = 'callgate in-place gate, vmap="each"'
@@ -36,35 +25,35 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 Make = Callable[[Callable[[], None]], Callable[[jax.Array], jax.Array]]
 
 TARGETS = (
-  Target("a lane of an 'each' gate, microseconds", EACH, at_most=1.3),
-  Target("Python calls of a 'whole' gate", WHOLE_CALLS, at_most=1.0),
+  harness.Target("a lane of an 'each' gate, microseconds", EACH, at_most=1.3),
+  harness.Target("Python calls of a 'whole' gate", WHOLE_CALLS, at_most=1.0),
 )
 
 
-def run(options: Options) -> Report:
+def run(options: harness.Options) -> harness.Report:
   """Measures one execution over all lanes and counts its Python calls."""
   lanes = options.pick(1000, 100)
   counts: dict[str, int] = {}
   contestants = [
-    Contestant(name, functools.partial(_program, make, name, lanes, counts))
+    harness.Contestant(name, functools.partial(_program, make, name, lanes, counts))
     for name, make in CONTESTANTS
   ]
-  rows = measure(contestants, rounds=options.rounds_or(50))
+  rows = harness.measure(contestants, rounds=options.rounds_or(50))
   rows = [_with_count(row, counts) for row in rows]
   if WHOLE in counts:
-    rows.append(Row(WHOLE_CALLS, samples=(float(counts[WHOLE]),), note="a count", unit=""))
+    rows.append(harness.Row(WHOLE_CALLS, samples=(float(counts[WHOLE]),), note="a count", unit=""))
   title = f"One lane of an f32 scalar function under vmap, {lanes} lanes"
   settings = {"lanes": lanes}
-  return Report("vmap", title, "us", rows, EACH, TARGETS, settings, quick=options.quick)
+  return harness.Report("vmap", title, "us", rows, EACH, TARGETS, settings, quick=options.quick)
 
 
-def _with_count(row: Row, counts: dict[str, int]) -> Row:
+def _with_count(row: harness.Row, counts: dict[str, int]) -> harness.Row:
   if row.name not in counts:
     return row
   return replace(row, note=f"Python calls of one execution: {counts[row.name]}")
 
 
-def _program(make: Make, name: str, lanes: int, counts: dict[str, int]) -> Work:
+def _program(make: Make, name: str, lanes: int, counts: dict[str, int]) -> harness.Work:
   """Counts the calls of one execution, then times a program without the counter."""
   operand = jnp.arange(lanes, dtype=jnp.float32)
   calls = 0
@@ -74,20 +63,20 @@ def _program(make: Make, name: str, lanes: int, counts: dict[str, int]) -> Work:
     calls += 1
 
   counted = jax.jit(jax.vmap(make(count)))
-  check(np.array_equal(counted(operand), operand), "the result is not the argument")
+  harness.check(np.array_equal(counted(operand), operand), "the result is not the argument")
   counts[name] = calls
   timed = jax.jit(jax.vmap(make(lambda: None)))
-  check(np.array_equal(timed(operand), operand), "the result is not the argument")
+  harness.check(np.array_equal(timed(operand), operand), "the result is not the argument")
 
-  def executions(repeats: int) -> Thunk:
+  def executions(repeats: int) -> harness.Thunk:
     def thunk() -> None:
       for _ in range(repeats):
         jax.block_until_ready(timed(operand))
 
     return thunk
 
-  work = fitted(executions, 20)
-  return Work(work.thunk, work.calls * lanes)
+  work = harness.fitted(executions, 20)
+  return harness.Work(work.thunk, work.calls * lanes)
 
 
 def _gate(style: str, vmap: str, count: Callable[[], None]) -> Callable[..., jax.Array]:

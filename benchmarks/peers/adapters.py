@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.harness import require
+from benchmarks import harness
 from benchmarks.peers import raw
 
 Spec = jax.ShapeDtypeStruct
@@ -32,7 +32,7 @@ _serial = itertools.count()
 
 def callgate() -> ModuleType:
   """The callgate package, or NotInstalled."""
-  return require("callgate", "callgate")
+  return harness.require("callgate", "callgate")
 
 
 def raw_noop(spec: Spec) -> Function:
@@ -111,7 +111,7 @@ def io_callback(spec: Spec, **options: Any) -> Function:
 
 def buffer_callback(spec: Spec, **options: Any) -> Function:
   """`jax.experimental.buffer_callback` of a function that copies through numpy views."""
-  module = require("jax.experimental.buffer_callback", "jax")
+  module = harness.require("jax.experimental.buffer_callback", "jax")
 
   def copy(ctx: Any, out: Any, x: Any) -> None:
     np.asarray(out)[...] = np.asarray(x)
@@ -125,7 +125,7 @@ def tvm_ffi_python(spec: Spec, **options: Any) -> Function:
   def copy(x: Any, out: Any) -> None:
     np.from_dlpack(out)[...] = np.from_dlpack(x)
 
-  tvm_ffi = require("tvm_ffi", "apache-tvm-ffi")
+  tvm_ffi = harness.require("tvm_ffi", "apache-tvm-ffi")
   return _tvm_ffi(spec, tvm_ffi.convert(copy), options, pass_owned_tensor=True)
 
 
@@ -135,7 +135,7 @@ def tvm_ffi_python_empty(spec: Spec) -> Function:
   def nothing(x: Any, out: Any) -> None:
     pass
 
-  tvm_ffi = require("tvm_ffi", "apache-tvm-ffi")
+  tvm_ffi = harness.require("tvm_ffi", "apache-tvm-ffi")
   return _tvm_ffi(spec, tvm_ffi.convert(nothing), {})
 
 
@@ -151,13 +151,13 @@ def tvm_ffi_native_empty(spec: Spec) -> Function:
 
 
 def _tvm_ffi_cpp(spec: Spec, name: str, body: str) -> Function:
-  require("jax_tvm_ffi", "jax-tvm-ffi")
+  harness.require("jax_tvm_ffi", "jax-tvm-ffi")
   source = f"""
     #include <cstring>
     void call(tvm::ffi::TensorView x, tvm::ffi::TensorView out) {{ {body} }}"""
   directory = raw.BUILD / "tvm" / name
   directory.mkdir(parents=True, exist_ok=True)
-  cpp = require("tvm_ffi.cpp", "apache-tvm-ffi")
+  cpp = harness.require("tvm_ffi.cpp", "apache-tvm-ffi")
   library = cpp.load_inline(
     name, cpp_sources=source, functions=["call"], build_directory=str(directory)
   )
@@ -169,7 +169,7 @@ def warp_callable(spec: Spec) -> Function:
 
   Warp has no rank 0: a scalar goes as an array of one element.
   """
-  warp = require("warp", "warp-lang")
+  warp = harness.require("warp", "warp-lang")
   warp.config.log_level = warp.LOG_ERROR
   array = warp.array(dtype=warp.float32, ndim=len(spec.shape))
 
@@ -183,8 +183,8 @@ def warp_callable(spec: Spec) -> Function:
 
 def brainevent_numba(spec: Spec) -> Function:
   """brainevent's `numba_kernel`: a Numba function that copies, reached through ctypes."""
-  brainevent = require("brainevent", "brainevent")
-  numba = require("numba", "numba")
+  brainevent = harness.require("brainevent", "brainevent")
+  numba = harness.require("numba", "numba")
 
   @numba.njit
   def copy(x, out):
@@ -196,8 +196,8 @@ def brainevent_numba(spec: Spec) -> Function:
 
 def torch2jax(spec: Spec) -> Function:
   """rdyro's torch2jax (PyPI: wrap-torch2jax): a torch function that clones its argument."""
-  require("torch", "torch")
-  module = require("wrap_torch2jax", "wrap-torch2jax")
+  harness.require("torch", "torch")
+  module = harness.require("wrap_torch2jax", "wrap-torch2jax")
   with _quiet():
     return module.torch2jax(lambda x: x.clone(), spec, output_shapes=spec)
 
@@ -212,7 +212,7 @@ def _tvm_ffi(spec: Spec, function: Any, call_options: dict[str, Any], **options:
 
   A native function must not go through `tvm_ffi.convert`: that would call it by way of Python.
   """
-  module = require("jax_tvm_ffi", "jax-tvm-ffi")
+  module = harness.require("jax_tvm_ffi", "jax-tvm-ffi")
   name = f"bench_tvm_{next(_serial)}"
   module.register_ffi_target(name, function, **options)
   return jax.ffi.ffi_call(name, spec, **call_options)

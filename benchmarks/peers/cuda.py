@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import require
+from benchmarks import harness
 from benchmarks.peers import adapters
 from benchmarks.peers.adapters import Function, Spec
 from benchmarks.peers.kernels import kind
@@ -38,7 +38,7 @@ def gate_aliased(spec: Spec) -> Function:
 
 def gate_cupy(spec: Spec) -> Function:
   """An in-place gate that copies with CuPy."""
-  require("cupy", "cupy-cuda12x")
+  harness.require("cupy", "cupy-cuda12x")
 
   def copy(out: Any, x: Any) -> None:
     out[...] = x
@@ -59,8 +59,8 @@ def gate_numpy_aliased(spec: Spec) -> Function:
 # -- peers of gates ---
 def buffer_callback_cupy(spec: Spec) -> Function:
   """JAX's `buffer_callback` of a copy with CuPy."""
-  module = require("jax.experimental.buffer_callback", "jax")
-  cupy = require("cupy", "cupy-cuda12x")
+  module = harness.require("jax.experimental.buffer_callback", "jax")
+  cupy = harness.require("cupy", "cupy-cuda12x")
 
   def copy(ctx: Any, out: Any, x: Any) -> None:
     with cupy.cuda.ExternalStream(ctx.stream):
@@ -71,7 +71,7 @@ def buffer_callback_cupy(spec: Spec) -> Function:
 
 def buffer_callback_empty(spec: Spec) -> Function:
   """JAX's `buffer_callback` with an empty body."""
-  module = require("jax.experimental.buffer_callback", "jax")
+  module = harness.require("jax.experimental.buffer_callback", "jax")
   return module.buffer_callback(lambda ctx, out, x: None, spec)
 
 
@@ -88,7 +88,7 @@ def triton_empty(spec: Spec) -> Function:
 
 def numba_empty(spec: Spec) -> Function:
   """`callgate.numba_cuda`."""
-  cuda = require("numba.cuda", "numba-cuda")
+  cuda = harness.require("numba.cuda", "numba-cuda")
 
   @cuda.jit
   def nothing(x: Any, z: Any) -> None:
@@ -99,7 +99,7 @@ def numba_empty(spec: Spec) -> Function:
 
 def warp_empty(spec: Spec) -> Function:
   """Warp's `jax_kernel`."""
-  warp = require("warp", "warp-lang")
+  warp = harness.require("warp", "warp-lang")
   warp.config.log_level = warp.LOG_ERROR
   array = warp.array(dtype=warp.float32, ndim=len(spec.shape))
 
@@ -107,22 +107,22 @@ def warp_empty(spec: Spec) -> Function:
     pass
 
   nothing.__annotations__ = {"x": array, "z": array}
-  jax_kernel = require("warp.jax_experimental.ffi", "warp-lang").jax_kernel
+  jax_kernel = harness.require("warp.jax_experimental.ffi", "warp-lang").jax_kernel
   function = jax_kernel(warp.kernel(nothing), launch_dims=1)
   return lambda x: function(x)[0]
 
 
 def jax_triton_empty(spec: Spec) -> Function:
   """jax-triton's `triton_call`."""
-  jax_triton = require("jax_triton", "jax-triton")
+  jax_triton = harness.require("jax_triton", "jax-triton")
   kernel = _triton_function()
   return lambda x: jax_triton.triton_call(x, kernel=kernel, out_shape=spec, grid=1, num_warps=1)
 
 
 def tvm_ffi_empty(spec: Spec) -> Function:
   """jax-tvm-ffi: a C++ function that launches an empty kernel, compiled with nvcc."""
-  require("jax_tvm_ffi", "jax-tvm-ffi")
-  cpp = require("tvm_ffi.cpp", "apache-tvm-ffi")
+  harness.require("jax_tvm_ffi", "jax-tvm-ffi")
+  cpp = harness.require("tvm_ffi.cpp", "apache-tvm-ffi")
   source = """
     #include <cuda_runtime.h>
     #include <tvm/ffi/container/tensor.h>
@@ -135,7 +135,7 @@ def tvm_ffi_empty(spec: Spec) -> Function:
                                     static_cast<float*>(z.data_ptr()));
     }"""
   library = cpp.load_inline("bench_cuda_nothing", cuda_sources=source, functions=["launch"])
-  require("jax_tvm_ffi", "jax-tvm-ffi").register_ffi_target(
+  harness.require("jax_tvm_ffi", "jax-tvm-ffi").register_ffi_target(
     "bench_cuda_tvm", library.launch, platform="gpu"
   )
   return jax.ffi.ffi_call("bench_cuda_tvm", spec)
@@ -143,7 +143,7 @@ def tvm_ffi_empty(spec: Spec) -> Function:
 
 @functools.cache
 def _triton_function() -> Any:
-  triton = require("triton", "triton")
+  triton = harness.require("triton", "triton")
 
   def nothing(x, z):
     pass

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.harness import NotInstalled, require
+from benchmarks import harness
 from benchmarks.peers import adapters, raw
 
 Function = Callable[..., Any]
@@ -46,7 +46,7 @@ def kind(name: str) -> Any:
   """`callgate.<name>`, or NotInstalled."""
   package = adapters.callgate()
   if not hasattr(package, name):
-    raise NotInstalled(f"callgate has no {name}() here")
+    raise harness.NotInstalled(f"callgate has no {name}() here")
   return getattr(package, name)
 
 
@@ -75,7 +75,7 @@ def numba_empty(spec: Spec) -> Function:
   def nothing(out: Any, x: Any) -> None:
     pass
 
-  require("numba", "numba")
+  harness.require("numba", "numba")
   return kind("numba")(nothing, out=spec)
 
 
@@ -91,8 +91,8 @@ def tvm_ffi_empty(spec: Spec) -> Function:
 
 def brainevent_empty(spec: Spec) -> Function:
   """brainevent's `numba_kernel` of a function with an empty body."""
-  brainevent = require("brainevent", "brainevent")
-  numba = require("numba", "numba")
+  brainevent = harness.require("brainevent", "brainevent")
+  numba = harness.require("numba", "numba")
 
   @numba.njit
   def nothing(x: Any, out: Any) -> None:
@@ -141,7 +141,7 @@ def soft_dtw_numba(**options: Any) -> Function:
   """
   import numpy as np
 
-  numba = require("numba", "numba")
+  numba = harness.require("numba", "numba")
   f32 = np.float32
   far, lowest, part, middle = f32(1e10), f32(-60), f32(1 / 256), f32(np.sqrt(3))
   e2, e3, e4, l0, l2, l4, l6 = map(f32, (1 / 2, 1 / 6, 1 / 24, np.log(3) / 2, 1 / 3, 1 / 5, 1 / 7))

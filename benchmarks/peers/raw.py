@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import NotInstalled
+from benchmarks import harness
 
 SOURCE = Path(__file__).parent / "raw_ffi.cc"
 BUILD = Path(__file__).parent.parent / "build"
@@ -78,5 +78,5 @@ def compiler() -> str:
   """The system's C++ compiler, or NotInstalled."""
   found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
   if found is None:
-    raise NotInstalled("no C++ compiler (c++, g++ or $CXX)")
+    raise harness.NotInstalled("no C++ compiler (c++, g++ or $CXX)")
   return found

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import NoDevice, version_of
+from benchmarks import harness
 from benchmarks.peers import raw
 
 SOURCE = Path(__file__).parent / "raw_cuda.cc"
@@ -41,7 +41,7 @@ def device() -> jax.Device:
     return jax.devices("cuda")[0]
   except RuntimeError as error:
     reason = str(error).splitlines()[0]
-    raise NoDevice(f"needs a CUDA device that JAX can use, got none ({reason})") from error
+    raise harness.NoDevice(f"needs a CUDA device that JAX can use, got none ({reason})") from error
 
 
 def described() -> dict[str, Any]:
@@ -54,7 +54,7 @@ def described() -> dict[str, Any]:
     "compute_capability": getattr(found, "compute_capability", None),
     "driver": kernel[1] if kernel else None,
     "cuda": _loaded()[1],
-    "versions": {name: v for name in _DISTRIBUTIONS if (v := version_of(name)) is not None},
+    "versions": {name: v for name in _DISTRIBUTIONS if (v := harness.version_of(name)) is not None},
   }
 
 

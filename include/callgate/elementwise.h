@@ -29,35 +29,23 @@
 #define CALLGATE_VECTOR_FUNCTION_OF_2(name)                                                 \
   extern "C" __attribute__((__simd__("notinbranch"))) double name(double, double) noexcept; \
   extern "C" __attribute__((__simd__("notinbranch"))) float name##f(float, float) noexcept;
+// clang-format off
+#define CALLGATE_OF_GLIBC_2_22(X) X(cos) X(sin) X(exp) X(log)
+#define CALLGATE_OF_GLIBC_2_35(X)                                                            \
+  X(acos) X(acosh) X(asin) X(asinh) X(atan) X(atanh) X(cbrt) X(cosh) X(erf) X(erfc) X(exp2)  \
+  X(expm1) X(log10) X(log1p) X(log2) X(sinh) X(tan) X(tanh)
+// clang-format on
 #if __GLIBC_PREREQ(2, 22)
-CALLGATE_VECTOR_FUNCTION(cos)
-CALLGATE_VECTOR_FUNCTION(sin)
-CALLGATE_VECTOR_FUNCTION(exp)
-CALLGATE_VECTOR_FUNCTION(log)
+CALLGATE_OF_GLIBC_2_22(CALLGATE_VECTOR_FUNCTION)
 CALLGATE_VECTOR_FUNCTION_OF_2(pow)
 #endif
 #if __GLIBC_PREREQ(2, 35)
-CALLGATE_VECTOR_FUNCTION(acos)
-CALLGATE_VECTOR_FUNCTION(acosh)
-CALLGATE_VECTOR_FUNCTION(asin)
-CALLGATE_VECTOR_FUNCTION(asinh)
-CALLGATE_VECTOR_FUNCTION(atan)
-CALLGATE_VECTOR_FUNCTION(atanh)
-CALLGATE_VECTOR_FUNCTION(cbrt)
-CALLGATE_VECTOR_FUNCTION(cosh)
-CALLGATE_VECTOR_FUNCTION(erf)
-CALLGATE_VECTOR_FUNCTION(erfc)
-CALLGATE_VECTOR_FUNCTION(exp2)
-CALLGATE_VECTOR_FUNCTION(expm1)
-CALLGATE_VECTOR_FUNCTION(log10)
-CALLGATE_VECTOR_FUNCTION(log1p)
-CALLGATE_VECTOR_FUNCTION(log2)
-CALLGATE_VECTOR_FUNCTION(sinh)
-CALLGATE_VECTOR_FUNCTION(tan)
-CALLGATE_VECTOR_FUNCTION(tanh)
+CALLGATE_OF_GLIBC_2_35(CALLGATE_VECTOR_FUNCTION)
 CALLGATE_VECTOR_FUNCTION_OF_2(atan2)
 CALLGATE_VECTOR_FUNCTION_OF_2(hypot)
 #endif
+#undef CALLGATE_OF_GLIBC_2_22
+#undef CALLGATE_OF_GLIBC_2_35
 #undef CALLGATE_VECTOR_FUNCTION
 #undef CALLGATE_VECTOR_FUNCTION_OF_2
 #endif

@@ -39,147 +39,66 @@ typedef unsigned long size_t;
 // NVRTC's functions are those of float and double; C++'s take integers too, as doubles.
 namespace callgate::elementwise {
 template <class T>
-struct IsWhole {
-  static constexpr bool value = IsReal<T>::value;
-};
-template <>
-struct IsWhole<float> {
+struct IsFloating {
   static constexpr bool value = false;
 };
 template <>
-struct IsWhole<double> {
-  static constexpr bool value = false;
+struct IsFloating<float> {
+  static constexpr bool value = true;
+};
+template <>
+struct IsFloating<double> {
+  static constexpr bool value = true;
 };
 template <class A, class B>
-struct IsMixed {
-  static constexpr bool value = IsReal<A>::value && IsReal<B>::value;
-};
-template <>
-struct IsMixed<float, float> {
+struct IsSame {
   static constexpr bool value = false;
 };
-template <>
-struct IsMixed<double, double> {
-  static constexpr bool value = false;
+template <class A>
+struct IsSame<A, A> {
+  static constexpr bool value = true;
 };
-#define CALLGATE_OF_WHOLE(name)                     \
-  template <class T>                                \
-    requires(IsWhole<T>::value)                     \
-  __device__ __forceinline__ double name(T value) { \
-    return ::name(static_cast<double>(value));      \
+// clang-format off
+#define CALLGATE_UNARY_FUNCTIONS(X)                                                             \
+  X(acos) X(acosh) X(asin) X(asinh) X(atan) X(atanh) X(cbrt) X(ceil) X(cos) X(cosh) X(erf)      \
+  X(erfc) X(exp) X(exp2) X(expm1) X(fabs) X(floor) X(lgamma) X(log) X(log10) X(log1p) X(log2)   \
+  X(rint) X(round) X(sin) X(sinh) X(sqrt) X(tan) X(tanh) X(tgamma) X(trunc)
+#define CALLGATE_BINARY_FUNCTIONS(X)                                                            \
+  X(atan2) X(copysign) X(fdim) X(fmax) X(fmin) X(fmod) X(hypot) X(nextafter) X(pow) X(remainder)
+// clang-format on
+#define CALLGATE_OF_WHOLE(name)                         \
+  template <class T>                                    \
+    requires(IsReal<T>::value && !IsFloating<T>::value) \
+  __device__ __forceinline__ double name(T value) {     \
+    return ::name(static_cast<double>(value));          \
   }
-CALLGATE_OF_WHOLE(acos)
-CALLGATE_OF_WHOLE(acosh)
-CALLGATE_OF_WHOLE(asin)
-CALLGATE_OF_WHOLE(asinh)
-CALLGATE_OF_WHOLE(atan)
-CALLGATE_OF_WHOLE(atanh)
-CALLGATE_OF_WHOLE(cbrt)
-CALLGATE_OF_WHOLE(ceil)
-CALLGATE_OF_WHOLE(cos)
-CALLGATE_OF_WHOLE(cosh)
-CALLGATE_OF_WHOLE(erf)
-CALLGATE_OF_WHOLE(erfc)
-CALLGATE_OF_WHOLE(exp)
-CALLGATE_OF_WHOLE(exp2)
-CALLGATE_OF_WHOLE(expm1)
-CALLGATE_OF_WHOLE(fabs)
-CALLGATE_OF_WHOLE(floor)
-CALLGATE_OF_WHOLE(lgamma)
-CALLGATE_OF_WHOLE(log)
-CALLGATE_OF_WHOLE(log10)
-CALLGATE_OF_WHOLE(log1p)
-CALLGATE_OF_WHOLE(log2)
-CALLGATE_OF_WHOLE(rint)
-CALLGATE_OF_WHOLE(round)
-CALLGATE_OF_WHOLE(sin)
-CALLGATE_OF_WHOLE(sinh)
-CALLGATE_OF_WHOLE(sqrt)
-CALLGATE_OF_WHOLE(tan)
-CALLGATE_OF_WHOLE(tanh)
-CALLGATE_OF_WHOLE(tgamma)
-CALLGATE_OF_WHOLE(trunc)
-#undef CALLGATE_OF_WHOLE
 #define CALLGATE_OF_MIXED(name)                                    \
   template <class A, class B>                                      \
-    requires(IsMixed<A, B>::value)                                 \
+    requires(IsReal<A>::value && IsReal<B>::value &&               \
+             !(IsFloating<A>::value && IsSame<A, B>::value))       \
   __device__ __forceinline__ double name(A a, B b) {               \
     return ::name(static_cast<double>(a), static_cast<double>(b)); \
   }
-CALLGATE_OF_MIXED(atan2)
-CALLGATE_OF_MIXED(copysign)
-CALLGATE_OF_MIXED(fdim)
-CALLGATE_OF_MIXED(fmax)
-CALLGATE_OF_MIXED(fmin)
-CALLGATE_OF_MIXED(fmod)
-CALLGATE_OF_MIXED(hypot)
-CALLGATE_OF_MIXED(nextafter)
-CALLGATE_OF_MIXED(pow)
-CALLGATE_OF_MIXED(remainder)
+CALLGATE_UNARY_FUNCTIONS(CALLGATE_OF_WHOLE)
+CALLGATE_BINARY_FUNCTIONS(CALLGATE_OF_MIXED)
+#undef CALLGATE_OF_WHOLE
 #undef CALLGATE_OF_MIXED
 }  // namespace callgate::elementwise
-#endif
 
-#ifdef __CUDACC_RTC__
 namespace std {
-using ::abs, ::acos, ::acosh, ::asin, ::asinh, ::atan, ::atan2, ::atanh, ::cbrt, ::ceil, ::copysign;
-using ::cos, ::cosh, ::erf, ::erfc, ::exp, ::exp2, ::expm1, ::fabs, ::fdim, ::floor, ::fma, ::fmax;
-using ::fmin, ::fmod, ::hypot, ::ilogb, ::isfinite, ::isinf, ::isnan, ::ldexp, ::lgamma, ::log;
+using ::abs, ::fma, ::ilogb, ::isfinite, ::isinf, ::isnan, ::ldexp, ::logb, ::lrint, ::lround;
 using ::int16_t, ::int32_t, ::int64_t, ::int8_t, ::size_t;
-using ::log10, ::log1p, ::log2, ::logb, ::lrint, ::lround, ::nearbyint, ::nextafter, ::pow;
-using ::remainder, ::rint, ::round, ::signbit, ::sin, ::sinh, ::sqrt, ::tan, ::tanh, ::tgamma,
-    ::trunc;
-using ::uint16_t, ::uint32_t, ::uint64_t, ::uint8_t;
-using callgate::elementwise::abs;
-using callgate::elementwise::acos;
-using callgate::elementwise::acosh;
-using callgate::elementwise::arg, callgate::elementwise::imag, callgate::elementwise::polar;
-using callgate::elementwise::asin;
-using callgate::elementwise::asinh;
-using callgate::elementwise::atan;
-using callgate::elementwise::atan2;
-using callgate::elementwise::atanh;
-using callgate::elementwise::cbrt;
-using callgate::elementwise::ceil;
-using callgate::elementwise::complex;
-using callgate::elementwise::conj;
-using callgate::elementwise::copysign;
-using callgate::elementwise::cos;
-using callgate::elementwise::cosh;
-using callgate::elementwise::erf;
-using callgate::elementwise::erfc;
-using callgate::elementwise::exp;
-using callgate::elementwise::exp2;
-using callgate::elementwise::expm1;
-using callgate::elementwise::fabs;
-using callgate::elementwise::fdim;
-using callgate::elementwise::floor;
-using callgate::elementwise::fmax;
-using callgate::elementwise::fmin;
-using callgate::elementwise::fmod;
-using callgate::elementwise::hypot;
-using callgate::elementwise::imag;
-using callgate::elementwise::lgamma;
-using callgate::elementwise::log;
-using callgate::elementwise::log10;
-using callgate::elementwise::log1p;
-using callgate::elementwise::log2;
-using callgate::elementwise::nextafter;
-using callgate::elementwise::norm;
-using callgate::elementwise::polar;
-using callgate::elementwise::pow;
-using callgate::elementwise::real;
-using callgate::elementwise::remainder;
-using callgate::elementwise::rint;
-using callgate::elementwise::round;
-using callgate::elementwise::sin;
-using callgate::elementwise::sinh;
-using callgate::elementwise::sqrt;
-using callgate::elementwise::tan;
-using callgate::elementwise::tanh;
-using callgate::elementwise::tgamma;
-using callgate::elementwise::trunc;
+using ::nearbyint, ::signbit, ::uint16_t, ::uint32_t, ::uint64_t, ::uint8_t;
+using callgate::elementwise::abs, callgate::elementwise::arg, callgate::elementwise::complex;
+using callgate::elementwise::conj, callgate::elementwise::imag, callgate::elementwise::norm;
+using callgate::elementwise::polar, callgate::elementwise::real;
+#define CALLGATE_IN_STD(name) using ::name, callgate::elementwise::name;
+CALLGATE_UNARY_FUNCTIONS(CALLGATE_IN_STD)
+CALLGATE_BINARY_FUNCTIONS(CALLGATE_IN_STD)
+#undef CALLGATE_IN_STD
 }  // namespace std
+#undef CALLGATE_UNARY_FUNCTIONS
+#undef CALLGATE_BINARY_FUNCTIONS
 #endif
 
 #include "callgate/elementwise_body.h"

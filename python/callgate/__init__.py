@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from callgate import _start, sinks
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from callgate import _start
 from callgate._callgate import Buffer, Context, ExecutionStage
 from callgate._core.errors import (
   CaptureError,
@@ -50,6 +53,9 @@ from callgate._tap.records import BatchInfo, Record, TapInfo
 from callgate._tap.tap import channel_stats, tap
 from callgate._torch.torch import TorchFunction, TorchModule, torch
 from callgate.compat._callbacks.install import install, uninstall
+
+if TYPE_CHECKING:
+  from callgate import sinks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -121,4 +127,14 @@ __all__ = [
   "uninstall",
   "while_loop",
 ]
-_start.start({name: globals()[name] for name in __all__})
+_start.start({name: globals()[name] for name in __all__ if name in globals()})
+
+
+def __getattr__(name: str) -> Any:
+  if name == "sinks":  # when it is asked for: most programs have no need of it
+    return importlib.import_module("callgate.sinks")
+  raise AttributeError(f"module 'callgate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), "sinks"})

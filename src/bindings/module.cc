@@ -6,22 +6,13 @@
 #include <chrono>
 #include <thread>
 
-#include "bindings/arrays/buffer.h"
-#include "bindings/arrays/upload.h"
 #include "bindings/arrays/views.h"
+#include "bindings/bind.h"
 #include "bindings/channel/channel.h"
-#include "bindings/channel/consumer.h"
-#include "bindings/channel/sinks.h"
-#include "bindings/channel/stream.h"
 #include "bindings/gate/gate.h"
-#include "bindings/kernel/cuda_kernel.h"
-#include "bindings/kernel/kernel.h"
-#include "bindings/progress.h"
 #include "bindings/python/deferred.h"
-#include "bindings/python/exit.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/interrupt.h"
 #include "bindings/python/python.h"
 #include "bindings/stats.h"
 #include "core/kernel_mode.h"
@@ -32,10 +23,7 @@
 #include "cuda/completions.h"
 #include "cuda/device.h"
 #include "cuda/memory.h"
-#include "xla/cuda_gate.h"
-#include "xla/cuda_kernel.h"
-#include "xla/gate.h"
-#include "xla/kernel.h"
+#include "xla/handlers.h"
 
 namespace callgate::bindings {
 namespace {
@@ -43,39 +31,25 @@ namespace {
 // Hooks and dtypes are held for the life of the process.
 PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 
-void set_hooks(nb::callable failed, nb::callable deferred, nb::callable escaped,
-               nb::callable result_error, nb::callable input_written, nb::callable stalled,
-               nb::callable kernel_failed, nb::callable kernel_raised, nb::callable undefined,
-               nb::callable interrupted, nb::callable device_worker, nb::callable self_wait,
-               nb::callable stream_as, nb::callable capture_error) {
-  Hooks& hooks = Hooks::instance();
-  hooks.failed = keep(failed);
-  hooks.deferred = keep(deferred);
-  hooks.escaped = keep(escaped);
-  hooks.result_error = keep(result_error);
-  hooks.input_written = keep(input_written);
-  hooks.stalled = keep(stalled);
-  hooks.kernel_failed = keep(kernel_failed);
-  hooks.kernel_raised = keep(kernel_raised);
-  hooks.undefined = keep(undefined);
-  hooks.interrupted = keep(interrupted);
-  hooks.device_worker = keep(device_worker);
-  hooks.self_wait = keep(self_wait);
-  hooks.stream_as = keep(stream_as);
-  hooks.capture_error = keep(capture_error);
+// All of them, by name.
+void set_hooks(const nb::kwargs& given) {
+  std::size_t known = 0;
+#define X(name) Hooks::instance().name = keep(given[#name]), ++known;
+  CALLGATE_HOOKS(X)
+#undef X
+  if (given.size() != known) throw nb::type_error("set_hooks: got a hook that is none");
   Registry::instance().set_resolver([](const std::string& name) {
-    ActiveCall active;
-    if (!active.entered()) return false;
-    GilScope gil;
+    ActiveGil gil;
+    if (!gil) return false;
     nb::object found = nb::steal(call_python(Hooks::instance().undefined, "s", name.c_str()));
     if (found.is_valid()) return nb::cast<bool>(found);
     throw Error(ErrorCode::kInvalidArgument, take_exception(name, ""));
   });
 }
 
-std::vector<std::pair<int, std::string>> dtype_codes() {
-  std::vector<std::pair<int, std::string>> codes;
-#define X(identifier, code, name, bits) codes.emplace_back(code, name);
+nb::list dtype_codes() {
+  nb::list codes;
+#define X(identifier, code, name, bits) codes.append(nb::make_tuple(code, name));
   CALLGATE_DTYPES(X)
 #undef X
   return codes;
@@ -156,9 +130,9 @@ NB_MODULE(_callgate, module) {
     }
   });
   bind_buffer(module);
-  bind_consumer(module);
   bind_interrupt(module);
   bind_channel(module);
+  bind_record_writer(module);
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
@@ -169,16 +143,8 @@ NB_MODULE(_callgate, module) {
   bind_upload(module);
   module.def("targets", &targets,
              "The handlers of each FFI target, by platform and target, for jax.ffi.");
-  module.def("set_hooks", &set_hooks, nb::kw_only(), nb::arg("failed"), nb::arg("deferred"),
-             nb::arg("escaped"), nb::arg("result_error"), nb::arg("input_written"),
-             nb::arg("stalled"), nb::arg("kernel_failed"), nb::arg("kernel_raised"),
-             nb::arg("undefined"), nb::arg("interrupted"), nb::arg("device_worker"),
-             nb::arg("self_wait"), nb::arg("stream_as"), nb::arg("capture_error"));
-  module.def("dtype_codes", [] {
-    nb::list codes;
-    for (const auto& [code, name] : dtype_codes()) codes.append(nb::make_tuple(code, name));
-    return codes;
-  });
+  module.def("set_hooks", &set_hooks);
+  module.def("dtype_codes", &dtype_codes);
   module.def("set_dtype", &set_dtype);
   module.def(
       "repoint",
@@ -198,11 +164,7 @@ NB_MODULE(_callgate, module) {
     Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
     callgate::set_kernel_stall_ns(delay);
   });
-  module.def("registered_names", [] {
-    nb::list names;
-    for (const std::string& name : callgate::Registry::instance().names()) names.append(name);
-    return names;
-  });
+  module.def("registered_names", [] { return callgate::Registry::instance().names(); });
   module.def(
       "drain_devices",
       [](double seconds) {

@@ -1,24 +1,24 @@
-// See the header. Programs reach the board through the callee that is registered here for the life
-// of the process; they take the GIL only to wake whoever draws, once for many bars.
-#include "bindings/progress.h"
+// The board of progress bars. Programs reach the board through the callee that is registered here
+// for the life of the process; they take the GIL only to wake whoever draws, once for many bars.
+#include "core/progress.h"
 
 #include <nanobind/stl/string.h>
 
 #include <memory>
 
+#include "bindings/bind.h"
 #include "bindings/python/gil.h"
-#include "core/progress.h"
+#include "core/lifetime.h"
 #include "core/progress_callee.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {
 namespace {
 
-void register_callee() {
-  static auto* callee = new std::shared_ptr<Callee>(  // leaked on purpose, as the registry is
-      std::make_shared<ProgressCallee>(ProgressBoard::instance()));
-  Registry::instance().add(*callee);
-}
+// For the life of the process, as the board.
+struct Registered {
+  std::shared_ptr<Callee> callee = std::make_shared<ProgressCallee>(ProgressBoard::instance());
+};
 
 // `wake` is held for the life of the process.
 void set_wake(nb::callable wake) {
@@ -53,7 +53,7 @@ std::int32_t begin(const std::string& text, std::int64_t every, std::int64_t tot
 }  // namespace
 
 void bind_progress(nb::module_& module) {
-  register_callee();
+  Registry::instance().add(immortal<Registered>().callee);
   module.def("progress_set_wake", &set_wake, nb::arg("wake"),
              "Called by the first bar that begins while nobody draws.");
   module.def("progress_poll", &poll,

@@ -7,11 +7,6 @@
 
 namespace callgate::bindings {
 
-Recorder& Recorder::instance() {
-  static auto* recorder = new Recorder();  // leaked on purpose: calls may come until the very end
-  return *recorder;
-}
-
 void Recorder::set(int bit, bool on) noexcept {
   // Relaxed: see timing().
   if (on) {

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "core/lifetime.h"
+
 namespace callgate::bindings {
 
 struct Counters {
@@ -26,7 +28,7 @@ struct TraceEvent {
 
 class Recorder {
  public:
-  static Recorder& instance();
+  static Recorder& instance() { return immortal<Recorder>(); }
 
   bool timing() const noexcept {
     return mode_.load(std::memory_order_relaxed) != 0;  // a late reader misses a call or two

@@ -1,46 +1,42 @@
-// What senders do, on their threads. Set-up and waiting are in channel_control.cc, the channel's
-// own thread in channel_thread.cc.
+// What owners and senders do, on their threads. The channel's own thread is in channel_thread.cc.
 #include "channel/channel.h"
 
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <system_error>
 #include <utility>
 
 namespace callgate {
 namespace {
 
-constexpr auto kRecheck = std::chrono::milliseconds(20);
+constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by senders that wait
 // After so long a sender that waits is not overtaken any more. Before, it may be: taking turns
 // would cost a switch of threads a record.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
-// Above it a payload gets a block of its own, which can be lent to its consumer: copies of such a
-// size often go to fresh memory, which costs more than the copy.
-constexpr std::size_t kLargestInline = std::size_t{1} << 20;
-
 std::atomic<Channel::Interrupted> g_interrupted{nullptr};
 std::atomic<bool> g_abandoned{false};
 
-std::int64_t now_ns() noexcept {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
-}
-
-// The handle, at the start, and the control leaves.
-void write_handle(const Parcel& parcel, char* payload) noexcept {
+// The record, whose payload is written here: the leaves, or, of a source with arrays on a device,
+// the handle and the control leaves.
+Record make_record(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns,
+                   char* payload) noexcept {
   const Source& source = *parcel.sender.source;
-  std::memcpy(payload, &parcel.handle, sizeof(parcel.handle));
-  for (std::size_t i = 0; i < parcel.leaves.size(); ++i) {
-    const LeafType& leaf = source.leaves[source.value_leaves + i];
-    if (leaf.nbytes != 0) std::memcpy(payload + leaf.offset, parcel.leaves[i].data, leaf.nbytes);
+  const LeafType* leaf = source.leaves.data();
+  if (source.kept != nullptr) {
+    std::memcpy(payload, &parcel.handle, sizeof(parcel.handle));
+    leaf += source.value_leaves;
   }
-}
-
-void write(const Parcel& parcel, char* payload) noexcept {
-  const Source& source = *parcel.sender.source;
-  if (source.kept != nullptr) return write_handle(parcel, payload);
-  host_staging().copy(source, parcel.leaves, payload);
+  for (const ArrayView& view : parcel.leaves) {
+    copy_leaf(payload + leaf->offset, view.data, leaf->nbytes);
+    ++leaf;
+  }
+  const CallContext& context = parcel.context;
+  const auto device = static_cast<std::int32_t>(context.device);
+  const auto shard = static_cast<std::uint32_t>(context.shard + 1);
+  const std::uint32_t flags = parcel.sender.flags | shard << kShardBit;
+  return {&source, seq, time_ns, context.run, device, flags, payload};
 }
 
 // Release: who reads it (see stats()) also sees that what it counts was sent.
@@ -67,8 +63,7 @@ Channel::Channel(ChannelOptions options, OnError on_error)
     : id_(next_id()),
       options_(std::move(options)),
       on_error_(std::move(on_error)),
-      ring_(options_.capacity),
-      aside_(std::make_shared<SideMemory>(options_.capacity)) {}
+      store_(options_.capacity, /*copies=*/options_.on_full == OnFull::kDropOld) {}
 
 Channel::~Channel() {
   drop_the_rest();
@@ -80,45 +75,176 @@ Channel::~Channel() {
   }
 }
 
+// -- owners --------------------------------------------------------------------------------------
+
+void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
+  std::lock_guard lock(mutex_);
+  if (finished_) return;
+  consumers_.reserve(consumers_.size() + consumers.size());
+  start_locked();  // before they are added: it may throw
+  for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
+}
+
+void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
+  const std::uint64_t delivery = request_removal(consumer);
+  while (!removed(delivery, std::chrono::hours(1))) {
+  }
+}
+
+std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer) {
+  if (abandoned()) return 0;  // nobody delivers, and the mutex may be held for ever
+  std::lock_guard lock(mutex_);
+  std::erase(consumers_, consumer);
+  // In a consumer's call: whoever leaves now does not get what is in delivery either.
+  if (on_own_thread()) std::ranges::replace(current_, consumer, nullptr);
+  return deliveries_;
+}
+
+bool Channel::removed(std::uint64_t delivery, Clock::duration timeout) {
+  if (abandoned() || on_own_thread()) return true;
+  std::unique_lock lock(mutex_);
+  // The delivery that is under way: on a busy channel the next begins at once.
+  return done_.wait_for(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
+}
+
+void Channel::start() {
+  std::lock_guard lock(mutex_);
+  start_locked();
+}
+
+// The mutex is held: the thread, which begins by taking it, sees `running_`.
+void Channel::start_locked() {
+  if (running_ || closing_) return;
+  batch_.reserve();
+  try {
+    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  } catch (const std::system_error& error) {
+    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'", "a thread of its own",
+                error.code().message());
+  }
+  running_ = true;
+}
+
+void Channel::adopt(std::shared_ptr<Channel> other) {
+  // Relaxed: nobody else counts, the other's senders are gone and ours not there yet.
+  auto add = [](std::atomic<std::uint64_t>& ours, const std::atomic<std::uint64_t>& theirs) {
+    ours.fetch_add(theirs.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  };
+  sequence_.add(other->sequence_);
+  add(dropped_, other->dropped_);
+  add(bytes_, other->bytes_);
+  // `other` keeps its sources until its records are delivered.
+  inherited_ = std::move(other);
+}
+
+void Channel::retire(const Source& source) {
+  if (abandoned()) return;             // the mutex may be held for ever
+  std::shared_ptr<const Source> kept;  // may be the last reference: destroyed without the mutex
+  std::lock_guard lock(mutex_);
+  auto found = sources_.find(&source);
+  if (found == sources_.end()) return;
+  if (!settled_.covers(moment())) {  // a record of it may be left
+    try {
+      retired_.push_back({moment(), found->second});
+    } catch (const std::bad_alloc&) {
+      return;  // it stays until the channel ends
+    }
+    work_.notify_one();  // by now senders may have dropped what is left, without the thread
+  }
+  kept = std::move(found->second);
+  sources_.erase(found);
+}
+
+std::uint64_t Channel::request_flush() {
+  if (abandoned() || on_own_thread()) return 0;
+  std::lock_guard lock(mutex_);
+  if (!running_ || finished_) return 0;
+  flushes_.push_back({++flush_wanted_, moment()});
+  work_.notify_one();
+  return flush_wanted_;
+}
+
+bool Channel::flushed(std::uint64_t request, std::optional<Clock::duration> timeout) {
+  if (on_own_thread()) return true;
+  if (abandoned()) return false;
+  std::unique_lock lock(mutex_);
+  auto served = [&] { return flush_served_ >= request || finished_; };
+  if (timeout) return done_.wait_for(lock, *timeout, served);
+  done_.wait(lock, served);
+  return true;
+}
+
+void Channel::refuse() noexcept {
+  closed_.store(true, std::memory_order_seq_cst);  // see send()
+  std::lock_guard lock(mutex_);
+  room_.notify_all();
+}
+
+bool Channel::close(std::optional<Clock::duration> timeout) {
+  if (abandoned()) {
+    if (thread_.joinable()) thread_.detach();  // it does not exist in this process
+    return false;
+  }
+  refuse();
+  while (senders_.load(std::memory_order_seq_cst) != 0) {  // see send()
+    std::unique_lock lock(mutex_);
+    room_.notify_all();
+    room_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  std::thread ended;
+  {
+    std::unique_lock lock(mutex_);
+    closing_ = true;
+    work_.notify_one();
+    if (running_ && on_own_thread()) return true;  // it ends when it gets back to its loop
+    auto finished = [&] { return finished_ || !running_; };
+    if (!timeout) {
+      done_.wait(lock, finished);
+    } else if (!done_.wait_for(lock, *timeout, finished)) {
+      return false;
+    }
+    ended = std::move(thread_);  // two may close at once
+  }
+  if (ended.joinable()) ended.join();
+  drop_the_rest();
+  return true;
+}
+
+// Everything that waits is dropped. There is no thread, or it has ended.
+void Channel::drop_the_rest() noexcept {
+  if (abandoned()) return;  // the mutex may be held for ever
+  std::uint64_t dropped = store_.drop_all();
+  if (inherited_ != nullptr) dropped += inherited_->store_.drop_all();
+  count_up(dropped_, dropped);
+}
+
+ChannelStats Channel::stats() const noexcept {
+  ChannelStats stats;
+  // What leaves is read before what comes, so that `pending` is never negative. Acquire keeps the
+  // reads in this order.
+  stats.delivered = delivered_.load(std::memory_order_acquire);
+  stats.dropped = dropped_.load(std::memory_order_acquire);
+  stats.sent = sequence_.sum();
+  stats.pending = stats.sent - stats.delivered - stats.dropped;
+  // Relaxed: gauges.
+  stats.lost = lost_.load(std::memory_order_relaxed);
+  stats.bytes = bytes_.load(std::memory_order_relaxed);
+  // The mutex may be held for ever in a fork's child.
+  stats.high_water = abandoned() ? store_.noted_high_water() : store_.high_water();
+  return stats;
+}
+
 // -- senders -------------------------------------------------------------------------------------
 
 bool Channel::send(const Parcel& parcel) noexcept {
   // Sequentially consistent, both: close() sets `closed_` and then waits for the senders it sees.
   senders_.fetch_add(1, std::memory_order_seq_cst);
-  std::int64_t device = parcel.context.device;
-  const Source& source = *parcel.sender.source;
-  Record record;
-  record.source = &source;
-  record.seq = sequence_.next(device);
-  record.time_ns = now_ns();
-  record.run = parcel.context.run;
-  record.device = static_cast<std::int32_t>(device);
-  auto shard = static_cast<std::uint32_t>(parcel.context.shard + 1);
-  record.flags = parcel.sender.flags | shard << kShardBit;
-  bool sent = false;
-  if (!closed_.load(std::memory_order_seq_cst) && !abandoned() && passes_sampling(parcel.sender)) {
-    Place place = reserve(parcel);
-    // Relaxed: only this source's senders write it, and enrolling twice does no harm.
-    if (place.entry != nullptr && parcel.sender.enrolled.load(std::memory_order_relaxed) != id_ &&
-        !enrol(parcel.sender)) {
-      give_up(*place.entry, source);
-      place = {nullptr, /*no_memory=*/true};
-    }
-    if (Entry* entry = place.entry) {
-      record.payload = entry->record.payload;
-      entry->record = record;
-      write(parcel, const_cast<char*>(record.payload));
-      ring_.publish(*entry);
-      wake_consumer();
-      sent = true;
-    } else if (place.no_memory) {
-      note_no_memory(source);
-    } else if (options_.on_full == OnFull::kBlock && on_own_thread()) {
-      sent = send_aside_of_ring(parcel, record);
-    }
-  }
+  const std::uint64_t seq = sequence_.next(parcel.context.device);
+  const std::int64_t time_ns = wall_time_ns();
+  const bool sent = !closed_.load(std::memory_order_seq_cst) && !abandoned() &&
+                    passes_sampling(parcel.sender) && !parcel.lost && put(parcel, seq, time_ns);
   if (sent) {
-    count_up(bytes_, source.payload_bytes);
+    count_up(bytes_, parcel.sender.source->payload_bytes);
   } else {
     count_up(dropped_, 1);
   }
@@ -126,75 +252,80 @@ bool Channel::send(const Parcel& parcel) noexcept {
   return sent;
 }
 
+bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept {
+  // What the channel's thread sends follows what it has sent.
+  if (overflow_.some() && on_own_thread()) return put_besides(parcel, seq, time_ns);
+  const std::size_t bytes = parcel.sender.source->payload_bytes;
+  const Store::Place place = reserve(bytes);
+  // Relaxed: only this source's senders write it, and enrolling twice does no harm.
+  if (Entry* entry = place.entry; entry != nullptr) {
+    if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
+      char* payload = const_cast<char*>(entry->record.payload);
+      entry->record = make_record(parcel, seq, time_ns, payload);
+      store_.publish(*entry);
+      wake_thread();
+      return true;
+    }
+    store_.give_up(*entry, bytes);
+  } else if (!place.no_memory) {
+    return options_.on_full == OnFull::kBlock && on_own_thread() &&
+           put_besides(parcel, seq, time_ns);
+  }
+  note_no_memory(bytes);
+  return false;
+}
+
+bool Channel::put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept {
+  try {
+    auto payload = std::make_unique_for_overwrite<char[]>(parcel.sender.source->payload_bytes);
+    const Record record = make_record(parcel, seq, time_ns, payload.get());
+    if (!enrol(parcel.sender)) return false;
+    overflow_.add(store_.tail(), record, std::move(payload));
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 bool Channel::passes_sampling(Sender& sender) const noexcept {
   if (options_.on_full != OnFull::kSample) return true;
-  auto now = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                 std::chrono::steady_clock::now().time_since_epoch())
-                 .count();
+  const std::int64_t now = std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
   // Relaxed: one sender of several wins the exchange, and that is all it decides.
   std::int64_t last = sender.last_passed.load(std::memory_order_relaxed);
   if (last != 0 && static_cast<double>(now - last) * options_.rate < 1e9) return false;
   return sender.last_passed.compare_exchange_strong(last, now, std::memory_order_relaxed);
 }
 
-Channel::Place Channel::reserve(const Parcel& parcel) noexcept {
-  std::size_t payload = parcel.sender.source->payload_bytes;
-  if (overflows()) return {};
-  if (Place place = reserve_now(payload); place.decided()) return place;
+Store::Place Channel::reserve(std::size_t payload) noexcept {
+  if (Store::Place place = reserve_now(payload); place.decided()) return place;
   if (options_.on_full == OnFull::kBlock) return wait_for_room(payload);
   if (options_.on_full == OnFull::kDropOld) return make_room(payload);
   return {};
 }
 
-Channel::Place Channel::reserve_now(std::size_t payload, bool starves) noexcept {
+Store::Place Channel::reserve_now(std::size_t payload, bool starves) noexcept {
   // Relaxed: who is late to see it overtakes once more.
   if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return {};
-  if (payload > std::min(ring_.max_payload(), kLargestInline)) return reserve_aside(payload);
-  std::size_t aside = aside_->claimed();
-  if (aside != 0 && aside + ring_.used() + sizeof(Entry) + payload > ring_.capacity()) return {};
-  Entry* entry = ring_.reserve(payload);
-  if (entry == nullptr) return {};
-  entry->record.payload = entry->inline_payload();
-  return {entry};
+  return store_.reserve(payload);
 }
 
-Channel::Place Channel::reserve_aside(std::size_t payload) noexcept {
-  SideMemory::Block block = aside_->take(payload, ring_);
-  if (block.data == nullptr) return {nullptr, block.no_memory};
-  Entry* entry = ring_.reserve(0);
-  if (entry == nullptr) {
-    aside_->give_back(block.data, payload);
-    return {};
-  }
-  entry->kind = Entry::Kind::kAside;
-  entry->record.payload = block.data;
-  return {entry};
-}
-
-// A place that no record fills after all.
-void Channel::give_up(Entry& entry, const Source& source) noexcept {
-  if (entry.kind == Entry::Kind::kAside)
-    aside_->give_back(const_cast<char*>(entry.record.payload), source.payload_bytes);
-  entry.kind = Entry::Kind::kFiller;
-  ring_.publish(entry);
-}
-
-// Others need not tell, too.
-void Channel::note_no_memory(const Source& source) noexcept {
+// Keeps the size of the first record that found no memory, for the channel's thread to report.
+void Channel::note_no_memory(std::size_t bytes) noexcept {
   std::size_t none = 0;
   // Relaxed: a number that says all; the channel's thread may be late to see it.
-  if (!no_memory_.compare_exchange_strong(none, std::max<std::size_t>(source.payload_bytes, 2),
-                                          std::memory_order_relaxed))
+  if (!no_memory_.compare_exchange_strong(none, std::max<std::size_t>(bytes, 2),
+                                          std::memory_order_relaxed) ||
+      on_own_thread())
     return;
   std::lock_guard lock(mutex_);
-  rest_.store(kAwake, std::memory_order_relaxed);  // as wake_consumer()
+  rest_.store(kAwake, std::memory_order_relaxed);  // as wake_thread()
   work_.notify_one();
 }
 
-// Until there is room, or an interrupt, or the channel is closed.
-Channel::Place Channel::wait_for_room(std::size_t payload) noexcept {
+// Waits until there is room, or an interrupt, or the channel is closed.
+Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
   if (on_own_thread()) return {};
-  Place place;
+  Store::Place place;
   bool starves = false;
   auto patience = Clock::now() + kPatience;
   waiting_.fetch_add(1, std::memory_order_seq_cst);  // before we look, so that room is announced
@@ -222,7 +353,7 @@ Channel::Place Channel::wait_for_room(std::size_t payload) noexcept {
   return place;
 }
 
-// Nobody waits for room any more until the channel's thread has found nothing to do.
+// From now on senders do not wait for room, until the channel's thread has found nothing to do.
 void Channel::interrupt() noexcept {
   interrupted_.store(true, std::memory_order_relaxed);  // a late look costs a round more
   std::lock_guard lock(mutex_);
@@ -230,62 +361,17 @@ void Channel::interrupt() noexcept {
   work_.notify_one();
 }
 
-// Drops the oldest records until there is room.
-Channel::Place Channel::make_room(std::size_t payload) noexcept {
+// Drops the oldest records until there is room, or all that fills the store is in delivery.
+Store::Place Channel::make_room(std::size_t payload) noexcept {
   for (;;) {
-    if (Place place = reserve_now(payload); place.decided()) return place;
-    std::unique_lock lock(head_mutex_);
-    // Relaxed: the mutex orders it.
-    std::uint64_t next = next_.load(std::memory_order_relaxed);
-    Entry* oldest = ring_.at(next);
-    if (oldest == nullptr) {
-      if (next == ring_.tail()) return {};  // what fills the channel is in delivery
-      lock.unlock();
-      std::this_thread::yield();  // another sender is writing it
-      continue;
-    }
-    note_high_water();
-    if (oldest->kind != Entry::Kind::kFiller) {
-      oldest->record.let_go();
-      count_up(dropped_, 1);
-    }
-    if (oldest->kind == Entry::Kind::kAside) give_back_aside(oldest->record);
-    next = Ring::after(*oldest);
-    next_.store(next, std::memory_order_relaxed);  // as above
-    ring_.release(next);
+    if (Store::Place place = reserve_now(payload); place.decided()) return place;
+    const std::optional<std::uint64_t> dropped = store_.drop_oldest();
+    if (!dropped) return {};
+    count_up(dropped_, *dropped);
   }
 }
 
-bool Channel::send_aside_of_ring(const Parcel& parcel, Record record) noexcept {
-  try {
-    const Source& source = *parcel.sender.source;
-    Overflow one{0, record, std::make_unique_for_overwrite<char[]>(source.payload_bytes)};
-    one.record.payload = one.payload.get();
-    write(parcel, one.payload.get());
-    if (!enrol(parcel.sender)) return false;
-    std::lock_guard lock(mutex_);
-    one.position = ring_.tail();
-    overflow_.push_back(std::move(one));
-    ++overflowed_;
-    overflow_bytes_ += source.payload_bytes;
-    overflowing_.store(true, std::memory_order_relaxed);  // for this thread alone
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-}
-
-bool Channel::on_own_thread() const noexcept {
-  // Relaxed: only the thread itself ever finds itself there.
-  return thread_id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
-}
-
-// Is this the channel's thread, and do records that it sent before still wait beside the ring?
-bool Channel::overflows() const noexcept {
-  return overflowing_.load(std::memory_order_relaxed) && on_own_thread();  // its own flag
-}
-
-// The source stays for as long as its records. False where there is no memory to note it.
+// Keeps the source for as long as the channel has records of it. False where there is no memory.
 bool Channel::enrol(Sender& sender) noexcept try {
   std::lock_guard lock(mutex_);
   sources_[sender.source.get()] = sender.source;
@@ -295,14 +381,10 @@ bool Channel::enrol(Sender& sender) noexcept try {
   return false;
 }
 
-void Channel::give_back_aside(const Record& record) noexcept {
-  aside_->give_back(const_cast<char*>(record.payload), record.source->payload_bytes);
-}
-
-void Channel::wake_consumer() noexcept {
+void Channel::wake_thread() noexcept {
   // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees us.
   int rest = rest_.load(std::memory_order_seq_cst);
-  if (rest == kAwake || (rest == kNapping && ring_.used() < ring_.capacity() / 2)) return;
+  if (rest == kAwake || (rest == kNapping && !store_.half_full())) return;
   std::lock_guard lock(mutex_);
   rest_.store(kAwake, std::memory_order_relaxed);  // others need not notify, too
   work_.notify_one();

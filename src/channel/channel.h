@@ -1,8 +1,25 @@
 // A channel: a bounded stream of records from programs to consumers.
 //
-// Programs send from any thread: they copy into the ring and go on. One thread of the channel's own
-// takes what is there and calls the consumers. What happens when the ring is full is the channel's
-// policy. At any time sent = delivered + dropped + pending.
+// Programs send from any thread: they copy into the store and go on. One thread of the channel's
+// own takes what is there and calls the consumers. What happens when the store is full is the
+// channel's policy. At any time sent = delivered + dropped + pending.
+//
+// States, and who moves the channel on:
+//
+//           an owner:              an owner: close(),         the channel's thread, when all is
+//           start(), add()         when no sender is inside   delivered and the consumers closed
+//   made ------------------> running --------------> closing ---------------> finished
+//     |
+//     +-- an owner: close(), which drops what waits, for there is no thread to deliver it
+//
+// Senders' records are accepted until an owner calls refuse(), with which close() begins: from then
+// on they are dropped at once, and senders that wait for room are woken.
+//
+// The channel's thread, while it is running:
+//
+//   awake ---> napping ---> asleep   by itself: nothing to do; nothing in several naps
+//     ^           |           |      back: the nap is over; a flush or a close; a sender, which
+//     +-----------+-----------+      lets it nap until the store is half full, but not sleep
 //
 // Lifetime of a source: a channel keeps every source that sent to it until `retire`, and then until
 // the last record that was sent before; or until it ends.
@@ -25,8 +42,7 @@
 #include "channel/consumer.h"
 #include "channel/device_counters.h"
 #include "channel/record.h"
-#include "channel/ring.h"
-#include "channel/staging.h"
+#include "channel/store.h"
 #include "core/call.h"
 
 namespace callgate {
@@ -66,6 +82,7 @@ struct Parcel {
   std::span<const ArrayView> leaves;
   CallContext context;
   std::uint64_t handle = 0;  // of KeptArrays; then `leaves` are the control leaves alone
+  bool lost = false;         // there was no memory to bring the arrays here: it counts as dropped
 };
 
 class Channel : public std::enable_shared_from_this<Channel> {
@@ -146,7 +163,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
  private:
   // A moment in the stream: what was sent before it.
   struct Moment {
-    std::uint64_t position = 0;    // of the ring's tail
+    std::uint64_t position = 0;    // of the store's tail
     std::uint64_t overflowed = 0;  // records that had not found room there
     bool covers(const Moment& other) const noexcept {
       return position >= other.position && overflowed >= other.overflowed;
@@ -160,128 +177,86 @@ class Channel : public std::enable_shared_from_this<Channel> {
     std::uint64_t request;
     Moment moment;
   };
-  // A record that the channel's own thread sent into a full ring: waiting would be for itself. It
-  // follows what was in the ring then, and everything that the thread sends goes here until this
-  // has been taken. Counted in high_water, but not bounded.
-  struct Overflow {
-    std::uint64_t position;
-    Record record;
-    std::unique_ptr<char[]> payload;
-  };
-
-  // Of a batch, that the channel's thread has from its start: with less it could not go on where
-  // there is no memory.
-  static constexpr std::size_t kLeastPlaces = 64;
 
   // Senders.
-  struct Place {
-    Entry* entry = nullptr;
-    bool no_memory = false;  // none for the payload: there never will be, for all we know
-    bool decided() const noexcept { return entry != nullptr || no_memory; }
-  };
-  Place reserve(const Parcel& parcel) noexcept;
-  Place reserve_now(std::size_t payload, bool starves = false) noexcept;
-  Place reserve_aside(std::size_t payload) noexcept;
-  Place wait_for_room(std::size_t payload) noexcept;
-  Place make_room(std::size_t payload) noexcept;
-  void give_up(Entry& entry, const Source& source) noexcept;
-  void note_no_memory(const Source& source) noexcept;
-  void interrupt() noexcept;
-  bool send_aside_of_ring(const Parcel& parcel, Record record) noexcept;
+  bool put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
+  bool put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
+  Store::Place reserve(std::size_t payload) noexcept;
+  Store::Place reserve_now(std::size_t payload, bool starves = false) noexcept;
+  Store::Place wait_for_room(std::size_t payload) noexcept;
+  Store::Place make_room(std::size_t payload) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
   bool enrol(Sender& sender) noexcept;
-  bool overflows() const noexcept;
-  void wake_consumer() noexcept;
-  bool on_own_thread() const noexcept;
-  void start_locked();
-  Moment moment() const noexcept { return {ring_.tail(), overflowed_}; }  // under the mutex
+  void note_no_memory(std::size_t bytes) noexcept;
+  void interrupt() noexcept;
+  void wake_thread() noexcept;
 
-  // Both.
-  void give_back_aside(const Record& record) noexcept;
-  void note_high_water() noexcept;
+  // Any thread.
+  bool on_own_thread() const noexcept {
+    // Relaxed: only the thread itself ever finds itself there.
+    return thread_id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
+  Moment moment() const noexcept { return {store_.tail(), overflow_.added()}; }
+  void start_locked();
   void drop_the_rest() noexcept;
 
   // The channel's thread.
   void run();
-  void begin_delivery();
-  bool deliver_some();
-  std::uint64_t next() const noexcept {
-    return next_.load(std::memory_order_relaxed);  // late for kDropOld alone: one more round
-  }
-  std::uint64_t collect();
-  bool has_place() noexcept;
-  void take(Entry& entry);
-  void drop_newest() noexcept;
-  void collect_overflow(std::uint64_t position);
   void deliver_inherited();
+  bool deliver_some();
+  Store::Collected deliver_from(Store& store);
   void deliver() noexcept;
   void hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept;
   void hand_over_host_arrays(Consumer& consumer, std::span<const Record> records);
-  void settle(std::uint64_t position);
-  void give_room(std::uint64_t position);
-  void end_delivery();
   template <typename Action>
   void tell(Consumer& consumer, Action&& action) noexcept;
   void tell_current(void (Consumer::*what)()) noexcept;
   std::vector<std::shared_ptr<Consumer>> all_consumers() const;
+  void end_delivery();
   void serve_flushes();
   void report_no_memory() noexcept;
   void rest();
   void finish();
 
-  std::uint64_t id_;  // unique in the process, from 1
-  ChannelOptions options_;
-  OnError on_error_;
-  Ring ring_;
-  std::shared_ptr<SideMemory> aside_;
-  std::shared_ptr<Channel> inherited_;
+  const std::uint64_t id_;  // unique in the process, from 1
+  const ChannelOptions options_;
+  const OnError on_error_;
+  Store store_;
+  std::shared_ptr<Channel> inherited_;  // until its records are delivered
 
   // What senders write is on cache lines of their own.
   alignas(64) DeviceCounters sequence_;  // in sum: what was sent
   std::atomic<std::uint64_t> dropped_{0}, bytes_{0};
-  std::atomic<int> senders_{0};
-  alignas(64) std::atomic<std::uint64_t> delivered_{0}, high_water_{0}, lost_{0};
+  std::atomic<int> senders_{0};  // that are inside send()
+  alignas(64) std::atomic<std::uint64_t> delivered_{0}, lost_{0};
 
-  // Held while entries are taken from the head and while room is given back: by the consumer, and
-  // by senders that drop the oldest. Never while user code runs.
-  mutable std::mutex head_mutex_;
-  // The entry to collect next; before it, entries are taken or dropped. Written under the mutex.
-  std::atomic<std::uint64_t> next_{0};
-
-  // The batch in delivery; the channel's thread only.
-  std::vector<Record> batch_;
-  std::vector<std::unique_ptr<char[]>> copies_;
-  std::size_t copied_bytes_ = 0;  // of them, those that count against the capacity
-  std::vector<std::shared_ptr<SideBlock>> taken_aside_;
-  std::vector<std::shared_ptr<Consumer>> current_;
-  std::uint64_t overflow_taken_ = 0;
-  std::size_t overflow_bytes_ = 0, overflow_bytes_taken_ = 0;
+  // The channel's thread only.
+  Batch batch_;
+  std::vector<std::shared_ptr<Consumer>> current_;  // take part in the delivery; null: removed
   int idle_naps_ = 0;
 
-  mutable std::mutex mutex_;  // of all below
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable work_, room_, done_;
   std::vector<std::shared_ptr<Consumer>> consumers_;
   std::unordered_map<const Source*, std::shared_ptr<const Source>> sources_;
   std::deque<Retired> retired_;
-  std::deque<Overflow> overflow_;
   std::deque<Flush> flushes_;
   std::uint64_t flush_wanted_ = 0, flush_served_ = 0;
   Moment settled_;                // everything before it has been delivered or dropped
-  std::uint64_t overflowed_ = 0;  // records, in all
   std::uint64_t deliveries_ = 0;  // that ended
   bool in_delivery_ = false, running_ = false, closing_ = false, finished_ = false;
   std::thread thread_;
 
   std::atomic<std::thread::id> thread_id_;
-  std::atomic<bool> overflowing_{false};  // records of the thread itself wait in `overflow_`
+  Overflow overflow_;  // the channel's thread only; senders see that it is empty
   // Bytes of the first record that found no memory; 0 before, and 1 once it has been reported.
   std::atomic<std::size_t> no_memory_{0};
   std::atomic<int> starving_{0};  // senders that others may not overtake
+  std::atomic<int> waiting_{0};   // senders that wait for room
   std::atomic<bool> closed_{false};
+  std::atomic<bool> interrupted_{false};  // no sender waits for room
   enum Rest : int { kAwake, kNapping, kAsleep };
   std::atomic<int> rest_{kAwake};
-  std::atomic<int> waiting_{0};
-  std::atomic<bool> interrupted_{false};
 };
 
 }  // namespace callgate

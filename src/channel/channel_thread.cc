@@ -1,24 +1,21 @@
-// What a channel's own thread does: take records, serve flushes, rest. channel_delivery.cc calls
-// the consumers.
+// What a channel's own thread does: take records, call the consumers, serve flushes, rest.
 #include <pthread.h>
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <utility>
 
 #include "channel/channel.h"
-#include "core/thread_end.h"
+#include "core/lifecycle.h"
 
 namespace callgate {
 namespace {
 
-constexpr std::size_t kBatchRecords = 4096;
 constexpr auto kNap = std::chrono::milliseconds(5);
 constexpr int kNapsBeforeSleep = 20;
 
-// Does what the thread can't go on without, as soon as there is memory for it. What the step does
-// before it finds none does no harm when it is done again.
+// Repeats a step that the thread can't go on without until there is memory for it. A step that
+// fails halfway is taken from its beginning again.
 template <typename Step>
 auto insist(Step&& step) {
   for (;;) {
@@ -29,6 +26,16 @@ auto insist(Step&& step) {
     }
   }
 }
+
+// Stands for the channel itself in reports of failures that no consumer caused.
+class Itself final : public Consumer {
+ public:
+  void consume(std::span<const Record> /*records*/) override {}
+  std::string description() const override { return "the sending"; }
+};
+
+// The batch that this thread delivers, while its large payloads may be lent.
+thread_local const Batch* t_lender = nullptr;
 
 }  // namespace
 
@@ -45,7 +52,7 @@ void Channel::run() {
     {
       std::lock_guard lock(mutex_);
       // Senders are gone when closing_ is set, so everything reserved has been published.
-      if (closing_ && next() == ring_.tail() && overflow_.empty()) break;
+      if (closing_ && store_.all_collected() && !overflow_.some()) break;
     }
     rest();
   }
@@ -54,173 +61,125 @@ void Channel::run() {
   end_thread();
 }
 
-void Channel::begin_delivery() {
+// Delivers a batch of what waits in a store, and frees its places. The caller ends the delivery.
+Store::Collected Channel::deliver_from(Store& store) {
   insist([&] {
     std::lock_guard lock(mutex_);
     in_delivery_ = true;
     current_ = consumers_;
   });
+  Store::Collected collected = store.collect(batch_);
+  if (collected.dropped != 0) {
+    dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
+    note_no_memory(collected.no_memory);
+  }
+  if (&store == &store_ && overflow_.some()) overflow_.collect(batch_, collected.position);
+  const std::size_t count = batch_.records().size();
+  if (count != 0) deliver();
+  for (const Record& record : batch_.records()) record.let_go();
+  store.settle(batch_, collected.position, overflow_.bytes() + batch_.bytes_besides());
+  batch_.clear();
+  // Release: the consumers' work is seen by who reads the counts; see stats().
+  delivered_.fetch_add(count, std::memory_order_release);
+  current_.clear();
+  collected.some = collected.some || count != 0;
+  return collected;
 }
 
 bool Channel::deliver_some() {
-  // Relaxed: others move it only for kDropOld, where a late value costs one more round.
-  std::uint64_t before = next_.load(std::memory_order_relaxed);
-  begin_delivery();
-  std::uint64_t position = collect();
-  if (overflows()) collect_overflow(position);
-  bool some = !batch_.empty() || position != before;
-  if (!batch_.empty()) deliver();
-  settle(position);
-  return some;
-}
-
-// Takes what is there into the batch; returns the position after it.
-std::uint64_t Channel::collect() {
-  bool copies = options_.on_full == OnFull::kDropOld;
-  // A batch that is copied takes memory besides the ring's, so it is smaller.
-  std::size_t limit = ring_.capacity() / (copies ? 16 : 4);
-  std::lock_guard lock(head_mutex_);
-  if (copies) note_high_water();
-  std::uint64_t first = next_.load(std::memory_order_relaxed);  // the mutex orders it
-  std::uint64_t next = first;
-  while (batch_.size() < kBatchRecords && has_place()) {
-    Entry* entry = ring_.at(next);
-    if (entry == nullptr) break;
-    std::uint64_t after = Ring::after(*entry);
-    if (after - first > limit && !batch_.empty()) break;
-    if (entry->kind != Entry::Kind::kFiller) take(*entry);
-    next = after;
-  }
-  // The oldest can only be dropped by others when we do not hold on to them.
-  if (copies) ring_.release(next);
-  next_.store(next, std::memory_order_relaxed);  // as above
-  return next;
-}
-
-// Whether the batch takes one more record. Without memory what is in it goes first.
-bool Channel::has_place() noexcept {
-  auto grown = [](auto& places) {
-    if (places.size() == places.capacity()) places.reserve(2 * places.capacity());
-  };
-  try {
-    grown(batch_);
-    grown(copies_);
-    grown(taken_aside_);
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-}
-
-// There is a place for it.
-void Channel::take(Entry& entry) {
-  batch_.push_back(entry.record);
-  Record& record = batch_.back();
-  std::size_t bytes = record.source->payload_bytes;
-  if (entry.kind == Entry::Kind::kAside) {
-    try {
-      taken_aside_.push_back(
-          std::make_shared<SideBlock>(aside_, const_cast<char*>(record.payload), bytes));
-    } catch (const std::bad_alloc&) {
-      give_back_aside(record);
-      return drop_newest();
-    }
-  } else if (options_.on_full == OnFull::kDropOld) {
-    // Counted as the ring's memory is that it leaves.
-    try {
-      copies_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
-    } catch (const std::bad_alloc&) {
-      return drop_newest();
-    }
-    std::size_t written = record.source->kept ? record.source->written_bytes : bytes;
-    std::memcpy(copies_.back().get(), record.payload, written);
-    record.payload = copies_.back().get();
-    aside_->hold(bytes);
-    copied_bytes_ += bytes;
-  }
-}
-
-// Of the batch, for which there is no memory. The head's mutex is held.
-void Channel::drop_newest() noexcept {
-  const Record record = batch_.back();
-  batch_.pop_back();
-  record.let_go();
-  dropped_.fetch_add(1, std::memory_order_release);  // see stats()
-  std::size_t none = 0;
-  no_memory_.compare_exchange_strong(none, std::max<std::size_t>(record.source->payload_bytes, 2),
-                                     std::memory_order_relaxed);  // see report_no_memory()
-}
-
-// What this thread sent while the ring was full, as far as it is its turn.
-void Channel::collect_overflow(std::uint64_t position) {
-  std::lock_guard lock(mutex_);
-  while (!overflow_.empty() && overflow_.front().position <= position && has_place()) {
-    batch_.push_back(overflow_.front().record);
-    copies_.push_back(std::move(overflow_.front().payload));
-    overflow_bytes_taken_ += batch_.back().source->payload_bytes;
-    overflow_.pop_front();
-    ++overflow_taken_;
-  }
-  // Relaxed: this thread's own. From here on it sends to the ring again, where nothing of what it
-  // sent before is left.
-  if (overflow_.empty()) overflowing_.store(false, std::memory_order_relaxed);
-}
-
-void Channel::deliver_inherited() {
-  if (inherited_ == nullptr) return;
-  Channel& other = *inherited_;
-  begin_delivery();
-  std::uint64_t next = other.next_.load(std::memory_order_relaxed);  // nobody else moves it
-  while (Entry* entry = other.ring_.at(next)) {
-    next = Ring::after(*entry);
-    if (entry->kind != Entry::Kind::kFiller) insist([&] { batch_.push_back(entry->record); });
-  }
-  if (!batch_.empty()) deliver();
-  for (const Record& record : batch_) record.let_go();
-  // Release: as in settle().
-  delivered_.fetch_add(batch_.size(), std::memory_order_release);
-  batch_.clear();
-  current_.clear();
-  std::shared_ptr<Channel> done;  // ends without the mutex, and gives its memory back then
-  std::lock_guard lock(mutex_);
-  end_delivery();
-  done.swap(inherited_);
-}
-
-// Everything before `position`, and what was taken besides, is done with.
-void Channel::settle(std::uint64_t position) {
-  for (const Record& record : batch_) record.let_go();
-  give_room(position);
-  copies_.clear();
-  // Release: the consumers' work is seen by who reads the counts; see stats().
-  delivered_.fetch_add(batch_.size(), std::memory_order_release);
-  batch_.clear();
-  current_.clear();
-  for (std::shared_ptr<const Source> gone;; gone.reset()) {  // ends without the mutex
+  const Store::Collected collected = deliver_from(store_);
+  for (std::shared_ptr<const Source> gone;; gone.reset()) {  // destroyed without the mutex
     std::lock_guard lock(mutex_);
-    settled_ = {position, overflow_taken_};
-    if (retired_.empty() || !settled_.covers(retired_.front().moment)) return end_delivery();
+    settled_ = {collected.position, overflow_.taken()};
+    if (retired_.empty() || !settled_.covers(retired_.front().moment)) {
+      end_delivery();
+      return collected.some;
+    }
     gone = std::move(retired_.front().source);
     retired_.pop_front();
   }
 }
 
-void Channel::give_room(std::uint64_t position) {
-  {
-    std::lock_guard lock(head_mutex_);
-    note_high_water();
-    if (options_.on_full != OnFull::kDropOld) ring_.release(position);
-    for (auto& block : taken_aside_) {
-      if (block.use_count() == 1) {
-        aside_->give_back(std::exchange(block->data, nullptr), block->bytes);
-      } else {
-        aside_->let_go(block->bytes);  // lent: the consumer's memory now
-      }
-    }
-    if (copied_bytes_ != 0) aside_->let_go(std::exchange(copied_bytes_, 0));
-    overflow_bytes_ -= std::exchange(overflow_bytes_taken_, 0);
+void Channel::deliver_inherited() {
+  for (bool some = inherited_ != nullptr; some;) {
+    some = deliver_from(inherited_->store_).some;
+    std::lock_guard lock(mutex_);
+    end_delivery();
   }
-  taken_aside_.clear();
+  inherited_.reset();
+}
+
+void Channel::deliver() noexcept {
+  bool shared = std::ranges::any_of(
+      batch_.records(), [](const Record& record) { return record.source->consumer != nullptr; });
+  for (std::size_t i = 0; i < current_.size(); ++i) {
+    std::shared_ptr<Consumer> consumer = current_[i];  // held: remove() may take it out meanwhile
+    if (consumer != nullptr)
+      hand_over(*consumer, batch_.records(), /*last=*/!shared && i + 1 == current_.size());
+  }
+  auto consumer_of = [](const Record& record) { return record.source->consumer.get(); };
+  each_run(batch_.records(), consumer_of, [&](std::span<const Record> run) {
+    if (Consumer* consumer = consumer_of(run.front())) hand_over(*consumer, run, /*last=*/true);
+  });
+}
+
+void Channel::hand_over(Consumer& consumer, std::span<const Record> records, bool last) noexcept {
+  t_lender = last ? &batch_ : nullptr;
+  const std::uint64_t lost = consumer.lost();
+  tell(consumer, [&] {
+    if (consumer.takes_device_arrays()) return consumer.consume(records);
+    hand_over_host_arrays(consumer, records);
+  });
+  t_lender = nullptr;
+  lost_.fetch_add(consumer.lost() - lost, std::memory_order_relaxed);  // this thread's; a gauge
+}
+
+// To a consumer that can't read a device: without the records of sources that are for those who
+// can. Throws Error when there were any, after the others.
+void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> records) {
+  const Source* refused = nullptr;
+  auto on_device = [](const Record& record) { return record.source->on_device; };
+  each_run(records, on_device, [&](std::span<const Record> run) {
+    if (!on_device(run.front())) return consumer.consume(run);
+    if (refused == nullptr) refused = run.front().source;
+  });
+  if (refused == nullptr) return;
+  throw Error(ErrorCode::kInvalidArgument, "channel '" + options_.name + "'",
+              "consumers in Python, called for each record, of tap '" + refused->name +
+                  "', which has on_device=True",
+              consumer.description());
+}
+
+std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
+  return t_lender == nullptr ? nullptr : t_lender->lend(record);
+}
+
+// Reports what the action throws; the channel and its other consumers go on.
+template <typename Action>
+void Channel::tell(Consumer& consumer, Action&& action) noexcept {
+  auto report = [&](const char* what) {
+    try {
+      on_error_(*this, consumer, what);
+    } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
+    }
+  };
+  try {
+    action();
+  } catch (const std::exception& error) {
+    report(error.what());
+  } catch (...) {
+    report("an unknown C++ exception");
+  }
+}
+
+// Calls `what` of each consumer in `current_`, which is empty then.
+void Channel::tell_current(void (Consumer::*what)()) noexcept {
+  std::shared_ptr<Consumer> consumer;  // held: remove() may take it out meanwhile
+  for (const auto& each : current_) {
+    consumer = each;
+    if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
+  }
+  current_.clear();
 }
 
 // Wakes who waits for the end of a delivery, or for room. The mutex is held.
@@ -233,7 +192,7 @@ void Channel::end_delivery() {
   if (waiting_.load(std::memory_order_relaxed) != 0) room_.notify_all();
 }
 
-// The channel's, and those of sources. The mutex is held.
+// The channel's consumers, then those of its sources, each once. The mutex is held.
 std::vector<std::shared_ptr<Consumer>> Channel::all_consumers() const {
   std::vector<std::shared_ptr<Consumer>> all;
   for (const auto& [key, source] : sources_) {
@@ -266,8 +225,8 @@ void Channel::serve_flushes() {
   end_delivery();
 }
 
-// Until there may be something to do. Short naps first, from which senders need not wake us: a
-// wake-up costs them microseconds. Then sleep, from which they do.
+// Waits until there may be something to do. Short naps first, from which senders need not wake us:
+// a wake-up costs them microseconds. Then sleep, from which they do.
 void Channel::rest() {
   std::unique_lock lock(mutex_);
   if (closing_ || no_memory_.load(std::memory_order_relaxed) > 1) return;  // see report_no_memory()
@@ -279,10 +238,11 @@ void Channel::rest() {
     return;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
-  // Sequentially consistent: before we look once more; see wake_consumer().
+  // Sequentially consistent: before we look once more; see wake_thread().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
-  if (ring_.at(next()) == nullptr && overflow_.empty()) {
-    // There is room again. Now, not after the rest: senders may never leave us one to its end.
+  if (!store_.has_waiting() && !overflow_.some()) {
+    // Everything has been taken, so senders may wait for room again. Said before the rest, not
+    // after it: they may cut each rest short.
     interrupted_.store(false, std::memory_order_relaxed);
     if (sleep) {
       work_.wait(lock);
@@ -291,7 +251,7 @@ void Channel::rest() {
     }
   }
   rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
-  if (ring_.at(next()) != nullptr) idle_naps_ = 0;
+  if (store_.has_waiting()) idle_naps_ = 0;
 }
 
 void Channel::finish() {
@@ -317,14 +277,19 @@ void Channel::finish() {
   }
 }
 
-// While all that leaves does so by this thread's hand, or under the head's mutex, which is held.
-void Channel::note_high_water() noexcept {
-  std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
-  now += aside_->in_use() + overflow_bytes_;
-  // Relaxed: written under the mutex alone.
-  if (now > high_water_.load(std::memory_order_relaxed)) {
-    high_water_.store(now, std::memory_order_relaxed);
-  }
+// Reports, once in the channel's life, that a record was dropped for want of memory.
+void Channel::report_no_memory() noexcept {
+  // Relaxed: see note_no_memory().
+  std::size_t bytes = no_memory_.load(std::memory_order_relaxed);
+  if (bytes <= 1) return;
+  no_memory_.store(1, std::memory_order_relaxed);
+  Itself itself;
+  tell(itself, [&] {
+    throw Error(ErrorCode::kInternal, "channel '" + options_.name + "'",
+                "memory for a record of " + std::to_string(bytes) + " bytes",
+                "none from the system: it is dropped, as all will be that find none; stats() "
+                "counts them");
+  });
 }
 
 }  // namespace callgate

@@ -40,7 +40,7 @@ class Consumer {
   // say. Any thread.
   std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }  // a gauge
   void lose(std::uint64_t count) noexcept {
-    lost_.fetch_add(count, std::memory_order_relaxed);  // as above
+    lost_.fetch_add(count, std::memory_order_relaxed);  // a gauge
   }
 
  private:

@@ -3,16 +3,15 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <memory>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -101,9 +100,16 @@ std::string lock_holders(int fd) {
   return found.empty() ? "another process" : found;
 }
 
+bool lock_alone(int fd, const std::string& what) {
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0) return true;
+  if (errno != EWOULDBLOCK) return false;
+  throw Error(ErrorCode::kAlreadyExists,
+              what + ": another writer has it open: " + lock_holders(fd));
+}
+
 FileLock::FileLock(int fd, std::string what) : fd_(fd), what_(std::move(what)) {}
 
-void FileLock::begin_turn() {
+void FileLock::lock() {
   check_process();
   const auto end = std::chrono::steady_clock::now() + kLongTurn;
   for (std::chrono::microseconds pause(20);; pause = std::min(2 * pause, kLongPause)) {
@@ -117,7 +123,7 @@ void FileLock::begin_turn() {
   }
 }
 
-void FileLock::end_turn() noexcept {
+void FileLock::unlock() noexcept {
   if (getpid() == process_) lock_byte(fd_, kTurn, F_UNLCK);
 }
 

@@ -30,9 +30,10 @@ class FileLock {
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;
 
-  // Waits for the turn; throws Error naming who has it when that takes many seconds.
-  void begin_turn();
-  void end_turn() noexcept;
+  // A turn, for std::lock_guard. Waits for it; throws Error naming who has it when that takes many
+  // seconds.
+  void lock();
+  void unlock() noexcept;
 
   // In a turn. Throws Error that names the other process where one has the place.
   void take_place(Place place);
@@ -51,17 +52,9 @@ class FileLock {
   bool has_place_ = false;
 };
 
-// Held for the time of a block.
-class Turn {
- public:
-  explicit Turn(FileLock& lock) : lock_(lock) { lock_.begin_turn(); }
-  ~Turn() { lock_.end_turn(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  FileLock& lock_;
-};
+// Takes the whole file for one writer, which unlocks it by flock(fd, LOCK_UN). False, with errno,
+// where the system has no such locks; throws Error that names the other writer where there is one.
+bool lock_alone(int fd, const std::string& what);
 
 // Who has the file locked, for messages: "process 1234 ('train.py')", or "another process" where
 // the system does not tell.

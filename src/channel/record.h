@@ -5,9 +5,10 @@
 // its `Source`, which lives at least as long as any record that points to it.
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "channel/first_error.h"
 #include "core/array_view.h"
 #include "core/call.h"
 #include "core/lanes.h"
@@ -35,6 +37,11 @@ enum class Role : std::uint8_t { kPrimal = 0, kTangent = 1, kCotangent = 2 };
 enum RecordFlags : std::uint32_t {
   kRepeated = 1,  // the tap ran before in this execution: the second pass of jax.checkpoint
 };
+
+// The wall clock, since the Unix epoch.
+inline std::int64_t wall_time_ns() noexcept {
+  return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // From this bit on flags hold the shard's number plus one; 0 for a record of whole arrays.
 inline constexpr int kShardBit = 8;
@@ -135,6 +142,18 @@ struct Record {
   }
 };
 
+// Calls visit(run) for each run of records that have the same key(record).
+template <typename Key, typename Visit>
+void each_run(std::span<const Record> records, Key&& key, Visit&& visit) {
+  while (!records.empty()) {
+    const auto first = key(records.front());
+    auto other = std::ranges::find_if(records, [&](const auto& its) { return its != first; }, key);
+    auto count = static_cast<std::size_t>(other - records.begin());
+    visit(records.first(count));
+    records = records.subspan(count);
+  }
+}
+
 // The leaves of a record as views into its payload, control leaves included.
 class RecordViews {
  public:
@@ -152,17 +171,15 @@ class RecordViews {
   void each_lane(const Record& record, Visit&& visit) {
     const Source& source = *record.source;
     failed_ = 0;
-    std::exception_ptr first;
+    FirstError errors;
     each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
-      try {
+      const bool visited = errors.survives([&] {
         for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
         visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
-      } catch (...) {
-        ++failed_;
-        if (first == nullptr) first = std::current_exception();
-      }
+      });
+      if (!visited) ++failed_;
     });
-    if (first != nullptr) std::rethrow_exception(first);
+    errors.rethrow();
   }
 
   // How many lanes the last each_lane() left out so.

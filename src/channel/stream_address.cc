@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -13,6 +12,7 @@
 #include <charconv>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "core/error.h"
 
@@ -31,28 +31,58 @@ constexpr std::string_view kUnix = "unix:", kTcp = "tcp://";
   fail(address, step, std::strerror(errno));
 }
 
-void set_flags(int fd, bool nonblocking) {
-  fcntl(fd, F_SETFD, FD_CLOEXEC);
-  if (nonblocking) fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-}
+// What a socket is bound or connected to.
+struct SocketName {
+  sockaddr_storage storage{};
+  socklen_t size = 0;
 
-sockaddr_un unix_name(const StreamAddress& address) {
+  SocketName(const void* name, std::size_t bytes) : size(static_cast<socklen_t>(bytes)) {
+    std::memcpy(&storage, name, bytes);
+  }
+  const sockaddr* get() const noexcept { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+SocketName unix_name(const StreamAddress& address) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
   if (address.path.size() >= sizeof(name.sun_path))
     fail(address, "its path", "longer than a socket's may be");
   std::memcpy(name.sun_path, address.path.data(), address.path.size());
-  return name;
+  return {&name, sizeof(name)};
 }
 
-// Without a connection `reason` is the errno of the attempt.
-UniqueFd connect_unix(const StreamAddress& address, int& reason) {
-  sockaddr_un name = unix_name(address);
-  UniqueFd fd(socket(AF_UNIX, SOCK_STREAM, 0));
-  if (!fd) fail(address, "making a socket");
-  set_flags(fd.get(), /*nonblocking=*/false);
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)) == 0) return fd;
-  reason = errno;
+// At least one; of a host there may be several.
+std::vector<SocketName> names_of(const StreamAddress& address) {
+  if (address.transport == StreamTransport::kUnix) return {unix_name(address)};
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  int error =
+      getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
+  if (error != 0) fail(address, "looking up its host", gai_strerror(error));
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
+  std::vector<SocketName> names;
+  for (; found != nullptr; found = found->ai_next)
+    names.emplace_back(found->ai_addr, found->ai_addrlen);
+  return names;
+}
+
+UniqueFd new_socket(const StreamAddress& address, const SocketName& name) {
+  UniqueFd fd(socket(name.storage.ss_family, SOCK_STREAM, 0));
+  if (!fd && errno != EAFNOSUPPORT) fail(address, "making a socket");
+  if (fd) fcntl(fd.get(), F_SETFD, FD_CLOEXEC);
+  return fd;
+}
+
+// Without a connection `reason` is the errno of the last attempt.
+UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
+  for (const SocketName& name : names_of(address)) {
+    UniqueFd fd = new_socket(address, name);
+    if (fd && connect(fd.get(), name.get(), name.size) == 0) return fd;
+    reason = errno;
+    if (reason == EINTR) break;
+  }
   return UniqueFd();
 }
 
@@ -62,33 +92,8 @@ void clear_unix_path(const StreamAddress& address) {
   if (lstat(address.path.c_str(), &status) != 0) return;
   if (!S_ISSOCK(status.st_mode)) fail(address, "listening", "a file of another kind is there");
   int reason = 0;
-  if (connect_unix(address, reason)) fail(address, "listening", "another process listens there");
+  if (try_to_connect(address, reason)) fail(address, "listening", "another process listens there");
   if (reason == ECONNREFUSED) unlink(address.path.c_str());
-}
-
-UniqueFd listen_unix(const StreamAddress& address) {
-  sockaddr_un name = unix_name(address);
-  clear_unix_path(address);
-  UniqueFd fd(socket(AF_UNIX, SOCK_STREAM, 0));
-  if (!fd) fail(address, "making a socket");
-  set_flags(fd.get(), /*nonblocking=*/true);
-  if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&name), sizeof(name)) != 0 ||
-      chmod(address.path.c_str(), 0600) != 0 || listen(fd.get(), SOMAXCONN) != 0)
-    fail(address, "listening");
-  return fd;
-}
-
-using Found = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
-
-Found look_up(const StreamAddress& address) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  int error =
-      getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
-  if (error != 0) fail(address, "looking up its host", gai_strerror(error));
-  return {found, &freeaddrinfo};
 }
 
 std::uint16_t port_of(int fd) {
@@ -97,32 +102,6 @@ std::uint16_t port_of(int fd) {
   getsockname(fd, reinterpret_cast<sockaddr*>(&name), &size);
   if (name.ss_family == AF_INET6) return ntohs(reinterpret_cast<sockaddr_in6*>(&name)->sin6_port);
   return ntohs(reinterpret_cast<sockaddr_in*>(&name)->sin_port);
-}
-
-UniqueFd listen_tcp(StreamAddress& address) {
-  Found found = look_up(address);
-  UniqueFd fd(socket(found->ai_family, SOCK_STREAM, 0));
-  if (!fd) fail(address, "making a socket");
-  set_flags(fd.get(), /*nonblocking=*/true);
-  int on = 1;  // the port of a process that has just ended may be used again
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (bind(fd.get(), found->ai_addr, found->ai_addrlen) != 0 || listen(fd.get(), SOMAXCONN) != 0)
-    fail(address, "listening");
-  address.port = port_of(fd.get());
-  return fd;
-}
-
-UniqueFd connect_tcp(const StreamAddress& address, int& reason) {
-  Found found = look_up(address);
-  for (const addrinfo* one = found.get(); one != nullptr; one = one->ai_next) {
-    UniqueFd fd(socket(one->ai_family, SOCK_STREAM, 0));
-    if (!fd) continue;
-    set_flags(fd.get(), /*nonblocking=*/false);
-    if (connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0) return fd;
-    reason = errno;
-    if (reason == EINTR) break;
-  }
-  return UniqueFd();
 }
 
 }  // namespace
@@ -160,14 +139,34 @@ StreamAddress parse_stream_address(std::string_view text) {
   return address;
 }
 
+void make_nonblocking(int fd) {
+  fcntl(fd, F_SETFD, FD_CLOEXEC);
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+#ifdef SO_NOSIGPIPE
+  int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof(on));
+#endif
+}
+
 UniqueFd listen_stream(StreamAddress& address) {
-  return address.transport == StreamTransport::kUnix ? listen_unix(address) : listen_tcp(address);
+  const bool is_unix = address.transport == StreamTransport::kUnix;
+  const SocketName name = names_of(address).front();
+  if (is_unix) clear_unix_path(address);
+  UniqueFd fd = new_socket(address, name);
+  if (!fd) fail(address, "making a socket");
+  make_nonblocking(fd.get());
+  int on = 1;  // the port of a process that has just ended may be used again
+  if (!is_unix) setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (bind(fd.get(), name.get(), name.size) != 0 ||
+      (is_unix && chmod(address.path.c_str(), 0600) != 0) || listen(fd.get(), SOMAXCONN) != 0)
+    fail(address, "listening");
+  if (!is_unix) address.port = port_of(fd.get());
+  return fd;
 }
 
 UniqueFd connect_stream(const StreamAddress& address) {
   int reason = 0;
-  UniqueFd fd = address.transport == StreamTransport::kUnix ? connect_unix(address, reason)
-                                                            : connect_tcp(address, reason);
+  UniqueFd fd = try_to_connect(address, reason);
   if (!fd && reason != EINTR) fail(address, "connecting", std::strerror(reason));
   return fd;
 }

@@ -33,4 +33,7 @@ UniqueFd listen_stream(StreamAddress& address);
 // A blocking connection. Without one where a signal ended the wait.
 UniqueFd connect_stream(const StreamAddress& address);
 
+// Also closed by exec, and never a reason for SIGPIPE.
+void make_nonblocking(int fd);
+
 }  // namespace callgate

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cstring>
 #include <string_view>
 
@@ -17,11 +16,10 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the format is written as it lies");
 
-template <typename T>
-void put(std::string& out, T value) {
-  char bytes[sizeof(T)];
-  std::memcpy(bytes, &value, sizeof(T));
-  out.append(bytes, sizeof(T));
+// Appends numbers, each with the bytes of its type.
+template <typename... T>
+void put(std::string& out, T... values) {
+  (out.append(reinterpret_cast<const char*>(&values), sizeof(T)), ...);
 }
 
 void put_text(std::string& out, std::string_view text) {
@@ -30,12 +28,6 @@ void put_text(std::string& out, std::string_view text) {
 }
 
 std::uint32_t size32(std::size_t size) { return static_cast<std::uint32_t>(size); }
-
-std::int64_t wall_time_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::system_clock::now().time_since_epoch())
-      .count();
-}
 
 // Appends a header whose checksums seal() fills in; returns where the frame begins.
 std::size_t begin_frame(std::string& out, char kind) {
@@ -63,12 +55,8 @@ void seal(std::string& out, std::size_t start) {
 
 void put_leaf(std::string& out, const LeafType& leaf) {
   std::string_view dtype = name(leaf.dtype);
-  put(out, static_cast<std::uint32_t>(leaf.dtype));
-  put(out, static_cast<std::uint32_t>(bits(leaf.dtype)));
-  put(out, size32(leaf.dims.size()));
-  put(out, size32(dtype.size()));
-  put(out, size32(leaf.path.size()));
-  put(out, std::uint32_t{0});
+  put(out, static_cast<std::uint32_t>(leaf.dtype), static_cast<std::uint32_t>(bits(leaf.dtype)),
+      size32(leaf.dims.size()), size32(dtype.size()), size32(leaf.path.size()), std::uint32_t{0});
   for (std::int64_t dim : leaf.dims) put(out, dim);
   put_text(out, dtype);
   put_text(out, leaf.path);
@@ -88,32 +76,15 @@ void put_source(std::string& out, const Source& source, std::uint32_t number) {
   check_lanes(source);
   std::size_t start = begin_frame(out, 'D');
   std::string lanes = source.lanes.text();
-  put(out, number);
-  put(out, static_cast<std::uint8_t>(source.role));
-  put(out, static_cast<std::uint8_t>(source.has_where));
-  put(out, std::uint16_t{0});
-  put(out, source.id);
-  put(out, size32(source.name.size()));
-  put(out, size32(source.description.size()));
-  put(out, size32(lanes.size()));
-  put(out, size32(source.leaves.size()));
-  put(out, size32(source.value_leaves));
-  put(out, std::uint32_t{0});
+  put(out, number, static_cast<std::uint8_t>(source.role),
+      static_cast<std::uint8_t>(source.has_where), std::uint16_t{0}, source.id);
+  put(out, size32(source.name.size()), size32(source.description.size()), size32(lanes.size()),
+      size32(source.leaves.size()), size32(source.value_leaves), std::uint32_t{0});
   put_text(out, source.name);
   put_text(out, source.description);
   put_text(out, lanes);
   for (const LeafType& leaf : source.leaves) put_leaf(out, leaf);
   seal(out, start);
-}
-
-void put_record_fields(std::string& out, const Record& record, std::uint32_t number) {
-  put(out, number);
-  put(out, record.flags);
-  put(out, record.seq);
-  put(out, record.time_ns);
-  put(out, record.run);
-  put(out, record.device);
-  put(out, std::uint32_t{0});
 }
 
 }  // namespace
@@ -132,11 +103,8 @@ void StreamEncoder::start(StreamBatch& batch) {
   preamble_.clear();
   records_ = 0;
   std::size_t start = begin_frame(preamble_, 'S');
-  put(preamble_, stream::kVersion);
-  put(preamble_, static_cast<std::uint32_t>(getpid()));
-  put(preamble_, wall_time_ns());
-  put(preamble_, process_index_);
-  put(preamble_, std::uint32_t{0});
+  put(preamble_, stream::kVersion, static_cast<std::uint32_t>(getpid()), wall_time_ns(),
+      process_index_, std::uint32_t{0});
   seal(preamble_, start);
   batch.bytes.append(preamble_);
 }
@@ -174,7 +142,8 @@ void StreamEncoder::append(const Record& record, std::uint32_t number, StreamBat
   const Source& source = *record.source;
   std::string& out = batch.bytes;
   std::size_t start = begin_frame(out, 'R');
-  put_record_fields(out, record, number);
+  put(out, number, record.flags, record.seq, record.time_ns, record.run, record.device,
+      std::uint32_t{0});
   std::size_t sealed = start + stream::kHeaderBytes;  // what the checksum has taken in
   std::uint64_t outside = 0;
   std::uint32_t crc = 0;
@@ -199,16 +168,14 @@ void StreamEncoder::append(const Record& record, std::uint32_t number, StreamBat
 
 void StreamEncoder::finish(StreamBatch& batch) {
   std::size_t start = begin_frame(batch.bytes, 'E');
-  put(batch.bytes, records_);
-  put(batch.bytes, wall_time_ns());
+  put(batch.bytes, records_, wall_time_ns());
   seal(batch.bytes, start);
 }
 
 std::string refusal_frame(std::string_view reason) {
   std::string out;
   std::size_t start = begin_frame(out, 'X');
-  put(out, size32(reason.size()));
-  put(out, std::uint32_t{0});
+  put(out, size32(reason.size()), std::uint32_t{0});
   put_text(out, reason);
   seal(out, start);
   return out;

@@ -12,6 +12,7 @@
 
 #include "callgate/stream.h"
 #include "channel/file_lock.h"
+#include "channel/first_error.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -55,21 +56,14 @@ StreamFile::StreamFile(std::string path)
     : path_(std::move(path)), fd_(open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
   struct stat status{};
   if (!fd_ || fstat(fd_.get(), &status) != 0) fail("opening");
-  bool is_regular = S_ISREG(status.st_mode);  // a device or a named pipe is only written to
-  if (is_regular) {
-    if (flock(fd_.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) fail("locking");
-      throw Error(
-          ErrorCode::kAlreadyExists,
-          "stream file '" + path_ + "': another writer has it open: " + lock_holders(fd_.get()));
-    }
-    if (!may_be_stream(fd_.get())) {
-      throw Error(ErrorCode::kInvalidArgument, "stream file '" + path_ + "'",
-                  "a new file or a stream to append to", "a file of another kind");
-    }
-    size_ = whole_bytes(path_);
-    cut();
+  if (!S_ISREG(status.st_mode)) return;  // a device or a named pipe is only written to
+  if (!lock_alone(fd_.get(), "stream file '" + path_ + "'")) fail("locking");
+  if (!may_be_stream(fd_.get())) {
+    throw Error(ErrorCode::kInvalidArgument, "stream file '" + path_ + "'",
+                "a new file or a stream to append to", "a file of another kind");
   }
+  size_ = whole_bytes(path_);
+  cut();
 }
 
 void StreamFile::cut() {
@@ -120,10 +114,7 @@ void StreamFile::keep_whole_frames(std::uint64_t written, std::uint64_t& records
     whole += length;
   }
   if (records != 0) size_ = whole;
-  try {
-    cut();
-  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): torn_ stays, the next write cuts
-  }
+  FirstError().survives([&] { cut(); });  // else torn_ stays, and the next write cuts
 }
 
 void StreamFile::close() noexcept {

@@ -14,8 +14,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <functional>
-#include <iterator>
 #include <new>
 #include <string>
 #include <utility>
@@ -26,17 +24,8 @@ namespace callgate {
 namespace {
 
 #ifndef MSG_NOSIGNAL
-#define MSG_NOSIGNAL 0  // macOS: SO_NOSIGPIPE, below
+#define MSG_NOSIGNAL 0  // macOS: SO_NOSIGPIPE, by make_nonblocking()
 #endif
-
-void make_nonblocking(int fd) {
-  fcntl(fd, F_SETFD, FD_CLOEXEC);
-  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-#ifdef SO_NOSIGPIPE
-  int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof(on));
-#endif
-}
 
 constexpr int kAcceptsAtOnce = 64;  // before the readers that there are get their turn
 constexpr auto kRest = std::chrono::milliseconds(100);  // when nobody can be accepted
@@ -125,7 +114,8 @@ bool StreamServer::serve_once() noexcept try {
   std::optional<Clock::time_point> deadline = take_pending();
   for (const auto& reader : readers_) pump(*reader);
   drop_gone();
-  if (deadline && (all_sent() || Clock::now() >= *deadline)) return false;
+  auto sent = [](const auto& reader) { return reader->sending.empty(); };
+  if (deadline && (std::ranges::all_of(readers_, sent) || Clock::now() >= *deadline)) return false;
   wait(deadline.has_value());
   return true;
 } catch (const std::bad_alloc&) {
@@ -144,19 +134,13 @@ std::optional<StreamServer::Clock::time_point> StreamServer::take_pending() {
   return closing_ ? std::optional(deadline_) : std::nullopt;
 }
 
-bool StreamServer::all_sent() const {
-  return std::ranges::all_of(readers_, [](const auto& reader) { return reader->sending.empty(); });
-}
-
 void StreamServer::drop_gone() {
   auto is_gone = [](const auto& reader) { return reader->gone; };
   if (std::ranges::none_of(readers_, is_gone)) return;
-  std::vector<std::unique_ptr<Reader>> gone;  // closed without the mutex
-  gone.reserve(readers_.size());              // none is moved out that finds no place
+  for (const auto& reader : readers_)  // without the mutex
+    if (reader->gone) reader->fd = UniqueFd();
   std::lock_guard lock(mutex_);
-  auto first = std::stable_partition(readers_.begin(), readers_.end(), std::not_fn(is_gone));
-  std::move(first, readers_.end(), std::back_inserter(gone));
-  readers_.erase(first, readers_.end());
+  std::erase_if(readers_, is_gone);
 }
 
 // Until there is something to send, room to send it, a new reader or one that has gone.

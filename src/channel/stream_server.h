@@ -75,7 +75,6 @@ class StreamServer {
   void serve();
   bool serve_once() noexcept;
   std::optional<Clock::time_point> take_pending();
-  bool all_sent() const;
   void drop_gone();
   void wait(bool closing);
   void accept_some();

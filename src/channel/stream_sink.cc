@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "channel/sinks/consume_each.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -42,66 +43,37 @@ void StreamSink::open() {
 }
 
 StreamSink::~StreamSink() {
-  try {
-    close();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to tell
-  }
+  FirstError().survives([&] { close(); });  // nobody is left to tell
 }
 
 void StreamSink::consume(std::span<const Record> records) {
   if (!process_.here()) return;  // the file and the readers are the parent's
-  try {
-    open();
-  } catch (...) {
-    lose(records.size());
-    throw;
-  }
-  std::exception_ptr first;
-  for (const Record& record : records) {
-    try {
-      add(record);
-    } catch (...) {  // it does not take the others along
-      lose(1);
-      if (first == nullptr) first = std::current_exception();
-      continue;
-    }
-    if (batch_.bytes.size() >= kBatchBytes) try_to_write(first);
-  }
-  try_to_write(first);
-  if (first != nullptr) std::rethrow_exception(first);
+  auto take = [&](const Record& record) {
+    add(record);
+    if (batch_.bytes.size() >= kBatchBytes) failure_.survives([&] { write(); });
+  };
+  auto finish = [&] {
+    failure_.survives([&] { write(); });
+    failure_.rethrow();
+  };
+  consume_each(*this, records, [&] { open(); }, take, finish);
 }
 
 void StreamSink::add(const Record& record) {
   // After a write that failed: readers may have seen nothing of it, descriptions included.
   if (!in_session_) encoder_.start(batch_);
   in_session_ = true;
-  std::exception_ptr refused;
-  if (!record.source->padded.empty()) refused = check_lanes(record);
+  // Readers leave out the lanes whose sizes the array has not; they are lost, and said to be so.
+  FirstError refused;
+  if (!record.source->padded.empty()) {
+    RecordViews views(*record.source);
+    std::uint64_t good = 0;
+    refused.survives([&] { visit_lanes(*this, views, record, [&](auto, auto) { ++good; }); });
+    if (good == 0) refused.rethrow();
+  }
   encoder_.add(record, batch_);
   ++in_batch_;
-  if (refused != nullptr) std::rethrow_exception(refused);
-}
-
-// Readers leave out the lanes whose sizes the array has not; they are lost, and said to be so here.
-std::exception_ptr StreamSink::check_lanes(const Record& record) {
-  RecordViews views(*record.source);
-  std::uint64_t good = 0;
-  try {
-    views.each_lane(record, [&](std::int64_t, auto) { ++good; });
-  } catch (...) {
-    lose(views.failed() - 1);  // consume() counts the last
-    if (good == 0) throw;
-    return std::current_exception();
-  }
-  return nullptr;
-}
-
-void StreamSink::try_to_write(std::exception_ptr& first) noexcept {
-  try {
-    write();
-  } catch (...) {
-    if (first == nullptr) first = std::current_exception();
-  }
+  refused.rethrow();
 }
 
 void StreamSink::write() {

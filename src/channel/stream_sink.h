@@ -7,13 +7,12 @@
 // beyond a call.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <span>
 #include <string>
 
 #include "channel/consumer.h"
+#include "channel/first_error.h"
 #include "channel/stream_encoder.h"
 #include "channel/stream_file.h"
 #include "channel/stream_server.h"
@@ -43,8 +42,6 @@ class StreamSink final : public Consumer {
   void start();
   void write();
   void add(const Record& record);
-  std::exception_ptr check_lanes(const Record& record);
-  void try_to_write(std::exception_ptr& first) noexcept;
 
   std::string destination_;
   StreamServer::Limits limits_;
@@ -53,6 +50,7 @@ class StreamSink final : public Consumer {
   std::optional<StreamFile> file_;  // one of the two
   std::optional<StreamServer> server_;
   std::uint64_t in_batch_ = 0;  // records
+  FirstError failure_;          // to write the records of one consume()
   bool in_session_ = false;
   bool closed_ = false;
   OfProcess process_;

@@ -149,51 +149,52 @@ class TapSite final : public Site {
     if (sender_.source != nullptr) slot_.retire(*sender_.source);
   }
 
-  Outcome run(const Call& call) override {
+  void run(const Call& call) override {
     if (Channel::abandoned()) [[unlikely]]
-      return Outcome::failure(ErrorCode::kAborted, "tap '" + spec_.name + kForked);
-    if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
-    if (holds(call) && is_due(call)) send(call);
+      throw Error::verbatim(ErrorCode::kAborted, "tap '" + spec_.name + kForked);
+    describe(call);
+    if (is_sent(call)) send(call);
     pass_on(call);
-    return Outcome::success();
   }
 
   // What is not due is not copied from the device. A predicate is known with the values.
   std::optional<std::size_t> reads(const Call& call) override {
-    if (!described_.load(std::memory_order_acquire))  // pairs with its release
-      describe(call, /*on_device=*/spec_.on_device);
+    describe(call, /*on_device=*/spec_.on_device);
     if (spec_.where || is_due(call)) return sent();
     return std::nullopt;
   }
 
-  Outcome run_deferred(const Call& call) override {
-    if (!spec_.where || (holds(call) && is_due(call))) send(call);
-    return Outcome::success();
+  void run_deferred(const Call& call) override {
+    if (!spec_.where || is_sent(call)) send(call);
   }
 
   std::size_t reads_replayed(const Call& call) override {
-    if (!described_.load(std::memory_order_acquire)) describe(call);  // pairs with its release
+    describe(call);
     return sent();
   }
 
-  Outcome run_replayed(const Call& call) override {
-    if (holds(call) && is_due(call)) send(call);
-    return Outcome::success();
+  bool run_replayed(const Call& call) override {
+    if (is_sent(call)) send(call);
+    return true;
+  }
+
+  bool drop(const Call& call) noexcept override {
+    slot_.send(Parcel{sender_, {}, call.context, /*handle=*/0, /*lost=*/true});
+    return true;
   }
 
   std::size_t kept_on_device() const noexcept override {
     return spec_.on_device ? spec_.values : 0;
   }
 
-  Outcome run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& memory) override {
-    if (spec_.where && !(holds(call) && is_due(call))) return Outcome::success();
+  void run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& memory) override {
+    if (spec_.where && !is_sent(call)) return;
     KeptArrays::One one{memory, {}};
     for (std::size_t i = 0; i < spec_.values; ++i) one.data.push_back(call.operands[i].data);
     std::span<const ArrayView> control = call.operands.subspan(spec_.values, sent() - spec_.values);
     KeptArrays& kept = *sender_.source->kept;
     std::uint64_t handle = kept.keep(std::move(one));
     if (!slot_.send(Parcel{sender_, control, call.context, handle})) kept.drop(handle);
-    return Outcome::success();
   }
 
   std::size_t copied_to(std::size_t result) const noexcept override {
@@ -219,8 +220,8 @@ class TapSite final : public Site {
     slot_.send(Parcel{sender_, call.operands.first(sent()), call.context});
   }
 
-  bool holds(const Call& call) const noexcept {
-    return !spec_.where || any_true(call.operands[spec_.values]);
+  bool is_sent(const Call& call) noexcept {
+    return (!spec_.where || any_true(call.operands[spec_.values])) && is_due(call);
   }
 
   // Each device counts its own executions, so that all send at the same steps.
@@ -275,8 +276,10 @@ class TapSite final : public Site {
 
   // Shapes are known from the first call on.
   void describe(const Call& call, bool on_device = false) {
+    if (described_.load(std::memory_order_acquire)) return;  // pairs with the release below
     std::lock_guard lock(mutex_);
     if (sender_.source != nullptr) return;
+    check(call);
     auto source = std::make_shared<Source>();
     source->id = next_source_id();
     source->name = spec_.name;
@@ -291,14 +294,11 @@ class TapSite final : public Site {
     source->on_device = spec_.on_device;
     if (on_device) source->kept = std::make_shared<KeptArrays>();
     std::size_t host_bytes = kRecordAlignment;  // the handle's
-    check(call);
     for (std::size_t i = 0; i < sent(); ++i) {
       const ArrayView& view = call.operands[i];
-      LeafType leaf{i < spec_.values ? spec_.paths[i] : "",
-                    view.dtype,
-                    {view.shape().begin(), view.shape().end()},
-                    source->payload_bytes,
-                    view.nbytes()};
+      std::vector<std::int64_t> dims(view.shape().begin(), view.shape().end());
+      LeafType leaf{i < spec_.values ? spec_.paths[i] : "", view.dtype, std::move(dims),
+                    source->payload_bytes, view.nbytes()};
       source->payload_bytes += align_record(leaf.nbytes);
       if (on_device && i >= spec_.values) {
         leaf.offset = host_bytes;
@@ -332,7 +332,7 @@ TapCallee::TapCallee(std::string name, const std::string& channel,
       consumer_(std::move(consumer)) {}
 
 std::shared_ptr<Site> TapCallee::specialise(SiteSpec spec) {
-  return std::make_shared<TapSite>(slot_, consumer_, parse_tap_spec(spec.spec),
+  return std::make_shared<TapSite>(slot_, consumer_, TapSpec::of(spec.held, std::move(spec.spec)),
                                    std::move(spec.lanes));
 }
 

@@ -71,7 +71,7 @@ class TapCallee final : public Callee {
  public:
   TapCallee(std::string name, const std::string& channel, std::shared_ptr<Consumer> consumer);
 
-  // `spec` is the text of `parse_tap_spec`.
+  // What it holds is that of `TapSpec::of`.
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
   bool quiet_at_exit() const noexcept override { return true; }
@@ -87,11 +87,10 @@ class TapCallee final : public Callee {
 // `where`, then others that are not sent. A tap in the flow of data has as results its first
 // `returned` operands and those that are not sent.
 //
-// As text: a line `key=value` for each of name, role, ordered, repeated, every, values, returned,
-// where (0 or 1), on_device (0 or 1; 0 where it is left out) and, in order of the values, path;
-// padded, for each of the sizes, which are the last values: "leaf", or of an array on several
-// devices "leaf:whole extents:starts of each shard", as "0:8,4:0,0;4,0"; an empty line; then the
-// description for Python, as it is.
+// As attributes: a dictionary `tap` of name, role ("primal"), ordered, repeated, every, returned,
+// where, on_device and, in order of the values, `paths`; a dictionary `padded` with one dictionary
+// for each of the sizes, which are the last values: leaf, and of an array on several devices
+// `whole`, its extents, and `starts`, where each shard begins.
 struct TapSpec {
   std::string name;
   Role role = Role::kPrimal;
@@ -105,9 +104,9 @@ struct TapSpec {
   std::vector<std::string> paths;
   std::vector<Padded> padded;
   std::string description;
-};
 
-// Throws Error for text of another form.
-TapSpec parse_tap_spec(const std::string& text);
+  // `description`: for Python. Throws Error for attributes of another form.
+  static TapSpec of(const Attributes& held, std::string description);
+};
 
 }  // namespace callgate

@@ -1,9 +1,6 @@
-// parse_tap_spec() of tap.h.
-#include <algorithm>
-#include <charconv>
+// TapSpec of tap.h.
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -13,111 +10,68 @@
 namespace callgate {
 namespace {
 
-std::int64_t number(std::string_view key, std::string_view text) {
-  std::int64_t value = 0;
-  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's '" + std::string(key) + "'", "a count",
-                "'" + std::string(text) + "'");
-  }
-  return value;
+[[noreturn]] void refuse(const std::string& what, const std::string& expected,
+                         const std::string& got) {
+  throw Error(ErrorCode::kInvalidArgument, "a tap's " + what, expected, got);
 }
 
-bool yes_or_no(std::string_view key, std::string_view text) {
-  if (text == "0" || text == "1") return text == "1";
-  throw Error(ErrorCode::kInvalidArgument, "a tap's '" + std::string(key) + "'", "0 or 1",
-              "'" + std::string(text) + "'");
+std::int64_t count(const Attributes& held, std::string_view name, std::int64_t missing = 0) {
+  const std::int64_t value = held.integer(name, missing);
+  if (value < 0) refuse("'" + std::string(name) + "'", "a count", std::to_string(value));
+  return value;
 }
 
 Role role_of(std::string_view text) {
   if (text == "primal") return Role::kPrimal;
   if (text == "tangent") return Role::kTangent;
   if (text == "cotangent") return Role::kCotangent;
-  throw Error(ErrorCode::kInvalidArgument, "a tap's 'role'", "primal, tangent or cotangent",
-              "'" + std::string(text) + "'");
+  refuse("'role'", "primal, tangent or cotangent", "'" + std::string(text) + "'");
 }
 
-// The numbers of "1,2,3"; none for "".
-std::vector<std::int64_t> numbers(std::string_view key, std::string_view text) {
-  std::vector<std::int64_t> found;
-  while (!text.empty()) {
-    const std::string_view one = text.substr(0, text.find(','));
-    found.push_back(number(key, one));
-    text.remove_prefix(std::min(one.size() + 1, text.size()));
-  }
-  return found;
-}
-
-Padded padded_of(std::string_view key, std::string_view text) {
-  auto take = [&](char end) {
-    const std::string_view part = text.substr(0, text.find(end));
-    text.remove_prefix(std::min(part.size() + 1, text.size()));
-    return part;
-  };
+// `starts` has the numbers of one shard after another.
+Padded padded_of(const Attributes& held) {
   Padded padded;
-  padded.leaf = static_cast<std::size_t>(number(key, take(':')));
-  padded.whole = numbers(key, take(':'));
-  while (!text.empty()) padded.starts.push_back(numbers(key, take(';')));
-  return padded;
-}
-
-void set_field(TapSpec& spec, std::string_view key, std::string_view value) {
-  if (key == "name") {
-    spec.name = value;
-  } else if (key == "role") {
-    spec.role = role_of(value);
-  } else if (key == "ordered") {
-    spec.ordered = yes_or_no(key, value);
-  } else if (key == "repeated") {
-    spec.repeated = yes_or_no(key, value);
-  } else if (key == "every") {
-    spec.every = number(key, value);
-  } else if (key == "values") {
-    spec.values = static_cast<std::size_t>(number(key, value));
-  } else if (key == "returned") {
-    spec.returned = static_cast<std::size_t>(number(key, value));
-  } else if (key == "where") {
-    spec.where = yes_or_no(key, value);
-  } else if (key == "on_device") {
-    spec.on_device = yes_or_no(key, value);
-  } else if (key == "padded") {
-    spec.padded.push_back(padded_of(key, value));
-  } else if (key == "path") {
-    spec.paths.emplace_back(value);
-  } else {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's description", "a known key",
-                "'" + std::string(key) + "'");
+  padded.leaf = static_cast<std::size_t>(count(held, "leaf"));
+  const auto whole = held.integers("whole"), starts = held.integers("starts");
+  padded.whole.assign(whole.begin(), whole.end());
+  if (whole.empty() ? !starts.empty() : starts.size() % whole.size() != 0)
+    refuse("'padded'", "starts of as many numbers as there are extents",
+           std::to_string(starts.size()));
+  for (auto rest = starts; !rest.empty(); rest = rest.subspan(whole.size())) {
+    const auto one = rest.first(whole.size());
+    padded.starts.emplace_back(one.begin(), one.end());
   }
+  for (std::int64_t number : starts)
+    if (number < 0) refuse("'padded'", "counts", std::to_string(number));
+  for (std::int64_t number : whole)
+    if (number < 0) refuse("'padded'", "counts", std::to_string(number));
+  return padded;
 }
 
 }  // namespace
 
-TapSpec parse_tap_spec(const std::string& text) {
+TapSpec TapSpec::of(const Attributes& held, std::string description) {
+  const Attributes& tap = held.dictionary("tap");
   TapSpec spec;
-  std::string_view rest = text;
-  while (!rest.empty()) {
-    std::string_view line = rest.substr(0, rest.find('\n'));
-    rest.remove_prefix(std::min(line.size() + 1, rest.size()));
-    if (line.empty()) break;
-    std::size_t equals = line.find('=');
-    if (equals == std::string_view::npos) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's description", "lines of key=value",
-                  "'" + std::string(line) + "'");
-    }
-    set_field(spec, line.substr(0, equals), line.substr(equals + 1));
+  spec.name = tap.text("name");
+  if (tap.find("role") != nullptr) spec.role = role_of(tap.text("role"));
+  spec.ordered = tap.flag("ordered");
+  spec.repeated = tap.flag("repeated");
+  spec.where = tap.flag("where");
+  spec.on_device = tap.flag("on_device");
+  spec.every = count(tap, "every", 1);
+  spec.returned = static_cast<std::size_t>(count(tap, "returned"));
+  const Attributes& paths = tap.dictionary("paths");
+  for (const std::string& place : paths.places()) spec.paths.emplace_back(paths.text(place));
+  spec.values = spec.paths.size();
+  const Attributes& padded = held.dictionary("padded");
+  for (const std::string& place : padded.places())
+    spec.padded.push_back(padded_of(padded.dictionary(place)));
+  for (const Padded& one : spec.padded) {
+    if (spec.padded.size() > spec.values || one.leaf >= spec.values - spec.padded.size())
+      refuse("'padded'", "a leaf of its values, which sizes follow", std::to_string(one.leaf));
   }
-  if (spec.paths.size() != spec.values) {
-    throw Error(ErrorCode::kInvalidArgument, "a tap's description",
-                std::to_string(spec.values) + " lines path=..., one a value",
-                std::to_string(spec.paths.size()));
-  }
-  for (const Padded& padded : spec.padded) {
-    if (spec.padded.size() > spec.values || padded.leaf >= spec.values - spec.padded.size()) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's 'padded'",
-                  "a leaf of its values, which sizes follow", std::to_string(padded.leaf));
-    }
-  }
-  spec.description = rest;
+  spec.description = std::move(description);
   return spec;
 }
 

@@ -1,29 +1,59 @@
-// Text form of a view, for messages and reports, and what failed calls leave in one.
+// Text form of a view, for messages and reports, and what is written into one as a whole.
 #include "core/array_view.h"
 
 #include <cstring>
 
 namespace callgate {
+namespace {
 
-void poison(const ArrayView& view) noexcept {
-  // All bits set is a NaN.
-  if (view.nbytes() == 0) return;
-  std::memset(view.data, is_inexact(view.dtype) ? 0xff : 0, view.nbytes());
+// A view without elements may have no memory.
+void fill(const ArrayView& view, int byte) noexcept {
+  if (view.nbytes() != 0) std::memset(view.data, byte, view.nbytes());
 }
 
-void clear(const ArrayView& view) noexcept {
-  if (view.nbytes() != 0) std::memset(view.data, 0, view.nbytes());
-}
+}  // namespace
 
-std::string to_string(const ArrayView& view) {
-  std::string text(name(view.dtype));
-  text += '[';
-  for (std::int32_t axis = 0; axis < view.rank; ++axis) {
-    if (axis != 0) text += ',';
-    text += std::to_string(view.dims[axis]);
+OwnedViews::OwnedViews(std::span<const ArrayView> views) : views_(views.begin(), views.end()) {
+  std::size_t rank = 0;
+  for (const ArrayView& view : views) rank += view.shape().size();
+  dims_.reserve(rank);  // views point into it
+  for (ArrayView& view : views_) {
+    std::int64_t* own = dims_.data() + dims_.size();
+    dims_.insert(dims_.end(), view.shape().begin(), view.shape().end());
+    view.dims = own;
   }
-  text += ']';
-  return text;
+}
+
+void poison(std::span<const ArrayView> views) noexcept {
+  // All bits set is a NaN.
+  for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
+}
+
+void clear(std::span<const ArrayView> views) noexcept {
+  for (const ArrayView& view : views) fill(view, 0);
+}
+
+void copy_to(const ArrayView& view, const void* from) noexcept {
+  if (view.data != from && view.nbytes() != 0) std::memmove(view.data, from, view.nbytes());
+}
+
+std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape) {
+  std::string text(dtype);
+  text += '[';
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+    if (axis != 0) text += ',';
+    text += std::to_string(shape[axis]);
+  }
+  return text + ']';
+}
+
+std::string to_string(const ArrayView& view) { return type_text(name(view.dtype), view.shape()); }
+
+std::string to_string(std::span<const ArrayView> views) {
+  std::string text = "(";
+  for (const ArrayView& view : views)
+    text.append(text.size() > 1 ? ", " : "").append(to_string(view));
+  return text + ')';
 }
 
 }  // namespace callgate

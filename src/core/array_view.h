@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "core/dtype.h"
 
@@ -35,14 +37,38 @@ struct ArrayView {
   std::size_t nbytes() const noexcept { return storage_bytes(dtype, size()); }
 };
 
+// Views with extents of their own, so that they may outlive those that they were made of.
+class OwnedViews {
+ public:
+  explicit OwnedViews(std::span<const ArrayView> views);
+  OwnedViews(OwnedViews&&) = default;
+  OwnedViews& operator=(OwnedViews&&) = default;
+
+  std::span<ArrayView> all() noexcept { return views_; }
+  std::span<const ArrayView> all() const noexcept { return views_; }
+  ArrayView& operator[](std::size_t i) noexcept { return views_[i]; }
+  const ArrayView& operator[](std::size_t i) const noexcept { return views_[i]; }
+  std::size_t size() const noexcept { return views_.size(); }
+
+ private:
+  std::vector<ArrayView> views_;
+  std::vector<std::int64_t> dims_;
+};
+
 // What a failed call leaves where it can't be an error: NaN in every floating format that has one,
 // zero in integers and booleans.
-void poison(const ArrayView& view) noexcept;
+void poison(std::span<const ArrayView> views) noexcept;
 
 // All zeros.
-void clear(const ArrayView& view) noexcept;
+void clear(std::span<const ArrayView> views) noexcept;
+
+// From memory of the view's size, which may overlap it.
+void copy_to(const ArrayView& view, const void* from) noexcept;
 
 // "float32[3,4]": as JAX writes an abstract value.
+std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape);
 std::string to_string(const ArrayView& view);
+// "(float32[3], int32[])"
+std::string to_string(std::span<const ArrayView> views);
 
 }  // namespace callgate

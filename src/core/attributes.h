@@ -3,9 +3,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
@@ -19,8 +22,6 @@ class Attributes {
   Attributes() = default;
   Attributes(Attributes&&) = default;
   Attributes& operator=(Attributes&&) = default;
-  Attributes(const Attributes&) = delete;
-  Attributes& operator=(const Attributes&) = delete;
 
   void add_number(std::string_view name, DType dtype, const void* element);
   void add_numbers(std::string_view name, DType dtype, const void* elements, std::size_t count);
@@ -32,9 +33,29 @@ class Attributes {
 
   std::size_t size() const noexcept { return values_.size(); }
 
+  // A value of the kind that it has to be; Error for one of another kind. Where there is none: "",
+  // `missing`, no numbers, no entries.
+  std::string_view text(std::string_view name) const;
+  bool flag(std::string_view name) const;
+  std::int64_t integer(std::string_view name, std::int64_t missing = 0) const;
+  std::span<const std::int64_t> integers(std::string_view name) const;
+  std::span<const std::byte> bytes(std::string_view name) const;
+  const Attributes& dictionary(std::string_view name) const;
+
+  // The names "0", "1", ... of a dictionary that stands for a list, as far as they go.
+  std::vector<std::string> places() const;
+
+  // Takes a dictionary out.
+  Attributes take_dictionary(std::string_view name);
+
  private:
   callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,
                           std::size_t size, std::size_t count);
+
+  const callgate_attribute* find(std::string_view name, int kind, const char* expected) const;
+  const callgate_attribute* numbers(std::string_view name, DType dtype, const char* expected) const;
+
+  Attributes& nested(const callgate_attribute& value) const;  // of entries, at least one
 
   // Memory of the names, the elements and the nested values; none of it moves.
   std::vector<std::unique_ptr<std::byte[]>> memory_;

@@ -1,7 +1,7 @@
 // What the FFI handlers know of the thing they call.
 //
-// A `Callee` is what a name stands for: a Python function now, a native kernel or a tap later. When
-// an executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
+// A `Callee` is what a name stands for: a Python function, a native kernel or a tap. When an
+// executable is loaded, every call site asks its callee once for a `Site`, bound to the site's
 // static description, and keeps both until the executable dies. `Site::run` is the hot path: any
 // XLA thread, several at once, no lock of callgate's held.
 #pragma once
@@ -12,9 +12,11 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/array_view.h"
+#include "core/attributes.h"
 #include "core/error.h"
 #include "core/lanes.h"
 
@@ -27,6 +29,7 @@ struct CallContext {
   std::int64_t run = -1;
   void* stream = nullptr;
   std::int32_t shard = -1;
+  unsigned long thread = 0;  // Python's number of the thread that XLA made the call on; 0: not told
 };
 
 struct Call {
@@ -35,13 +38,23 @@ struct Call {
   CallContext context;
 };
 
+// The devices of a program, and the axes along which they are numbered, outermost first.
+struct Mesh {
+  std::int64_t devices = 1;
+  std::vector<std::pair<std::string, std::int64_t>> axes;  // none where the program tells none
+
+  // As programs hold it: devices, and in order `names` and `sizes`. Throws Error for another form.
+  static Mesh of(const Attributes& held);
+};
+
 // The static description of a call site, as its attributes in the program state it.
 struct SiteSpec {
   std::string spec;    // how flat arrays make up the call's arguments and results; "" when flat
   std::string site;    // where in the user's source the call was traced
   Lanes lanes;         // vmapped levels that the runtime loops over
-  std::string mesh;    // the program's devices and their axes, "8|x=2,y=4"; "" for one
+  Mesh mesh;           // of the program
   std::string layout;  // which part of its arrays each shard is, for messages; "" for whole ones
+  Attributes held;     // all that the call holds
 };
 
 // Memory of a device that lives as long as somebody holds on to it.
@@ -53,13 +66,12 @@ class DeviceMemory {
 class Site {
  public:
   virtual ~Site() = default;
-  virtual Outcome run(const Call& call) = 0;
+  // Throws Error where the call fails.
+  virtual void run(const Call& call) = 0;
 
   // In place of run(), where another device makes the call for this one: its results are added up
   // with that one's.
-  virtual void skip(const Call& call) noexcept {
-    for (const ArrayView& view : call.results) clear(view);
-  }
+  virtual void skip(const Call& call) noexcept { clear(call.results); }
 
   // The rest is for sites of callees that are OnDevice::kDeferred.
 
@@ -70,20 +82,25 @@ class Site {
 
   // Later, without results. The call's own results are the program's already: each is a copy of the
   // operand that copied_to() names.
-  virtual Outcome run_deferred(const Call& call) { return run(call); }
+  virtual void run_deferred(const Call& call) { run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
 
-  // The same for a call that is recorded once and then replayed, of which the site hears each time
-  // after the copies are made: what the copies are of, and the call.
+  // The same for a call that is recorded once and then replayed: what the copies are of, and each
+  // replay. The driver makes that call and must not be called back from it, nor wait for anybody.
+  // False where run_deferred() is to be called, soon and elsewhere.
   virtual std::size_t reads_replayed(const Call& call) { return call.operands.size(); }
-  virtual Outcome run_replayed(const Call& call) { return run_deferred(call); }
+  virtual bool run_replayed(const Call& /*call*/) { return false; }
+
+  // The arrays can't be copied for want of memory. True where the site has taken note, so that the
+  // program goes on.
+  virtual bool drop(const Call& /*call*/) noexcept { return false; }
 
   // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
   // any, run_kept() is called in place of run_deferred(): with views of `memory` for these, which
   // the host can't read, and of the host's memory for the others.
   virtual std::size_t kept_on_device() const noexcept { return 0; }
-  virtual Outcome run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& /*memory*/) {
-    return run_deferred(call);
+  virtual void run_kept(const Call& call, const std::shared_ptr<DeviceMemory>& /*memory*/) {
+    run_deferred(call);
   }
 };
 
@@ -106,8 +123,8 @@ class Callee {
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
 
-  // Called on each of callgate's own threads before it runs a call of a GPU's program.
-  virtual void enter_device_worker() {}
+  // Called on one of callgate's own threads before each call: of a GPU's program, or the CPU's.
+  virtual void enter_worker(bool /*of_device*/) {}
 
   // False when its sites never look at a call's context, which then is not asked for.
   virtual bool reads_context() const noexcept { return true; }
@@ -120,8 +137,8 @@ class Callee {
   // After this long the program fails with a report; zero for never.
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
 
-  // Keeps a failure that could not be returned to XLA, for the next who asks.
-  virtual void defer(const Failure& /*failure*/) {}
+  // Keeps a failure that XLA can't be told of, for the next who asks.
+  virtual void defer(const Error& /*error*/) {}
 
   // Text about a call that takes too long: what runs and where every thread stands. With
   // `timed_out` the text becomes the program's error.

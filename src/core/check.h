@@ -4,21 +4,44 @@
 // costs a look at them; the other callee, which makes the error, is not touched.
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "core/call.h"
 
 namespace callgate {
+
+class CheckSite final : public Site {
+ public:
+  explicit CheckSite(std::shared_ptr<Site> failed) : failed_(std::move(failed)) {}
+
+  void run(const Call& call) override {
+    if (!holds(call)) failed_->run(call);
+  }
+  bool run_replayed(const Call& call) override { return holds(call); }
+
+ private:
+  static bool holds(const Call& call) noexcept {
+    const ArrayView& predicate = call.operands[0];
+    std::size_t count = predicate.size();
+    return count == 0 || std::memchr(predicate.data, 0, count) == nullptr;
+  }
+
+  std::shared_ptr<Site> failed_;
+};
 
 class CheckCallee final : public Callee {
  public:
   CheckCallee(std::string name, std::shared_ptr<Callee> failed)
       : name_(std::move(name)), failed_(std::move(failed)) {}
 
-  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  std::shared_ptr<Site> specialise(SiteSpec spec) override {
+    return std::make_shared<CheckSite>(failed_->specialise(std::move(spec)));
+  }
   const std::string& name() const noexcept override { return name_; }
-  void defer(const Failure& failure) override { failed_->defer(failure); }
+  void defer(const Error& error) override { failed_->defer(error); }
   std::string stall_report(const std::string& call, bool timed_out) override {
     return failed_->stall_report(call, timed_out);
   }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "core/array_view.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -27,12 +28,10 @@ struct KernelRecord {
 const KernelRecord* running_kernel() noexcept;
 
 // Says that this thread runs a call, for as long as the object lives.
-class RunningKernel {
+class RunningKernel : Immovable {
  public:
   explicit RunningKernel(const KernelRecord* record) noexcept;
   ~RunningKernel();
-  RunningKernel(const RunningKernel&) = delete;
-  RunningKernel& operator=(const RunningKernel&) = delete;
 
  private:
   const KernelRecord* before_;

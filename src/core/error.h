@@ -1,11 +1,9 @@
-// Errors in two forms: `Error` is thrown by set-up code and says what was expected, what came and
-// where; `Outcome` is what a call returns, free of cost and of allocation when it succeeds.
+// The one way in which set-up and calls fail: an `Error` is thrown, and says what was expected,
+// what came and where. Handlers make XLA's errors of it (xla/guard.h).
 #pragma once
 
-#include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace callgate {
 
@@ -15,6 +13,7 @@ enum class ErrorCode {
   kNotFound,
   kAlreadyExists,
   kDeadlineExceeded,
+  kResourceExhausted,
   kAborted,
   kInternal,
 };
@@ -23,37 +22,22 @@ class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& where, const std::string& expected,
         const std::string& got)
-      : std::runtime_error("callgate: " + where + ": expected " + expected + ", got " + got),
-        code_(code) {}
+      : Error(code, where + ": expected " + expected + ", got " + got) {}
+  // The same with kInvalidArgument.
+  Error(const std::string& where, const std::string& expected, const std::string& got)
+      : Error(ErrorCode::kInvalidArgument, where, expected, got) {}
   Error(ErrorCode code, const std::string& message)
       : std::runtime_error("callgate: " + message), code_(code) {}
+
+  // With a text that is complete as it is.
+  static Error verbatim(ErrorCode code, const std::string& text) { return {text, code}; }
 
   ErrorCode code() const noexcept { return code_; }
 
  private:
+  Error(const std::string& text, ErrorCode code) : std::runtime_error(text), code_(code) {}
+
   ErrorCode code_;
-};
-
-struct Failure {
-  ErrorCode code = ErrorCode::kInternal;
-  std::string message;
-};
-
-// The result of a call: success, or one failure with its message.
-class [[nodiscard]] Outcome {
- public:
-  static Outcome success() noexcept { return Outcome(); }
-  static Outcome failure(ErrorCode code, std::string message) {
-    Outcome outcome;
-    outcome.failure_ = std::make_unique<Failure>(Failure{code, std::move(message)});
-    return outcome;
-  }
-
-  bool ok() const noexcept { return failure_ == nullptr; }
-  const Failure& error() const noexcept { return *failure_; }
-
- private:
-  std::unique_ptr<Failure> failure_;
 };
 
 }  // namespace callgate

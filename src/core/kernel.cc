@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <charconv>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -83,7 +84,7 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
   for (const callgate_kernel* kernel = table(); kernel != nullptr; kernel = kernel->next) {
     // The version comes first: the rest of the struct may be another one.
     if (kernel->abi != CALLGATE_ABI) {
-      throw Error(ErrorCode::kInvalidArgument, "library '" + library + "'",
+      throw Error("library '" + library + "'",
                   "kernels of binary interface " + std::to_string(CALLGATE_ABI) +
                       " (CALLGATE_ABI in callgate/kernel.h)",
                   std::to_string(kernel->abi) + "; build it again with this version's header");
@@ -95,8 +96,7 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
     info.name = names.front();
     names.erase(names.begin());
     if (!names.empty() && names.size() != info.parameters.size()) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "library '" + library + "', CALLGATE_KERNEL(" + kernel->names + ")",
+      throw Error("library '" + library + "', CALLGATE_KERNEL(" + kernel->names + ")",
                   "a name for each of the " + std::to_string(info.parameters.size()) +
                       " parameters, or none",
                   std::to_string(names.size()));
@@ -122,23 +122,21 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
   const KernelInfo& kernel = callee_->info();
   std::string where = "kernel '" + kernel.name + "'";
   if (std::string have = signature(kernel); !spec.signature.empty() && spec.signature != have) {
-    throw Error(ErrorCode::kInvalidArgument,
-                where + ", as a program that was compiled before calls it",
+    throw Error(where + ", as a program that was compiled before calls it",
                 "the parameters (" + spec.signature + ")", "(" + have + ")");
   }
-  std::vector<std::string> groups = split(spec.groups);
-  std::size_t group = 0;
+  auto group = spec.groups.begin();
   std::int32_t operands = 0, results = 0;
   for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
     const callgate_parameter& parameter = kernel.parameters[i];
     std::int32_t start = 0, count = 1;
     if (variadic(parameter)) {
-      std::string text = group < groups.size() ? groups[group++] : std::string();
-      auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-      if (error != std::errc() || end != text.data() + text.size() || count < 0) {
-        throw Error(ErrorCode::kInvalidArgument, where + ", parameter " + parameter_name(kernel, i),
-                    "its number of arrays", "'" + spec.groups + "'");
+      const std::int64_t given = group != spec.groups.end() ? *group++ : -1;
+      if (given < 0 || !std::in_range<std::int32_t>(given)) {
+        throw Error(where + ", parameter " + parameter_name(kernel, i), "its number of arrays",
+                    std::to_string(given));
       }
+      count = static_cast<std::int32_t>(given);
     }
     if (takes_operands(parameter)) start = std::exchange(operands, operands + count);
     if (takes_results(parameter)) start = std::exchange(results, results + count);
@@ -168,7 +166,6 @@ void KernelSite::bind_attribute(std::size_t index) {
   if (value == nullptr || value->kind != kind ||
       (parameter.dtype != 0 && value->dtype != parameter.dtype)) {
     throw Error(
-        ErrorCode::kInvalidArgument,
         "kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
         std::string("an attribute for ") + kKindNames[static_cast<std::size_t>(parameter.kind)],
         value == nullptr ? "none" : "one of another type");
@@ -192,32 +189,33 @@ void KernelSite::label_arrays() {
   }
 }
 
-Outcome KernelSite::run(const Call& call, Executor* executor) {
+void KernelSite::run(const Call& call, Executor* executor) {
   // A program that was made by hand, or damaged: a kernel would read what is not there.
   if (call.operands.size() != operand_count_ || call.results.size() != result_count_) [[unlikely]] {
     auto text = [](std::size_t operands, std::size_t results) {
       return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
     };
-    return failed("expected " + text(operand_count_, result_count_) + ", got " +
-                  text(call.operands.size(), call.results.size()));
+    fail("expected " + text(operand_count_, result_count_) + ", got " +
+         text(call.operands.size(), call.results.size()));
   }
   if (std::int64_t delay = kernel_stall_ns(); delay != 0) [[unlikely]]
     return run_reported(call, executor, std::chrono::nanoseconds(delay));
   if (callee_->info().thread_safe) return run_in_turn(call, executor);
   KernelTurn::Hold turn = callee_->info().turn->take();
-  return run_in_turn(call, executor);
+  run_in_turn(call, executor);
 }
 
 // The call itself.
-Outcome KernelSite::run_in_turn(const Call& call, Executor* executor) {
-  return lanes_.empty() ? run_lane(call, executor) : run_lanes(call, executor);
+void KernelSite::run_in_turn(const Call& call, Executor* executor) {
+  if (lanes_.empty()) return run_lane(call, executor);
+  run_lanes(call, executor);
 }
 
 // Also says of a call that it waits for its turn.
-Outcome KernelSite::run_reported(const Call& call, Executor* executor,
-                                 std::chrono::nanoseconds delay) {
+void KernelSite::run_reported(const Call& call, Executor* executor,
+                              std::chrono::nanoseconds delay) {
   auto has_turn = std::make_shared<std::atomic<bool>>(callee_->info().thread_safe);
-  StallWatch watch(delay, callee_, [text = types_of(call.operands), has_turn] {
+  StallWatch watch(delay, callee_, [text = to_string(call.operands), has_turn] {
     if (has_turn->load(std::memory_order_relaxed)) return text;  // for a reader: late is fine
     return text +
            ", which waits for another call to end (without thread_safe=True they take "
@@ -226,81 +224,74 @@ Outcome KernelSite::run_reported(const Call& call, Executor* executor,
   KernelTurn::Hold turn;
   if (!callee_->info().thread_safe) turn = callee_->info().turn->take();
   has_turn->store(true, std::memory_order_relaxed);
-  return run_in_turn(call, executor);
+  run_in_turn(call, executor);
 }
 
-Outcome KernelSite::run_lane(const Call& call, Executor* executor) {
-  if (any_kernel_mode()) [[unlikely]]
-    return run_watched(call, executor);
-  return invoke(call, executor, /*scratch=*/nullptr);
+void KernelSite::run_lane(const Call& call, Executor* executor) {
+  if (!any_kernel_mode()) [[likely]]
+    return invoke(call, executor, /*scratch=*/nullptr);
+  if (kernel_mode(KernelMode::kCheckMemory)) return run_checked(call, executor);
+  run_recorded(call, executor, /*scratch=*/nullptr);
 }
 
-inline Outcome KernelSite::invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
+inline void KernelSite::invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
   callgate_call filled = bound_;
   filled.operands = reinterpret_cast<const callgate_array*>(call.operands.data());
   filled.results = reinterpret_cast<const callgate_array*>(call.results.data());
   KernelFrame frame(filled, executor, scratch);
-  if (callee_->info().function(&frame) == 0) [[likely]]
-    return Outcome::success();
-  return failed(frame.message());
+  if (callee_->info().function(&frame) != 0) [[unlikely]]
+    fail(frame.message());
 }
 
-Outcome KernelSite::run_watched(const Call& call, Executor* executor) {
-  if (kernel_mode(KernelMode::kCheckMemory)) return run_checked(call, executor);
-  return run_recorded(call, executor, /*scratch=*/nullptr);
-}
-
-Outcome KernelSite::run_recorded(const Call& call, Executor* executor, ScratchSource* scratch) {
+void KernelSite::run_recorded(const Call& call, Executor* executor, ScratchSource* scratch) {
   if (!kernel_mode(KernelMode::kCrashReport)) return invoke(call, executor, scratch);
   KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), operand_labels_,
                       result_labels_,          call.operands, call.results};
   RunningKernel running(&record);
-  return invoke(call, executor, scratch);
+  invoke(call, executor, scratch);
 }
 
-Outcome KernelSite::run_checked(const Call& call, Executor* executor) {
+void KernelSite::run_checked(const Call& call, Executor* executor) {
   MemoryCheck check({operand_labels_, result_labels_, updated_, callee_->info().repeatable}, call);
-  Outcome outcome = Outcome::success();
-  std::string found =
-      check.run([&](const Call& copies,
-                    ScratchSource* scratch) { return run_recorded(copies, executor, scratch); },
-                outcome);
-  return found.empty() ? std::move(outcome) : failed(found);
+  std::string found = check.run(
+      [&](const Call& copies, ScratchSource* scratch) { run_recorded(copies, executor, scratch); });
+  if (!found.empty()) fail(found);
 }
 
-Outcome KernelSite::failed(const std::string& message) const {
-  return Outcome::failure(ErrorCode::kInternal, callee_->describe(message, site_));
+void KernelSite::fail(const std::string& message) const {
+  throw Error::verbatim(ErrorCode::kInternal, callee_->describe(message, site_));
 }
 
-Outcome KernelSite::run_lanes(const Call& call, Executor* executor) {
+void KernelSite::run_lanes(const Call& call, Executor* executor) {
   lanes_.check(call.operands, call.results);
   struct Shared {
     KernelSite* site;
-    const Call* call;
+    const Call& call;
     Executor* executor;
     std::mutex mutex;
     std::atomic<bool> stop{false};
     std::int64_t failed_lane = INT64_MAX;
-    Outcome outcome = Outcome::success();
-  } shared{this, &call, executor, {}, {}, INT64_MAX, Outcome::success()};
+    std::exception_ptr error{};  // the failed lane's
+  } shared{this, call, executor, {}};
   auto body = [](void* data, std::int64_t first, std::int64_t last) {
     auto& state = *static_cast<Shared*>(data);
-    std::vector<ArrayView> operands(state.call->operands.size());
-    std::vector<ArrayView> results(state.call->results.size());
-    const Lanes& lanes = state.site->lanes_;
-    for (std::int64_t lane = first; lane < last; ++lane) {
-      if (state.stop.load(std::memory_order_relaxed)) return;  // only saves time
-      lanes.select_operands(lane, state.call->operands, operands);
-      lanes.select_results(lane, state.call->results, results);
-      Outcome outcome =
-          state.site->run_lane(Call{operands, results, state.call->context}, state.executor);
-      if (outcome.ok()) continue;
+    std::int64_t lane = first;
+    try {
+      std::vector<ArrayView> operands(state.call.operands.size());
+      std::vector<ArrayView> results(state.call.results.size());
+      const Lanes& lanes = state.site->lanes_;
+      for (; lane < last; ++lane) {
+        if (state.stop.load(std::memory_order_relaxed)) return;  // only saves time
+        lanes.select_operands(lane, state.call.operands, operands);
+        lanes.select_results(lane, state.call.results, results);
+        state.site->run_lane(Call{operands, results, state.call.context}, state.executor);
+      }
+    } catch (const std::exception&) {
       state.stop.store(true, std::memory_order_relaxed);
       std::scoped_lock lock(state.mutex);
-      if (lane < state.failed_lane) {
-        state.failed_lane = lane;
-        state.outcome = std::move(outcome);
-      }
+      if (lane >= state.failed_lane) return;
+      state.failed_lane = lane;
+      state.error = std::current_exception();
     }
   };
   if (callee_->info().thread_safe) {
@@ -308,16 +299,7 @@ Outcome KernelSite::run_lanes(const Call& call, Executor* executor) {
   } else {
     body(&shared, 0, lanes_.count());
   }
-  return std::move(shared.outcome);
-}
-
-std::shared_ptr<Site> KernelCallee::specialise(SiteSpec /*spec*/) {
-  throw Error(ErrorCode::kInvalidArgument, "the program's call of '" + name() + "'", "a gate",
-              "a kernel of that name");
-}
-
-std::unique_ptr<KernelSite> KernelCallee::bind(KernelSpec spec) {
-  return std::make_unique<KernelSite>(shared_from_this(), std::move(spec));
+  if (shared.error != nullptr) std::rethrow_exception(shared.error);
 }
 
 }  // namespace callgate

@@ -7,18 +7,20 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
 #include "core/attributes.h"
-#include "core/call.h"
 #include "core/executor.h"
+#include "core/kernel_callee.h"
 #include "core/kernel_frame.h"
 #include "core/kernel_turn.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -51,33 +53,31 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
 struct KernelSpec {
   std::string signature;  // as signature() gave it when the program was traced; "" to skip
   std::string site;
-  std::string groups;  // arrays of each variadic parameter, in order, "2,3"; "" without such
+  std::vector<std::int64_t> groups;  // arrays of each variadic parameter, in order
   Lanes lanes;
   Attributes attributes;
 };
 
 // Calls on several threads; see parallel_for.
-class KernelSite {
+class KernelSite : Immovable {
  public:
   // Throws Error where spec and kernel don't fit.
   KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
-  KernelSite(const KernelSite&) = delete;
-  KernelSite& operator=(const KernelSite&) = delete;
 
-  Outcome run(const Call& call, Executor* executor);
+  // Throws Error where the call fails.
+  void run(const Call& call, Executor* executor);
 
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
-  Outcome run_in_turn(const Call& call, Executor* executor);
-  Outcome run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
-  Outcome run_lane(const Call& call, Executor* executor);
-  Outcome run_lanes(const Call& call, Executor* executor);
-  Outcome run_watched(const Call& call, Executor* executor);
-  Outcome run_checked(const Call& call, Executor* executor);
-  Outcome run_recorded(const Call& call, Executor* executor, ScratchSource* scratch);
-  Outcome invoke(const Call& call, Executor* executor, ScratchSource* scratch);
-  Outcome failed(const std::string& message) const;
+  void run_in_turn(const Call& call, Executor* executor);
+  void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
+  void run_lane(const Call& call, Executor* executor);
+  void run_lanes(const Call& call, Executor* executor);
+  void run_checked(const Call& call, Executor* executor);
+  void run_recorded(const Call& call, Executor* executor, ScratchSource* scratch);
+  void invoke(const Call& call, Executor* executor, ScratchSource* scratch);
+  [[noreturn]] void fail(const std::string& message) const;
   void bind_attribute(std::size_t index);
   void label_arrays();
 
@@ -93,13 +93,11 @@ class KernelSite {
   std::vector<std::uint8_t> updated_;                        // 1 for results that are InOut
 };
 
-class KernelCallee final : public Callee, public std::enable_shared_from_this<KernelCallee> {
+class KernelCallee final : public KernelCalleeBase,
+                           public std::enable_shared_from_this<KernelCallee> {
  public:
-  // Makes a failure's message what the program's error says; may keep an exception for it.
-  using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
-
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
-      : info_(std::move(info)), describe_(std::move(describe)), keep_(std::move(keep)) {
+      : KernelCalleeBase(std::move(describe)), info_(std::move(info)), keep_(std::move(keep)) {
     if (info_.thread_safe) {
       info_.turn = nullptr;
     } else if (info_.turn == nullptr) {
@@ -107,35 +105,15 @@ class KernelCallee final : public Callee, public std::enable_shared_from_this<Ke
     }
   }
 
-  // A kernel is called through its own target, so a program that calls it as a gate is another's.
-  std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  std::unique_ptr<KernelSite> bind(KernelSpec spec);
+  std::unique_ptr<KernelSite> bind(KernelSpec spec) {
+    return std::make_unique<KernelSite>(shared_from_this(), std::move(spec));
+  }
 
   const std::string& name() const noexcept override { return info_.name; }
   const KernelInfo& info() const noexcept { return info_; }
 
-  std::string describe(const std::string& message, const std::string& site) const {
-    return describe_ ? describe_(message, site) : "kernel '" + name() + "': " + message;
-  }
-  void defer(const Failure& failure) override {
-    if (defer_) defer_(failure);
-  }
-  std::string stall_report(const std::string& call, bool timed_out) override {
-    return report_ ? report_(call)
-                   : Callee::stall_report("kernel '" + name() + "'" + call, timed_out);
-  }
-  // Takes failures that can't be returned to XLA. Set before the first call.
-  void set_defer(std::function<void(const Failure&)> defer) { defer_ = std::move(defer); }
-  // Makes the report on a call that takes long, of its arrays as text. Set before the first call.
-  void set_report(std::function<std::string(const std::string&)> report) {
-    report_ = std::move(report);
-  }
-
  private:
   KernelInfo info_;
-  Describe describe_;
-  std::function<void(const Failure&)> defer_;
-  std::function<std::string(const std::string&)> report_;
   std::shared_ptr<void> keep_;  // what the function needs to stay loaded
 };
 

@@ -9,6 +9,7 @@
 
 #include "callgate/kernel_abi.h"
 #include "core/executor.h"
+#include "core/lifetime.h"
 #include "core/scratch.h"
 
 namespace callgate {
@@ -20,15 +21,13 @@ class ScratchSource {
   virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
 };
 
-class KernelFrame : public callgate_call {
+class KernelFrame : public callgate_call, Immovable {
  public:
   // `executor` and `scratch` may be null. The frame's `services` are its own, whatever `call` has.
   KernelFrame(const callgate_call& call, Executor* executor, ScratchSource* scratch) noexcept
       : callgate_call(call), executor_(executor), source_(scratch) {
     services = &kServices;
   }
-  KernelFrame(const KernelFrame&) = delete;
-  KernelFrame& operator=(const KernelFrame&) = delete;
   ~KernelFrame() {
     // A kernel that failed on another thread has met it again before it returned.
     if (std::string* message = message_.load(std::memory_order_relaxed)) [[unlikely]]

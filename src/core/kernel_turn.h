@@ -6,10 +6,14 @@
 // a turn with the GIL, which the kernel that has it may need.
 #pragma once
 
+#include <dlfcn.h>
+
 #include <array>
+#include <map>
 #include <memory>
 #include <mutex>
 
+#include "core/lifetime.h"
 #include "core/process.h"
 
 namespace callgate {
@@ -28,6 +32,19 @@ class KernelTurn {
 
 // The turn of the kernels whose code is in the same shared library as this address; null for code
 // that is in none. Any thread.
-std::shared_ptr<KernelTurn> turn_of_library(const void* address);
+inline std::shared_ptr<KernelTurn> turn_of_library(const void* address) {
+  struct Turns {
+    std::mutex mutex;
+    std::map<const void*, std::weak_ptr<KernelTurn>> by_library;
+  };
+  auto& turns = immortal<Turns>();  // kernels may be made as long as the process lives
+  Dl_info info{};
+  if (dladdr(address, &info) == 0 || info.dli_fbase == nullptr) return nullptr;
+  std::scoped_lock lock(turns.mutex);
+  std::weak_ptr<KernelTurn>& known = turns.by_library[info.dli_fbase];
+  std::shared_ptr<KernelTurn> turn = known.lock();
+  if (turn == nullptr) known = turn = std::make_shared<KernelTurn>();
+  return turn;
+}
 
 }  // namespace callgate

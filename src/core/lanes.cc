@@ -2,7 +2,6 @@
 #include "core/lanes.h"
 
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <utility>
 
@@ -34,37 +33,23 @@ Lanes::Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> mask
                 std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
                     " levels");
   }
+  for (std::int64_t mask : masks) {
+    if (mask != 0 && mask != 1)
+      throw Error(ErrorCode::kInvalidArgument, "batch levels", "masks of 0 and 1",
+                  std::to_string(mask));
+  }
   for (std::int64_t size : sizes_) {
+    if (size < 0)
+      throw Error(ErrorCode::kInvalidArgument, "batch levels", "extents", std::to_string(size));
     if (__builtin_mul_overflow(count_, size, &count_)) {
       throw Error(ErrorCode::kInvalidArgument, "batch levels", "fewer than 2^63 lanes", "more");
     }
   }
 }
 
-Lanes Lanes::parse(std::string_view text) {
-  auto fail = [&] {
-    throw Error(ErrorCode::kInvalidArgument, "batch levels", "SIZE:MASK;…",
-                "'" + std::string(text) + "'");
-  };
-  if (text.ends_with(';')) fail();
-  std::vector<std::int64_t> sizes, masks;
-  for (std::string_view rest = text; !rest.empty();) {
-    std::string_view level = rest.substr(0, rest.find(';'));
-    rest.remove_prefix(std::min(rest.size(), level.size() + 1));
-    std::int64_t size = 0;
-    auto [end, error] = std::from_chars(level.data(), level.data() + level.size(), size);
-    if (error != std::errc() || level.front() == '-' || end == level.data() + level.size() ||
-        *end != ':')
-      fail();
-    sizes.push_back(size);
-    for (const char* digit = end + 1; digit != level.data() + level.size(); ++digit) {
-      if (*digit != '0' && *digit != '1') fail();
-      masks.push_back(*digit - '0');
-    }
-    auto operands = static_cast<std::size_t>(level.data() + level.size() - (end + 1));
-    if (masks.size() != sizes.size() * operands) fail();  // a level before had another number
-  }
-  return Lanes(std::move(sizes), masks);
+Lanes Lanes::of(const Attributes& held) {
+  std::span<const std::int64_t> sizes = held.integers("sizes");
+  return Lanes({sizes.begin(), sizes.end()}, held.integers("masks"));
 }
 
 std::string Lanes::text() const {

@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "core/array_view.h"
+#include "core/attributes.h"
 
 namespace callgate {
 
@@ -24,11 +24,10 @@ class Lanes {
   // level; its length is sizes.size() times the number of operands. Throws Error otherwise.
   Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks);
 
-  // Reads the form that programs hold: "SIZE:MASK;SIZE:MASK", the mask one digit per operand, as
-  // "3:10;4:11"; "" for no levels. Throws Error on anything else.
-  static Lanes parse(std::string_view text);
+  // As programs hold them: arrays `sizes` and `masks`. Throws Error as above.
+  static Lanes of(const Attributes& held);
 
-  // The form that parse() reads.
+  // "3:10;4:11": for each level its extent and its mask, a digit per operand. Streams hold this.
   std::string text() const;
 
   bool empty() const noexcept { return sizes_.empty(); }

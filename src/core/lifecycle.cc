@@ -41,11 +41,6 @@ bool Lifecycle::close(std::chrono::nanoseconds wait) {
   return true;
 }
 
-LateCalls& LateCalls::instance() {
-  static auto* calls = new LateCalls();  // never destroyed: programs may run while statics are
-  return *calls;
-}
-
 void LateCalls::add(const std::string& callee) noexcept {
   try {
     std::lock_guard lock(mutex_);

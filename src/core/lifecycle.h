@@ -11,6 +11,9 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
+
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -37,14 +40,12 @@ class Lifecycle {
 };
 
 // Enters on construction, leaves on destruction.
-class ActiveCall {
+class ActiveCall : Immovable {
  public:
   ActiveCall() noexcept : entered_(Lifecycle::instance().enter()) {}
   ~ActiveCall() {
     if (entered_) Lifecycle::instance().leave();
   }
-  ActiveCall(const ActiveCall&) = delete;
-  ActiveCall& operator=(const ActiveCall&) = delete;
 
   bool entered() const noexcept { return entered_; }
 
@@ -55,7 +56,7 @@ class ActiveCall {
 // Calls that came after the close and whose callees have no result to fail with, such as taps'.
 class LateCalls {
  public:
-  static LateCalls& instance();
+  static LateCalls& instance() { return immortal<LateCalls>(); }
 
   void add(const std::string& callee) noexcept;
   std::map<std::string, std::uint64_t> all() const;  // by the callee's name
@@ -64,5 +65,20 @@ class LateCalls {
   mutable std::mutex mutex_;
   std::map<std::string, std::uint64_t> counts_;
 };
+
+// What a thread of callgate's does last.
+//
+// Layers above may leave something on a thread that they run on: the bindings, a Python thread
+// state. To take it away they may have to wait for others, which a thread's own destructors must
+// not: who joins the thread may hold what they wait for.
+// Of this thread; end_thread() calls it once.
+inline thread_local void (*at_thread_end)() noexcept = nullptr;
+
+// Called by threads of ours that end before the process does, with nothing locked.
+inline void end_thread() noexcept {
+  if (at_thread_end == nullptr) return;
+  ActiveCall active;  // while the process ends it stays as it is
+  if (active.entered()) std::exchange(at_thread_end, nullptr)();
+}
 
 }  // namespace callgate

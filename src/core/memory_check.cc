@@ -37,8 +37,7 @@ std::string index_text(const ArrayView& view, std::size_t element) {
 
 }  // namespace
 
-// --- Guards
-// ---------------------------------------------------------------------------------------
+// --- Guards --------------------------------------------------------------------------------------
 
 MemoryCheck::Guarded::Guarded(std::size_t size, std::size_t alignment, DType type, std::size_t own,
                               bool is_result)
@@ -85,17 +84,15 @@ std::string MemoryCheck::Guarded::damage(Fill fill, std::size_t width,
   };
   // The write that is nearest to the array comes first, so the guard before it is read backwards.
   std::size_t count = 0, nearest = 0;
-  for (std::size_t i = guard; i-- > 0;) {
+  for (std::size_t i = guard; i-- > 0;)
     if (changed(i) && count++ == 0) nearest = guard - i;
-  }
   if (count != 0) {
     auto element = static_cast<std::ptrdiff_t>((nearest + width - 1) / width);
     return text(count, nearest, "before its start", std::to_string(-element));
   }
   std::size_t end = guard + bytes;
-  for (std::size_t i = end; i < end + after; ++i) {
+  for (std::size_t i = end; i < end + after; ++i)
     if (changed(i) && count++ == 0) nearest = i - end;
-  }
   if (count == 0) return {};
   return text(count, nearest, "after its end", std::to_string((bytes + nearest) / width));
 }
@@ -132,16 +129,13 @@ MemoryCheck::MemoryCheck(const CheckedSite& site, const Call& call)
 void MemoryCheck::prepare(Fill fill) {
   fill_ = fill;
   scratch_.clear();
-  auto copy = [](Guarded& to, const ArrayView& from) {
-    if (to.bytes != 0) std::memcpy(to.data, from.data, to.bytes);
-  };
   for (std::size_t i = 0; i < operands_.size(); ++i) {
     operand_copies_[i].fill(fill);
-    copy(operand_copies_[i], original_.operands[i]);
+    if (alias_[i] < 0) copy_to(operands_[i], original_.operands[i].data);
   }
   for (std::size_t r = 0; r < results_.size(); ++r) {
     result_copies_[r].fill(fill);
-    if (starts_filled_[r]) copy(result_copies_[r], original_.results[r]);
+    if (starts_filled_[r]) copy_to(results_[r], original_.results[r].data);
   }
 }
 
@@ -156,13 +150,12 @@ void* MemoryCheck::take(std::size_t bytes, std::size_t alignment) noexcept try {
   return nullptr;
 }
 
-std::string MemoryCheck::run(const std::function<Outcome(const Call&, ScratchSource*)>& run,
-                             Outcome& outcome) {
+std::string MemoryCheck::run(const std::function<void(const Call&, ScratchSource*)>& run) {
   auto once = [&](Fill fill) {
     prepare(fill);
-    outcome = run(Call{operands_, results_, original_.context}, this);
-    if (outcome.ok()) inspect(fill);
-    return outcome.ok() && findings_.empty();
+    run(Call{operands_, results_, original_.context}, this);
+    inspect(fill);
+    return findings_.empty();
   };
   auto passed = [&] {
     if (!once(Fill::kRare)) return false;
@@ -177,8 +170,7 @@ std::string MemoryCheck::run(const std::function<Outcome(const Call&, ScratchSou
     std::vector<std::vector<std::byte>> second = snapshot();
     if (!once(Fill::kRare)) return false;
     if (same_results()) {
-      for (std::size_t r = 0; r < results_.size(); ++r)
-        if (!second[r].empty()) std::memcpy(results_[r].data, second[r].data(), second[r].size());
+      for (std::size_t r = 0; r < results_.size(); ++r) copy_to(results_[r], second[r].data());
       find_dependence();
     }
     return findings_.empty();
@@ -296,10 +288,7 @@ std::vector<std::vector<std::byte>> MemoryCheck::snapshot() const {
 }
 
 void MemoryCheck::publish() const {
-  for (std::size_t r = 0; r < results_.size(); ++r) {
-    if (result_copies_[r].bytes != 0)
-      std::memcpy(original_.results[r].data, result_copies_[r].data, result_copies_[r].bytes);
-  }
+  for (std::size_t r = 0; r < results_.size(); ++r) copy_to(original_.results[r], results_[r].data);
 }
 
 }  // namespace callgate

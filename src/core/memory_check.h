@@ -46,9 +46,9 @@ class MemoryCheck final : public ScratchSource {
   MemoryCheck(const CheckedSite& site, const Call& call);
 
   // Runs the kernel by `run`, which gets the copies and this as the source of scratch memory. The
-  // message of what was found, "" when nothing was; `outcome` is that of the last run, and with it
-  // failed nothing is looked at.
-  std::string run(const std::function<Outcome(const Call&, ScratchSource*)>& run, Outcome& outcome);
+  // message of what was found, "" when nothing was. What `run` throws comes out of it, and nothing
+  // is looked at.
+  std::string run(const std::function<void(const Call&, ScratchSource*)>& run);
 
   void* take(std::size_t bytes, std::size_t alignment) noexcept override;
 

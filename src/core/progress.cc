@@ -30,11 +30,6 @@ std::int64_t next_chunk(std::int64_t steps, std::int64_t elapsed_ns) noexcept {
 
 }  // namespace
 
-ProgressBoard& ProgressBoard::instance() {
-  static auto* board = new ProgressBoard();  // leaked on purpose: see the header
-  return *board;
-}
-
 ProgressBoard::ProgressBoard(Clock clock) : clock_(std::move(clock)) {}
 
 std::int64_t ProgressBoard::now() const {

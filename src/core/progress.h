@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -46,7 +47,7 @@ struct ProgressStart {
 class ProgressBoard {
  public:
   // The board of this process; never destroyed, since programs may run until the very end.
-  static ProgressBoard& instance();
+  static ProgressBoard& instance() { return immortal<ProgressBoard>(); }
 
   using Clock = std::function<std::chrono::nanoseconds()>;
   explicit ProgressBoard(Clock clock = {});

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <charconv>
-#include <system_error>
 #include <utility>
 
 namespace callgate {
@@ -19,19 +17,6 @@ constexpr std::array<std::pair<std::string_view, Kind>, 5> kKinds{{{"begin", Kin
                                                                    {"end", Kind::kEnd},
                                                                    {"step", Kind::kStep}}};
 
-Error bad_spec(const std::string& spec) {
-  return {ErrorCode::kInvalidArgument, "progress",
-          "'<begin|begin_of|update|end|step> <every> <total> <text>'", "'" + spec + "'"};
-}
-
-// The text up to the next space, which is removed from `rest` with it.
-std::string_view word(std::string_view& rest) {
-  std::size_t space = std::min(rest.find(' '), rest.size());
-  std::string_view first = rest.substr(0, space);
-  rest.remove_prefix(std::min(space + 1, rest.size()));
-  return first;
-}
-
 std::int32_t scalar(const ArrayView& view) noexcept {
   return *static_cast<const std::int32_t*>(view.data);
 }
@@ -41,14 +26,11 @@ class ProgressSite final : public Site {
   ProgressSite(ProgressBoard& board, Kind kind, ProgressStart start, std::string text)
       : board_(board), kind_(kind), start_(start), text_(std::move(text)) {}
 
-  Outcome run(const Call& call) override {
-    if (!has_scalars(call)) {
-      return Outcome::failure(ErrorCode::kInvalidArgument,
-                              "callgate: progress: expected s32 scalars");
-    }
+  void run(const Call& call) override {
+    if (!has_scalars(call))
+      throw Error(ErrorCode::kInvalidArgument, "progress: expected s32 scalars");
     std::int32_t result = answer(call);
     if (!call.results.empty()) *static_cast<std::int32_t*>(call.results[0].data) = result;
-    return Outcome::success();
   }
 
  private:
@@ -96,19 +78,18 @@ class ProgressSite final : public Site {
 
 std::shared_ptr<Site> ProgressCallee::specialise(SiteSpec spec) {
   static std::atomic<std::int64_t> sites{0};
-  std::string_view rest = spec.spec;
-  std::string_view kind = word(rest);
+  const Attributes& held = spec.held.dictionary("progress");
+  const std::string_view kind = held.text("kind");
   const auto* known = std::ranges::find(kKinds, kind, &decltype(kKinds)::value_type::first);
-  if (known == kKinds.end()) throw bad_spec(spec.spec);
-  ProgressStart start;
-  for (std::int64_t* number : {&start.every, &start.total}) {
-    std::string_view digits = word(rest);
-    auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), *number);
-    if (error != std::errc() || end != digits.data() + digits.size()) throw bad_spec(spec.spec);
+  if (known == kKinds.end()) {
+    throw Error(ErrorCode::kInvalidArgument, "a progress bar's call",
+                "begin, begin_of, update, end or step", "'" + std::string(kind) + "'");
   }
   // Relaxed: any distinct numbers will do.
-  start.site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
-  return std::make_shared<ProgressSite>(board_, known->second, start, std::string(rest));
+  const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
+  return std::make_shared<ProgressSite>(
+      board_, known->second, ProgressStart{site, held.integer("every"), held.integer("total", -1)},
+      std::move(spec.spec));
 }
 
 }  // namespace callgate

@@ -12,7 +12,8 @@
 
 namespace callgate {
 
-// What programs call. A site's spec is "<kind> <every> <total> <text>", with kind one of
+// What programs call. A call holds a dictionary `progress` of kind, every and total, and as its
+// spec the text that the board keeps. Kinds are
 //   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
 //   update (handle, count) -> steps until the next update
 //   end (handle, count, anchors...) -> 0      step (anchors...) -> 0
@@ -23,7 +24,7 @@ class ProgressCallee final : public Callee {
 
   explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
 
-  // Throws Error(kInvalidArgument) for any other spec.
+  // Throws Error(kInvalidArgument) for any other kind.
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
 

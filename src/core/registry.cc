@@ -6,11 +6,6 @@
 
 namespace callgate {
 
-Registry& Registry::instance() {
-  static auto* registry = new Registry();  // leaked on purpose: see the header
-  return *registry;
-}
-
 void Registry::add(const std::shared_ptr<Callee>& callee) {
   std::shared_ptr<Callee> other;  // outlives the lock: dropping it may run a destructor
   std::lock_guard lock(mutex_);

@@ -14,13 +14,14 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
 class Registry {
  public:
   // The registry of this process; never destroyed, since handlers may look up names at exit.
-  static Registry& instance();
+  static Registry& instance() { return immortal<Registry>(); }
 
   // Throws Error(kAlreadyExists) when another live callee has the name.
   void add(const std::shared_ptr<Callee>& callee);

@@ -8,16 +8,15 @@
 #include <atomic>
 #include <cstddef>
 
+#include "core/lifetime.h"
+
 namespace callgate {
 
 inline constexpr std::size_t kScratchKept = std::size_t{64} << 20;
 
 // The blocks of one call. Any thread may take one; destroyed when none of them uses any.
-class Scratch {
+class Scratch : Immovable {
  public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
     // Whoever took a block is done, and what it did happened before.
     if (blocks_.load(std::memory_order_relaxed) != nullptr) [[unlikely]]

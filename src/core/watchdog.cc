@@ -5,11 +5,6 @@
 
 namespace callgate {
 
-Watchdog& Watchdog::instance() {
-  static auto* watchdog = new Watchdog();  // leaked on purpose: used until the process ends
-  return *watchdog;
-}
-
 Watchdog::Ticket Watchdog::arm(Clock::duration delay, Action action) {
   Ticket ticket;
   if (!process_.here()) return ticket;  // and the lock may be held for ever

@@ -14,22 +14,20 @@
 #include <thread>
 #include <utility>
 
+#include "core/lifetime.h"
 #include "core/process.h"
 
 namespace callgate {
 
-class Watchdog {
+class Watchdog : Immovable {
  public:
   using Clock = std::chrono::steady_clock;
   using Action = std::function<void()>;
   using Ticket = std::pair<Clock::time_point, std::uint64_t>;
 
-  static Watchdog& instance();
+  static Watchdog& instance() { return immortal<Watchdog>(); }
 
-  Watchdog() = default;
   ~Watchdog() { stop(); }
-  Watchdog(const Watchdog&) = delete;
-  Watchdog& operator=(const Watchdog&) = delete;
 
   // Does nothing in a fork's child, which has no such thread.
   Ticket arm(Clock::duration delay, Action action);
@@ -52,7 +50,7 @@ class Watchdog {
 };
 
 // Arms on construction when the delay is positive, disarms on destruction.
-class Watch {
+class Watch : Immovable {
  public:
   Watch(Watchdog::Clock::duration delay, Watchdog::Action action) : armed_(delay.count() > 0) {
     if (armed_) ticket_ = Watchdog::instance().arm(delay, std::move(action));
@@ -60,8 +58,6 @@ class Watch {
   ~Watch() {
     if (armed_) Watchdog::instance().disarm(ticket_);
   }
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
 
  private:
   bool armed_;

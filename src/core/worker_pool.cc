@@ -6,7 +6,7 @@
 #include <chrono>
 #include <utility>
 
-#include "core/thread_end.h"
+#include "core/lifecycle.h"
 
 namespace callgate {
 namespace {
@@ -15,12 +15,6 @@ constexpr auto kIdleTime = std::chrono::seconds(5);
 constexpr std::size_t kKeptThreads = 2;
 
 }  // namespace
-
-WorkerPool& WorkerPool::instance() {
-  // Leaked on purpose: at exit its threads may still run user code; stop() joins them before.
-  static auto* pool = new WorkerPool();
-  return *pool;
-}
 
 bool WorkerPool::submit(Job job) {
   if (lost()) return false;

@@ -14,20 +14,18 @@
 #include <mutex>
 #include <thread>
 
+#include "core/lifetime.h"
 #include "core/process.h"
 
 namespace callgate {
 
-class WorkerPool {
+class WorkerPool : Immovable {
  public:
   using Job = std::function<void()>;
 
-  static WorkerPool& instance();
+  static WorkerPool& instance() { return immortal<WorkerPool>(); }
 
-  WorkerPool() = default;
   ~WorkerPool() { stop(); }
-  WorkerPool(const WorkerPool&) = delete;
-  WorkerPool& operator=(const WorkerPool&) = delete;
 
   // Runs the job soon on a thread of the pool. False after stop(), and where the pool is lost: the
   // job is not taken.

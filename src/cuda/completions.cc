@@ -15,15 +15,14 @@
 #include <utility>
 #include <vector>
 
+#include "core/lifetime.h"
 #include "cuda/driver.h"
 
 namespace callgate::cuda {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 struct Task {
-  StreamEvent event;
+  std::optional<StreamEvent> event;
   std::function<void(Result)> run;
 };
 
@@ -33,29 +32,13 @@ struct Queues {
   std::map<const Device*, Completions*> all;
 };
 
-Queues& queues() {
-  static auto* queues = new Queues();
-  return *queues;
-}
+Queues& queues() { return immortal<Queues>(); }
 
 // In a fork's child: the locks may be held by threads that are not in this process.
 std::atomic<bool> abandoned{false};
 
 bool is_abandoned() noexcept {
   return abandoned.load(std::memory_order_relaxed);  // the child has one thread when it is set
-}
-
-std::vector<Completions*> every() {
-  if (is_abandoned()) return {};
-  std::lock_guard lock(queues().mutex);
-  std::vector<Completions*> every;
-  for (auto [device, completions] : queues().all) every.push_back(completions);
-  return every;
-}
-
-std::chrono::nanoseconds left(Clock::time_point end) {
-  return std::max(std::chrono::nanoseconds(0),
-                  std::chrono::duration_cast<std::chrono::nanoseconds>(end - Clock::now()));
 }
 
 }  // namespace
@@ -81,7 +64,7 @@ struct Completions::State {
       Task task = std::move(tasks.front());
       tasks.pop_front();
       lock.unlock();
-      task.run(task.event.wait());
+      task.run(task.event ? task.event->wait() : Result::kSuccess);
       task.run = nullptr;  // what it held dies before it counts as done
       lock.lock();
       ++done;
@@ -106,6 +89,14 @@ Completions& Completions::of(Device& device) {
 }
 
 bool Completions::after(StreamEvent event, std::function<void(Result)> task) {
+  return give(std::move(event), std::move(task));
+}
+
+bool Completions::later(std::function<void()> task) {
+  return give(std::nullopt, [task = std::move(task)](Result) { task(); });
+}
+
+bool Completions::give(std::optional<StreamEvent> event, std::function<void(Result)> task) {
   if (is_abandoned()) return false;
   std::lock_guard lock(state_->mutex);
   if (state_->stopping) return false;
@@ -147,23 +138,31 @@ bool Completions::stop(std::chrono::nanoseconds limit) {
   return true;
 }
 
+bool Completions::stopped() const noexcept {
+  std::lock_guard lock(state_->mutex);
+  return state_->stopping;
+}
+
 std::int64_t Completions::pending() const noexcept {
   std::lock_guard lock(state_->mutex);
   return static_cast<std::int64_t>(state_->given - state_->done);
 }
 
-bool Completions::drain_all(std::chrono::nanoseconds limit) {
-  bool drained = true;
-  Clock::time_point end = Clock::now() + limit;
-  for (Completions* completions : every()) drained &= completions->drain(left(end));
-  return drained;
-}
-
-bool Completions::stop_all(std::chrono::nanoseconds limit) {
-  bool stopped = true;
-  Clock::time_point end = Clock::now() + limit;
-  for (Completions* completions : every()) stopped &= completions->stop(left(end));
-  return stopped;
+bool Completions::each(bool (Completions::*wait)(std::chrono::nanoseconds),
+                       std::chrono::nanoseconds limit) {
+  if (is_abandoned()) return true;
+  std::vector<Completions*> all;
+  {
+    std::lock_guard lock(queues().mutex);
+    for (auto [device, completions] : queues().all) all.push_back(completions);
+  }
+  bool done = true;
+  auto end = std::chrono::steady_clock::now() + limit;
+  for (Completions* completions : all) {
+    std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
+    done &= (completions->*wait)(std::max(left, std::chrono::nanoseconds(0)));
+  }
+  return done;
 }
 
 void Completions::abandon_all() noexcept {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "cuda/device.h"
 #include "cuda/event.h"
@@ -23,6 +24,9 @@ class Completions {
 
   // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
+  // Behind the tasks that are there, without an event. Calls no function of the driver's, so a host
+  // function may call it.
+  bool later(std::function<void()> task);
 
   // Keeps something until the event has come, as far as that can be done. For destructors.
   bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
@@ -35,19 +39,24 @@ class Completions {
   // thread then ends by itself.
   bool stop(std::chrono::nanoseconds limit);
 
+  bool stopped() const noexcept;
+
   // Tasks given and not yet run.
   std::int64_t pending() const noexcept;
 
   // All devices' at once. stop_all() runs what is there first, as far as the time allows; false
   // when it did not suffice.
-  static bool drain_all(std::chrono::nanoseconds limit);
-  static bool stop_all(std::chrono::nanoseconds limit);
+  static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
+  static bool stop_all(std::chrono::nanoseconds limit) { return each(&Completions::stop, limit); }
 
   // In a fork's child: CUDA and the threads are gone; tasks are dropped.
   static void abandon_all() noexcept;
 
  private:
   explicit Completions(Device& device);
+  bool give(std::optional<StreamEvent> event, std::function<void(Result)> task);
+  static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
+                   std::chrono::nanoseconds limit);
   struct State;
   std::shared_ptr<State> state_;
 };

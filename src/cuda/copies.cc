@@ -1,39 +1,256 @@
 // See the header.
 #include "cuda/copies.h"
 
+#include <algorithm>
 #include <array>
 #include <mutex>
+#include <utility>
 
+#include "cuda/completions.h"
 #include "cuda/driver.h"
 
 namespace callgate::cuda {
+namespace {
 
-std::vector<std::int64_t> own_dims(std::initializer_list<std::span<ArrayView>> groups) {
-  std::size_t rank = 0;
-  for (std::span<ArrayView> views : groups) {
-    for (const ArrayView& view : views) rank += static_cast<std::size_t>(view.rank);
-  }
-  std::vector<std::int64_t> dims;
-  dims.reserve(rank);  // views point into it
-  for (std::span<ArrayView> views : groups) {
-    for (ArrayView& view : views) {
-      std::size_t at = dims.size();
-      dims.insert(dims.end(), view.dims, view.dims + view.rank);
-      view.dims = dims.data() + at;
-    }
-  }
-  return dims;
+constexpr std::size_t kHostAlignment = 64;
+// What XLA expects of the memory of its programs' arguments.
+constexpr std::size_t kKeptAlignment = 256;
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcept {
+  return (bytes + alignment - 1) / alignment * alignment;
 }
 
+// The streams of our own that copies take beside the programs', one a device and direction.
+enum class Direction : std::uint8_t { kToHost, kToDevice };
+struct SideStreams {
+  std::mutex mutex;
+  std::array<std::array<Stream, 2>, kMostDevices> streams{};
+};
+
 Stream side_stream(const Device& device, Direction direction) {
-  static auto* mutex = new std::mutex();
-  static auto* streams = new std::array<std::array<Stream, 2>, 64>();
-  std::lock_guard lock(*mutex);
-  Stream& stream =
-      (*streams)[static_cast<std::size_t>(device.ordinal())][static_cast<std::size_t>(direction)];
+  auto& side = immortal<SideStreams>();
+  std::lock_guard lock(side.mutex);
+  Stream& stream = side.streams[device.index()][static_cast<std::size_t>(direction)];
   if (stream == nullptr)
     check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
   return stream;
+}
+
+void set_bytes(const ArrayView& view, unsigned char value, Stream stream) {
+  if (view.nbytes() == 0) return;
+  check(driver().set_8(address(view.data), value, view.nbytes(), stream), "cuMemsetD8Async");
+}
+
+// Where a view lies in memory that begins at `first`.
+std::size_t offset(const ArrayView& view, const char* first) {
+  return static_cast<std::size_t>(static_cast<const char*>(view.data) - first);
+}
+
+}  // namespace
+
+void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
+}
+
+void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync_v2");
+}
+
+void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
+}
+
+void poison_on_device(std::span<const ArrayView> views, Stream stream) {
+  for (const ArrayView& view : views) set_bytes(view, is_inexact(view.dtype) ? 0xFF : 0, stream);
+}
+
+void clear_on_device(std::span<const ArrayView> views, Stream stream) {
+  for (const ArrayView& view : views) set_bytes(view, 0, stream);
+}
+
+void wait_for(Device& device, Stream stream) {
+  check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
+}
+
+void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
+  StreamEvent end(device, stream);
+  if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
+  driver().stream_synchronize(stream);  // nobody is there any more who would wait
+}
+
+namespace {
+
+// What a graph owns. It lets go on a thread of the driver's, where CUDA must not be called; so the
+// completion thread destroys it, or nobody: where that has ended, the process does, too.
+struct OwnedByGraph {
+  Device& device;
+  std::shared_ptr<void> kept;
+
+  static void let_go(void* data) {
+    auto* owned = static_cast<OwnedByGraph*>(data);
+    try {
+      Completions::of(owned->device).later([owned] { delete owned; });
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory, and none freed
+    }
+  }
+};
+
+}  // namespace
+
+bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
+  constexpr unsigned kNoDestructorSync = 1, kMoveReference = 1;
+  const Driver& cuda = driver();
+  if (cuda.capture_info == nullptr || cuda.user_object_create == nullptr ||
+      cuda.graph_retain_object == nullptr) {
+    return false;
+  }
+  CaptureStatus status = CaptureStatus::kNone;
+  Graph graph = nullptr;
+  Result found = cuda.capture_info(stream, &status, nullptr, &graph, nullptr, nullptr);
+  if (found != Result::kSuccess || graph == nullptr) return false;
+  auto owner = std::make_unique<OwnedByGraph>(OwnedByGraph{device, kept});
+  UserObject object = nullptr;
+  if (cuda.user_object_create(&object, owner.get(), &OwnedByGraph::let_go, 1, kNoDestructorSync) !=
+      Result::kSuccess) {
+    return false;
+  }
+  owner.release();  // NOLINT: the object's
+  if (cuda.graph_retain_object(graph, object, 1, kMoveReference) == Result::kSuccess) return true;
+  cuda.user_object_release(object, 1);
+  return false;
+}
+
+// --- HostCopies ----------------------------------------------------------------------------------
+
+HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
+                       std::span<const ArrayView> results)
+    : device_(&device), operands_(operands), results_(results) {
+  std::vector<std::size_t> operand_at, result_at;
+  for (const ArrayView& view : operands) {
+    sources_.push_back(address(view.data));
+    operand_at.push_back(operand_bytes_);
+    operand_bytes_ += round_up(view.nbytes(), kHostAlignment);
+  }
+  std::size_t bytes = operand_bytes_;
+  for (const ArrayView& view : results) {
+    targets_.push_back(address(view.data));
+    std::size_t shared = shared_with(view);
+    result_at.push_back(shared < operand_at.size() ? operand_at[shared] : bytes);
+    if (shared == operand_at.size()) bytes += round_up(view.nbytes(), kHostAlignment);
+  }
+  memory_ = PinnedBlock(std::max<std::size_t>(bytes, 1));
+  for (std::size_t i = 0; i < operands_.size(); ++i)
+    operands_[i].data = memory_.data() + operand_at[i];
+  for (std::size_t i = 0; i < results_.size(); ++i)
+    results_[i].data = memory_.data() + result_at[i];
+}
+
+// The operand that has the result's memory; their number for none.
+std::size_t HostCopies::shared_with(const ArrayView& result) const {
+  for (std::size_t i = 0; i < sources_.size(); ++i) {
+    if (sources_[i] == address(result.data) && operands_[i].nbytes() == result.nbytes() &&
+        result.nbytes() != 0) {
+      return i;
+    }
+  }
+  return sources_.size();
+}
+
+void HostCopies::fetch(Stream stream) {
+  for (std::size_t i = 0; i < operands_.size(); ++i)
+    copy_to_host(operands_[i].data, sources_[i], operands_[i].nbytes(), stream);
+}
+
+StreamEvent HostCopies::fetch_aside(Stream stream) {
+  if (operand_bytes_ == 0) return {*device_, stream};
+  aside_ = DeviceBlock(*device_, operand_bytes_);
+  for (std::size_t i = 0; i < operands_.size(); ++i) {
+    const ArrayView& view = operands_[i];
+    copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
+                   stream);
+  }
+  Stream side = side_stream(*device_, Direction::kToHost);
+  StreamEvent(*device_, stream).hold_back(side);
+  // One copy for all: operands lie in both as they lie in the other.
+  copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
+  return {*device_, side};
+}
+
+void HostCopies::publish(Stream stream) {
+  for (std::size_t i = 0; i < results_.size(); ++i)
+    copy_to_device(targets_[i], results_[i].data, results_[i].nbytes(), stream);
+}
+
+// --- KeptCopies ----------------------------------------------------------------------------------
+
+KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays)
+    : device_(&device), stream_(stream), arrays_(arrays) {
+  std::size_t bytes = 0;
+  for (const ArrayView& view : arrays) bytes += round_up(view.nbytes(), kKeptAlignment);
+  memory_ = DeviceBlock(device, std::max<std::size_t>(bytes, 1));
+  DevicePointer to = memory_.data();
+  for (ArrayView& view : arrays_.all()) {
+    copy_on_device(to, address(view.data), view.nbytes(), stream);
+    view.data = reinterpret_cast<void*>(to);
+    to += round_up(view.nbytes(), kKeptAlignment);
+  }
+}
+
+KeptCopies::~KeptCopies() {
+  try {
+    auto kept = std::make_shared<DeviceBlock>(std::move(memory_));
+    Completions& completions = Completions::of(*device_);
+    if (completions.stopped()) {
+      // The process ends, and XLA may have destroyed its stream: the memory goes with the process.
+      new std::shared_ptr<DeviceBlock>(std::move(kept));
+      return;
+    }
+    ContextScope current(*device_);
+    completions.keep(StreamEvent(*device_, stream_), kept);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // Where it can't wait the device is lost, and nothing more will run on it.
+  }
+}
+
+// --- Upload --------------------------------------------------------------------------------------
+
+Upload::Upload(Device& device, std::span<const ArrayView> types)
+    : device_(&device), host_(types), memory_(std::make_shared<Memory>()) {
+  for (const ArrayView& view : types) bytes_ += round_up(view.nbytes(), kHostAlignment);
+  ContextScope current(device);
+  memory_->pinned = PinnedBlock(std::max<std::size_t>(bytes_, 1));
+  memory_->block = DeviceBlock(device, std::max<std::size_t>(bytes_, 1));
+  char* to = memory_->pinned.data();
+  for (ArrayView& view : host_.all()) {
+    view.data = to;
+    to += round_up(view.nbytes(), kHostAlignment);
+  }
+}
+
+void Upload::start() {
+  ContextScope current(*device_);
+  Stream stream = side_stream(*device_, Direction::kToDevice);
+  copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream);
+  arrived_.emplace(*device_, stream);
+}
+
+void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
+                  Stream stream) {
+  ContextScope current(*self->device_);
+  if (self->arrived_) self->arrived_->hold_back(stream);
+  const Memory& memory = *self->memory_;
+  for (std::size_t i = 0; i < self->host_.size(); ++i) {
+    const ArrayView& view = self->host_[i];
+    copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
+                   view.nbytes(), stream);
+  }
+  keep_until(*self->device_, stream, self);
+}
+
+// The copy to the device may still be under way: nobody may have asked for it.
+Upload::~Upload() {
+  if (!arrived_ || arrived_->reached()) return;
+  Completions::of(*device_).keep(std::move(*arrived_), memory_);
 }
 
 }  // namespace callgate::cuda

@@ -1,27 +1,135 @@
-// What the ways in which arrays are copied to and from a device have in common.
+// Copies of arrays between host and device, and on a device.
+//
+// All are enqueued on streams; nobody waits but where it is said. What a copy reads and writes
+// lives until it has ended: keep_until() sees to it. The device's context is current, unless it is
+// said otherwise. All throw Error.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <initializer_list>
+#include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "core/array_view.h"
+#include "core/call.h"
+#include "core/lifetime.h"
 #include "cuda/device.h"
+#include "cuda/event.h"
+#include "cuda/memory.h"
 
 namespace callgate::cuda {
 
-constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcept {
-  return (bytes + alignment - 1) / alignment * alignment;
-}
+inline DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
-// Gives the views extents that live as long as what is returned.
-std::vector<std::int64_t> own_dims(std::initializer_list<std::span<ArrayView>> groups);
+// Of no bytes: nothing.
+void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream);
+void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream);
+void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream);
 
-// The stream of a device's that copies of one direction take beside the program's; never destroyed.
-// The device's context is current. Throws Error.
-enum class Direction : std::uint8_t { kToHost, kToDevice };
-Stream side_stream(const Device& device, Direction direction);
+// As core's poison() and clear().
+void poison_on_device(std::span<const ArrayView> views, Stream stream);
+void clear_on_device(std::span<const ArrayView> views, Stream stream);
+
+// Blocks until the stream has done what it has been given so far.
+void wait_for(Device& device, Stream stream);
+
+// Keeps something until the stream is done with what it has been given so far.
+void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept);
+
+// Gives `kept` to the CUDA graph that the stream is captured into, and to its copies. It dies soon
+// after the last of them, on the device's completion thread. False where the driver can't: then it
+// is still the caller's.
+bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept);
+
+// A call's device arrays as host arrays, in pinned memory. Who reads the views waits for the stream
+// first. Results are room of the host's that `publish` copies to the device.
+class HostCopies {
+ public:
+  // Results that share memory with an operand on the device do so here.
+  HostCopies(Device& device, std::span<const ArrayView> operands,
+             std::span<const ArrayView> results);
+
+  // Enqueues the copies of the operands to the host.
+  void fetch(Stream stream);
+  // The same by way of device memory of ours and a stream of ours, for large arrays: `stream` goes
+  // on after a copy on the device. The event is the end of the copies.
+  StreamEvent fetch_aside(Stream stream);
+
+  std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
+  std::span<ArrayView> results() noexcept { return results_.all(); }
+  std::size_t operand_bytes() const noexcept { return operand_bytes_; }
+
+  // Enqueues the copies of the results to the device.
+  void publish(Stream stream);
+
+ private:
+  std::size_t shared_with(const ArrayView& result) const;
+
+  Device* device_;
+  OwnedViews operands_, results_;
+  std::vector<DevicePointer> sources_, targets_;  // of each
+  std::size_t operand_bytes_ = 0;
+  PinnedBlock memory_;
+  DeviceBlock aside_;
+};
+
+// Copies of a program's arrays that stay on the device, for whoever wants to keep them.
+//
+// The memory goes back to its pool when the last owner has let go, on any thread, and what XLA's
+// stream had been given until then is over: a consumer's programs may still read it.
+class KeptCopies final : public DeviceMemory, Immovable {
+ public:
+  KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays);
+  ~KeptCopies() override;
+
+  Device& device() const noexcept { return *device_; }
+  Stream stream() const noexcept { return stream_; }
+  // The copies: views of device memory, which live as long as this does.
+  std::span<const ArrayView> arrays() const noexcept { return arrays_.all(); }
+
+ private:
+  Device* device_;
+  Stream stream_;
+  OwnedViews arrays_;
+  DeviceBlock memory_;
+};
+
+// Arrays on their way to a device ahead of the program that will ask for them.
+//
+// They are written into pinned memory and copied from there by a stream of the device's own, beside
+// those of programs. A program's stream then waits for that copy's event and copies on the device,
+// into memory of its own. Any context may be current.
+class Upload : Immovable {
+ public:
+  // Room for arrays of these types; their data is not looked at.
+  Upload(Device& device, std::span<const ArrayView> types);
+  ~Upload();
+
+  Device& device() const noexcept { return *device_; }
+  // To be written before start().
+  std::span<const ArrayView> host() const noexcept { return host_.all(); }
+
+  // Enqueues the copy to the device. Once.
+  void start();
+
+  // Has a program's stream copy the arrays to `targets`, one of the device's addresses for each,
+  // when they are there; `self` lives until then.
+  static void give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
+                   Stream stream);
+
+ private:
+  // The memory, as the copies on the device need it.
+  struct Memory {
+    PinnedBlock pinned;
+    DeviceBlock block;
+  };
+
+  Device* device_;
+  OwnedViews host_;
+  std::size_t bytes_ = 0;
+  std::shared_ptr<Memory> memory_;
+  std::optional<StreamEvent> arrived_;
+};
 
 }  // namespace callgate::cuda

@@ -12,18 +12,13 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kMost = 64;  // devices of a process
-
 // Devices in use, by ordinal; never destroyed. A slot is filled once.
 struct Table {
   std::mutex mutex;
-  std::array<std::atomic<Device*>, kMost> by_ordinal{};
+  std::array<std::atomic<Device*>, kMostDevices> by_ordinal{};
 };
 
-Table& table() {
-  static auto* table = new Table();
-  return *table;
-}
+Table& table() { return immortal<Table>(); }
 
 int attribute(DeviceHandle device, DeviceAttribute which) {
   int value = 0;
@@ -64,9 +59,9 @@ int Device::count() {
 }
 
 Device& Device::at(int ordinal) {
-  if (ordinal < 0 || ordinal >= static_cast<int>(kMost) || ordinal >= count()) {
+  if (ordinal < 0 || ordinal >= static_cast<int>(kMostDevices) || ordinal >= count()) {
     throw Error(ErrorCode::kNotFound, "CUDA",
-                "a device number below " + std::to_string(std::min<int>(count(), kMost)),
+                "a device number below " + std::to_string(std::min<int>(count(), kMostDevices)),
                 std::to_string(ordinal));
   }
   std::atomic<Device*>& slot = table().by_ordinal[static_cast<std::size_t>(ordinal)];
@@ -106,8 +101,8 @@ Device& Device::of(Stream stream) {
   check(found, "cuCtxGetDevice");
   Device& device = at(handle);  // a device's handle is its number
   if (device.context() != context) {
-    throw Error(ErrorCode::kInvalidArgument, "a program on " + device.name(),
-                "a stream of the device's primary context", "one of another context");
+    throw Error("a program on " + device.name(), "a stream of the device's primary context",
+                "one of another context");
   }
   return device;
 }

@@ -2,14 +2,19 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "core/lifetime.h"
 #include "cuda/types.h"
 
 namespace callgate::cuda {
+
+// Devices of a process; those beyond can't be used.
+inline constexpr std::size_t kMostDevices = 64;
 
 // Never destroyed: programs may end after everything else. But for its id, all is fixed once it is
 // made.
@@ -25,6 +30,7 @@ class Device {
   static Device* any() noexcept;
 
   int ordinal() const noexcept { return ordinal_; }
+  std::size_t index() const noexcept { return static_cast<std::size_t>(ordinal_); }  // of tables
   // jax.Device.id: differs from the ordinal in programs over several processes.
   std::int64_t id() const noexcept { return id_.load(std::memory_order_relaxed); }
   void set_id(std::int64_t id) noexcept { id_.store(id, std::memory_order_relaxed); }
@@ -45,12 +51,10 @@ class Device {
 };
 
 // Makes a device's context the calling thread's, and puts back what was there.
-class ContextScope {
+class ContextScope : Immovable {
  public:
   explicit ContextScope(const Device& device);
   ~ContextScope();
-  ContextScope(const ContextScope&) = delete;
-  ContextScope& operator=(const ContextScope&) = delete;
 
  private:
   Context before_;
@@ -61,12 +65,10 @@ class ContextScope {
 bool capturing(Stream stream);
 
 // Lets the thread allocate and wait although some stream of it is being captured.
-class RelaxedCapture {
+class RelaxedCapture : Immovable {
  public:
   RelaxedCapture();
   ~RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
   CaptureMode mode_ = CaptureMode::kRelaxed;

@@ -107,7 +107,9 @@ std::string error_text(Result result) {
 void check(Result result, const char* what) {
   if (result == Result::kSuccess) [[likely]]
     return;
-  throw Error(ErrorCode::kInternal, std::string(what) + ": " + error_text(result));
+  const auto code =
+      result == Result::kOutOfMemory ? ErrorCode::kResourceExhausted : ErrorCode::kInternal;
+  throw Error(code, std::string(what) + ": " + error_text(result));
 }
 
 }  // namespace callgate::cuda

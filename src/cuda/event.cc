@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "core/lifetime.h"
 #include "cuda/driver.h"
 
 namespace callgate::cuda {
@@ -17,10 +18,7 @@ struct EventPool {
   std::map<const Device*, std::vector<Event>> free;
 };
 
-EventPool& pool() {
-  static auto* pool = new EventPool();
-  return *pool;
-}
+EventPool& pool() { return immortal<EventPool>(); }
 
 Event take(const Device& device) {
   {

@@ -1,6 +1,8 @@
 // Events, from a pool for each device: making one costs more than recording it.
 #pragma once
 
+#include <utility>
+
 #include "cuda/device.h"
 
 namespace callgate::cuda {
@@ -11,12 +13,9 @@ class StreamEvent {
   // Throws Error. The device's context is current.
   StreamEvent(Device& device, Stream stream);
   ~StreamEvent();
-  StreamEvent(StreamEvent&& other) noexcept : device_(other.device_), event_(other.event_) {
-    other.event_ = nullptr;
-  }
+  StreamEvent(StreamEvent&& other) noexcept
+      : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
   StreamEvent& operator=(StreamEvent&&) = delete;
-  StreamEvent(const StreamEvent&) = delete;
-  StreamEvent& operator=(const StreamEvent&) = delete;
 
   // Blocks the calling thread, which needs no current context. Success, or what the stream failed
   // with.

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/host_copies.h"
+#include "cuda/copies.h"
 
 namespace callgate::cuda {
 namespace {
@@ -121,7 +121,7 @@ LaunchSite::LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec)
     : callee_(std::move(callee)),
       site_(std::move(spec.site)),
       lanes_(std::move(spec.lanes)),
-      plan_(LaunchPlan::parse(spec.plan)) {}
+      plan_(std::move(spec.plan)) {}
 
 LaunchSite::~LaunchSite() {
   // Relaxed: nobody else has the site any more.
@@ -130,12 +130,7 @@ LaunchSite::~LaunchSite() {
 }
 
 const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
-  auto ordinal = static_cast<std::size_t>(device.ordinal());
-  if (ordinal >= kDevices) {
-    throw Error(ErrorCode::kInvalidArgument, "CUDA",
-                "a device number below " + std::to_string(kDevices), std::to_string(ordinal));
-  }
-  std::atomic<const Functions*>& slot = by_ordinal_[ordinal];
+  std::atomic<const Functions*>& slot = by_ordinal_[device.index()];
   // Acquire: the functions were complete before they were published.
   if (const Functions* known = slot.load(std::memory_order_acquire)) [[likely]]
     return *known;
@@ -144,8 +139,7 @@ const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
   auto made = std::make_unique<Functions>();
   for (const Launch& launch : plan_.launches) {
     if (launch.clustered() && driver().launch_ex == nullptr) {
-      throw Error(ErrorCode::kInvalidArgument, "clusters of blocks",
-                  "a driver of CUDA 11.8 or later",
+      throw Error("clusters of blocks", "a driver of CUDA 11.8 or later",
                   "CUDA " + std::to_string(driver().version / 1000) + "." +
                       std::to_string(driver().version % 1000 / 10));
     }
@@ -157,32 +151,27 @@ const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
   return *made.release();                             // NOLINT: the slot's now
 }
 
-Outcome LaunchSite::run(const Call& call, Device& device, std::span<const DevicePointer> scratch) {
-  try {
-    check_counts(call);
-    auto* stream = static_cast<Stream>(call.context.stream);
-    const Functions& found = functions(device);
-    for (std::uint32_t index : plan_.zeroed) clear_on_device(call.results[index], stream);
-    if (lanes_.empty()) [[likely]] {
-      run_lane(call, found, stream, scratch);
-    } else {
-      run_lanes(call, found, stream, scratch);
-    }
-    return Outcome::success();
-  } catch (const Error& error) {
-    std::string text = error.what();
-    for (const std::string& prefix :
-         {std::string("callgate: "), "kernel '" + callee_->name() + "': "})
-      if (text.starts_with(prefix)) text.erase(0, prefix.size());
-    return Outcome::failure(error.code(), callee_->describe(text, site_));
-  }
+void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePointer> scratch) try {
+  check_counts(call);
+  auto* stream = static_cast<Stream>(call.context.stream);
+  const Functions& found = functions(device);
+  for (std::uint32_t index : plan_.zeroed) clear_on_device({&call.results[index], 1}, stream);
+  if (lanes_.empty()) [[likely]]
+    return run_lane(call, found, stream, scratch);
+  run_lanes(call, found, stream, scratch);
+} catch (const Error& error) {
+  std::string text = error.what();
+  for (const std::string& prefix :
+       {std::string("callgate: "), "kernel '" + callee_->name() + "': "})
+    if (text.starts_with(prefix)) text.erase(0, prefix.size());
+  throw Error::verbatim(error.code(), callee_->describe(text, site_));
 }
 
 // A program that was made by hand, or damaged: a launch would get an address that is not there.
 void LaunchSite::check_counts(const Call& call) const {
   if (call.operands.size() >= plan_.operands && call.results.size() >= plan_.results) [[likely]]
     return;
-  throw Error(ErrorCode::kInvalidArgument, "the program's call",
+  throw Error("the program's call",
               std::to_string(plan_.operands) + " operands and " + std::to_string(plan_.results) +
                   " results at least",
               std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
@@ -209,15 +198,6 @@ void LaunchSite::run_lanes(const Call& call, const Functions& functions, Stream 
     lanes_.select_results(lane, call.results, results);
     run_lane(Call{operands, results, call.context}, functions, stream, scratch);
   }
-}
-
-std::shared_ptr<Site> LaunchCallee::specialise(SiteSpec /*spec*/) {
-  throw Error(ErrorCode::kInvalidArgument, "the program's call of '" + name() + "'", "a gate",
-              "a kernel of that name");
-}
-
-std::unique_ptr<LaunchSite> LaunchCallee::bind(LaunchSpec spec) {
-  return std::make_unique<LaunchSite>(shared_from_this(), std::move(spec));
 }
 
 }  // namespace callgate::cuda

@@ -8,14 +8,14 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "core/call.h"
+#include "core/kernel_callee.h"
+#include "core/lifetime.h"
 #include "cuda/device.h"
 #include "cuda/driver.h"
 #include "cuda/launch_plan.h"
@@ -27,29 +27,26 @@ class LaunchCallee;
 
 // What a program says about one call of a kernel.
 struct LaunchSpec {
-  std::string plan;  // see LaunchPlan::parse
+  LaunchPlan plan;
   std::string site;
   Lanes lanes;
 };
 
-class LaunchSite {
+class LaunchSite : Immovable {
  public:
   // Throws Error for a plan that is none.
   LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec);
   ~LaunchSite();
-  LaunchSite(const LaunchSite&) = delete;
-  LaunchSite& operator=(const LaunchSite&) = delete;
 
   // Enqueues the launches of every lane on the device's stream. `scratch`: the memory of each block
   // of scratch(), which the lanes share, since they run one after another. The device's context is
-  // current. Any thread.
-  Outcome run(const Call& call, Device& device, std::span<const DevicePointer> scratch);
+  // current. Any thread. Throws Error where the call fails.
+  void run(const Call& call, Device& device, std::span<const DevicePointer> scratch);
 
   std::span<const std::size_t> scratch() const noexcept { return plan_.scratch; }
   LaunchCallee& callee() const noexcept { return *callee_; }
 
  private:
-  static constexpr std::size_t kDevices = 64;
   using Functions = std::vector<Function>;  // of each launch
 
   const Functions& functions(const Device& device);
@@ -64,41 +61,28 @@ class LaunchSite {
   Lanes lanes_;
   LaunchPlan plan_;
   std::mutex mutex_;  // guards the filling of:
-  std::array<std::atomic<const Functions*>, kDevices> by_ordinal_{};
+  std::array<std::atomic<const Functions*>, kMostDevices> by_ordinal_{};
 };
 
-class LaunchCallee final : public Callee, public std::enable_shared_from_this<LaunchCallee> {
+class LaunchCallee final : public KernelCalleeBase,
+                           public std::enable_shared_from_this<LaunchCallee> {
  public:
-  // See KernelCallee.
-  using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
-
   LaunchCallee(std::string name, std::vector<Image> images, Describe describe)
-      : name_(std::move(name)),
-        modules_(name_, std::move(images)),
-        describe_(std::move(describe)) {}
+      : KernelCalleeBase(std::move(describe)),
+        name_(std::move(name)),
+        modules_(name_, std::move(images)) {}
 
-  // A kernel is called through its own target, so a program that calls it as a gate is another's.
-  std::shared_ptr<Site> specialise(SiteSpec spec) override;
-  std::unique_ptr<LaunchSite> bind(LaunchSpec spec);
+  std::unique_ptr<LaunchSite> bind(LaunchSpec spec) {
+    return std::make_unique<LaunchSite>(shared_from_this(), std::move(spec));
+  }
 
   const std::string& name() const noexcept override { return name_; }
   ModuleSet& modules() noexcept { return modules_; }
   OnDevice on_device() const noexcept override { return OnDevice::kNative; }
 
-  std::string describe(const std::string& message, const std::string& site) const {
-    return describe_ ? describe_(message, site) : "callgate: kernel '" + name() + "': " + message;
-  }
-  void defer(const Failure& failure) override {
-    if (defer_) defer_(failure);
-  }
-  // Takes failures that can't be returned to XLA. Set before the first call.
-  void set_defer(std::function<void(const Failure&)> defer) { defer_ = std::move(defer); }
-
  private:
   std::string name_;
   ModuleSet modules_;
-  Describe describe_;
-  std::function<void(const Failure&)> defer_;
 };
 
 }  // namespace callgate::cuda

@@ -2,8 +2,8 @@
 #include "cuda/launch_plan.h"
 
 #include <algorithm>
-#include <charconv>
-#include <optional>
+#include <span>
+#include <string_view>
 #include <utility>
 
 #include "core/error.h"
@@ -11,71 +11,58 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kParameterAlignment = 16;  // more than any parameter's type asks for
-
-[[noreturn]] void refuse(std::string_view expected, std::string_view got) {
-  throw Error(ErrorCode::kInvalidArgument, "a kernel's launch plan", std::string(expected),
-              "'" + std::string(got) + "'");
-}
-
-// The text before a separator, which is taken off `rest` with it.
-std::string_view next(std::string_view& rest, char separator) {
-  std::size_t end = std::min(rest.find(separator), rest.size());
-  std::string_view part = rest.substr(0, end);
-  rest.remove_prefix(std::min(end + 1, rest.size()));
-  return part;
+[[noreturn]] void refuse(std::string_view expected, const std::string& got) {
+  throw Error(ErrorCode::kInvalidArgument, "a kernel's launch plan", std::string(expected), got);
 }
 
 template <typename T>
-T number(std::string_view text, int base = 10) {
-  T value{};
-  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, base);
-  if (error != std::errc() || end != text.data() + text.size()) refuse("a number", text);
-  return value;
+T number(std::int64_t value) {
+  if (!std::in_range<T>(value)) refuse("a number of its range", std::to_string(value));
+  return static_cast<T>(value);
 }
 
-std::array<unsigned, 3> extent(std::string_view text) {
-  std::array<unsigned, 3> values{};
-  std::string_view rest = text;
-  for (unsigned& value : values) value = number<unsigned>(next(rest, ','));
-  if (!rest.empty()) refuse("three extents", text);
-  return values;
+template <typename T>
+std::vector<T> numbers(std::span<const std::int64_t> values) {
+  std::vector<T> found;
+  for (std::int64_t value : values) found.push_back(number<T>(value));
+  return found;
 }
 
-Address address(std::string_view text, std::size_t start, std::size_t size) {
-  std::string_view what = text;
-  auto offset = number<std::size_t>(next(what, '='));
-  if (what.empty() || size < sizeof(std::uint64_t) || offset > size - sizeof(std::uint64_t))
-    refuse("an address inside its parameter", text);
-  std::optional<Address::Of> of;
-  if (what.front() == 'o') of = Address::Of::kOperand;
-  if (what.front() == 'r') of = Address::Of::kResult;
-  if (what.front() == 's') of = Address::Of::kScratch;
-  if (!of) refuse("o, r or s", what);
-  return {start + offset, *of, number<std::uint32_t>(what.substr(1))};
+std::array<unsigned, 3> extent(const Attributes& held, std::string_view name) {
+  const auto values = held.integers(name);
+  if (values.size() != 3) refuse("three extents", std::to_string(values.size()));
+  return {number<unsigned>(values[0]), number<unsigned>(values[1]), number<unsigned>(values[2])};
 }
 
-void add_parameter(Launch& launch, std::string_view text) {
-  std::string_view hex = next(text, '@');
-  if (hex.empty() || hex.size() % 2 != 0) refuse("a parameter's bytes", hex);
-  std::size_t start =
-      (launch.bytes.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
-  launch.bytes.resize(start);
-  for (std::size_t i = 0; i < hex.size(); i += 2)
-    launch.bytes.push_back(std::byte{number<std::uint8_t>(hex.substr(i, 2), 16)});
-  launch.starts.push_back(static_cast<std::uint32_t>(start));
-  while (!text.empty()) launch.addresses.push_back(address(next(text, '@'), start, hex.size() / 2));
+// Three numbers each: where it is written, of what, and of which.
+std::vector<Address> addresses(std::span<const std::int64_t> values, std::size_t bytes) {
+  std::vector<Address> found;
+  if (values.size() % 3 != 0) refuse("three numbers an address", std::to_string(values.size()));
+  for (; !values.empty(); values = values.subspan(3)) {
+    const auto offset = number<std::uint32_t>(values[0]);
+    if (bytes < sizeof(std::uint64_t) || offset > bytes - sizeof(std::uint64_t))
+      refuse("an address inside the parameters", std::to_string(offset));
+    if (values[1] < 0 || values[1] > 2)
+      refuse("0, 1 or 2: an operand's, a result's or scratch memory's", std::to_string(values[1]));
+    found.push_back(
+        {offset, static_cast<Address::Of>(values[1]), number<std::uint32_t>(values[2])});
+  }
+  return found;
 }
 
-Launch launch(std::string_view rest) {
+Launch launch(const Attributes& held) {
   Launch made;
-  made.entry = next(rest, ' ');
-  made.grid = extent(next(rest, ' '));
-  made.block = extent(next(rest, ' '));
-  made.shared_bytes = number<unsigned>(next(rest, ' '));
-  std::string_view cluster = next(rest, ' ');
-  if (cluster != "-") made.cluster = extent(cluster);
-  while (!rest.empty()) add_parameter(made, next(rest, ' '));
+  made.entry = held.text("entry");
+  made.grid = extent(held, "grid");
+  made.block = extent(held, "block");
+  made.shared_bytes = number<unsigned>(held.integer("shared"));
+  if (held.find("cluster") != nullptr) made.cluster = extent(held, "cluster");
+  const auto bytes = held.bytes("bytes");
+  made.bytes.assign(bytes.begin(), bytes.end());
+  made.starts = numbers<std::uint32_t>(held.integers("starts"));
+  for (std::uint32_t start : made.starts)
+    if (start >= bytes.size()) refuse("parameters in the bytes", std::to_string(start));
+  made.addresses = addresses(held.integers("addresses"), bytes.size());
   return made;
 }
 
@@ -93,7 +80,8 @@ void count(LaunchPlan& plan) {
       if (address.of == Address::Of::kScratch) at_least(scratch, address.index);
     }
   }
-  if (scratch > plan.scratch.size()) refuse("scratch memory for each address", "too little");
+  if (scratch > plan.scratch.size())
+    refuse("scratch memory for each address", std::to_string(plan.scratch.size()));
 }
 
 void append(std::string& text, const char* what, const std::array<unsigned, 3>& extent) {
@@ -112,21 +100,13 @@ std::string Launch::text() const {
   return text;
 }
 
-LaunchPlan LaunchPlan::parse(std::string_view text) {
+LaunchPlan LaunchPlan::of(const Attributes& held) {
   LaunchPlan plan;
-  for (std::string_view rest = text; !rest.empty();) {
-    std::string_view statement = next(rest, ';');
-    std::string_view word = next(statement, ' ');
-    if (word == "launch") {
-      plan.launches.push_back(launch(statement));
-    } else if (word == "scratch") {
-      plan.scratch.push_back(number<std::size_t>(statement));
-    } else if (word == "zero") {
-      plan.zeroed.push_back(number<std::uint32_t>(statement));
-    } else {
-      refuse("launch, scratch or zero", word);
-    }
-  }
+  plan.scratch = numbers<std::size_t>(held.integers("scratch"));
+  plan.zeroed = numbers<std::uint32_t>(held.integers("zeroed"));
+  const Attributes& launches = held.dictionary("launches");
+  for (const std::string& place : launches.places())
+    plan.launches.push_back(launch(launches.dictionary(place)));
   count(plan);
   return plan;
 }

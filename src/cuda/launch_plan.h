@@ -1,4 +1,4 @@
-// What one call of a kernel launches, decoded once from the text that programs hold
+// What one call of a kernel launches, decoded once from the attributes that programs hold
 // (python/callgate/_kernel/launch.py writes it). Immutable; any thread.
 #pragma once
 
@@ -6,8 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
+
+#include "core/attributes.h"
 
 namespace callgate::cuda {
 
@@ -41,8 +42,8 @@ struct LaunchPlan {
   // How many of each a call must have at least.
   std::size_t operands = 0, results = 0;
 
-  // Throws Error for text of another form.
-  static LaunchPlan parse(std::string_view text);
+  // Throws Error for attributes of another form.
+  static LaunchPlan of(const Attributes& held);
 };
 
 }  // namespace callgate::cuda

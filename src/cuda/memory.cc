@@ -16,8 +16,7 @@ namespace callgate::cuda {
 namespace {
 
 constexpr std::size_t kSmallest = 4096;
-constexpr std::size_t kPinnedKept = std::size_t{256} << 20;
-constexpr std::size_t kDeviceKept = std::size_t{256} << 20;  // a device
+constexpr std::size_t kKept = std::size_t{256} << 20;  // of a pool
 
 // Powers of two up to 1 MiB, then whole MiB: large blocks waste little, and blocks of one size find
 // each other again.
@@ -31,8 +30,6 @@ std::size_t size_class(std::size_t bytes) {
 template <typename Handle>
 class Pool {
  public:
-  explicit Pool(std::size_t budget) : budget_(budget) {}
-
   // A block of the class, or a null one.
   Handle take(std::size_t bytes) {
     std::lock_guard lock(mutex_);
@@ -49,7 +46,7 @@ class Pool {
   bool keep(Handle block, std::size_t bytes) noexcept try {
     std::lock_guard lock(mutex_);
     in_use_ -= bytes;
-    if (kept_ + bytes > budget_) return false;
+    if (kept_ + bytes > kKept) return false;
     free_[bytes].push_back(block);
     kept_ += bytes;
     return true;
@@ -79,27 +76,15 @@ class Pool {
   }
 
  private:
-  std::size_t budget_;
   std::mutex mutex_;
   std::map<std::size_t, std::vector<Handle>> free_;
   std::size_t kept_ = 0, in_use_ = 0;
 };
 
-// Never destroyed, as the devices.
-Pool<char*>& pinned() {
-  static auto* pool = new Pool<char*>(kPinnedKept);
-  return *pool;
-}
-
-constexpr std::size_t kMostDevices = 64;
-
-Pool<DevicePointer>& pool_of(int ordinal) {
-  static auto* pools = [] {
-    auto* made = new std::array<std::unique_ptr<Pool<DevicePointer>>, kMostDevices>();
-    for (auto& pool : *made) pool = std::make_unique<Pool<DevicePointer>>(kDeviceKept);
-    return made;
-  }();
-  return *(*pools)[static_cast<std::size_t>(ordinal)];
+// Of the host, and of each device.
+Pool<char*>& pinned() { return immortal<Pool<char*>>(); }
+std::array<Pool<DevicePointer>, kMostDevices>& pools() {
+  return immortal<std::array<Pool<DevicePointer>, kMostDevices>>();
 }
 
 // Does something in the device's context; not at all where the driver is gone, and with it memory.
@@ -160,7 +145,7 @@ void PinnedBlock::reset() noexcept {
 
 DeviceBlock::DeviceBlock(Device& device, std::size_t bytes)
     : device_(&device), size_(size_class(bytes)) {
-  Pool<DevicePointer>& pool = pool_of(device.ordinal());
+  Pool<DevicePointer>& pool = pools()[device.index()];
   data_ = pool.take(size_);
   if (data_ != 0) return;
   Result result = driver().mem_alloc(&data_, size_);
@@ -185,21 +170,20 @@ DeviceBlock& DeviceBlock::operator=(DeviceBlock&& other) noexcept {
 }
 
 void DeviceBlock::reset() noexcept {
-  if (data_ != 0 && !pool_of(device_->ordinal()).keep(data_, size_)) free_blocks(*device_, {data_});
+  if (data_ != 0 && !pools()[device_->index()].keep(data_, size_)) free_blocks(*device_, {data_});
   data_ = 0;
 }
 
 MemoryInUse memory_in_use() noexcept {
   MemoryInUse in_use{pinned().in_use(), 0};
-  for (std::size_t i = 0; i < kMostDevices; ++i)
-    in_use.device += pool_of(static_cast<int>(i)).in_use();
+  for (Pool<DevicePointer>& pool : pools()) in_use.device += pool.in_use();
   return in_use;
 }
 
 void trim_memory() noexcept {
   free_pinned(pinned().take_all());
   for (std::size_t i = 0; i < kMostDevices; ++i) {
-    std::vector<DevicePointer> blocks = pool_of(static_cast<int>(i)).take_all();
+    std::vector<DevicePointer> blocks = pools()[i].take_all();
     if (!blocks.empty()) free_blocks(Device::at(static_cast<int>(i)), blocks);
   }
 }

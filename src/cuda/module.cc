@@ -51,7 +51,6 @@ const Image& ModuleSet::choose(const Device& device) const {
   }
   if (best != nullptr) return *best;
   throw Error(
-      ErrorCode::kInvalidArgument,
       "kernel '" + name_ + "' on " + device.name() + " (device " +
           std::to_string(device.ordinal()) + ")",
       "an image for compute capability " + capability_text(device.capability()) + ", or PTX",
@@ -110,8 +109,7 @@ void ModuleSet::allow(Loaded& module, Function function, const std::string& entr
       if (cuda.device_get(&handle, module.device->ordinal()) == Result::kSuccess) {
         cuda.device_attribute(&most, DeviceAttribute::kMaxSharedMemoryPerBlockOptin, handle);
       }
-      throw Error(ErrorCode::kInvalidArgument,
-                  "kernel '" + name_ + "': " + std::to_string(needs.shared_bytes) +
+      throw Error("kernel '" + name_ + "': " + std::to_string(needs.shared_bytes) +
                       " bytes of dynamic shared memory beside " + std::to_string(fixed) +
                       " of its own",
                   "at most " + std::to_string(most) + " in all on " + module.device->name(),

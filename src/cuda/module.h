@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/lifetime.h"
 #include "cuda/device.h"
 
 namespace callgate::cuda {
@@ -28,13 +29,11 @@ struct FunctionNeeds {
   bool wide_cluster = false;  // more than 8 blocks
 };
 
-class ModuleSet {
+class ModuleSet : Immovable {
  public:
   // `name`: the kernel, for messages.
   ModuleSet(std::string name, std::vector<Image> images);
   ~ModuleSet();
-  ModuleSet(const ModuleSet&) = delete;
-  ModuleSet& operator=(const ModuleSet&) = delete;
 
   // A function of the device's module, allowed to have what a launch needs. Throws Error where no
   // image fits the device, or the driver refuses it. The device's context is current.

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "core/error.h"
+#include "core/lifetime.h"
 
 // X(member, symbol, arguments): every one returns an int, 0 for success.
 #define CALLGATE_NVRTC_FUNCTIONS(X)                                                            \
@@ -50,14 +51,12 @@ struct Nvrtc::Functions {
 namespace {
 
 // A program of NVRTC's, destroyed at the end.
-class Compilation {
+class Compilation : Immovable {
  public:
   explicit Compilation(const Nvrtc::Functions& nvrtc) : nvrtc_(nvrtc) {}
   ~Compilation() {
     if (program != nullptr) nvrtc_.destroy(&program);
   }
-  Compilation(const Compilation&) = delete;
-  Compilation& operator=(const Compilation&) = delete;
   Program program = nullptr;
 
  private:

@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "core/lifetime.h"
+
 namespace callgate::cuda {
 
-class Nvrtc {
+class Nvrtc : Immovable {
  public:
   struct Functions;  // of the library
 
@@ -41,8 +43,6 @@ class Nvrtc {
   const std::vector<int>& architectures() const noexcept { return architectures_; }
 
   ~Nvrtc();
-  Nvrtc(const Nvrtc&) = delete;
-  Nvrtc& operator=(const Nvrtc&) = delete;
 
  private:
   explicit Nvrtc(const std::string& path);

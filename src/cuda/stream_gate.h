@@ -7,16 +7,15 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "core/lifetime.h"
 #include "cuda/device.h"
 #include "cuda/memory.h"
 
 namespace callgate::cuda {
 
-class StreamGate {
+class StreamGate : Immovable {
  public:
   StreamGate();
-  StreamGate(const StreamGate&) = delete;
-  StreamGate& operator=(const StreamGate&) = delete;
 
   // Work that the stream is given from here on starts after open(). Throws Error. Whoever calls it
   // keeps the gate until the stream has come by.

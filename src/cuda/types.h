@@ -27,10 +27,7 @@ enum class Result : int {
   kInvalidValue = 1,
   kOutOfMemory = 2,
   kNotInitialized = 3,
-  kDeinitialized = 4,
   kNoDevice = 100,
-  kInvalidImage = 200,
-  kNoBinaryForGpu = 209,
   kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,
@@ -43,7 +40,6 @@ enum class Result : int {
 
 enum class DeviceAttribute : int {
   kMaxThreadsPerBlock = 1,
-  kMaxSharedMemoryPerBlock = 8,
   kMultiprocessorCount = 16,
   kComputeCapabilityMajor = 75,
   kComputeCapabilityMinor = 76,

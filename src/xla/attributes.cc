@@ -46,7 +46,9 @@ bool add_encoded(Attributes& to, std::string_view name, const Attributes& entrie
   return true;
 }
 
-Attributes decode(const XLA_FFI_Attrs& from) {
+}  // namespace
+
+Attributes decode_attributes(const XLA_FFI_Attrs& from) {
   Attributes to;
   for (std::int64_t i = 0; i < from.size; ++i) {
     std::string_view name = name_of(*from.names[i]);
@@ -66,7 +68,7 @@ Attributes decode(const XLA_FFI_Attrs& from) {
         to.add_string(name, name_of(*static_cast<const XLA_FFI_ByteSpan*>(value)));
         break;
       case XLA_FFI_AttrType_DICTIONARY: {
-        Attributes entries = decode(*static_cast<const XLA_FFI_Attrs*>(value));
+        Attributes entries = decode_attributes(*static_cast<const XLA_FFI_Attrs*>(value));
         if (!add_encoded(to, name, entries)) to.add_dictionary(name, std::move(entries));
         break;
       }
@@ -76,29 +78,6 @@ Attributes decode(const XLA_FFI_Attrs& from) {
     }
   }
   return to;
-}
-
-}  // namespace
-
-std::string text_attribute(const ::xla::ffi::Dictionary& attributes, std::string_view name) {
-  if (!attributes.contains(name)) return {};
-  auto value = attributes.get<std::string_view>(name);
-  if (!value.has_value()) {
-    throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'", "a string",
-                value.error().message());
-  }
-  return std::string(*value);
-}
-
-Attributes decode_attributes(const XLA_FFI_Attrs& attributes, std::string_view name) {
-  for (std::int64_t i = 0; i < attributes.size; ++i) {
-    if (name_of(*attributes.names[i]) != name) continue;
-    if (attributes.types[i] == XLA_FFI_AttrType_DICTIONARY)
-      return decode(*static_cast<const XLA_FFI_Attrs*>(attributes.attrs[i]));
-    throw Error(ErrorCode::kInvalidArgument, "attribute '" + std::string(name) + "'",
-                "a dictionary", "something else");
-  }
-  return {};
 }
 
 }  // namespace callgate::xla_ffi

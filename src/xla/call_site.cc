@@ -9,40 +9,33 @@
 
 namespace callgate::xla_ffi {
 
-Outcome CallSite::run(const Call& call) const {
-  if (!poison_on_error) return site->run(call);
-  return poisoned_on_error(
-      *callee, [&] { return site->run(call); },
-      [&] {
-        for (const ArrayView& view : call.results) poison(view);
-      });
+void CallSite::run(const Call& call) const {
+  settled(poison_on_error, *callee, [&] { site->run(call); }, [&] { poison(call.results); });
 }
 
-std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes) {
-  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes) {
+  Attributes held = decode_attributes(attributes);
   Interrupts::watch();
   auto made = std::make_shared<CallSite>();
-  made->callee = Registry::instance().find(text("name"));
-  made->poison_on_error = text("on_error") == "poison";
+  made->callee = Registry::instance().find(held.text("name"));
+  made->poison_on_error = held.text("on_error") == "poison";
   made->reads_context = made->callee->reads_context();
-  made->site = made->callee->specialise(SiteSpec{
-      text("spec"), text("site"), Lanes::parse(text("batch")), text("mesh"), text("layout")});
-  made->shards = Shards(text("shards"));
+  made->shards = Shards(std::string(held.text("shards")));
+  SiteSpec spec{std::string(held.text("spec")),      std::string(held.text("site")),
+                Lanes::of(held.dictionary("batch")), Mesh::of(held.dictionary("mesh")),
+                std::string(held.text("layout")),    std::move(held)};
+  made->site = made->callee->specialise(std::move(spec));
   return made;
 }
 
-Outcome shutting_down(const Callee& callee) {
-  if (callee.quiet_at_exit()) {
-    LateCalls::instance().add(callee.name());
-    return Outcome::success();
-  }
-  return Outcome::failure(ErrorCode::kAborted, "callgate: gate '" + callee.name() +
-                                                   "' was called while the process is ending");
+void refuse_at_exit(const Callee& callee) {
+  if (callee.quiet_at_exit()) return LateCalls::instance().add(callee.name());
+  throw Error(ErrorCode::kAborted,
+              "gate '" + callee.name() + "' was called while the process is ending");
 }
 
-Failure interrupted(const std::string& callee) {
-  return {ErrorCode::kAborted,
-          "callgate: Ctrl-C ended the program at its call of '" + callee + "'"};
+Error interrupted(const std::string& callee) {
+  return {ErrorCode::kAborted, "Ctrl-C ended the program at its call of '" + callee + "'"};
 }
 
 }  // namespace callgate::xla_ffi

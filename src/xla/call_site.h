@@ -16,8 +16,7 @@ namespace callgate::xla_ffi {
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;
-  // In a program over several devices; see poisoned_on_error() in guard.h.
-  bool poison_on_error = false;
+  bool poison_on_error = false;  // see settled() in guard.h
   bool reads_context = true;
   Shards shards;
   mutable std::atomic<std::int64_t> first_run{-1};
@@ -29,16 +28,16 @@ struct CallSite {
   }
 
   // For arrays in the host's memory.
-  Outcome run(const Call& call) const;
+  void run(const Call& call) const;
 };
 
 // Finds the callee and binds it to the site that the attributes describe. Throws Error.
-std::shared_ptr<CallSite> make_call_site(const ::xla::ffi::Dictionary& attributes);
+std::shared_ptr<CallSite> make_call_site(const XLA_FFI_Attrs& attributes);
 
-// The outcome of a call that comes when the process is ending.
-Outcome shutting_down(const Callee& callee);
+// For a call that comes when the process is ending: throws Error, unless the callee is quiet then.
+void refuse_at_exit(const Callee& callee);
 
 // The failure of a call that Ctrl-C ends.
-Failure interrupted(const std::string& callee);
+Error interrupted(const std::string& callee);
 
 }  // namespace callgate::xla_ffi

@@ -1,6 +1,4 @@
-// See the header. XLA's threads, several at once; nothing waits for a device.
-#include "xla/cuda_kernel.h"
-
+// Kernels for CUDA. XLA's threads, several at once; nothing waits for a device.
 #include <array>
 #include <memory>
 #include <span>
@@ -9,13 +7,14 @@
 #include <vector>
 
 #include "core/registry.h"
+#include "cuda/copies.h"
 #include "cuda/device.h"
-#include "cuda/host_copies.h"
 #include "cuda/launch.h"
 #include "xla/attributes.h"
 #include "xla/cuda_shards.h"
 #include "xla/decode.h"
 #include "xla/guard.h"
+#include "xla/handlers.h"
 #include "xla/state.h"
 
 namespace callgate::xla_ffi {
@@ -28,7 +27,7 @@ struct CudaKernelState {
   static ffi::TypeId id;
   static constexpr std::string_view kName = "callgate.cuda_kernel_state";
   std::unique_ptr<cuda::LaunchSite> site;
-  bool poison_on_error = false;  // see poisoned_on_error() in guard.h
+  bool poison_on_error = false;  // see settled() in guard.h
   Shards shards;
   DeviceShards numbers;
 };
@@ -37,17 +36,18 @@ ffi::TypeId CudaKernelState::id = {};
 
 // Throws.
 std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& attrs) {
-  ffi::Dictionary attributes(&attrs);
-  auto text = [&](std::string_view name) { return text_attribute(attributes, name); };
+  Attributes held = decode_attributes(attrs);
+  auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
   auto kernel = std::dynamic_pointer_cast<cuda::LaunchCallee>(callee);
   if (kernel == nullptr) {
-    throw Error(ErrorCode::kInvalidArgument, "the CUDA program's call of '" + callee->name() + "'",
+    throw Error("the CUDA program's call of '" + callee->name() + "'",
                 "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)",
                 "a gate, or a kernel for the CPU alone, of that name");
   }
   auto state = std::make_unique<CudaKernelState>();
-  state->site = kernel->bind({text("plan"), text("site"), Lanes::parse(text("batch"))});
+  state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
+                              Lanes::of(held.dictionary("batch"))});
   state->poison_on_error = text("on_error") == "poison";
   state->shards = Shards(text("shards"));
   return state;
@@ -55,7 +55,7 @@ std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& at
 
 // The blocks of one call, from XLA's allocator. They are given back when the call has been
 // enqueued: whoever gets them next uses them on the same stream, later.
-class ScratchBlocks {
+class ScratchBlocks : Immovable {
  public:
   ScratchBlocks(const XLA_FFI_CallFrame& frame, std::span<const std::size_t> sizes)
       : ScratchBlocks(frame) {  // from here on a failure runs the destructor
@@ -63,8 +63,6 @@ class ScratchBlocks {
     if (sizes.size() > inline_.size()) overflow_.resize(sizes.size());
     for (; count_ < sizes.size(); ++count_) addresses()[count_] = allocate(sizes[count_]);
   }
-  ScratchBlocks(const ScratchBlocks&) = delete;
-  ScratchBlocks& operator=(const ScratchBlocks&) = delete;
   ~ScratchBlocks() {
     for (std::size_t i = 0; i < count_; ++i) release(sizes_[i], addresses()[i]);
   }
@@ -72,7 +70,8 @@ class ScratchBlocks {
   std::span<const cuda::DevicePointer> blocks() noexcept { return {addresses(), sizes_.size()}; }
 
  private:
-  static constexpr std::size_t kAlignment = 256;
+  // The most that XLA takes; its allocators align to more. What CUDA's widest loads need.
+  static constexpr std::size_t kAlignment = 16;
 
   explicit ScratchBlocks(const XLA_FFI_CallFrame& frame) : frame_(frame) {}
 
@@ -101,8 +100,7 @@ class ScratchBlocks {
     if (bytes == 0) return;
     XLA_FFI_DeviceMemory_Free_Args args{XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE, nullptr,
                                         frame_.ctx, bytes, reinterpret_cast<void*>(address)};
-    if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Free(&args))
-      ffi::internal::DestroyError(frame_.api, error);
+    (void)succeeded(frame_.api, frame_.api->XLA_FFI_DeviceMemory_Free(&args));
   }
 
   const XLA_FFI_CallFrame& frame_;
@@ -120,36 +118,28 @@ bool runs(CudaKernelState& state, DecodedCall& decoded, cuda::Device& device, cu
   return state.shards.runs(state.numbers.read(state.shards, number, device, stream));
 }
 
-Outcome launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Call& call,
-               cuda::Device& device) {
+void launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Call& call,
+            cuda::Device& device) {
   if (state.site->scratch().empty()) [[likely]]
     return state.site->run(call, device, {});
   ScratchBlocks scratch(frame, state.site->scratch());
-  return state.site->run(call, device, scratch.blocks());
+  state.site->run(call, device, scratch.blocks());
 }
 
-XLA_FFI_Error* execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
+void execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
   CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
   auto* stream = static_cast<cuda::Stream>(decode_stream(*frame));
   cuda::Device& device = cuda::Device::of(stream);
   cuda::ContextScope current(device);
   DecodedCall decoded(*frame);
-  if (!runs(state, decoded, device, stream)) [[unlikely]] {
-    for (const ArrayView& view : decoded.results()) cuda::clear_on_device(view, stream);
-    return nullptr;
-  }
+  if (!runs(state, decoded, device, stream)) [[unlikely]]
+    return cuda::clear_on_device(decoded.results(), stream);
   CallContext context;
   context.stream = stream;
-  auto run = [&] {
-    return launch(state, *frame, Call{decoded.operands(), decoded.results(), context}, device);
-  };
-  Outcome outcome =
-      !state.poison_on_error ? run() : poisoned_on_error(state.site->callee(), run, [&] {
-        for (const ArrayView& view : decoded.results()) cuda::poison_on_device(view, stream);
-      });
-  if (outcome.ok()) [[likely]]
-    return nullptr;
-  return make_error(frame->api, outcome.error().code, outcome.error().message);
+  settled(
+      state.poison_on_error, state.site->callee(),
+      [&] { launch(state, *frame, {decoded.operands(), decoded.results(), context}, device); },
+      [&] { cuda::poison_on_device(decoded.results(), stream); });
 }
 
 }  // namespace

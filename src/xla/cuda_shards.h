@@ -8,6 +8,8 @@
 #include <atomic>
 
 #include "core/array_view.h"
+#include "core/error.h"
+#include "cuda/copies.h"
 #include "cuda/device.h"
 #include "xla/shards.h"
 
@@ -17,12 +19,27 @@ class DeviceShards {
  public:
   // `number`: what Shards::take_operand gave. -1 for a call on whole arrays. Throws Error.
   std::int32_t read(const Shards& shards, const ArrayView& number, cuda::Device& device,
-                    cuda::Stream stream);
+                    cuda::Stream stream) {
+    if (number.data == nullptr) [[likely]]
+      return -1;
+    std::atomic<std::int32_t>& known = known_[device.index()];
+    // Relaxed: a number that stands for itself; two threads may both read it.
+    if (std::int32_t value = known.load(std::memory_order_relaxed)) return value - 1;
+    if (cuda::capturing(stream)) {
+      throw Error(ErrorCode::kInternal,
+                  "a call on shards was captured into a CUDA graph before its partition was known");
+    }
+    cuda::PinnedBlock memory(sizeof(std::uint32_t));
+    cuda::copy_to_host(memory.data(), cuda::address(number.data), sizeof(std::uint32_t), stream);
+    cuda::wait_for(device, stream);
+    std::int32_t shard = shards.read(memory.data());
+    known.store(shard + 1, std::memory_order_relaxed);  // as above
+    return shard;
+  }
 
  private:
-  static constexpr std::size_t kDevices = 64;
   // By ordinal: the partition plus one; 0 while it is not known.
-  std::array<std::atomic<std::int32_t>, kDevices> known_{};
+  std::array<std::atomic<std::int32_t>, cuda::kMostDevices> known_{};
 };
 
 }  // namespace callgate::xla_ffi

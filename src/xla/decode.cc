@@ -1,6 +1,8 @@
 // Reads XLA's C structs directly: on the fast path the typed wrappers would copy what is here.
 #include "xla/decode.h"
 
+#include <pthread.h>
+
 #include <string>
 
 namespace callgate::xla_ffi {
@@ -65,6 +67,7 @@ CallContext decode_context(const XLA_FFI_CallFrame& frame) noexcept {
     context.device = device.device_ordinal;
   }
   context.run = decode_run(frame);
+  context.thread = pthread_self();
   return context;
 }
 

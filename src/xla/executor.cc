@@ -8,16 +8,6 @@
 #include "xla/decode.h"
 
 namespace callgate::xla_ffi {
-namespace {
-
-// True without an error; an error is destroyed.
-bool succeeded(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
-  if (error == nullptr) return true;
-  ::xla::ffi::internal::DestroyError(api, error);
-  return false;
-}
-
-}  // namespace
 
 int XlaExecutor::threads() const noexcept {
   std::int64_t count = 1;

@@ -1,23 +1,21 @@
-// See the header. State and calls are plain C++; the callee alone knows about Python.
-#include "xla/gate.h"
-
+// Gates and taps on the CPU. State and calls are plain C++; the callee alone knows about Python.
 #include <pthread.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
 #include "xla/call_site.h"
 #include "xla/decode.h"
 #include "xla/future.h"
 #include "xla/guard.h"
+#include "xla/handlers.h"
 #include "xla/overdue.h"
 #include "xla/owned_call.h"
-#include "xla/self_wait.h"
 #include "xla/state.h"
 
 namespace callgate::xla_ffi {
@@ -42,68 +40,71 @@ thread_local int t_within = 0;  // such calls around what this worker runs
 // Throws.
 std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
   auto state = std::make_unique<GateState>();
-  state->call_site = make_call_site(ffi::Dictionary(&attrs));
+  state->call_site = make_call_site(attrs);
   return state;
 }
 
-// False where the call is settled, by its end or by having been given up. `keep` is called for a
-// failure that XLA is not told of, before the program goes on.
-bool fail_owned(const CallSite& site, const OwnedCall& call, Promise& promise, ErrorCode code,
-                const std::string& text, const std::function<void()>& keep) {
-  if (!site.poison_on_error) {
-    ProgressBoard::instance().fail(call.context().run);
-    return promise.fail(code, text);
-  }
-  return promise.succeed([&] {
-    call.poison_results();
-    keep();
-  });
-}
+// A call on a thread of its own, shared by the worker that runs it, the watchdog that gives it up
+// and the one that looks whether it waits for itself. The first of them settles it.
+struct OwnThreadCall final : WatchedCall {
+  OwnedCall call;
+  Promise promise;
 
-// On a worker. Nothing is thrown: a promise is settled whatever the site does.
-void run_owned(const CallSite& site, OwnedCall& call, Promise& promise, int within) {
-  ActiveCall active;
-  t_within = within;
-  Outcome outcome = guarded_outcome(
-      [&] { return active.entered() ? site.site->run(call.call()) : shutting_down(*site.callee); });
-  t_within = 0;  // the program goes on below, on this thread; its calls are not within this one
-  if (outcome.ok()) {
-    promise.succeed([&] { call.publish(); });
-  } else if (active.entered()) {
-    // What a call raises that was given up before is dropped: its program was told of that.
-    fail_owned(site, call, promise, outcome.error().code, outcome.error().message,
-               [&] { keep_failure(*site.callee, outcome.error()); });
-  } else {
-    promise.fail(outcome.error().code, outcome.error().message);
+  OwnThreadCall(std::shared_ptr<CallSite> of, const Call& made, bool private_memory,
+                const XLA_FFI_Api* api)
+      : WatchedCall(std::move(of)), call(made, private_memory), promise(api) {}
+
+  // False where the call is settled. `keep` is called for a failure that XLA is not told of, before
+  // the program goes on.
+  bool fail(const Error& error, const std::function<void()>& keep) {
+    if (!site->poison_on_error) {
+      ProgressBoard::instance().fail(call.context().run);
+      return promise.fail(error);
+    }
+    return promise.succeed([&] {
+      call.poison_results();
+      keep();
+    });
   }
-}
+
+  void fail_self_wait(const std::string& text) override {
+    const Error error = Error::verbatim(ErrorCode::kInternal, text);
+    fail(error, [&] { site->callee->defer(error); });
+  }
+
+  // On a worker. Nothing is thrown: a promise is settled whatever the site does.
+  void run(int within) {
+    ActiveCall active;
+    auto body = [&] {
+      t_within = within;
+      if (active.entered()) {
+        site->site->run(call.call());
+      } else {
+        refuse_at_exit(*site->callee);
+      }
+      t_within = 0;  // the program goes on here; its calls are not within this one
+      promise.succeed([&] { call.publish(); });
+    };
+    guarded(body, [&](const Error& error) {
+      t_within = 0;  // as above
+      // What a call raises that was given up before is dropped: its program was told of that.
+      if (!active.entered()) return (void)promise.fail(error);
+      fail(error, [&] { keep_failure(*site->callee, error); });
+    });
+  }
+};
 
 // On the watchdog's thread, when the time is over.
-void give_up(const std::shared_ptr<CallSite>& site, const std::shared_ptr<OwnedCall>& call,
-             const std::shared_ptr<Promise>& promise) {
-  fail_overdue(site, call->describe(), /*deferred=*/site->poison_on_error,
-               [site, call, promise](const std::string& text, const std::function<void()>& keep) {
-                 return fail_owned(*site, *call, *promise, ErrorCode::kDeadlineExceeded, text,
-                                   keep);
+void give_up(const std::shared_ptr<OwnThreadCall>& own) {
+  fail_overdue(own->site, own->call.describe(), /*deferred=*/own->site->poison_on_error,
+               [own](const std::string& text, const std::function<void()>& keep) {
+                 return own->fail(Error::verbatim(ErrorCode::kDeadlineExceeded, text), keep);
                });
-}
-
-std::shared_ptr<WatchedCall> watched(const std::shared_ptr<CallSite>& site,
-                                     const std::shared_ptr<OwnedCall>& call,
-                                     const std::shared_ptr<Promise>& promise) {
-  auto watched = std::make_shared<WatchedCall>();
-  watched->site = site;
-  watched->settle = [site, call, promise](const std::string& text) {
-    fail_owned(*site, *call, *promise, ErrorCode::kInternal, text,
-               [&] { site->callee->defer(Failure{ErrorCode::kInternal, text}); });
-  };
-  watch_for_self_wait(watched);
-  return watched;
 }
 
 // Throws when the call can't be handed on.
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
-                         DecodedCall& decoded, const CallContext& context) {
+                         const Call& call) {
   if (WorkerPool::instance().lost()) {
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
@@ -121,65 +122,48 @@ void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSit
   auto timeout = site->callee->timeout();
   // Within another such call the jitted function may be called for the first time with its
   // arguments, as the program runs once more.
-  bool may_wait_for_itself = site->is_first(context.run) || within > 1;
-  auto call =
-      std::make_shared<OwnedCall>(Call{decoded.operands(), decoded.results(), context},
-                                  /*private_memory=*/timeout.count() > 0 || may_wait_for_itself);
-  auto promise = std::make_shared<Promise>(frame->api);
-  XLA_FFI_Future* future = promise->future();
-  Watchdog::Ticket ticket;
-  if (timeout.count() > 0) {
-    ticket =
-        Watchdog::instance().arm(timeout, [site, call, promise] { give_up(site, call, promise); });
-  }
-  bool taken = false;
-  try {
-    auto watch = may_wait_for_itself ? watched(site, call, promise) : nullptr;
-    taken = WorkerPool::instance().submit([site, call, promise, timeout, ticket, watch, within] {
-      if (watch != nullptr) watch->thread.store(pthread_self(), std::memory_order_relaxed);
-      run_owned(*site, *call, *promise, within);
-      if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
-    });
-  } catch (...) {  // the results are the caller's from here on
-    if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
-    throw;
-  }
+  bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
+  bool private_memory = timeout.count() > 0 || may_wait_for_itself;
+  auto own = std::make_shared<OwnThreadCall>(site, call, private_memory, frame->api);
+  XLA_FFI_Future* future = own->promise.future();
+  if (may_wait_for_itself) watch_for_self_wait(own);
+  bool taken = submit_with_timeout(
+      timeout, [own] { give_up(own); },
+      [own, within] {
+        own->thread.store(pthread_self(), std::memory_order_relaxed);
+        own->site->callee->enter_worker(/*of_device=*/false);
+        own->run(within);
+      });
   if (!taken) {
-    auto outcome = shutting_down(*site->callee);
-    promise->fail(outcome.error().code, outcome.error().message);
+    guarded([&] { refuse_at_exit(*site->callee); },
+            [&](const Error& error) { own->promise.fail(error); });
   }
   frame->future = future;
 }
 
-XLA_FFI_Error* execute_on_own_thread(XLA_FFI_CallFrame* frame,
-                                     const std::shared_ptr<CallSite>& site, DecodedCall& decoded,
-                                     const CallContext& context) {
-  auto start = [&] {
-    start_on_own_thread(frame, site, decoded, context);
-    return Outcome::success();
-  };
-  Outcome outcome = !site->poison_on_error ? start() : poisoned_on_error(*site->callee, start, [&] {
-    for (const ArrayView& view : decoded.results()) poison(view);
-  });
-  if (outcome.ok()) return nullptr;
-  return make_error(frame->api, outcome.error().code, outcome.error().message);
+void run_call(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site, const Call& call,
+              bool own_thread) {
+  if (Interrupts::ends(call.context.run)) [[unlikely]] {
+    if (!site->poison_on_error) throw interrupted(site->callee->name());
+    // An error would leave other devices waiting. What need not run is passed over, the rest runs.
+    if (site->callee->quiet_at_exit()) return site->site->skip(call);
+  }
+  if (own_thread) {
+    return settled(
+        site->poison_on_error, *site->callee, [&] { start_on_own_thread(frame, site, call); },
+        [&] { poison(call.results); });
+  }
+  ActiveCall active;
+  if (!active.entered()) return refuse_at_exit(*site->callee);
+  site->run(call);
 }
 
-// Ctrl-C ends the program, with its bars.
-XLA_FFI_Error* interrupt(XLA_FFI_CallFrame* frame, const CallSite& site, std::int64_t run) {
-  ProgressBoard::instance().fail(run);
-  Failure failure = interrupted(site.callee->name());
-  return make_error(frame->api, failure.code, failure.message);
-}
-
-XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
+void execute_gate(XLA_FFI_CallFrame* frame) {
   const std::shared_ptr<CallSite>& site = StateOf<GateState>::get(*frame).call_site;
   DecodedCall decoded(*frame);
   std::int32_t shard = site->shards.take(decoded);
-  if (!site->shards.runs(shard)) [[unlikely]] {
-    site->site->skip(Call{decoded.operands(), decoded.results(), {}});
-    return nullptr;
-  }
+  if (!site->shards.runs(shard)) [[unlikely]]
+    return site->site->skip(Call{decoded.operands(), decoded.results(), {}});
   bool own_thread = site->callee->own_thread();
   CallContext context;
   if (site->reads_context || own_thread) {
@@ -188,23 +172,12 @@ XLA_FFI_Error* execute_gate(XLA_FFI_CallFrame* frame) {
     context.run = decode_run(*frame);
   }
   context.shard = shard;
-  if (Interrupts::ends(context.run)) [[unlikely]] {
-    if (!site->poison_on_error) return interrupt(frame, *site, context.run);
-    // An error would leave other devices waiting. What need not run is passed over, the rest runs.
-    if (site->callee->quiet_at_exit()) {
-      site->site->skip(Call{decoded.operands(), decoded.results(), context});
-      return nullptr;
-    }
+  try {
+    run_call(frame, site, {decoded.operands(), decoded.results(), context}, own_thread);
+  } catch (const std::exception&) {
+    ProgressBoard::instance().fail(context.run);  // with the program end its bars
+    throw;
   }
-  if (own_thread) return execute_on_own_thread(frame, site, decoded, context);
-  ActiveCall active;
-  Outcome outcome = active.entered()
-                        ? site->run(Call{decoded.operands(), decoded.results(), context})
-                        : shutting_down(*site->callee);
-  if (outcome.ok()) return nullptr;
-  // The program ends here, and so do its bars.
-  ProgressBoard::instance().fail(context.run);
-  return make_error(frame->api, outcome.error().code, outcome.error().message);
 }
 
 }  // namespace

@@ -17,60 +17,40 @@
 
 namespace callgate::xla_ffi {
 
-// Runs `body`, which returns XLA_FFI_Error* (null for success), and turns exceptions into errors.
-template <typename Body>
-XLA_FFI_Error* guarded(const XLA_FFI_Api* api, Body&& body) {
+// Runs `body`; what it throws goes to `failed`, as an Error.
+template <typename Body, typename Failed>
+auto guarded(Body&& body, Failed&& failed) -> decltype(body()) {
   try {
     return body();
   } catch (const Error& error) {
-    return make_error(api, error.code(), error.what());
+    return failed(error);
   } catch (abi::__forced_unwind&) {
     for (;;) pause();
   } catch (const std::exception& error) {
-    return make_error(api, ErrorCode::kInternal, std::string("callgate: ") + error.what());
+    return failed(Error(ErrorCode::kInternal, error.what()));
   } catch (...) {
-    return make_error(api, ErrorCode::kInternal, "callgate: unknown C++ exception");
-  }
-}
-
-// The same for a `body` that returns an Outcome, on a thread of callgate's own.
-template <typename Body>
-Outcome guarded_outcome(Body&& body) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    return Outcome::failure(error.code(), error.what());
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  } catch (const std::exception& error) {
-    return Outcome::failure(ErrorCode::kInternal, std::string("callgate: ") + error.what());
-  } catch (...) {
-    return Outcome::failure(ErrorCode::kInternal, "callgate: unknown C++ exception");
+    return failed(Error(ErrorCode::kInternal, "unknown C++ exception"));
   }
 }
 
 // Has the callee keep a failure that XLA is not told of, for the next who asks.
-inline void keep_failure(Callee& callee, const Failure& failure) {
-  Outcome kept = guarded_outcome([&] {
-    callee.defer(failure);
-    return Outcome::success();
-  });
+inline void keep_failure(Callee& callee, const Error& error) {
   // With no memory to keep it in, say.
-  if (!kept.ok()) std::fprintf(stderr, "%s\n", failure.message.c_str());
+  guarded([&] { callee.defer(error); },
+          [&](const Error&) { std::fprintf(stderr, "%s\n", error.what()); });
 }
 
-// What becomes of a call in a program over several devices. An error that one of them returns would
-// leave the others waiting in their next collective, until XLA aborts the process. So a failure,
-// also one that `body` throws, succeeds for XLA: `poison` marks the results, and the callee keeps
+// Makes a call: `body`. In a program over several devices (`poison_on_error`) an error that one of
+// them returns would leave the others waiting in their next collective, until XLA aborts the
+// process. So there a failure succeeds for XLA: `poison` marks the results, and the callee keeps
 // the failure for the next who asks.
 template <typename Body, typename Poison>
-Outcome poisoned_on_error(Callee& callee, Body&& body, Poison&& poison) {
-  Outcome outcome = guarded_outcome(body);
-  if (outcome.ok()) [[likely]]
-    return outcome;
-  poison();
-  keep_failure(callee, outcome.error());
-  return Outcome::success();
+void settled(bool poison_on_error, Callee& callee, Body&& body, Poison&& poison) {
+  if (!poison_on_error) return body();
+  guarded(body, [&](const Error& error) {
+    poison();
+    keep_failure(callee, error);
+  });
 }
 
 }  // namespace callgate::xla_ffi

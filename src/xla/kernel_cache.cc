@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/dtype.h"
+#include "core/lifetime.h"
 
 namespace callgate::xla_ffi {
 namespace {
@@ -16,14 +17,11 @@ struct Known {
   bool ambiguous = false;  // for good: an older site of the key may live as long as it likes
 };
 
-std::mutex& mutex() {
-  static auto* mutex = new std::mutex();  // never destroyed: XLA unloads programs at exit
-  return *mutex;
-}
+constinit std::mutex g_mutex;
 
+// XLA unloads programs at exit.
 std::unordered_map<std::string, Known>& known() {
-  static auto* map = new std::unordered_map<std::string, Known>();  // as above
-  return *map;
+  return immortal<std::unordered_map<std::string, Known>>();
 }
 
 void append(std::string& to, std::string_view bytes) {
@@ -71,7 +69,7 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
   std::string contents;
   append(contents, attributes);
   std::shared_ptr<BoundKernel> mine = make(), other;  // `other` outlives the lock
-  std::scoped_lock lock(mutex());
+  std::scoped_lock lock(g_mutex);
   Known& slot = known()[std::string(key, RecentKernels::kKeyBytes)];
   other = slot.bound.lock();
   if (other != nullptr && !slot.ambiguous && other->contents == contents &&
@@ -93,7 +91,7 @@ std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const Kernel
 BoundKernel::~BoundKernel() {
   if (key.empty()) return;
   // Threads may go on remembering this: no call has the key until share() gives it another site.
-  std::scoped_lock lock(mutex());
+  std::scoped_lock lock(g_mutex);
   auto it = known().find(key);
   if (it != known().end() && !it->second.ambiguous && it->second.bound.expired()) known().erase(it);
 }

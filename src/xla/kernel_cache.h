@@ -21,14 +21,11 @@
 namespace callgate::xla_ffi {
 
 // A kernel bound to one call of a program.
-struct BoundKernel {
-  BoundKernel() = default;
-  BoundKernel(const BoundKernel&) = delete;
-  BoundKernel& operator=(const BoundKernel&) = delete;
+struct BoundKernel : Immovable {
   ~BoundKernel();
 
   std::unique_ptr<KernelSite> site;
-  bool poison_on_error = false;  // see poisoned_on_error() in guard.h
+  bool poison_on_error = false;  // see settled() in guard.h
   Shards shards;
   std::string key, contents;           // of the call; key is "" when it is not to be remembered
   std::atomic<bool> remembered{true};  // the key stands for this alone

@@ -9,9 +9,6 @@
 #include <memory>
 #include <utility>
 
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
-
 namespace callgate::xla_ffi {
 namespace {
 
@@ -40,7 +37,7 @@ struct OverdueCall {
     }
   }
   void defer(const std::string& text) const {
-    if (deferred) site->callee->defer(Failure{ErrorCode::kDeadlineExceeded, text});
+    if (deferred) site->callee->defer(Error::verbatim(ErrorCode::kDeadlineExceeded, text));
   }
 };
 
@@ -59,6 +56,19 @@ void fail_without_report(const std::shared_ptr<OverdueCall>& call) {
   call->failed_without.store(true, std::memory_order_release);
   if (!call->settle(text, [] {})) return;
   (void)submit([call, text] { call->defer(text); });  // it needs the GIL
+}
+
+constexpr auto kInterval = std::chrono::seconds(1);
+
+// On a worker, since it takes the GIL.
+void look(const std::weak_ptr<WatchedCall>& watched) {
+  std::shared_ptr<WatchedCall> call = watched.lock();
+  if (call == nullptr) return;
+  // Relaxed: a number. Who comes too early looks again.
+  unsigned long thread = call->thread.load(std::memory_order_relaxed);
+  std::string text = thread == 0 ? "" : call->site->callee->self_wait(thread);
+  if (!text.empty()) return call->fail_self_wait(text);
+  watch_for_self_wait(watched);
 }
 
 }  // namespace
@@ -80,6 +90,13 @@ void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, b
   if (taken) return;
   Watchdog::instance().disarm(ticket);
   fail_without_report(call);
+}
+
+void watch_for_self_wait(const std::weak_ptr<WatchedCall>& call) {
+  Watchdog::instance().arm(kInterval, [call] {
+    if (call.expired()) return;
+    (void)WorkerPool::instance().submit([call] { look(call); });  // not while the process ends
+  });
 }
 
 }  // namespace callgate::xla_ffi

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,46 +18,34 @@ namespace callgate::xla_ffi {
 // code may still be reading and writing.
 class OwnedCall {
  public:
-  OwnedCall(const Call& call, bool private_memory) : context_(call.context) {
-    keep(call.operands, operands_);
-    keep(call.results, results_);
-    keep(call.results, targets_);
+  OwnedCall(const Call& call, bool private_memory)
+      : operands_(call.operands), results_(call.results), context_(call.context) {
     if (!private_memory) return;
-    for (ArrayView& view : operands_) copy_in(view);
-    for (ArrayView& view : results_) place(view, call.operands);
+    targets_.emplace(call.results);
+    for (ArrayView& view : operands_.all()) {
+      const void* source = view.data;
+      allocate(view);
+      copy_to(view, source);
+    }
+    for (ArrayView& view : results_.all()) place(view, call.operands);
   }
 
-  Call call() { return Call{operands_, results_, context_}; }
+  Call call() { return Call{operands_.all(), results_.all(), context_}; }
 
   // Copies private results to XLA's memory.
   void publish() const {
-    for (std::size_t i = 0; i < results_.size(); ++i) {
-      if (results_[i].data == targets_[i].data || results_[i].nbytes() == 0) continue;
-      std::memcpy(targets_[i].data, results_[i].data, results_[i].nbytes());
-    }
+    for (std::size_t i = 0; targets_ && i < targets_->size(); ++i)
+      copy_to((*targets_)[i], results_[i].data);
   }
 
   // What a call that was given up leaves in XLA's memory.
-  void poison_results() const noexcept {
-    for (const ArrayView& view : targets_) poison(view);
-  }
+  void poison_results() const noexcept { poison((targets_ ? *targets_ : results_).all()); }
 
   const CallContext& context() const noexcept { return context_; }
 
-  std::string describe() const {
-    std::string text;
-    for (const ArrayView& view : operands_) text += (text.empty() ? "" : ", ") + to_string(view);
-    return "(" + text + ")";
-  }
+  std::string describe() const { return to_string(operands_.all()); }
 
  private:
-  void keep(std::span<const ArrayView> views, std::vector<ArrayView>& copies) {
-    copies.assign(views.begin(), views.end());
-    for (ArrayView& view : copies) {
-      dims_.emplace_back(view.dims, view.dims + view.rank);
-      view.dims = dims_.back().data();
-    }
-  }
   void allocate(ArrayView& view) {
     constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
     std::size_t bytes = (view.nbytes() / kAlignment + 1) * kAlignment;
@@ -74,15 +62,10 @@ class OwnedCall {
     }
     allocate(result);
   }
-  void copy_in(ArrayView& view) {
-    const void* source = view.data;
-    allocate(view);
-    if (view.nbytes() != 0) std::memcpy(view.data, source, view.nbytes());
-  }
 
-  std::vector<std::vector<std::int64_t>> dims_;  // outer growth moves vectors, not their memory
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;
-  std::vector<ArrayView> operands_, results_, targets_;
+  OwnedViews operands_, results_;
+  std::optional<OwnedViews> targets_;  // XLA's results, where ours are private
   CallContext context_;
 };
 

@@ -37,8 +37,7 @@ class Shards {
     if (runs_.empty()) return number;
     if (!call.operands().empty()) number = call.operands().back();
     if (number.dtype != DType::kU32 || number.rank != 0) {
-      throw Error(ErrorCode::kInvalidArgument, "a call on shards",
-                  "the partition as its last operand",
+      throw Error("a call on shards", "the partition as its last operand",
                   call.operands().empty() ? "no operand" : to_string(number));
     }
     call.drop_last_operand();
@@ -48,8 +47,7 @@ class Shards {
     std::uint32_t shard = 0;
     std::memcpy(&shard, number, sizeof(shard));
     if (shard >= runs_.size()) {
-      throw Error(ErrorCode::kInvalidArgument, "a call on shards",
-                  "one of " + std::to_string(runs_.size()) + " partitions",
+      throw Error("a call on shards", "one of " + std::to_string(runs_.size()) + " partitions",
                   "number " + std::to_string(shard));
     }
     return static_cast<std::int32_t>(shard);

@@ -21,7 +21,7 @@ class StateOf {
   // The handler of the instantiate stage: `make` gives a site's state from its attributes.
   template <typename Make>
   static XLA_FFI_Error* instantiate(XLA_FFI_CallFrame* frame, Make&& make) {
-    return guarded(frame->api, [&]() -> XLA_FFI_Error* {
+    return guarded_handler(frame, [&]() -> XLA_FFI_Error* {
       XLA_FFI_Error* error = register_type(frame->api);
       if (error != nullptr) return error;
       if (asks_for_metadata(*frame)) return kGives(frame);
@@ -29,8 +29,8 @@ class StateOf {
     });
   }
 
-  // The handler of the execute stage: `run` makes the call, which gets its state by get(). What it
-  // says of itself has `traits`.
+  // The handler of the execute stage: `run` makes the call, which gets its state by get(), and
+  // throws where it fails. What the handler says of itself has `traits`.
   template <typename Run>
   static XLA_FFI_Error* execute(XLA_FFI_CallFrame* frame, Run&& run,
                                 XLA_FFI_Handler_Traits traits = 0) {
@@ -40,22 +40,26 @@ class StateOf {
       if (error == nullptr) add_traits(*frame, traits);
       return error;
     }
-    return guarded(frame->api, [&] { return run(frame); });
+    return guarded_handler(frame, [&]() -> XLA_FFI_Error* {
+      run(frame);
+      return nullptr;
+    });
   }
 
   // The state of the site that the frame calls. Throws Error where there is none.
   static S& get(const XLA_FFI_CallFrame& frame) {
     XLA_FFI_State_Get_Args args{XLA_FFI_State_Get_Args_STRUCT_SIZE, nullptr, frame.ctx,
                                 XLA_FFI_ExecutionStage_INSTANTIATE, &S::id,  nullptr};
-    if (XLA_FFI_Error* error = frame.api->XLA_FFI_State_Get(&args)) [[unlikely]] {
-      std::string message = ::xla::ffi::internal::GetErrorMessage(frame.api, error);
-      ::xla::ffi::internal::DestroyError(frame.api, error);
-      throw Error(ErrorCode::kInternal, "no state for the call site: " + message);
-    }
+    check(frame.api, frame.api->XLA_FFI_State_Get(&args), "no state for the call site: ");
     return *static_cast<S*>(args.state);
   }
 
  private:
+  template <typename Body>
+  static XLA_FFI_Error* guarded_handler(XLA_FFI_CallFrame* frame, Body&& body) {
+    return guarded(body, [frame](const Error& error) { return make_error(frame->api, error); });
+  }
+
   static bool asks_for_metadata(const XLA_FFI_CallFrame& frame) noexcept {
     return frame.extension_start != nullptr &&
            frame.extension_start->type == XLA_FFI_Extension_Metadata;

@@ -111,6 +111,10 @@ XLA_FFI_Error* get_state(XLA_FFI_State_Get_Args* args) {
 }
 
 XLA_FFI_Error* allocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
+  if (args->alignment > 16) {  // as XLA does
+    return make_error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                      "Unsupported alignment: " + std::to_string(args->alignment));
+  }
   Runtime& all = runtime();
   std::uint64_t memory =
       all.allocate == nullptr ? 0 : all.allocate(context_of(args->ctx).run.device, args->size);

@@ -1,4 +1,4 @@
-// The batch levels of a call: text, then the rank and the extents of its operands.
+// The batch levels of a call: attributes, then the rank and the extents of its operands.
 #include "core/lanes.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "built_attributes.h"
 #include "core/error.h"
 #include "targets.h"
 
@@ -49,12 +50,11 @@ void require_inside(const ArrayView& lane, const ArrayView& whole) {
 
 void lanes(std::string_view bytes) {
   Bytes in(bytes);
-  const std::string_view text = in.until('\n');
-  char memory[2 * kElements];
-  Arrays operands = read_arrays(in, memory), results = read_arrays(in, memory);
   try {
-    const Lanes lanes = Lanes::parse(text);
-    require(Lanes::parse(lanes.text()).text() == lanes.text(), "lanes go there and back");
+    const Lanes lanes = Lanes::of(read_attributes(in));
+    char memory[2 * kElements];
+    Arrays operands = read_arrays(in, memory), results = read_arrays(in, memory);
+    require(lanes.empty() == lanes.text().empty(), "lanes say which they are");
     require(lanes.count() >= 0, "there are no negative lanes");
     lanes.check(operands.views, results.views);
     if (lanes.empty()) return;

@@ -3,6 +3,7 @@
 
 #include <string_view>
 
+#include "built_attributes.h"
 #include "core/error.h"
 #include "targets.h"
 
@@ -25,8 +26,9 @@ void check(const cuda::Launch& launch, const cuda::LaunchPlan& plan) {
 }  // namespace
 
 void launch_plan(std::string_view bytes) {
+  Bytes in(bytes);
   try {
-    const cuda::LaunchPlan plan = cuda::LaunchPlan::parse(bytes);
+    const cuda::LaunchPlan plan = cuda::LaunchPlan::of(read_attributes(in));
     for (const cuda::Launch& launch : plan.launches) check(launch, plan);
     for (std::uint32_t result : plan.zeroed)
       require(result < plan.results, "what is zeroed is a result");

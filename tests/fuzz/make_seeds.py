@@ -8,7 +8,6 @@ that once broke a promise. They stay.
 
 from __future__ import annotations
 
-import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -21,7 +20,10 @@ import numpy as np
 
 import callgate as cg
 from callgate import _callgate, sinks
+from callgate._core.attributes import listed
+from callgate._core.encoding import encode_levels
 from callgate._kernel import launch as _launch
+from callgate._tap import primitive
 
 SEEDS = Path(__file__).resolve().parent / "seeds"
 
@@ -90,30 +92,40 @@ def outfeeds() -> None:
   keep("outfeed_2020", "blocks", many + bytes(40) + end)
 
 
-def unescaped(match: re.Match[str]) -> str:
-  return chr(int(match[1], 16)) if len(match[1]) == 2 else match[1]
+def taps() -> None:
+  """What programs hold of taps: as the runtime is given it."""
+  given: list[dict[str, Any]] = []
+  emit = primitive.emit
 
+  def kept(*args: Any, attributes: dict[str, Any], levels: Any, **rest: Any) -> Any:
+    held = {name: value for name, value in attributes.items() if name != "spec"}
+    given.append({"batch": encode_levels(levels), **held})
+    return emit(*args, attributes=attributes, levels=levels, **rest)
 
-def texts() -> None:
-  """What programs hold: a tap's site, and batch levels."""
-  program = jax.jit(send).lower(jnp.arange(3, dtype=jnp.float32)).as_text()
-  seen: set[str] = set()
-  for line in program.splitlines():
-    fields = dict(re.findall(r'(batch|spec) = "((?:[^"\\]|\\.)*)"', line))
-    spec = re.sub(r"\\([0-9A-F]{2}|.)", unescaped, fields.get("spec", ""))
-    batch = fields.get("batch", "")
-    if "name=" not in spec or (batch, spec) in seen:
-      continue
-    seen.add((batch, spec))
-    keep("tap", f"program-{len(seen)}", f"{batch}\n0 {spec}")
+  primitive.emit = kept
+  jax.clear_caches()
+  try:
+    jax.jit(send).lower(jnp.arange(3, dtype=jnp.float32))
+  finally:
+    primitive.emit = emit
+  for number, held in enumerate(given):
+    keep("tap", f"program-{number}", b"\0" + encoded(held))
   # For the operands of the target: lanes of two and three, a predicate, results.
-  fields = "name=x\nrole=primal\nordered=1\nrepeated=0\nevery=2\nvalues={}\nreturned={}\nwhere={}\n"
-  keep("tap", "where", "\n0 " + fields.format(1, 0, 1) + 'path=a\n\n{"tree": "*"}')
-  keep("tap", "returned", "\n2 " + fields.format(2, 2, 0) + "path=a\npath=b\n\n")
-  keep("tap", "lanes", "2:1111\n0 " + fields.format(3, 0, 0) + "path=\npath=b\npath=c\n\n")
+  for name, (paths, results, levels, fields) in {
+    "where": ("a", 0, [], {"where": np.bool_(True), "every": np.int64(2)}),
+    "returned": ("ab", 2, [], {"returned": np.int64(2)}),
+    "lanes": ("abc", 0, [(2, (1, 1, 1, 1))], {}),
+  }.items():
+    tap = {"name": "x", "role": "primal", "paths": listed(paths), **fields}
+    held = {"batch": encode_levels(levels), "tap": tap}
+    keep("tap", name, bytes([results]) + encoded(held))
+
+
+def lanes() -> None:
   shapes = bytes([2, 2, 2, 3, 1, 3, 1, 2, 2, 3, 4])
-  for name, text in {"none": "", "one": "2:10", "two": "2:10;3:11", "zero": "0:1"}.items():
-    keep("lanes", name, text.encode() + b"\n" + shapes)
+  two = [(2, (True, False)), (3, (True, True))]
+  for name, levels in {"none": [], "one": two[:1], "two": two, "zero": [(0, (True,))]}.items():
+    keep("lanes", name, encoded(encode_levels(levels)) + shapes)
 
 
 def plans() -> None:
@@ -130,11 +142,11 @@ def plans() -> None:
     "one": _launch.Plan("key", (), (simple,)),
     "two": _launch.Plan("key", (), (rich, simple), (4096, 0), (0, 3)),
   }.items():
-    keep("launch_plan", name, _launch.encode("seed", plan))
+    keep("launch_plan", name, encoded(_launch.encode("seed", plan)))
 
 
 def encoded(entries: dict[str, Any]) -> bytes:
-  """A dictionary in the form of tests/fuzz/attributes.cc."""
+  """A dictionary in the form of tests/fuzz/built_attributes.h."""
   codes = {"bool": 1, "int32": 4, "int64": 5, "uint8": 6, "float64": 12, "complex64": 15}
   out = b""
   for name, value in entries.items():
@@ -171,7 +183,8 @@ def main() -> None:
     records(Path(folder))
     columns(Path(folder))
   outfeeds()
-  texts()
+  taps()
+  lanes()
   plans()
   attributes()
   addresses()

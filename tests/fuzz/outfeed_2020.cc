@@ -5,7 +5,6 @@
 #include <string_view>
 #include <vector>
 
-#include "channel/outfeed_2020_file.h"
 #include "core/error.h"
 #include "targets.h"
 

@@ -78,17 +78,13 @@ def _flat(
 ) -> Function:
   if spec in ("", "*"):
     return _convert_flat(function, style, convert, to_result, spec == "*")
-  signature = encoding.signature(spec)
-  to_arguments = functools.partial(_arguments, signature, convert)
-  if style == "return":
-    return _returning(function, signature, to_arguments, to_result, gate)
-  return _writing(function, style, signature, to_arguments, convert)
+  return _in_trees(function, style, encoding.signature(spec), convert, to_result, gate)
 
 
 def _host_converter(arrays: str) -> Convert:
   """Makes a library's array from the runtime's view of the host's memory."""
   if arrays in ("numpy", "buffer"):
-    return _same
+    return gpu.same
   if arrays == "jax":
     return _to_jax
   if arrays == "torch":
@@ -116,16 +112,6 @@ def _to_jax(buffer: Any) -> Any:
   return escape.track_jax_array(buffer, jax.dlpack.from_dlpack(_Immutable(buffer)))
 
 
-def _same(array: Any) -> Any:
-  return array
-
-
-def _arguments(
-  signature: encoding.Signature, convert: Convert, flat: Sequence[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  return signature.arguments([convert(array) for array in flat])
-
-
 def _convert_flat(
   function: Function, style: str, convert: Convert, to_result: Convert, many: bool
 ) -> Function:
@@ -147,37 +133,31 @@ def _convert_flat(
   return {"return": returning, "inplace": inplace, "context": context}[style]
 
 
-def _returning(
-  function: Function,
-  signature: encoding.Signature,
-  to_arguments: Function,
-  to_result: Convert,
-  gate: str,
-) -> Function:
-  def call(*inputs: Any) -> Any:
-    args, kwargs = to_arguments(inputs)
-    result = function(*args, **kwargs)
-    leaves = encoding.check_structure(signature.out_tree, result, gate)
-    return tuple(map(to_result, leaves))
-
-  return call
-
-
-def _writing(
+def _in_trees(
   function: Function,
   style: str,
   signature: encoding.Signature,
-  to_arguments: Function,
   convert: Convert,
+  to_result: Convert,
+  gate: str,
 ) -> Function:
+  def arguments(flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return signature.arguments([convert(array) for array in flat])
+
+  def outs_of(outs: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(signature.out_tree, map(convert, outs))
+
+  def returning(*inputs: Any) -> Any:
+    args, kwargs = arguments(inputs)
+    result = function(*args, **kwargs)
+    return tuple(map(to_result, encoding.check_structure(signature.out_tree, result, gate)))
+
   def inplace(outs: Sequence[Any], *inputs: Any) -> Any:
-    args, kwargs = to_arguments(inputs)
-    out = jax.tree.unflatten(signature.out_tree, map(convert, outs))
-    return function(out, *args, **kwargs)
+    args, kwargs = arguments(inputs)
+    return function(outs_of(outs), *args, **kwargs)
 
   def context(where: Any, outs: Sequence[Any], *inputs: Any) -> Any:
-    args, kwargs = to_arguments(inputs)
-    out = jax.tree.unflatten(signature.out_tree, map(convert, outs))
-    return function(where, out, *args, **kwargs)
+    args, kwargs = arguments(inputs)
+    return function(where, outs_of(outs), *args, **kwargs)
 
-  return inplace if style == "inplace" else context
+  return {"return": returning, "inplace": inplace, "context": context}[style]

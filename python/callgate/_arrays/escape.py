@@ -50,9 +50,6 @@ def settle(
     suspects: all views of the call; those still referenced are the escaped ones.
     exception: the exception that the call ended with, or None.
     make_private: makes the views of a kind private copies, from the gate's next call on.
-
-  Raises:
-    EscapedViewError: a view escaped from a call that was otherwise successful.
   """
   escaped = _escaped(suspects)
   if escaped and exception is None:
@@ -197,7 +194,7 @@ class _Rescue:
       if item is self.suspect[2] or self._is_array_of_ours(item, found):
         if plain(holder):
           self.harmless[id(item)] += 1
-        elif not _is_memoryviews(holder):
+        elif type(holder).__name__ != "managedbuffer":  # a memoryview's
           self.harmful.add(type(holder))
         if type(holder) is dict:
           namespaces.setdefault(id(holder), (holder, Counter()))[1][id(item)] += 1
@@ -276,14 +273,8 @@ class _Rescue:
     try:
       view.release()
       self.released = True
-    except (
-      BufferError
-    ):  # somebody reads it at this moment, through a pointer that nobody can change
+    except BufferError:  # read at this moment, through a pointer that nobody can change
       self.harmful.add(memoryview)
-
-
-def _is_memoryviews(holder: Any) -> bool:
-  return type(holder).__name__ == "managedbuffer"
 
 
 def _owner(item: Any) -> Any:
@@ -308,7 +299,7 @@ def track_jax_array(buffer: Any, array: Any) -> Any:
 
 
 def _delete_jax_array(buffer: Any) -> None:
-  reference = _jax_arrays.get(buffer) if not isinstance(buffer, np.ndarray) else None
+  reference = _jax_arrays.get(buffer)
   array = reference() if reference is not None else None
   if array is not None:
     array.delete()

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from callgate._arrays.torch import to_numpy
+from callgate._arrays.torch import to_numpy, torch_converter
 from callgate._core import extras
 from callgate._core.errors import GateDefinitionError
 
 KINDS = ("buffer", "cupy", "torch", "numba")
-STREAMS = ("cupy", "torch", "numba", "cuda")
 # What a user installs for each, and what is imported.
 _EXTRAS = {
   "cupy": ("CuPy", "cupy", "cupy"),
@@ -26,31 +24,25 @@ _EXTRAS = {
   "numba": ("Numba for CUDA", "numba.cuda", "numba-cuda"),
   "cuda": ("cuda-python", "cuda.bindings.driver", "cuda"),
 }
+STREAMS = tuple(_EXTRAS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-  """How a callable works with a library's arrays on a GPU.
+  """How a callable works with a library's arrays on a GPU."""
 
-  Attributes:
-    convert: makes the library's array from a Buffer on a GPU.
-    result: makes what the runtime can copy from what the callable returned.
-    run: calls a function without arguments, with this stream (an address) of this GPU (its
-      number) as the library's current one.
-  """
-
+  # Makes the library's array from a Buffer on a GPU.
   convert: Callable[[Any], Any]
+  # Makes what the runtime can copy from what the callable returned.
   result: Callable[[Any], Any]
+  # Calls a function without arguments, with this stream (an address) of this GPU (its number) as
+  # the library's current one.
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
 @functools.cache
 def library(kind: str) -> Library:
-  """The library behind `arrays=kind`, imported.
-
-  Raises:
-    GateDefinitionError: it is not installed.
-  """
+  """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
   return {"buffer": _buffer, "cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
 
 
@@ -58,7 +50,7 @@ def stream_as(library: str, stream: int, ordinal: int) -> Any:
   """XLA's stream as a library's object, for `Context.stream_as`.
 
   Args:
-    library: "cupy" (`cupy.cuda.ExternalStream`), "torch" (`torch.cuda.ExternalStream`), "numba"
+    library: "cupy" (`cupy.cuda.Stream`), "torch" (`torch.cuda.ExternalStream`), "numba"
       (`numba.cuda.external_stream`) or "cuda" (`cuda.bindings.driver.CUstream`).
     stream: its address.
     ordinal: the GPU's number; -1 on the CPU.
@@ -90,15 +82,6 @@ def _import(name: str, who: str) -> Any:
   return extras.library(module, title, extra, by=who)
 
 
-def _call(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
-  del stream, ordinal
-  return function()
-
-
-def _same(value: Any) -> Any:
-  return value
-
-
 def returned(value: Any) -> Any:
   """A returned array as the runtime takes it: PyTorch's need help with gradients and layouts."""
   if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
@@ -111,7 +94,16 @@ def returned(value: Any) -> Any:
 
 # -- Buffer --------------------------------------------------------------------------------------
 def _buffer() -> Library:
-  return Library(_same, returned, _call)
+  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
+    del stream, ordinal
+    return function()
+
+  return Library(same, returned, run)
+
+
+def same(value: Any) -> Any:
+  """A Buffer as it is."""
+  return value
 
 
 # -- CuPy ----------------------------------------------------------------------------------------
@@ -143,27 +135,34 @@ def _cupy() -> Library:
   return Library(convert, result, run)
 
 
+class _Stream:
+  """A stream by the protocol of CUDA's Python libraries; CuPy takes it from version 14 on."""
+
+  def __init__(self, stream: int) -> None:
+    self._stream = stream
+
+  def __cuda_stream__(self) -> tuple[int, int]:
+    return 0, self._stream  # the protocol's version, and the address
+
+
 @functools.lru_cache(maxsize=64)
 def _cupy_stream(cupy: Any, stream: int, ordinal: int) -> Any:
-  return cupy.cuda.ExternalStream(stream, ordinal)
+  if not hasattr(cupy.cuda.Stream, "from_external"):
+    return cupy.cuda.ExternalStream(stream, ordinal)
+  with cupy.cuda.Device(ordinal):
+    return cupy.cuda.Stream.from_external(_Stream(stream))
 
 
 # -- PyTorch -------------------------------------------------------------------------------------
 def _torch() -> Library:
   torch = _import("torch", "arrays='torch'")
-  from_dlpack = importlib.import_module("torch.utils.dlpack").from_dlpack
-
-  def convert(buffer: Any) -> Any:
-    # A capsule: XLA's stream is torch's current one, so nothing is to be waited for. Unversioned:
-    # torch has no read-only tensors, and would warn about each input.
-    return from_dlpack(buffer._dlpack_unchecked())
 
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
     # Of the stream's device, too, which it makes the current one.
     with torch.cuda.stream(_torch_stream(torch, stream, ordinal)):
       return function()
 
-  return Library(convert, returned, run)
+  return Library(torch_converter(), returned, run)
 
 
 @functools.lru_cache(maxsize=64)

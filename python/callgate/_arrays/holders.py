@@ -52,6 +52,9 @@ _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C
 _KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})
 
 
+_OURS = (__name__, "callgate._arrays.escape")  # whose frames hold what is being looked for
+
+
 def full_name(kind: type) -> str:
   """A type's name with its module, as a reader would look for it."""
   module = str(getattr(kind, "__module__", ""))
@@ -66,9 +69,7 @@ class Plain:
     self._kinds: dict[type, bool] = {}
 
   def __call__(self, holder: Any) -> bool:
-    return self.kind(type(holder))
-
-  def kind(self, kind: type) -> bool:
+    kind = type(holder)
     known = self._kinds.get(kind)
     if known is None:
       known = self._kinds[kind] = all(_adds_no_address(part) for part in kind.__mro__)
@@ -79,14 +80,12 @@ def _adds_no_address(part: type) -> bool:
   name = full_name(part)
   if name in _KEEP_ADDRESSES:
     return False
-  if name in _ARRAYS or _is_plain_builtin(part):
+  if name in _ARRAYS:
+    return True
+  if part.__module__ in _PLAIN_MODULES and part.__name__ not in _ADDRESSES:
     return True
   flags = part.__flags__
   return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE and _is_a_class_statements(part)
-
-
-def _is_plain_builtin(part: type) -> bool:
-  return part.__module__ in _PLAIN_MODULES and part.__name__ not in _ADDRESSES
 
 
 def _is_a_class_statements(part: type) -> bool:
@@ -173,7 +172,7 @@ def _running_frames() -> dict[int, Any]:
 
 
 def _without_ours(frame: Any) -> Any:
-  while frame is not None and frame.f_globals.get("__name__") in (__name__, "callgate._escape"):
+  while frame is not None and frame.f_globals.get("__name__") in _OURS:
     frame = frame.f_back
   return frame
 

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as NumPy arrays over the same memory, and back."""
+"""PyTorch's tensors as NumPy arrays over the same memory, and the runtime's Buffers as tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from callgate._core import extras
 
 
 def torch_converter() -> Callable[[Any], Any]:
+  """Makes a tensor of a Buffer, on the CPU or a GPU; there XLA's stream is torch's current one."""
   dlpack = extras.library("torch.utils.dlpack", "PyTorch", "torch", by="arrays='torch'")
 
   def convert(buffer: Any) -> Any:
-    # Unversioned: torch has no read-only tensors, and would warn about each input.
+    # A capsule, so that nothing is waited for. Unversioned: torch has no read-only tensors, and
+    # would warn about each input.
     return dlpack.from_dlpack(buffer._dlpack_unchecked())
 
   return convert

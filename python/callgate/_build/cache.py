@@ -21,23 +21,24 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
-from callgate._build.files import checksum
-from callgate._build.files import kept_folder
-from callgate._build.files import locked
-from callgate._build.files import made_folder
-from callgate._build.files import move
-from callgate._build.files import private_folder
-from callgate._build.files import read
-from callgate._build.files import usable_folder
-from callgate._build.files import write
 
+from callgate._build.files import (
+  checksum,
+  kept_folder,
+  locked,
+  made_folder,
+  move,
+  private_folder,
+  read,
+  usable_folder,
+  write,
+)
 
-_KEPT = 8  # libraries of one key
+_OLDER = 7  # libraries of a key that are kept beside the newest
 _UNKNOWN = "changed"  # no checksum: a file that changed while the compiler read it
 
 
@@ -57,38 +58,35 @@ def remembered(name: str, make: Callable[[], str]) -> str:
   return made
 
 
-def find_or_make(key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]) -> Path:
-  """The library of a key.
+# Builds in an empty folder; returns the library that it made there, and the files that it was made
+# from. What it raises is passed on, and nothing is kept.
+Make = Callable[[Path], tuple[Path, Iterable[str]]]
 
-  Args:
-    key: see the module.
-    make: builds in an empty folder; returns the library that it made there, the files that it was
-      made from and when the compiler started, in nanoseconds of the system's clock. What it raises
-      is passed on, and nothing is kept.
-  """
+
+def find_or_make(key: str, make: Make) -> Path:
+  """The library of a key; see the module."""
   with contextlib.suppress(OSError):
-    found = _find(kept_folder("kernels", key[:2]), key)
-    if found is not None:
+    if found := _find(kept_folder("kernels", key[:2]), key):
       return found
   with _writable(key) as place:
-    found = _find(place, key)  # another process may have made it meanwhile
-    return found if found is not None else _make(place, key, make)
+    return _find(place, key) or _make(place, key, make)  # another process may have made it
 
 
-def _make(folder: Path, key: str, make: Callable[[Path], tuple[Path, Iterable[str], int]]) -> Path:
+def _make(folder: Path, key: str, make: Make) -> Path:
   for rest in folder.glob(f"{key}.build-*"):  # of a process that was killed
     shutil.rmtree(rest, ignore_errors=True)
   with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build-") as building:
-    made, files, started = make(Path(building))
+    started = time.time_ns()
+    made, files = make(Path(building))
     dependencies = {file: _checksum_since(file, started) for file in files}
     name = f"{key}-{digest(sorted(dependencies.items()))[:16]}.so"
     entry = {"library": name, "checksum": checksum(made), "dependencies": dependencies}
     move(made, folder / name)
   others = [e for e in _manifest(folder, key) if e["library"] != name]
-  for dropped in others[: max(0, len(others) + 1 - _KEPT)]:
+  for dropped in others[:-_OLDER]:
     with contextlib.suppress(OSError):
       (folder / dropped["library"]).unlink()
-  write(folder / f"{key}.json", json.dumps([*others[-(_KEPT - 1) :], entry]).encode())
+  write(folder / f"{key}.json", json.dumps([*others[-_OLDER:], entry]).encode())
   return folder / name
 
 

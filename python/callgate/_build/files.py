@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Generator
 from pathlib import Path
 
-
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _lock = threading.Lock()
 _private: dict[str, Path] = {}  # by the cache that each stands for
@@ -177,13 +176,11 @@ def write(path: Path, content: bytes) -> None:
   """Replaces a file, or what is in its place, in one step: nobody sees a part of it."""
   descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.new-")
   try:
-    with os.fdopen(descriptor, "wb") as file:
+    with open(descriptor, "wb") as file:
       file.write(content)
     move(Path(name), path)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      os.unlink(name)
-    raise
+  finally:
+    Path(name).unlink(missing_ok=True)  # where it has not become the file
 
 
 def move(made: Path, path: Path) -> None:

@@ -1,6 +1,6 @@
 """CUDA's run-time compiler: where it is, how it is called, what it says.
 
-Found without importing or linking to anything of CUDA's; what it makes is kept in `_build/cache.py`,
+Found without importing or linking to anything of CUDA's. What it makes is kept (`_build/cache.py`),
 and a kernel that is there costs no compilation. Needs no device.
 """
 
@@ -10,20 +10,14 @@ import dataclasses
 import functools
 import glob
 import importlib.util
-import json
 import os
 import re
-import time
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from callgate import _callgate
-from callgate._build import cache
-from callgate._build import toolchain
-from callgate._build.files import checksum
-from callgate._core.errors import CompileError
 
+from callgate import _callgate
+from callgate._build import cache, toolchain
+from callgate._core.errors import CompileError
 
 # For the driver to compile where no device is known: all that CUDA 12 and 13 compile for run it.
 _LOWEST = 75
@@ -41,30 +35,11 @@ _HEADERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-  """NVRTC, loaded.
+  """NVRTC, loaded."""
 
-  Attributes:
-    path: of its library.
-    nvrtc: the runtime's handle.
-    include_dirs: of CUDA's own headers.
-  """
-
-  path: str
-  nvrtc: _callgate.Nvrtc
-  include_dirs: tuple[str, ...]
-
-  @property
-  def identity(self) -> list[str | int]:
-    """What tells it from others, for the cache."""
-    real = os.path.realpath(self.path)
-    stamp = os.stat(real).st_mtime_ns if os.path.exists(real) else 0
-    return [real, stamp, self.nvrtc.version, *self.include_dirs]
-
-  @property
-  def label(self) -> str:
-    """What messages call it."""
-    version = self.nvrtc.version
-    return f"CUDA's compiler (NVRTC {version // 1000}.{version % 1000 // 10})"
+  nvrtc: _callgate.Nvrtc  # the runtime's handle
+  include_dirs: tuple[str, ...]  # of CUDA's own headers
+  identity: tuple[str, float, int]  # what tells its library from others, for the cache
 
 
 def compiler() -> Compiler:
@@ -73,12 +48,9 @@ def compiler() -> Compiler:
   Raises:
     CompileError: there is none.
   """
-  return _compiler(os.environ.get("CALLGATE_NVRTC", ""), _toolkit())
-
-
-def _toolkit() -> str:
-  given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-  return given or next((path for path in _TOOLKITS if os.path.isdir(path)), "")
+  toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+  usual = next((path for path in _TOOLKITS if os.path.isdir(path)), "")
+  return _compiler(os.environ.get("CALLGATE_NVRTC", ""), toolkit or usual)
 
 
 @functools.cache
@@ -90,7 +62,9 @@ def _compiler(given: str, toolkit: str) -> Compiler:
     except ValueError as error:
       looked.append(str(error))
       continue
-    return Compiler(path, nvrtc, tuple(_cuda_headers(path, toolkit)))
+    real = os.path.realpath(path)
+    stamp = os.path.getmtime(real) if os.path.exists(real) else 0
+    return Compiler(nvrtc, tuple(_cuda_headers(path, toolkit)), (real, stamp, nvrtc.version))
   named = f"CALLGATE_NVRTC={given}" if given else "packages, toolkits and the loader's folders"
   found = "".join(f"\n{line}" for line in looked)
   raise CompileError(
@@ -101,7 +75,8 @@ def _compiler(given: str, toolkit: str) -> Compiler:
 
 
 def _candidates(toolkit: str) -> Iterator[str]:
-  for folder in _packages():
+  nvidia = importlib.util.find_spec("nvidia")  # a namespace that NVIDIA's packages share
+  for folder in (nvidia and nvidia.submodule_search_locations) or ():
     yield from _newest(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.*", f"{folder}/cu1?/lib/libnvrtc.so.*")
   if toolkit:
     yield from _newest(f"{toolkit}/lib64/libnvrtc.so.1?", f"{toolkit}/targets/*/lib/libnvrtc.so.1?")
@@ -121,12 +96,6 @@ def _newest(*patterns: str) -> list[str]:
   return sorted(found, key=rank, reverse=True)
 
 
-def _packages() -> list[str]:
-  """Folders of NVIDIA's packages, which share one namespace."""
-  spec = importlib.util.find_spec("nvidia")
-  return list(spec.submodule_search_locations or ()) if spec is not None else []
-
-
 def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
   """Folders of CUDA's headers beside a library of the same toolkit."""
   library = Path(path)
@@ -135,7 +104,7 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
     if library.parents[1].name == "cuda_nvrtc":
       packages = library.parents[2]
       near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
-    folders = [*near, *((Path(toolkit) / "include",) if toolkit else ())]
+    folders = [*near, Path(toolkit) / "include"] if toolkit else near
   else:
     folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
   for folder in dict.fromkeys(folders):
@@ -145,17 +114,18 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
 
 # -- compiling -----------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
+class Image:
+  """Machine code, or PTX for the driver to compile."""
+
+  code: bytes  # a cubin, or PTX as text that ends in a zero byte
+  capability: int  # the compute capability that a cubin is for, as 90; 0 for PTX
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Built:
-  """What became of a kernel.
+  """What became of a kernel; `entry` is the function's name in the image."""
 
-  Attributes:
-    code: a cubin, or PTX as text that ends in a zero byte.
-    capability: the compute capability that a cubin is for, as 90; 0 for PTX.
-    entry: the function's name in it.
-  """
-
-  code: bytes
-  capability: int
+  image: Image
   entry: str
 
 
@@ -171,15 +141,9 @@ def build(
 ) -> Built:
   """A kernel's image, from the cache where it is there.
 
-  Args:
-    label: the kernel, for messages: "kernel 'saxpy'".
-    name: what the compiler's messages call the source.
-    source: CUDA C++.
-    expression: the function as C++ names it: "saxpy", "scale<float, 4>".
-    capability: to make machine code for, as 90; PTX where the compiler doesn't know it; 0 for PTX
-      that every device runs.
-    options: for the compiler, after callgate's own.
-    include_dirs: folders of headers.
+  Machine code is for `capability`, as 90, or PTX where the compiler doesn't know that; 0 is for PTX
+  that every device runs. `expression` is the function as C++ names it: "scale<float, 4>"; messages
+  say `label` for the kernel and `name` for its source.
 
   Raises:
     CompileError: the compiler refuses it, or there is none.
@@ -195,17 +159,16 @@ def build(
     *options,
   ]
   unit = _unit(name, source, expression)
-  key = cache.digest(["cuda", unit, expression, arguments, used.identity, _device_headers()])
+  headers = toolchain.headers_digest("kernel_device.h")
+  key = cache.digest(["nvrtc", unit, expression, arguments, used.identity, headers])
 
-  def make(folder: Path) -> tuple[Path, Iterable[str], int]:
-    started = time.time_ns()
+  def make(folder: Path) -> tuple[Path, list[str]]:
     made = folder / "kernel.cuda"
     made.write_bytes(_compile(label, used, unit, name, expression, arguments))
-    return made, _included(source, folders), started
+    return made, _included(source, folders)
 
-  content = cache.find_or_make(key, make).read_bytes()
-  head, _, code = content.partition(b"\n")
-  return Built(code, made_for, json.loads(head)["entry"])
+  entry, _, code = cache.find_or_make(key, make).read_bytes().partition(b"\n")
+  return Built(Image(code, made_for), entry.decode())
 
 
 def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[list[str], int]:
@@ -231,19 +194,14 @@ def _unit(name: str, source: str, expression: str) -> str:
 def _compile(
   label: str, used: Compiler, unit: str, name: str, expression: str, arguments: Sequence[str]
 ) -> bytes:
-  """The function's name in the code, as a line of JSON, and the code."""
+  """The function's name in the code, a line, and the code."""
   ok, code, names, log = used.nvrtc.compile(unit, name, list(arguments), [], [expression])
   output = log.decode(errors="replace").strip()
   if not ok:
-    raise CompileError(
-      f"{label}: {used.label} refused it:\n{output or 'without a message'}", output
-    )
-  return json.dumps({"entry": names[0]}).encode() + b"\n" + code
-
-
-@functools.cache
-def _device_headers() -> str:
-  return checksum(toolchain.include_dir() / "callgate" / "kernel_device.h")
+    version = f"{used.nvrtc.version // 1000}.{used.nvrtc.version % 1000 // 10}"
+    said = output or "without a message"
+    raise CompileError(f"{label}: CUDA's compiler (NVRTC {version}) refused it:\n{said}", output)
+  return names[0].encode() + b"\n" + code
 
 
 def _included(source: str, folders: Sequence[str]) -> list[str]:

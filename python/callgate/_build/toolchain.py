@@ -16,15 +16,14 @@ import shlex
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
 from callgate import _callgate
 from callgate._build import cache
 from callgate._build.files import checksum
 from callgate._core.errors import CompileError
 from callgate._core.paths import ROOT
-
 
 DEFAULT_FLAGS = ("-O3", "-march=native", "-DNDEBUG")
 DEBUG_FLAGS = ("-O0", "-g", "-DCALLGATE_BOUNDS_CHECK=1")
@@ -41,18 +40,25 @@ _c = ctypes.CDLL(None)
 
 def include_dir() -> Path:
   """The folder that holds `callgate/kernel.h`."""
-  installed = ROOT / "include"
-  if installed.exists():
-    return installed
-  return ROOT.parents[1] / "include"  # a source tree
+  return _shipped("include")
 
 
 def cmake_dir() -> Path:
   """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
-  installed = ROOT / "cmake"
-  if installed.exists():
-    return installed
-  return ROOT.parents[1] / "cmake"  # a source tree
+  return _shipped("cmake")
+
+
+def _shipped(folder: str) -> Path:
+  """Of the installed package, or else of a source tree."""
+  installed = ROOT / folder
+  return installed if installed.exists() else ROOT.parents[1] / folder
+
+
+@functools.cache
+def headers_digest(*patterns: str) -> str:
+  """Of headers that callgate ships, by their names: they are in the key of what includes them."""
+  folder = include_dir() / "callgate"
+  return cache.digest([checksum(f) for pattern in patterns for f in sorted(folder.glob(pattern))])
 
 
 def compiler() -> list[str]:
@@ -94,13 +100,6 @@ def cpu() -> str:
   return f"{platform.machine()} {sorted(fields.items()) or platform.processor()}"
 
 
-@functools.cache
-def _headers() -> str:
-  folder = include_dir() / "callgate"
-  files = sorted([*folder.glob("kernel*.h"), *folder.glob("elementwise*.h")])
-  return cache.digest([checksum(file) for file in files])
-
-
 def build(
   what: str,
   source: str,
@@ -112,13 +111,9 @@ def build(
 ) -> Path:
   """The shared library of a C++ source, from the cache where it is there.
 
-  Args:
-    what: the kernel, for messages: "kernel 'saxpy'".
-    source: C++; what the compiler says of it uses the lines of its `#line` directives.
-    flags: after callgate's own.
-    include_dirs: folders of headers.
-    libraries: names for `-l`, or paths.
-    library_dirs: folders for `-L` and for the library's run path.
+  Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
+  the library's run path, too. Messages say `what` for the kernel, and the lines of the source's own
+  `#line` directives.
 
   Raises:
     CompileError: the compiler refuses it.
@@ -142,15 +137,15 @@ def build(
       [os.environ.get(name, "") for name in _ENVIRONMENT],
       _identity(tuple(command)),
       cpu(),
-      _headers(),  # stands for callgate's version: nothing else of it is in the library
+      # Stands for callgate's version: nothing else of it is in the library.
+      headers_digest("kernel*.h", "elementwise*.h"),
       _callgate.KERNEL_ABI,
     ]
   )
 
-  def make(folder: Path) -> tuple[Path, list[str], int]:
-    started = time.time_ns()
+  def make(folder: Path) -> tuple[Path, list[str]]:
     made, read = _compile(what, source, [*command, *arguments], links, folder)
-    return made, [*read, *_archives(libraries, folders)], started
+    return made, [*read, *_archives(libraries, folders)]
 
   return cache.find_or_make(key, make)
 
@@ -206,15 +201,15 @@ def _identity(command: tuple[str, ...]) -> str:
   """The compiler's version, asked for once for each state of its program's file."""
   files = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
   stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
-  name = cache.digest([command, stamps])[:32]
-  return cache.remembered(name, lambda: _version(command, name))
+  return _version(command, cache.digest([command, stamps])[:32])
 
 
 @functools.cache
 def _version(command: tuple[str, ...], state: str) -> str:
-  del state
-  result = _run([*command, "--version"], "its version")
-  return result.stdout.strip() or "unknown"
+  def ask() -> str:
+    return _run([*command, "--version"], "its version").stdout.strip() or "unknown"
+
+  return cache.remembered(state, ask)
 
 
 def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:

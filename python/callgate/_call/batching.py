@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from callgate._call.site import Callee, CallSite
 from callgate._core.dtypes import is_packed
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
@@ -100,7 +101,7 @@ def one_by_one(
 
 
 def apply_vmap_rule(
-  gate: Any, site: Any, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
+  gate: Callee, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[bool]]:
   """Runs the user's batching rule on flat values."""
   assert gate.vmap_rule is not None

@@ -7,7 +7,6 @@ instead.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,50 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.rules import Rules, Static
+from callgate._call.site import Callee, CallSite
 from callgate._core import registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 
-Static = tuple[tuple[str, Any], ...]
 
-
-@dataclasses.dataclass
-class Rules:
-  """What a gate knows about its derivatives; `defined` when it has a rule for custom_jvp or vjp.
-
-  `symbolic_zeros`: the jvp rule is told which tangents are zero, as by `jax.custom_jvp`.
-  """
-
-  gradient: str | None = None
-  jvp: Callable[..., Any] | None = None
-  vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-  transpose: Callable[..., Any] | None = None
-  symbolic_zeros: bool = False
-  wrapped: dict[Static, Callable[..., Any]] = dataclasses.field(
-    default_factory=dict[Static, Callable[..., Any]]
-  )
-
-  @property
-  def defined(self) -> bool:
-    return self.jvp is not None or self.vjp is not None or self.gradient is not None
-
-  def set_jvp(self, label: str, rule: Callable[..., Any], *, symbolic_zeros: bool = False) -> None:
-    """Takes a forward-mode rule; one kind of rule a gate."""
-    if self.vjp is not None:
-      raise GateDefinitionError(f"{label}: defjvp after defvjp; expected one of the two")
-    self.jvp = rule
-    self.symbolic_zeros = symbolic_zeros
-    self.wrapped.clear()
-
-  def set_vjp(self, label: str, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-    """Takes a reverse-mode rule; one kind of rule a gate."""
-    if self.jvp is not None:
-      raise GateDefinitionError(f"{label}: defvjp after defjvp; expected one of the two")
-    self.vjp = (fwd, bwd)
-    self.wrapped.clear()
-
-
-def no_derivative_message(gate: Any) -> str:
+def no_derivative_message(gate: Callee) -> str:
   """What a user without derivative rules needs to know."""
   it = gate.kind.split()[-1]
   return (
@@ -71,7 +34,7 @@ def no_derivative_message(gate: Any) -> str:
 
 
 def apply(
-  gate: Any, rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static
+  gate: Callee, rules: Rules, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static
 ) -> Any:
   """Calls the gate with whatever derivative it has."""
   if not rules.defined and gate.like is None:
@@ -82,7 +45,7 @@ def apply(
   return wrapped(*_vary_alike(gate, args))
 
 
-def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
+def _wrap(gate: Callee, rules: Rules, static: Static) -> Callable[..., Any]:
   def call(*args: Any) -> Any:
     return gate.apply_raw(args, {}, static)
 
@@ -110,7 +73,7 @@ def _wrap(gate: Any, rules: Rules, static: Static) -> Callable[..., Any]:
   return with_jvp
 
 
-def _vary_alike(gate: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _vary_alike(gate: Callee, args: tuple[Any, ...]) -> tuple[Any, ...]:
   """In a `jax.shard_map`, arguments that vary over the same mesh axes.
 
   So rules may be written as if there was one device: where devices share an argument, the cast's
@@ -228,7 +191,7 @@ def _add_tangent(total: Any, part: Any) -> Any:
   return total if total.dtype == jax.dtypes.float0 else total + part
 
 
-def linear_leaves(gate: Any, in_tree: Any) -> frozenset[int]:
+def linear_leaves(gate: Callee, in_tree: Any) -> frozenset[int]:
   """Flat positions of the arguments that the gate is declared linear in."""
   if gate.linear is False:
     return frozenset()
@@ -239,7 +202,7 @@ def linear_leaves(gate: Any, in_tree: Any) -> frozenset[int]:
   return frozenset(i for p in gate.linear for i in jax.tree.leaves(args[p]))
 
 
-def check(gate: Any, arguments: int) -> None:
+def check(gate: Callee, arguments: int) -> None:
   """Raises where a call has no argument at a position that the gate is declared linear in."""
   if not isinstance(gate.linear, bool) and max(gate.linear, default=-1) >= arguments:
     raise GateDefinitionError(
@@ -248,7 +211,7 @@ def check(gate: Any, arguments: int) -> None:
     )
 
 
-def linear_names(gate: Any, site: Any) -> str:
+def linear_names(gate: Callee, site: CallSite) -> str:
   """Names of the linear arguments, for messages."""
   return ", ".join(
     registry.argument(gate.name, site.spec, i) for i in sorted(linear_leaves(gate, site.in_tree))
@@ -256,7 +219,11 @@ def linear_names(gate: Any, site: Any) -> str:
 
 
 def transpose_leaves(
-  gate: Any, site: Any, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
+  gate: Callee,
+  site: CallSite,
+  cotangents: Sequence[Any],
+  flat: Sequence[Any],
+  linear: Sequence[int],
 ) -> list[Any]:
   """Runs the transpose rule of one lane on flat values."""
   if gate.autograd:

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from callgate._arrays import gpu
 from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
-from callgate._call.site import CallSite
+from callgate._call.site import Callee, CallSite
 from callgate._core import encoding
 from callgate._core.encoding import Level, lanes
 from callgate._core.errors import GateDefinitionError, ResultError
@@ -28,7 +28,9 @@ from callgate._core.masked import ADVICE, is_masked
 from callgate._jax import tracing
 
 
-def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None) -> Sequence[Any]:
+def bind(
+  gate: Callee, site: CallSite, leaves: Sequence[Any], whole: Level | None = None
+) -> Sequence[Any]:
   """Binds the call to JAX's own callbacks, batched as this gate is batched."""
   lead = () if whole is None else (whole[0],)
   types = [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in site.results]
@@ -62,7 +64,7 @@ def bind(gate: Any, site: Any, leaves: Sequence[Any], whole: Level | None = None
 
 
 def host_function(
-  gate: Any, site: Any, levels: tuple[Level, ...], results: Sequence[Any]
+  gate: Callee, site: CallSite, levels: tuple[Level, ...], results: Sequence[Any]
 ) -> Callable[..., tuple[Any, ...]]:
   """What JAX's own callbacks call for this gate: flat arrays in, a tuple of arrays out."""
   types = [(tuple(r.shape), r.dtype) for r in results]
@@ -95,7 +97,7 @@ class HostError(RuntimeError):
   """
 
 
-def _told(gate: Any, call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _told(gate: Callee, call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
   """The function, with the exceptions that it raises kept for the caller."""
 
   def told(*inputs: Any) -> tuple[Any, ...]:
@@ -109,7 +111,10 @@ def _told(gate: Any, call: Callable[..., tuple[Any, ...]]) -> Callable[..., tupl
 
 
 def _run_on_host(
-  gate: Any, site: Any, results: Sequence[tuple[tuple[int, ...], Any]], inputs: Sequence[Any]
+  gate: Callee,
+  site: CallSite,
+  results: Sequence[tuple[tuple[int, ...], Any]],
+  inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
   """One call of the gate's function without the runtime, for JAX's own callbacks.
 
@@ -181,7 +186,7 @@ def _to_torch(array: Any) -> Any:
   return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 
-def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:
+def _checked(gate: Callee, value: Any, shape: tuple[int, ...], dtype: Any, index: int) -> Any:
   array = np.asarray(value)
   masked = is_masked(value)
   same_kind = array.dtype == dtype or (gate.cast and np.can_cast(array.dtype, dtype, "same_kind"))
@@ -199,7 +204,7 @@ def _checked(gate: Any, value: Any, shape: tuple[int, ...], dtype: Any, index: i
 def lower_by_jax(
   context: Any,
   *operands: Any,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,

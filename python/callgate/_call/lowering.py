@@ -7,10 +7,10 @@ Nothing of this process.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from callgate._core.attributes import key_of
 from callgate._core.encoding import Level, encode_levels
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering
@@ -80,13 +80,13 @@ def emit(
     "batch": encode_levels(levels),
     **(attributes or {}),
   }
+  held = {name: value for name, value in held.items() if not isinstance(value, dict) or value}
   rule = None
   if sharded is not None:
     held["shard"], rule = sharded[0].text, sharded[1]
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
     # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
-    text = repr(sorted(held.items())).encode()
-    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+    held["_key"] = key_of(held)
   return lowering.emit_ffi_call(
     context,
     target + PARTITIONED if sharded is not None else target,

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate._call import derivatives, jax_engine, primitive, shapes
-from callgate._call.site import CallSite, TangentCall
+from callgate._call.options import CallOptions, Effect, Vmap
+from callgate._call.rules import Rules
+from callgate._call.site import Backend, CallSite, TangentCall
 from callgate._core import options, registry, signatures
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._runtime import config
 from callgate._sharding import rules
-
-Effect = Literal["pure", "io", "ordered"]
-Vmap = Literal["each", "whole", "broadcast", "grid"]
 
 
 class Operation:
@@ -40,46 +39,25 @@ class Operation:
   arrays = "numpy"
   style = "inplace"
   cast = False
+  collective = False
   # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
   autograd = False
-  # Whether `emission` serves programs for CUDA, too, so that one call does for several platforms.
+  # Whether one call does in programs for several platforms.
   same_on_all_platforms = False
+  one_calls_for_all = False
 
-  def __init__(
-    self,
-    name: str,
-    *,
-    out: Any,
-    like: Callable[..., Any] | None,
-    effect: Effect,
-    aliases: Mapping[int, int] | None,
-    vmap: Vmap | Callable[..., Any],
-    sharding: Any,
-    linear: bool | int | Sequence[int],
-    gradient: Literal["finite-difference"] | None,
-    collective: bool = False,
-  ) -> None:
+  def __init__(self, name: str, options: CallOptions) -> None:
+    """Takes options that are checked."""
     self.name = name
-    self.collective = options.boolean(self.label, "collective", collective)
-    self.effect: Effect = options.choice(self.label, "effect", effect, ("pure", "io", "ordered"))
-    self.vmap_rule: Callable[..., Any] | None = vmap if callable(vmap) else None
-    self.vmap: Vmap = (
-      "each"
-      if callable(vmap)
-      else options.vmap_method(self.label, vmap, grid=self.kind == "kernel")
-    )
-    self.sharding = options.sharding(self.label, sharding)
-    self.like = options.or_none(options.function, self.label, "like", like)
-    self.out = out
-    self.linear: bool | tuple[int, ...] = options.linear(self.label, linear)
-    self.aliases = options.aliases(self.label, aliases)
-    self.rules = derivatives.Rules(gradient=options.gradient(self.label, gradient, effect))
-    if out is None and like is None:
-      raise GateDefinitionError(
-        f"{self.label}: the results' shapes are not known; expected out= (a pytree of "
-        "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one) or like= "
-        "(a JAX function of the same signature)"
-      )
+    self.out = options.out
+    self.like = options.like
+    self.effect: Effect = options.effect
+    self.vmap_rule: Callable[..., Any] | None = options.vmap if callable(options.vmap) else None
+    self.vmap: Vmap = "each" if callable(options.vmap) else options.vmap
+    self.sharding = options.sharding
+    self.linear = cast("bool | tuple[int, ...]", options.linear)
+    self.aliases = dict(options.aliases or {})
+    self.rules = Rules(gradient=options.gradient)
 
   @property
   def label(self) -> str:
@@ -140,43 +118,13 @@ class Operation:
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     """Raises unless the function can take these arrays; by default it takes all."""
 
-  def emission(
-    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
-  ) -> Any:
-    """What a program's call of it holds.
+  def backend(self, platform: str) -> Backend:
+    """What makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
 
-    Args:
-      site: the call's static description.
-      avals_in: abstract values of the operands, batch levels included.
-      avals_out: of the results, likewise.
-      levels: batch levels that the runtime loops over.
-
-    Returns:
-      The runtime's callee, the FFI target and the attributes beside those of every call.
+    Raises:
+      GateDefinitionError: it has no code for that platform.
     """
     raise NotImplementedError
-
-  def cuda_emission(
-    self,
-    site: CallSite,
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    levels: Any,
-    whole: Level | None,
-    devices: int,
-  ) -> Any:
-    """The same in a program for CUDA.
-
-    Args:
-      site: the call's static description.
-      avals_in: abstract values of the operands, batch levels included.
-      avals_out: of the results, likewise.
-      levels: batch levels that the runtime loops over.
-      whole: the one leading axis of batched arguments that the function gets, or None.
-      devices: how many run the program.
-    """
-    del whole, devices
-    return self.emission(site, avals_in, avals_out, levels)
 
   def sharding_rule(
     self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]

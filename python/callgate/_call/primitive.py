@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from callgate._call import batching as _batching
 from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
-from callgate._call.site import RUNTIME_PLATFORMS, CallSite, TangentCall
+from callgate._call.site import RUNTIME_PLATFORMS, Call, Callee, CallSite, TangentCall
 from callgate._core import registry
 from callgate._core.effects import (
   GATE_EFFECT,
@@ -36,6 +35,7 @@ from callgate._core.effects import (
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import dispatch, lowering, tracing
+from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
 
 gate_p = Primitive("gate")
@@ -48,7 +48,7 @@ _PRIMITIVES = (gate_p, mesh_gate_p)
 tracing.needs_devices(mesh_gate_p)
 
 
-def bind(*operands: Any, gate: Any, **params: Any) -> Sequence[Any]:
+def bind(*operands: Any, gate: Callee, **params: Any) -> Sequence[Any]:
   """Makes a call of a gate or kernel."""
   primitive = mesh_gate_p if gate.collective or callable(gate.sharding) else gate_p
   return primitive.bind(*tracing.vary_alike(gate.label, operands), gate=gate, **params)
@@ -60,7 +60,7 @@ for primitive in _PRIMITIVES:
 
 
 # -- abstract evaluation -------------------------------------------------------------------------
-def _effects(gate: Any) -> frozenset[Any]:
+def _effects(gate: Callee) -> frozenset[Any]:
   if gate.effect == "pure":
     return frozenset()
   return frozenset({ORDERED_GATE_EFFECT if gate.effect == "ordered" else GATE_EFFECT})
@@ -68,7 +68,7 @@ def _effects(gate: Any) -> frozenset[Any]:
 
 def _abstract_eval(
   *avals: Any,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -91,7 +91,7 @@ for primitive in _PRIMITIVES:
 
 # -- jvp -----------------------------------------------------------------------------------------
 def _jvp(
-  primals: Sequence[Any], tangents: Sequence[Any], *, gate: Any, site: CallSite, **params: Any
+  primals: Sequence[Any], tangents: Sequence[Any], *, gate: Callee, site: CallSite, **params: Any
 ) -> tuple[Any, Any]:
   linear = derivatives.linear_leaves(gate, site.in_tree)
   moved = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
@@ -121,7 +121,7 @@ def _jvp_by_rule(
   primals: Sequence[Any],
   tangents: Sequence[Any],
   moved: Sequence[int],
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -155,7 +155,7 @@ def _jvp_by_call(
   primals: Sequence[Any],
   tangents: Sequence[Any],
   call: TangentCall,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -190,7 +190,7 @@ for primitive in _PRIMITIVES:
 def _transpose(
   cotangents: Sequence[Any],
   *operands: Any,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -238,7 +238,7 @@ def _batch(
   operands: Sequence[Any],
   dims: Sequence[Any],
   *,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -277,7 +277,7 @@ def _batch(
 
 
 def _batching_of(
-  gate: Any, site: CallSite, mask: tuple[bool, ...], operands: Sequence[Any], whole: Level | None
+  gate: Callee, site: CallSite, mask: tuple[bool, ...], operands: Sequence[Any], whole: Level | None
 ) -> str:
   inner = whole[1] if whole is not None else (False,) * len(mask)
   lanes = [
@@ -288,7 +288,7 @@ def _batching_of(
 
 
 def _batch_by_rule(
-  gate: Any, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
+  gate: Callee, site: CallSite, size: int, mask: tuple[bool, ...], operands: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
   results, batched = _batching.apply_vmap_rule(gate, site, size, mask, operands)
   return results, [0 if flag else None for flag in batched]
@@ -302,7 +302,7 @@ for primitive in _PRIMITIVES:
 def lower(
   context: Any,
   *operands: Any,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
@@ -329,42 +329,36 @@ def _lower_to_runtime(
   platform: str,
   context: Any,
   *operands: Any,
-  gate: Any,
+  gate: Callee,
   site: CallSite,
   levels: tuple[Level, ...],
   whole: Level | None,
 ) -> Sequence[Any]:
   ordered = gate.effect == "ordered"
-  runs = gate.batched(whole)
-  if platform == "cuda":
-    devices = lowering.device_count(context)
-    called, target, attributes = runs.cuda_emission(
-      site, context.avals_in, context.avals_out, levels, whole, devices
-    )
-  else:
-    if gate.vmap == "grid" and whole is not None:  # the runtime loops over what a grid would hold
-      levels, whole = (*levels, whole), None
-    called, target, attributes = runs.emission(site, context.avals_in, context.avals_out, levels)
+  devices = lowering.device_count(context)
+  call = Call(site, context.avals_in, context.avals_out, levels, whole, devices)
+  emission = gate.batched(whole).backend(platform)(call)
+  call, attributes = emission.call, emission.attributes
   avals_in = context.avals_in
   if gate.collective and (located := calls.in_manual(context, gate)):
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
-  dispatch.keep_with_program(context, called)
+  dispatch.keep_with_program(context, emission.callee)
   token = lowering.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
   results, after = emit(
     context,
     operands,
     avals_in,
     context.avals_out,
-    name=called.name,
-    levels=levels,
-    target=target,
+    name=emission.callee.name,
+    levels=call.levels,
+    target=emission.target,
     attributes=attributes,
     has_side_effect=gate.effect != "pure",
     token=token,
     aliases=gate.aliases,
-    sharded=calls.of_gate(context, gate, site, levels, whole),
+    sharded=calls.of_gate(context, gate, site, call.levels, call.whole),
   )
   if ordered:
     lowering.set_token_after(context, ORDERED_GATE_EFFECT, after)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from callgate._call.site import Callee, CallSite
 from callgate._core import registry
 from callgate._core.dtypes import is_packed
 from callgate._core.errors import GateDefinitionError
@@ -18,14 +19,14 @@ from callgate._jax import tracing
 
 
 def result_types(
-  gate: Any, in_tree: Any, structs: list[Any], static: tuple[tuple[str, Any], ...]
+  gate: Callee, in_tree: Any, structs: list[Any], static: tuple[tuple[str, Any], ...]
 ) -> tuple[tuple[Any, ...], Any]:
   args, kwargs = jax.tree.unflatten(in_tree, structs)
-  declared = gate.out
+  declared, like = gate.out, gate.like
   if declared is None:
-    assert gate.like is not None
+    assert like is not None
     declared = jax.eval_shape(
-      lambda *args, **kwargs: gate.call_rule(gate.like, (), args, kwargs, static), *args, **kwargs
+      lambda *args, **kwargs: gate.call_rule(like, (), args, kwargs, static), *args, **kwargs
     )
   elif callable(declared) and not is_type(declared):
     rule = declared
@@ -34,7 +35,7 @@ def result_types(
   return tuple(_result_type(gate, leaf, i) for i, leaf in enumerate(leaves)), out_tree
 
 
-def _result_type(gate: Any, leaf: Any, index: int) -> Any:
+def _result_type(gate: Callee, leaf: Any, index: int) -> Any:
   if not is_type(leaf):
     raise GateDefinitionError(
       f"{gate.label}: out: result {index}: expected a value with .shape and .dtype, got {leaf!r}"
@@ -56,7 +57,7 @@ def _result_type(gate: Any, leaf: Any, index: int) -> Any:
 _ELSE_STATIC = "pass anything else as a keyword argument, which is static"
 
 
-def as_array(gate: Any, leaf: Any, index: int) -> Any:
+def as_array(gate: Callee, leaf: Any, index: int) -> Any:
   if isinstance(leaf, jax.Array):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       return jax.random.key_data(leaf)
@@ -70,7 +71,7 @@ def as_array(gate: Any, leaf: Any, index: int) -> Any:
     ) from error
 
 
-def check_arrays(gate: Any, args: tuple[Any, ...]) -> None:
+def check_arrays(gate: Callee, args: tuple[Any, ...]) -> None:
   """Raises where a leaf is no array, before JAX's custom derivatives say so in their words."""
   for index, leaf in enumerate(jax.tree.leaves(args)):
     plain = type(leaf) is np.ndarray and leaf.dtype.kind != "O"
@@ -78,7 +79,7 @@ def check_arrays(gate: Any, args: tuple[Any, ...]) -> None:
       as_array(gate, leaf, index)
 
 
-def check_call(gate: Any, site: Any, structs: Sequence[Any]) -> None:
+def check_call(gate: Callee, site: CallSite, structs: Sequence[Any]) -> None:
   if gate.arrays == "numpy":
     for index, struct in enumerate(structs):
       if is_packed(struct.dtype):
@@ -92,7 +93,7 @@ def check_call(gate: Any, site: Any, structs: Sequence[Any]) -> None:
     _check_alias(gate, i, o, structs, site.results)
 
 
-def _refuse_packed(gate: Any, what: str, dtype: Any) -> None:
+def _refuse_packed(gate: Callee, what: str, dtype: Any) -> None:
   raise GateDefinitionError(
     f"{gate.label}: {what}: {np.dtype(dtype).name} has several elements in a byte, so there "
     "is no zero-copy NumPy view of it; use arrays='buffer' with Buffer.unpack() and Buffer.pack(), "
@@ -100,7 +101,9 @@ def _refuse_packed(gate: Any, what: str, dtype: Any) -> None:
   )
 
 
-def _check_alias(gate: Any, i: int, o: int, structs: Sequence[Any], results: Sequence[Any]) -> None:
+def _check_alias(
+  gate: Callee, i: int, o: int, structs: Sequence[Any], results: Sequence[Any]
+) -> None:
   if not 0 <= i < len(structs):
     raise GateDefinitionError(
       f"{gate.label}: aliases: input {i} is outside the range [0, {len(structs)})"
@@ -118,7 +121,7 @@ def _check_alias(gate: Any, i: int, o: int, structs: Sequence[Any], results: Seq
 
 
 def to_positional(
-  gate: Any, args: tuple[Any, ...], arrays: dict[str, Any]
+  gate: Callee, args: tuple[Any, ...], arrays: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
   """Array keywords as positional arguments, since derivative rules are positional."""
   out = list(args)

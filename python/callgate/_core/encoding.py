@@ -225,6 +225,11 @@ def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
 Level = tuple[int, tuple[bool, ...]]
 
 
-def encode_levels(levels: Sequence[Level]) -> str:
-  """Batch levels as programs hold them (`Lanes::parse` in src/core/lanes.h)."""
-  return ";".join(f"{size}:{''.join('01'[flag] for flag in mask)}" for size, mask in levels)
+def encode_levels(levels: Sequence[Level]) -> dict[str, Any]:
+  """Batch levels as programs hold them (`Lanes::of` in src/core/lanes.h)."""
+  if not levels:
+    return {}
+  return {
+    "sizes": np.array([size for size, _ in levels], np.int64),
+    "masks": np.array([flag for _, mask in levels for flag in mask], np.int64),
+  }

@@ -23,7 +23,12 @@ JAX_CALLBACK = "jax:"
 
 
 def describe_failure(
-  exception: BaseException, gate: str, site: str, shard: str = "", run: int = -1
+  exception: BaseException,
+  gate: str,
+  site: str,
+  shard: str = "",
+  run: int = _kept.NO_RUN,
+  thread: int = _kept.THIS_THREAD,
 ) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
@@ -33,25 +38,31 @@ def describe_failure(
     site: where the call was traced, "" when unknown.
     shard: which part of its arrays the call was on, "" for whole ones.
     run: XLA's number of the program's run.
+    thread: the one that gave the call to XLA, or that XLA made it on.
   """
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
     text = "".join(_traceback.format_exception(exception)).rstrip()
-    return (
-      f"CpuCallback error calling callback: {text}\n[callgate error #{_kept.keep(exception, run)}]"
-    )
+    number = _kept.keep(exception, run, thread)
+    return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
   on = f" on {shard}" if shard else ""
-  return _describe(exception, f"gate '{gate}'{on}", site, run)
+  return _describe(exception, f"gate '{gate}'{on}", site, run, thread)
 
 
-def _describe(exception: BaseException, what: str, site: str, run: int = -1) -> str:
+def _describe(
+  exception: BaseException,
+  what: str,
+  site: str,
+  run: int = _kept.NO_RUN,
+  thread: int = _kept.THIS_THREAD,
+) -> str:
   where = f"callgate: raised in {what}" + (f", called at {site}" if site else "")
   if where not in getattr(exception, "__notes__", ()):
     exception.add_note(where)
   text = "".join(_traceback.format_exception(exception)).rstrip()
-  return f"[callgate error #{_kept.keep(exception, run)}] {where}\n{text}"
+  return f"[callgate error #{_kept.keep(exception, run, thread)}] {where}\n{text}"
 
 
 def raise_interrupt() -> None:
@@ -116,9 +127,15 @@ def defer(text: str) -> None:
     exception.add_note(_POISONED)
 
 
-def raise_deferred() -> None:
-  """Raises the oldest deferred exception, if there is one, with the others named in its notes."""
-  taken = _kept.take_deferred()
+def raise_deferred(*, of_all_threads: bool = False) -> None:
+  """Raises the oldest deferred exception, if there is one, with the others named in its notes.
+
+  Those of programs that another thread of Python called wait for that thread, or for `barrier()`.
+  """
+  if not _kept.has_deferred():  # asked on every call of a gate
+    return
+  others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
+  taken = _kept.take_deferred(others)
   if taken:
     _name_others(taken[0], taken[1:])
     raise_original(taken[0])
@@ -126,7 +143,7 @@ def raise_deferred() -> None:
 
 def print_deferred() -> bool:
   """At the end of the process: shows the deferred exceptions; whether there were any."""
-  taken = _kept.take_deferred()
+  taken = _kept.take_deferred(set())
   if not taken:
     return False
   print("callgate: failures that no program's caller was told of:", file=sys.stderr)

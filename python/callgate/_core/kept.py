@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import re
 import threading
+from collections.abc import Container
 
 import jax
 
@@ -19,7 +20,8 @@ from callgate._core.errors import GateTimeoutError
 # Outside of `callgate.errors()` nobody may ever ask: only the newest failures are kept then. A
 # block asks for what fails in it, so all of that is kept, up to the second number.
 _LIMIT, _LIMIT_IN_BLOCKS = 256, 4096
-_NO_RUN = -1  # not known; others may be negative, too
+NO_RUN = -1  # not known; others may be negative, too
+THIS_THREAD = 0
 _ID = re.compile(r"\[callgate error #(\d+)\]")
 # A timeout that the runtime told of without the GIL (src/xla/overdue.cc): kept when first read.
 _TIMEOUT = re.compile(r"\[callgate timeout #(\d+)\] (.*)", re.DOTALL)
@@ -28,7 +30,10 @@ _timeouts: dict[int, int] = {}  # their ids
 
 @dataclasses.dataclass
 class Kept:
-  """A failure: its id, the thread that it happened on, and XLA's number of the program's run."""
+  """A failure: its id, the thread that called the program, and XLA's number of the program's run.
+
+  The thread may be one of XLA's own, where XLA doesn't tell who called.
+  """
 
   id: int
   exception: BaseException
@@ -49,12 +54,12 @@ _lock = threading.RLock()
 _next_id = 0
 
 
-def keep(exception: BaseException, run: int = _NO_RUN) -> int:
+def keep(exception: BaseException, run: int = NO_RUN, thread: int = THIS_THREAD) -> int:
   """Stores an exception for the caller; returns its id."""
   global _next_id
   with _lock:
     _next_id += 1
-    kept = Kept(_next_id, exception, threading.get_ident(), run)
+    kept = Kept(_next_id, exception, thread or threading.get_ident(), run)
     kept.claimed = run in _interrupted and isinstance(exception, KeyboardInterrupt)
     _store[_next_id] = kept
     if len(_store) > _LIMIT:
@@ -159,18 +164,22 @@ def take_interrupt() -> BaseException | None:
         kept.claimed = True
     if not waiting:
       return None
-    if waiting[0].run != _NO_RUN:
+    if waiting[0].run != NO_RUN:
       _interrupted.append(waiting[0].run)
     return waiting[0].exception
 
 
-def take_deferred() -> list[BaseException]:
-  """What was put aside and nobody has got yet, oldest first; they are forgotten here."""
-  if not _deferred:  # asked on every call of a gate
-    return []
+def has_deferred() -> bool:
+  """Whether anything was put aside."""
+  return bool(_deferred)
+
+
+def take_deferred(others: Container[int | None]) -> list[BaseException]:
+  """What was put aside and nobody has got yet, oldest first, but for that of `others`, threads."""
   with _lock:
-    taken = [one for one in _deferred if not one.claimed]
-    _deferred.clear()
+    waiting = [one for one in _deferred if not one.claimed]
+    taken = [one for one in waiting if one.thread not in others]
+    _deferred[:] = [one for one in waiting if one.thread in others]
     for one in taken:
       one.claimed = True
   return [one.exception for one in taken]

@@ -39,10 +39,9 @@ def boolean(label: str, option: str, value: Any) -> bool:
   return bool(value)
 
 
-def booleans(label: str, **options: Any) -> None:
+def booleans(label: str, **options: Any) -> dict[str, bool]:
   """Several by name."""
-  for option, value in options.items():
-    boolean(label, option, value)
+  return {option: boolean(label, option, value) for option, value in options.items()}
 
 
 def count(

@@ -135,6 +135,10 @@ def undefined(name: str) -> bool:
   return define is not None and define(key.removesuffix("]") if bracket else "")
 
 
-def caller_module(depth: int = 2) -> str:
-  """The module whose code makes a kernel, for its name."""
+def caller_module(depth: int = 3) -> str:
+  """The module whose code makes a kernel, for its name.
+
+  Args:
+    depth: frames up from here: the function, what `_core/factories.py` wraps it in, the caller.
+  """
   return str(sys._getframe(depth).f_globals.get("__name__", "__main__"))  # pyright: ignore[reportPrivateUsage]

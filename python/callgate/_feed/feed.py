@@ -17,12 +17,10 @@ import enum
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from callgate import _callgate
@@ -34,7 +32,9 @@ from callgate._core.failures import raise_deferred
 from callgate._feed import items
 from callgate._feed import producer as _producer
 from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
 from callgate._jax import tracing
+from callgate._jax.tracing import Primitive
 from callgate._runtime import config
 
 
@@ -73,8 +73,12 @@ class Feed:
     name: str | None = None,
   ) -> None:
     name = options.name("feed", name)
-    self.name = name if name is not None else registry.unique_name(_named(iterable))
-    self.prefetch = _check_prefetch(self.name, prefetch)
+    # An unnamed one is called as the generator function or the iterable's class.
+    named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
+    self.name = registry.unique_name(named) if name is None else name
+    self.prefetch = options.count(
+      f"feed '{self.name}'", "prefetch", prefetch, least=1, most=2**31 - 1, what=_WHOLE
+    )
     types = items.from_structs(self.name, shape) if shape is not None else None
     iterator = _iterator(self.name, iterable)
     self._producer = _producer.Producer(self.name, iterator, self.prefetch)
@@ -92,7 +96,8 @@ class Feed:
     take = _Take(self._producer, len(types.types[0][0]))
     weakref.finalize(take, self._producer.release).atexit = False
     flat = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types.types)
-    self._gate = _FeedGate(take, out=flat, name=self.name, effect="ordered", style="inplace")
+    options = GateOptions(out=flat, name=self.name, effect="ordered", style="inplace")
+    self._gate = _FeedGate(take, options)
     self._site = CallSite(
       jax.tree.structure(((), {})), jax.tree.structure(flat), static=(), results=types.types
     )
@@ -145,12 +150,7 @@ class Feed:
   def __enter__(self) -> Feed:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
 
@@ -221,16 +221,15 @@ class _Take:
 
   def __call__(self, outs: Sequence[Any]) -> None:
     batch = outs[0].ndim - self._rank
+    lanes = math.prod(outs[0].shape[:batch])
     place = _callgate.device_call()
     if place is not None:
-      lanes = math.prod(outs[0].shape[:batch])
       for lane in range(lanes):
         self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
       return
     if not batch:
       _write(outs, self._producer.take())
       return
-    lanes = math.prod(outs[0].shape[:batch])
     rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
     for lane in range(lanes):
       _write([row[lane, ...] for row in rows], self._producer.take())
@@ -242,15 +241,6 @@ def _write(outs: Sequence[np.ndarray[Any, Any]], item: _producer.Item) -> None:
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _named(iterable: Any) -> Any:
-  """What an unnamed feed takes its name from: the generator function or the iterable's class."""
-  return iterable if hasattr(iterable, "__qualname__") else type(iterable)
-
-
-def _check_prefetch(name: str, prefetch: Any) -> int:
-  return options.count(f"feed '{name}'", "prefetch", prefetch, least=1, most=2**31 - 1, what=_WHOLE)
-
-
 def _iterator(name: str, iterable: Any) -> Iterator[Any]:
   if isinstance(iterable, str):
     options.refuse(f"feed '{name}'", "iterable", "an iterable of items", iterable)
@@ -300,12 +290,10 @@ def _batch(
   operands: Sequence[Any],
   dims: Sequence[Any],
   *,
-  gate: Gate,
-  site: CallSite,
   lead: tuple[int, ...],
-  engine: str,
+  **params: Any,
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  results = next_p.bind(gate=gate, site=site, lead=(axis_data.size, *lead), engine=engine)
+  results = next_p.bind(lead=(axis_data.size, *lead), **params)
   return results, [0] * len(results)
 
 
@@ -313,16 +301,10 @@ batching.fancy_primitive_batchers[next_p] = _batch
 
 
 def _lower(
-  context: Any,
-  *,
-  gate: Gate,
-  site: CallSite,
-  lead: tuple[int, ...],
-  engine: str,
+  context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
 ) -> Sequence[Any]:
-  whole = dataclasses.replace(
-    site, results=tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
-  )
+  results = tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
+  whole = dataclasses.replace(site, results=results)
   if engine == "jax":
     call = mlir.lower_fun(lambda: jax_engine.bind(gate, whole, ()), multiple_results=True)
     return call(context)

@@ -37,30 +37,19 @@ def default_dtypes() -> Defaults:
 
 @dataclasses.dataclass(frozen=True)
 class ItemTypes:
-  """The structure, shapes and dtypes of every item of a feed.
+  """The structure, shapes and dtypes of every item of a feed."""
 
-  Attributes:
-    feed: the feed's name, for messages.
-    tree: the items' pytree structure.
-    types: (shape, dtype) of each leaf.
-    defaults: what Python scalars become.
-  """
-
-  feed: str
+  feed: str  # its name, for messages
   tree: Any
-  types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-  defaults: Defaults
+  types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # (shape, dtype) of each leaf
+  defaults: Defaults  # what Python scalars become
 
   def structs(self) -> Any:
     """The item as a pytree of ShapeDtypeStructs."""
     return jax.tree.unflatten(self.tree, [jax.ShapeDtypeStruct(s, d) for s, d in self.types])
 
   def convert(self, item: Any, number: int) -> Arrays:
-    """The item's leaves as arrays that nobody else writes to.
-
-    Args:
-      item: what the iterator gave.
-      number: how many items came before it.
+    """The leaves of the item of that number, from 0, as arrays that nobody else writes to.
 
     Raises:
       ResultError: its structure, a shape or a dtype differs from what the feed expects.
@@ -75,11 +64,11 @@ class ItemTypes:
       if type(leaf) is np.ndarray and leaf.shape == shape and leaf.dtype == dtype:
         arrays.append(leaf.copy())  # the usual case, quickly
         continue
-      where = functools.partial(_where, f"item {number}", item, index)
-      array = _to_array(self.feed, where, leaf, self.defaults)
+      where = functools.partial(_where, self.feed, f"item {number}", item, index)
+      array = _to_array(where, leaf, self.defaults)
       if array.shape != shape or array.dtype != dtype:
         raise ResultError(
-          f"feed '{self.feed}': {where()}: expected {_describe(shape, dtype)}, got "
+          f"{where()}: expected {_describe(shape, dtype)}, got "
           f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
         )
       arrays.append(array)
@@ -88,18 +77,14 @@ class ItemTypes:
   def broadcast(self, value: Any) -> Arrays:
     """A default item: a pytree (prefix) of values, broadcast to the items' shapes.
 
-    Args:
-      value: arrays of the items' dtypes, or Python scalars of their kind or a narrower one.
+    Values are arrays of the items' dtypes, or Python scalars of their kind or a narrower one.
 
     Raises:
       GateDefinitionError: it does not fit.
     """
     full = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
-    given: list[Any] = []
     try:
-      jax.tree.map(
-        lambda leaf, part: given.extend([leaf] * len(jax.tree.leaves(part))), value, full
-      )
+      given = jax.tree.leaves(jax.tree.broadcast(value, full))
     except (ValueError, TypeError) as error:
       raise GateDefinitionError(
         f"feed '{self.feed}': default: expected the items' structure {self.tree} or a prefix of "
@@ -109,8 +94,8 @@ class ItemTypes:
 
   def _broadcast_leaf(self, value: Any, full: Any, index: int) -> np.ndarray[Any, Any]:
     shape, dtype = self.types[index]
-    where = functools.partial(_where, "default", full, index)
-    array = _to_array(self.feed, where, value, self.defaults)
+    where = functools.partial(_where, self.feed, "default", full, index)
+    array = _to_array(where, value, self.defaults)
     try:
       if type(value) in _PYTHON_SCALARS and jnp.result_type(value, dtype) == dtype:
         array = np.array(value, dtype)
@@ -119,17 +104,13 @@ class ItemTypes:
     except (ValueError, OverflowError):
       pass  # said below
     raise GateDefinitionError(
-      f"feed '{self.feed}': {where()}: expected {_describe(shape, dtype)} or what broadcasts to "
-      f"it, got {_describe(array.shape, array.dtype)}"
+      f"{where()}: expected {_describe(shape, dtype)} or what broadcasts to it, got "
+      f"{_describe(array.shape, array.dtype)}"
     )
 
 
 def from_structs(feed: str, shape: Any) -> ItemTypes:
-  """The types that the user declares.
-
-  Args:
-    feed: its name.
-    shape: a pytree of anything with `.shape` and `.dtype`.
+  """The types that the user declares, as a pytree of anything with `.shape` and `.dtype`.
 
   Raises:
     GateDefinitionError: a leaf is something else, or can't be in an item.
@@ -137,20 +118,13 @@ def from_structs(feed: str, shape: Any) -> ItemTypes:
   leaves, tree = jax.tree.flatten(shape, is_leaf=shapes.is_type)
   for index, leaf in enumerate(leaves):
     if not shapes.is_type(leaf):
-      where = _where("shape", shape, index)
-      raise GateDefinitionError(
-        f"feed '{feed}': {where}: expected a value with .shape and .dtype, got {leaf!r}"
-      )
+      where = _where(feed, "shape", shape, index)
+      raise GateDefinitionError(f"{where}: expected a value with .shape and .dtype, got {leaf!r}")
   return _checked(feed, "shape", tree, leaves)
 
 
 def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   """The types of a sample: the first item, or the default of a feed that has no items.
-
-  Args:
-    feed: its name.
-    item: a pytree of arrays.
-    what: the sample, for messages.
 
   Raises:
     GateDefinitionError: a leaf can't be in an item.
@@ -158,27 +132,25 @@ def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   leaves, tree = jax.tree.flatten(item)
   defaults = default_dtypes()
   arrays = [
-    _to_array(feed, functools.partial(_where, what, item, index), leaf, defaults)
+    _to_array(functools.partial(_where, feed, what, item, index), leaf, defaults)
     for index, leaf in enumerate(leaves)
   ]
   return _checked(feed, what, tree, arrays)
 
 
-def _to_array(
-  feed: str, where: Callable[[], str], value: Any, defaults: Defaults
-) -> np.ndarray[Any, Any]:
+def _to_array(where: Callable[[], str], value: Any, defaults: Defaults) -> np.ndarray[Any, Any]:
   if isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
     return np.asarray(value)  # immutable: a view does
   if is_masked(value):
-    raise _no_array(feed, where, value)
+    raise _no_array(where(), value)
   try:
     if type(value) in defaults:
       return np.array(value, defaults[type(value)])
     array = np.array(to_numpy(value))
   except (TypeError, ValueError, OverflowError) as error:
-    raise _no_array(feed, where, value) from error
+    raise _no_array(where(), value) from error
   if not _is_number(array.dtype):
-    raise _no_array(feed, where, value)
+    raise _no_array(where(), value)
   return array
 
 
@@ -189,13 +161,11 @@ def _is_number(dtype: Any) -> bool:
   return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
 
 
-def _no_array(feed: str, where: Callable[[], str], value: Any) -> ResultError:
+def _no_array(where: str, value: Any) -> ResultError:
   got = shown(value)
   if isinstance(value, jax.Array):
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
-  return ResultError(
-    f"feed '{feed}': {where()}: expected an array or a number that JAX can hold, got {got}"
-  )
+  return ResultError(f"{where}: expected an array or a number that JAX can hold, got {got}")
 
 
 def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
@@ -203,8 +173,7 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   if not leaves:
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
-    item = jax.tree.unflatten(tree, range(tree.num_leaves))
-    where = f"feed '{feed}': {_where(what, item, index)}"
+    where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
       raise GateDefinitionError(
         f"{where}: expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
@@ -226,10 +195,10 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   return ItemTypes(feed, tree, tuple(types), default_dtypes())
 
 
-def _where(what: str, item: Any, index: int) -> str:
-  """An item and the path of one of its leaves; the item alone where it is one array."""
+def _where(feed: str, what: str, item: Any, index: int) -> str:
+  """A feed's item and the path of one of its leaves; the item alone where it is one array."""
   paths = jax.tree_util.tree_flatten_with_path(item, is_leaf=shapes.is_type)[0]
-  return what + registry.keystr(paths[index][0])
+  return f"feed '{feed}': {what}{registry.keystr(paths[index][0])}"
 
 
 def _describe(shape: tuple[int, ...], dtype: Any) -> str:

@@ -12,6 +12,7 @@ Python can't interrupt an iterator that doesn't return; whoever closes it waits 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import threading
@@ -28,7 +29,7 @@ Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class _Entry:
   """An item in the queue; `upload` is its way to a GPU, once that was tried and could be begun."""
 
@@ -41,16 +42,11 @@ _alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
 class Producer:
-  """A thread that pulls items from an iterator, at most `prefetch` ahead of those that take them.
-
-  Attributes:
-    name: the feed's.
-    first: the first item as the iterator gave it, once `wait_for_first` has returned.
-  """
+  """A thread that pulls items from an iterator, at most `prefetch` ahead of who takes them."""
 
   def __init__(self, name: str, iterator: Iterator[Any], prefetch: int) -> None:
-    self.name = name
-    self.first: Any = None
+    self.name = name  # the feed's
+    self.first: Any = None  # as the iterator gave it, once `wait_for_first` has returned
     self._prefetch = prefetch
     # A full queue is refilled once it is half empty, so that the threads don't wake each other for
     # every item.
@@ -107,7 +103,9 @@ class Producer:
       if entry is None or gpu is None:
         return True
       entry.tried = True
-      entry.upload = _start_upload(gpu, entry.item)
+      # Where it fails, whoever takes the item tries again, and is told why.
+      with contextlib.suppress(Exception):
+        entry.upload = _callgate.Upload(gpu, entry.item)
 
   def _next_upload(self) -> _Entry | None:
     """The first item that is to be on its way to a GPU and is not."""
@@ -160,9 +158,8 @@ class Producer:
   def serve(self, convert: Convert, default: Item | None) -> None:
     """Says how items are converted, and what is served after the last; items flow from here on.
 
-    Args:
-      convert: makes flat arrays of an item and its number; runs on the producer thread.
-      default: flat arrays, or None: then the end of the data is an error.
+    `convert` makes flat arrays of an item and its number, on the producer thread. Without a default
+    the end of the data is an error.
     """
     with self._changed:
       self._default = default
@@ -171,21 +168,11 @@ class Producer:
 
   # -- threads that take items -------------------------------------------------------------------
   def take(self) -> Item:
-    """The next item; waits for it if it must.
-
-    Raises:
-      EndOfFeed: there are no more, and there is no default.
-      GateError: the feed is closed, or of another process.
-      BaseException: what the iterator raised in the place of this item.
-    """
+    """The next item; waits for it if it must, and raises as `Feed.next` does."""
     return self._take().item
 
   def take_uploaded(self, gpu: int) -> _callgate.Upload:
-    """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead.
-
-    Args:
-      gpu: its number for CUDA.
-    """
+    """The next item as `take` gives it, on its way to a GPU; later ones are sent there ahead."""
     entry = self._take()
     if self._gpu != gpu:  # after the first was taken, which is sent from here
       with self._changed:
@@ -196,13 +183,6 @@ class Producer:
     return _callgate.Upload(gpu, entry.item)
 
   def _take(self) -> _Entry:
-    """The next item.
-
-    Raises:
-      EndOfFeed: there are no more, and there is no default.
-      GateError: the feed is closed, or of another process.
-      BaseException: what the iterator raised in the place of this item.
-    """
     self.check()
     with self._changed:
       if not (self._queue or self._over or self._closed):
@@ -248,19 +228,14 @@ class Producer:
       raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
 
   def stats(self) -> dict[str, int]:
-    """Counters: "produced", "served", "waited" and "queued"."""
-    if os.getpid() == self._process:
-      self._changed.acquire()  # a fork's child may find it taken for ever
-    try:
+    # A fork's child may find the lock taken for ever.
+    with self._changed if os.getpid() == self._process else contextlib.nullcontext():
       return {
         "produced": self._produced,
         "served": self._served,
         "waited": self._waited,
         "queued": len(self._queue),
       }
-    finally:
-      if os.getpid() == self._process:
-        self._changed.release()
 
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:
@@ -273,23 +248,11 @@ class Producer:
       self._changed.notify_all()
 
   def close(self, timeout: float) -> bool:
-    """Ends the thread.
-
-    Args:
-      timeout: seconds to wait for an iterator that doesn't return.
-
-    Returns:
-      Whether the thread has ended. If not, it does so when its iterator returns.
-    """
+    """Ends the thread, and says whether it has ended; if not, it ends when its iterator returns."""
     self.release()
     if os.getpid() == self._process and threading.current_thread() is not self._thread:
       self._thread.join(timeout)
-    return not self.running
-
-  @property
-  def running(self) -> bool:
-    """Whether the thread lives in this process."""
-    return self._thread.is_alive()
+    return not self._thread.is_alive()
 
   def limit_patience(self, seconds: float) -> None:
     """From here on whoever takes an item waits for `seconds` at most."""
@@ -298,14 +261,6 @@ class Producer:
     with self._changed:
       self._patience = seconds
       self._changed.notify_all()
-
-
-def _start_upload(gpu: int, item: Item) -> _callgate.Upload | None:
-  """Sends an item to a GPU; where that fails, whoever takes it does so again, and is told why."""
-  try:
-    return _callgate.Upload(gpu, item)
-  except Exception:  # noqa: BLE001 - see above
-    return None
 
 
 # -- the end of the process ------------------------------------------------------------------------

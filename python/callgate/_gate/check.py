@@ -6,10 +6,10 @@ program, by way of a gate that raises.
 
 from __future__ import annotations
 
+import dataclasses
 import string
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._call import primitive, shapes
-from callgate._call.site import CallSite
+from callgate._call.site import Call, CallSite, Emission
 from callgate._core import masked, options, registry
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
 
 
 class Check(Gate):
@@ -35,14 +36,11 @@ class Check(Gate):
       return ()
 
     unique = registry.free_name("check")
-    super().__init__(fail, out=(), name=f"{unique}!failed", effect="io")
+    super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
     self.guard = _callgate.Check(unique, self.callee)
 
-  def emission(
-    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
-  ) -> Any:
-    _, target, attributes = super().emission(site, avals_in, avals_out, levels)
-    return self.guard, target, attributes
+  def _emission(self, call: Call) -> Emission:
+    return dataclasses.replace(super()._emission(call), callee=self.guard)
 
 
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()

@@ -6,28 +6,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from callgate import _callgate
-from callgate._arrays import bind, gpu
+from callgate._arrays import bind
 from callgate._call import shapes
-from callgate._call.operation import Effect, Operation, Vmap
-from callgate._call.site import CallSite
+from callgate._call.operation import Operation
+from callgate._call.site import Backend, Call, Emission
+from callgate._core import factories, registry, signatures
 from callgate._core import options as _options
-from callgate._core import registry, signatures
-from callgate._core.encoding import Level
-from callgate._core.errors import GateDefinitionError
+from callgate._gate.options import GateOptions, no_copy
 from callgate._jax import tracing
 from callgate._runtime import targets
 
-Style = Literal["return", "inplace", "context"]
-Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
-Thread = Literal["xla", "own"]
 _LEADING_PARAMETERS = {"return": 0, "inplace": 1, "context": 2}
 
 
@@ -42,187 +38,66 @@ class Gate(Operation):
 
   kind = "gate"
   native = False  # gets Buffers of a GPU's memory also with arrays that are the host's elsewhere
-  same_on_all_platforms = True  # programs for several have no graphs: see `cuda_emission`
+  same_on_all_platforms = True  # programs for several have no graphs
+  one_calls_for_all = True
 
-  def __init__(
-    self,
-    function: Callable[..., Any],
-    *,
-    out: Any = None,
-    like: Callable[..., Any] | None = None,
-    name: str | None = None,
-    effect: Effect = "pure",
-    style: Style = "return",
-    arrays: Arrays = "numpy",
-    aliases: Mapping[int, int] | None = None,
-    vmap: Vmap | Callable[..., Any] = "each",
-    sharding: Any = None,
-    thread: Thread = "xla",
-    timeout: float | None = None,
-    cast: bool = False,
-    copy: bool = False,
-    linear: bool | int | Sequence[int] = False,
-    gradient: Literal["finite-difference"] | None = None,
-    collective: bool = False,
-    command_buffer: bool = False,
-  ) -> None:
-    name = _options.name("gate", name)
-    super().__init__(
-      name if name is not None else registry.unique_name(function),
-      out=out,
-      like=like,
-      effect=effect,
-      aliases=aliases,
-      vmap=vmap,
-      sharding=sharding,
-      linear=linear,
-      gradient=gradient,
-      collective=collective,
-    )
-    self.function = function
-    self.style: Style = _options.choice(self.label, "style", style, bind.STYLES)
-    self.arrays: Arrays = _options.choice(self.label, "arrays", arrays, bind.ARRAY_KINDS)
-    self.thread: Thread = _options.choice(self.label, "thread", thread, ("xla", "own"))
-    self.timeout = _options.timeout(self.label, timeout)
-    self.cast = cast = _options.boolean(self.label, "cast", cast)
-    self.copy = copy = _options.boolean(self.label, "copy", copy)
-    command_buffer = _options.boolean(self.label, "command_buffer", command_buffer)
-    if copy and arrays in gpu.KINDS and arrays not in ("buffer", "torch"):
-      raise self._no_copy()
-    self.command_buffer = command_buffer
-    if command_buffer:
-      self._check_command_buffer()
+  def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
+    name = _options.name("gate", options.name)
+    name = name if name is not None else registry.unique_name(function)
+    options = options.checked(f"{self.kind} '{name}'")
+    super().__init__(name, options)
     _options.function(self.label, "fn", function)
-    self.parameters = signatures.parameters_of(function, _LEADING_PARAMETERS[style])
+    self.function = function
+    self.style, self.arrays, self.thread = options.style, options.arrays, options.thread
+    self.timeout = options.timeout or 0.0
+    self.cast, self.copy = options.cast, options.copy
+    self.collective, self.command_buffer = options.collective, options.command_buffer
+    leading = _LEADING_PARAMETERS[self.style]
+    self.parameters = signatures.parameters_of(function, leading)
     self.callee = _callgate.Callee(
       self.name,
       function,
-      bind=functools.partial(bind.bind, function, style, arrays, self.name),
-      style=style,
-      arrays=bind.runtime_arrays(arrays),
-      cast=cast,
-      owned_inputs=copy,
-      own_thread=thread == "own",
+      bind=functools.partial(bind.bind, function, self.style, self.arrays, self.name),
+      style=self.style,
+      arrays=bind.runtime_arrays(self.arrays),
+      cast=self.cast,
+      owned_inputs=self.copy,
+      own_thread=self.thread == "own",
       timeout=self.timeout,
-      native=bind.is_native(arrays) or self.native,
-      default_stream=arrays == "numba",
-      command_buffer=command_buffer,
+      native=bind.is_native(self.arrays) or self.native,
+      default_stream=self.arrays == "numba",
+      command_buffer=self.command_buffer,
     )
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
-    signature = signatures.signature_of(function, _LEADING_PARAMETERS[style])
+    signature = signatures.signature_of(function, leading)
     if signature is not None:  # what callers see has no `out` and no `context`
       self.__signature__ = signature
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     return self.function(*args, **kwargs)
 
-  def emission(
-    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
-  ) -> Any:
-    del avals_in, avals_out, levels
-    return self.callee, targets.GATE_TARGET, {"spec": site.spec}
+  def backend(self, platform: str) -> Backend:
+    return self._on_cuda if platform == "cuda" else self._emission
 
-  def cuda_emission(
-    self,
-    site: CallSite,
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    levels: Any,
-    whole: Level | None,
-    devices: int,
-  ) -> Any:
-    del whole, devices
+  def _emission(self, call: Call) -> Emission:
+    return Emission(self.callee, targets.GATE_TARGET, {"spec": call.site.spec}, call)
+
+  def _on_cuda(self, call: Call) -> Emission:
     if self.copy and bind.is_native(self.arrays):
-      raise self._no_copy()
-    callee, target, attributes = self.emission(site, avals_in, avals_out, levels)
-    return callee, targets.GRAPH_TARGET if self.command_buffer else target, attributes
-
-  def _no_copy(self) -> GateDefinitionError:
-    return GateDefinitionError(
-      f"{self.label}: copy=True: expected arrays in the host's memory (arrays='numpy' or 'jax'; "
-      f"'buffer' and 'torch' in programs for the CPU), got arrays={self.arrays!r} on a GPU, which "
-      "are XLA's own"
-    )
-
-  def _check_command_buffer(self) -> None:
-    where = f"{self.label}: command_buffer=True: expected"
-    if not bind.is_native(self.arrays):
-      kinds = ", ".join(map(repr, gpu.KINDS))
-      raise GateDefinitionError(
-        f"{where} arrays that stay on the GPU ({kinds}), got arrays={self.arrays!r}, whose copies "
-        "the host would have to wait for"
-      )
-    if self.style == "return":
-      raise GateDefinitionError(
-        f"{where} style='inplace' or 'context', got style='return', whose results are gone when "
-        "their copying is replayed"
-      )
-    if self.effect != "pure":
-      raise GateDefinitionError(
-        f"{where} effect='pure', got effect={self.effect!r}: a graph that is replayed does not "
-        "call the callable, so its own effects would not happen once per execution"
-      )
+      raise no_copy(self.label, self.arrays)
+    emission = self._emission(call)
+    if self.command_buffer:
+      emission = dataclasses.replace(emission, target=targets.GRAPH_TARGET)
+    return emission
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
     return self.callee.stats()
 
 
-class _Options(TypedDict, total=False):
-  """The options of `gate`, for the overloads' sake."""
-
-  out: Any
-  like: Callable[..., Any] | None
-  name: str | None
-  effect: Effect
-  style: Style
-  arrays: Arrays
-  aliases: Mapping[int, int] | None
-  vmap: Vmap | Callable[..., Any]
-  sharding: Any
-  thread: Thread
-  timeout: float | None
-  cast: bool
-  copy: bool
-  linear: bool | int | Sequence[int]
-  gradient: Literal["finite-difference"] | None
-  collective: bool
-  command_buffer: bool
-
-
-@overload
-def gate(fn: Callable[..., Any], /, **options: Unpack[_Options]) -> Gate: ...
-
-
-@overload
-def gate(
-  fn: None = None, /, **options: Unpack[_Options]
-) -> Callable[[Callable[..., Any]], Gate]: ...
-
-
-def gate(
-  fn: Callable[..., Any] | None = None,
-  /,
-  *,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  effect: Effect = "pure",
-  style: Style = "return",
-  arrays: Arrays = "numpy",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "each",
-  sharding: Any = None,
-  thread: Thread = "xla",
-  timeout: float | None = None,
-  cast: bool = False,
-  copy: bool = False,
-  linear: bool | int | Sequence[int] = False,
-  gradient: Literal["finite-difference"] | None = None,
-  collective: bool = False,
-  command_buffer: bool = False,
-) -> Any:
+@factories.decorator(GateOptions)
+def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   """Makes a Python callable a JAX function: compiled programs call it, with XLA's memory in place.
 
   ```python
@@ -274,48 +149,6 @@ def gate(
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.
-    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments' ShapeDtypeStructs to one.
-    like: a JAX-traceable reference of the same signature: gives the results' shapes when `out` is
-      not given, derivatives when the gate has no rule of its own, and `Gate.check`'s truth.
-    name: what programs call the gate by; needed to call exported programs in another process.
-      Default: module, qualified name and order of creation.
-    effect: "pure" (may be removed, merged, repeated), "io" (runs exactly once per execution, in no
-      particular order) or "ordered" (as io, in program order, also across calls of the program).
-    style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
-      (`fn(out, *args)` writes into views of XLA's result memory and returns None) or "context"
-      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.stream_as(library)`,
-      `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
-    arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
-      arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
-      (`config(check_writes=True)` finds who does). On a CUDA GPU see below.
-    aliases: flat input position to flat output position: both are one memory, in place.
-    vmap: "each" (one call a lane, looped over in C++, in lane order), "whole" (one call; batched
-      arguments have one leading batch axis, others none), "broadcast" (one call, all arguments
-      batched) or a rule as for `Gate.defvmap`. Nested vmaps reach "whole" and "broadcast" gates as
-      one folded axis.
-    sharding: which dimensions of the arrays may stay split in a program over several devices. None
-      or "gather": none, and one device calls for all. "shard": the leading ones that all arrays
-      share; each device calls with its part. A rule, as "i k, k j -> i j": dimensions of one name
-      are split alike; `[k]`, `_` and what is in no result are whole; `...` are leading dimensions.
-      Or a function of the mesh and the operands' ShapeDtypeStructs (with shardings) that returns
-      one of these or (PartitionSpecs of operands, of results). Lanes of a vmap are always split.
-    thread: "xla" (XLA's calling thread: fastest) or "own" (a thread of callgate's; XLA's is free
-      meanwhile, so the callable may itself run JAX programs of any size).
-    timeout: seconds after which the program fails with a report, while the callable may go on
-      unheeded. Implies thread="own", and private copies of the arrays.
-    cast: allow same-kind casts of results (float64 to float32, say).
-    copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
-      for arrays in the host's memory. Results' views (`out`) are still XLA's.
-    linear: True, a position or positions of arguments in which the gate is linear; see
-      `Gate.deftranspose`.
-    gradient: "finite-difference": derivatives by central differences, two calls for each input
-      element. For small inputs.
-    collective: every device makes its call, also where several have the same shard, and a context
-      knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
-      that talk to each other.
-    command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
-      replay that. Elsewhere it changes nothing. See below.
 
   Returns:
     A `Gate`, or a decorator that makes one.
@@ -324,28 +157,7 @@ def gate(
     GateDefinitionError: an option is wrong, or shapes are not known.
     ValueError: the name is taken by another live gate.
   """
-  options: _Options = {
-    "out": out,
-    "like": like,
-    "name": name,
-    "effect": effect,
-    "style": style,
-    "arrays": arrays,
-    "aliases": aliases,
-    "vmap": vmap,
-    "sharding": sharding,
-    "thread": thread,
-    "timeout": timeout,
-    "cast": cast,
-    "copy": copy,
-    "linear": linear,
-    "gradient": gradient,
-    "collective": collective,
-    "command_buffer": command_buffer,
-  }
-  if fn is None:
-    return lambda function: Gate(function, **options)
-  return Gate(fn, **options)
+  return Gate(fn, options)
 
 
 def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any:
@@ -367,7 +179,7 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   Returns:
     The results, as `Gate.__call__`.
   """
-  known = set(inspect.signature(gate).parameters)
+  known = {field.name for field in dataclasses.fields(GateOptions)}
   gate_options = tuple((key, options[key]) for key in sorted(options) if key in known)
   static = {key: value for key, value in options.items() if key not in known}
   if not callable(out) or shapes.is_type(out):
@@ -378,7 +190,7 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   try:
     hash((fn, tuple(leaves), gate_options))
   except TypeError:
-    return Gate(fn, out=out, **dict(gate_options))(*args, **static)
+    return gate(fn, out=out, **dict(gate_options))(*args, **static)
   return _gate_for(fn, tuple(leaves), tree, gate_options)(*args, **static)
 
 
@@ -388,4 +200,4 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 def _gate_for(
   fn: Callable[..., Any], leaves: tuple[Any, ...], tree: Any, options: tuple[tuple[str, Any], ...]
 ) -> Gate:
-  return Gate(fn, out=jax.tree.unflatten(tree, leaves), **dict(options))
+  return gate(fn, out=jax.tree.unflatten(tree, leaves), **dict(options))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import pxla as _pxla
@@ -247,10 +248,11 @@ def ask_before_execution(kind: type[Any]) -> None:
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run_by_dispatch(context: Any) -> None:
-  """Has XLA's CPU client run the program being lowered on the thread that dispatches it.
+def mark_host_callbacks(context: Any) -> None:
+  """Has JAX take the program being lowered for one with callbacks of its own (0.10 to 0.12).
 
-  As it runs programs with JAX's own callbacks: it only asks whether there are some (0.10 to 0.12).
+  It only asks whether there are some. XLA's CPU client runs such a program on the thread that
+  dispatches it; on all platforms `jax.effects_barrier` waits for it and raises its failure.
   """
   context.module_context.add_host_callback(lambda: None)
 
@@ -278,18 +280,60 @@ def end_before_dispatch_returns(kind: type[Any]) -> None:
 
 # -- waiting ---------------------------------------------------------------------------------------
 def live_arrays() -> Sequence[Any]:
-  """All arrays of the CPU backend, or none when no backend has been started."""
-  return jax.live_arrays("cpu") if has_backend() else []
+  """All arrays of all backends that have been started (0.10 to 0.12)."""
+  if not has_backend():
+    return []
+  from jax._src import xla_bridge
+
+  return [array for backend in xla_bridge.backends().values() for array in backend.live_arrays()]
 
 
 def local_cpu_devices() -> list[Any]:
   """This process's devices of the CPU backend; none when no backend has been started."""
-  if not has_backend():
-    return []
+  return cpu_devices_or_none() if has_backend() else []
+
+
+def cpu_devices_or_none() -> list[Any]:
+  """The same, with the backend started; none where JAX_PLATFORMS names others alone."""
   try:
     return jax.local_devices(backend="cpu")
-  except RuntimeError:  # JAX_PLATFORMS names others alone
+  except RuntimeError:
     return []
+
+
+def cpu_devices(what: str) -> list[Any]:
+  """The same, for `what`, which can't do without.
+
+  Raises:
+    RuntimeError: there are none.
+  """
+  devices = cpu_devices_or_none()
+  if not devices:
+    raise RuntimeError(
+      f"callgate: {what} needs JAX's CPU backend; expected 'cpu' among JAX_PLATFORMS, got "
+      f"{_config.jax_platforms.value!r}"
+    )
+  return devices
+
+
+def forget_failed_tokens() -> None:
+  """Has this thread's next programs with ordered effects run although one has failed (0.10, 0.11).
+
+  JAX gives them the last one's token. That of a failed program on a GPU has failed, too, and with
+  it would all that follow.
+  """
+  tokens: dict[Any, Any] = _dispatch.runtime_tokens.current_tokens
+  for effect, token in list(tokens.items()):
+    if token._buf.is_ready() and _has_failed(token):
+      del tokens[effect]
+
+
+def _has_failed(token: Any) -> bool:
+  try:
+    token.block_until_ready()
+  except Exception:  # noqa: BLE001 - whatever its program failed with
+    return True
+  return False
 
 
 def has_backend() -> bool:

@@ -22,6 +22,12 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax.control_flow import loops as _loops
 
+# -- programs ------------------------------------------------------------------------------------
+# Public in `jax.extend.core` (0.10 to 0.12), whose package imports Pallas: 12 ms for every user.
+Primitive = _core.Primitive
+Literal = _core.Literal
+jaxpr_as_fun = _core.jaxpr_as_fun
+
 # -- effects -------------------------------------------------------------------------------------
 # A JAX effect keeps a call alive and ordered. JAX has no public way to define one (0.10 to 0.12);
 # `jax.Ref`-based effects may replace it.

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import platform
-import secrets
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from callgate._build import toolchain
 from callgate._build.files import kept_folder, made_folder, private_folder, read, write
 from callgate._core import errors, options, registry
 from callgate._core.errors import GateDefinitionError, GateError, KernelFileError
+from callgate._core.paths import replaced
 from callgate._kernel.kernel import Kernel
 
 _FORMAT = "callgate kernels"
@@ -98,18 +98,6 @@ def _install(library: bytes) -> Path:
   return path
 
 
-def _replace(path: Path, write: Callable[[Any], object]) -> None:
-  """Writes a file in one step: nobody sees a part of it."""
-  unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-  try:
-    with unfinished.open("xb") as file:
-      write(file)
-    unfinished.replace(path)
-  except BaseException:
-    unfinished.unlink(missing_ok=True)
-    raise
-
-
 # --- Saving -----------------------------------------------------------------------------------
 
 
@@ -176,7 +164,8 @@ def save_kernels(
     "kernels": [_without_bytes(form, members) for form in forms],
   }
   text = json.dumps(manifest, indent=1)
-  _replace(Path(path), lambda file: _write_archive(file, text, members))
+  with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
+    _write(archive, text, members)
 
 
 def _travelling() -> list[Kernel]:
@@ -198,13 +187,12 @@ def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
   return value
 
 
-def _write_archive(file: Any, manifest: str, members: Mapping[str, bytes]) -> None:
+def _write(archive: zipfile.ZipFile, manifest: str, members: Mapping[str, bytes]) -> None:
   contents: dict[str, Any] = {_MANIFEST: manifest}
   contents.update((f"bytes/{digest}", content) for digest, content in members.items())
-  with zipfile.ZipFile(file, "w") as archive:
-    for name, content in contents.items():
-      # A ZipInfo has a fixed date: the same kernels make the same file.
-      archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+  for name, content in contents.items():
+    # A ZipInfo has a fixed date: the same kernels make the same file.
+    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 # --- Loading ----------------------------------------------------------------------------------

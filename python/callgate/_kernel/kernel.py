@@ -7,37 +7,34 @@ of a call, as *variants* that programs name.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
-
-import jax
-import numpy as np
+from typing import Any
 
 from callgate import _callgate
 from callgate._call import derivatives, shapes
-from callgate._call.operation import Effect, Operation, Vmap
-from callgate._call.site import CallSite
-from callgate._core import options, registry, static_values
-from callgate._core.encoding import Level
+from callgate._call.operation import Operation
+from callgate._call.options import Vmap
+from callgate._call.site import Backend, CallSite
+from callgate._core import options as check
+from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred, raise_kept
+from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
 from callgate._kernel import program
 from callgate._kernel.benchmark import BenchmarkResult, benchmark
+from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import (
   Parameter,
   as_operand,
   check_argument,
-  check_types,
   inout_aliases,
   leaves_of,
   linear_operands,
   named_arguments,
-  refuse_packed,
 )
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
-from callgate._runtime import targets
+from callgate._kernel.variants import Static
 
 
 class Kernel(Operation):
@@ -58,19 +55,7 @@ class Kernel(Operation):
   cuda: program.CudaPart | None = None
 
   def __init__(
-    self,
-    name: str,
-    signature: Sequence[Parameter] | None,
-    *,
-    out: Any = None,
-    like: Callable[..., Any] | None = None,
-    effect: Effect = "pure",
-    aliases: Mapping[int, int] | None = None,
-    vmap: Vmap | Callable[..., Any] = "each",
-    sharding: Any = None,
-    linear: bool | int | Sequence[int] = False,
-    gradient: Literal["finite-difference"] | None = None,
-    thread_safe: bool = False,
+    self, name: str, signature: Sequence[Parameter] | None, options: KernelOptions
   ) -> None:
     """See the functions that make kernels.
 
@@ -78,38 +63,16 @@ class Kernel(Operation):
       name: unique among the live operations of the process.
       signature: the parameters as far as they are known before a call; None for a function that
         takes any number of arrays, and static values by any keyword.
-      out: as for `callgate.gate`; also all that follow.
-      like: a JAX function with the same meaning.
-      effect: "pure", "io" or "ordered".
-      aliases: results that share an operand's memory.
-      vmap: "each", "whole", "broadcast", "grid" (of kernels for CUDA: the lanes are the grid's z
-        axis; on the CPU as "each") or a rule.
-      sharding: which dimensions may stay split over devices.
-      linear: positions of the arguments in which it is linear.
-      gradient: "finite-difference" or None.
-      thread_safe: calls may run at once, on several devices and threads, and so may lanes of a
-        vmap. By default they take turns.
+      options: see `KernelOptions`; its `name` is not looked at.
     """
-    options.name("kernel", name)
+    check.name("kernel", name)
     if "[" in name or "]" in name:
       raise GateDefinitionError(
         f"kernel '{name}': expected a name without brackets, which mark a kernel's variants"
       )
-    super().__init__(
-      name,
-      out=out,
-      like=like,
-      effect=effect,
-      aliases=aliases,
-      vmap=vmap,
-      sharding=sharding,
-      linear=linear,
-      gradient=gradient,
-    )
-    self.thread_safe = options.boolean(self.label, "thread_safe", thread_safe)
-    self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
+    super().__init__(name, options.checked(f"kernel '{name}'", grid=True))
+    self.thread_safe = check.boolean(self.label, "thread_safe", options.thread_safe)
     self.signature = None if signature is None else tuple(signature)
-    self._variants: dict[str, Variant] = {}
     self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
     self.defining = threading.RLock()
     if self.signature is not None:
@@ -124,38 +87,31 @@ class Kernel(Operation):
       )
     registry.register(self.name, self)
 
-  # -- variants ----------------------------------------------------------------------------------
-  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    """What a call's variant is chosen by, from its arrays, or their types, and static values."""
-    return CallTypes(
-      tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
-      tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
-      static,
+  # -- platforms ---------------------------------------------------------------------------------
+  def backend(self, platform: str) -> Backend:
+    if platform == "cuda" and self.cuda is not None:
+      return functools.partial(program.emission, self, self.cuda)
+    raise self.no_code(platform)
+
+  def no_code(self, platform: str) -> GateDefinitionError:
+    """The error for a program for a platform that the kernel has no code for."""
+    if platform == "cuda":
+      return GateDefinitionError(
+        f"{self.label}: expected a program for the CPU, which is all that the kernel has code for; "
+        "got one for CUDA. callgate.cuda makes kernels for CUDA, and callgate.cpp ones for both "
+        "with cuda_source="
+      )
+    return GateDefinitionError(
+      f"{self.label}: expected a program for platform cuda, which is all that the kernel has code "
+      f"for; got one for platform {platform}. callgate.cpp(source, cuda_source=...) makes kernels "
+      "for both, and jax.lax.platform_dependent chooses between functions"
     )
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
-    """The function for a call, and the key that tells it from the kernel's others.
-
-    Raises:
-      GateDefinitionError: the kernel can't take these types.
-    """
-    raise NotImplementedError
-
-  def variant_key(self, types: CallTypes) -> str:
-    """The key of the variant for a call; "" for a kernel that has one for all."""
-    del types
-    return ""
-
-  def types_of_key(self, key: str) -> CallTypes:
-    """What `variant_key` was given, as far as `compile` needs it."""
-    del key
-    return CallTypes((), (), ())
-
-  def variant(self, types: CallTypes) -> Variant:
-    """The variant for a call, compiled at its first use."""
-    key = self.variant_key(types)
-    known = self._variants.get(key)
-    return known if known is not None else self._define(key, types)
+  def define_variant(self, key: str) -> bool:
+    """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
+    if self.cuda is None or not key.startswith(program.PREFIX):
+      return False
+    return program.define(self, self.cuda, key.removeprefix(program.PREFIX))
 
   def retile(
     self,
@@ -166,40 +122,12 @@ class Kernel(Operation):
     target: str,
   ) -> str:
     """What XLA's partitioner asks of a call on CUDA, whose grid depends on shapes."""
-    return program.retile(self, held, lanes, operands, results, target)
+    assert self.cuda is not None  # which made the call
+    return program.retile(self, self.cuda, held, lanes, operands, results, target)
 
-  def define_variant(self, key: str) -> bool:
-    """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
-    if key.startswith(program.PREFIX):
-      return program.define(self, key.removeprefix(program.PREFIX))
-    if key not in self._variants:
-      self._define(key, self.types_of_key(key))
-    return True
-
-  def _define(self, key: str, types: CallTypes) -> Variant:
-    with self.defining:  # threads that trace at once get the same variant
-      if key not in self._variants:
-        self._variants[key] = self._defined(key, self.compile(types)[1])
-      return self._variants[key]
-
-  def _defined(self, key: str, function: Function) -> Variant:
-    callee = _callgate.Kernel(
-      f"{self.name}[{key}]" if key else self.name,
-      function.address,
-      [p.code for p in function.parameters],
-      [p.name for p in function.parameters],
-      user_data=function.user_data,
-      thread_safe=self.thread_safe,
-      repeatable=self.effect == "pure",
-      keep=function.keep,
-      turn=None if self.thread_safe else self.turn(function),
-    )
-    return Variant(callee, function.parameters)
-
-  def turn(self, function: Function) -> _callgate.KernelTurn | None:
-    """What calls take one at a time unless the kernel is thread-safe; its variants share it."""
-    del function
-    return self._turn
+  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
+    del site, mask, lanes
+    return "broadcast" if self.vmap == "grid" else self.vmap
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
@@ -254,29 +182,6 @@ class Kernel(Operation):
         check_argument(self, parameter, leaf)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
-
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    """Raises unless the call's arrays are what the kernel takes."""
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    refuse_packed(self.label, structs, results)
-    variant = self.variant(self.types_of(structs, results, site.static))
-    self._check_types(variant.parameters, site, structs, results)
-    values = dict(site.static)
-    for parameter in variant.parameters:
-      if parameter.is_static and parameter.name in values:
-        parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
-
-  def _check_types(
-    self,
-    parameters: Sequence[Parameter],
-    site: CallSite,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    *,
-    whole: bool = False,
-  ) -> None:
-    """Raises unless the arrays are what these parameters take; see `parameters.check_types`."""
-    check_types(self, parameters, site, operands, results, whole=whole)
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(
@@ -335,64 +240,5 @@ class Kernel(Operation):
     """
     return benchmark(self, args, kwargs, seconds)
 
-  # -- programs ----------------------------------------------------------------------------------
-  def emission(
-    self,
-    site: CallSite,
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    levels: Sequence[Level],
-  ) -> Any:
-    core = [
-      jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for _, mask in levels) :], aval.dtype)
-      for i, aval in enumerate(avals_in)
-    ]
-    results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in avals_out]
-    variant = self.variant(self.types_of(core, results, site.static))
-    whole = tuple(len(r.shape) for r in results) != tuple(len(shape) for shape, _ in site.results)
-    self._check_types(variant.parameters, site, core, results, whole=whole)
-    declared = {p.name: p for p in variant.parameters}
-    attributes: dict[str, Any] = {
-      "signature": variant.callee.signature,
-      "groups": variant.groups(len(core), len(results)),
-    }
-    held = {
-      name: static_values.for_program(value, declared[name].dtype)
-      for name, value in site.static
-      if name in declared
-    }
-    if held:
-      attributes["attributes"] = held
-    return variant.callee, targets.KERNEL_TARGET, attributes
-
-  def cuda_emission(
-    self,
-    site: CallSite,
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    levels: Sequence[Level],
-    whole: Level | None,
-    devices: int,
-  ) -> Any:
-    return program.emission(self, site, avals_in, avals_out, levels, whole, devices=devices)
-
-  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    del site, mask, lanes
-    return "broadcast" if self.vmap == "grid" else self.vmap
-
-  def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
-    operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
-    values = tuple(sorted(static.items()))
-    variant = self.variant(self.types_of(operands, results, values))
-    declared = {p.name: p for p in variant.parameters}
-    held = {
-      name: static_values.for_runtime(value, declared[name].dtype)
-      for name, value in values
-      if name in declared
-    }
-    arrays = [np.ascontiguousarray(x).reshape(np.shape(x)) for x in operands]
-    try:
-      variant.callee.call(arrays, results, variant.groups(len(arrays), len(results)), held)
-    except ValueError as error:
-      raise_kept(error)
-      raise
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    raise self.no_code("cpu")

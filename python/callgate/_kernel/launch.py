@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from callgate._build import nvrtc
+from callgate._build.nvrtc import Image
+from callgate._core import attributes
 from callgate._core.errors import GateDefinitionError
 
 Extent = tuple[int, int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Image:
-  """Machine code, or PTX for the driver to compile.
-
-  Attributes:
-    code: a cubin, or PTX as text that ends in a zero byte.
-    capability: the compute capability that a cubin is for, as 90; 0 for PTX.
-  """
-
-  code: bytes
-  capability: int
-
-  @classmethod
-  def of(cls, built: nvrtc.Built) -> Image:
-    """What the run-time compiler has made."""
-    return cls(built.code, built.capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,38 +175,45 @@ def _within(label: str, what: str, value: int, least: int, most: int) -> None:
 
 
 # -- as programs hold it -------------------------------------------------------------------------
-_LETTERS: Mapping[str, str] = {"operand": "o", "result": "r", "scratch": "s"}
+_OF = ("operand", "result", "scratch")
+_ALIGNMENT = 16  # of a parameter; more than any type asks for
 
 
-def encode(label: str, plan: Plan) -> str:
-  """A plan as text, which src/cuda/launch_plan.cc reads; without its images.
-
-  Statements that end in ";": "scratch BYTES", "zero RESULT", and "launch ENTRY GRID BLOCK SHARED
-  CLUSTER PARAMETER...", extents as "x,y,z", no cluster as "-", a parameter as its bytes in
-  hexadecimal, then "@OFFSET=oN" for each address, "r" and "s" for results and scratch memory.
+def encode(label: str, plan: Plan) -> dict[str, Any]:
+  """A plan as src/cuda/launch_plan.cc reads it; without its images.
 
   Args:
     label: the kernel, for messages.
     plan: what to write down.
   """
-  parts = [f"scratch {size};" for size in plan.scratch]
-  parts += [f"zero {index};" for index in plan.zeroed]
-  for launch in plan.launches:
-    if not launch.entry or any(c.isspace() or c == ";" for c in launch.entry):
-      raise GateDefinitionError(
-        f"{label}: expected a function's name as the image has it, got {launch.entry!r}"
-      )
-    words = ["launch", launch.entry, _extent(launch.grid), _extent(launch.block)]
-    words += [str(launch.shared), "-" if launch.cluster is None else _extent(launch.cluster)]
-    words += [_parameter(parameter) for parameter in launch.parameters]
-    parts.append(" ".join(words) + ";")
-  return "".join(parts)
+  return {
+    "scratch": _integers(plan.scratch),
+    "zeroed": _integers(plan.zeroed),
+    "launches": attributes.listed(_launch(label, launch) for launch in plan.launches),
+  }
 
 
-def _extent(value: Extent) -> str:
-  return ",".join(str(int(v)) for v in value)
+def _launch(label: str, launch: Launch) -> dict[str, Any]:
+  if not launch.entry:
+    raise GateDefinitionError(f"{label}: expected a function's name as the image has it, got none")
+  block, starts, addresses = b"", list[int](), list[int]()
+  for parameter in launch.parameters:
+    block += bytes(-len(block) % _ALIGNMENT)
+    starts.append(len(block))
+    for address in parameter.addresses:
+      addresses += [len(block) + address.offset, _OF.index(address.of), address.index]
+    block += parameter.data
+  held: dict[str, Any] = {
+    "entry": launch.entry,
+    "grid": _integers(launch.grid),
+    "block": _integers(launch.block),
+    "shared": np.int64(launch.shared),
+    "bytes": np.frombuffer(block, np.uint8),
+    "starts": _integers(starts),
+    "addresses": _integers(addresses),
+  }
+  return held if launch.cluster is None else {**held, "cluster": _integers(launch.cluster)}
 
 
-def _parameter(parameter: Parameter) -> str:
-  addresses = (f"@{a.offset}={_LETTERS[a.of]}{a.index}" for a in parameter.addresses)
-  return parameter.data.hex() + "".join(addresses)
+def _integers(values: Sequence[int]) -> np.ndarray[Any, Any]:
+  return np.array([int(value) for value in values], np.int64)

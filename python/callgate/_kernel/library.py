@@ -11,19 +11,20 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
 from callgate import _callgate
 from callgate._build.toolchain import open_library
-from callgate._call.operation import Effect, Vmap
+from callgate._core import factories, registry
 from callgate._core import options as _options
-from callgate._core import registry
 from callgate._core.dtypes import type_text
 from callgate._core.errors import GateDefinitionError
+from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
+from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, expected_text, fits, from_codes
 from callgate._kernel.variants import CallTypes, Function
 
@@ -32,7 +33,7 @@ _loaded: dict[str, list[tuple[tuple[int, ...], ctypes.CDLL]]] = {}
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Inferred:
   """The results of a kernel as far as its parameters tell them; see `library`."""
 
@@ -88,7 +89,7 @@ def _of_any_shape(parameter: Parameter) -> Any:
   return jax.ShapeDtypeStruct((0,) * max(parameter.rank, 0), parameter.dtype)
 
 
-class LibraryKernel(Kernel):
+class LibraryKernel(CpuKernel):
   """A kernel of a shared library; see `callgate.library`.
 
   Attributes:
@@ -97,18 +98,19 @@ class LibraryKernel(Kernel):
   """
 
   def __init__(
-    self, name: str, library: Library, function: str, native: Function, **options: Any
+    self, name: str, library: Library, function: str, native: Function, options: KernelOptions
   ) -> None:
     self.library = library
     self.function = function
     self._native = native
-    if options.get("out") is None and options.get("like") is None:
-      options["out"] = _Inferred(f"kernel '{name}'", function, native.parameters)
-    super().__init__(name, native.parameters, **options)
+    if options.out is None and options.like is None:
+      inferred = _Inferred(f"kernel '{name}'", function, native.parameters)
+      options = dataclasses.replace(options, out=inferred)
+    super().__init__(name, native.parameters, options)
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
+  def compile(self, types: CallTypes) -> Function:
     del types
-    return "", self._native
+    return self._native
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     return _callgate.KernelTurn.of_library(function.address) or super().turn(function)
@@ -134,22 +136,8 @@ class Library:
     self._functions = _functions(path, loaded)
     self._kernels: dict[str, Kernel] = {}
 
-  def kernel(
-    self,
-    function: str,
-    /,
-    *,
-    out: Any = None,
-    like: Callable[..., Any] | None = None,
-    name: str | None = None,
-    effect: Effect = "pure",
-    aliases: Mapping[int, int] | None = None,
-    vmap: Vmap | Callable[..., Any] = "each",
-    sharding: Any = None,
-    linear: bool | int | Sequence[int] = False,
-    gradient: Literal["finite-difference"] | None = None,
-    thread_safe: bool = False,
-  ) -> Kernel:
+  @factories.method(KernelOptions)
+  def kernel(self, function: str, /, *, options: KernelOptions) -> Kernel:
     """Makes a kernel with options.
 
     ```python
@@ -162,16 +150,8 @@ class Library:
       function: its name in the library.
       out: the results, as for `callgate.cpp`. Default: what the parameters tell; see
         `callgate.library`.
-      like: a JAX-traceable reference of the same signature, as for `callgate.cpp`.
       name: what programs call it by. Default: the library's name, a dot and the function's, with a
         number from the second one on.
-      effect: "pure", "io" or "ordered".
-      aliases: flat input position to flat output position: both are one memory.
-      vmap: "each", "whole", "broadcast" or a rule.
-      sharding: which dimensions may stay split over devices: None or "gather" (none), "shard", a
-        rule such as "i [j] -> i" or a function, as for `callgate.gate`.
-      linear: True, a position or positions of arguments in which the kernel is linear.
-      gradient: "finite-difference": derivatives by central differences.
       thread_safe: calls may run at once, on several devices and in several programs, and so may the
         lanes of `vmap="each"`. By default they take turns, with those of all other kernels of the
         library that are not thread-safe.
@@ -191,21 +171,10 @@ class Library:
         name=function,
         obj=self,
       )
-    return LibraryKernel(
-      _unused(f"{self.name}.{function}") if name is None else name,
-      self,
-      function,
-      self._functions[function],
-      out=out,
-      like=like,
-      effect=effect,
-      aliases=aliases,
-      vmap=vmap,
-      sharding=sharding,
-      linear=linear,
-      gradient=gradient,
-      thread_safe=thread_safe,
-    )
+    name = options.name
+    if name is None:
+      name = _unused(f"{self.name}.{function}")
+    return LibraryKernel(name, self, function, self._functions[function], options)
 
   def __getitem__(self, function: str) -> Kernel:
     if function not in self._kernels:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.site import CallSite
+from callgate._call.site import Callee, CallSite
 from callgate._core import registry, static_values
 from callgate._core.dtypes import dtype_code, dtype_of, is_packed, type_text
 from callgate._core.errors import GateDefinitionError
@@ -209,7 +209,7 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
 
 
 def check_types(
-  kernel: Any,
+  kernel: Callee,
   parameters: Sequence[Parameter],
   site: CallSite,
   operands: Sequence[Any],
@@ -253,7 +253,7 @@ def check_types(
       )
 
 
-def check_argument(kernel: Any, parameter: Parameter, value: Any) -> None:
+def check_argument(kernel: Callee, parameter: Parameter, value: Any) -> None:
   """Raises where it is known before the results' types are that an array doesn't fit."""
   if isinstance(value, (str, bytes)):
     raise GateDefinitionError(

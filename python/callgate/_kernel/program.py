@@ -12,17 +12,21 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from callgate import _callgate
+from callgate._build.nvrtc import Image
+from callgate._call.options import Vmap
+from callgate._call.site import Call, Emission
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.launch import Image, Plan, encode
+from callgate._kernel.launch import Plan, encode
 from callgate._runtime import targets
 
 # A variant's key begins so, which tells it from those of the same kernel on the CPU.
@@ -32,7 +36,7 @@ _MAX_BATCH = 65535  # blocks along z
 _LOWEST = 75
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CudaCall:
   """What a plan is made for: one lane of a call.
 
@@ -82,6 +86,19 @@ class CudaPart(abc.ABC):
     return ()
 
 
+class CudaCallee(Protocol):
+  """The kernel that a part belongs to."""
+
+  name: str
+  vmap: Vmap
+  # The runtime's handles on its variants, by the keys of their plans, and who makes one.
+  cuda_variants: dict[str, _callgate.CudaKernel]
+  defining: threading.RLock
+
+  @property
+  def label(self) -> str: ...
+
+
 def capabilities(part: CudaPart) -> tuple[int, ...]:
   """Those of this process's devices; where it has none, what the part was told to compile for."""
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch()
@@ -111,16 +128,8 @@ def _capability(label: str, arch: Any) -> int:
 
 
 # -- variants ------------------------------------------------------------------------------------
-def variant(kernel: Any, plan: Plan) -> _callgate.CudaKernel:
-  """The runtime's handle on the images of a plan, made at its first use."""
-  return _variant(kernel, plan.key, plan.images)
-
-
-def define(kernel: Any, key: str) -> bool:
+def define(kernel: CudaCallee, part: CudaPart, key: str) -> bool:
   """Makes the variant that a program from elsewhere names; False where the kernel has none."""
-  part: CudaPart | None = kernel.cuda
-  if part is None:
-    return False
   if key not in kernel.cuda_variants:
     images = part.images(key, capabilities(part))
     if images is None:
@@ -129,9 +138,9 @@ def define(kernel: Any, key: str) -> bool:
   return True
 
 
-def _variant(kernel: Any, key: str, images: Sequence[Image]) -> _callgate.CudaKernel:
+def _variant(kernel: CudaCallee, key: str, images: Sequence[Image]) -> _callgate.CudaKernel:
   with kernel.defining:  # threads that lower at once get the same variant
-    known: dict[str, Any] = kernel.cuda_variants
+    known = kernel.cuda_variants
     if key not in known:
       pairs = [(image.code, image.capability) for image in images]
       known[key] = _callgate.CudaKernel(f"{kernel.name}[{PREFIX}{key}]", pairs)
@@ -139,63 +148,37 @@ def _variant(kernel: Any, key: str, images: Sequence[Image]) -> _callgate.CudaKe
 
 
 # -- lowering ------------------------------------------------------------------------------------
-def emission(
-  kernel: Any,
-  site: Any,
-  avals_in: Sequence[Any],
-  avals_out: Sequence[Any],
-  levels: Sequence[Any],
-  whole: Any,
-  *,
-  devices: int,
-) -> tuple[_callgate.CudaKernel, str, dict[str, Any]]:
-  """What a program for CUDA holds of a call: see `Operation.emission`.
-
-  Args:
-    kernel: the Kernel.
-    site: the call's static description.
-    avals_in: abstract values of the operands, batch axes included.
-    avals_out: of the results, likewise.
-    levels: batch levels that the runtime loops over.
-    whole: the leading axis of all arrays, or None.
-    devices: how many run the program.
-  """
-  part: CudaPart | None = kernel.cuda
-  if part is None:
-    raise GateDefinitionError(
-      f"{kernel.label}: expected a program for the CPU, which is all that the kernel has code for; "
-      "got one for CUDA. callgate.cuda makes kernels for CUDA, and callgate.cpp ones for both with "
-      "cuda_source="
-    )
-  in_grid = whole if kernel.vmap == "grid" else None
-  axes = [*levels, *(() if in_grid is None else (in_grid,))]
+def emission(kernel: CudaCallee, part: CudaPart, call: Call) -> Emission:
+  """What a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
+  in_grid = call.whole if kernel.vmap == "grid" else None
+  axes = [*call.levels, *(() if in_grid is None else (in_grid,))]
   masks = [mask for _, mask in axes]
   operands = [
     jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for mask in masks) :], aval.dtype)
-    for i, aval in enumerate(avals_in)
+    for i, aval in enumerate(call.operands)
   ]
-  results = [jax.ShapeDtypeStruct(aval.shape[len(axes) :], aval.dtype) for aval in avals_out]
+  results = [jax.ShapeDtypeStruct(aval.shape[len(axes) :], aval.dtype) for aval in call.results]
   batch = None if in_grid is None else in_grid[0]
-  static = {name: static_values.thaw(value) for name, value in site.static}
-  plan = planned(kernel, operands, results, static, batch)
+  static = {name: static_values.thaw(value) for name, value in call.site.static}
+  plan = planned(kernel.label, part, operands, results, static, batch)
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
-  if devices > 1:
-    attributes["tiles"] = _held(kernel, static, in_grid is not None)
-  return variant(kernel, plan), _target(plan), attributes
+  if call.devices > 1:
+    attributes["tiles"] = _held(kernel.label, static, in_grid is not None)
+  return Emission(_variant(kernel, plan.key, plan.images), _target(plan), attributes, call)
 
 
 def planned(
-  kernel: Any,
+  label: str,
+  part: CudaPart,
   operands: Sequence[Any],
   results: Sequence[Any],
   static: Mapping[str, Any],
   batch: int | None,
 ) -> Plan:
   """The plan of a call, checked."""
-  part: CudaPart = kernel.cuda
   if batch is not None and batch > _MAX_BATCH:
     raise GateDefinitionError(
-      f"{kernel.label}: vmap='grid': expected at most {_MAX_BATCH} lanes, as many as a grid has "
+      f"{label}: vmap='grid': expected at most {_MAX_BATCH} lanes, as many as a grid has "
       f"blocks along z; got {batch}"
     )
   call = CudaCall(tuple(operands), tuple(results), static, batch, capabilities(part))
@@ -204,7 +187,7 @@ def planned(
     for launch in plan.launches:
       if launch.grid[2] not in (batch, 0):
         raise GateDefinitionError(
-          f"{kernel.label}: vmap='grid': expected a grid whose z is free for the {batch} "
+          f"{label}: vmap='grid': expected a grid whose z is free for the {batch} "
           f"lanes, got {launch.grid}"
         )
   return plan
@@ -216,15 +199,15 @@ def _target(plan: Plan) -> str:
 
 
 # -- partitioned programs ------------------------------------------------------------------------
-def _held(kernel: Any, static: Mapping[str, Any], grid: bool) -> str:
+def _held(label: str, static: Mapping[str, Any], grid: bool) -> str:
   """What `retile` has to know of a call beside its shapes."""
   return json.dumps(
-    {"grid": grid, "static": {k: _encoded(kernel, k, v) for k, v in sorted(static.items())}},
+    {"grid": grid, "static": {k: _encoded(label, k, v) for k, v in sorted(static.items())}},
     separators=(",", ":"),
   )
 
 
-def _encoded(kernel: Any, name: str, value: Any) -> Any:
+def _encoded(label: str, name: str, value: Any) -> Any:
   if value is None or isinstance(value, (bool, int, str)):
     return value
   if isinstance(value, float):
@@ -232,14 +215,14 @@ def _encoded(kernel: Any, name: str, value: Any) -> Any:
   if isinstance(value, complex):
     return {"complex": [value.real.hex(), value.imag.hex()]}
   if isinstance(value, tuple):
-    return {"tuple": [_encoded(kernel, name, v) for v in value]}  # pyright: ignore[reportUnknownVariableType]
+    return {"tuple": [_encoded(label, name, v) for v in value]}  # pyright: ignore[reportUnknownVariableType]
   if isinstance(value, np.generic):
-    return _encoded(kernel, name, value.item())
+    return _encoded(label, name, value.item())
   try:
     return {"dtype": np.dtype(value).name}
   except TypeError:
     raise GateDefinitionError(
-      f"{kernel.label}: static argument '{name}': expected a number, a string, a dtype or a tuple "
+      f"{label}: static argument '{name}': expected a number, a string, a dtype or a tuple "
       f"of these in a program over several devices, got {value!r}"
     ) from None
 
@@ -258,7 +241,8 @@ def _decoded(value: Any) -> Any:
 
 
 def retile(
-  kernel: Any,
+  kernel: CudaCallee,
+  part: CudaPart,
   held: dict[str, Any],
   lanes: Sequence[str],
   operands: Sequence[tuple[tuple[int, ...], Any]],
@@ -269,6 +253,7 @@ def retile(
 
   Args:
     kernel: that is called.
+    part: its part for CUDA.
     held: the attributes, changed in place.
     lanes: the masks of the batch levels that the runtime loops over, outermost first.
     operands: shape and dtype of each tile, batch axes included.
@@ -288,7 +273,7 @@ def retile(
   outer = [jax.ShapeDtypeStruct(shape[len(lanes) :], dtype) for shape, dtype in results]
   batch = results[0][0][len(lanes) - 1] if about["grid"] else None
   static = {name: _decoded(value) for name, value in about["static"].items()}
-  plan = planned(kernel, inner, outer, static, batch)
+  plan = planned(kernel.label, part, inner, outer, static, batch)
   held["plan"] = encode(kernel.label, plan)
-  held["name"] = variant(kernel, plan).name
+  held["name"] = _variant(kernel, plan.key, plan.images).name
   return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target

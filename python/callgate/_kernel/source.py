@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -94,6 +95,15 @@ class SourceFunction:
   qualified: str
   template: tuple[TemplateParameter, ...] = ()
   parameters: tuple[SourceParameter, ...] | None = None
+
+
+class WrittenArray(Protocol):
+  """A parameter that takes an array, as its source writes it."""
+
+  @property
+  def element(self) -> str: ...
+  @property
+  def rank(self) -> str: ...
 
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
@@ -244,6 +254,26 @@ def _template_parameter(text: str) -> TemplateParameter:
   declared, _, default = (part.strip() for part in text.partition("="))
   kind, _, name = declared.rpartition(" ")
   return TemplateParameter(name, _INTEGERS.match(kind.strip()) is None, default)
+
+
+def deduced(
+  wanted: TemplateParameter, arrays: Iterable[tuple[WrittenArray, np.dtype[Any], int]]
+) -> np.dtype[Any] | int | None:
+  """A template parameter from a call's arrays, an element type or a rank; None where none tells.
+
+  Args:
+    wanted: the parameter.
+    arrays: with each function parameter the dtype and the rank of the array that it takes.
+  """
+  for written, dtype, rank in arrays:
+    element = written.element.replace(" ", "")
+    if wanted.is_type and element == wanted.name:
+      return dtype
+    if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
+      return np.dtype(f"float{dtype.itemsize * 4}")
+    if not wanted.is_type and written.rank == wanted.name:
+      return rank
+  return None
 
 
 TYPES = {

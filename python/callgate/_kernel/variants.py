@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from callgate import _callgate
-from callgate._kernel.parameters import Kind, Parameter
+from callgate._kernel.parameters import Kind, Parameter, from_codes
 
 Static = tuple[tuple[str, Any], ...]
 Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
@@ -23,7 +25,7 @@ class CallTypes:
   static: Static
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Variant:
   """One compiled function of a kernel.
 
@@ -35,18 +37,18 @@ class Variant:
   callee: _callgate.Kernel
   parameters: tuple[Parameter, ...]
 
-  def groups(self, operands: int, results: int) -> str:
-    """How many arrays each variadic parameter takes, as programs hold it."""
-    sizes: list[str] = []
+  def groups(self, operands: int, results: int) -> list[int]:
+    """How many arrays each variadic parameter takes."""
+    sizes: list[int] = []
     for parameter in self.parameters:
       if parameter.kind is Kind.INS:
-        sizes.append(str(operands - sum(p.is_operand for p in self.parameters) + 1))
+        sizes.append(operands - sum(p.is_operand for p in self.parameters) + 1)
       if parameter.kind is Kind.OUTS:
-        sizes.append(str(results - sum(p.is_result for p in self.parameters) + 1))
-    return ",".join(sizes)
+        sizes.append(results - sum(p.is_result for p in self.parameters) + 1)
+    return sizes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Function:
   """A native function of the form of kernel.h.
 
@@ -61,3 +63,11 @@ class Function:
   parameters: tuple[Parameter, ...]
   keep: Any = None
   user_data: int = 0
+
+  @classmethod
+  def built(cls, library: Path, loaded: ctypes.CDLL) -> Function:
+    """The function that a library was compiled for: the last one, behind a source's own."""
+    table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value
+    assert table is not None
+    *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
+    return cls(address, tuple(from_codes(codes, names)), keep=loaded)

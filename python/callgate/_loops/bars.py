@@ -26,23 +26,20 @@ class Redrawn(tqdm):  # pyright: ignore[reportMissingTypeArgument, reportUntyped
 class Lines:
   """A bar in a log file: a line a minute, and one at the end."""
 
-  def __init__(
-    self, total: int | None, desc: str | None, file: TextIO, leave: bool, seconds: float
-  ) -> None:
+  def __init__(self, total: int | None, desc: str | None, file: TextIO, leave: bool) -> None:
     self.n = 0
+    self.start_t = time.time()  # set by who draws, as tqdm's own
     self._total = total
     self._desc = f"{desc}: " if desc else ""
     self._file = file
     self._leave = leave
-    self._seconds = seconds
     self._postfix = ""
     self._written = time.monotonic()
-    self.start_t = time.time()  # set by who draws, as tqdm's own
 
   def update(self, steps: int) -> None:
     """Counts, and writes when the last line is a minute old."""
     self.n += steps
-    if time.monotonic() - self._written >= self._seconds:
+    if time.monotonic() - self._written >= _LINE_SECONDS:
       self.refresh()
 
   def reset(self, total: int | None) -> None:
@@ -91,7 +88,7 @@ def make(
     if file is sys.stderr and (bar := _notebook_bar(total, desc, leave, mininterval)) is not None:
       return bar
   elif not _is_terminal(file):
-    return Lines(total, desc, file, leave, _LINE_SECONDS)
+    return Lines(total, desc, file, leave)
   return Redrawn(
     total=total, desc=desc, file=file, position=position, leave=leave, mininterval=mininterval,
     miniters=0, dynamic_ncols=True,

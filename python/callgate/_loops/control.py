@@ -19,84 +19,93 @@ can't save a value of every round. With an io gate in it, that is refused; `jax.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import batching, partial_eval
 
 from callgate._core.effects import GateEffect, TapEffect, WholeTapEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
+from callgate._jax.tracing import jaxpr_as_fun
 from callgate._tap import primitive as _primitive
 
-_Rule = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+_Rule = Callable[..., Any]
 
 
 def start() -> None:
   """Puts the rules around JAX's own; called once by `import callgate`."""
-  rules = batching.fancy_primitive_batchers
-  rules[jax.lax.cond_p] = _cond_rule(rules[jax.lax.cond_p])
-  rules[jax.lax.while_p] = _while_rule(rules[jax.lax.while_p])
-  linearize_rules = partial_eval.custom_partial_eval_rules
-  linearize_rules[jax.lax.while_p] = _linearize_rule(linearize_rules[jax.lax.while_p])
-  remat_rules = partial_eval.partial_eval_jaxpr_custom_rules
-  remat_rules[jax.lax.while_p] = _remat_rule(remat_rules[jax.lax.while_p])
-  remat_rules[jax.lax.scan_p] = _scan_remat_rule(remat_rules[jax.lax.scan_p])
+  batch_rules: dict[Any, Any] = batching.fancy_primitive_batchers
+  linearize_rules: dict[Any, Any] = partial_eval.custom_partial_eval_rules
+  remat_rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
+  for rules, primitive, rule in (
+    (batch_rules, jax.lax.cond_p, _cond_rule),
+    (batch_rules, jax.lax.while_p, _while_rule),
+    (linearize_rules, jax.lax.while_p, _linearize_rule),
+    (remat_rules, jax.lax.while_p, _remat_rule),
+    (remat_rules, jax.lax.scan_p, _scan_remat_rule),
+  ):
+    rules[primitive] = functools.partial(rule, rules[primitive])
   tracing.wrap_scan_hoisting(_hoisting)
   tracing.wrap_partial_evaluation(_split)
 
 
-def _cond_rule(original: _Rule) -> _Rule:
-  def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    # A platform's index is the same for all lanes: JAX unbatches it.
-    apart = dims[0] is not None and "branches_platforms" not in params
-    if apart and _has_gate_effect(params["branches"]):
-      return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
-    return original(axis_data, args, dims, **params)
-
-  return rule
-
-
-def _while_rule(original: _Rule) -> _Rule:
-  def rule(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    jaxprs = (params["cond_jaxpr"], params["body_jaxpr"])
-    if _has_gate_effect(jaxprs) and _predicate_batched(axis_data, dims, **params):
-      return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
-    if _holds_whole_taps(jaxprs) and _predicate_batched(axis_data, dims, **params):
-      return _all_lanes(axis_data, args, dims, **params)
-    return original(axis_data, args, dims, **params)
-
-  return rule
+def _cond_rule(
+  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> Any:
+  # A platform's index is the same for all lanes: JAX unbatches it.
+  apart = dims[0] is not None and "branches_platforms" not in params
+  if apart and _has_gate_effect(params["branches"]):
+    return _lane_after_lane(jax.lax.cond_p, axis_data, args, dims, params)
+  return original(axis_data, args, dims, **params)
 
 
-def _linearize_rule(original: Callable[..., Any]) -> Callable[..., Any]:
-  def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-    unknown = [not tracer.pval.is_known() for tracer in tracers]
-    runs_once = _has_gate_effect((params["cond_jaxpr"], params["body_jaxpr"]), taps=False)
-    if runs_once and any(unknown) and not all(unknown):
-      raise GateDefinitionError(_RUNS_TWICE)
-    return original(trace, *tracers, **params)
+def _while_rule(
+  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> Any:
+  jaxprs = _jaxprs(params)
+  if _has_gate_effect(jaxprs) and _predicate_batched(axis_data, dims, **params):
+    return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
+  if _holds_whole_taps(jaxprs) and _predicate_batched(axis_data, dims, **params):
+    return _all_lanes(axis_data, args, dims, **params)
+  return original(axis_data, args, dims, **params)
 
-  return rule
+
+def _linearize_rule(original: _Rule, trace: Any, *tracers: Any, **params: Any) -> Any:
+  unknown = [not tracer.pval.is_known() for tracer in tracers]
+  if any(unknown) and not all(unknown) and _has_gate_effect(_jaxprs(params), taps=False):
+    raise GateDefinitionError(_RUNS_TWICE)
+  return original(trace, *tracers, **params)
 
 
-def _remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
-  def rule(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    has_effect = _has_gate_effect((eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]))
-    if not has_effect:
-      return original(saveable, unknown, instantiated, eqn)
-    if any(unknown):
-      if not _has_gate_effect((eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]), taps=False):
-        return original(saveable, unknown, instantiated, eqn)  # a tap may repeat
-      raise GateDefinitionError(_RUNS_TWICE)
-    later = [False] * len(eqn.outvars)
-    return eqn, None, later, later, []
+def _remat_rule(
+  original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
+  jaxprs = _jaxprs(eqn.params)
+  if any(unknown) and _has_gate_effect(jaxprs, taps=False):  # a tap may repeat
+    raise GateDefinitionError(_RUNS_TWICE)
+  if any(unknown) or not _has_gate_effect(jaxprs):
+    return original(saveable, unknown, instantiated, eqn)
+  later = [False] * len(eqn.outvars)
+  return eqn, None, later, later, []
 
-  return rule
+
+def _scan_remat_rule(
+  original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
+  before, _thread.in_scan = _thread.in_scan, _has_gate_effect([eqn.params["jaxpr"]])
+  try:
+    return original(saveable, unknown, instantiated, eqn)
+  finally:
+    _thread.in_scan = before
+
+
+def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
+  return params["cond_jaxpr"], params["body_jaxpr"]
 
 
 def _hoisting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,17 +124,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def _scan_remat_rule(original: Callable[..., Any]) -> Callable[..., Any]:
-  def rule(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    before, _thread.in_scan = _thread.in_scan, _has_gate_effect([eqn.params["jaxpr"]])
-    try:
-      return original(saveable, unknown, instantiated, eqn)
-    finally:
-      _thread.in_scan = before
-
-  return rule
 
 
 def _split(original: Callable[..., Any]) -> Callable[..., Any]:

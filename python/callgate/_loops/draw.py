@@ -45,8 +45,13 @@ class _State(NamedTuple):
   seconds: float  # the same, until its end
   phase: str
 
+  @property
+  def depth(self) -> int:
+    """Of its loop in others with bars."""
+    return int(json.loads(self.text).get("depth", 0))
 
-@dataclasses.dataclass
+
+@dataclasses.dataclass(eq=False, repr=False)
 class _Drawn:
   """A bar on the screen."""
 
@@ -113,22 +118,19 @@ class _Drawer:
     while idle < _LINGER or not _callgate.progress_retire():
       self._poll()
       idle = 0 if self._bars else idle + 1
-      if self._has_stopped():
+      with self._lock:
+        self._polls += 1
+        self._polled.notify_all()
+        has_stopped = self._stopped
+      if has_stopped:
+        while self._bars:
+          self._bars.popitem()[1].bar.close()
         break
       self._stirred.wait(_PERIOD)
       self._stirred.clear()
     with self._lock:
       self._running -= 1
       self._polled.notify_all()
-
-  def _has_stopped(self) -> bool:
-    with self._lock:
-      self._polls += 1
-      self._polled.notify_all()
-      if not self._stopped:
-        return False
-    self._close_all()
-    return True
 
   def _poll(self) -> None:
     try:
@@ -139,11 +141,17 @@ class _Drawer:
         if draws:
           self._draw(state, polled)
       for state in states:
-        if state.phase != "live" and not self._is_parked(state, states):
-          self._finish(state)
+        if state.phase == "live" or self._is_parked(state, states):
+          continue
+        drawn = self._bars.pop(state.bar, None)
+        _callgate.progress_release(state.handle)
+        if drawn is not None:
+          drawn.bar.close()
     except Exception:  # noqa: BLE001 - a bar that can't be drawn must not end the program
       traceback.print_exc()
-      self._give_up()
+      self._bars.clear()
+      for state in _callgate.progress_poll():  # those that have ended
+        _callgate.progress_release(state[0])
 
   def _draw(self, state: _State, polled: float) -> None:
     drawn = self._bars.get(state.bar)
@@ -163,44 +171,22 @@ class _Drawer:
     """Whether a nested loop's bar waits for its next turn."""
     drawn = self._bars.get(state.bar)
     return drawn is not None and any(
-      other.phase == "live" and other.run == state.run and _depth(other) < drawn.depth
+      other.phase == "live" and other.run == state.run and other.depth < drawn.depth
       for other in states
     )
-
-  def _finish(self, state: _State) -> None:
-    drawn = self._bars.pop(state.bar, None)
-    _callgate.progress_release(state.handle)
-    if drawn is not None:
-      drawn.bar.close()
-
-  def _give_up(self) -> None:
-    """Forgets all bars, and those that have ended on the board."""
-    self._bars.clear()
-    for state in _callgate.progress_poll():
-      _callgate.progress_release(state[0])
-
-  def _close_all(self) -> None:
-    while self._bars:
-      _, drawn = self._bars.popitem()
-      drawn.bar.close()
-
-
-def _depth(state: _State) -> int:
-  return int(json.loads(state.text).get("depth", 0))
 
 
 def _open(state: _State, total: int | None, began: float) -> _Drawn:
   options = json.loads(state.text)
-  depth = int(options.get("depth", 0))
   bar = _make(
     total=total,
     desc=options.get("desc"),
     file=file_of(options.get("file")) or sys.stderr,
     position=options.get("position"),
-    leave=bool(options.get("leave", True)) and depth == 0,
+    leave=bool(options.get("leave", True)) and state.depth == 0,
     mininterval=float(options.get("mininterval", 0.1)),
   )
-  return _Drawn(state.handle, bar, options.get("show"), began, depth)
+  return _Drawn(state.handle, bar, options.get("show"), began, state.depth)
 
 
 def _show_notes(drawn: _Drawn) -> None:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from callgate._jax import tracing
 from callgate._loops.primitive import Bar
-from callgate._loops.progress import Progress, bar_of, mark, marked, nested, options_of
+from callgate._loops.progress import Progress, bar_of, marking, options_of, with_mark, wrapped
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -58,7 +57,7 @@ def scan(
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  body = _counted(_counted_scan_body, f, bar_of(options))
+  body = wrapped(_counted_scan_body, f, bar_of(options))
   counted = (np.int32(0), init)
   (_, carry), ys = jax.lax.scan(body, counted, xs, length, reverse, unroll, *rest)
   return carry, ys
@@ -92,14 +91,13 @@ def fori_loop(
   if not callable(body_fun):
     raise TypeError(f"fori_loop: body_fun: expected the loop's body, got {body_fun!r}")
   if not any(isinstance(bound, Tracer) for bound in (lower, upper)):
-    body = marked(body_fun, bar_of(options))
+    body = wrapped(with_mark, body_fun, bar_of(options))
     return jax.lax.fori_loop(lower, upper, body, init_val, unroll=unroll)
   bar = bar_of(options, has_total=True)
   total = jnp.maximum(jnp.asarray(upper) - jnp.asarray(lower), 0).astype(np.int32)
 
   def body_with_total(index: Any, value: _Carry) -> _Carry:
-    mark(bar, [total, index] if bar.has_total else [index])
-    with nested():
+    with marking(bar, [total, index] if bar.has_total else [index]):
       return body_fun(index, value)
 
   return jax.lax.fori_loop(lower, upper, body_with_total, init_val, unroll=unroll)
@@ -129,8 +127,8 @@ def while_loop(
   for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
     if not callable(function):
       raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
-  body = _counted(_counted_while_body, body_fun, bar_of(options))
-  condition = _counted(_counted_condition, cond_fun, None)
+  body = wrapped(_counted_while_body, body_fun, bar_of(options))
+  condition = wrapped(_counted_condition, cond_fun)
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
@@ -140,8 +138,7 @@ def while_loop(
 def _counted_scan_body(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
   def body(carry: Any, x: Any) -> Any:
     count, inner = carry
-    mark(bar, [count])
-    with nested():
+    with marking(bar, [count]):
       inner, y = f(inner, x)
     return (count + 1, inner), y
 
@@ -151,28 +148,11 @@ def _counted_scan_body(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
 def _counted_while_body(body_fun: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
   def body(carry: Any) -> Any:
     count, inner = carry
-    mark(bar, [count])
-    with nested():
+    with marking(bar, [count]):
       return count + 1, body_fun(inner)
 
   return body
 
 
-def _counted_condition(cond_fun: Callable[..., Any], bar: None) -> Callable[..., Any]:
-  del bar
+def _counted_condition(cond_fun: Callable[..., Any]) -> Callable[..., Any]:
   return lambda carry: cond_fun(carry[1])
-
-
-@tracing.clearable_cache(max_size=256)
-def _cached(make: Callable[..., Any], function: Callable[..., Any], bar: Bar | None) -> Any:
-  return make(function, bar)
-
-
-def _counted(
-  make: Callable[..., Any], function: Callable[..., Any], bar: Bar | None
-) -> Callable[..., Any]:
-  """One wrapper for one function, so that JAX's caches know it again."""
-  try:
-    return _cached(make, function, bar)
-  except TypeError:  # not hashable
-    return make(function, bar)

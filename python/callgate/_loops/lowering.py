@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import mlir, partial_eval
 
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._jax import tracing
+from callgate._jax.tracing import Literal, jaxpr_as_fun
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
@@ -37,47 +37,40 @@ Rule = Callable[..., Any]
 def start() -> None:
   """Puts the rules around JAX's own; called once by `import callgate`."""
   scan_p, while_p = jax.lax.scan_p, jax.lax.while_p
-  mlir.register_lowering(scan_p, _scan_rule(tracing.lowering_rule(scan_p)))
-  mlir.register_lowering(while_p, _while_rule(tracing.lowering_rule(while_p)))
-  rules = partial_eval.partial_eval_jaxpr_custom_rules
-  rules[while_p] = _remat_rule(rules[while_p])
+  for primitive, rule in ((scan_p, _scan_rule), (while_p, _while_rule)):
+    original = tracing.lowering_rule(primitive)
+    mlir.register_lowering(primitive, functools.partial(rule, original))
+  rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
+  rules[while_p] = functools.partial(_remat_rule, rules[while_p])
 
 
-def _scan_rule(original: Rule) -> Rule:
-  def rule(context: Any, *operands: Any, **params: Any) -> Any:
-    marks = _marks(params["jaxpr"])
-    if not marks:
-      return original(context, *operands, **params)
-    bars = [_with_total(mark.params["bar"], params["length"]) for mark in marks]
-    params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
-    run = functools.partial(_run_scan, bars, params)
-    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
-
-  return rule
+def _scan_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  marks = _marks(params["jaxpr"])
+  if not marks:
+    return original(context, *operands, **params)
+  bars = [_with_total(mark.params["bar"], params["length"]) for mark in marks]
+  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
+  run = functools.partial(_run_scan, bars, params)
+  return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-def _while_rule(original: Rule) -> Rule:
-  def rule(context: Any, *operands: Any, **params: Any) -> Any:
-    if not _marks(params["body_jaxpr"]):
-      return original(context, *operands, **params)
-    run = functools.partial(_run_while, params)
-    return mlir.lower_fun(run, multiple_results=True)(context, *operands)
-
-  return rule
+def _while_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  if not _marks(params["body_jaxpr"]):
+    return original(context, *operands, **params)
+  run = functools.partial(_run_while, params)
+  return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-def _remat_rule(original: Rule) -> Rule:
+def _remat_rule(
+  original: Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
   """Under `jax.checkpoint` a while loop runs again in the backward pass: without a bar."""
-
-  def rule(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any) -> Any:
-    known, staged, *rest = original(saveable, unknown, instantiated, eqn)
-    if known is not None and staged is not None and _marks(staged.params["body_jaxpr"]):
-      body = _without_marks(staged.params["body_jaxpr"])
-      effects = staged.effects if PROGRESS_EFFECT in body.effects else _others(staged.effects)
-      staged = staged.replace(params={**staged.params, "body_jaxpr": body}, effects=effects)
-    return (known, staged, *rest)
-
-  return rule
+  known, staged, *rest = original(saveable, unknown, instantiated, eqn)
+  if known is not None and staged is not None and _marks(staged.params["body_jaxpr"]):
+    body = _without_marks(staged.params["body_jaxpr"])
+    effects = staged.effects if PROGRESS_EFFECT in body.effects else _others(staged.effects)
+    staged = staged.replace(params={**staged.params, "body_jaxpr": body}, effects=effects)
+  return (known, staged, *rest)
 
 
 # -- marks ---------------------------------------------------------------------------------------
@@ -106,15 +99,15 @@ def _with_total(bar: Bar, total: int) -> Bar:
 
 
 # -- loops ---------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class _Feed:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Bars:
   """The bars of one loop, begun."""
 
   bars: Sequence[Bar]
   handles: Sequence[Any]
 
   @classmethod
-  def begin(cls, bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Feed:
+  def begin(cls, bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Bars:
     """Begins the bars, once `values` are there; a total of None is the bar's own."""
     anchor = _anchor(values)
     handles = [
@@ -152,20 +145,38 @@ def _anchor(values: Sequence[Any]) -> Sequence[Any]:
 def _run_scan(bars: Sequence[Bar], params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll = params["length"], params["unroll"]
   implementation = functools.partial(tracing.scan_impl, **params)
-  closed: Any = jax.make_jaxpr(implementation)(*operands)
-  feed = _Feed.begin(bars, [None] * len(bars), operands)
-
-  def run_loop(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return _run_chunks(feed, eqn.params, values, unit=unroll)[1]
-
-  # A scan that is unrolled as a whole has no loop, and shows its end alone.
+  begun = _Bars.begin(bars, [None] * len(bars), operands)
   trips = length // unroll if unroll else 0
-  index = -1
   if trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
-    index = _first_while(closed)
-  results = _evaluate(closed, operands, index, run_loop)
-  feed.end(np.int32(np.uint32(length & 0xFFFFFFFF)), results)
+    results = _run_implementation(begun, implementation, operands, unroll)
+  else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
+    results = implementation(*operands)
+  begun.end(np.int32(np.uint32(length & 0xFFFFFFFF)), results)
   return results
+
+
+def _run_implementation(
+  bars: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
+) -> list[Any]:
+  """What JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
+  closed: Any = jax.make_jaxpr(implementation)(*operands)
+  jaxpr = closed.jaxpr
+  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
+
+  def read(variable: Any) -> Any:
+    return variable.val if isinstance(variable, Literal) else values[variable]
+
+  loop = next(eqn for eqn in jaxpr.eqns if eqn.primitive is jax.lax.while_p)
+  for eqn in jaxpr.eqns:
+    inputs = [read(v) for v in eqn.invars]
+    with eqn.ctx.manager:
+      if eqn is loop:
+        results = _run_chunks(bars, eqn.params, inputs, unit=unroll)[1]
+      else:
+        results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+        results = results if eqn.primitive.multiple_results else [results]
+    values.update(zip(eqn.outvars, results, strict=True))
+  return [read(v) for v in jaxpr.outvars]
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
@@ -176,55 +187,43 @@ def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
     _before_first_step(body, mark.invars[0], consts) if mark.params["bar"].has_total else None
     for mark in marks
   ]
-  feed = _Feed.begin([mark.params["bar"] for mark in marks], totals, operands)
+  bars = _Bars.begin([mark.params["bar"] for mark in marks], totals, operands)
   params = {**params, "body_jaxpr": _without_marks(body)}
-  steps, results = _run_chunks(feed, params, operands, unit=1)
-  feed.end(steps, results)
+  steps, results = _run_chunks(bars, params, operands, unit=1)
+  bars.end(steps, results)
   return results
 
 
-def _before_first_step(body: Any, variable: Any, values: Sequence[Any]) -> Any:
-  """What a variable of a loop's body is in its first step."""
-  if isinstance(variable, Literal):
-    return variable.val
-  (result,) = _evaluate(body, values, -1, None, [variable])
-  return result
+def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any:
+  """What a variable of a loop's body is in its first step; it depends on no effect."""
+  pure = [eqn for eqn in body.jaxpr.eqns if not eqn.effects]
+  jaxpr = body.jaxpr.replace(eqns=pure, outvars=[variable], effects=frozenset())
+  jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, used_outputs=True, instantiate=True)
+  return jaxpr_as_fun(body.replace(jaxpr=jaxpr))(*operands)[0]
 
 
 def _run_chunks(
-  feed: _Feed, params: dict[str, Any], operands: Sequence[Any], unit: int
+  bars: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
 ) -> tuple[Any, list[Any]]:
   """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results."""
   cond, body, carry = _loop_functions(params, operands)
-  if params["cond_jaxpr"].effects:
-    return _run_steps(feed, cond, body, carry)
 
   def chunk(state: Any) -> Any:
     done, wanted, carry = state
-    trips = jnp.maximum(wanted // unit, 1)
-    steps, carry = jax.lax.while_loop(
-      lambda s: (s[0] < trips) & cond(s[1]),
-      lambda s: (s[0] + 1, body(s[1])),
-      (np.int32(0), carry),
-    )
+    if params["cond_jaxpr"].effects:  # it must not be asked more often than the loop does
+      steps, carry = 1, body(carry)
+    else:
+      trips = jnp.maximum(wanted // unit, 1)
+      steps, carry = jax.lax.while_loop(
+        lambda s: (s[0] < trips) & cond(s[1]),
+        lambda s: (s[0] + 1, body(s[1])),
+        (np.int32(0), carry),
+      )
     done = done + steps * unit
-    return done, feed.update(done), carry
+    return done, bars.update(done), carry
 
   state = (np.int32(0), np.int32(1), carry)
   done, _, results = jax.lax.while_loop(lambda s: cond(s[2]), chunk, state)
-  return done, list(results)
-
-
-def _run_steps(feed: _Feed, cond: Rule, body: Rule, carry: Sequence[Any]) -> tuple[Any, list[Any]]:
-  """A condition with effects must not be asked more often than the loop does: a call a step."""
-
-  def step(state: Any) -> Any:
-    done, _, carry = state
-    carry = body(carry)
-    return done + 1, feed.update(done + 1), carry
-
-  state = (np.int32(0), np.int32(0), carry)
-  done, _, results = jax.lax.while_loop(lambda s: cond(s[2]), step, state)
   return done, list(results)
 
 
@@ -247,62 +246,3 @@ def _loop_functions(
     ]
 
   return lambda c: jnp.any(predicate(*c)[0]), body, carry
-
-
-# -- programs ------------------------------------------------------------------------------------
-def _first_while(closed: Any) -> int:
-  eqns = closed.jaxpr.eqns
-  return next((i for i, eqn in enumerate(eqns) if eqn.primitive is jax.lax.while_p), -1)
-
-
-def _evaluate(
-  closed: Any,
-  operands: Sequence[Any],
-  index: int,
-  replacement: Callable[[Any, Sequence[Any]], Sequence[Any]] | None,
-  wanted: Sequence[Any] | None = None,
-) -> list[Any]:
-  """Runs a program, with `replacement` for its equation number `index`.
-
-  Args:
-    closed: the ClosedJaxpr.
-    operands: its arguments.
-    index: of the equation that is replaced; -1 for none.
-    replacement: gives the equation's results.
-    wanted: the variables to return, in place of the program's results.
-
-  Returns:
-    The program's results; for `wanted`, without running what they don't depend on.
-  """
-  jaxpr = closed.jaxpr
-  values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *operands], strict=True))
-  needed = None if wanted is None else _dependencies(jaxpr, wanted)
-
-  def read(variable: Any) -> Any:
-    return variable.val if isinstance(variable, Literal) else values[variable]
-
-  for number, eqn in enumerate(jaxpr.eqns):
-    if needed is not None and number not in needed:
-      continue
-    inputs = [read(v) for v in eqn.invars]
-    with eqn.ctx.manager:
-      if number == index and replacement is not None:
-        results = replacement(eqn, inputs)
-      else:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*inputs, **params)
-        results = results if eqn.primitive.multiple_results else [results]
-    values.update(zip(eqn.outvars, results, strict=True))
-  return [read(v) for v in (jaxpr.outvars if wanted is None else wanted)]
-
-
-def _dependencies(jaxpr: Any, wanted: Sequence[Any]) -> set[int]:
-  """The numbers of the equations that `wanted` depends on."""
-  live = set(wanted)
-  numbers: set[int] = set()
-  for number in reversed(range(len(jaxpr.eqns))):
-    eqn = jaxpr.eqns[number]
-    if live.intersection(eqn.outvars):
-      numbers.add(number)
-      live.update(v for v in eqn.invars if not isinstance(v, Literal))
-  return numbers

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import io_callback
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from callgate import _callgate
 from callgate._call.lowering import emit
 from callgate._core.effects import PROGRESS_EFFECT, ProgressEffect
 from callgate._jax import lowering, tracing
+from callgate._jax.tracing import Primitive
 
 CALLEE = "callgate.progress"  # as src/core/progress_callee.h registers it
 UNKNOWN = -1
@@ -42,9 +42,10 @@ class Bar:
   has_total: bool = False  # the mark's first operand is the total
   engine: str = "callgate"
 
-  def spec(self, kind: str) -> str:
-    """The text by which the callee knows one of its calls."""
-    return f"{kind} {self.every} {self.total} {self.text}"
+  def held(self, kind: str) -> dict[str, Any]:
+    """What a program's call of the callee holds."""
+    of_call = {"kind": kind, "every": np.int64(self.every), "total": np.int64(self.total)}
+    return {"spec": self.text, "progress": of_call}
 
 
 progress_p = Primitive("progress")
@@ -110,7 +111,7 @@ def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
   """A mark that no loop took out."""
   if bar.engine == "callgate" and not lowering.is_automatic(context):
     emit(
-      context, operands, context.avals_in, (), name=CALLEE, spec=bar.spec("step"),
+      context, operands, context.avals_in, (), name=CALLEE, attributes=bar.held("step"),
       has_side_effect=True,
     )  # fmt: skip
   return []
@@ -126,7 +127,7 @@ def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[A
   if bar.engine != "callgate" or lowering.is_automatic(context):
     return _call_lower_by_jax(context, *operands, kind=kind, bar=bar)
   return emit(
-    context, operands, context.avals_in, context.avals_out, name=CALLEE, spec=bar.spec(kind),
+    context, operands, context.avals_in, context.avals_out, name=CALLEE, attributes=bar.held(kind),
     has_side_effect=True,
   )[0]  # fmt: skip
 
@@ -148,25 +149,25 @@ def _call_lower_by_jax(context: Any, *operands: Any, kind: str, bar: Bar) -> Seq
 
 @functools.lru_cache(maxsize=256)
 def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
-  def begin(total: Any = bar.total) -> int:
-    return _callgate.progress_begin(bar.text, bar.every, int(total))
+  def call(*values: Any) -> Any:
+    numbers = [int(value) for value in values]
+    match kind:
+      case "update":
+        return np.int32(_callgate.progress_update(*numbers))
+      case "end":
+        _callgate.progress_end(*numbers)
+        return np.int32(0)
+      case _:
+        (total,) = numbers or [bar.total]
+        return np.int32(_callgate.progress_begin(bar.text, bar.every, total))
 
-  def update(handle: Any, count: Any) -> int:
-    return _callgate.progress_update(int(handle), int(count))
-
-  def end(handle: Any, count: Any) -> int:
-    _callgate.progress_end(int(handle), int(count))
-    return 0
-
-  function = {"begin": begin, "begin_of": begin, "update": update, "end": end}[kind]
-  return lambda *values: np.int32(function(*values))
+  return call
 
 
 mlir.register_lowering(progress_p, _lower_nothing)
-for platform in ("cpu", "cuda"):
-  mlir.register_lowering(progress_p, _lower, platform=platform)
 mlir.register_lowering(progress_call_p, _call_lower_by_jax)
 for platform in ("cpu", "cuda"):
+  mlir.register_lowering(progress_p, _lower, platform=platform)
   mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
 # -- registration --------------------------------------------------------------------------------
 tracing.allow_effect(ProgressEffect, ordered=False, kept=True)

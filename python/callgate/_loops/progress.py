@@ -28,8 +28,7 @@ from callgate._loops.primitive import UNKNOWN, Bar, progress_p
 from callgate._runtime import config
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
-_files: dict[int, TextIO] = {}
-_files_lock = threading.Lock()
+_files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -88,10 +87,12 @@ def options_of(progress: object) -> Progress | None:
 def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
   config.filter_dispatch()
+  if options.file is not None:
+    _files[id(options.file)] = options.file
   text = {
     "desc": options.desc,
     "show": None if options.show is None else list(options.show),
-    "file": None if options.file is None else _keep(options.file),
+    "file": None if options.file is None else id(options.file),
     "position": options.position,
     "leave": options.leave,
     "mininterval": options.mininterval,
@@ -104,12 +105,6 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
     has_total=has_total and options.total is None,
     engine=config.engine(),
   )
-
-
-def _keep(file: TextIO) -> int:
-  with _files_lock:
-    _files[id(file)] = file
-  return id(file)
 
 
 def file_of(number: int | None) -> TextIO | None:
@@ -133,14 +128,13 @@ def noted() -> dict[str, tuple[float, Any]]:
 
 
 # -- marks ---------------------------------------------------------------------------------------
-def mark(bar: Bar, operands: Sequence[Any]) -> None:
-  """Marks the body that is being traced. The operands tell it from a constant of the loop."""
-  progress_p.bind(*operands, bar=bar)
-
-
 @contextmanager
-def nested() -> Generator[None]:
-  """Around the tracing of a body: bars of loops inside are one deeper."""
+def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
+  """Around the tracing of a body: marks it, and bars of loops inside are one deeper.
+
+  The operands tell the mark from a constant of the loop.
+  """
+  progress_p.bind(*operands, bar=bar)
   _nesting.depth = getattr(_nesting, "depth", 0) + 1
   try:
     yield
@@ -156,16 +150,26 @@ def _changing(arguments: Any) -> list[Any]:
 
 
 @tracing.clearable_cache(max_size=256)
-def _marked(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  """One wrapper for one body, so that JAX's caches know it again."""
-  return _mark_body(function, bar)
+def _cached(make: Callable[..., Any], function: Callable[..., Any], *bar: Bar) -> Any:
+  return make(function, *bar)
 
 
-def _mark_body(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+def wrapped(
+  make: Callable[..., Any], function: Callable[..., Any], *bar: Bar
+) -> Callable[..., Any]:
+  """What `make` makes of a body: one for each, so that JAX's caches know it again."""
+  try:
+    return _cached(make, function, *bar)
+  except TypeError:  # not hashable
+    return make(function, *bar)
+
+
+def with_mark(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  """The body with the bar's mark."""
+
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
-    mark(bar, _changing(arguments))
-    with nested():
+    with marking(bar, _changing(arguments)):
       return function(*arguments)
 
   return body
@@ -249,16 +253,8 @@ def progress(
   def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def body(*arguments: Any) -> Any:
-      return marked(function, bar_of(options))(*arguments)
+      return wrapped(with_mark, function, bar_of(options))(*arguments)
 
     return body
 
   return decorate(description) if callable(description) else decorate
-
-
-def marked(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  """The body with the bar's mark."""
-  try:
-    return _marked(function, bar)
-  except TypeError:  # not hashable
-    return _mark_body(function, bar)

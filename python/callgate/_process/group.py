@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -33,19 +34,12 @@ _DETAILS = 8000  # characters of a traceback that travel
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """What went wrong in a process, as it travels to the others.
-
-  Attributes:
-    process: its index.
-    kind: name of the exception's type; "" without one.
-    message: the exception's text, or what is known otherwise.
-    details: the traceback's end.
-  """
+  """What went wrong in a process, as it travels to the others."""
 
   process: int
-  kind: str
-  message: str
-  details: str = ""
+  kind: str  # name of the exception's type; "" without one
+  message: str  # the exception's text, or what is known otherwise
+  details: str = ""  # the traceback's end
 
   @staticmethod
   def of(process: int, error: BaseException) -> Failure:
@@ -74,28 +68,18 @@ class Failure:
 
 
 class Group:
-  """The processes, as this one sees them.
-
-  Attributes:
-    store: the texts that all see.
-    index: of this process.
-    count: of processes.
-    silent_seconds: after which a process that was heard of counts as dead.
-    look_seconds: between two looks at the others.
-    one_at_a_time: held by the thread that is in a meeting.
-  """
+  """The processes, as this one sees them: the texts in the store, its own index, their count."""
 
   def __init__(self, store: distributed.CommonStore, index: int, count: int) -> None:
-    self.store = store
-    self.index = index
-    self.count = count
+    self.store, self.index, self.count = store, index, count
+    # After them a process that was heard of counts as dead.
     self.silent_seconds = max(1.0, environment.seconds("CALLGATE_SILENT_SECONDS", 60))
     # Looks at the others are rarer the more there are: all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
     self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when
     self._heard_at = 0.0
     self._meetings = 0
-    self.one_at_a_time = threading.Lock()
+    self.one_at_a_time = threading.Lock()  # held by the thread that is in a meeting
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._live, name="callgate-alive", daemon=True)
     self._thread.start()
@@ -126,8 +110,9 @@ class Group:
 
   def say_ended(self, error: BaseException | None) -> None:
     """Tells the others that this process ends: by an exception, or without one."""
-    failure = Failure(self.index, "", "ended without coming here")
-    if error is not None:
+    if error is None:
+      failure = Failure(self.index, "", "ended without coming here")
+    else:
       failure = Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # nobody is left to be told
       self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
@@ -151,15 +136,13 @@ class Group:
 
 
 _group: Group | None = None
-_hooked = False
 _process = 0  # of the operating system, whose group this is: a fork's child has none
 
 
 def group() -> Group | None:
   """The group of this process; None where it is alone.
 
-  Raises:
-    RuntimeError: there are several processes, but `jax.distributed` does not run.
+  RuntimeError where there are several processes, but `jax.distributed` does not run.
   """
   if distributed.distributed_client() is not None:
     return _group
@@ -194,22 +177,19 @@ def fill_index(path: str) -> str:
 
 def _join() -> None:
   """After `jax.distributed.initialize`."""
-  global _group, _hooked, _process
+  global _group, _process
   if _group is not None:
     _group.leave()
-  if not _hooked:
-    _hooked = True
-    _tell_of_uncaught()
+  _tell_of_uncaught()
   _process = os.getpid()
   place, count = distributed.distributed_place()
   _group = Group(distributed.CommonStore(distributed.distributed_client()), place, count)
 
 
 def _end(error: BaseException | None) -> None:
-  if (
-    _group is not None and os.getpid() == _process and distributed.distributed_client() is not None
-  ):
-    _group.say_ended(error)
+  own = _group if os.getpid() == _process else None
+  if own is not None and distributed.distributed_client() is not None:
+    own.say_ended(error)
 
 
 def leave(seconds: float) -> None:
@@ -223,6 +203,7 @@ def leave(seconds: float) -> None:
     _group = None
 
 
+@functools.cache  # once
 def _tell_of_uncaught() -> None:
   """Tells the others of an uncaught exception at once: threads may keep the process for long."""
   before = sys.excepthook

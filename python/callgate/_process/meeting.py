@@ -69,10 +69,7 @@ class Meeting:
     try:
       group.store.put(self._key(f"at/{group.index}"), _OK)
       absent = list(range(group.count)) if group.index == 0 else []
-      while True:
-        result = self._result(absent)
-        if result is not None:
-          break
+      while (result := self._result(absent)) is None:
         self.watch()
         if deadline is not None and time.monotonic() >= deadline:
           result = self._late(timeout)

@@ -94,7 +94,8 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
       if stats["pending"]
     }
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
-  raise_deferred()
+  dispatch.forget_failed_tokens()
+  raise_deferred(of_all_threads=True)
   raise_program_failure(failure)
   raise_consumer_errors()
 
@@ -174,6 +175,7 @@ class errors:
         if kept is not None and kept.exception is not error:
           raise_original(kept.exception)
     finally:
+      dispatch.forget_failed_tokens()
       _kept.leave_block(self._first)
     return False
 

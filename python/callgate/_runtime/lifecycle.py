@@ -6,6 +6,7 @@ Nothing here starts a JAX backend.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -49,12 +50,12 @@ LAST_SECONDS = 0.05
 
 
 def _failed(
-  exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int
+  exception: BaseException, gate: str, site: str, layout: str, shard: int, run: int, thread: int
 ) -> str:
   if isinstance(exception, self_wait.Ended):
     return str(exception)
   where = sites.get(site, site)
-  return describe_failure(exception, gate, where, tiles.describe(layout, shard), run)
+  return describe_failure(exception, gate, where, tiles.describe(layout, shard), run, thread)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:
@@ -101,17 +102,21 @@ def _stalled(what: str, call: str, timed_out: bool) -> str:
   return f"[callgate error #{kept.keep(GateTimeoutError(report))}] {report}"
 
 
-def _device_worker() -> None:
-  """Has JAX use the CPU on this thread, unless told otherwise.
+_worker = threading.local()
+
+
+def _device_worker(begin: bool) -> None:
+  """Has JAX use the CPU on this thread, unless told otherwise, until it serves the CPU's programs.
 
   A GPU's stream waits for the call that the thread is about to make: what the call gave the same
   GPU to do would wait for the call.
   """
-  try:
-    cpu = jax.local_devices(backend="cpu")[0]
-  except RuntimeError:  # JAX_PLATFORMS leaves it out
+  if not begin:
+    _worker.scope.close()
     return
-  jax.default_device(cpu).__enter__()
+  _worker.scope = contextlib.ExitStack()
+  for cpu in dispatch.cpu_devices_or_none()[:1]:
+    _worker.scope.enter_context(jax.default_device(cpu))
 
 
 def _end() -> None:

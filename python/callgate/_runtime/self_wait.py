@@ -9,6 +9,7 @@ one here: the runtime asks in the first run of a program, every second (src/xla/
 from __future__ import annotations
 
 import ctypes
+import dis
 import sys
 import threading
 from collections.abc import Sequence
@@ -64,9 +65,9 @@ def report(gate: str, thread: int) -> str:
 
 
 def _jitted(frame: FrameType) -> list[Any]:
-  """The functions behind what the code of a frame may call: by name, of something, or in one."""
-  names = frame.f_code.co_names
-  values: list[Any] = list(frame.f_locals.values())
+  """The functions behind what a frame calls now: by name, of something, or in one."""
+  names = _callee(frame)
+  values: list[Any] = [frame.f_locals[name] for name in names if name in frame.f_locals]
   values += [frame.f_globals[name] for name in names if name in frame.f_globals]
   for value in tuple(values):
     for holder in (value, type(value)):
@@ -78,3 +79,24 @@ def _jitted(frame: FrameType) -> list[Any]:
     elif isinstance(value, dict):
       values += cast("dict[Any, Any]", value).values()
   return [value.__wrapped__ for value in values if dispatch.is_jitted(value)]
+
+
+def _callee(frame: FrameType) -> set[str]:
+  """The names in the callee of the call that a frame is in, `a` and `b` for `a.b(c)`.
+
+  All that its code has where it was compiled without positions (`python -X no_debug_ranges`).
+  """
+  instructions = list(dis.get_instructions(frame.f_code))
+  call = next((one.positions for one in instructions if one.offset == frame.f_lasti), None)
+  begin = (call.lineno, call.col_offset) if call else (None, None)
+  if None in begin:
+    code = frame.f_code
+    return {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+  # What an expression begins with, begins where it does.
+  return {
+    name
+    for one in instructions
+    if one.positions and (one.positions.lineno, one.positions.col_offset) == begin
+    for name in (one.argval if isinstance(one.argval, tuple) else (one.argval,))
+    if isinstance(name, str)
+  }

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax.core import ShapedArray
 
-from callgate._core import registry
+from callgate._core import attributes, registry
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
@@ -22,8 +22,26 @@ from callgate._sharding import functions, rules
 from callgate._sharding.rules import Rule
 
 
+class Called(Protocol):
+  """What is to be known of a gate or kernel whose calls are partitioned."""
+
+  name: str
+  sharding: Any
+  aliases: dict[int, int]
+  collective: bool
+  # Where no dimension may stay split, one device's call serves all.
+  one_calls_for_all: bool
+
+  @property
+  def label(self) -> str: ...
+  @property
+  def effect(self) -> str: ...
+
+  def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule: ...
+
+
 def of_gate(
-  context: Any, gate: Any, site: Any, levels: Sequence[Level], whole: Level | None
+  context: Any, gate: Called, site: Any, levels: Sequence[Level], whole: Level | None
 ) -> tuple[Sharded, Rule | None] | None:
   """For a call of a gate or kernel; the rule is None where a function gives it later."""
   located = lowering.is_partitioned(context)
@@ -33,8 +51,8 @@ def of_gate(
     raise _no_order(f"{gate.label}: effect='ordered'")
   shapes = [aval.shape for aval in context.avals_in], [aval.shape for aval in context.avals_out]
   rule = None if callable(gate.sharding) else rule_of(gate, site, *shapes, levels, whole)
-  gathers = gate.sharding in (None, "gather")
-  once = not gate.collective and (gate.effect != "pure" or (gathers and gate.kind == "gate"))
+  gathered = gate.one_calls_for_all and gate.sharding in (None, "gather")
+  once = not gate.collective and (gate.effect != "pure" or gathered)
   sharded = Sharded(
     rule=rule.text if rule is not None else "",
     devices=lowering.device_count(context),
@@ -44,6 +62,7 @@ def of_gate(
     once=once,
     aliases=tuple(sorted(gate.aliases.items())),
     located=located,
+    sizes=tuple(size for size, _ in levels),
     lanes=tuple(_digits(mask) for _, mask in levels),
     names=tuple(
       registry.argument(gate.name, site.spec, i).strip("'") for i in range(len(context.avals_in))
@@ -75,7 +94,7 @@ def of_callback(
 
 
 def rule_of(
-  gate: Any,
+  gate: Called,
   site: Any,
   operands: Sequence[rules.Shape],
   results: Sequence[rules.Shape],
@@ -90,7 +109,7 @@ def rule_of(
 
 
 def result_specs(
-  gate: Any,
+  gate: Called,
   site: Any,
   avals: Sequence[Any],
   results: Sequence[Any],
@@ -113,7 +132,7 @@ def result_specs(
 PARTITION = ShapedArray((), np.dtype(np.uint32))
 
 
-def in_manual(context: Any, gate: Any) -> tuple[Any, dict[str, str]] | None:
+def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
   """For a collective gate in a fully manual `jax.shard_map`: the partition, and attributes."""
   if lowering.is_partitioned(context) or lowering.device_count(context) == 1:
     return None
@@ -124,7 +143,7 @@ def in_manual(context: Any, gate: Any) -> tuple[Any, dict[str, str]] | None:
       "(axis_names=)"
     )
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
-  held = {"shards": "1" * devices, "mesh": mesh_text(devices, mesh), "layout": ""}
+  held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
   return lowering.partition_id(context), held
 
 
@@ -189,6 +208,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     aliases=tuple((operand, result) for result, operand in enumerate(returned)),
     located=located,
     tap=tap_site.values,
+    sizes=tuple(size for size, _ in levels),
     lanes=tuple(_digits(mask) for _, mask in levels),
     mesh=lowering.mesh_axes(context) if function is not None else (),
     function=functions.name_of(function) if function is not None else "",
@@ -224,7 +244,8 @@ class Sharded:
     located: the call is told its shard. Not so inside a partly manual `jax.shard_map`, where the
       devices that share an array are not all.
     tap: the operands from which a tap's records are made; -1 for other calls.
-    lanes: the masks of the batch levels, outermost first.
+    sizes: the extents of the batch levels, outermost first.
+    lanes: their masks.
     names: of the operands, for messages.
     function: the operation whose rule is a function; of a tap, the function's name.
     label: a tap's name.
@@ -239,6 +260,7 @@ class Sharded:
   aliases: tuple[tuple[int, int], ...] = ()
   located: bool = True
   tap: int = -1
+  sizes: tuple[int, ...] = ()
   lanes: tuple[str, ...] = ()
   names: tuple[str, ...] = ()
   function: str = ""
@@ -255,13 +277,17 @@ class Sharded:
   @classmethod
   def read(cls, text: str) -> Sharded:
     code = json.loads(text)
-    for name in ("lanes", "names"):
+    for name in ("sizes", "lanes", "names"):
       code[name] = tuple(code.get(name, ()))
     for name in ("mesh", "aliases"):
       code[name] = tuple(map(tuple, code.get(name, ())))
     return cls(**code)
 
 
-def mesh_text(devices: int, axes: Sequence[tuple[str, int]]) -> str:
-  """A mesh as calls on shards hold it, "8|x=2,y=4" (SiteSpec::mesh in src/core/call.h)."""
-  return f"{devices}|" + ",".join(f"{name}={size}" for name, size in axes)
+def held_mesh(devices: int, axes: Sequence[tuple[str, int]]) -> dict[str, Any]:
+  """A mesh as calls on shards hold it (`Mesh::of` in src/core/call.h)."""
+  return {
+    "devices": np.int64(devices),
+    "names": attributes.listed(name for name, _ in axes),
+    "sizes": np.array([size for _, size in axes], np.int64),
+  }

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from callgate._core.attributes import Raw
+from callgate._core.attributes import text as attribute_text
+
 Groups = Sequence[Sequence[int]]
 _ELEMENTS = {
   "bool": "i1",
@@ -25,7 +28,6 @@ _ELEMENTS = {
 _SMALL_FLOAT = re.compile(r"float(\d)_(e\dm\d\w*)")  # float8_e4m3fn is f8E4M3FN
 _INTEGER = re.compile(r"(u?)int(\d+)")
 _ESCAPE = re.compile(rb'\\([0-9A-Fa-f]{2}|[\\"nt])')
-_PLAIN = re.compile(rb'[^\x20-\x7e]|["\\]')
 _NAMED = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
 
 
@@ -37,12 +39,6 @@ def read_attributes(config: bytes) -> dict[str, Any]:
     key, text = name.strip().strip(b'"').decode(), value.strip()
     held[key] = _unquoted(text[1:-1]) if text.startswith(b'"') else Raw(text.decode())
   return held
-
-
-class Raw(str):
-  """An attribute that is no string, as MLIR writes it."""
-
-  __slots__ = ()
 
 
 def _entries(text: bytes) -> list[bytes]:
@@ -74,11 +70,6 @@ def _unquoted(text: bytes) -> str:
     return _NAMED.get(code) or bytes([int(code, 16)])
 
   return _ESCAPE.sub(plain, text).decode()
-
-
-def _quoted(text: str) -> str:
-  escaped = _PLAIN.sub(lambda match: b"\\%02X" % match[0][0], text.encode())
-  return f'"{escaped.decode()}"'
 
 
 def _element(dtype: Any) -> str:
@@ -139,8 +130,7 @@ def local_module(
     types.append("tensor<ui32>")
     ranks.append(0)
   held = ", ".join(
-    f"{name} = {value if isinstance(value, Raw) else _quoted(value)}"
-    for name, value in sorted(attributes.items())
+    f"{name} = {attribute_text(value)}" for name, value in sorted(attributes.items())
   )
   shared = ", ".join(
     "#stablehlo.output_operand_alias<"

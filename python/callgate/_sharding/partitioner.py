@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._core import registry
+from callgate._core import attributes, registry
+from callgate._core.encoding import encode_levels
 from callgate._jax import partitioner
 from callgate._sharding import functions
 from callgate._sharding import module as local_module
 from callgate._sharding import tiles as _tiles
-from callgate._sharding.calls import Sharded, mesh_text
+from callgate._sharding.calls import Sharded, held_mesh
 from callgate._sharding.rules import Rule
 from callgate._sharding.tiles import Plan, Tiling
 
@@ -121,7 +121,7 @@ def _device_count(call: Sharded, arrays: Sequence[_Array]) -> int:
 
 
 # -- the plan ------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Solution:
   """A call's plan, and the shardings that XLA is told."""
 
@@ -227,7 +227,7 @@ def _module(
   _localise(call, plan, held, operands, located)
   if located:
     held["shards"] = "".join("01"[device in runs] for device in range(devices))
-    held["mesh"] = mesh_text(call.devices, call.mesh)
+    held["mesh"] = held_mesh(call.devices, call.mesh)
   skip = int(call.token)
   tiles = [
     *((a.shape, None) for a in operands[:skip]),
@@ -241,8 +241,7 @@ def _module(
     kernel = _defined(held["name"].partition("[")[0])
     target = kernel.retile(held, call.lanes, tiles[skip:], outs[skip:], target)
   if "_key" in held:  # of a kernel: the hash of all else (see `_call/lowering.py`)
-    text = repr(sorted((k, str(v)) for k, v in held.items() if k != "_key")).encode()
-    held["_key"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+    held["_key"] = attributes.key_of({k: v for k, v in held.items() if k != "_key"})
   share = located and call.once and call.tap < 0 and len(groups) < devices
   return local_module.local_module(
     target,
@@ -273,14 +272,14 @@ def _localise(
   """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
   inputs = operands[call.token :]
   lanes = _lanes(call, plan)
-  if held.get("batch"):
-    sizes = [int(level.split(":")[0]) for level in held["batch"].split(";")]
-    held["batch"] = ";".join(
-      f"{size // count}:{mask}"
-      for size, (count, _), mask in zip(sizes, lanes, call.lanes, strict=True)
-    )
+  if call.lanes:
+    sizes = [size // count for size, (count, _) in zip(call.sizes, lanes, strict=True)]
+    masks = [tuple(digit == "1" for digit in mask) for mask in call.lanes]
+    held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)))
   if call.tap >= 0:
-    held["spec"] = _tap_spec(call, plan, inputs, lanes, held["spec"], located)
+    held["spec"], padded = _tap_spec(call, plan, inputs, lanes, held["spec"], located)
+    if padded:
+      held["padded"] = attributes.listed(padded)
   elif located:
     named = zip(call.names, inputs, plan.operands, strict=False)
     parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]
@@ -306,12 +305,13 @@ def _tap_spec(
   lanes: Sequence[tuple[int, np.ndarray]],
   spec: str,
   located: bool,
-) -> str:
-  head, _, description = spec.partition("\n\n")
-  code = json.loads(description)
+) -> tuple[str, list[dict[str, Any]]]:
+  """A tap's description on shards, and what is new of its padded leaves."""
+  code = json.loads(spec)
   whole: list[int] = code["sizes"]
   sizes = [size // count for size, (count, _) in zip(whole, lanes, strict=True)]
   code["sizes"] = sizes
+  padded: list[dict[str, Any]] = []
   if located:
     leaves: list[Any] = []
     for index in range(code["values"]):
@@ -321,20 +321,18 @@ def _tap_spec(
       leaves.append(_tiles.encode(core, inputs[index].shape[skip:]))
     starts = [(index * size).tolist() for size, (_, index) in zip(sizes, lanes, strict=True)]
     code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
-    for index in code["logical"]:
-      held = f"padded={index}"
-      head = "\n".join(
-        held + _starts(call, _tiles.Part(leaves[index])) if line == held else line
-        for line in head.split("\n")
-      )
-  return f"{head}\n\n{json.dumps(code, separators=(',', ':'))}"
+    padded = [_padded(call, index, _tiles.Part(leaves[index])) for index in code["logical"]]
+  return json.dumps(code, separators=(",", ":")), padded
 
 
-def _starts(call: Sharded, part: _tiles.Part) -> str:
-  """What `parse_tap_spec` reads of a padded array: its extents, and where each shard begins."""
-  shape = ",".join(map(str, part.shape))
+def _padded(call: Sharded, leaf: int, part: _tiles.Part) -> dict[str, Any]:
+  """What `TapSpec::of` reads of a padded array: its extents, and where each shard begins."""
   shards = (part.slices(device) for device in range(call.devices))
-  return f":{shape}:" + ";".join(",".join(str(s.start) for s in one) for one in shards)
+  return {
+    "leaf": np.int64(leaf),
+    "whole": np.array(part.shape, np.int64),
+    "starts": np.array([s.start for one in shards for s in one], np.int64),
+  }
 
 
 def register(target: str, partitioned: str) -> None:

@@ -58,8 +58,9 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
       options.refuse("assemble", "records", "an iterable of records", record)
   if not found:
     raise ValueError("assemble: expected the records of one tap's shards, got none")
-  _check_alike(found)
-  first = _Shard(found[0])
+  shards = [_Shard(record) for record in found]
+  _check_alike(shards)
+  first = shards[0]
   if first.parts is None:
     if len(found) > 1:
       raise ValueError(
@@ -72,9 +73,9 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   ]
   filled = [np.zeros(shape, bool) for shape in first.shapes]
   counted = [[0] * len(shape) for shape in first.shapes]  # what of each counts (`logical_shape`)
-  for record in map(_Shard, found):
+  for shard in shards:
     for array, mask, sizes, leaf, part in zip(
-      whole, filled, counted, record.leaves, record.parts or (), strict=True
+      whole, filled, counted, shard.leaves, shard.parts or (), strict=True
     ):
       ends = [one.start + extent for one, extent in zip(part, leaf.shape, strict=True)]
       array[tuple(slice(one.start, end) for one, end in zip(part, ends, strict=True))] = leaf
@@ -96,21 +97,17 @@ class _Shard:
 
   def __init__(self, record: Record | StreamRecord) -> None:
     at: Any
+    self.value: Any
     if isinstance(record, StreamRecord):
-      self.name = record.name
-      leaves = dict(record.leaves)
-      lone = list(leaves) == [""]
-      self.value: Any = leaves[""] if lone else leaves
-      at = record
-      parts = record.shard[""] if lone and record.shard else record.shard
-      shapes = record.global_shape[""] if lone and record.global_shape else record.global_shape
+      at, self.value = record, dict(record.leaves)
     else:
-      self.name = record.info.name
-      self.value = record.value
-      at = record.info
-      parts, shapes = at.shard, at.global_shape
+      at, self.value = record.info, record.value
+    parts, shapes = at.shard, at.global_shape
+    if at is record and list(self.value) == [""]:  # a lone array
+      self.value, parts, shapes = (x and x[""] for x in (self.value, parts, shapes))
+    self.name: str = at.name
     self.kind = (self.name, at.role, at.lane)
-    self.place = (getattr(at, "process", 0), at.device)
+    self.place = (at.process, at.device)
     self.run = at.run
     self.leaves, self.tree = jax.tree.flatten(self.value)
     known = parts is not None
@@ -118,24 +115,24 @@ class _Shard:
     self.shapes: Sequence[Any] = self.tree.flatten_up_to(shapes) if known else ()
 
 
-def _check_alike(records: Sequence[Record | StreamRecord]) -> None:
-  kinds = sorted({shard.kind for shard in map(_Shard, records)})
+def _check_alike(shards: Sequence[_Shard]) -> None:
+  kinds = sorted({shard.kind for shard in shards})
   if len(kinds) > 1:
     shown = ", ".join(f"{name!r} ({role}, lane {lane})" for name, role, lane in kinds)
     raise ValueError(f"assemble: expected the records of one tap and one lane, got {shown}")
-  shapes = sorted({repr(tuple(shard.shapes)) for shard in map(_Shard, records)})
+  shapes = sorted({repr(tuple(shard.shapes)) for shard in shards})
   if len(shapes) > 1:
     raise ValueError(f"assemble: expected shards of one value, got shapes {', '.join(shapes)}")
-  if _Shard(records[0]).parts is None:
+  if shards[0].parts is None:
     return
-  places = collections.Counter(shard.place for shard in map(_Shard, records))
+  places = collections.Counter(shard.place for shard in shards)
   (process, device), count = places.most_common(1)[0]
   if count > 1:
     raise ValueError(
       f"assemble: expected one record of each device, got {count} of device {device} of process "
       f"{process}: those of several executions (info.run), or steps of a loop (info.seq)"
     )
-  runs = {(shard.place[0], shard.run) for shard in map(_Shard, records)}
+  runs = {(shard.place[0], shard.run) for shard in shards}
   if len(runs) > len({process for process, _ in runs}):
     raise ValueError(
       "assemble: expected the records of one execution, got those of the runs "

@@ -7,11 +7,11 @@ reads a `StreamReader` at a time; another may close it, which ends the wait of t
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,23 @@ Address = str | os.PathLike[str]
 _AT_ONCE = 256  # records read in one go
 
 
+def is_address(where: str) -> bool:
+  """Whether it is a process that serves a stream, not a file."""
+  return where.startswith(("unix:", "tcp://"))
+
+
 class _Input:
   """One file or connection, and the records that have been read but not been asked for."""
 
   def __init__(self, address: str) -> None:
     self.address = address
-    self.is_file = not address.startswith(("unix:", "tcp://"))
+    self.is_file = not is_address(address)
     if self.is_file and not os.path.exists(address):
       raise FileNotFoundError(f"callgate.open_stream: there is no file {address!r}")
     self.native = _callgate.StreamReader(address)
     self.ready: list[StreamRecord] = []  # the next one last
-    self._sources: dict[int, tuple[Any, Source]] = {}  # by id() of what the native reader gives
+    # By id() of what the native reader gives, which is held here: the id stays its own.
+    self._sources: dict[int, tuple[Any, Source]] = {}
 
   def fill(self, timeout: float) -> bool:
     """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
@@ -49,19 +55,22 @@ class _Input:
     return True
 
   def _source(self, fields: Mapping[str, Any]) -> Source:
-    known = self._sources.get(id(fields))
-    if known is None:
-      known = self._sources[id(fields)] = (
-        fields,
-        Source(fields),
-      )  # holds it: its id stays its own
-    return known[1]
+    if id(fields) not in self._sources:
+      self._sources[id(fields)] = fields, Source(fields)
+    return self._sources[id(fields)][1]
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
+    if self.native.closed:
+      return True
     if self.is_file:
-      return self.native.closed or not follow
-    return self.native.closed or self.native.ended
+      return not follow
+    if self.native.ended:
+      raise ConnectionError(
+        f"callgate.open_stream: {self.address}: the connection ended before the stream did: its "
+        "writer is gone, or it disconnected this reader for being slow"
+      )
+    return False
 
   def order(self) -> tuple[int, int, int, int]:
     """Of this input's next record among those of the others."""
@@ -104,23 +113,13 @@ class StreamReader:
       if ready:
         first = ready[0] if len(ready) == 1 else min(ready, key=_Input.order)
         return first.ready.pop()
-      waiting = [one for one in self._inputs if not self._over(one)]
+      waiting = [one for one in self._inputs if not one.over(self._follow)]
       left = np.inf if deadline is None else deadline - time.monotonic()
       if not waiting or left <= 0:
         return None
       for one in waiting:
         if one.fill(min(left, 0.2) / len(waiting)):
           break
-
-  def _over(self, one: _Input) -> bool:
-    if not one.over(self._follow):
-      return False
-    if not one.is_file and not one.native.closed:
-      raise ConnectionError(
-        f"callgate.open_stream: {one.address}: the connection ended before the stream did: its "
-        "writer is gone, or it disconnected this reader for being slow"
-      )
-    return True
 
   def names(self) -> list[str]:
     """The names of the taps in the stream, sorted: of a connection, those described so far."""
@@ -174,11 +173,10 @@ class StreamReader:
     return table_of(self.columns(name))
 
   def _all(self, name: str | None) -> list[StreamRecord]:
-    if all(one.is_file for one in self._inputs):
-      with StreamReader(self._addresses, follow=False) as fresh:
-        records = [record for record in fresh if name in (None, record.name)]
-    else:
-      records = [record for record in self if name in (None, record.name)]
+    is_finite = all(one.is_file for one in self._inputs)
+    fresh = StreamReader(self._addresses, follow=False) if is_finite else None
+    with fresh or contextlib.nullcontext(self) as reader:
+      records = [record for record in reader if name in (None, record.name)]
     names = sorted({record.name for record in records})
     if len(names) > 1:
       raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
@@ -194,12 +192,7 @@ class StreamReader:
   def __enter__(self) -> StreamReader:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
   def __repr__(self) -> str:
@@ -216,7 +209,7 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
       options.refuse("open_stream", "where", "paths or addresses", where)
     return [address for one in several for address in _addresses(one)]
   address = options.path("open_stream", "where", where)
-  is_file = not address.startswith(("unix:", "tcp://"))
+  is_file = not is_address(address)
   if is_file and PLACEHOLDER in address and not os.path.exists(address):
     address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
   is_pattern = is_file and glob.has_magic(address)

@@ -14,15 +14,15 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from callgate._core import extras
 from callgate._sharding.tiles import Part, shard_of
 from callgate._tap import padding
+from callgate._tap.delivery import REPEATED, ROLES
 
-ROLES = ("primal", "tangent", "cotangent")
 _FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
-_REPEATED = 1  # RecordFlags of src/channel/record.h
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,21 +72,14 @@ class _Leaf:
     """The stored elements as an array: packed ones come as their bytes."""
     if self.bits >= 8 or stored.dtype != np.uint8:
       return stored
-    return _unpack(stored, self).reshape(self.dims)
-
-
-def _unpack(stored: np.ndarray[Any, Any], leaf: _Leaf) -> np.ndarray[Any, Any]:
-  import ml_dtypes
-
-  per_byte = 8 // leaf.bits
-  shifts = np.arange(per_byte, dtype=np.uint8) * leaf.bits
-  values = (stored[:, None] >> shifts) & ((1 << leaf.bits) - 1)
-  values = values.reshape(-1)[: int(np.prod(leaf.dims, dtype=np.int64))].astype(np.uint8)
-  if leaf.dtype.startswith("int"):
-    sign = np.uint8(1 << (leaf.bits - 1))
-    values = (values ^ sign) - sign  # extends the sign to the byte, modulo 256
-  dtype = getattr(ml_dtypes, leaf.dtype, None)
-  return values if dtype is None else values.view(dtype)
+    shifts = np.arange(8 // self.bits, dtype=np.uint8) * self.bits
+    values = (stored[:, None] >> shifts) & ((1 << self.bits) - 1)
+    values = values.reshape(-1)[: math.prod(self.dims)].astype(np.uint8)
+    if self.dtype.startswith("int"):
+      sign = np.uint8(1 << (self.bits - 1))
+      values = (values ^ sign) - sign  # extends the sign to the byte, modulo 256
+    dtype = getattr(ml_dtypes, self.dtype, None)
+    return (values if dtype is None else values.view(dtype)).reshape(self.dims)
 
 
 class Source:
@@ -149,37 +142,24 @@ class Source:
       ValueError: the description of the tap is none that a tap makes.
     """
     with self._sensible("its shards and lanes"):
-      return self._records(whole)
+      return list(self._records(whole))
 
-  def _records(self, whole: Sequence[Any]) -> list[StreamRecord]:
+  def _records(self, whole: Sequence[Any]) -> Iterator[StreamRecord]:
     _, seq, time_ns, run, device, flags, arrays = whole
     if self.has_packed:
       arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
-    repeated = bool(flags & _REPEATED)
+    repeated = bool(flags & REPEATED)
     number = shard_of(flags)
     shard = shapes = None
     if number >= 0 and self.parts:
       named = list(zip(self.paths, self.parts, strict=True))
       shard = {path: part.slices(number) for path, part in named}
       shapes = {path: part.shape for path, part in named}
-    return [
-      StreamRecord(
-        self.name,
-        seq,
-        time_ns,
-        device,
-        run,
-        self.role,
-        lane,
-        leaves,
-        self.description,
-        repeated,
-        self.process,
-        shard,
-        shapes,
-      )
-      for lane, leaves in self._lanes(arrays, number)
-    ]
+    for lane, leaves in self._lanes(arrays, number):
+      yield StreamRecord(
+        self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description, repeated,
+        self.process, shard, shapes,
+      )  # fmt: skip
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import json
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from callgate._stream.reader import StreamReader, open_stream
+from callgate._stream.reader import is_address, open_stream
 from callgate._stream.records import StreamRecord
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def add_tail(subparsers: Subparsers) -> None:
   parser = subparsers.add_parser("tail", help="print the last records of a stream, and follow it")
   parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
                       help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
-  parser.add_argument("-n", "--lines", type=_count, default=10, metavar="N",
+  parser.add_argument("-n", "--lines", type=integer("a number of records", most=sys.maxsize),
+                      default=10, metavar="N",
                       help="records of files to begin with (default: 10)")  # fmt: skip
   parser.add_argument("-f", "--follow", action="store_true",
                       help="wait for more, until the writer closes the stream")  # fmt: skip
@@ -33,36 +35,34 @@ def add_tail(subparsers: Subparsers) -> None:
   parser.set_defaults(run=_tail)
 
 
-def _count(text: str) -> int:
-  try:
-    count = int(text)
-  except ValueError:
-    count = -1
-  if count < 0:
-    raise argparse.ArgumentTypeError(f"expected a number of records, got {text!r}")
-  return count
+def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[str], int]:
+  """What a command line's number is read by."""
+
+  def read(text: str) -> int:
+    with contextlib.suppress(ValueError):
+      if least <= (number := int(text)) <= most:
+        return number
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+  return read
 
 
 def _tail(arguments: argparse.Namespace) -> int:
   show = json_line if arguments.json else text_line
-  is_live = any(str(one).startswith(("unix:", "tcp://")) for one in arguments.where)
+  is_live = any(map(is_address, arguments.where))
   with open_stream(arguments.where, follow=arguments.follow) as stream:
     wanted = (record for record in stream if arguments.name in (None, record.name))
     if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
       last: collections.deque[StreamRecord] = collections.deque(maxlen=arguments.lines)
       try:
-        last.extend(record for record in _there(stream) if arguments.name in (None, record.name))
+        for record in iter(stream.read, None):  # those that need no waiting
+          if arguments.name in (None, record.name):
+            last.append(record)
       finally:  # those before a damaged place, too
         _print(last, show)
     if is_live or arguments.follow:
       _print(wanted, show)
   return 0
-
-
-def _there(stream: StreamReader) -> Iterable[StreamRecord]:
-  """The records that need no waiting."""
-  while (record := stream.read(0.0)) is not None:
-    yield record
 
 
 def _print(records: Iterable[StreamRecord], show: Callable[[StreamRecord], str]) -> None:
@@ -108,20 +108,9 @@ def _short(array: np.ndarray[Any, Any]) -> str:
 
 def json_line(record: StreamRecord) -> str:
   """One JSON object: the record's fields, its arrays as (nested lists of) numbers."""
-  return json.dumps(
-    {
-      "name": record.name,
-      "seq": record.seq,
-      "time_ns": record.time_ns,
-      "process": record.process,
-      "device": record.device,
-      "run": record.run,
-      "role": record.role,
-      "lane": record.lane,
-      "repeated": record.repeated,
-      "leaves": {path: _plain(array) for path, array in record.leaves.items()},
-    }
-  )
+  fields = ("name", "seq", "time_ns", "process", "device", "run", "role", "lane", "repeated")
+  leaves = {path: _plain(array) for path, array in record.leaves.items()}
+  return json.dumps({name: getattr(record, name) for name in fields} | {"leaves": leaves})
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from callgate import _callgate
 from callgate._core import options
@@ -23,8 +23,7 @@ from callgate._runtime import lifecycle
 from callgate._runtime.barrier import wait_for_programs
 from callgate._tap import consumers as _consumers
 from callgate._tap import target
-from callgate._tap.consumers import check_not_forked
-from callgate._tap.delivery import Presence
+from callgate._tap.consumers import Adapted, check_not_forked
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
@@ -32,8 +31,6 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 _open: dict[str, Channel] = {}
 _opening: set[str] = set()  # names of channels whose sinks are being opened
 _lock = threading.Lock()
-_ON_FULL = ("block", "drop_new", "drop_old", "sample")
-_ON_FULL_TEXT = "'block', 'drop_new', 'drop_old' or 'sample'"
 
 
 class Channel:
@@ -54,17 +51,15 @@ class Channel:
     batch: int | bool | None = None,
   ) -> None:
     self.name = _check_name(name)
-    limit = _check_batch(name, batch)
     self._batch = batch is not None and batch is not False
-    self._limit = limit
-    self._consumers: list[tuple[Any, Any]] = []
-    self._presences: dict[Any, Presence] = {}  # by the native form
+    self._limit = _check_batch(self._label, batch)
+    self._consumers: list[Adapted] = []
     given = list(to) if isinstance(to, (list, tuple)) else [to]
-    adapted = [(one, self._adapt(one)) for one in given]
-    label = f"channel '{name}'"
-    options.choice(label, "on_full", on_full, _ON_FULL, what=_ON_FULL_TEXT)
-    rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
-    size = parse_capacity(name, capacity)
+    adapted = [self._adapt(one) for one in given]
+    what = "'block', 'drop_new', 'drop_old' or 'sample'"
+    options.choice(self._label, "on_full", on_full, get_args(OnFull), what=what)
+    rate = options.number(self._label, "rate", rate, above=0, what="records a second, above 0")
+    size = parse_capacity(self._label, capacity)
     check_not_forked()
     self._closed = False
     # Sinks first: with one that can't be opened there is no channel, and the records that wait for
@@ -87,7 +82,7 @@ class Channel:
     return f"channel '{self.name}'"
 
   def __repr__(self) -> str:
-    return f"<channel '{self.name}'{' (closed)' if self._closed else ''}>"
+    return f"<{self._label}{' (closed)' if self._closed else ''}>"
 
   def __enter__(self) -> Channel:
     return self
@@ -111,8 +106,8 @@ class Channel:
     """Adds a consumer: a function, a sink. It gets the records that are delivered from now on."""
     check_not_forked()
     if self._closed:
-      raise ValueError(f"channel '{self.name}': add: expected an open channel, got a closed one")
-    adapted = (consumer, self._adapt(consumer))
+      raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
+    adapted = self._adapt(consumer)
     _consumers.open_sinks(self.name, [consumer])
     self._attach([adapted])
 
@@ -126,31 +121,24 @@ class Channel:
       GateDefinitionError: it is not a consumer of this channel.
     """
     check_not_forked()
-    for index, (one, handle) in enumerate(self._consumers):
-      if one is consumer or one == consumer:
+    for index, one in enumerate(self._consumers):
+      if one.given is consumer or one.given == consumer:
         del self._consumers[index]
-        presence = self._presences.pop(handle, None)
-        if presence is not None:
-          presence.ended = True
-        self._handle.remove(handle)
+        one.presence.ended = True
+        self._handle.remove(one.native)
         if hasattr(consumer, "close"):
           consumer.close()
         return
-    raise GateDefinitionError(f"channel '{self.name}': {consumer!r} is not one of its consumers")
+    raise GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _attach(self, consumers: Sequence[tuple[Any, Any]]) -> None:
-    """Adds (consumer, its native form) pairs at once: all get the same records."""
+  def _attach(self, consumers: Sequence[Adapted]) -> None:
+    """Adds consumers at once: all get the same records."""
     self._consumers.extend(consumers)
     if consumers:
-      self._handle.add([handle for _, handle in consumers])
+      self._handle.add([one.native for one in consumers])
 
-  def _adapt(self, consumer: Any) -> Any:
-    native, presence = _consumers.adapt(
-      consumer, f"channel '{self.name}'", batch=self._batch, limit=self._limit
-    )
-    if presence is not None:
-      self._presences[native] = presence
-    return native
+  def _adapt(self, consumer: Any) -> Adapted:
+    return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
@@ -185,7 +173,7 @@ class Channel:
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._closed and not self._handle.flush(timeout):
       raise TimeoutError(
-        f"channel '{self.name}': {self.stats()['pending']} record(s) still wait after {timeout} s"
+        f"{self._label}: {self.stats()['pending']} record(s) still wait after {timeout} s"
       )
     raise_consumer_errors()
 
@@ -204,7 +192,7 @@ class Channel:
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout):
       raise TimeoutError(
-        f"channel '{self.name}': closed with {self.stats()['pending']} record(s) not delivered "
+        f"{self._label}: closed with {self.stats()['pending']} record(s) not delivered "
         f"after {timeout} s"
       )
     raise_consumer_errors()
@@ -218,13 +206,14 @@ class Channel:
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
-    for one, _ in self._consumers:
+    given = [one.given for one in self._consumers]
+    for one in given:
       if isinstance(one, _consumers.Records):
         one.end_soon()
     try:
       return self._handle.close(timeout)
     finally:
-      _consumers.leave(one for one, _ in self._consumers)
+      _consumers.leave(given)
 
 
 @contextlib.contextmanager
@@ -290,15 +279,15 @@ def channel(
   return Channel(name, capacity=capacity, on_full=on_full, rate=rate, to=to, batch=batch)
 
 
-def parse_capacity(name: str, capacity: str | int) -> int:
+def parse_capacity(label: str, capacity: str | int) -> int:
   """Bytes of a capacity as users write it."""
   if isinstance(capacity, str):
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if not 1 <= size < 2**63:
-      options.refuse(f"channel '{name}'", "capacity", _BYTES, capacity)
+      options.refuse(label, "capacity", _BYTES, capacity)
     return size
-  return options.count(f"channel '{name}'", "capacity", capacity, least=1, what=_BYTES)
+  return options.count(label, "capacity", capacity, least=1, what=_BYTES)
 
 
 _BYTES = "bytes, as 65536 or '64MiB'"
@@ -317,18 +306,9 @@ def _pending(stats: dict[str, Any]) -> str:
 def close_all(seconds: float) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
-  Args:
-    seconds: for all of them: each has a thread of its own, and so delivers meanwhile.
-
-  Raises:
-    BaseException: what a consumer raised.
+  The time is for all of them: each has a thread of its own, and so delivers meanwhile. Raises what
+  a consumer raised.
   """
-  for line in _closed_all(seconds):
-    print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
-  raise_consumer_errors()
-
-
-def _closed_all(seconds: float) -> list[str]:
   deadline = time.monotonic() + seconds
 
   def rest() -> float:
@@ -345,7 +325,9 @@ def _closed_all(seconds: float) -> list[str]:
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
       left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")
-  return left
+  for line in left:
+    print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
+  raise_consumer_errors()
 
 
 def _check_name(name: Any) -> str:
@@ -357,9 +339,7 @@ def _check_name(name: Any) -> str:
   return name
 
 
-def _check_batch(name: str, batch: int | bool | None) -> int | None:
+def _check_batch(label: str, batch: int | bool | None) -> int | None:
   if batch is None or isinstance(batch, bool):
     return None
-  return options.count(
-    f"channel '{name}'", "batch", batch, least=1, what="a number of rows or True"
-  )
+  return options.count(label, "batch", batch, least=1, what="a number of rows or True")

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from callgate import _callgate
 from callgate._core.errors import GateDefinitionError
@@ -19,29 +19,29 @@ from callgate._tap.delivery import Presence
 from callgate._tap.records import Record
 
 
-def adapt(
-  consumer: Any, where: str, *, batch: bool, limit: int | None
-) -> tuple[Any, Presence | None]:
+class Adapted(NamedTuple):
+  """A consumer as the user gave it, as the runtime takes it, and whether it is still called."""
+
+  given: Any
+  native: Any
+  presence: Presence
+
+
+def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> Adapted:
   """A consumer as the runtime takes it.
 
-  Args:
-    consumer: a function or a sink.
-    where: the channel, for messages.
-    batch: whether functions get stacked arrays.
-    limit: the most rows of these in a call; None for any number.
-
-  Returns:
-    The native consumer, and what tells one in Python that it is taken out.
+  With `batch` functions get stacked arrays, with at most `limit` rows a call; `where` is the
+  channel, for messages.
   """
   if isinstance(consumer, type) and _is_sink(consumer):
     raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
-  native = _native_of(consumer)
+  native, presence = _native_of(consumer), Presence()
   if native is not None:
-    return native, None
-  presence = Presence()
+    return Adapted(consumer, native, presence)
   if callable(getattr(consumer, "write", None)):
     rows = delivery.rows_to_records(consumer.write, consumer, presence)
-    return _callgate.python_consumer(rows, control=_control_of(consumer)), presence
+    native = _callgate.python_consumer(rows, control=_control_of(consumer))
+    return Adapted(consumer, native, presence)
   if not callable(consumer):
     raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
   if not delivery.takes_values(consumer):
@@ -49,9 +49,10 @@ def adapt(
       f"{where}: to: expected functions of (value) or of (value, info), got {consumer!r}"
     )
   if batch:
-    stacked = delivery.stacks_to_function(consumer, limit, presence)
-    return _callgate.python_consumer(stacked, stacked=True), presence
-  return _callgate.python_consumer(delivery.rows_to_function(consumer, presence)), presence
+    consume = delivery.stacks_to_function(consumer, limit, presence)
+  else:
+    consume = delivery.rows_to_function(consumer, presence)
+  return Adapted(consumer, _callgate.python_consumer(consume, stacked=batch), presence)
 
 
 def _native_of(consumer: Any) -> Any:

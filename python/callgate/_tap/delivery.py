@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -24,7 +23,8 @@ import numpy as np
 from callgate._core import encoding
 from callgate._core.dtypes import dtype_named
 from callgate._core.failures import keep_consumer_error
-from callgate._core.signatures import wants_info
+from callgate._core.signatures import signature_of, wants_info
+from callgate._jax import dispatch
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
 from callgate._tap import padding
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -57,20 +57,25 @@ class Description:
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
 
   def value(self, arrays: Sequence[np.ndarray], shard: int = -1) -> Any:
-    """The tapped pytree of one record's flat arrays.
-
-    Args:
-      arrays: the leaves, then their logical sizes.
-      shard: the number of the shard that they are, -1 for whole arrays.
-    """
+    """The tapped pytree of one record: of its leaves, then their logical sizes."""
     if not self._plain:
-      arrays = self._restored(arrays, shard)
+      arrays = self._restored(arrays, self.logical_shapes(arrays), shard)
     return arrays[0] if self._is_leaf else jax.tree.unflatten(self._tree, arrays)
 
-  def _restored(self, arrays: Sequence[np.ndarray], shard: int) -> list[np.ndarray]:
+  def stacked(self, arrays: Sequence[np.ndarray], shard: int) -> Any:
+    """The tapped pytree of stacked arrays, of rows with the same shape."""
+    sizes = [own[0] for own in self.logical_shapes(arrays)]
+    return self._unflatten(self._restored(arrays, sizes, shard))
+
+  def _unflatten(self, leaves: Sequence[Any]) -> Any:
+    return leaves[0] if self._is_leaf else jax.tree.unflatten(self._tree, leaves)
+
+  def _restored(
+    self, arrays: Sequence[np.ndarray], sizes: Sequence[np.ndarray], shard: int
+  ) -> list[np.ndarray]:
     """The dtypes that had to travel as others, and arrays without their padding."""
     values = list(arrays[: self.values])
-    padding.cut(values, self.logical, self.logical_shapes(arrays), self._parts, shard)
+    padding.cut(values, self.logical, sizes, self._parts, shard)
     for index, name in enumerate(self.dtypes):
       if name is not None:
         values[index] = values[index].astype(dtype_named(name))
@@ -83,9 +88,7 @@ class Description:
   def same_shapes(self, arrays: Sequence[np.ndarray], shard: np.ndarray) -> list[slice]:
     """The runs of rows whose values have one shape, without padding: all rows where there is none.
 
-    Args:
-      arrays: the leaves and their logical sizes, a row a record.
-      shard: the number of each row's shard.
+    `arrays` are the leaves and their logical sizes, `shard` the number of each row's shard.
     """
     total = len(shard)
     if not self.logical:
@@ -94,16 +97,6 @@ class Description:
     changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
     bounds = [0, *changes.tolist(), total]
     return [slice(*pair) for pair in itertools.pairwise(bounds)]
-
-  def stacked(self, arrays: Sequence[np.ndarray], shard: int) -> Any:
-    """The tapped pytree of stacked arrays, of rows with the same shape."""
-    values = list(arrays[: self.values])
-    sizes = [own[0] for own in self.logical_shapes(arrays)]
-    padding.cut(values, self.logical, sizes, self._parts, shard)
-    for index, name in enumerate(self.dtypes):
-      if name is not None:
-        values[index] = values[index].astype(dtype_named(name))
-    return values[0] if self._is_leaf else jax.tree.unflatten(self._tree, values)
 
   def lane(self, index: int, shard: int = -1) -> tuple[int, ...]:
     """A lane's index in each level, of all devices' lanes."""
@@ -128,16 +121,14 @@ class Description:
     """The slices of the whole that a shard's value is, for each leaf; None for whole values."""
     if number < 0 or self._parts is None:
       return None
-    slices = [part.slices(number) for part in self._parts]
-    return slices[0] if self._is_leaf else jax.tree.unflatten(self._tree, slices)
+    return self._unflatten([part.slices(number) for part in self._parts])
 
   @functools.cached_property
   def shapes(self) -> Any:
     """The shape of the whole value's leaves; None where they are not known."""
     if self._parts is None:
       return None
-    shapes = [part.shape for part in self._parts]
-    return shapes[0] if self._is_leaf else jax.tree.unflatten(self._tree, shapes)
+    return self._unflatten([part.shape for part in self._parts])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,9 +190,8 @@ def _tell(source: _RawSource, arrays: Sequence[np.ndarray]) -> None:
 
 def takes_values(function: Callable[..., Any]) -> bool:
   """Whether a function can be called with a value, or with a value and what is known of it."""
-  try:
-    signature = inspect.signature(function)
-  except (TypeError, ValueError):
+  signature = signature_of(function)
+  if signature is None:
     return True  # it does not say
   try:
     signature.bind(*(None,) * (2 if wants_info(function) else 1))
@@ -283,7 +273,7 @@ def stacks_to_function(
   def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
     about = description(source[3])
     _tell(source, [array[-1, ...] for array in arrays])
-    shard = _shards_of(numbers[5])
+    shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
     lost = 0
     for run in about.same_shapes(arrays, shard):
       step = limit or run.stop - run.start
@@ -304,10 +294,6 @@ def stacks_to_function(
     return lost
 
   return consume
-
-
-def _shards_of(flags: np.ndarray) -> np.ndarray:
-  return (flags >> SHARD_BIT).astype(np.int64) - 1
 
 
 def _batch_info(
@@ -331,14 +317,11 @@ def _batch_info(
 
 def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
   named = getattr(consumer, "__qualname__", None) or repr(consumer)
+  who = f"callgate: raised in consumer {named} of tap '{source[1]}'"
   if last is not None and last[1] != row[1]:
-    return (
-      f"callgate: raised in consumer {named} of tap '{source[1]}', given records {row[1]} to "
-      f"{last[1]}"
-    )
+    return f"{who}, given records {row[1]} to {last[1]}"
   lanes = description(source[3]).lane(row[0])
-  lane = f", lane {lanes}" if lanes else ""
-  return f"callgate: raised in consumer {named} of tap '{source[1]}', record {row[1]}{lane}"
+  return f"{who}, record {row[1]}" + (f", lane {lanes}" if lanes else "")
 
 
 class Converter:
@@ -383,5 +366,5 @@ def _sliced(whole: Any, lane: Any, shape: tuple[int, ...]) -> Any:
 @functools.cache
 def _cpu(device: int) -> Any:
   """The CPU device of an id; the default one where a record names none."""
-  devices = jax.local_devices(backend="cpu")
+  devices = dispatch.cpu_devices("a consumer of jax.Arrays")
   return next((one for one in devices if one.id == device), devices[0])

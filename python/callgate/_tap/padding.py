@@ -25,18 +25,11 @@ def cut(
   parts: Sequence[Part] | None,
   shard: int,
 ) -> None:
-  """Puts what counts in the places of padded leaves.
+  """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
 
-  Args:
-    values: the leaves.
-    padded: which of them have padding.
-    sizes: of each of these the sizes that count, one a dimension. Those of several lanes at once
-      (`TapSite.whole`) are left to the consumer.
-    parts: where the shards of each leaf lie; None for whole arrays.
-    shard: the number of the shard that the leaves are, -1 for whole arrays.
-
-  Raises:
-    SizeError: a size is negative, or more than the array has.
+  `sizes` are, for each of these, the sizes that count, one a dimension; those of several lanes at
+  once (`TapSite.whole`) are left to the consumer. `parts` says where the shards of each leaf lie,
+  and `shard` which one they are: None and -1 for whole arrays.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:
@@ -55,14 +48,14 @@ def within(
   shard: int,
 ) -> np.ndarray:
   """How much of a shard's array counts, by the sizes of the whole."""
-  located = parts is not None and shard >= 0
-  whole = parts[index].shape if parts is not None and located else shape
+  part = parts[index] if parts is not None and shard >= 0 else None
+  whole = shape if part is None else part.shape
   for axis, (size, extent) in enumerate(zip(sizes, whole, strict=True)):
     if not 0 <= size <= extent:
       raise SizeError(
         f"logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to {extent}, "
         f"got {size}"
       )
-  if parts is None or not located:
+  if part is None:
     return sizes
-  return np.clip(sizes - [part.start for part in parts[index].slices(shard)], 0, shape)
+  return np.clip(sizes - [one.start for one in part.slices(shard)], 0, shape)

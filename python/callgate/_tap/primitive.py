@@ -21,14 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
+from callgate._core import dtypes
 from callgate._core.effects import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
-from callgate._core.encoding import Level
+from callgate._core.encoding import Level, encode_levels
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import dispatch, lowering, tracing
+from callgate._jax.tracing import Primitive
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import site as _site
@@ -94,8 +95,12 @@ def _dense(tangent: Any, primal: Any) -> Any:
   return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
-def _has_tangents(primal: Any) -> bool:
-  return jnp.issubdtype(jnp.result_type(primal), jnp.inexact)
+def _where_inexact(primals: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+  """Tangents: the new ones of primals that have any, else what came."""
+  return [
+    tangent if dtypes.is_inexact(jnp.result_type(primal)) else before
+    for primal, tangent, before in zip(primals, new, old, strict=True)
+  ]
 
 
 def _jvp(
@@ -122,12 +127,7 @@ def _jvp(
     out = tap_p.bind(*operands, role="tangent", **tangent_params)
   elif "cotangent" in site.roles:
     out = _returned(site, cotangent_p.bind(*operands, role="tangent", **tangent_params))
-  return results, [
-    new if _has_tangents(primal) else old
-    for new, old, primal in zip(
-      out, _returned(site, tangents), _returned(site, primals), strict=True
-    )
-  ]
+  return results, _where_inexact(_returned(site, primals), out, _returned(site, tangents))
 
 
 def _cotangent_jvp(
@@ -140,10 +140,7 @@ def _cotangent_jvp(
   dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
   operands = [*dense[:values], *primals[values:]]  # logical sizes stay
   out = cotangent_p.bind(*operands, transforms=(*transforms, ("jvp", ())), **params)
-  return results, [
-    new if _has_tangents(primal) else old
-    for new, old, primal in zip(out, tangents, primals, strict=True)
-  ]
+  return results, _where_inexact(primals, out, tangents)
 
 
 ad.primitive_jvps[tap_p] = _jvp
@@ -164,10 +161,7 @@ def _transpose(
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
   middle = operands[site.values : len(operands) - site.untapped]
   passing = _returned(site, operands)
-  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
-  dense = [
-    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, passing, strict=True)
-  ]
+  dense = _sendable([ad.instantiate_zeros(ct) for ct in cotangents], passing)
   if "cotangent" in site.roles:
     dense = tap_p.bind(
       *dense[: site.values],
@@ -178,22 +172,30 @@ def _transpose(
       transforms=(*transforms, ("transpose", ())),
       **params,
     )
-  out = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, passing, strict=True)]
+  out = _of_undefined(dense, passing)
   return [*out[: site.values], *([None] * len(middle)), *out[site.values :]]
 
 
-def _like(value: Any) -> Any:
-  aval = value.aval if ad.is_undefined_primal(value) else value
-  return jnp.zeros(aval.shape, aval.dtype)
+def _sendable(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+  """Cotangents as arrays: zeros in the operand's own dtype where they are float0."""
+  avals = [x.aval if ad.is_undefined_primal(x) else x for x in operands]
+  return [
+    jnp.zeros(aval.shape, aval.dtype) if ct.dtype == jax.dtypes.float0 else ct
+    for ct, aval in zip(cotangents, avals, strict=True)
+  ]
+
+
+def _of_undefined(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+  return [
+    ct if ad.is_undefined_primal(x) else None for ct, x in zip(cotangents, operands, strict=True)
+  ]
 
 
 def _cotangent_transpose(
   cotangents: Sequence[Any], *operands: Any, site: TapSite, transforms: Transforms, **params: Any
 ) -> list[Any]:
   dense = [ad.instantiate_zeros(ct) for ct in cotangents]
-  sent = [
-    _like(x) if ct.dtype == jax.dtypes.float0 else ct for ct, x in zip(dense, operands, strict=True)
-  ]
+  sent = _sendable(dense, operands)
   sent[site.values :] = operands[site.values :]  # logical sizes
   results = tap_p.bind(
     *sent,
@@ -201,9 +203,7 @@ def _cotangent_transpose(
     **{**params, "role": "cotangent"},
     transforms=(*transforms, ("transpose", ())),
   )
-  if site.effect == "dataflow":
-    dense = results
-  return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(dense, operands, strict=True)]
+  return _of_undefined(results if site.effect == "dataflow" else dense, operands)
 
 
 ad.primitive_transposes[tap_p] = _transpose
@@ -221,26 +221,20 @@ def _batcher(primitive: Any) -> Any:
     transforms: Transforms,
     **params: Any,
   ) -> tuple[Sequence[Any], Sequence[Any]]:
-    if site.whole and site.logical:  # logical sizes are for the last axes
+    moved = dims
+    if not site.whole or site.logical:  # the latter are for the last axes
       operands = [
         x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
       ]
-      dims = [None if dim is None else 0 for dim in dims]
-    tapped = _returned(site, dims)
+      moved = [None if dim is None else 0 for dim in dims]
+    tapped = _returned(site, moved if site.whole else dims)
     transforms = (*transforms, ("batch", (("batch_dims", tuple(tapped)),)))
     if not site.whole:
       mask = tuple(dim is not None for dim in dims)
-      size: int = next(
-        x.shape[dim] for x, dim, flag in zip(operands, dims, mask, strict=True) if flag
-      )
-      operands = [
-        jnp.moveaxis(x, dim, 0) if flag else x
-        for x, dim, flag in zip(operands, dims, mask, strict=True)
-      ]
-      dims = [0 if flag else None for flag in mask]
+      size: int = next(x.shape[0] for x, flag in zip(operands, mask, strict=True) if flag)
       levels = ((size, mask), *levels)
     results = primitive.bind(*operands, site=site, levels=levels, transforms=transforms, **params)
-    out = dims if primitive is cotangent_p else _returned(site, dims)
+    out = moved if primitive is cotangent_p else _returned(site, moved)
     return results, list(out)[: len(results)]
 
   return batch
@@ -290,9 +284,9 @@ def _lower(
   on_host = not served or config.engine() == "jax"
   on_host = on_host or (site.whole and lowering.is_automatic(context))
   returned = site.values if site.effect == "dataflow" and not on_host else 0
-  spec = _site.encode(site, transforms, levels, role, repeated, returned)
+  held = _site.encode(site, transforms, levels, role, repeated, returned)
   if on_host:
-    return _lower_by_jax(context, operands, tap, site, levels, spec)
+    return _lower_by_jax(context, operands, tap, site, levels, held)
   dispatch.keep_with_program(context, tap)
   ordered = site.effect == "ordered"
   token = lowering.token_before(context, _order_of(site)) if ordered else None
@@ -302,7 +296,7 @@ def _lower(
     context.avals_in,
     context.avals_out,
     name=tap.name,
-    spec=spec,
+    attributes=held,
     levels=levels,
     has_side_effect=True,
     token=token,
@@ -328,7 +322,7 @@ def _lower_by_jax(
   tap: Tap,
   site: TapSite,
   levels: tuple[Level, ...],
-  spec: str,
+  held: dict[str, Any],
 ) -> Sequence[Any]:
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
   ordered = site.effect == "ordered"
@@ -338,9 +332,11 @@ def _lower_by_jax(
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
   count = site.values + len(site.logical) + int(site.where)
+  held = {**held, "batch": encode_levels(levels)}
+  key = repr((held["spec"], held["tap"], levels))
 
   def send(*arrays: Any) -> None:
-    _site.send_from_host(tap, spec, levels, count, arrays)
+    _site.send_from_host(tap, key, held, count, arrays)
 
   def call(*args: Any) -> Sequence[Any]:
     io_callback(send, None, *args, ordered=ordered)
@@ -362,32 +358,24 @@ mlir.register_lowering(cotangent_p, _cotangent_lower)
 
 # -- taps in the flow of data --------------------------------------------------------------------
 def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
-  """Whether the programs hold taps in the flow of data, which have no effect to tell.
+  """Whether closed programs hold taps in the flow of data, which have no effect to tell.
 
-  Args:
-    jaxprs: the programs, closed.
-    whole: look for those of all lanes at once (`TapSite.whole`), instead of all others.
+  With `whole` those of all lanes at once (`TapSite.whole`), else all others.
   """
   return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
 
 
 def holds_whole_dataflow_tap(eqn: Any) -> bool:
   """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
-  return _dataflow_traced and any(
-    (
-      inner.primitive is tap_p
-      and inner.params["site"].whole
-      and inner.params["site"].effect == "dataflow"
-    )
-    or holds_whole_dataflow_tap(inner)
-    for jaxpr in tracing.subjaxprs(eqn)
-    for inner in jaxpr.eqns
-  )
+  return _dataflow_traced and any(_holds_tap(inner, True) for inner in tracing.subjaxprs(eqn))
 
 
 def _holds_tap(jaxpr: Any, whole: bool) -> bool:
-  return any(
-    (eqn.primitive is tap_p and eqn.params["site"].whole == whole)
-    or any(_holds_tap(inner, whole) for inner in tracing.subjaxprs(eqn))
-    for eqn in jaxpr.eqns
-  )
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is tap_p:
+      site = eqn.params["site"]
+      if site.effect == "dataflow" and site.whole == whole:
+        return True
+    elif any(_holds_tap(inner, whole) for inner in tracing.subjaxprs(eqn)):
+      return True
+  return False

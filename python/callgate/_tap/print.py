@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 import sys
 from collections.abc import Sequence
@@ -61,18 +62,14 @@ def print(
       f"print: values by name ({sorted(kwargs)}) need fields in fmt, got {fmt!r}"
     )
   leaves, tree = jax.tree.flatten((args, kwargs))
-  dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-  static = {i: leaf for i, leaf in enumerate(leaves) if i not in set(dynamic)}
-  printer = _Printer(fmt, has_fields, tree, static, len(leaves))
-  arrays = [jax.numpy.asarray(leaves[i]) for i in dynamic]
-  carried = [dtypes.carried(x) for x in arrays]
+  dynamic = [leaf for leaf in leaves if _is_array(leaf)]
+  static = {i: leaf for i, leaf in enumerate(leaves) if not _is_array(leaf)}
+  printer = _Printer(fmt, has_fields, tree, static)
+  carried = [dtypes.carried(jax.numpy.asarray(leaf)) for leaf in dynamic]
   site = TapSite(
-    tree=jax.tree.structure([0] * len(arrays)),
+    tree=jax.tree.structure([0] * len(carried)),
     name="print",
     effect="ordered" if ordered else "io",
-    every=1,
-    where=False,
-    roles=("primal",),
     dtypes=tuple(name for _, name in carried),
   )
   bind(target.of_function(printer), site, [x for x, _ in carried])
@@ -98,38 +95,36 @@ def _is_array(leaf: Any) -> bool:
   return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
 
 
+@dataclasses.dataclass(eq=False)
 class _Printer:
   """The consumer of one print: puts static values back in their places, formats, writes."""
 
-  __name__ = "print"
+  fmt: str
+  has_fields: bool
+  tree: Any
+  static: dict[int, Any]
+  options: Any = dataclasses.field(default_factory=np.get_printoptions)
 
-  def __init__(
-    self, fmt: str, has_fields: bool, tree: Any, static: dict[int, Any], count: int
-  ) -> None:
-    self._fmt = fmt
-    self._has_fields = has_fields
-    self._tree = tree
-    self._static = static
-    self._count = count
-    self._options = np.get_printoptions()
+  __name__ = "print"
 
   def __call__(self, arrays: Sequence[Any]) -> None:
     values = iter(arrays)
-    leaves = [self._static[i] if i in self._static else next(values) for i in range(self._count)]
-    args, kwargs = jax.tree.unflatten(self._tree, leaves)
+    places = range(self.tree.num_leaves)
+    leaves = [self.static[i] if i in self.static else next(values) for i in places]
+    args, kwargs = jax.tree.unflatten(self.tree, leaves)
     args = [self._shown(value) for value in args]
     kwargs = {name: self._shown(value) for name, value in kwargs.items()}
-    with np.printoptions(**self._options):
-      if self._has_fields:
-        text = self._fmt.format(*args, **kwargs)
+    with np.printoptions(**self.options):
+      if self.has_fields:
+        text = self.fmt.format(*args, **kwargs)
       else:
-        text = " ".join((self._fmt, *map(str, args)))
+        text = " ".join((self.fmt, *map(str, args)))
     sys.stdout.write(text + "\n")
 
   def _shown(self, value: Any) -> Any:
     """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
     bare = isinstance(value, (np.ndarray, np.generic))
-    if (bare and "!r" not in self._fmt) or not jax.tree.leaves(value):
+    if (bare and "!r" not in self.fmt) or not jax.tree.leaves(value):
       return value
     return jax.tree.map(
       lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value

@@ -20,7 +20,7 @@ class TapInfo:
     time_ns: wall clock, in nanoseconds since the Unix epoch, when the value left the program.
     process: index of the process (`jax.process_index()`).
     device: global id of the device (`jax.Device.id`); -1 when unknown.
-    run: XLA's id of the execution; the same on all its devices.
+    run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph.
     shard: slices of the global array that the value is, a pytree like the value with a tuple of
       slices for each leaf; None in programs that are not partitioned over several devices, and
       inside `jax.shard_map`.
@@ -104,12 +104,12 @@ def columns(record: Record) -> dict[str, np.ndarray]:
   """
   root = tap_key(record.info)
   leaves, tree = jax.tree.flatten(record.value)
+  paths = [path for _, path in leaf_paths(tree)]
   named = {
     f"{root}/{path}" if path else root: np.asarray(leaf)
-    for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)
+    for path, leaf in zip(paths, leaves, strict=True)
   }
   if len(named) != len(leaves):
-    paths = [path for _, path in leaf_paths(tree)]
     twice = next(path for path in paths if paths.count(path) > 1)
     raise ValueError(
       f"expected leaves of the tap {root!r} with names of their own, got two leaves {twice!r}"

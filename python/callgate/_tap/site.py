@@ -1,4 +1,4 @@
-"""What a tap is beyond its primitive: the text that programs hold.
+"""What a tap is beyond its primitive: what programs hold of it.
 
 A program names its tap, and says of it: name, role, which operands are values, and for Python a
 description in JSON (`delivery.Description` reads it). Nothing of this process.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from callgate._core import encoding
-from callgate._core.encoding import Level, encode_levels
+from callgate._core import attributes, encoding
+from callgate._core.encoding import Level
 from callgate._tap.target import Tap
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -32,11 +32,11 @@ class TapSite:
 
   tree: Any
   name: str
-  effect: str
-  every: int
-  where: bool
-  roles: tuple[str, ...]
   dtypes: tuple[str | None, ...]  # of leaves that travel as another dtype
+  effect: str = "io"
+  every: int = 1
+  where: bool = False
+  roles: tuple[str, ...] = ("primal",)
   logical: tuple[int, ...] = ()
   untapped: int = 0
   whole: bool = False  # lanes stay together: records of all lanes of a vmap
@@ -51,11 +51,6 @@ class TapSite:
     """Leaves of the tapped value."""
     return len(self.dtypes)
 
-  @property
-  def returned(self) -> int:
-    """Operands that a tap in the flow of data gives back: its values and the untapped ones."""
-    return self.values + self.untapped
-
 
 def encode(
   site: TapSite,
@@ -64,27 +59,35 @@ def encode(
   role: str,
   repeated: bool,
   returned: int = 0,
-) -> str:
-  """The text of `parse_tap_spec` in src/channel/tap.h; `returned`: values that are results, too."""
+) -> dict[str, Any]:
+  """What a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
+
+  Args:
+    site: the tap's static description.
+    transforms: that it met.
+    levels: its batch levels.
+    role: "primal", "tangent" or "cotangent".
+    repeated: it runs again in the backward pass.
+    returned: values that are results, too.
+  """
   leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
   paths = [jax.tree_util.keystr(path) for path, _ in leaves]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
-  lines = [
-    f"name={site.name}",
-    f"role={role}",
-    f"ordered={int(site.effect == 'ordered')}",
-    f"repeated={int(repeated)}",
-    f"every={site.every}",
-    f"values={site.values + len(site.logical)}",
-    f"returned={returned}",
-    f"where={int(site.where)}",
-    *(["on_device=1"] if site.on_device else []),
-    *(f"path={path}" for path in paths),
-    *(f"padded={index}" for index in site.logical),
-    "",
-    describe(site, transforms, levels),
-  ]
-  return "\n".join(lines)
+  return {
+    "spec": describe(site, transforms, levels),
+    "tap": {
+      "name": site.name,
+      "role": role,
+      "ordered": np.bool_(site.effect == "ordered"),
+      "repeated": np.bool_(repeated),
+      "every": np.int64(site.every),
+      "returned": np.int64(returned),
+      "where": np.bool_(site.where),
+      "on_device": np.bool_(site.on_device),
+      "paths": attributes.listed(paths),
+    },
+    "padded": attributes.listed({"leaf": np.int64(index)} for index in site.logical),
+  }
 
 
 def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> str:
@@ -104,16 +107,8 @@ def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> 
 
 
 def send_from_host(
-  tap: Tap, spec: str, levels: Sequence[Level], count: int, arrays: Sequence[Any]
+  tap: Tap, key: str, held: Mapping[str, Any], count: int, arrays: Sequence[Any]
 ) -> None:
-  """Sends a record from Python: for programs that can't call the runtime.
-
-  Args:
-    tap: where to.
-    spec: the call site's text.
-    levels: its batch levels.
-    count: operands that make up the record; the rest passes through.
-    arrays: the operands.
-  """
+  """Sends a record, the first `count` arrays, from Python: for programs without the runtime."""
   contiguous = [np.array(array, order="C") for array in arrays[:count]]  # copies, never views
-  tap.handle.send(spec, encode_levels(levels), -1, contiguous)
+  tap.handle.send(key, dict(held), -1, contiguous)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -109,17 +109,29 @@ def tap(
   raise_deferred()
   check_not_forked()
   target = target_of(to)
-  label = _label(to, name)
-  _check_options(label, every, effect, ordered, roles, sharding, replicas, on_device)
+  name = _name(to, name)
+  label = f"tap '{name}'"
+  options.choice(label, "effect", effect, get_args(Effect), what="'io' or 'dataflow'")
+  options.booleans(label, ordered=ordered, on_device=on_device)
+  if ordered and effect == "dataflow":
+    expected = "False with effect='dataflow', whose order is that of the data"
+    options.refuse(label, "ordered", expected, ordered)
+  options.or_none(
+    options.count, label, "every", every, least=1, most=2**31 - 1, what="a positive int"
+  )
+  if not _are_roles(roles):
+    options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
+  _check_sharding(label, sharding)
+  options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [dtypes.carried(x) for x in arrays]
   if isinstance(sharding, str) and sharding not in rules.BY_NAME:  # raises, if the rule doesn't fit
-    rules.parse(f"tap '{label}'", sharding, tuple(x.shape for x, _ in carried), (), tap=True)
+    rules.parse(label, sharding, tuple(x.shape for x, _ in carried), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
   site = TapSite(
     tree=tree,
-    name=label,
+    name=name,
     effect="ordered" if ordered else effect,
     every=int(every or 1),
     where=where is not None,
@@ -139,7 +151,7 @@ def tap(
   results = bind(target, site, operands, extra)
   if effect == "io" and "cotangent" not in roles:
     return value
-  return jax.tree.unflatten(tree, _uncarried(arrays, results))
+  return jax.tree.unflatten(tree, map(uncarried, arrays, results))
 
 
 def bind(
@@ -151,12 +163,8 @@ def bind(
 ) -> Sequence[Any]:
   """Binds a tap; returns its values, and what passes through it, to be used from here on.
 
-  Args:
-    target: where records go.
-    site: what is fixed about the tap.
-    operands: the value's leaves.
-    extra: logical sizes, the predicate and untapped arrays, as `site` says.
-    transforms: what counts as met before all transformations.
+  `extra` are logical sizes, the predicate and untapped arrays, as `site` says; `transforms` count
+  as met before all others.
   """
   params = {
     "tap": target,
@@ -194,7 +202,7 @@ def target_of(to: Any) -> Tap:
   return _target.of_function(to)
 
 
-def _label(to: Any, name: str | None) -> str:
+def _name(to: Any, name: str | None) -> str:
   if name is None:
     if isinstance(to, str):
       return to
@@ -204,34 +212,13 @@ def _label(to: Any, name: str | None) -> str:
   return str(options.name("tap", name))
 
 
-def _check_options(
-  name: str,
-  every: Any,
-  effect: Any,
-  ordered: Any,
-  roles: Any,
-  sharding: Any,
-  replicas: Any,
-  on_device: Any,
-) -> None:
-  label = f"tap '{name}'"
-  options.choice(label, "effect", effect, ("io", "dataflow"), what="'io' or 'dataflow'")
-  options.booleans(label, ordered=ordered, on_device=on_device)
-  if ordered and effect == "dataflow":
-    expected = "False with effect='dataflow', whose order is that of the data"
-    options.refuse(label, "ordered", expected, ordered)
-  options.or_none(
-    options.count, label, "every", every, least=1, most=2**31 - 1, what="a positive int"
-  )
-  if not _are_roles(roles):
-    options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
+def _check_sharding(label: str, sharding: Any) -> None:
   # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
   named = isinstance(sharding, str) and sharding.isidentifier()
   text = isinstance(sharding, str) and sharding and (not named or sharding in rules.BY_NAME)
   if not text and not callable(sharding):
     expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
     options.refuse(label, "sharding", expected, sharding)
-  options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
 
 
 def _are_roles(roles: Any) -> bool:
@@ -242,43 +229,43 @@ def _are_roles(roles: Any) -> bool:
   return known and "primal" in items
 
 
-def _as_array(name: str, leaf: Any, index: int) -> Any:
+def _as_array(label: str, leaf: Any, index: int) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
     raise GateDefinitionError(
-      f"tap '{name}': leaf {index}: expected an array, got {shown(leaf)}"
+      f"{label}: leaf {index}: expected an array, got {shown(leaf)}"
     ) from error
 
 
-def _predicate(name: str, where: Any) -> Any:
+def _predicate(label: str, where: Any) -> Any:
   try:
     predicate = jnp.asarray(where)
   except (TypeError, ValueError, OverflowError):
-    options.refuse(f"tap '{name}'", "where", "a bool of shape ()", where)
+    options.refuse(label, "where", "a bool of shape ()", where)
   if predicate.shape != () or predicate.dtype != jnp.bool_:
     raise GateDefinitionError(
-      f"tap '{name}': where: expected a bool of shape (), got {predicate.dtype.name}"
+      f"{label}: where: expected a bool of shape (), got {predicate.dtype.name}"
       f"{list(predicate.shape)}"
     )
   return jax.lax.stop_gradient(predicate)
 
 
 def logical_sizes(
-  name: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
+  label: str, logical_shape: Any, value: Any, arrays: Sequence[Any]
 ) -> list[tuple[int, Any]]:
   """(leaf index, vector of sizes) of each leaf that has logical sizes."""
   if logical_shape is None:
     return []
   lone = jax.tree.structure(value) == jax.tree.structure(0)
   if lone and not isinstance(logical_shape, (tuple, list)):
-    options.refuse(f"tap '{name}'", "logical_shape", "a tuple of sizes", logical_shape)
+    options.refuse(label, "logical_shape", "a tuple of sizes", logical_shape)
   shapes = [logical_shape] if lone else _of_leaves(logical_shape, jax.tree.structure(value))
   if len(shapes) != len(arrays):
     raise GateDefinitionError(
-      f"tap '{name}': logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
+      f"{label}: logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
       f"got {len(shapes)}"
     )
   sizes: list[tuple[int, Any]] = []
@@ -286,20 +273,19 @@ def logical_sizes(
     if shape is None:
       continue
     if not isinstance(shape, (tuple, list)):
-      options.refuse(f"tap '{name}'", "logical_shape", f"a tuple or None for leaf {index}", shape)
+      options.refuse(label, "logical_shape", f"a tuple or None for leaf {index}", shape)
     if len(shape) != array.ndim:
       raise GateDefinitionError(
-        f"tap '{name}': logical_shape of leaf {index}: expected {array.ndim} sizes for "
+        f"{label}: logical_shape of leaf {index}: expected {array.ndim} sizes for "
         f"{array.dtype.name}{list(array.shape)}, got {len(shape)}"
       )
     if not all(size is None or _is_size(size) for size in shape):
-      options.refuse(f"tap '{name}'", "logical_shape", "integers, traced or not", shape)
+      options.refuse(label, "logical_shape", "integers, traced or not", shape)
     for axis, (size, extent) in enumerate(zip(shape, array.shape, strict=True)):
-      known = size if isinstance(size, (int, np.integer)) else None
-      if known is not None and not 0 <= known <= extent:
+      if isinstance(size, (int, np.integer)) and not 0 <= size <= extent:
         raise GateDefinitionError(
-          f"tap '{name}': logical_shape of leaf {index}, dimension {axis}: expected a size from 0 "
-          f"to {extent}, got {known}"
+          f"{label}: logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to "
+          f"{extent}, got {size}"
         )
     full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
     if full:
@@ -337,15 +323,11 @@ def _of_leaves(shapes: Any, tree: Any) -> list[Any]:
 _MOST = 2**31 - 1  # of int32
 
 
-def _uncarried(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-  """The results in the dtypes that the user gave."""
-  out: list[Any] = []
-  for array, result in zip(arrays, results, strict=False):
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      out.append(jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)))
-    else:
-      out.append(result if result.dtype == array.dtype else result.astype(array.dtype))
-  return out
+def uncarried(array: Any, result: Any) -> Any:
+  """A tap's result in the dtype of the array that the user gave: the inverse of `carried`."""
+  if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(result, impl=jax.random.key_impl(array))
+  return result if result.dtype == array.dtype else result.astype(array.dtype)
 
 
 def channel_stats() -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from callgate import _callgate
 from callgate._core import registry
@@ -14,6 +14,7 @@ from callgate._tap import delivery
 DEFAULT = "default"  # the channel of taps to functions
 # What takes a record that no program sends: (description, the arrays that are sent).
 Eager = Callable[[str, Sequence[Any]], None]
+T = TypeVar("T")
 
 
 class Tap:
@@ -41,7 +42,7 @@ _own_lock = threading.Lock()
 
 def of_channel(name: str) -> Tap:
   """The tap to a channel, by its name; one for all who want it."""
-  return _shared(("channel", name), lambda: Tap(f"channel:{name}", name))
+  return shared(_taps, ("channel", name), lambda: Tap(f"channel:{name}", name))
 
 
 def of_function(function: Callable[..., Any]) -> Tap:
@@ -52,10 +53,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
     consumer = _callgate.python_consumer(delivery.rows_to_function(function))
     return Tap(registry.unique_name(function, prefix="tap:"), DEFAULT, consumer)
 
-  try:
-    return _shared(("function", function), make)
-  except TypeError:  # not hashable
-    return make()
+  return shared(_taps, ("function", function), make)
 
 
 def of_rows(
@@ -66,14 +64,10 @@ def of_rows(
   channel: str = DEFAULT,
   eager: Eager | None = None,
 ) -> Tap:
-  """A tap whose consumer gets rows as they are, for `callgate.compat`.
+  """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  Args:
-    key: equal for taps that are the same; may be unhashable, then each is its own.
-    consume: the consumer, `consume(source, rows)`.
-    name: for messages.
-    channel: the channel of callgate's own that the records go through.
-    eager: takes the records that no compiled program sends.
+  Keys are equal for taps that are the same; one that is unhashable makes each its own. Records go
+  through `channel`, one of callgate's own; `eager` takes those that no compiled program sends.
   """
   start_channel(channel)
 
@@ -81,37 +75,29 @@ def of_rows(
     unique = registry.free_name(f"tap:{name}")
     return Tap(unique, channel, _callgate.python_consumer(consume), eager)
 
-  try:
-    return _shared(("rows", key), make)
-  except TypeError:  # not hashable
-    return make()
+  return shared(_taps, ("rows", key), make)
 
 
-def _shared(key: Any, make: Callable[[], Tap]) -> Tap:
+def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[[], T]) -> T:
+  """The live object of a key, made where there is none; each its own where it is unhashable."""
   with _lock:
-    tap = _taps.get(key)
-    if tap is None:
-      tap = _taps[key] = make()
-    return tap
+    try:
+      found = cache.get(key)
+    except TypeError:
+      return make()
+    if found is None:
+      found = cache[key] = make()
+    return found
 
 
 def start_channel(name: str) -> Any:
-  """Opens a channel of callgate's own, once, such as the one that taps to functions go through.
-
-  Returns:
-    The runtime's handle on it.
-  """
+  """The runtime's handle on a channel of callgate's own, which is opened once."""
   with _own_lock:
     handle = _own.get(name)
     if handle is None:
       handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
       handle.start()
     return handle
-
-
-def start_default() -> None:
-  """Opens the channel that taps to functions go through, once."""
-  start_channel(DEFAULT)
 
 
 def own_channels() -> list[tuple[str, Any]]:

@@ -42,13 +42,10 @@ _forward_lock = threading.RLock()
 def of_function(
   function: Callable[..., Any], *, random: bool, enable_grad: bool, plain: bool = True
 ) -> Run:
-  """The run of a user's function.
+  """The run of a user's function of pytrees of tensors.
 
-  Args:
-    function: takes and returns pytrees of tensors.
-    random: it draws random numbers, from torch's generator seeded by the argument `rng`.
-    enable_grad: it calls autograd itself.
-    plain: it returns its results, rather than writing them.
+  A `random` one draws from torch's generator, seeded by the argument `rng`; one with `enable_grad`
+  calls autograd itself; one that is not `plain` writes its results, rather than returning them.
   """
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

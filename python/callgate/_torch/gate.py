@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._call.operation import Vmap
+from callgate._call.options import Vmap
 from callgate._call.primitive import bind
 from callgate._call.site import CallSite, TangentCall
 from callgate._core import registry
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
 
 Path = tuple[tuple[str, tuple[int, ...]], ...]
 _KINDS = ("jvp", "vjp", "vmap")
@@ -35,17 +36,14 @@ _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
 
 class TorchGate(Gate):
-  """The gate of a PyTorch function or of a transform of it; see the module's text.
-
-  Attributes:
-    root: the gate of the function itself.
-    path: the transforms around it.
-  """
+  """The gate of a PyTorch function (the root) or of a transform of it; see the module's text."""
 
   autograd = True
 
-  def __init__(self, root: TorchGate | None, path: Path, call: Callable[..., Any], **options: Any):
-    super().__init__(call, arrays="torch", **options)
+  def __init__(
+    self, root: TorchGate | None, path: Path, call: Callable[..., Any], options: GateOptions
+  ) -> None:
+    super().__init__(call, options)
     self.root: TorchGate = root if root is not None else self
     self.path = path
     self._options = options
@@ -79,17 +77,18 @@ class TorchGate(Gate):
     call = calls.caller(run, path)
     derivative = path[-1][0] != "vmap"
     call.__name__ = call.__qualname__ = _key(path)
-    options = {
-      "name": f"{self.name}[{_key(path)}]",
-      "out": _known,
-      "effect": "pure" if any(kind != "vmap" for kind, _ in path) else self.effect,
-      "linear": _VECTORS if derivative else False,
-      "like": None,
-      "gradient": None,
-      "aliases": None,
-      "vmap": "each",  # a rule of the user's is for the function itself; see `batching`
-    }
-    return TorchGate(self, path, call, **{**self._options, **options})
+    options = dataclasses.replace(
+      self._options,
+      name=f"{self.name}[{_key(path)}]",
+      out=_known,
+      effect="pure" if any(kind != "vmap" for kind, _ in path) else self.effect,
+      linear=_VECTORS if derivative else False,
+      like=None,
+      gradient=None,
+      aliases=None,
+      vmap="each",  # a rule of the user's is for the function itself; see `batching`
+    )
+    return TorchGate(self, path, call, options)
 
   def define_variant(self, key: str) -> bool:
     """Makes the part that a program from elsewhere names; False where it isn't one of ours."""

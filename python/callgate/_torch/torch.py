@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import Any, cast
 
 import jax
 
 from callgate._arrays import torch as _torch
-from callgate._call.operation import Effect
-from callgate._core import extras, registry
+from callgate._call.options import shared
+from callgate._core import extras, factories, registry
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
-from callgate._gate.gate import Thread
+from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-
-Style = Literal["return", "inplace"]
-Vmap = Literal["auto", "whole", "each"]
+from callgate._torch.options import VMAPS, Style, TorchOptions
 
 
 class TorchFunction(TorchGate):
@@ -32,41 +30,24 @@ class TorchFunction(TorchGate):
 
   kind = "torch function"
 
-  def __init__(
-    self,
-    function: Callable[..., Any],
-    *,
-    out: Any,
-    like: Callable[..., Any] | None,
-    name: str,
-    style: Style,
-    vmap: Vmap | Callable[..., Any],
-    random: bool,
-    enable_grad: bool,
-    **options: Any,
-  ) -> None:
+  def __init__(self, function: Callable[..., Any], name: str, options: TorchOptions) -> None:
     from callgate._torch import calls
 
     label = f"{self.kind} '{name}'"
-    self.method = "each" if callable(vmap) else _options.choice(label, "vmap", vmap, _VMAPS)
-    self.random = random
+    rule = options.vmap if callable(options.vmap) else None
+    self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, VMAPS)
+    self.random = options.random
+    plain = options.style == "return"
     self.run = calls.of_function(
-      function, random=random, enable_grad=enable_grad, plain=style == "return"
+      function, random=options.random, enable_grad=options.enable_grad, plain=plain
     )
     call = calls.caller(self.run, ())
     functools.update_wrapper(call, function, updated=())
-    super().__init__(
-      None,
-      (),
-      call,
-      out=self._infer if out is None and like is None else out,
-      like=like,
-      name=name,
-      style=_options.choice(label, "style", style, ("return", "inplace")),
-      vmap=vmap if callable(vmap) else "each",
-      **options,
-    )
-    if style == "inplace" and out is None and like is None:
+    inferred = options.out is None and options.like is None
+    out = self._infer if inferred else options.out
+    changes = {"name": name, "out": out, "vmap": rule or "each", "arrays": "torch"}
+    super().__init__(None, (), call, shared(GateOptions, options, **changes))
+    if not plain and inferred:
       raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,12 +97,12 @@ class TorchModule(TorchFunction):
 
   kind = "torch module"
 
-  def __init__(self, module: Any, *, mutable: bool, name: str, **options: Any) -> None:
+  def __init__(self, module: Any, name: str, options: TorchOptions) -> None:
     from callgate._torch.module import ModuleFunction
 
-    self._module = ModuleFunction(f"{self.kind} '{name}'", module, mutable=mutable)
-    _set_signature(self._module, module.forward, options["style"])
-    super().__init__(self._module, name=name, **options)
+    self._module = ModuleFunction(f"{self.kind} '{name}'", module, mutable=options.mutable)
+    _set_signature(self._module, module.forward, options.style)
+    super().__init__(self._module, name, options)
 
   @property
   def params(self) -> dict[str, jax.Array]:
@@ -171,9 +152,6 @@ class TorchModule(TorchFunction):
     )
 
 
-_VMAPS = ("auto", "whole", "each")
-
-
 def _set_signature(function: Any, forward: Callable[..., Any], style: Style) -> None:
   if style != "return":
     raise GateDefinitionError(
@@ -193,56 +171,8 @@ def _from_torch(leaf: Any) -> Any:
   return jax.numpy.asarray(_torch.to_numpy(leaf))
 
 
-class _Options(TypedDict, total=False):
-  """The options of `torch`, for the overloads' sake."""
-
-  out: Any
-  like: Callable[..., Any] | None
-  name: str | None
-  effect: Effect
-  style: Style
-  aliases: Mapping[int, int] | None
-  vmap: Vmap | Callable[..., Any]
-  sharding: Any
-  thread: Thread
-  timeout: float | None
-  cast: bool
-  gradient: Literal["finite-difference"] | None
-  random: bool
-  enable_grad: bool
-  mutable: bool
-
-
-@overload
-def torch(fn: Callable[..., Any], /, **options: Unpack[_Options]) -> Any: ...
-
-
-@overload
-def torch(
-  fn: None = None, /, **options: Unpack[_Options]
-) -> Callable[[Callable[..., Any]], TorchFunction]: ...
-
-
-def torch(
-  fn: Callable[..., Any] | None = None,
-  /,
-  *,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  effect: Effect = "pure",
-  style: Style = "return",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "auto",
-  sharding: Any = None,
-  thread: Thread = "xla",
-  timeout: float | None = None,
-  cast: bool = False,
-  gradient: Literal["finite-difference"] | None = None,
-  random: bool = False,
-  enable_grad: bool = False,
-  mutable: bool = False,
-) -> Any:
+@factories.decorator(TorchOptions)
+def torch(fn: Callable[..., Any], /, *, options: TorchOptions) -> Any:
   """Makes a PyTorch function or module a JAX function, with its derivatives and batches.
 
   ```python
@@ -263,29 +193,6 @@ def torch(
   Args:
     fn: takes and returns pytrees of tensors, and does not write into its arguments; or a
       `torch.nn.Module`. Leave it out to use the result as a decorator.
-    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments' ShapeDtypeStructs to one. Default: found by a run on tensors without values.
-    like: a JAX-traceable reference of the same signature, which then gives the results' shapes, the
-      derivatives, and the truth of `check`.
-    name: what programs call the function by, as for `callgate.gate`.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`. Derivatives are always pure.
-    style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
-      memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
-    aliases: flat input position to flat output position, with style="inplace": both are one memory.
-    vmap: "auto" (all lanes in one call through `torch.func.vmap` where it takes the function, which
-      is tried when the program is traced; else lane by lane), "whole" (always `torch.func.vmap`),
-      "each" (always lane by lane) or a rule as for `callgate.gate`.
-    sharding: which dimensions of the arrays may stay split over devices, as for `callgate.gate`:
-      None or "gather", "shard", a rule such as "i [j] -> i [j]", or a function.
-    thread: "xla" or "own", as for `callgate.gate`.
-    timeout: seconds, as for `callgate.gate`.
-    cast: allow same-kind casts of results: int64 to int32 where JAX has no int64.
-    gradient: "finite-difference": derivatives by central differences in the place of torch's.
-    random: the function draws random numbers. Calls then take `rng=`, a JAX key, which seeds
-      torch's generator for this call; the function does not get it.
-    enable_grad: run the function with autograd on, for one that calls it itself.
-    mutable: for modules that write into their buffers (batch normalisation in training): calls
-      return `(result, buffers)`, the new values by name.
 
   Returns:
     A `TorchFunction`; for a module a `TorchModule`, with `params`, `trainable` and `load`.
@@ -295,39 +202,13 @@ def torch(
       results' types can't be found, or a parameter is missing.
     ValueError: the name is taken by another live gate.
   """
-  options: dict[str, Any] = {
-    "out": out,
-    "like": like,
-    "name": name,
-    "effect": effect,
-    "style": style,
-    "aliases": aliases,
-    "vmap": vmap,
-    "sharding": sharding,
-    "thread": thread,
-    "timeout": timeout,
-    "cast": cast,
-    "gradient": gradient,
-    "random": random,
-    "enable_grad": enable_grad,
-    "mutable": mutable,
-  }
-  name = _options.name("torch", name)
-  _options.choice("torch", "style", style, ("return", "inplace"))
-  _options.booleans("torch", cast=cast, random=random, enable_grad=enable_grad, mutable=mutable)
-  if fn is None:
-    return lambda function: _make(function, **options)
-  return _make(fn, **options)
-
-
-def _make(fn: Any, *, name: str | None, mutable: bool, **options: Any) -> TorchFunction:
   nn = extras.library("torch.nn", "PyTorch", "torch", by="callgate.torch")
   if not callable(fn):
     raise GateDefinitionError(f"callgate.torch: fn: expected a callable or a module, got {fn!r}")
   if isinstance(fn, nn.Module):
     kind = cast("type[Any]", type(fn))
-    unique = name or registry.free_name(f"{kind.__module__}.{kind.__qualname__}")
-    return TorchModule(fn, mutable=mutable, name=unique, **options)
-  if mutable:
+    name = options.name or registry.free_name(f"{kind.__module__}.{kind.__qualname__}")
+    return TorchModule(fn, name, options)
+  if options.mutable:
     raise GateDefinitionError("callgate.torch: mutable=True is for modules, got a function")
-  return TorchFunction(fn, name=name or registry.unique_name(fn), **options)
+  return TorchFunction(fn, options.name or registry.unique_name(fn), options)

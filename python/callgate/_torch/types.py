@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -29,43 +29,40 @@ def torch_dtype(dtype: np.dtype[Any]) -> Any:
   return found if isinstance(found, torch.dtype) else None
 
 
-def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-  """The dtype of a tensor as JAX has it."""
-  name = str(dtype).removeprefix("torch.")
-  return dtype_named(name)
-
-
 # Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there
 # (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
 _WRONG_UNDER_VMAP = frozenset({"aten::_cdist_backward"})
 
 
-class _Refusals(TorchDispatchMode):
-  """Raises where torch would map an operation and give wrong values."""
+class _Watched(TorchDispatchMode):
+  """Has `look` see each operation before it runs."""
 
-  def __torch_dispatch__(
-    self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-  ) -> Any:
-    del types
-    if func.name().partition(".")[0] in _WRONG_UNDER_VMAP:
-      raise NotImplementedError(func.name())
-    return func(*args, **(kwargs or {}))
-
-
-class _Draws(TorchDispatchMode):
-  """Writes down which operations draw random numbers."""
-
-  def __init__(self) -> None:
+  def __init__(self, look: Callable[[Any], None]) -> None:
     super().__init__()
-    self.seen: list[str] = []
+    self._look = look
 
   def __torch_dispatch__(
     self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
   ) -> Any:
     del types
-    if torch.Tag.nondeterministic_seeded in func.tags:
-      self.seen.append(str(func))
+    self._look(func)
     return func(*args, **(kwargs or {}))
+
+
+def _run_abstract(
+  run: Run, functional: bool, args: Any, kwargs: Any, look: Callable[[Any], None]
+) -> Any:
+  """The run on tensors without values, in the place of ShapeDtypeStructs."""
+
+  def fake(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf
+    return torch.empty(tuple(leaf.shape), dtype=torch_dtype(np.dtype(leaf.dtype)))
+
+  with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    args, kwargs = jax.tree.map(fake, (args, kwargs))
+    with _Watched(look), torch.no_grad():
+      return run(functional, args, kwargs)
 
 
 def result_types(
@@ -73,26 +70,25 @@ def result_types(
 ) -> tuple[Any, str | None]:
   """The results' types, and an operation that draws random numbers if there is one.
 
-  Args:
-    label: what messages call the function.
-    run: the function.
-    args: the arguments, with ShapeDtypeStructs for arrays.
-    kwargs: likewise; static ones as they are.
+  Arguments have ShapeDtypeStructs for arrays; static ones are as they are.
   """
-  draws = _Draws()
+  draws: list[str] = []
+
+  def look(operation: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+      draws.append(str(operation))
+
   try:
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-      fake_args, fake_kwargs = _fakes(args, kwargs)
-      with draws, torch.no_grad():
-        result = run(False, fake_args, fake_kwargs)
+    result = _run_abstract(run, False, args, kwargs, look)
   except GateDefinitionError:
     raise
   except Exception as error:  # whatever the user's function raises
     raise GateDefinitionError(_cannot_infer(label, error)) from error
-  structs = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(tuple(x.shape), numpy_dtype(x.dtype)), result
-  )
-  return structs, draws.seen[0] if draws.seen else None
+
+  def struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
+
+  return jax.tree.map(struct, result), next(iter(draws), None)
 
 
 def _cannot_infer(label: str, error: Exception) -> str:
@@ -111,20 +107,17 @@ def _cannot_infer(label: str, error: Exception) -> str:
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-  """Whether a run under `torch.func.vmap` works, and is not a loop over the lanes in disguise.
+  """Whether the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
 
-  Args:
-    batched: the run of all lanes.
-    args: its arguments, with ShapeDtypeStructs for arrays.
-    kwargs: likewise.
-  """
+  def look(operation: Any) -> None:
+    if operation.name().partition(".")[0] in _WRONG_UNDER_VMAP:
+      raise NotImplementedError(operation.name())
+
   try:
-    with warnings.catch_warnings(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings():
       # torch warns of an operation that it can't batch but in a loop of its own.
       warnings.filterwarnings("error", message="There is a performance drop")
-      fake_args, fake_kwargs = _fakes(args, kwargs)
-      with _Refusals(), torch.no_grad():
-        batched(True, fake_args, fake_kwargs)
+      _run_abstract(batched, True, args, kwargs, look)
   except Exception:  # noqa: BLE001 - torch refuses in many ways, and the lanes then run in turn
     return False
   return True
@@ -139,16 +132,6 @@ def _quiet() -> Generator[None]:
     yield
   finally:
     logger.disabled = before
-
-
-def _fakes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  def fake(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-      return leaf
-    return torch.empty(tuple(leaf.shape), dtype=torch_dtype(np.dtype(leaf.dtype)))
-
-  leaves, tree = jax.tree.flatten((args, kwargs))
-  return jax.tree.unflatten(tree, [fake(leaf) for leaf in leaves])
 
 
 def batch(structs: Sequence[Any], mask: Sequence[bool], size: int) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from callgate._core import extras
 from callgate._core.errors import GateDefinitionError
+from callgate._stream.tail import integer
 from callgate._watch.feed import Feed
 from callgate._watch.model import Model
 
 if TYPE_CHECKING:
-  Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # pyright: ignore[reportPrivateUsage]
-
+  from callgate._stream.tail import Subparsers
 
 _PERIOD_MS = 400  # between two looks at the model
 
@@ -35,11 +34,13 @@ def add_watch(subparsers: Subparsers) -> None:
   parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
   parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
                       help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
-  parser.add_argument("--port", type=_port, default=5007, metavar="N",
+  parser.add_argument("--port", type=integer("a port from 0 to 65535", most=65535), default=5007,
+                      metavar="N",
                       help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
-  parser.add_argument("--points", type=_at_least_two, default=1000, metavar="N",
+  parser.add_argument("--points", type=integer("2 points or more", least=2), default=1000,
+                      metavar="N",
                       help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
-  parser.add_argument("--plots", type=_plots, default=12, metavar="N",
+  parser.add_argument("--plots", type=integer("1 plot or more", least=1), default=12, metavar="N",
                       help="plots to begin with, at most (default: 12)")  # fmt: skip
   parser.add_argument("--wait", action="store_true",
                       help="wait for files and addresses that are not there yet")  # fmt: skip
@@ -47,30 +48,8 @@ def add_watch(subparsers: Subparsers) -> None:
   parser.set_defaults(run=run)
 
 
-def _port(text: str) -> int:
-  return _number(text, "a port from 0 to 65535", least=0, most=65535)
-
-
-def _at_least_two(text: str) -> int:
-  return _number(text, "2 points or more", least=2)
-
-
-def _plots(text: str) -> int:
-  return _number(text, "1 plot or more", least=1)
-
-
-def _number(text: str, expected: str, *, least: int, most: int = 2**31) -> int:
-  with contextlib.suppress(ValueError):
-    if least <= (number := int(text)) <= most:
-      return number
-  raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-
 def run(arguments: argparse.Namespace) -> int:
   """Serves the page until an interrupt, or until the process is asked to terminate.
-
-  Args:
-    arguments: the parsed ones of `watch`.
 
   Returns:
     The exit status: 1 where Bokeh is missing.
@@ -112,13 +91,7 @@ async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace)
 
 
 def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tuple[Any, int]:
-  """A Bokeh server on loopback that has not started, and its port.
-
-  Args:
-    model: what its page shows.
-    feeds: where the model's data come from.
-    port: 0 for any free one.
-    plots: how many plots the page begins with.
+  """A Bokeh server on loopback that has not started, and its port: `port`, or any free one for 0.
 
   Raises:
     OSError: the port is in use.

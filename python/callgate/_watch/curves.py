@@ -6,6 +6,7 @@ Plain data, used under the model's lock.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,8 @@ from callgate._stream.records import StreamRecord
 
 Window = Literal["whole", "recent"]
 _Array = np.ndarray[Any, Any]
-# Rows of the matrices here; a column is a point.
+# Rows of the matrices here; a column is a point: its position on the record axis, and the minimum,
+# maximum, sum and number of the finite elements of its records.
 _X, _SECONDS, _SESSION, _LOW, _HIGH, _SUM, _COUNT, _BUCKET = range(8)
 
 
@@ -22,12 +24,7 @@ class Curve:
   """A curve as minimum, mean and maximum: the whole of it, coarser as it grows, and its end."""
 
   def __init__(self, points: int) -> None:
-    """Makes an empty one.
-
-    Args:
-      points: at most so many, of each of the two.
-    """
-    self._limit = points
+    self._limit = points  # at most, of each of the two
     self._stride = 1  # records a point of the whole
     self._records = 0
     self._last_x = -1.0
@@ -35,11 +32,9 @@ class Curve:
     self._recent = np.zeros((8, 0))
 
   def extend(self, rows: _Array) -> None:
-    """Adds points to the right end.
+    """Adds points to the right end: the rows above without the last, f64[7, n].
 
-    Args:
-      rows: f64[7, n]: position, seconds, session; minimum, maximum, sum and number of the finite
-        elements. Columns of one position, the lanes of a vmap, make one point.
+    Columns of one position, the lanes of a vmap, make one point.
     """
     steps = np.diff(rows[_X], prepend=self._last_x) != 0
     index = self._records - 1 + np.cumsum(steps)
@@ -53,11 +48,7 @@ class Curve:
       self._whole = _merge(self._whole)
 
   def columns(self, window: Window) -> dict[str, _Array]:
-    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions.
-
-    Args:
-      window: "whole" or "recent".
-    """
+    """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions."""
     points = self._whole if window == "whole" else self._recent
     gaps = np.flatnonzero(np.diff(points[_SESSION])) + 1
     points = np.insert(points, gaps, np.nan, axis=1)
@@ -93,26 +84,17 @@ def _merge(points: _Array) -> _Array:
 
 
 class Lanes:
-  """Records of each device over time, in a fixed number of buckets that widen.
-
-  Attributes:
-    width: seconds a bucket.
-  """
+  """Records of each device over time, in a fixed number of buckets that widen."""
 
   BUCKETS = 240
 
   def __init__(self) -> None:
-    self.width = 0.125
+    self.width = 0.125  # seconds a bucket
     self._counts: dict[int, _Array] = {}
     self._used = 0
 
   def add(self, device: int, seconds: _Array) -> None:
-    """Counts records.
-
-    Args:
-      device: which lane.
-      seconds: since the first record; what is before it counts as at it.
-    """
+    """Counts records by their seconds since the first; one before it counts as at it."""
     counts = self._counts.setdefault(device, np.zeros(self.BUCKETS, np.int64))
     seconds = np.maximum(seconds, 0)
     while seconds.max() >= self.width * self.BUCKETS:
@@ -141,11 +123,7 @@ class Rate:
     self._count = 0
 
   def add(self, seconds: np.ndarray[Any, Any]) -> None:
-    """Counts records.
-
-    Args:
-      seconds: their times.
-    """
+    """Counts records by their times."""
     last = float(seconds.max())
     older = int((seconds < last - _RECENT_SECONDS).sum())
     if older:
@@ -165,6 +143,15 @@ class Rate:
     return (count_after - count_before) / (after - before) if after > before else 0.0
 
 
+@dataclasses.dataclass(slots=True)
+class _Span:
+  """The numbers of one device's records: the first, the highest, and how many there were."""
+
+  first: int
+  last: int
+  distinct: int = 1
+
+
 class Source:
   """One stream: where its numbers stand, and how they become positions on the record axis."""
 
@@ -175,9 +162,7 @@ class Source:
     self.missing_before = 0
     self.is_new_session = False  # whether the next record is another writer's
     self._descriptions: dict[int, Any] = {}  # by id, which holding them keeps their own
-    self._first: dict[int, int] = {}
-    self._last: dict[int, int] = {}
-    self._distinct: dict[int, int] = {}
+    self._spans: dict[int, _Span] = {}  # by device, in this session
 
   def _begin_session(self) -> None:
     self.is_new_session = False
@@ -185,8 +170,7 @@ class Source:
     self.session += 1
     self.base = self.top
     self._descriptions.clear()
-    for counts in (self._first, self._last, self._distinct):
-      counts.clear()
+    self._spans.clear()
 
   def position(self, record: StreamRecord) -> int:
     """Where a record lies on the record axis.
@@ -194,24 +178,22 @@ class Source:
     A writer describes each tap once: a new description with a number that the device has passed
     is from another writer.
     """
-    device, seq = record.device, record.seq
+    seq, span = record.seq, self._spans.get(record.device)
     is_described = id(record.description) in self._descriptions
-    passed = seq <= self._last.get(device, -1)
+    passed = span is not None and seq <= span.last
     if self.is_new_session or (passed and not is_described):
       self._begin_session()
-      is_described = False
-    if not is_described:
-      self._descriptions[id(record.description)] = record.description
-    last = self._last.get(device)
-    if last is None:
-      self._first[device] = seq
-    if last != seq:
-      self._distinct[device] = self._distinct.get(device, 0) + 1
-    self._last[device] = seq if last is None else max(last, seq)
+      span = None
+    self._descriptions[id(record.description)] = record.description
+    if span is None:
+      self._spans[record.device] = _Span(seq, seq)
+    else:
+      span.distinct += seq != span.last
+      span.last = max(span.last, seq)
     self.top = max(self.top, self.base + seq + 1)
     return self.base + seq
 
   @property
   def missing(self) -> int:
-    spans = (self._last[d] - self._first[d] + 1 - n for d, n in self._distinct.items())
-    return self.missing_before + max(0, sum(spans))
+    missing = sum(s.last - s.first + 1 - s.distinct for s in self._spans.values())
+    return self.missing_before + max(0, missing)

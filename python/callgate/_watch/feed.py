@@ -11,7 +11,7 @@ import os
 import threading
 import time
 
-from callgate._stream.reader import StreamReader, open_stream
+from callgate._stream.reader import StreamReader, is_address, open_stream
 from callgate._stream.records import StreamRecord
 from callgate._watch.model import Model
 
@@ -20,35 +20,18 @@ _PATIENCE = 0.1  # seconds that a record waits for others of its chunk, at most
 
 
 class Feed:
-  """Follows one file or address, on a thread of its own.
-
-  Attributes:
-    where: the file or the address.
-  """
+  """Follows one file, pattern of files or address, on a thread of its own."""
 
   def __init__(self, where: str, model: Model, source: int, *, retry_seconds: float = 1.0) -> None:
-    """Makes a feed that has not begun.
-
-    Args:
-      where: a file, a pattern of files, `unix:PATH` or `tcp://HOST:PORT`.
-      model: what gets the records.
-      source: the number by which the model knows the stream.
-      retry_seconds: between two attempts to open what is not there.
-    """
     self.where = where
     self._model = model
-    self._source = source
-    self._retry_seconds = retry_seconds
-    self._state = "waiting for it"
+    self._source = source  # the number by which the model knows the stream
+    self._retry_seconds = retry_seconds  # between two attempts to open what is not there
+    self.state = "waiting for it"  # what the feed is at, in a few words
     self._inode = 0
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._run, name=f"callgate-watch-{source}", daemon=True)
     self._reader: StreamReader | None = None
-
-  @property
-  def state(self) -> str:
-    """What the feed is at, in a few words."""
-    return self._state
 
   def connect(self) -> None:
     """Opens the stream now, so that the caller gets the error.
@@ -83,12 +66,12 @@ class Feed:
         with self._reader as reader:
           self._follow(reader)
       except ConnectionError as error:
-        self._state = f"{error}; trying again"
+        self.state = f"{error}; trying again"
       except FileNotFoundError:
-        self._state = "waiting for it"
+        self.state = "waiting for it"
       except (OSError, ValueError) as error:
-        self._state = str(error)
-        if self._reader is not None and not self._is_address:
+        self.state = str(error)
+        if self._reader is not None and not is_address(self.where):
           return  # damaged; reading it from the beginning would count everything twice
       self._reader = None
       self._model.begin_session(self._source)
@@ -101,15 +84,15 @@ class Feed:
       chunk = self._chunk(reader)
       self._model.add(chunk, self._source)
       if chunk:
-        self._state = "following"
+        self.state = "following"
         continue
       if reader.ended:
-        self._state = "closed by its writer"
-        if self._is_address:
+        self.state = "closed by its writer"
+        if is_address(self.where):
           return
-      elif self._state == "waiting for it":
-        self._state = "following"
-      if not self._is_address and _inode(self.where) not in (0, self._inode):
+      elif self.state == "waiting for it":
+        self.state = "following"
+      if not is_address(self.where) and _inode(self.where) not in (0, self._inode):
         return  # replaced by another file
       self._stop.wait(max(0.0, before + _PATIENCE - time.monotonic()))
 
@@ -126,10 +109,6 @@ class Feed:
       self._model.add(chunk, self._source)  # what came before the damage
       raise
     return chunk
-
-  @property
-  def _is_address(self) -> bool:
-    return self.where.startswith(("unix:", "tcp://"))
 
 
 def _inode(where: str) -> int:

@@ -56,12 +56,7 @@ def host_of(header: str) -> str:
 
 
 def policy(nonce: str, host: str) -> str:
-  """The Content-Security-Policy of the page.
-
-  Args:
-    nonce: of the scripts in it.
-    host: name and port that the page was asked for by; its socket has the same.
-  """
+  """The Content-Security-Policy of the page, whose socket is at the host it was asked for by."""
   allowed = {
     "script-src": f"'nonce-{nonce}' 'self'",
     "style-src": "'self' 'unsafe-inline'",  # Bokeh's views make style elements

@@ -7,7 +7,9 @@ from the server's: a lock makes each call whole.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,17 +27,11 @@ _LATEST = 2048  # elements of an array's latest value that are kept, evenly spre
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Key:
-  """One leaf of one tap: what the page has a plot for.
-
-  Attributes:
-    name: the tap's name.
-    role: "primal", "tangent" or "cotangent".
-    path: the leaf's path in the tapped value; "" for a lone array.
-  """
+  """One leaf of one tap: what the page has a plot for."""
 
   name: str
   role: str
-  path: str
+  path: str  # as in `StreamRecord.leaves`
 
   @property
   def leaf(self) -> str:
@@ -53,55 +49,31 @@ class Key:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
-  """Counts over all streams.
+  """Counts over all streams."""
 
-  Attributes:
-    records: values that came, each lane of a vmap one.
-    missing: numbers between a device's first record and its last that did not come: dropped ones,
-      and those of which `where` kept every lane back.
-    sessions: writers that were read.
-    per_second: records a second of the last ten seconds of the streams' own time.
-    started_ns: wall clock of the first record; 0 before it.
-    latest_ns: wall clock of the latest one.
-  """
-
-  records: int
+  records: int  # values that came, each lane of a vmap one
+  # Numbers between a device's first record and its last that did not come: dropped ones, and those
+  # of which `where` kept every lane back.
   missing: int
-  sessions: int
-  per_second: float
-  started_ns: int
+  sessions: int  # writers that were read
+  per_second: float  # of the last ten seconds of the streams' own time
+  started_ns: int  # wall clock of the first record; 0 before it
   latest_ns: int
 
 
 class Panel:
-  """What is known of one leaf.
-
-  Attributes:
-    curves: by device.
-    latest: the latest value, flat, at most 2048 elements of it.
-    is_array: whether a record held more than one number, all lanes taken together.
-    records: values that came.
-    nonfinite: elements that were NaN or infinite; curves leave them out.
-    kind: dtype and shape of the latest value, as "float32[3, 4]".
-    version: changes with each change.
-  """
+  """What is known of one leaf."""
 
   def __init__(self, points: int) -> None:
-    self._points = points
-    self.curves: dict[int, Curve] = {}
-    self.latest = np.zeros(0)
-    self.is_array = False
+    # By device.
+    self.curves: dict[int, Curve] = collections.defaultdict(functools.partial(Curve, points))
+    self.latest = np.zeros(0)  # the latest value, flat, at most _LATEST elements of it
+    self.is_array = False  # whether a record held more than one number, all lanes taken together
     self.records = 0
-    self.nonfinite = 0
-    self.kind = ""
-    self.version = 0
+    self.nonfinite = 0  # elements that were NaN or infinite, which curves leave out
+    self.kind = ""  # of the latest value, as "float32[3, 4]"
+    self.version = 0  # changes with each change
     self.rate = Rate()
-
-  def curve(self, device: int) -> Curve:
-    """The curve of a device, made when it is new."""
-    if device not in self.curves:
-      self.curves[device] = Curve(self._points)
-    return self.curves[device]
 
   @property
   def last(self) -> float:
@@ -114,14 +86,9 @@ class Model:
   """Curves, counts and latest values of any number of streams."""
 
   def __init__(self, points: int = 1000) -> None:
-    """Makes an empty one.
-
-    Args:
-      points: of each curve, at most; the whole run and its recent part each.
-    """
     if points < 2:
       raise ValueError(f"callgate watch: expected 2 points a curve or more, got {points}")
-    self._points = points
+    self._points = points  # of each curve, at most; the whole run and its recent part each
     self._lock = threading.Lock()
     self._panels: dict[Key, Panel] = {}
     self._sources: dict[int, Source] = {}
@@ -132,23 +99,14 @@ class Model:
     self._latest_ns = 0
 
   def add(self, records: Sequence[StreamRecord], source: int = 0) -> None:
-    """Takes records in the order in which their stream has them.
-
-    Args:
-      records: any number.
-      source: which of the streams.
-    """
+    """Takes records in the order in which their stream has them."""
     if not records:
       return
     with self._lock:
       self._add(records, self._sources.setdefault(source, Source()))
 
   def begin_session(self, source: int = 0) -> None:
-    """What follows of a stream, if anything does, comes from another writer: curves get a gap.
-
-    Args:
-      source: which of the streams.
-    """
+    """What follows of a stream, if anything does, comes from another writer: curves get a gap."""
     with self._lock:
       if source in self._sources:
         self._sources[source].is_new_session = True
@@ -179,7 +137,7 @@ class Model:
   def _extend(self, key: Key, device: int, rows: np.ndarray[Any, Any]) -> None:
     panel = self._panels.setdefault(key, Panel(self._points))
     elements, finite = rows[-1], rows[-2]
-    panel.curve(device).extend(rows[:-1])
+    panel.curves[device].extend(rows[:-1])
     repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
     panel.is_array = panel.is_array or repeats or bool((elements != 1).any())
     panel.records += rows.shape[1]
@@ -201,27 +159,13 @@ class Model:
       return {key: panel.version for key, panel in self._panels.items()}
 
   def curves(self, key: Key, window: Window) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
-    """The curves of a leaf.
-
-    Args:
-      key: which one.
-      window: "whole" or "recent".
-
-    Returns:
-      For each device: `record` and `seconds`, what goes on the horizontal axis, and `low`, `mean`,
-      `high`; a row of NaN between two writers.
-    """
+    """The curves of a leaf by device, as `Curve.columns` has them."""
     with self._lock:
       curves = self._panels[key].curves
       return {device: curve.columns(window) for device, curve in sorted(curves.items())}
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
-    """What a function says of a leaf, which it sees whole.
-
-    Args:
-      key: which one.
-      question: gets the `Panel`.
-    """
+    """What a function says of a leaf's panel, which it sees whole."""
     with self._lock:
       return question(self._panels[key])
 

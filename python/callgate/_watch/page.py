@@ -4,7 +4,7 @@ One `Page` for each browser tab that is open. Everything runs on the server's th
 the only thing that is shared. Imports Bokeh, so it is imported only where a page is made.
 
 Names come from the stream, whose writer may be anybody: what the browser takes for HTML or for
-mathematics gets them as text (`_as_html`, `_as_title`).
+mathematics gets them as text (`html.escape`, `_figure`).
 """
 
 from __future__ import annotations
@@ -53,32 +53,28 @@ _COLUMNS = {
 }
 
 
-def _as_html(text: str) -> str:
-  """A text for what shows HTML; Bokeh's choices do so, though nothing says it."""
-  return html.escape(text)
-
-
 def _choice_of(label: str, number: int) -> str:
-  """What stands for a label in the choice: the label, or no part of it where HTML would differ."""
-  return label if _as_html(label) == label else f"leaf&{number}"
+  """What stands for a label in the choice: the label, or no part of it where HTML would differ.
+
+  Bokeh's choices show HTML, though nothing says so.
+  """
+  return label if html.escape(label) == label else f"leaf&{number}"
 
 
-def _as_title(text: str) -> Title:
-  """A plot's title, which looks for TeX between dollars and in parentheses with backslashes."""
-  return Title(text=PlainText(text=text) if set(text) & {"$", "\\"} else text)
+def _figure(text: str, *, name: str) -> Any:
+  # A title looks for TeX between dollars and in parentheses with backslashes.
+  title = Title(text=PlainText(text=text) if set(text) & {"$", "\\"} else text)
+  made: Any = figure(title=title, name=name, width=440, height=270, min_border_left=62)
+  made.toolbar.autohide = True
+  return made
 
 
 class _Plot:
   """A leaf's curves, and its latest values if it is an array."""
 
   def __init__(self, label: str) -> None:
-    options: dict[str, Any] = {"width": 440, "height": 270, "min_border_left": 62}
-    self.curves: Any = figure(title=_as_title(label), name=f"curves:{label}", **options)
-    self.curves.toolbar.autohide = True
-    self.latest: Any = figure(
-      title=_as_title(f"{label}: latest"), name=f"latest:{label}", **options
-    )
-    self.latest.toolbar.autohide = True
+    self.curves = _figure(label, name=f"curves:{label}")
+    self.latest = _figure(f"{label}: latest", name=f"latest:{label}")
     self.latest.xaxis.axis_label = "element"
     self._sources: dict[int, Any] = {}
     self._dots: dict[int, Any] = {}
@@ -88,13 +84,7 @@ class _Plot:
     self._seen: tuple[int, Window, str] | None = None
 
   def update(self, model: Model, key: Key, seen: tuple[int, Window, str]) -> None:
-    """Draws what has changed.
-
-    Args:
-      model: where the data are.
-      key: whose.
-      seen: version, window and axis to draw.
-    """
+    """Draws what has changed: `seen` is the version, window and axis to draw."""
     if seen == self._seen:
       return
     self._seen = seen
@@ -128,17 +118,9 @@ class Page:
   def __init__(
     self, document: Document, model: Model, states: Callable[[], Sequence[str]], plots: int
   ) -> None:
-    """Fills a document.
-
-    Args:
-      document: an empty one.
-      model: what to show.
-      states: says of each stream where it is and what it is at.
-      plots: how many leaves to show until the user chooses.
-    """
     self._model = model
-    self._states = states
-    self._limit = plots
+    self._states = states  # of each stream: where it is and what it is at
+    self._limit = plots  # leaves that are shown until the user chooses
     self._keys: dict[str, Key] = {}  # by label
     self._labels: dict[str, str] = {}  # by what the choice has for them
     self._plots: dict[str, _Plot] = {}
@@ -236,7 +218,7 @@ class Page:
     self._following = True
     values = sorted(self._labels, key=self._labels.__getitem__)
     self._choice.options = [
-      value if value == (shown := _as_html(self._labels[value])) else (value, shown)
+      value if value == (shown := html.escape(self._labels[value])) else (value, shown)
       for value in values
     ]
     if not self._chosen:
@@ -261,7 +243,7 @@ class Page:
 
   def _headline(self) -> str:
     totals = self._model.totals()
-    parts = [f"<b>{_as_html(state)}</b>" for state in self._states()]
+    parts = [f"<b>{html.escape(state)}</b>" for state in self._states()]
     parts.append(f"{totals.records:,} records, {totals.per_second:,.1f} a second")
     if totals.missing:
       parts.append(f"{totals.missing:,} numbers missing (dropped, or not sent)")

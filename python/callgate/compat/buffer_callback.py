@@ -17,17 +17,17 @@ from typing import Any
 
 import jax.core
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._core import encoding, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import callbacks, lowering, tracing
+from callgate._jax.tracing import Primitive
 from callgate._runtime import targets
 from callgate._sharding import calls
-from callgate.compat._callbacks.engine import emit_call
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
@@ -205,17 +205,10 @@ def _abstract_eval(
   return results, {_effect} if has_side_effect else set()
 
 
-def _jvp(*_args: Any, **_params: Any) -> Any:
+def _refuse(what: str, instead: str, *_args: Any, **_params: Any) -> Any:
   raise ValueError(
-    "Buffer callbacks do not support JVP. "
-    "Please use `jax.custom_jvp` to use callbacks while taking gradients."
-  )
-
-
-def _transpose(*_args: Any, **_params: Any) -> Any:
-  raise ValueError(
-    "Buffer callbacks do not support transpose. "
-    "Please use `jax.custom_vjp` to use callbacks while taking gradients."
+    f"Buffer callbacks do not support {what}. "
+    f"Please use `jax.{instead}` to use callbacks while taking gradients."
   )
 
 
@@ -262,20 +255,22 @@ def _lowering_to_runtime(
       callee = _callee(free, callback, graph=command_buffer_compatible)
     if exported:
       _exported.append(callee)  # nothing tells when the last copy of the program is gone
+  if not exported:
+    lowering.add_keepalive(ctx, callee)
   graph = command_buffer_compatible and lowering.platforms_of(ctx)[0] == "cuda"
-  results, _ = emit_call(
+  results, _ = emit(
     ctx,
-    callee,
     operands,
     ctx.avals_in,
     ctx.avals_out,
+    name=callee.name,
     spec=encoding.encode(in_tree, out_tree, ()),
-    keep=not exported,
     has_side_effect=has_side_effect,
     aliases=aliases,
     sharded=calls.of_callback(
       ctx, _label(callback), sharding, effect=has_side_effect, aliases=aliases
     ),
+    on_error="return",
     target=targets.GRAPH_TARGET if graph else targets.GATE_TARGET,
   )
   return results
@@ -340,7 +335,7 @@ def _other_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
 tracing.allow_effect(BufferCallbackEffect, ordered=False)
 tracing.define_impl(buffer_callback_p)
 buffer_callback_p.def_effectful_abstract_eval(_abstract_eval)
-ad.primitive_jvps[buffer_callback_p] = _jvp
-ad.primitive_transposes[buffer_callback_p] = _transpose
+ad.primitive_jvps[buffer_callback_p] = functools.partial(_refuse, "JVP", "custom_jvp")
+ad.primitive_transposes[buffer_callback_p] = functools.partial(_refuse, "transpose", "custom_vjp")
 batching.primitive_batchers[buffer_callback_p] = _batch
 mlir.register_lowering(buffer_callback_p, _lowering, cacheable=False)

@@ -13,28 +13,28 @@ several devices (not inside `jax.shard_map`, where every device calls for itself
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import io_callback as _jax_io_callback
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
 
+from callgate._call.lowering import emit
 from callgate._callgate import Callee
 from callgate._core import registry
 from callgate._core.failures import JAX_CALLBACK
-from callgate._jax import callbacks, lowering, tracing
-from callgate._runtime import config
+from callgate._jax import callbacks, dispatch, lowering, tracing
 from callgate._tap.print import print as cg_print
 from callgate.compat._callbacks import debug
 from callgate.compat._callbacks.engine import (
+  OnCallgate,
+  can_serve,
   carrier,
-  emit_call,
+  convert,
   end_before_dispatch_returns,
   host_function,
+  replace_lowering,
 )
 from callgate.compat._callbacks.option import installed
 
@@ -77,7 +77,7 @@ def pure_callback(
     Array([0., 1., 4.], dtype=float32)
   """
   return jax.pure_callback(
-    _OnCallgate(callback),
+    OnCallgate(callback),
     result_shape_dtypes,
     *args,
     sharding=sharding,
@@ -123,7 +123,7 @@ def io_callback(
     [2.0]
   """
   return _jax_io_callback(
-    _OnCallgate(callback),
+    OnCallgate(callback),
     result_shape_dtypes,
     *args,
     sharding=sharding,
@@ -167,7 +167,7 @@ def debug_callback(
   two_calls = jax.debug.callback(ordered=ordered, partitioned=partitioned)
 
   def call(callback: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    marked = debug.OnCallgate(callback) if callable(callback) else callback
+    marked = OnCallgate(callback) if callable(callback) else callback
     two_calls(marked, *args, **kwargs)
 
   if callback is None:
@@ -210,98 +210,70 @@ def debug_print(
   )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _OnCallgate:
-  """Marks a callback for callgate's engine. Equal for equal functions, so that JAX's caches hit."""
-
-  function: Callable[..., Any]
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return self.function(*args, **kwargs)
-
-
 def _is_ours(ctx: Any, callback: Any) -> bool:
-  # In a program that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA
-  # arranges that for JAX's own call targets alone: any other would run on every device.
-  if config.engine() == "jax" or lowering.is_automatic(ctx):
-    return False
-  return installed() or isinstance(callback.callback_func, _OnCallgate)
+  return can_serve(ctx) and (installed() or isinstance(callback.callback_func, OnCallgate))
 
 
-def _pure_callback_lowering(
-  ctx: Any, *operands: Any, callback: Any, sharding: Any, **params: Any
-) -> Any:
-  if not _is_ours(ctx, callback):
-    return callbacks.pure_callback_lowering(
-      ctx, *operands, callback=callback, sharding=sharding, **params
-    )
-  results, _ = _lower(ctx, operands, callback, sharding, api="pure_callback", token=None)
-  return results
+def _pure_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  rule = _lower if _is_ours(ctx, params["callback"]) else callbacks.pure_callback_lowering
+  return rule(ctx, *operands, **params)
 
 
-def _io_callback_lowering(
-  ctx: Any, *operands: Any, callback: Any, sharding: Any, ordered: bool, **params: Any
-) -> Any:
-  if not _is_ours(ctx, callback):
-    return callbacks.io_callback_lowering(
-      ctx, *operands, callback=callback, sharding=sharding, ordered=ordered, **params
-    )
-  effect = tracing.ordered_io_effect
-  token = lowering.token_before(ctx, effect) if ordered else None
-  results, token = _lower(ctx, operands, callback, sharding, api="io_callback", token=token)
-  if ordered:
-    lowering.set_token_after(ctx, effect, token)
-  return results
+def _io_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  if not _is_ours(ctx, params["callback"]):
+    return callbacks.io_callback_lowering(ctx, *operands, **params)
+  return _lower(ctx, *operands, api="io_callback", **params)
 
 
 def _lower(
-  ctx: Any, operands: Sequence[Any], callback: Any, sharding: Any, *, api: str, token: Any
-) -> tuple[Sequence[Any], Any]:
-  """Emits the call of a new callee around `callback`: (results, token or None)."""
+  ctx: Any,
+  *operands: Any,
+  callback: Any,
+  sharding: Any,
+  ordered: bool = False,
+  api: str = "pure_callback",
+  **_params: Any,
+) -> Sequence[Any]:
+  """Emits the call of a new callee around `callback`."""
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
   inputs = [carrier(aval) for aval in ctx.avals_in]
   outputs = [carrier(aval) for aval in ctx.avals_out]
-  function = _unmarked(callback.callback_func)
+  function = callback.callback_func
+  if isinstance(function, OnCallgate):
+    function = function.function
   if api == "io_callback":
     end_before_dispatch_returns(ctx)
-  run = host_function(callback, inputs, outputs, api=api)
+  elif "cpu" not in ctx.module_context.platforms:
+    # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
+    dispatch.mark_host_callbacks(ctx)
+  run = host_function(function, callback.in_tree, inputs, outputs, api=api)
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
-  results, token = emit_call(
+  lowering.add_keepalive(ctx, callee)
+  effect = tracing.ordered_io_effect
+  token = lowering.token_before(ctx, effect) if ordered else None
+  results, token = emit(
     ctx,
-    callee,
-    [_convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
+    [convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
     [it.aval for it in inputs],
     [it.aval for it in outputs],
+    name=callee.name,
     has_side_effect=api == "io_callback",
     token=token,
-    sharding=callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=token is not None),
+    sharding=callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=ordered),
+    on_error="return",
   )
-  avals = ctx.avals_out
-  return [_convert(ctx, value, aval) for value, aval in zip(results, avals, strict=True)], token
-
-
-def _unmarked(function: Callable[..., Any]) -> Callable[..., Any]:
-  return function.function if isinstance(function, _OnCallgate) else function
-
-
-def _convert(ctx: Any, value: Any, aval: Any) -> Any:
-  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
-  target = mlir.aval_to_ir_type(ctx.module_context, aval)
-  return value if value.type == target else stablehlo.convert(target, value)
+  if ordered:
+    lowering.set_token_after(ctx, effect, token)
+  return [convert(ctx, value, aval) for value, aval in zip(results, ctx.avals_out, strict=True)]
 
 
 @functools.cache
 def register() -> None:
   """Puts our lowerings before JAX's, once."""
-  # JAX marks both as uncacheable, since each call site needs its own callback; so do we.
-  for primitive, rule in (
-    (callbacks.pure_callback_p, _pure_callback_lowering),
-    (callbacks.io_callback_p, _io_callback_lowering),
-  ):
-    for platform in ("cpu", "cuda"):
-      mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+  replace_lowering(callbacks.pure_callback_p, _pure_callback_lowering)
+  replace_lowering(callbacks.io_callback_p, _io_callback_lowering)
   debug.register()
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ import jax
 
 from callgate import _callgate
 from callgate._core import options
+from callgate._core.signatures import signature_of
 from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
 from callgate._tap.tap import bind, logical_sizes
@@ -106,7 +106,7 @@ def id_tap(
     raise TypeError(f"id_tap: func: expected a callable, got {func!r}")
   given = Arrays("id_tap: arg", arg)
   rest = Arrays("id_tap: result", result)
-  sizes = logical_sizes("id_tap", logical_shape, arg, given.arrays)
+  sizes = logical_sizes("tap 'id_tap'", logical_shape, arg, given.arrays)
   site = given.site(
     name_of(func),
     effect="dataflow",
@@ -164,13 +164,11 @@ class _Consumer:
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
-  try:
-    parameters = inspect.signature(function).parameters
-  except (TypeError, ValueError):
+  signature = signature_of(function)
+  if signature is None:
     return True
-  return keyword in parameters or any(
-    one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
-  )
+  parameters = signature.parameters
+  return keyword in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
@@ -209,12 +207,7 @@ def id_print(
 
 
 def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
-  first = layout.header(entries)
-  text = (first + "\n" if first else "") + layout.stacked(arg, threshold) + "\n"
-  if output_stream is not None:
-    output_stream.write(text)
-  else:
-    print(text, end="", flush=True)
+  layout.write(output_stream, entries, layout.text_of(arg, threshold))
 
 
 def outfeed_receiver(

@@ -73,16 +73,9 @@ class CallbackFlavor(enum.Enum):
   DEBUG = 3
 
 
-@dataclasses.dataclass
-class _Raised:
-  """What was raised since the last barrier."""
-
-  count: int = 0
-  last: BaseException | None = None
-  text: str = ""
-
-
-_raised = _Raised()
+# Since the last barrier: how many exceptions were raised, and the last one with its traceback.
+_raised_count = 0
+_raised_last: tuple[BaseException, str] | None = None
 
 
 def id_tap(
@@ -128,10 +121,10 @@ def id_tap(
   if not callable(tap_func):
     raise TypeError(f"id_tap: tap_func: expected a callable, got {tap_func!r}")
   given = Arrays("id_tap: arg", arg)
-  site = given.site(name_of(tap_func), effect="ordered", roles=("primal",), transposed=True)
-  consumer = _Consumer(tap_func, tap_with_device, device_index)
-  key = ("host_callback_2023", tap_func, tap_with_device, device_index)
-  results = bind(tap_of(key, given.tree, consumer, tap_func), site, given.operands)
+  site = given.site(name_of(tap_func), effect="ordered", transposed=True)
+  consumer = _Consumer(tap_func, device_index if tap_with_device else None)
+  target = tap_of(("host_callback_2023", consumer), given.tree, consumer, tap_func)
+  results = bind(target, site, given.operands)
   return given.rebuild(results) if result is None else result
 
 
@@ -140,26 +133,26 @@ class _Consumer:
   """Calls the function of a tap, on the channel's thread."""
 
   function: Callable[..., Any]
-  with_device: bool
-  device_index: int
+  device_index: int | None  # with one, `device=` is passed, too
 
   def __call__(self, tapped: Tapped, device: int | None) -> None:
     try:
-      if self.with_device:
+      if self.device_index is None:
+        self.function(tapped.value, tapped.transforms)
+      else:
         where = device_of(device, self.device_index)
         self.function(tapped.value, tapped.transforms, device=where)
-      else:
-        self.function(tapped.value, tapped.transforms)
     except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
       _keep(error, name_of(self.function))
 
 
 def _keep(error: BaseException, name: str) -> None:
+  global _raised_count, _raised_last
   text = "".join(traceback.format_exception(error)).rstrip()
   _logger.error("callgate: %s raised; barrier_wait() will raise it too\n%s", name, text)
   with _lock:
-    _raised.count += 1
-    _raised.last, _raised.text = error, text
+    _raised_count += 1
+    _raised_last = error, text
 
 
 def id_print(
@@ -217,12 +210,7 @@ class _Printer:
       entries["transforms"] = [(name, how) if how else name for name, how in transforms]
     if device is not None:
       entries["device"] = device
-    first = layout.header(entries)
-    text = (first + "\n" if first else "") + layout.filled(arg, self.threshold) + "\n"
-    if self.output_stream is not None:
-      self.output_stream.write(text)
-    else:
-      print(text, end="", flush=True)
+    layout.write(self.output_stream, entries, layout.text_of(arg, self.threshold, width=80))
 
 
 def call(
@@ -262,8 +250,8 @@ def call(
   if not callable(callback_func):
     raise TypeError(f"call: callback_func: expected a callable, got {callback_func!r}")
   report = functools.partial(_keep, name=name_of(callback_func))
-  options = _call.Options(call_with_device, device_index)
-  return _call.call(callback_func, arg, result_shape, options, report)
+  index = device_index if call_with_device else None
+  return _call.call(callback_func, arg, result_shape, index, report)
 
 
 def _check_flavor(function: str, flavor: object) -> None:
@@ -282,17 +270,19 @@ def barrier_wait(logging_name: str | None = None) -> None:
   Raises:
     CallbackException: functions raised since the last barrier.
   """
+  global _raised_count, _raised_last
   check_not_forked()
   finish(None)
   with _lock:
-    count, last, text = _raised.count, _raised.last, _raised.text
-    _raised.count, _raised.last, _raised.text = 0, None, ""
+    count, last = _raised_count, _raised_last
+    _raised_count, _raised_last = 0, None
   if last is not None:
+    error, text = last
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
     raise CallbackException(  # programs match how it begins
       "There were exceptions during callback processing. Last one was: "
       f"[{where}; the last of ({count})] {text}"
-    ) from last
+    ) from error
 
 
 def _flush_taps() -> None:

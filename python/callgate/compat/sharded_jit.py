@@ -15,6 +15,7 @@ first calls it with them; any thread may call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -22,13 +23,12 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 
 from callgate._jax import tracing
+from callgate._jax.tracing import jaxpr_as_fun
 from callgate.compat._sharded_jit.local import (
-  LocalParts,
   Part,
-  agreed,
+  Stated,
   check_local,
   devices_of,
   is_shared,
@@ -43,7 +43,6 @@ from callgate.compat._sharded_jit.parts import (
   counts_inside,
   flat_parts,
   is_count,
-  specs,
   with_sharding_constraint,
 )
 
@@ -99,8 +98,8 @@ def sharded_jit(
     if count is not None and not is_count(count):
       raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-  local = LocalParts(_entries(local_in_parts), local_out_parts, local_num_partitions)
-  split = _ShardedJit(fun, _entries(in_parts), out_parts, num_partitions, local, static)
+  local = Stated(_entries(local_in_parts), local_out_parts, local_num_partitions, "local_")
+  split = _ShardedJit(fun, Stated(_entries(in_parts), out_parts, num_partitions), local, static)
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -122,21 +121,10 @@ class _ShardedJit:
   """What one call of `sharded_jit` made: the function, its parts and its programs."""
 
   def __init__(
-    self,
-    fun: Callable[..., Any],
-    in_parts: Any,
-    out_parts: Any,
-    num_partitions: int | None,
-    local: LocalParts,
-    static: tuple[int, ...],
+    self, fun: Callable[..., Any], whole: Stated, local: Stated, static: tuple[int, ...]
   ) -> None:
-    self.fun, self.static, self.local = fun, static, local
+    self.fun, self.whole, self.local, self.static = fun, whole, local, static
     self.name = getattr(fun, "__name__", "sharded_jit")
-    self.in_parts, self.out_parts = in_parts, out_parts
-    split = {"in_parts": specs(in_parts, "in_parts"), "out_parts": specs(out_parts, "out_parts")}
-    self.split = any(split.values())
-    # Disagreement is an error before any call.
-    self.said = agreed("partitions", {"num_partitions": num_partitions, **split})
     self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
     self._lock = threading.Lock()
 
@@ -153,9 +141,8 @@ class _ShardedJit:
     with self._lock:
       run = self._programs.get(key)
     if run is None:
-      program = _Program(self, given, fixed, inside)
-      run = program.runner(types)
-      if program.lasting:
+      run, lasting = _Program(self, given, fixed, inside).runner(types)
+      if lasting:
         with self._lock:
           self._programs[key] = run
     return run(leaves)
@@ -179,56 +166,60 @@ class _ShardedJit:
     return fixed
 
 
+@dataclasses.dataclass(frozen=True)
 class _Program:
   """One program of a sharded_jit function: for arguments of certain shapes and types."""
 
-  def __init__(
-    self, split: _ShardedJit, given: tuple[Any, ...], fixed: dict[int, Any], inside: bool
-  ) -> None:
-    self.split, self.fixed, self.inside = split, fixed, inside
-    self.given, self.tree = given, jax.tree.structure(given)
-    self.lasting = True  # until it turns out that it closes over a value being traced
+  split: _ShardedJit
+  given: tuple[Any, ...]
+  fixed: dict[int, Any]
+  inside: bool
 
-  def runner(self, types: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Traces the function for arguments of `types`; returns what runs it on flat arguments."""
-    parts = flat_parts(self.split.in_parts, self.given, "in_parts")
+  def runner(self, types: Sequence[Any]) -> tuple[Callable[[list[Any]], Any], bool]:
+    """Traces the function for arguments of `types`.
+
+    Returns what runs it on flat arguments, and whether that lasts: not where the function closes
+    over a value that is being traced.
+    """
+    stated = self.split.whole
+    parts = flat_parts(stated.in_parts, self.given, "in_parts")
     check_ranks(parts, types, "in_parts")
     shapes = self._whole_shapes(parts, types)
     check_divides(parts, shapes, "in_parts")
     closed, info = self._traced(shapes, types)
-    out_parts = flat_parts(self.split.out_parts, info, "out_parts")
+    out_parts = flat_parts(stated.out_parts, info, "out_parts")
     results = jax.tree.leaves(info)
     check_ranks(out_parts, results, "out_parts")
     check_divides(out_parts, [result.shape for result in results], "out_parts")
     count = self._count(closed.jaxpr)
-    self.lasting = not any(isinstance(const, Tracer) for const in closed.consts)
+    lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
-      return _runner(closed, info, self.split.name)
+      return self._runner(closed, info), lasting
     devices = self._devices(count)
     ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
     self._check_local(ins, outs, info)
     shared = is_shared(devices)
-    if shared and not self.inside and not self.lasting:
+    if shared and not self.inside and not lasting:
       raise ValueError(
         f"sharded_jit across processes: expected {self.split.name} to close over values, got one "
         "that is being traced: pass it as an argument, or transform inside of sharded_jit"
       )
-    return _runner(closed, info, self.split.name, ins, outs, shared, self.inside)
+    return self._runner(closed, info, ins, outs, shared), lasting
 
   def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
     """The shapes that the function sees."""
     shapes = [t.shape for t in types]
-    if self.split.said is None or self.inside:
+    if self.split.whole.said is None or self.inside:
       return shapes  # nothing is split, or nothing is a part
-    devices = self._devices(self.split.said)
+    devices = self._devices(self.split.whole.said)
     if not is_shared(devices):
       return shapes
     return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
 
   def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> tuple[Any, Any]:
     """The program and the tree of its results; what the function closes over are constants."""
-    fixed, fun, tree = self.fixed, self.split.fun, self.tree
+    fixed, fun, tree = self.fixed, self.split.fun, jax.tree.structure(self.given)
     total = len(self.given) + len(fixed)
 
     def flat(*leaves: Any) -> Any:
@@ -244,7 +235,7 @@ class _Program:
 
   def _count(self, jaxpr: Any) -> int | None:
     """The number of partitions; None where nothing says it and the program around may."""
-    count = self.split.said
+    count = self.split.whole.said
     for inside, who in counts_inside(jaxpr):
       if count is not None and inside != count:
         raise ValueError(
@@ -256,7 +247,7 @@ class _Program:
     return 1 if count is None and self.split.local.said is not None else count
 
   def _devices(self, count: int) -> tuple[Any, ...]:
-    return devices_of(count, self.split.local, self.split.split)
+    return devices_of(count, self.split.local, self.split.whole.split)
 
   def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
     local = self.split.local
@@ -267,52 +258,44 @@ class _Program:
       if said is not None:
         check_local(parts, flat_parts(said, tree, what), what)
 
+  def _runner(
+    self,
+    closed: Any,
+    info: Any,
+    ins: Sequence[Part] | None = None,
+    outs: Sequence[Part] = (),
+    shared: bool = False,
+  ) -> Callable[[list[Any]], Any]:
+    """What runs the traced program on flat arguments; it is not traced again.
 
-def _runner(
-  closed: Any,
-  info: Any,
-  name: str,
-  ins: Sequence[Part] | None = None,
-  outs: Sequence[Part] = (),
-  shared: bool = False,
-  inside: bool = False,
-) -> Callable[[list[Any]], Any]:
-  """What runs a traced program on flat arguments; it is not traced again.
+    `info` is the tree of its results; `ins` and `outs` say how arrays are split, and None leaves
+    them where they are; `shared` whether the devices are of several processes.
+    """
+    program = jaxpr_as_fun(closed)
+    tree, inside = jax.tree.structure(info), self.inside
 
-  Args:
-    closed: the program.
-    info: the tree of its results.
-    name: its name in profiles and texts.
-    ins: how the arguments are split; None leaves them, and the results, where they are.
-    outs: how the results are split.
-    shared: whether the devices are of several processes.
-    inside: whether a program around calls it, with whole arrays.
-  """
-  program = jaxpr_as_fun(closed)
-  tree = jax.tree.structure(info)
+    def flat(*leaves: Any) -> list[Any]:
+      return program(*leaves)
 
-  def flat(*leaves: Any) -> list[Any]:
-    return program(*leaves)
+    flat.__name__ = flat.__qualname__ = self.split.name  # in profiles and texts
+    if ins is None:
+      compiled = jax.jit(flat)
+      return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
+    compiled = jax.jit(
+      flat,
+      in_shardings=tuple(part.whole for part in ins),
+      out_shardings=[part.whole for part in outs],
+    )
 
-  flat.__name__ = flat.__qualname__ = name
-  if ins is None:
-    compiled = jax.jit(flat)
-    return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
-  compiled = jax.jit(
-    flat,
-    in_shardings=tuple(part.whole for part in ins),
-    out_shardings=[part.whole for part in outs],
-  )
+    def place(leaf: Any, part: Part) -> Any:
+      if inside and (shared or isinstance(leaf, Tracer)):
+        return leaf
+      return part.to_program(leaf) if shared else put(leaf, part.whole)
 
-  def place(leaf: Any, part: Part) -> Any:
-    if inside and (shared or isinstance(leaf, Tracer)):
-      return leaf
-    return part.to_program(leaf) if shared else put(leaf, part.whole)
+    def run(leaves: list[Any]) -> Any:
+      results = compiled(*map(place, leaves, ins))
+      if shared and not inside:
+        results = [part.to_process(whole) for part, whole in zip(outs, results, strict=True)]
+      return jax.tree.unflatten(tree, results)
 
-  def run(leaves: list[Any]) -> Any:
-    results = compiled(*[place(leaf, part) for leaf, part in zip(leaves, ins, strict=True)])
-    if shared and not inside:
-      results = [part.to_process(whole) for part, whole in zip(outs, results, strict=True)]
-    return jax.tree.unflatten(tree, results)
-
-  return run
+    return run

@@ -29,27 +29,25 @@ class _GrowingArrays(LibrarySink):
     self._append = options.boolean(f"sinks.{type(self).__name__}", "append", append)
     self._root: Any = None
     self._claimed: Any = None
-    self._rows: dict[str, Rows] = {}
-    self._arrays: dict[str, dict[str, Any]] = {}
+    self._taps: dict[str, tuple[Rows, dict[str, Any]]] = {}  # with their arrays
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
     self._claim()
     try:
-      self._root = self._open_root(keep=resume or self._append)
+      self._root = self._open_root(keep=self._append)
     except BaseException:
       self._claimed.close()
       raise
-    self._rows.clear()
-    self._arrays.clear()
+    self._append = True  # opened anew, it goes on
+    self._taps.clear()
 
   def _take(self, record: Record) -> None:
     tap = tap_key(record.info)
-    if tap not in self._rows:
+    if tap not in self._taps:
       rows = Rows(record)
-      self._arrays[tap] = self._arrays_of(tap, rows.fields)
-      self._rows[tap] = rows
-    self._rows[tap].add(record)
+      self._taps[tap] = rows, self._arrays_of(tap, rows.fields)
+    self._taps[tap][0].add(record)
 
   def _arrays_of(self, tap: str, fields: dict[str, Field]) -> dict[str, Any]:
     """The arrays of a tap: existing ones, which must fit, or new ones."""
@@ -70,12 +68,12 @@ class _GrowingArrays(LibrarySink):
     return {name: self._create(group, name, field) for name, field in fields.items()}
 
   def _commit(self) -> None:
-    for tap, rows in self._rows.items():
+    for tap, (rows, arrays) in self._taps.items():
       if len(rows) == 0:
         continue
       with self._naming(f"tap {tap!r} cannot be written"):
         for name, values in rows.take().items():
-          array = self._arrays[tap][name]
+          array = arrays[name]
           start = array.shape[0]
           array.resize((start + len(values), *array.shape[1:]))
           array[start:] = values
@@ -118,7 +116,7 @@ class Zarr(_GrowingArrays):
 
   def _stop(self) -> None:
     self._root = None  # every append is complete in itself
-    self._arrays.clear()
+    self._taps.clear()
     self._claimed.remove()
 
 
@@ -156,7 +154,7 @@ class HDF5(_GrowingArrays):
 
   def _stop(self) -> None:
     root, self._root = self._root, None
-    self._arrays.clear()
+    self._taps.clear()
     try:
       root.close()
     finally:

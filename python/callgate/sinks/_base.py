@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import types
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._core import extras
+from callgate._core import extras, options
 from callgate._process import group
 from callgate._tap.records import Record, TapInfo
 
@@ -45,25 +44,6 @@ class SinkError(RuntimeError):
     self.lost += later.lost
     self.args = later.args
     return True
-
-
-def check_process(sink: Sink, process: int) -> None:
-  """Raises SinkError in a fork's child of the process that has the sink's files open."""
-  if os.getpid() != process:
-    raise SinkError(
-      f"callgate.sinks.{sink!r}: expected to be written to by process {process}, which has it "
-      f"open, got process {os.getpid()}, which was forked from it"
-    )
-
-
-def check_records(sink: Sink, records: Sequence[Any]) -> None:
-  """Raises SinkError for what is no `Record` with a `TapInfo`."""
-  for record in records:
-    if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
-      raise SinkError(
-        f"callgate.sinks.{sink!r}: expected records, each a Record(value, TapInfo(...)), got "
-        f"{record!r}"
-      )
 
 
 class Sink:
@@ -105,21 +85,13 @@ class Sink:
     return f"{type(self).__name__}()"
 
 
-class LibrarySink(Sink):
-  """A sink with a state: subclasses say how to start, take one record, write out and stop.
-
-  The target may hold "{process}", which becomes this process's index when the sink is opened.
-  A record that cannot be written does not take the others of its batch along: they are written,
-  then the first error is raised.
-  """
+class OwnedSink(Sink):
+  """A sink that one channel of one process has open at a time."""
 
   def __init__(self, target: str) -> None:
     self._target = target  # what repr shows: a path, mostly
-    self._channel: str | None = None  # of the channel that has it open
+    self._channel: str | None = None  # that has it open
     self._process = os.getpid()  # that has opened it
-    self._started_before = False
-    self._refused: set[pathlib.Path] = set()
-    self._lost = 0
 
   def __repr__(self) -> str:
     return f"{type(self).__name__}({self._target!r})"
@@ -130,18 +102,50 @@ class LibrarySink(Sink):
         f"callgate.sinks.{self!r}: expected a sink of one channel, got {channel!r} while"
         f" {self._channel!r} has it open"
       )
+    self._begin()
+    self._channel = channel
+
+  def _begin(self) -> None:
+    """Keeps other writers away."""
+    raise NotImplementedError
+
+  def _check(self, records: Sequence[Any]) -> None:
+    """Raises SinkError in a fork's child of the opening process, and for what is no record."""
+    if os.getpid() != self._process:
+      raise SinkError(
+        f"callgate.sinks.{self!r}: expected to be written to by process {self._process}, which has "
+        f"it open, got process {os.getpid()}, which was forked from it"
+      )
+    for record in records:
+      if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SinkError(
+          f"callgate.sinks.{self!r}: expected records, each a Record(value, TapInfo(...)), got "
+          f"{record!r}"
+        )
+
+
+class LibrarySink(OwnedSink):
+  """A sink with a state: subclasses say how to start, take one record, write out and stop.
+
+  The target may hold "{process}", which becomes this process's index when the sink is opened.
+  A record that cannot be written does not take the others of its batch along: they are written,
+  then the first error is raised.
+  """
+
+  def __init__(self, target: str) -> None:
+    super().__init__(target)
+    self._lost = 0
+
+  def _begin(self) -> None:
     with self._naming("cannot be opened"):
       self._target = group.fill_index(self._target)
-      self._start(resume=self._started_before)
-    self._started_before = True
-    self._channel = channel
+      self._start()
     self._process = os.getpid()
 
   def write(self, records: Sequence[Record]) -> None:
     if self._channel is None:
       self.open("")
-    check_process(self, self._process)
-    check_records(self, records)
+    self._check(records)
     first: SinkError | None = None
     lost = 0
     for record in records:
@@ -177,28 +181,18 @@ class LibrarySink(Sink):
       self._stop()
 
   @contextlib.contextmanager
-  def _beginning(self, path: pathlib.Path, *, anew: bool) -> Generator[None]:
-    """Opens a file for its first record; one that was another sink's then stays that one's.
-
-    The other may have closed it by the next record: it must not be begun anew.
-    """
-    if path in self._refused:
-      raise FileExistsError(
-        f"expected a file that nobody else writes to, got {str(path)!r}, which another sink wrote "
-        "when the first record came; it is not begun anew"
-      )
+  def _naming(self, what: str) -> Generator[None]:
+    """Turns errors of the block into SinkErrors that begin with a place."""
     try:
       yield
-    except FileExistsError:
-      if anew:
-        self._refused.add(path)
+    except SinkError:
       raise
+    except Exception as error:
+      where = f"callgate.sinks.{self!r}: {what}"
+      raise SinkError(f"{where}: {type(error).__name__}: {error}") from error
 
-  def _naming(self, what: str) -> _Naming:
-    return _Naming(f"callgate.sinks.{self!r}: {what}")
-
-  def _start(self, *, resume: bool) -> None:
-    """Opens files. `resume`: this sink wrote to them before, so they are continued."""
+  def _start(self) -> None:
+    """Opens files; those that this sink wrote to before are continued."""
     raise NotImplementedError
 
   def _take(self, record: Record) -> None:
@@ -216,23 +210,55 @@ class LibrarySink(Sink):
     raise NotImplementedError
 
 
-class _Naming:
-  """Turns errors of the block into SinkErrors that begin with a place."""
+class FilesSink(LibrarySink):
+  """A sink of a file, or of several that are opened as their first records come."""
 
-  def __init__(self, where: str) -> None:
-    self._where = where
+  def __init__(self, path: StrPath, *, append: bool) -> None:
+    label = f"sinks.{type(self).__name__}"
+    super().__init__(options.path(label, "path", path))
+    self._append = options.boolean(label, "append", append)
+    self._tables: dict[pathlib.Path, Any] = {}  # the open ones
+    self._made: set[pathlib.Path] = set()
+    self._refused: set[pathlib.Path] = set()
 
-  def __enter__(self) -> None:
-    return None
+  def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
+    """The open file of that path; `make(keep)` opens it, and keeps what is in it if it is to.
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: types.TracebackType | None,
-  ) -> None:
-    if isinstance(error, Exception) and not isinstance(error, SinkError):
-      raise SinkError(f"{self._where}: {type(error).__name__}: {error}") from error
+    A file that was another sink's when its first record came stays that one's. The other may have
+    closed it by the next record: it must not be begun anew.
+    """
+    if path in self._tables:
+      return self._tables[path]
+    if path in self._refused:
+      raise FileExistsError(
+        f"expected a file that nobody else writes to, got {str(path)!r}, which another sink wrote "
+        "when the first record came; it is not begun anew"
+      )
+    keep = self._append or path in self._made
+    try:
+      self._tables[path] = make(keep)
+    except FileExistsError:
+      if not keep:
+        self._refused.add(path)
+      raise
+    self._made.add(path)
+    return self._tables[path]
+
+  def _stop(self) -> None:
+    tables, self._tables = self._tables, {}
+    each(table.close for table in tables.values())
+
+
+def each(actions: Iterable[Callable[[], None]]) -> None:
+  """Does all, then raises the first error."""
+  first: Exception | None = None
+  for action in actions:
+    try:
+      action()
+    except Exception as error:  # noqa: BLE001 - the others are done all the same
+      first = first or error
+  if first is not None:
+    raise first
 
 
 def _where(info: TapInfo) -> str:
@@ -262,12 +288,7 @@ def plain(leaf: Any) -> np.ndarray:
 
 
 def scalar(name: str, array: np.ndarray) -> np.ndarray:
-  """The array, which must be a scalar.
-
-  Args:
-    name: the column, for the message.
-    array: its value.
-  """
+  """The array of a column, which must be a scalar."""
   if array.ndim != 0:
     raise ValueError(f"expected scalars, got {name!r} of shape {array.shape}")
   return array
@@ -279,11 +300,9 @@ def lane_suffix(lane: tuple[int, ...]) -> str:
 
 
 def file_for(path: str, name: str) -> pathlib.Path:
-  """The file of a tap or leaf, with its folder made.
+  """The file of a tap, whose name replaces "{name}" in the path, with its folder made.
 
-  Args:
-    path: may hold "{name}", which is replaced.
-    name: what by; characters that do not belong into a file's name become "_".
+  Characters that do not belong into a file's name become "_".
   """
   part = "".join("_" if c in '/\\:*?"<>|' or ord(c) < 32 else c for c in name)
   if part.startswith("."):

@@ -18,14 +18,14 @@ from callgate import _callgate
 from callgate._core import options
 from callgate._core.masked import is_masked, shown
 from callgate._process import group
+from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
-from callgate.sinks._base import Sink, SinkError, StrPath, check_process, check_records
+from callgate.sinks._base import OwnedSink, SinkError, StrPath
 
-_ROLES = ("primal", "tangent", "cotangent")  # the codes of src/channel/record.h
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 
 
-class NativeSink(Sink):
+class NativeSink(OwnedSink):
   """A sink in C++.
 
   Attributes:
@@ -34,15 +34,13 @@ class NativeSink(Sink):
 
   native: _callgate.Consumer
 
-  def __init__(self, native: _callgate.Consumer) -> None:
+  def __init__(self, native: _callgate.Consumer, target: str) -> None:
+    super().__init__(target)
     self.native = native
-    self._process = os.getpid()
-    self._channel: str | None = None  # of the channel that has it open
     self._writer = _callgate.RecordWriter(native)
 
   def write(self, records: Sequence[Record]) -> None:
-    check_process(self, self._process)
-    check_records(self, records)
+    self._check(records)
     first: SinkError | None = None
     for record in records:
       where = f"callgate.sinks.{self!r}: tap {record.info.name!r}, record {record.info.seq}"
@@ -62,16 +60,13 @@ class NativeSink(Sink):
 
   def _write_one(self, record: Record) -> None:
     info = record.info
-    if info.role not in _ROLES:
-      raise ValueError(f"expected a role of {', '.join(_ROLES)}, got {info.role!r}")
+    if info.role not in ROLES:
+      raise ValueError(f"expected a role of {', '.join(ROLES)}, got {info.role!r}")
     leaves, tree = jax.tree.flatten(record.value)
     self._writer.write(
       name=info.name,
-      role=_ROLES.index(info.role),
-      leaves=[
-        _leaf(path, _as_array(path, leaf))
-        for (path, _), leaf in zip(leaf_paths(tree), leaves, strict=True)
-      ],
+      role=ROLES.index(info.role),
+      leaves=[_leaf(path, leaf) for (path, _), leaf in zip(leaf_paths(tree), leaves, strict=True)],
       seq=info.seq,
       time_ns=info.time_ns,
       run=info.run,
@@ -80,18 +75,11 @@ class NativeSink(Sink):
       lane=list(info.lane),
     )
 
-  def open(self, channel: str) -> None:
-    """Keeps other writers away, before the first record."""
-    if self._channel is not None:
-      raise SinkError(
-        f"callgate.sinks.{self!r}: expected a sink of one channel, got {channel!r} while"
-        f" {self._channel!r} has it open"
-      )
+  def _begin(self) -> None:
     try:
       self._writer.open()
     except ValueError as error:
       raise SinkError(f"callgate.sinks.{self!r}: {error}") from None
-    self._channel = channel
 
   def left(self) -> None:
     """The channel has closed `native`; the sink is free for another."""
@@ -123,12 +111,9 @@ class JSONL(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = group.fill_index(options.path("sinks.JSONL", "path", path))
+    path = group.fill_index(options.path("sinks.JSONL", "path", path))
     append = options.boolean("sinks.JSONL", "append", append)
-    super().__init__(_callgate.jsonl_sink(self._path, append))
-
-  def __repr__(self) -> str:
-    return f"JSONL({self._path!r})"
+    super().__init__(_callgate.jsonl_sink(path, append), path)
 
 
 class Npy(NativeSink):
@@ -145,12 +130,9 @@ class Npy(NativeSink):
   """
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    self._path = group.fill_index(options.path("sinks.Npy", "path", path))
+    path = group.fill_index(options.path("sinks.Npy", "path", path))
     append = options.boolean("sinks.Npy", "append", append)
-    super().__init__(_callgate.npy_sink(self._path, append))
-
-  def __repr__(self) -> str:
-    return f"Npy({self._path!r})"
+    super().__init__(_callgate.npy_sink(path, append), path)
 
 
 def _edges(bins: Any) -> list[float]:
@@ -175,7 +157,10 @@ class Stats(NativeSink):
     self._trim = bins is None
     edges = [] if bins is None else _edges(bins)
     native, self._reader = _callgate.stats_sink(edges)
-    super().__init__(native)
+    super().__init__(native, "")
+
+  def __repr__(self) -> str:
+    return "Stats()"
 
   def result(self) -> dict[str, dict[str, Any]]:
     """What has been counted, by column (`callgate.sinks.columns`); from any thread.
@@ -220,14 +205,11 @@ def _codes() -> dict[str, int]:
   return {name: code for code, name in _callgate.dtype_codes()}
 
 
-def _as_array(path: str, leaf: Any) -> np.ndarray:
+def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
+  """A leaf in the form that `RecordWriter.write` takes."""
   if is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {shown(leaf)}")
-  return np.asarray(leaf)
-
-
-def _leaf(path: str, array: np.ndarray) -> tuple[str, int, list[int], bytes]:
-  """A leaf in the form that `RecordWriter.write` takes."""
+  array = np.asarray(leaf)
   code = _codes().get(array.dtype.name)
   if code is None:
     raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
@@ -263,15 +245,10 @@ class Stream(NativeSink):
   """
 
   def __init__(self, destination: str | os.PathLike[str]) -> None:
-    self._destination = group.fill_index(options.path("sinks.Stream", "destination", destination))
+    path = group.fill_index(options.path("sinks.Stream", "destination", destination))
     known = group.known_index()
-    self._sink = _callgate.stream_sink(
-      self._destination, process_index=-1 if known is None else known
-    )
-    super().__init__(self._sink)
-
-  def __repr__(self) -> str:
-    return f"Stream({self._destination!r})"
+    self._sink = _callgate.stream_sink(path, process_index=-1 if known is None else known)
+    super().__init__(self._sink, path)
 
   @property
   def address(self) -> str:

@@ -7,7 +7,6 @@ program has chosen. A drawing replaces the file at once, so a viewer never sees 
 from __future__ import annotations
 
 import array
-import os
 import pathlib
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from callgate._core import options
+from callgate._core.paths import replaced
 from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, library, plain
 
@@ -58,7 +58,7 @@ class Plot(LibrarySink):
     self._changed = False
     self._next_drawing = 0.0
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
 
   def _take(self, record: Record) -> None:
@@ -93,18 +93,11 @@ class Plot(LibrarySink):
     if 0 < len(self._curves) <= 20:
       names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
       axes.legend(lines, names, loc="best", fontsize="small")
-    self._replace(figure)
+    path = pathlib.Path(self._target)
+    with replaced(path) as made:
+      figure.savefig(made, format=path.suffix.removeprefix(".") or "png")
     self._changed = False
     self._next_drawing = time.monotonic() + self._every_seconds
-
-  def _replace(self, figure: Any) -> None:
-    path = pathlib.Path(self._target)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
-      figure.savefig(partial, format=path.suffix.removeprefix(".") or "png")
-      os.replace(partial, path)
-    finally:
-      partial.unlink(missing_ok=True)
 
 
 class _Curve:

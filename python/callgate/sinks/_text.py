@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import io
 import pathlib
 import re
@@ -20,6 +21,7 @@ from callgate._core import options
 from callgate._core.errors import GateDefinitionError
 from callgate._tap.records import Record, columns, leaf_paths, tap_key
 from callgate.sinks._base import (
+  FilesSink,
   LibrarySink,
   SinkError,
   StrPath,
@@ -51,7 +53,7 @@ class Print(LibrarySink):
     self._format = format
     self._lines: list[str] = []
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     pass
 
   def _take(self, record: Record) -> None:
@@ -115,35 +117,29 @@ _FIELDS = frozenset(
 def _line(record: Record) -> str:
   leaves, tree = jax.tree.flatten(record.value)
   texts = [
-    f"{path}={_text(leaf)}" if path else _text(leaf)
+    f"{path}={_value(leaf)!s}" if path else str(_value(leaf))
     for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)
   ]
   info = record.info
   head = f"{tap_key(info)}{lane_suffix(info.lane)} #{info.seq}:"
-  if any("\n" in text for text in texts):
-    return "\n".join([head, *texts])
-  return " ".join([head, *texts])
+  return ("\n" if any("\n" in text for text in texts) else " ").join([head, *texts])
 
 
-def _text(leaf: Any) -> str:
+def _value(leaf: Any) -> Any:
   array = np.asarray(leaf)
-  return str(array[()]) if array.ndim == 0 else np.array2string(array)
+  return array[()] if array.ndim == 0 else array  # a 0-d array takes no format
 
 
 def _fields(record: Record) -> dict[str, Any]:
-  def formattable(leaf: Any) -> Any:
-    array = np.asarray(leaf)
-    return array[()] if array.ndim == 0 else array  # a 0-d array takes no format
-
   info = record.info
   return {
-    "value": jax.tree.map(formattable, record.value),
+    "value": jax.tree.map(_value, record.value),
     "time": datetime.datetime.fromtimestamp(info.time_ns * 1e-9),
     **{name: getattr(info, name) for name in _FIELDS - {"value", "time"}},
   }
 
 
-class CSV(LibrarySink):
+class CSV(FilesSink):
   """A table of scalars: `seq`, `time_ns`, `device`, `lane`, then a column for each leaf.
 
   The header comes from the first record. A column that appears later is an error; one that is
@@ -161,35 +157,25 @@ class CSV(LibrarySink):
   def __init__(
     self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
   ) -> None:
-    super().__init__(options.path("sinks.CSV", "path", path))
-    self._append = options.boolean("sinks.CSV", "append", append)
+    super().__init__(path, append=append)
     self._columns = options.or_none(options.strings, "sinks.CSV", "columns", columns)
     if self._columns is not None and len(set(self._columns)) < len(self._columns):
       options.refuse("sinks.CSV", "columns", "a name once", columns)
-    self._resume = False
-    self._tables: dict[pathlib.Path, _Table] = {}
-    self._made: set[pathlib.Path] = set()
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     if "{name}" not in self._target:
-      self._table(pathlib.Path(self._target))  # a path that cannot be written is an error now
+      self._table("")  # a path that cannot be written is an error now
 
-  def _table(self, file: pathlib.Path) -> _Table:
-    table = self._tables.get(file)
-    if table is None:
-      file.parent.mkdir(parents=True, exist_ok=True)
-      keep = self._append or file in self._made
-      with self._beginning(file, anew=not keep):
-        table = self._tables[file] = _Table(file, keep=keep)
-      self._made.add(file)
-    return table
+  def _table(self, tap: str) -> _Table:
+    file = file_for(self._target, tap)
+    return self._open_table(file, functools.partial(_Table, file))
 
   def _take(self, record: Record) -> None:
     info = record.info
     row = {name: str(scalar(name, plain(leaf))[()]) for name, leaf in columns(record).items()}
     for text in (*row, *row.values()):
       text.encode()  # a record that the file can't hold must not take others along
-    table = self._table(file_for(self._target, tap_key(info)))
+    table = self._table(tap_key(info))
     table.begin([*self._META, *(self._columns or row)])
     for name in row:
       if name not in table.header:
@@ -207,20 +193,16 @@ class CSV(LibrarySink):
     for table in self._tables.values():
       table.flush()
 
-  def _stop(self) -> None:
-    tables, self._tables = self._tables, {}
-    close_all(list(tables.values()))
-
 
 class _Table:
-  """An open CSV file, and the lines that are not in it yet. Used by its sink alone."""
+  """An open CSV file, and the rows that are not in it yet. Used by its sink alone."""
 
-  def __init__(self, path: pathlib.Path, *, keep: bool) -> None:
+  def __init__(self, path: pathlib.Path, keep: bool) -> None:
     self.path = path
     self._file = _callgate.LineFile("CSV", str(path), keep)
     line = self._file.first_line().decode("utf-8")
     self.header: list[str] = next(csv.reader([line]), []) if line else []
-    self._lines: list[str] = []
+    self._rows: list[list[Any]] = []
     self._heads = False  # the first of them is the header
 
   def begin(self, header: list[str]) -> None:
@@ -228,19 +210,21 @@ class _Table:
     if not self.header:
       self.header = header
       self._heads = True
-      self._lines.append(_csv_line(header))
+      self._rows.append(header)
 
   def write(self, row: dict[str, Any]) -> None:
-    self._lines.append(_csv_line([row.get(name, "") for name in self.header]))
+    self._rows.append([row.get(name, "") for name in self.header])
 
   def flush(self) -> None:
-    """Writes the lines out, as far as there is room; an error counts the rest, which is lost."""
-    lines, self._lines = self._lines, []
-    if not lines:
+    """Writes the rows out, as far as there is room; an error counts the rest, which is lost."""
+    rows, self._rows = self._rows, []
+    if not rows:
       return
-    written, problem = self._file.append("".join(lines))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    written, problem = self._file.append(text.getvalue())
     heads, self._heads = self._heads, False
-    lost = len(lines) - written
+    lost = len(rows) - written
     if heads and written == 0:  # the next records bring it along again
       self.header = []
       lost -= 1
@@ -252,25 +236,3 @@ class _Table:
       self.flush()
     finally:
       self._file.close()
-
-
-def _csv_line(cells: Sequence[str]) -> str:
-  text = io.StringIO()
-  csv.writer(text, lineterminator="\n").writerow(cells)
-  return text.getvalue()
-
-
-def close_all(files: Sequence[Any]) -> None:
-  """Closes all, then raises the first error.
-
-  Args:
-    files: anything with a `close` method.
-  """
-  first: Exception | None = None
-  for file in files:
-    try:
-      file.close()
-    except Exception as error:  # noqa: BLE001 - the others are closed all the same
-      first = first or error
-  if first is not None:
-    raise first

@@ -16,10 +16,11 @@ from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, library, plain, scalar
 
 
-def _step(record: Record, named: dict[str, np.ndarray], leaf: str | None) -> int:
-  """The record's step: its number, or the leaf that says it, which is taken out of `named`."""
+def _step_and_columns(record: Record, leaf: str | None) -> tuple[int, dict[str, np.ndarray]]:
+  """The record's columns, and its step: its number, or the column that says it, taken out."""
+  named = {name: plain(value) for name, value in columns(record).items()}
   if leaf is None:
-    return record.info.seq
+    return record.info.seq, named
   for name in named:
     if name == leaf or name.partition("/")[2] == leaf:
       array = named.pop(name)
@@ -27,21 +28,20 @@ def _step(record: Record, named: dict[str, np.ndarray], leaf: str | None) -> int
         raise ValueError(
           f"expected the step {name!r} to be an integer, got {array.dtype}{list(array.shape)}"
         )
-      return int(array)
+      return int(array), named
   raise ValueError(f"expected a leaf {leaf!r} for the step, got {', '.join(named) or 'none'}")
 
 
-def _parts(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
-  """Real columns: two of a complex one."""
+def _curves(record: Record, name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+  """A column as real ones, two of a complex one, each by a name that tells lanes apart.
+
+  The names' characters are such that both trackers take.
+  """
+  lane = record.info.lane
+  name += f"/lane_{'.'.join(map(str, lane))}" if lane else ""
   if array.dtype.kind != "c":
     return [(name, array)]
   return [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
-
-
-def _lane(record: Record) -> str:
-  """What tells the lanes of a tap apart, of characters that both trackers take."""
-  lane = record.info.lane
-  return f"/lane_{'.'.join(map(str, lane))}" if lane else ""
 
 
 class TensorBoard(LibrarySink):
@@ -60,15 +60,14 @@ class TensorBoard(LibrarySink):
     self._step = step
     self._writer: Any = None
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     self._writer = self._library.SummaryWriter(self._target)
 
   def _take(self, record: Record) -> None:
-    named = {name: plain(leaf) for name, leaf in columns(record).items()}
-    step = _step(record, named, self._step)
+    step, named = _step_and_columns(record, self._step)
     seconds = record.info.time_ns * 1e-9
     for name, array in named.items():
-      for tag, part in _parts(name + _lane(record), array):
+      for tag, part in _curves(record, name, array):
         if part.ndim == 0:
           self._writer.add_scalar(tag, float(part), step, walltime=seconds)
           continue
@@ -126,7 +125,7 @@ class MLflow(LibrarySink):
     self._waiting: list[Any] = []
     self.run_id: str | None = None
 
-  def _start(self, *, resume: bool) -> None:
+  def _start(self) -> None:
     if self.run_id is not None:
       self._client.update_run(self.run_id, status="RUNNING")
       return
@@ -136,14 +135,13 @@ class MLflow(LibrarySink):
     self.run_id = run.info.run_id
 
   def _take(self, record: Record) -> None:
-    named = {name: plain(leaf) for name, leaf in columns(record).items()}
-    step = _step(record, named, self._step)
+    step, named = _step_and_columns(record, self._step)
     milliseconds = record.info.time_ns // 1_000_000
     self._waiting += [
       # MLflow's names hold letters, digits and these marks.
       self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(part), milliseconds, step)
       for name, array in named.items()
-      for tag, part in _parts(name + _lane(record), scalar(name, array))
+      for tag, part in _curves(record, name, scalar(name, array))
     ]
 
   def _commit(self) -> None:

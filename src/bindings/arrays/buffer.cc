@@ -12,8 +12,8 @@
 #include <string>
 #include <utility>
 
-#include "bindings/arrays/buffer_exchange.h"
 #include "bindings/arrays/views.h"
+#include "bindings/bind.h"
 
 namespace callgate::bindings {
 
@@ -76,6 +76,12 @@ void refuse_packed(const Buffer& buffer, const char* what) {
   throw nb::buffer_error(text.c_str());
 }
 
+nb::tuple shape_of(const Buffer& buffer) {
+  nb::list shape;
+  for (std::int64_t extent : buffer.dims()) shape.append(extent);
+  return nb::tuple(shape);
+}
+
 nb::object dtype_of(const Buffer& buffer) {
   PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(buffer.view().dtype)];
   if (descr == nullptr) throw nb::type_error("Buffer.dtype: NumPy has no dtype for this type");
@@ -84,13 +90,12 @@ nb::object dtype_of(const Buffer& buffer) {
 
 namespace {
 
-std::string type_text(const Buffer& buffer) { return to_string(buffer.view()); }
-
 // For what reads or writes the memory on the host.
 void refuse_gpu(const Buffer& buffer, const char* what) {
   if (buffer.gpu() == nullptr) return;
   throw nb::type_error(
-      (std::string("Buffer.") + what + ": " + type_text(buffer) + " is on " + buffer.device_text() +
+      (std::string("Buffer.") + what + ": " + to_string(buffer.view()) + " is on " +
+       buffer.device_text() +
        ", and the host can't read it there; use arrays=\"numpy\" for copies in the "
        "host's memory, or __dlpack__ or __cuda_array_interface__ where it is")
           .c_str());
@@ -148,13 +153,13 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   const auto& buffer = nb::cast<const Buffer&>(nb::handle(self));
   if (buffer.gpu() != nullptr) {
     PyErr_Format(PyExc_BufferError, "Buffer: %s is on %s, where the host can't read it",
-                 type_text(buffer).c_str(), buffer.device_text().c_str());
+                 to_string(buffer.view()).c_str(), buffer.device_text().c_str());
     return -1;
   }
   const char* format = format_of(buffer.view().dtype);
   if (format == nullptr) {
     PyErr_Format(PyExc_BufferError, "Buffer: the buffer protocol has no format for %s",
-                 type_text(buffer).c_str());
+                 to_string(buffer.view()).c_str());
     return -1;
   }
   if ((flags & PyBUF_WRITABLE) != 0 && buffer.readonly()) {
@@ -165,7 +170,7 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
     PyErr_Format(PyExc_BufferError,
                  "Buffer: expected a request for row-major (C) order, which %s has, got one for "
                  "column-major (Fortran) order",
-                 type_text(buffer).c_str());
+                 to_string(buffer.view()).c_str());
     return -1;
   }
   *out = {};
@@ -218,22 +223,20 @@ void pack(nb::handle self, nb::handle values) {
   if (is_masked(values.ptr())) {
     std::string got;
     if (!describe(values.ptr(), got)) nb::raise_python_error();
-    throw nb::type_error(("Buffer.pack: expected " + type_text(buffer) + ", got " + got).c_str());
+    throw nb::type_error(
+        ("Buffer.pack: expected " + to_string(buffer.view()) + ", got " + got).c_str());
   }
   nb::object numpy = nb::module_::import_("numpy");
   nb::object array = numpy.attr("asarray")(values, nb::arg("order") = "C");
   if (!array.attr("dtype").equal(dtype_of(buffer)) ||
       !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape")))) {
-    throw nb::type_error(("Buffer.pack: expected " + type_text(buffer) + ", got " +
+    throw nb::type_error(("Buffer.pack: expected " + to_string(buffer.view()) + ", got " +
                           nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))) +
                           nb::cast<std::string>(nb::str(nb::object(array.attr("shape")))))
                              .c_str());
   }
   auto* source = reinterpret_cast<PyArrayObject*>(array.ptr());
-  if (!is_packed(view.dtype)) {
-    if (view.nbytes() != 0) std::memcpy(view.data, PyArray_DATA(source), view.nbytes());
-    return;
-  }
+  if (!is_packed(view.dtype)) return copy_to(view, PyArray_DATA(source));
   const auto* in = static_cast<const unsigned char*>(PyArray_DATA(source));
   auto* out = static_cast<unsigned char*>(view.data);
   int width = bits(view.dtype);
@@ -246,7 +249,7 @@ void pack(nb::handle self, nb::handle values) {
 }
 
 std::string repr(const Buffer& buffer) {
-  return "Buffer(" + type_text(buffer) + ", device=" + buffer.device_text() +
+  return "Buffer(" + to_string(buffer.view()) + ", device=" + buffer.device_text() +
          (buffer.readonly() ? ", read-only)" : ")");
 }
 
@@ -265,14 +268,8 @@ void bind_buffer(nb::module_& module) {
       "enqueues on one of\nCUDA's default streams, after it asked for the array by a protocol, is "
       "ordered before what XLA\ndoes next; of work on any other stream XLA's own has to wait by "
       "the callable's doing.");
-  type.def_prop_ro(
-          "shape",
-          [](const Buffer& b) {
-            nb::list shape;
-            for (std::int64_t extent : b.dims()) shape.append(extent);
-            return nb::tuple(shape);
-          },
-          "Extents, outermost first; the layout is dense and row-major.")
+  type.def_prop_ro("shape", &shape_of,
+                   "Extents, outermost first; the layout is dense and row-major.")
       .def_prop_ro("dtype", &dtype_of, "The NumPy (or ml_dtypes) dtype.")
       .def_prop_ro("ndim", [](const Buffer& b) { return b.dims().size(); })
       .def_prop_ro("size", [](const Buffer& b) { return b.view().size(); })

@@ -70,9 +70,13 @@ PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
 // Throws for types of which several elements are in a byte; `what` is the method that was called.
 void refuse_packed(const Buffer& buffer, const char* what);
 
+nb::tuple shape_of(const Buffer& buffer);
+
 // NumPy's dtype of the elements. Throws where it has none.
 nb::object dtype_of(const Buffer& buffer);
 
-void bind_buffer(nb::module_& module);
+// Adds to the Python type how other libraries get at the memory: DLPack, on the host and on GPUs,
+// and CUDA's array interface.
+void bind_buffer_exchange(nb::class_<Buffer>& type);
 
 }  // namespace callgate::bindings

@@ -1,7 +1,10 @@
-// See the header. Of the streams that consumers name, the default ones are remembered: they live as
+// How other libraries get at a Buffer's memory: DLPack, on the host and on GPUs, and CUDA's array
+// interface. The GIL is held.
+//
+// On a GPU what the Buffer shows is written by work on XLA's stream that may not have run yet. A
+// consumer says in which stream it will use the memory, and that stream waits; nobody else does. Of
+// the streams that consumers name, the default ones are remembered: they live as
 // long as the process, so XLA's stream can be made to wait for them when the call ends.
-#include "bindings/arrays/buffer_exchange.h"
-
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
@@ -9,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/arrays/buffer.h"
 #include "bindings/arrays/dlpack.h"
 #include "bindings/python/gil.h"
 #include "core/lifecycle.h"
@@ -213,11 +217,9 @@ nb::dict cuda_array_interface(Buffer& buffer) {
                                   .c_str());
   }
   const ArrayView& view = buffer.view();
-  nb::list shape;
-  for (std::int64_t extent : buffer.dims()) shape.append(extent);
   std::uintptr_t address = view.size() == 0 ? 0 : reinterpret_cast<std::uintptr_t>(view.data);
   nb::dict interface;
-  interface["shape"] = nb::tuple(shape);
+  interface["shape"] = shape_of(buffer);
   interface["typestr"] = dtype.attr("str");
   interface["data"] = nb::make_tuple(address, buffer.readonly());
   interface["strides"] = nb::none();

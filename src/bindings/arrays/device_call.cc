@@ -6,14 +6,11 @@
 #include <string_view>
 
 #include "bindings/python/gil.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
-#include "cuda/event.h"
-#include "cuda/host_copies.h"
 
 namespace callgate::bindings {
 namespace {
-
-thread_local const DeviceCall* running = nullptr;
 
 cuda::Stream stream_of(std::int64_t number) {
   return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
@@ -45,14 +42,6 @@ void DeviceCall::wait_for(std::int64_t producer) const {
   without_gil([&] { cuda::StreamEvent(*device, stream_of(producer)).hold_back(stream); });
 }
 
-DeviceCallScope::DeviceCallScope(const DeviceCall* call) noexcept : before_(running) {
-  running = call;
-}
-
-DeviceCallScope::~DeviceCallScope() { running = before_; }
-
-const DeviceCall* DeviceCallScope::current() noexcept { return running; }
-
 bool capture_failed(const DeviceCall& call) {
   cuda::CaptureStatus status = cuda::CaptureStatus::kNone;
   cuda::Result result = cuda::driver().stream_is_capturing(call.stream, &status);
@@ -66,7 +55,7 @@ std::vector<std::size_t> device_checksums(const DeviceCall& call,
   return without_gil([&] {
     cuda::HostCopies copies(*call.device, arrays, {});
     copies.fetch(call.stream);
-    cuda::check(cuda::StreamEvent(*call.device, call.stream).wait(), "cuEventSynchronize");
+    cuda::wait_for(*call.device, call.stream);
     std::vector<std::size_t> sums;
     for (const ArrayView& view : copies.operands()) sums.push_back(checksum(view));
     return sums;

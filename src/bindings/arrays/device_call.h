@@ -7,9 +7,11 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "core/call.h"
+#include "core/lifetime.h"
 #include "cuda/device.h"
 
 namespace callgate::bindings {
@@ -31,17 +33,17 @@ struct DeviceCall {
 };
 
 // The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
-class DeviceCallScope {
+class DeviceCallScope : Immovable {
  public:
   // Null for a call on the host.
-  explicit DeviceCallScope(const DeviceCall* call) noexcept;
-  ~DeviceCallScope();
-  DeviceCallScope(const DeviceCallScope&) = delete;
-  DeviceCallScope& operator=(const DeviceCallScope&) = delete;
+  explicit DeviceCallScope(const DeviceCall* call) noexcept
+      : before_(std::exchange(current_, call)) {}
+  ~DeviceCallScope() { current_ = before_; }
 
-  static const DeviceCall* current() noexcept;
+  static const DeviceCall* current() noexcept { return current_; }
 
  private:
+  static inline thread_local const DeviceCall* current_ = nullptr;
   const DeviceCall* before_;
 };
 

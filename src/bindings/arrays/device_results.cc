@@ -14,8 +14,8 @@
 #include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
 #include "cuda/completions.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
-#include "cuda/event.h"
 
 namespace callgate::bindings {
 namespace {
@@ -40,16 +40,7 @@ struct Foreign {
     }
     return true;
   }
-  std::string text() const {
-    std::string text = type;
-    text += '[';
-    for (std::size_t axis = 0; axis < shape.size(); ++axis) {
-      if (axis != 0) text += ',';
-      text += std::to_string(shape[axis]);
-    }
-    text += ']';
-    return text;
-  }
+  std::string text() const { return type_text(type, shape); }
 };
 
 // The name of a DLPack type; empty for those that no array of XLA's has.
@@ -113,7 +104,7 @@ std::optional<Foreign> by_dlpack(nb::handle value, const DeviceCall& call) {
 int ordinal_of(const void* data) {
   int ordinal = 0;
   cuda::check(cuda::driver().pointer_attribute(&ordinal, cuda::PointerAttribute::kDeviceOrdinal,
-                                               reinterpret_cast<cuda::DevicePointer>(data)),
+                                               cuda::address(data)),
               "cuPointerGetAttribute");
   return ordinal;
 }
@@ -155,10 +146,8 @@ Stored copy_from_gpu(const ArrayView& target, Foreign array, const DeviceCall& c
            " (the program's GPU is cuda:" + std::to_string(call.device->ordinal()) + ")";
     return Stored::kMismatch;
   }
-  bool same = std::equal(array.shape.begin(), array.shape.end(), target.shape().begin(),
-                         target.shape().end()) &&
-              array.type == name(target.dtype);
-  if (!same) return Stored::kMismatch;
+  if (!std::ranges::equal(array.shape, target.shape()) || array.type != name(target.dtype))
+    return Stored::kMismatch;
   if (!array.dense(bits(target.dtype) / 8)) {
     got += " that is not dense and row-major: make it contiguous";
     return Stored::kMismatch;
@@ -166,10 +155,8 @@ Stored copy_from_gpu(const ArrayView& target, Foreign array, const DeviceCall& c
   // With an alias the callable may return the very memory that it was given.
   if (target.nbytes() == 0 || array.data == target.data) return Stored::kYes;
   without_gil([&] {
-    cuda::check(cuda::driver().copy_on_device(reinterpret_cast<cuda::DevicePointer>(target.data),
-                                              reinterpret_cast<cuda::DevicePointer>(array.data),
-                                              target.nbytes(), call.stream),
-                "cuMemcpyDtoDAsync_v2");
+    cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
+                         call.stream);
   });
   sources.keep(std::move(array.owner));
   return Stored::kYes;
@@ -185,42 +172,22 @@ Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, const
   if (stored == Stored::kMismatch && !describe(value, got)) return Stored::kError;
   if (stored != Stored::kYes || target.nbytes() == 0) return stored;
   without_gil([&] {
-    cuda::check(cuda::driver().copy_to_device(reinterpret_cast<cuda::DevicePointer>(target.data),
-                                              block.data(), target.nbytes(), call.stream),
-                "cuMemcpyHtoDAsync_v2");
+    cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(), call.stream);
   });
   sources.keep(std::move(block));
   return Stored::kYes;
 }
 
-// What CopySources hands over to the thread that waits for the stream.
-struct Kept {
-  std::vector<PyObject*> objects;
-  std::vector<cuda::PinnedBlock> blocks;
-
-  Kept(std::vector<PyObject*> o, std::vector<cuda::PinnedBlock> b)
-      : objects(std::move(o)), blocks(std::move(b)) {}
-  ~Kept() {
-    for (PyObject* object : objects) release_later(object);
-  }
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
-};
-
 }  // namespace
 
 CopySources::~CopySources() {
-  if (objects_.empty() && blocks_.empty()) return;
-  auto kept = std::make_shared<Kept>(std::move(objects_), std::move(blocks_));
+  if (kept_->objects.empty() && kept_->blocks.empty()) return;
   without_gil([&] {
-    bool taken = false;
     try {
-      cuda::StreamEvent event(*call_.device, call_.stream);
-      taken = cuda::Completions::of(*call_.device).after(std::move(event), [kept](cuda::Result) {});
-    } catch (const Error&) {
-      taken = false;  // no event: the device is lost, or close to it
+      cuda::keep_until(*call_.device, call_.stream, kept_);
+    } catch (const Error&) {  // no event: the device is lost, or close to it
+      cuda::driver().stream_synchronize(call_.stream);
     }
-    if (!taken) cuda::driver().stream_synchronize(call_.stream);
   });
 }
 

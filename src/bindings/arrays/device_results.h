@@ -5,31 +5,41 @@
 // what they read lives until they have run. The GIL is held.
 #pragma once
 
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/arrays/device_call.h"
 #include "bindings/arrays/views.h"
+#include "bindings/python/deferred.h"
 #include "bindings/python/python.h"
+#include "core/lifetime.h"
 #include "cuda/memory.h"
 
 namespace callgate::bindings {
 
 // What the copies of one call read.
-class CopySources {
+class CopySources : Immovable {
  public:
   explicit CopySources(const DeviceCall& call) : call_(call) {}
   ~CopySources();  // lets go of all of it once XLA's stream has come this far
-  CopySources(const CopySources&) = delete;
-  CopySources& operator=(const CopySources&) = delete;
 
-  void keep(nb::object object) { objects_.push_back(object.release().ptr()); }
-  void keep(cuda::PinnedBlock block) { blocks_.push_back(std::move(block)); }
+  void keep(nb::object object) { kept_->objects.push_back(object.release().ptr()); }
+  void keep(cuda::PinnedBlock block) { kept_->blocks.push_back(std::move(block)); }
 
  private:
+  // Dies on the thread that waits for the stream, without the GIL.
+  struct Kept : Immovable {
+    std::vector<PyObject*> objects;
+    std::vector<cuda::PinnedBlock> blocks;
+    ~Kept() {
+      for (PyObject* object : objects) release_later(object);
+    }
+  };
+
   const DeviceCall& call_;
-  std::vector<PyObject*> objects_;
-  std::vector<cuda::PinnedBlock> blocks_;
+  std::shared_ptr<Kept> kept_ = std::make_shared<Kept>();
 };
 
 // Copies `value` to the result's memory. For kMismatch, `got` says what came. `cast` allows

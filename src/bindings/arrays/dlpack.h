@@ -47,7 +47,6 @@ struct ManagedTensorVersioned {
 
 inline constexpr std::int32_t kCpu = 1;
 inline constexpr std::int32_t kCuda = 2;
-inline constexpr std::int32_t kCudaHost = 3;
 inline constexpr std::int32_t kCudaManaged = 13;
 inline constexpr std::uint64_t kReadOnly = 1;
 inline constexpr std::uint64_t kCopied = 2;

@@ -4,44 +4,13 @@
 #include <nanobind/stl/string.h>
 
 #include <string>
+#include <utility>
 
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 
 namespace callgate::bindings {
 namespace {
-
-// The call's own exception, set aside while the hook runs.
-class PendingException {
- public:
-  explicit PendingException(bool any) {
-    if (!any) return;
-#if PY_VERSION_HEX >= 0x030C0000
-    value_ = nb::steal(PyErr_GetRaisedException());
-#else
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != nullptr) PyException_SetTraceback(value, traceback);
-    type_ = nb::steal(type);
-    value_ = nb::steal(value);
-    traceback_ = nb::steal(traceback);
-#endif
-  }
-
-  PyObject* object() const { return value_.is_valid() ? value_.ptr() : Py_None; }
-
-  void restore() {
-#if PY_VERSION_HEX >= 0x030C0000
-    PyErr_SetRaisedException(value_.release().ptr());
-#else
-    PyErr_Restore(type_.release().ptr(), value_.release().ptr(), traceback_.release().ptr());
-#endif
-  }
-
- private:
-  nb::object type_, value_, traceback_;
-};
 
 nb::list suspects_of(std::span<const Views> escaped) {
   nb::list suspects;
@@ -59,17 +28,17 @@ nb::list suspects_of(std::span<const Views> escaped) {
 
 bool settle_escapes(const std::shared_ptr<PyCallee>& callee, const std::string& spec,
                     std::span<const Views> escaped, bool ok) {
-  PendingException pending(!ok);
+  nb::object raised = ok ? nb::none() : take_raised();  // set aside while the hook runs
   nb::list suspects = suspects_of(escaped);
   nb::object make_private = nb::cpp_function([callee](const std::string& kind) {
     callee->make_private(kind == "argument" ? kPrivateInputs : kPrivateResults);
   });
   nb::object done =
       nb::steal(call_python(Hooks::instance().escaped, "ssOOO", callee->name().c_str(),
-                            spec.c_str(), suspects.ptr(), pending.object(), make_private.ptr()));
+                            spec.c_str(), suspects.ptr(), raised.ptr(), make_private.ptr()));
   if (ok) return done.is_valid();
   if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
-  pending.restore();
+  restore_raised(std::move(raised));
   return false;
 }
 

@@ -1,7 +1,5 @@
-// See the header. Made on the feed's thread, given on XLA's; both hold the GIL, and give it up for
-// what the driver does.
-#include "bindings/arrays/upload.h"
-
+// An item of a feed on its way to a GPU. Made on the feed's thread, given on XLA's; both hold the
+// GIL, and give it up for what the driver does.
 #include <nanobind/stl/string.h>
 
 #include <memory>
@@ -11,10 +9,11 @@
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/device_call.h"
 #include "bindings/arrays/views.h"
+#include "bindings/bind.h"
 #include "bindings/python/gil.h"
 #include "core/error.h"
+#include "cuda/copies.h"
 #include "cuda/device.h"
-#include "cuda/upload.h"
 
 namespace callgate::bindings {
 namespace {
@@ -23,8 +22,7 @@ namespace {
 ArrayView type_of(nb::handle object) {
   auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
   if (!PyArray_Check(object.ptr())) throw nb::type_error("Upload: expected NumPy arrays");
-  nb::object descr = object.attr("dtype");
-  auto dtype = dtype_from_name(nb::cast<std::string>(nb::str(descr)));
+  auto dtype = known_dtype(array);
   if (!dtype) throw nb::type_error("Upload: expected arrays of a dtype that JAX has");
   static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   return {nullptr, reinterpret_cast<const std::int64_t*>(PyArray_DIMS(array)), PyArray_NDIM(array),

@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -14,6 +15,15 @@ namespace callgate::bindings {
 std::array<PyArray_Descr*, kDTypeTableSize>& descriptors() {
   static constinit std::array<PyArray_Descr*, kDTypeTableSize> table{};
   return table;
+}
+
+std::optional<DType> known_dtype(PyArrayObject* array) {
+  for (std::size_t code = 0; code < kDTypeTableSize; ++code) {
+    PyArray_Descr* known = descriptors()[code];
+    if (known != nullptr && PyArray_EquivTypes(known, PyArray_DESCR(array)) != 0)
+      return static_cast<DType>(code);
+  }
+  return std::nullopt;
 }
 
 namespace {
@@ -33,18 +43,26 @@ PyArray_Descr* descriptor(DType dtype) {
   return descr;
 }
 
+// Of the view's type, over `data`, or memory of its own where that is null. Null with a Python
+// error.
+PyObject* new_array(const ArrayView& view, void* data, int flags) {
+  PyArray_Descr* descr = descriptor(view.dtype);
+  if (descr == nullptr) return nullptr;
+  Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
+  static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
+  return PyArray_NewFromDescr(&PyArray_Type, descr, view.rank,
+                              reinterpret_cast<const npy_intp*>(view.dims), nullptr, data, flags,
+                              nullptr);
+}
+
 // What the views' base is: nothing to ask for memory. One for the process.
 PyObject* xla_memory() {
   static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   return base;
 }
 
-bool same_shape(PyArrayObject* array, const ArrayView& view) {
-  if (PyArray_NDIM(array) != view.rank) return false;
-  for (int axis = 0; axis < view.rank; ++axis) {
-    if (PyArray_DIM(array, axis) != view.dims[axis]) return false;
-  }
-  return true;
+std::span<const std::int64_t> shape_of(PyArrayObject* array) {
+  return {PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array))};
 }
 
 bool same_dtype(PyArrayObject* array, const ArrayView& view) {
@@ -82,16 +100,10 @@ bool is_masked(PyObject* value, int depth) {
 bool is_masked(PyObject* value) { return is_masked(value, NPY_MAXDIMS); }
 
 PyObject* make_array(const ArrayView& view, bool writable, PyObject* base) {
-  PyArray_Descr* descr = descriptor(view.dtype);
-  if (descr == nullptr) return nullptr;
-  Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
   int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (writable ? NPY_ARRAY_WRITEABLE : 0);
-  static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   // XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
   alignas(64) static char nothing[64];
-  PyObject* array = PyArray_NewFromDescr(
-      &PyArray_Type, descr, view.rank, reinterpret_cast<const npy_intp*>(view.dims), nullptr,
-      view.data != nullptr ? view.data : nothing, flags, nullptr);
+  PyObject* array = new_array(view, view.data != nullptr ? view.data : nothing, flags);
   if (array == nullptr || base == nullptr) return array;
   Py_INCREF(base);  // stolen below
   if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), base) == 0) return array;
@@ -123,12 +135,7 @@ PyObject* make_aligned_copy(ArrayView view) {
 
 PyObject* make_copy(const ArrayView& view) {
   if (view.nbytes() >= kAlignedCopy && !is_packed(view.dtype)) return make_aligned_copy(view);
-  PyArray_Descr* descr = descriptor(view.dtype);
-  if (descr == nullptr) return nullptr;
-  Py_INCREF(reinterpret_cast<PyObject*>(descr));
-  PyObject* array = PyArray_NewFromDescr(&PyArray_Type, descr, view.rank,
-                                         reinterpret_cast<const npy_intp*>(view.dims), nullptr,
-                                         nullptr, 0, nullptr);
+  PyObject* array = new_array(view, /*data=*/nullptr, /*flags=*/0);
   if (array != nullptr && view.nbytes() != 0) {
     std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)), view.data, view.nbytes());
   }
@@ -147,7 +154,7 @@ Stored store(const ArrayView& target, PyObject* value, bool cast) {
     if (is_masked(value)) return Stored::kMismatch;  // what its __array__ gives
   }
   auto* array = reinterpret_cast<PyArrayObject*>(value);
-  if (!same_shape(array, target)) return Stored::kMismatch;
+  if (!std::ranges::equal(shape_of(array), target.shape())) return Stored::kMismatch;
   bool same = same_dtype(array, target);
   PyArray_Descr* want = descriptors()[static_cast<std::size_t>(target.dtype)];
   if (!same && !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING)))
@@ -170,12 +177,7 @@ bool describe(PyObject* value, std::string& text) {
   if (!array.is_valid()) return false;
   auto* came = reinterpret_cast<PyArrayObject*>(array.ptr());
   bool masked = is_masked(value) || is_masked(array.ptr());
-  text = nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))) + '[';
-  for (int axis = 0; axis < PyArray_NDIM(came); ++axis) {
-    if (axis != 0) text += ',';
-    text += std::to_string(PyArray_DIM(came, axis));
-  }
-  text += ']';
+  text = type_text(nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))), shape_of(came));
   // The words of _core/masked.py.
   if (masked)
     text = "a masked array (" + text +

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 
 #include "bindings/python/python.h"
@@ -15,6 +16,9 @@ namespace callgate::bindings {
 
 // NumPy's dtype of each code; null for those without one. Filled once at import.
 std::array<PyArray_Descr*, kDTypeTableSize>& descriptors();
+
+// What an array's elements are; nothing for a dtype that JAX doesn't have.
+std::optional<DType> known_dtype(PyArrayObject* array);
 
 // A new array over the view's memory. Null with a Python error for packed or unknown dtypes.
 PyObject* make_array(const ArrayView& view, bool writable, PyObject* base);

@@ -11,10 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/channel/consumer.h"
-#include "bindings/channel/py_consumer.h"
-#include "bindings/python/deferred.h"
+#include "bindings/arrays/host_arrays.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "channel/tap.h"
 #include "core/interrupt.h"
 #include "core/registry.h"
@@ -86,7 +85,6 @@ class ChannelHandle {
   ChannelHandle(ChannelHandle&&) = default;
 
   Channel& channel() const { return *channel_; }
-  bool is(const Channel& other) const { return channel_.get() == &other; }
 
   bool close(std::optional<double> timeout) {
     if (Channel::abandoned()) return true;  // the parent's is open; locks may be held for ever
@@ -101,71 +99,63 @@ class ChannelHandle {
 };
 
 // -- taps ----------------------------------------------------------------------------------------
-// Keeps a tap's callee, and its name, alive.
-class TapHandle {
+class TapHandle : public Handle<TapCallee> {
  public:
   TapHandle(std::string name, const std::string& channel, std::shared_ptr<Consumer> consumer)
-      : callee_(std::make_shared<TapCallee>(std::move(name), channel, std::move(consumer))) {
-    Registry::instance().add(callee_);
-  }
-  TapHandle(TapHandle&&) = default;
-  ~TapHandle() {
-    if (callee_ == nullptr) return;
-    Registry::instance().remove(*callee_);
-    sites_.clear();
-    callee_.reset();
-    drain_released();
-  }
-
-  const std::string& name() const { return callee_->name(); }
+      : Handle(std::make_shared<TapCallee>(std::move(name), channel, std::move(consumer))) {}
 
   // A record from Python: what programs that cannot call the runtime send through JAX's callbacks.
-  void send(const std::string& spec, const std::string& batch, std::int64_t device,
+  // `key` stands for `held`, all that the program's call of the tap holds.
+  void send(const std::string& key, const nb::dict& held, std::int64_t device,
             const std::vector<nb::object>& arrays) {
     std::vector<ArrayView> views;
-    std::string key = spec + '\n' + batch;
+    std::string of_site = key;
     for (const nb::object& array : arrays) {
-      views.push_back(view_of(array));
-      key += '\n' + to_string(views.back());  // a site's shapes are those of its first call
+      views.push_back(view_of(array, "a tap's value"));
+      of_site += '\n' + to_string(views.back());  // a site's shapes are those of its first call
     }
-    std::shared_ptr<Site>& site = sites_[key];
-    if (site == nullptr)
-      site = callee_->specialise(SiteSpec{spec, "", Lanes::parse(batch), "", ""});
+    std::shared_ptr<Site>& site = sites_[of_site];
+    if (site == nullptr) {
+      Attributes attributes = attributes_of(held);
+      SiteSpec spec{std::string(attributes.text("spec")),
+                    "",
+                    Lanes::of(attributes.dictionary("batch")),
+                    {},
+                    "",
+                    std::move(attributes)};
+      site = callee().specialise(std::move(spec));
+    }
     CallContext context;
     context.device = device;
     // The channel may be full.
-    Outcome outcome = without_gil([&] { return site->run(Call{views, {}, context}); });
-    if (!outcome.ok()) throw Error(outcome.error().code, outcome.error().message);
+    without_gil([&] { site->run(Call{views, {}, context}); });
   }
 
  private:
-  static ArrayView view_of(const nb::object& object) {
-    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
-    if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a contiguous NumPy array",
-                  nb::type_name(object.type()).c_str());
-    }
-    nb::object descr = object.attr("dtype");
-    std::string text = nb::cast<std::string>(nb::str(descr));
-    auto dtype = dtype_from_name(text);
-    if (!dtype) {
-      throw Error(ErrorCode::kInvalidArgument, "a tap's value", "a dtype that JAX has", text);
-    }
-    static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
-    return ArrayView{PyArray_DATA(array),
-                     reinterpret_cast<const std::int64_t*>(PyArray_DIMS(array)),
-                     PyArray_NDIM(array), *dtype};
-  }
-
-  std::shared_ptr<TapCallee> callee_;
   std::map<std::string, std::shared_ptr<Site>> sites_;
 };
 
-nb::dict all_stats() {
-  nb::dict all;
-  for (const auto& channel : Channels::instance().all())
-    all[nb::str(channel->options().name.c_str())] = to_dict(channel->stats());
-  return all;
+void bind_consumer(nb::module_& module) {
+  nb::class_<ConsumerHandle>(module, "Consumer", "A native consumer of a channel's records.")
+      .def("__repr__",
+           [](const ConsumerHandle& handle) {
+             return "<native consumer: " + handle.consumer->description() + ">";
+           })
+      .def(
+          "close",
+          [](const ConsumerHandle& handle) { without_gil([&] { handle.consumer->close(); }); },
+          "No record follows; after it was removed from its channel.");
+  module.def(
+      "python_consumer",
+      [](nb::object function, bool stacked, nb::object control) {
+        return ConsumerHandle{make_py_consumer(
+            std::move(function), stacked ? Form::kStacked : Form::kRows, std::move(control))};
+      },
+      nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
+      nb::arg("control").none() = nb::none());
+  module.def("set_consumer_failed", [](nb::callable hook) {
+    g_on_error = nb::object(hook).release().ptr();  // held for the life of the process
+  });
 }
 
 void bind_handles(nb::module_& module) {
@@ -207,32 +197,21 @@ void bind_handles(nb::module_& module) {
           "__init__",
           [](TapHandle* self, std::string name, const std::string& channel,
              ConsumerHandle* consumer) {
-            drain_released();
             new (self) TapHandle(std::move(name), channel,
                                  consumer == nullptr ? nullptr : consumer->consumer);
           },
           nb::arg("name"), nb::kw_only(), nb::arg("channel"),
           nb::arg("consumer").none() = nb::none())
       .def_prop_ro("name", &TapHandle::name)
-      .def("send", &TapHandle::send, nb::arg("spec"), nb::arg("batch"), nb::arg("device"),
+      .def("send", &TapHandle::send, nb::arg("key"), nb::arg("held"), nb::arg("device"),
            nb::arg("arrays"));
 }
 
 }  // namespace
 
 void bind_channel(nb::module_& module) {
+  bind_consumer(module);
   bind_handles(module);
-  module.def(
-      "python_consumer",
-      [](nb::object function, bool stacked, nb::object control) {
-        return ConsumerHandle{make_py_consumer(
-            std::move(function), stacked ? Form::kStacked : Form::kRows, std::move(control))};
-      },
-      nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
-      nb::arg("control").none() = nb::none());
-  module.def("set_consumer_failed", [](nb::callable hook) {
-    g_on_error = nb::object(hook).release().ptr();  // held for the life of the process
-  });
   module.def(
       "flush_channels",
       [](std::optional<double> timeout) {
@@ -245,7 +224,12 @@ void bind_channel(nb::module_& module) {
         });
       },
       nb::arg("timeout").none() = nb::none());
-  module.def("channel_stats", &all_stats);
+  module.def("channel_stats", [] {
+    nb::dict all;
+    for (const auto& channel : Channels::instance().all())
+      all[nb::str(channel->options().name.c_str())] = to_dict(channel->stats());
+    return all;
+  });
   module.def("abandon_channels", &Channel::abandon_all);
   module.def("channels_abandoned", &Channel::abandoned);
 }

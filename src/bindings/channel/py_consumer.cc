@@ -1,8 +1,5 @@
-// See the header. `consume` runs on the channel's thread and takes the GIL once a batch.
-#include "bindings/channel/py_consumer.h"
-
+// make_py_consumer(). `consume` runs on the channel's thread and takes the GIL once a batch.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -10,11 +7,12 @@
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/views.h"
+#include "bindings/channel/channel.h"
 #include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
 #include "channel/channel.h"
 #include "core/lifecycle.h"
-#include "cuda/kept_copies.h"
+#include "cuda/copies.h"
 
 namespace callgate::bindings {
 namespace {
@@ -25,20 +23,12 @@ nb::tuple about_source(const Source& source) {
       nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
 }
 
-nb::object copy_of(const ArrayView& view) {
-  nb::object array = nb::steal(make_copy(view));
-  if (!array.is_valid()) nb::raise_python_error();
-  return array;
-}
-
 // An array over the view's memory, which `owner` keeps for it.
 nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner) {
   nb::capsule base(new std::shared_ptr<void>(owner), [](void* pointer) noexcept {
     delete static_cast<std::shared_ptr<void>*>(pointer);
   });
-  nb::object array = nb::steal(make_array(view, /*writable=*/true, base.ptr()));
-  if (!array.is_valid()) nb::raise_python_error();
-  return array;
+  return taken(make_array(view, /*writable=*/true, base.ptr()));
 }
 
 // An array of the consumer's own: in the record's memory where that is lent and little else is in
@@ -46,7 +36,7 @@ nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner)
 nb::object own_array(const ArrayView& view, const Source& source,
                      const std::shared_ptr<void>& lent) {
   bool most = 2 * view.nbytes() >= source.payload_bytes;
-  return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : copy_of(view);
+  return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : taken(make_copy(view));
 }
 
 // The leaves of a record whose arrays are on a device, as Buffers that own them.
@@ -61,55 +51,39 @@ nb::list device_leaves(const Record& record, std::span<const ArrayView> whole) {
   return leaves;
 }
 
-// As rows_of; the arrays of a lane are (Buffer of all lanes, first element, shape).
-nb::list device_rows_of(const Source& source, std::span<const Record> records) {
+// A leaf of a lane as (Buffer of all lanes, first element, shape).
+nb::tuple part_of(const nb::handle& buffer, const ArrayView& whole, const ArrayView& leaf) {
+  nb::list shape;
+  for (std::int64_t extent : leaf.shape()) shape.append(extent);
+  auto bytes = static_cast<const char*>(leaf.data) - static_cast<const char*>(whole.data);
+  return nb::make_tuple(buffer, bytes * 8 / bits(leaf.dtype), nb::tuple(shape));
+}
+
+nb::list rows_of(const Source& source, std::span<const Record> records) {
   nb::list rows;
   RecordViews views(source);
   for (const Record& record : records) {
-    std::span<const ArrayView> all = views.whole(record);
-    std::vector<ArrayView> whole(all.begin(), all.end());
-    nb::list buffers = device_leaves(record, whole);
+    std::vector<ArrayView> whole;
+    nb::list buffers;
+    std::shared_ptr<void> lent;
+    if (source.kept != nullptr) {
+      std::span<const ArrayView> all = views.whole(record);
+      whole.assign(all.begin(), all.end());
+      buffers = device_leaves(record, whole);
+    } else {
+      lent = Channel::lend(record);
+    }
     views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
       for (std::size_t i = 0; i < leaves.size(); ++i) {
-        nb::list shape;
-        for (std::int64_t extent : leaves[i].shape()) shape.append(extent);
-        auto bytes =
-            static_cast<const char*>(leaves[i].data) - static_cast<const char*>(whole[i].data);
-        arrays.append(
-            nb::make_tuple(buffers[i], bytes * 8 / bits(leaves[i].dtype), nb::tuple(shape)));
+        arrays.append(source.kept == nullptr ? own_array(leaves[i], source, lent)
+                                             : part_of(buffers[i], whole[i], leaves[i]));
       }
       rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
                                  record.flags, nb::tuple(arrays)));
     });
   }
   return rows;
-}
-
-nb::list rows_of(const Source& source, std::span<const Record> records) {
-  if (source.kept != nullptr) return device_rows_of(source, records);
-  nb::list rows;
-  RecordViews views(source);
-  for (const Record& record : records) {
-    std::shared_ptr<void> lent = Channel::lend(record);
-    views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
-      nb::list arrays;
-      for (const ArrayView& leaf : leaves) arrays.append(own_array(leaf, source, lent));
-      rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
-                                 record.flags, nb::tuple(arrays)));
-    });
-  }
-  return rows;
-}
-
-// A new array of `count` numbers of a type that NumPy has under `type_num`.
-template <typename T>
-nb::object new_numbers(std::size_t count, int type_num, T*& data) {
-  npy_intp extent = static_cast<npy_intp>(count);
-  nb::object array = nb::steal(PyArray_SimpleNew(1, &extent, type_num));
-  if (!array.is_valid()) nb::raise_python_error();
-  data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
-  return array;
 }
 
 // The records of one source as stacked arrays, a row a lane that was sent.
@@ -127,22 +101,15 @@ class Stack {
   bool empty() const { return rows_.empty(); }
 
   nb::tuple numbers() const {
-    std::int64_t *lane = nullptr, *time = nullptr, *device = nullptr, *run = nullptr;
-    std::uint64_t *seq = nullptr, *flags = nullptr;
-    nb::tuple numbers = nb::make_tuple(
-        new_numbers(rows_.size(), NPY_INT64, lane), new_numbers(rows_.size(), NPY_UINT64, seq),
-        new_numbers(rows_.size(), NPY_INT64, time), new_numbers(rows_.size(), NPY_INT64, device),
-        new_numbers(rows_.size(), NPY_INT64, run), new_numbers(rows_.size(), NPY_UINT64, flags));
-    for (std::size_t i = 0; i < rows_.size(); ++i) {
-      const Record& record = *rows_[i].record;
-      lane[i] = rows_[i].lane;
-      seq[i] = record.seq;
-      time[i] = record.time_ns;
-      device[i] = record.device;
-      run[i] = record.run;
-      flags[i] = record.flags;
-    }
-    return numbers;
+    auto of_record = [](auto member) {
+      return [member](const Row& row) { return row.record->*member; };
+    };
+    return nb::make_tuple(column<std::int64_t>(NPY_INT64, [](const Row& row) { return row.lane; }),
+                          column<std::uint64_t>(NPY_UINT64, of_record(&Record::seq)),
+                          column<std::int64_t>(NPY_INT64, of_record(&Record::time_ns)),
+                          column<std::int64_t>(NPY_INT64, of_record(&Record::device)),
+                          column<std::int64_t>(NPY_INT64, of_record(&Record::run)),
+                          column<std::uint64_t>(NPY_UINT64, of_record(&Record::flags)));
   }
 
   nb::tuple arrays() {
@@ -177,6 +144,16 @@ class Stack {
     std::int64_t lane;
   };
 
+  // An array of one number a row, of the type that NumPy has under `type_num`.
+  template <typename T, typename Number>
+  nb::object column(int type_num, Number&& number) const {
+    npy_intp extent = static_cast<npy_intp>(rows_.size());
+    nb::object array = taken(PyArray_SimpleNew(1, &extent, type_num));
+    auto* data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
+    std::ranges::transform(rows_, data, number);
+    return array;
+  }
+
   // A stack of the one row.
   nb::object row_of(const ArrayView& leaf, const std::shared_ptr<void>& lent) const {
     std::vector<std::int64_t> dims{1};
@@ -191,9 +168,8 @@ class Stack {
     dims.insert(dims.end(), leaf.dims, leaf.dims + leaf.rank);
     Py_XINCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
     nb::object array =
-        nb::steal(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()),
-                                       dims.data(), nullptr, nullptr, 0, nullptr));
-    if (!array.is_valid()) nb::raise_python_error();
+        taken(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()), dims.data(),
+                                   nullptr, nullptr, 0, nullptr));
     auto* made = reinterpret_cast<PyArrayObject*>(array.ptr());
     data.push_back(static_cast<char*>(PyArray_DATA(made)));
     return array;
@@ -218,16 +194,20 @@ class PyConsumer final : public Consumer {
     if (!active.entered()) return;  // Python is ending: it must not be touched
     if (form_ == Form::kStacked) records = by_source(records);
     GilScope gil;
-    while (!records.empty()) {
-      std::size_t count = count_of_next(records);
+    // One call for the records of one source. A large record whose memory is lent goes alone:
+    // stacked with others, it would have to be copied.
+    auto goes_with = [&](const Record& record) {
+      bool alone = form_ == Form::kStacked && Channel::lend(record) != nullptr;
+      return std::pair(record.source, alone ? &record : nullptr);
+    };
+    each_run(records, goes_with, [&](std::span<const Record> run) {
       try {
-        consume_some(*records.front().source, records.first(count));
+        consume_some(*run.front().source, run);
       } catch (nb::python_error& error) {
         error.restore();
         PyErr_WriteUnraisable(function_);
       }
-      records = records.subspan(count);
-    }
+    });
   }
 
   // Stacked arrays are made on the host.
@@ -262,35 +242,22 @@ class PyConsumer final : public Consumer {
     return sorted_;
   }
 
-  // How many of the first records are handed over in one call: those of one source. A large record
-  // whose memory is lent goes alone: stacked with others, it would have to be copied.
-  std::size_t count_of_next(std::span<const Record> records) const {
-    if (form_ == Form::kStacked && Channel::lend(records.front())) return 1;
-    auto end = std::ranges::find_if(records, [&](const Record& one) {
-      return one.source != records.front().source ||
-             (form_ == Form::kStacked && Channel::lend(one));
-    });
-    return static_cast<std::size_t>(end - records.begin());
-  }
-
   void consume_some(const Source& source, std::span<const Record> records) {
     nb::object done;
     if (form_ == Form::kRows) {
       nb::list rows = rows_of(source, records);
       if (nb::len(rows) == 0) return;
       nb::tuple about = about_source(source);
-      done = nb::steal(call_python(function_, "OO", about.ptr(), rows.ptr()));
+      done = taken(call_python(function_, "OO", about.ptr(), rows.ptr()));
     } else {
       Stack stack(source, records);
       if (stack.empty()) return;
       nb::tuple about = about_source(source), numbers = stack.numbers(), arrays = stack.arrays();
-      done = nb::steal(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
+      done = taken(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
     }
-    if (!done.is_valid()) nb::raise_python_error();
     // How many of them the consumer raised for; None where nobody counted.
-    if (const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
-        failed > 0)
-      lose(static_cast<std::uint64_t>(failed));
+    const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
+    if (failed > 0) lose(static_cast<std::uint64_t>(failed));
   }
 
   PyObject* function_;

@@ -1,6 +1,4 @@
 // Python calls these with the GIL; files are opened, written and closed without it.
-#include "bindings/channel/sinks.h"
-
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -13,11 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/channel/consumer.h"
-#include "bindings/channel/record_writer.h"
+#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
+#include "channel/sinks/file.h"
 #include "channel/sinks/jsonl.h"
-#include "channel/sinks/line_file.h"
 #include "channel/sinks/npy.h"
 #include "channel/sinks/stats.h"
 
@@ -72,11 +69,16 @@ nb::dict to_dict(const Summary& summary) {
   return out;
 }
 
-// Calls claim() without the GIL; a file that another writes is a FileExistsError.
-template <typename Claim>
-void claiming(Claim&& claim) {
+// A new file of a sink in Python, which this process alone writes from now on. One that another
+// writes is a FileExistsError.
+template <typename Claimed, typename... Arguments>
+Claimed* claim(const Arguments&... arguments) {
   try {
-    without_gil(claim);
+    return without_gil([&] {
+      auto file = std::make_unique<Claimed>(arguments...);
+      file->claim();
+      return file.release();
+    });
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kAlreadyExists) throw;
     PyErr_SetString(PyExc_FileExistsError, error.what());
@@ -84,65 +86,23 @@ void claiming(Claim&& claim) {
   }
 }
 
-// The file of a sink of lines in Python. It is claimed at once: such a sink opens it to write.
-class Lines {
- public:
-  Lines(const std::string& sink, const std::string& path, bool append) {
-    claiming([&] {
-      file_ = std::make_unique<LineFile>(sink, path, mode_of(append), Place::kAlone,
-                                         [](std::string_view) { return false; });
-      file_->claim();
-    });
-  }
+// Appends whole lines; returns how many are in the file, and why not all of them are, or "".
+std::pair<std::uint64_t, std::string> append_lines(LineFile& file, const std::string& lines) {
+  return without_gil([&] {
+    std::pair<std::uint64_t, std::string> result;
+    try {
+      file.append(lines, result.first);
+    } catch (const Error& error) {
+      result.second = error.what();
+    }
+    return result;
+  });
+}
 
-  std::string first_line() const { return file_->first_line(); }
-
-  // Appends whole lines; returns how many are in the file, and why not all of them are, or "".
-  std::pair<std::uint64_t, std::string> append(const std::string& lines) {
-    return without_gil([&] {
-      std::pair<std::uint64_t, std::string> result;
-      try {
-        file_->append(lines, result.first);
-      } catch (const Error& error) {
-        result.second = error.what();
-      }
-      return result;
-    });
-  }
-
-  void close() {
-    without_gil([&] { file_->close(); });
-  }
-
- private:
-  std::unique_ptr<LineFile> file_;
-};
-
-// For sinks over libraries, which open the file themselves.
-class FileClaim {
- public:
-  FileClaim(const std::string& sink, const std::string& path) {
-    claiming([&] {
-      file_ = std::make_unique<File>(sink, path, FileMode::kAppend, Place::kAlone,
-                                     /*appends=*/false);
-      file_->claim();
-    });
-  }
-
-  void close() {
-    without_gil([&] { file_->close(); });
-  }
-  // Of a file that is there for the claim alone.
-  void remove() {
-    without_gil([&] {
-      ::unlink(file_->path().c_str());
-      file_->close();
-    });
-  }
-
- private:
-  std::unique_ptr<File> file_;
-};
+template <typename Claimed>
+void close_file(Claimed& file) {
+  without_gil([&] { file.close(); });
+}
 
 nb::dict read_stats(const StatsReader& reader) {
   // The lock may be held while values are merged.
@@ -153,39 +113,38 @@ nb::dict read_stats(const StatsReader& reader) {
   return out;
 }
 
-void clear_stats(const StatsReader& reader) {
-  without_gil([&] { reader.sink->clear(); });
-}
-
 }  // namespace
 
 void bind_sinks(nb::module_& module) {
   nb::class_<StatsReader>(module, "StatsReader", "What a Stats sink has counted.")
       .def("read", &read_stats)
-      .def("clear", &clear_stats);
-  nb::class_<RecordWriter>(module, "RecordWriter",
-                           "Hands records made in Python to a native consumer.")
-      .def(nb::init<const ConsumerHandle&>(), nb::arg("consumer"))
-      .def("write", &RecordWriter::write, nb::kw_only(), nb::arg("name"), nb::arg("role"),
-           nb::arg("leaves"), nb::arg("seq"), nb::arg("time_ns"), nb::arg("run"), nb::arg("device"),
-           nb::arg("repeated"), nb::arg("lane"))
-      .def("open", &RecordWriter::open)
-      .def("flush", &RecordWriter::flush)
-      .def("close", &RecordWriter::close);
-  nb::class_<Lines>(module, "LineFile", "The file of a sink of lines.")
-      .def(nb::init<const std::string&, const std::string&, bool>(), nb::arg("sink"),
-           nb::arg("path"), nb::arg("append"))
+      .def("clear", [](const StatsReader& reader) { without_gil([&] { reader.sink->clear(); }); });
+  nb::class_<LineFile>(module, "LineFile", "The file of a sink of lines.")
+      .def(nb::new_([](const std::string& sink, const std::string& path, bool append) {
+             return claim<LineFile>(sink, path, mode_of(append), Place::kAlone,
+                                    [](std::string_view) { return false; });
+           }),
+           nb::arg("sink"), nb::arg("path"), nb::arg("append"))
       .def("first_line",
-           [](const Lines& lines) {
-             const std::string line = lines.first_line();
+           [](const LineFile& file) {
+             const std::string line = file.first_line();
              return nb::bytes(line.data(), line.size());
            })
-      .def("append", &Lines::append, nb::arg("lines"))
-      .def("close", &Lines::close);
-  nb::class_<FileClaim>(module, "FileClaim", "Keeps other sinks away from a file.")
-      .def(nb::init<const std::string&, const std::string&>(), nb::arg("sink"), nb::arg("path"))
-      .def("close", &FileClaim::close)
-      .def("remove", &FileClaim::remove);
+      .def("append", &append_lines, nb::arg("lines"))
+      .def("close", &close_file<LineFile>);
+  nb::class_<File>(module, "FileClaim",
+                   "Keeps other sinks away from a file that a library opens by itself.")
+      .def(nb::new_([](const std::string& sink, const std::string& path) {
+             return claim<File>(sink, path, FileMode::kAppend, Place::kAlone, /*appends=*/false);
+           }),
+           nb::arg("sink"), nb::arg("path"))
+      .def("close", &close_file<File>)
+      .def("remove", [](File& file) {  // of a file that is there for the claim alone
+        without_gil([&] {
+          ::unlink(file.path().c_str());
+          file.close();
+        });
+      });
   module.def("jsonl_sink", &jsonl_sink, nb::arg("path"), nb::arg("append"));
   module.def("npy_sink", &npy_sink, nb::arg("path"), nb::arg("append"));
   module.def("stats_sink", &stats_sink, nb::arg("edges"));

@@ -1,7 +1,6 @@
 // Readers release the GIL while they read and wait; arrays handed out are copies.
-#include "bindings/channel/stream.h"
+#include "callgate/stream.h"
 
-#include <fcntl.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -16,10 +15,9 @@
 #include <utility>
 
 #include "bindings/arrays/views.h"
-#include "bindings/channel/consumer.h"
+#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
-#include "callgate/stream.h"
-#include "channel/outfeed_2020_file.h"
+#include "channel/outfeed_2020.h"
 #include "channel/stream_address.h"
 #include "channel/stream_sink.h"
 #include "core/error.h"
@@ -32,11 +30,6 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 struct StreamSinkHandle : ConsumerHandle {};
-
-nb::object taken(PyObject* made) {
-  if (made == nullptr) nb::raise_python_error();
-  return nb::steal(made);
-}
 
 // A copy of the bytes as uint8: what dtypes that pack their elements, or that this version does not
 // know, are handed out as. callgate._stream makes arrays of the former.
@@ -59,7 +52,7 @@ nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
 }
 
 // Text of a file: whatever is no UTF-8 is replaced.
-nb::object text_of(const std::string& text) {
+nb::object utf8(const std::string& text) {
   return taken(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
 }
 
@@ -68,15 +61,14 @@ nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
   for (const stream::Leaf& leaf : source.leaves) {
     nb::list dims;
     for (std::int64_t dim : leaf.dims) dims.append(dim);
-    leaves.append(
-        nb::make_tuple(text_of(leaf.path), text_of(leaf.dtype), leaf.bits, nb::tuple(dims)));
+    leaves.append(nb::make_tuple(utf8(leaf.path), utf8(leaf.dtype), leaf.bits, nb::tuple(dims)));
   }
   for (const stream::Level& level : source.levels)
-    levels.append(nb::make_tuple(level.size, text_of(level.mask)));
+    levels.append(nb::make_tuple(level.size, utf8(level.mask)));
   nb::dict dict;
   dict["id"] = source.id;
-  dict["name"] = text_of(source.name);
-  dict["description"] = text_of(source.description);
+  dict["name"] = utf8(source.name);
+  dict["description"] = utf8(source.description);
   dict["role"] = source.role;
   dict["levels"] = levels;
   dict["leaves"] = leaves;
@@ -164,7 +156,10 @@ class StreamReader {
     if (!in_use_) reader_.reset();
   }
 
-  const ReaderState& state() const noexcept { return state_; }
+  template <auto kWhat>
+  auto known() const noexcept {
+    return state_.*kWhat;
+  }
   const std::string& address() const noexcept { return address_; }
 
  private:
@@ -197,7 +192,7 @@ class StreamReader {
       return std::make_unique<stream::Reader>(address.path);
     int fd = connect_stream(address).release();
     if (fd < 0) return nullptr;
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    make_nonblocking(fd);
     return std::make_unique<stream::Reader>(fd);
   }
 
@@ -329,18 +324,14 @@ void bind_stream(nb::module_& module) {
       .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_prop_ro(
-          "closed", [](const StreamReader& reader) { return reader.state().closed; },
-          "Whether the writer has closed the stream.")
-      .def_prop_ro(
-          "ended", [](const StreamReader& reader) { return reader.state().ended; },
-          "Whether the last read met the end.")
-      .def_prop_ro(
-          "offset", [](const StreamReader& reader) { return reader.state().offset; },
-          "Where the next frame begins.")
-      .def_prop_ro(
-          "process", [](const StreamReader& reader) { return reader.state().process; },
-          "The writer's process id, as its operating system has it.")
+      .def_prop_ro("closed", &StreamReader::known<&ReaderState::closed>,
+                   "Whether the writer has closed the stream.")
+      .def_prop_ro("ended", &StreamReader::known<&ReaderState::ended>,
+                   "Whether the last read met the end.")
+      .def_prop_ro("offset", &StreamReader::known<&ReaderState::offset>,
+                   "Where the next frame begins.")
+      .def_prop_ro("process", &StreamReader::known<&ReaderState::process>,
+                   "The writer's process id, as its operating system has it.")
       .def_prop_ro("address", &StreamReader::address);
 }
 

@@ -4,19 +4,17 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings/arrays/device_call.h"
+#include "bindings/bind.h"
 #include "bindings/gate/gate_site.h"
-#include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/check.h"
-#include "core/lifecycle.h"
-#include "core/registry.h"
 
 namespace callgate::bindings {
 
@@ -68,25 +66,24 @@ void PyCallee::clear() {
   Py_XDECREF(std::exchange(bind_, nullptr));
 }
 
-void PyCallee::defer(const Failure& failure) {
+void PyCallee::defer(const Error& error) {
   GilScope gil;
-  call_deferred(failure);
+  call_deferred(error);
 }
 
-void PyCallee::enter_device_worker() {
-  thread_local bool entered = false;
-  if (std::exchange(entered, true)) return;
-  ActiveCall active;
-  if (!active.entered()) return;
-  GilScope gil;
-  nb::object done = nb::steal(call_python(Hooks::instance().device_worker, ""));
+void PyCallee::enter_worker(bool of_device) {
+  thread_local bool device_worker = false;
+  if (std::exchange(device_worker, of_device) == of_device) return;
+  ActiveGil gil;
+  if (!gil) return;
+  nb::object done =
+      nb::steal(call_python(Hooks::instance().device_worker, "O", of_device ? Py_True : Py_False));
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 
 std::string PyCallee::self_wait(unsigned long thread) {
-  ActiveCall active;
-  if (!active.entered()) return {};
-  GilScope gil;
+  ActiveGil gil;
+  if (!gil) return {};
   nb::object text =
       nb::steal(call_python(Hooks::instance().self_wait, "sk", name_.c_str(), thread));
   if (text.is_valid()) return nb::cast<std::string>(text);
@@ -96,63 +93,16 @@ std::string PyCallee::self_wait(unsigned long thread) {
 
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
   GilScope gil;
-  nb::object text =
-      nb::steal(call_hook(Hooks::instance().stalled, "ssO", ("gate '" + name_ + "'").c_str(),
-                          call.c_str(), timed_out ? Py_True : Py_False));
-  if (text.is_valid()) return text_of(text);
-  PyErr_Clear();
-  return "callgate: gate '" + name_ + "' called with " + call + " is stalled";
+  return stall_text("gate '" + name_ + "'", call, timed_out);
 }
 
 namespace {
 
-// The Python object `Callee`: keeps the callee, and its name, alive.
-class CalleeHandle {
- public:
-  explicit CalleeHandle(std::shared_ptr<PyCallee> callee) : callee_(std::move(callee)) {
-    Registry::instance().add(callee_);
-  }
-  CalleeHandle(CalleeHandle&&) = default;
-  ~CalleeHandle() {
-    if (callee_ == nullptr) return;
-    Registry::instance().remove(*callee_);
-    callee_.reset();
-    drain_released();  // the GIL is held: the callable may die at once
-  }
+using CalleeHandle = Handle<PyCallee>;
+using CheckHandle = Handle<CheckCallee>;
 
-  PyCallee& callee() const { return *callee_; }
-  const std::shared_ptr<PyCallee>& shared() const { return callee_; }
-
- private:
-  std::shared_ptr<PyCallee> callee_;
-};
-
-// The Python object `Check`: keeps the check, and its name, alive.
-class CheckHandle {
- public:
-  CheckHandle(std::string name, const CalleeHandle& failed)
-      : callee_(std::make_shared<CheckCallee>(std::move(name), failed.shared())) {
-    Registry::instance().add(callee_);
-  }
-  CheckHandle(CheckHandle&&) = default;
-  ~CheckHandle() {
-    if (callee_ != nullptr) Registry::instance().remove(*callee_);
-  }
-
-  const std::string& name() const { return callee_->name(); }
-
- private:
-  std::shared_ptr<CheckCallee> callee_;
-};
-
-GateOptions parse_options(const std::string& style, const std::string& arrays, double timeout) {
-  GateOptions options;
-  options.style = style == "inplace"   ? Style::kInplace
-                  : style == "context" ? Style::kContext
-                                       : Style::kReturn;
-  options.arrays = arrays == "buffer" ? Arrays::kBuffer : Arrays::kNumpy;
-  options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout * 1e9));
-  return options;
+Style style_of(const std::string& text) {
+  return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
 }
 
 nb::dict stats_of(const CalleeHandle& handle) {
@@ -186,32 +136,9 @@ PyType_Slot handle_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse
                               {Py_tp_clear, reinterpret_cast<void*>(&clear)},
                               {0, nullptr}};
 
-// The mesh as programs hold it (SiteSpec::mesh).
-struct Mesh {
-  std::int64_t size = 1;
-  std::vector<std::pair<std::string, std::int64_t>> axes;  // outermost first
-
-  explicit Mesh(std::string_view text) {
-    if (text.empty()) return;
-    std::size_t bar = text.find('|');
-    size = number(text.substr(0, bar));
-    std::string_view rest =
-        bar == std::string_view::npos ? std::string_view() : text.substr(bar + 1);
-    while (!rest.empty()) {
-      std::string_view axis = rest.substr(0, rest.find(','));
-      rest.remove_prefix(std::min(axis.size() + 1, rest.size()));
-      std::size_t equals = axis.rfind('=');
-      axes.emplace_back(axis.substr(0, equals), number(axis.substr(equals + 1)));
-    }
-  }
-
- private:
-  static std::int64_t number(std::string_view text) {
-    std::int64_t value = 1;
-    std::from_chars(text.data(), text.data() + text.size(), value);  // our own text
-    return std::max<std::int64_t>(value, 1);
-  }
-};
+int ordinal_of(const Context& context) {
+  return context.call.stream == nullptr ? -1 : DeviceCall::of(context.call).device->ordinal();
+}
 
 enum class Stage { kInstantiate, kPrepare, kInitialize, kExecute };
 
@@ -230,19 +157,14 @@ void bind_context(nb::module_& module) {
       .def(
           "stream_as",
           [](const Context& c, const std::string& library) {
-            int ordinal = c.call.stream == nullptr ? -1 : DeviceCall::of(c.call).device->ordinal();
             return nb::handle(Hooks::instance().stream_as)(
-                library, reinterpret_cast<std::uintptr_t>(c.call.stream), ordinal);
+                library, reinterpret_cast<std::uintptr_t>(c.call.stream), ordinal_of(c));
           },
           nb::arg("library"),
           "XLA's stream as an object of \"cupy\", \"torch\", \"numba\" or \"cuda\" "
           "(cuda.bindings'\nCUstream). An error on the CPU, and where the library is missing.")
-      .def_prop_ro(
-          "ordinal",
-          [](const Context& c) {
-            return c.call.stream == nullptr ? -1 : DeviceCall::of(c.call).device->ordinal();
-          },
-          "The GPU's number for CUDA in this process; -1 on the CPU.")
+      .def_prop_ro("ordinal", &ordinal_of,
+                   "The GPU's number for CUDA in this process; -1 on the CPU.")
       .def_prop_ro(
           "device", [](const Context& c) { return c.call.device; },
           "The device's global id (jax.Device.id).")
@@ -253,15 +175,14 @@ void bind_context(nb::module_& module) {
           "rank", [](const Context& c) { return std::max(c.call.shard, 0); },
           "The device's position among those that run the program: 0 to size - 1.")
       .def_prop_ro(
-          "size", [](const Context& c) { return Mesh(c.mesh).size; },
+          "size", [](const Context& c) { return c.mesh->devices; },
           "How many devices run the program; 1 for a program of one device.")
       .def_prop_ro(
           "coordinates",
           [](const Context& c) {
             nb::dict coordinates;
-            Mesh mesh(c.mesh);
-            std::int64_t inner = mesh.size;
-            for (const auto& [name, extent] : mesh.axes) {
+            std::int64_t inner = c.mesh->devices;
+            for (const auto& [name, extent] : c.mesh->axes) {
               inner /= extent;
               coordinates[name.c_str()] = std::max(c.call.shard, 0) / inner % extent;
             }
@@ -295,15 +216,17 @@ void bind_gate(nb::module_& module) {
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            drain_released();
-            GateOptions options = parse_options(style, arrays, timeout);
-            options.cast = cast;
-            options.owned_inputs = owned_inputs;
-            options.flat_results = flat_results;
-            options.own_thread = own_thread || timeout > 0;
-            options.native = native;
-            options.default_stream = default_stream;
-            options.command_buffer = command_buffer;
+            GateOptions options{
+                .style = style_of(style),
+                .arrays = arrays == "buffer" ? Arrays::kBuffer : Arrays::kNumpy,
+                .cast = cast,
+                .owned_inputs = owned_inputs,
+                .flat_results = flat_results,
+                .own_thread = own_thread || timeout > 0,
+                .native = native,
+                .default_stream = default_stream,
+                .command_buffer = command_buffer,
+                .timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout * 1e9))};
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },
@@ -312,11 +235,16 @@ void bind_gate(nb::module_& module) {
           nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
           nb::arg("own_thread") = false, nb::arg("timeout") = 0.0, nb::arg("native") = false,
           nb::arg("default_stream") = false, nb::arg("command_buffer") = false)
-      .def_prop_ro("name", [](const CalleeHandle& handle) { return handle.callee().name(); })
+      .def_prop_ro("name", &CalleeHandle::name)
       .def("stats", &stats_of);
   nb::class_<CheckHandle>(module, "Check", nb::is_weak_referenceable(),
                           "A callee that calls another one when its first operand is False.")
-      .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"))
+      .def(
+          "__init__",
+          [](CheckHandle* self, std::string name, const CalleeHandle& failed) {
+            new (self) CheckHandle(std::make_shared<CheckCallee>(std::move(name), failed.shared()));
+          },
+          nb::arg("name"), nb::arg("failed"))
       .def_prop_ro("name", &CheckHandle::name);
 }
 

@@ -51,8 +51,8 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
     return options_.native ? OnDevice::kNative : OnDevice::kStaged;
   }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
-  void defer(const Failure& failure) override;
-  void enter_device_worker() override;
+  void defer(const Error& error) override;
+  void enter_worker(bool of_device) override;
   std::string stall_report(const std::string& call, bool timed_out) override;
   std::string self_wait(unsigned long thread) override;
 
@@ -85,7 +85,5 @@ struct Settings {
   std::atomic<std::int64_t> stall_ns{0};  // report calls that take longer; 0 for never
   static Settings& instance();
 };
-
-void bind_gate(nb::module_& module);
 
 }  // namespace callgate::bindings

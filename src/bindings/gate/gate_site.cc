@@ -3,16 +3,14 @@
 
 #include <nanobind/stl/string.h>
 
-#include <cstring>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/device_call.h"
-#include "bindings/arrays/device_results.h"
 #include "bindings/arrays/escapes.h"
 #include "bindings/arrays/views.h"
+#include "bindings/gate/gate_results.h"
 #include "bindings/python/arguments.h"
 #include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
@@ -37,35 +35,42 @@ class PyGateSite final : public Site {
         options_(callee_->options()),
         target_(target),
         tuple_results_(tuple_results),
-        spec_(std::move(spec)) {}
+        spec_(std::move(spec)),
+        mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))),
+        results_(*callee_, spec_.spec, tuple_results) {}
   ~PyGateSite() override { release_later(target_); }
 
-  Outcome run(const Call& call) override {
+  void run(const Call& call) override {
     auto stall = Settings::instance().stall_ns.load(std::memory_order_relaxed);  // late is fine
-    if (stall != 0) return run_watched(call, std::chrono::nanoseconds(stall));
-    return run_timed(call);
+    if (stall == 0) return run_timed(call);
+    StallWatch watch(std::chrono::nanoseconds(stall), callee_,
+                     [text = to_string(call.operands)] { return text; });
+    run_timed(call);
   }
 
  private:
-  Outcome run_watched(const Call& call, std::chrono::nanoseconds delay) {
-    StallWatch watch(delay, callee_, [text = types_of(call.operands)] { return text; });
-    return run_timed(call);
-  }
-
-  Outcome run_timed(const Call& call) {
+  void run_timed(const Call& call) {
     Counters& counters = callee_->counters();
     counters.calls.fetch_add(spec_.lanes.count(), std::memory_order_relaxed);  // see Counters
     count_bytes(call, counters);
     if (!Recorder::instance().timing()) {
       GilScope gil;
-      return run_lanes(call);
+      if (!run_where_it_is(call)) fail(call);
+      return;
     }
     std::int64_t start = Recorder::now_ns();
     GilScope gil;
     std::int64_t locked = Recorder::now_ns();
-    Outcome outcome = run_lanes(call);
+    bool ok = run_where_it_is(call);
     Recorder::instance().record(callee_->name(), counters, start, locked, Recorder::now_ns());
-    return outcome;
+    if (!ok) fail(call);
+  }
+
+  // With a Python error set.
+  [[noreturn]] void fail(const Call& call) {
+    callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
+    throw Error::verbatim(ErrorCode::kInternal,
+                          take_exception(callee_->name(), spec_.site, spec_.layout, call.context));
   }
 
   static void count_bytes(const Call& call, Counters& counters) {
@@ -73,13 +78,6 @@ class PyGateSite final : public Site {
     for (const ArrayView& view : call.operands) bytes += view.nbytes();
     for (const ArrayView& view : call.results) bytes += view.nbytes();
     counters.bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-  }
-
-  Outcome run_lanes(const Call& call) {
-    if (run_where_it_is(call)) return Outcome::success();
-    callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
-    return Outcome::failure(ErrorCode::kInternal, take_exception(callee_->name(), spec_.site,
-                                                                 spec_.layout, call.context));
   }
 
   // False with a Python error, as all below.
@@ -174,12 +172,13 @@ class PyGateSite final : public Site {
     if (check) sums = checksums(operands, on_gpu);
     nb::object result = invoke(inputs, outputs, context);
     if (gpu != nullptr) gpu->call.make_current();
-    bool ok = result.is_valid() && (options_.style == Style::kReturn ? take(results, result, on_gpu)
-                                                                     : returned_none(result));
+    bool ok = result.is_valid() &&
+              (options_.style == Style::kReturn ? results_.take(results, result, on_gpu)
+                                                : results_.returned_none(result));
     result.reset();
     if (gpu != nullptr) note_default_streams(inputs, outputs, *gpu);
     if (!settle_views(inputs, outputs, operands, results, ok, privately)) return false;
-    if ((privately & kPrivateResults) != 0 && !write_back(results, outputs)) return false;
+    if ((privately & kPrivateResults) != 0 && !results_.write_back(results, outputs)) return false;
     if (check && ok) ok = unwritten(sums, checksums(operands, on_gpu));
     return ok;
   }
@@ -212,12 +211,10 @@ class PyGateSite final : public Site {
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
   nb::object invoke(Arguments& inputs, Arguments& outputs, const CallContext& context) {
-    if (options_.style == Style::kReturn) {
-      return vectorcall(inputs);
-    }
+    if (options_.style == Style::kReturn) return vectorcall(inputs);
     Arguments arguments(inputs.size() + 2);
     if (options_.style == Style::kContext) {
-      arguments.push(nb::cast(Context{context, spec_.mesh}).release().ptr());
+      arguments.push(nb::cast(Context{context, mesh_}).release().ptr());
     }
     if (!arguments.push(out_argument(outputs))) return {};
     for (PyObject* input : inputs.all()) {
@@ -246,67 +243,6 @@ class PyGateSite final : public Site {
     return tuple;
   }
 
-  bool returned_none(const nb::object& result) {
-    if (result.is_none()) return true;
-    return mismatch(-1, "None (results are written into `out`)",
-                    std::string("a value of type ") + nb::type_name(result.type()).c_str());
-  }
-
-  // Copies a return-style callable's results into XLA's memory.
-  bool take(std::span<ArrayView> results, const nb::object& value, const DeviceCall* gpu) {
-    std::optional<CopySources> sources;
-    if (gpu != nullptr) sources.emplace(*gpu);
-    auto take_one = [&](std::size_t index, PyObject* item) {
-      return gpu == nullptr
-                 ? take_on_host(results[index], item, static_cast<int>(index))
-                 : take_on_device(results[index], item, static_cast<int>(index), *gpu, *sources);
-    };
-    if (!tuple_results_) return take_one(0, value.ptr());
-    if (results.empty() && value.is_none()) return true;
-    bool sequence =
-        PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
-    if (!sequence || nb::len(value) != results.size()) {
-      std::string got = nb::type_name(value.type()).c_str();
-      if (sequence) got += " of " + std::to_string(nb::len(value));
-      return mismatch(-1, "a tuple of " + std::to_string(results.size()) + " arrays", got);
-    }
-    for (std::size_t i = 0; i < results.size(); ++i) {
-      nb::object item = value[i];
-      if (!take_one(i, item.ptr())) return false;
-    }
-    return true;
-  }
-
-  bool take_on_host(const ArrayView& target, PyObject* value, int index) {
-    if (value == Py_None) return mismatch(index, to_string(target), "None");
-    switch (store(target, value, options_.cast)) {
-      case Stored::kYes: return true;
-      case Stored::kError: return false;
-      case Stored::kMismatch: break;
-    }
-    std::string got;
-    return describe(value, got) && mismatch(index, to_string(target), got);
-  }
-
-  bool take_on_device(const ArrayView& target, PyObject* value, int index, const DeviceCall& gpu,
-                      CopySources& sources) {
-    if (value == Py_None) return mismatch(index, to_string(target), "None");
-    std::string got;
-    switch (store_on_device(target, value, options_.cast, gpu, sources, got)) {
-      case Stored::kYes: return true;
-      case Stored::kError: return false;
-      case Stored::kMismatch: break;
-    }
-    return mismatch(index, to_string(target), got);
-  }
-
-  bool mismatch(int index, const std::string& expected, const std::string& got) {
-    nb::object made =
-        nb::steal(call_python(Hooks::instance().result_error, "ssiss", callee_->name().c_str(),
-                              spec_.spec.c_str(), index, expected.c_str(), got.c_str()));
-    return false;  // the hook raises
-  }
-
   // Looks for views that outlived the call, as private ones may, and leaves XLA's memory behind
   // where one did. `ok` is false while the call's own exception is set.
   bool settle_views(Arguments& inputs, Arguments& outputs, std::span<const ArrayView> operands,
@@ -325,20 +261,6 @@ class PyGateSite final : public Site {
     return settle_escapes(callee_, spec_.spec, views, ok);
   }
 
-  // Copies what the callable wrote into private results.
-  bool write_back(std::span<ArrayView> results, Arguments& outputs) {
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      PyObject* value = outputs.data()[i];
-      if (options_.arrays != Arrays::kBuffer) {
-        if (!take_on_host(results[i], value, static_cast<int>(i))) return false;
-      } else if (results[i].nbytes() != 0) {
-        const ArrayView& written = nb::cast<const Buffer&>(nb::handle(value)).view();
-        std::memcpy(results[i].data, written.data, results[i].nbytes());
-      }
-    }
-    return true;
-  }
-
   bool unwritten(const std::vector<std::size_t>& before, const std::vector<std::size_t>& after) {
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (before[i] == after[i]) continue;
@@ -355,6 +277,8 @@ class PyGateSite final : public Site {
   PyObject* target_;
   bool tuple_results_;
   SiteSpec spec_;
+  std::shared_ptr<const Mesh> mesh_;
+  GateResults results_;
 };
 
 }  // namespace

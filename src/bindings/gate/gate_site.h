@@ -14,7 +14,7 @@ namespace callgate::bindings {
 
 struct Context {
   CallContext call;
-  std::string mesh;  // as SiteSpec::mesh
+  std::shared_ptr<const Mesh> mesh;
 };
 
 // `target` is a new reference to the flat callable, which the site takes over; `tuple_results` says

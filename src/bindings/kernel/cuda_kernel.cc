@@ -1,6 +1,4 @@
-// See the header. A kernel's calls don't come by here; only their failures do.
-#include "bindings/kernel/cuda_kernel.h"
-
+// Kernels for CUDA as Python makes them. Their calls don't come by here; only their failures do.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,10 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/bind.h"
 #include "bindings/kernel/kernel.h"
-#include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
-#include "core/registry.h"
+#include "bindings/python/handle.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/nvrtc.h"
@@ -24,40 +22,20 @@ namespace {
 using cuda::LaunchCallee;
 using cuda::Nvrtc;
 
-std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// The Python object `CudaKernel`: keeps a variant's images, and its name, alive.
-class CudaKernelHandle {
- public:
-  explicit CudaKernelHandle(std::shared_ptr<LaunchCallee> callee) : callee_(std::move(callee)) {
-    Registry::instance().add(callee_);
-  }
-  CudaKernelHandle(CudaKernelHandle&&) = default;
-  ~CudaKernelHandle() {
-    if (callee_ == nullptr) return;
-    Registry::instance().remove(*callee_);
-    callee_.reset();
-    drain_released();
-  }
-
-  const std::string& name() const { return callee_->name(); }
-
- private:
-  std::shared_ptr<LaunchCallee> callee_;
-};
+using CudaKernelHandle = Handle<LaunchCallee>;
 
 std::shared_ptr<LaunchCallee> make_callee(std::string name,
                                           const std::vector<std::pair<nb::bytes, int>>& images) {
   std::vector<cuda::Image> held;
   held.reserve(images.size());
-  for (const auto& [code, capability] : images) held.push_back({text_of(code), capability});
+  for (const auto& [code, capability] : images) held.push_back({string_of(code), capability});
   // Failures are the kernel's, whatever its variant.
-  auto text = [kernel = name.substr(0, name.find('['))](const std::string& message,
-                                                        const std::string& site) {
-    return describe_kernel_failure(kernel, message, site);
-  };
-  auto callee = std::make_shared<LaunchCallee>(std::move(name), std::move(held), text);
+  std::string kernel = name.substr(0, name.find('['));
+  auto callee = std::make_shared<LaunchCallee>(std::move(name), std::move(held),
+                                               failures_of(std::move(kernel)));
   callee->set_defer(&defer_kernel_failure);
   return callee;
 }
@@ -93,7 +71,6 @@ void bind_cuda_kernel(nb::module_& module) {
           "__init__",
           [](CudaKernelHandle* self, std::string name,
              const std::vector<std::pair<nb::bytes, int>>& images) {
-            drain_released();
             new (self) CudaKernelHandle(make_callee(std::move(name), images));
           },
           nb::arg("name"), nb::arg("images"))

@@ -13,16 +13,15 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays/views.h"
-#include "bindings/python/deferred.h"
+#include "bindings/arrays/host_arrays.h"
+#include "bindings/bind.h"
 #include "bindings/python/gil.h"
+#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
 #include "core/crash_report.h"
 #include "core/kernel.h"
 #include "core/kernel_mode.h"
 #include "core/kernel_turn.h"
-#include "core/lifecycle.h"
-#include "core/registry.h"
 #include "core/utf8.h"
 
 namespace callgate::bindings {
@@ -47,55 +46,10 @@ void take_python_error(const callgate_call* call) {
   call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
 }
 
-DType dtype_of(PyArrayObject* array) {
-  for (std::size_t code = 0; code < kDTypeTableSize; ++code) {
-    PyArray_Descr* known = descriptors()[code];
-    if (known != nullptr && PyArray_EquivTypes(known, PyArray_DESCR(array)) != 0)
-      return static_cast<DType>(code);
-  }
-  throw Error(ErrorCode::kInvalidArgument, "a kernel's array", "a dtype that JAX has", "another");
-}
-
-PyArrayObject* as_array(nb::handle object) {
-  if (!PyArray_Check(object.ptr()) ||
-      !PyArray_IS_C_CONTIGUOUS(reinterpret_cast<PyArrayObject*>(object.ptr()))) {
-    throw Error(ErrorCode::kInvalidArgument, "a kernel's call", "C-contiguous NumPy arrays",
-                "something else");
-  }
-  return reinterpret_cast<PyArrayObject*>(object.ptr());
-}
-
 std::vector<ArrayView> views(const nb::list& arrays) {
-  static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   std::vector<ArrayView> views;
-  for (nb::handle object : arrays) {
-    PyArrayObject* array = as_array(object);
-    views.push_back({PyArray_DATA(array), reinterpret_cast<std::int64_t*>(PyArray_DIMS(array)),
-                     PyArray_NDIM(array), dtype_of(array)});
-  }
+  for (nb::handle object : arrays) views.push_back(view_of(object, "a kernel's array"));
   return views;
-}
-
-// Strings, dictionaries of these, and NumPy arrays: of rank 0 numbers, of rank 1 their arrays.
-Attributes attributes_of(const nb::dict& values) {
-  Attributes attributes;
-  for (auto [key, value] : values) {
-    auto name = nb::cast<std::string>(key);
-    if (nb::isinstance<nb::str>(value)) {
-      attributes.add_string(name, nb::cast<std::string>(value));
-    } else if (nb::isinstance<nb::dict>(value)) {
-      attributes.add_dictionary(name, attributes_of(nb::borrow<nb::dict>(value)));
-    } else {
-      PyArrayObject* array = as_array(value);
-      if (PyArray_NDIM(array) == 0) {
-        attributes.add_number(name, dtype_of(array), PyArray_DATA(array));
-      } else {
-        attributes.add_numbers(name, dtype_of(array), PyArray_DATA(array),
-                               static_cast<std::size_t>(PyArray_SIZE(array)));
-      }
-    }
-  }
-  return attributes;
 }
 
 // The Python object `KernelTurn`; see core/kernel_turn.h.
@@ -103,46 +57,22 @@ struct TurnHandle {
   std::shared_ptr<KernelTurn> turn;
 };
 
-// The Python object `Kernel`: keeps the kernel, and its name, alive.
-class KernelHandle {
- public:
-  explicit KernelHandle(std::shared_ptr<KernelCallee> callee) : callee_(std::move(callee)) {
-    Registry::instance().add(callee_);
-  }
-  KernelHandle(KernelHandle&&) = default;
-  ~KernelHandle() {
-    if (callee_ == nullptr) return;
-    Registry::instance().remove(*callee_);
-    callee_.reset();
-    drain_released();
-  }
+using KernelHandle = Handle<KernelCallee>;
 
-  const KernelInfo& info() const { return callee_->info(); }
-
-  // One call outside XLA, on this thread.
-  void call(const nb::list& operands, const nb::list& results, const std::string& groups,
-            const nb::dict& attributes) const {
-    std::unique_ptr<KernelSite> site =
-        callee_->bind({signature(info()), "", groups, {}, attributes_of(attributes)});
-    std::vector<ArrayView> in = views(operands), out = views(results);
-    Outcome outcome = without_gil([&] { return site->run(Call{in, out, {}}, nullptr); });
-    if (!outcome.ok()) throw nb::value_error(outcome.error().message.c_str());
-  }
-
- private:
-  std::shared_ptr<KernelCallee> callee_;
-};
+// One call outside XLA, on this thread.
+void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& results,
+          const std::vector<std::int64_t>& groups, const nb::dict& attributes) {
+  KernelCallee& callee = kernel.callee();
+  std::unique_ptr<KernelSite> site =
+      callee.bind({signature(callee.info()), "", groups, {}, attributes_of(attributes)});
+  std::vector<ArrayView> in = views(operands), out = views(results);
+  without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
+}
 
 std::string kernel_stall_report(const std::string& kernel, const std::string& call) {
   std::string what = "kernel '" + kernel + "'";
-  ActiveCall active;
-  if (active.entered()) {
-    GilScope gil;
-    nb::object text = nb::steal(
-        call_hook(Hooks::instance().stalled, "ssO", what.c_str(), call.c_str(), Py_False));
-    if (text.is_valid()) return text_of(text);
-    PyErr_Clear();
-  }
+  ActiveGil gil;
+  if (gil) return stall_text(what, call, /*timed_out=*/false);
   return "callgate: " + what + " called with " + call + " is stalled";
 }
 
@@ -160,10 +90,9 @@ std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t funct
   info.thread_safe = thread_safe;
   info.repeatable = repeatable;
   info.turn = std::move(turn);
-  auto text = [kernel = info.name](const std::string& message, const std::string& site) {
-    return describe_kernel_failure(kernel, message, site);
-  };
-  auto callee = std::make_shared<KernelCallee>(std::move(info), text, share(keep));
+  std::string kernel = info.name;
+  auto callee =
+      std::make_shared<KernelCallee>(std::move(info), failures_of(std::move(kernel)), share(keep));
   callee->set_defer(&defer_kernel_failure);
   callee->set_report([kernel = callee->name()](const std::string& call) {
     return kernel_stall_report(kernel, call);
@@ -178,35 +107,30 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
     nb::list parameters;
     for (const callgate_parameter& p : info.parameters)
       parameters.append(nb::make_tuple(p.kind, p.dtype, p.rank));
-    nb::list names;
-    for (const std::string& name : info.parameter_names) names.append(name);
     kernels.append(nb::make_tuple(info.name, reinterpret_cast<std::uintptr_t>(info.function),
-                                  parameters, names));
+                                  parameters, info.parameter_names));
   }
   return kernels;
 }
 
 }  // namespace
 
-std::string describe_kernel_failure(const std::string& kernel, const std::string& said,
-                                    const std::string& site) {
-  std::string message = valid_utf8(said);  // native code says things in any encoding
-  std::string plain = "callgate: kernel '" + kernel + "': " + message;
-  ActiveCall active;
-  if (!active.entered()) return plain;
-  GilScope gil;
-  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                        message.c_str(), site.c_str()));
-  if (text.is_valid()) return text_of(text);
-  PyErr_Clear();
-  return plain;
+KernelCalleeBase::Describe failures_of(std::string kernel) {
+  return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
+    std::string message = valid_utf8(said);  // native code says things in any encoding
+    std::string plain = "callgate: kernel '" + kernel + "': " + message;
+    ActiveGil gil;
+    if (!gil) return plain;
+    nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+                                          message.c_str(), site.c_str()));
+    if (text.is_valid()) return text_of(text);
+    PyErr_Clear();
+    return plain;
+  };
 }
 
-void defer_kernel_failure(const Failure& failure) {
-  ActiveCall active;
-  if (!active.entered()) return;
-  GilScope gil;
-  call_deferred(failure);
+void defer_kernel_failure(const Error& error) {
+  if (ActiveGil gil; gil) call_deferred(error);
 }
 
 void bind_kernel(nb::module_& module) {
@@ -229,7 +153,6 @@ void bind_kernel(nb::module_& module) {
           [](KernelHandle* self, std::string name, std::uintptr_t function,
              const Parameters& parameters, std::vector<std::string> names, std::uintptr_t user_data,
              bool thread_safe, bool repeatable, nb::object keep, const TurnHandle* turn) {
-            drain_released();
             new (self) KernelHandle(
                 make_callee(std::move(name), function, parameters, std::move(names), user_data,
                             thread_safe, repeatable, keep, turn == nullptr ? nullptr : turn->turn));
@@ -237,9 +160,10 @@ void bind_kernel(nb::module_& module) {
           nb::arg("name"), nb::arg("function"), nb::arg("parameters"), nb::arg("names"),
           nb::kw_only(), nb::arg("user_data") = 0, nb::arg("thread_safe") = false,
           nb::arg("repeatable") = false, nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
-      .def_prop_ro("name", [](const KernelHandle& kernel) { return kernel.info().name; })
-      .def_prop_ro("signature", [](const KernelHandle& kernel) { return signature(kernel.info()); })
-      .def("call", &KernelHandle::call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),
+      .def_prop_ro("name", &KernelHandle::name)
+      .def_prop_ro("signature",
+                   [](const KernelHandle& kernel) { return signature(kernel.callee().info()); })
+      .def("call", &call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),
            nb::arg("attributes"));
   module.def("read_library", &read_library, nb::arg("path"), nb::arg("table"),
              "(name, function, parameters, names) of each kernel of a loaded library.");

@@ -1,21 +1,17 @@
-// Native kernels as Python defines them: the class `Kernel`, and what reads a library's table.
+// What becomes of the failures of kernels, for the CPU and for CUDA.
 #pragma once
 
 #include <string>
 
-#include "bindings/python/python.h"
-#include "core/error.h"
+#include "core/kernel_callee.h"
 
 namespace callgate::bindings {
 
-// Text for XLA about a call that failed, by way of the hook, which makes the exception and keeps
-// it. Without Python, which may be gone, the message itself.
-std::string describe_kernel_failure(const std::string& kernel, const std::string& said,
-                                    const std::string& site);
+// Text for XLA about a call of the kernel that failed, by way of the hook, which makes the
+// exception and keeps it. Without Python, which may be gone, the message itself.
+KernelCalleeBase::Describe failures_of(std::string kernel);
 
-// Keeps a failure that could not be returned to XLA.
-void defer_kernel_failure(const Failure& failure);
-
-void bind_kernel(nb::module_& module);
+// Keeps a failure that XLA can't be told of.
+void defer_kernel_failure(const Error& error);
 
 }  // namespace callgate::bindings

@@ -6,11 +6,12 @@
 #include <vector>
 
 #include "bindings/python/python.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 
 // New references to the arrays of one lane; small calls stay on the stack.
-class Arguments {
+class Arguments : Immovable {
  public:
   explicit Arguments(std::size_t capacity) {
     if (capacity > inline_.size()) overflow_.resize(capacity);
@@ -18,8 +19,6 @@ class Arguments {
   ~Arguments() {
     for (PyObject* object : all()) Py_XDECREF(object);
   }
-  Arguments(const Arguments&) = delete;
-  Arguments& operator=(const Arguments&) = delete;
 
   // Takes a new reference; false when it is null.
   bool push(PyObject* object) {

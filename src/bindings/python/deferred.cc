@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/lifetime.h"
+
 namespace callgate::bindings {
 namespace {
 
@@ -16,10 +18,7 @@ struct Queue {
   bool stopped = false;
 };
 
-Queue& queue() {
-  static auto* queue = new Queue();  // leaked on purpose: executables may die after static objects
-  return *queue;
-}
+Queue& queue() { return immortal<Queue>(); }
 
 }  // namespace
 

@@ -2,8 +2,6 @@
 // callgate's run after it, and may run programs still. What such programs tap can't be delivered
 // any more, but it is not lost in silence: it is counted, and reported when the C library ends the
 // process. That is after Python's end, so all here is C++.
-#include "bindings/python/exit.h"
-
 #include <unistd.h>
 
 #include <atomic>
@@ -13,8 +11,10 @@
 #include <map>
 #include <string>
 
+#include "bindings/bind.h"
 #include "channel/tap.h"
 #include "core/lifecycle.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 namespace {
@@ -25,10 +25,7 @@ struct ExitWatch {
   std::atomic<bool> failed{false};
 };
 
-ExitWatch& exit_watch() {
-  static auto* watch = new ExitWatch();  // never destroyed: read when static objects are
-  return *watch;
-}
+ExitWatch& exit_watch() { return immortal<ExitWatch>(); }
 
 std::map<std::string, std::uint64_t> sent_by_channel() {
   std::map<std::string, std::uint64_t> all;

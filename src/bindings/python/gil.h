@@ -3,16 +3,19 @@
 // PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it:
 // microseconds a call, and the thread's Python-side locals are lost each time. So a foreign thread
 // is attached once, by an Ensure that is never released; from then on Ensure only swaps the state
-// in. Threads of callgate's take their state away before they end (core/thread_end.h). XLA's are
-// not asked; they live as long as the process, so what they leave behind is bounded by their
-// number.
+// in. Threads of callgate's take their state away before they end (end_thread() in
+// core/lifecycle.h). XLA's are not asked; they live as long as the process, so what they leave
+// behind is bounded by their number.
 #pragma once
 
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <optional>
+
 #include "bindings/python/python.h"
-#include "core/thread_end.h"
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 
@@ -50,12 +53,10 @@ inline void attach_thread() {
 }
 
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.
-class GilScope {
+class GilScope : Immovable {
  public:
   GilScope() : state_(take()) {}
   ~GilScope() { PyGILState_Release(state_); }
-  GilScope(const GilScope&) = delete;
-  GilScope& operator=(const GilScope&) = delete;
 
  private:
   static PyGILState_STATE take() {
@@ -64,6 +65,20 @@ class GilScope {
   }
 
   PyGILState_STATE state_;
+};
+
+// The same as a call that is under way (core/lifecycle.h): false, without the GIL, once the process
+// is ending.
+class ActiveGil {
+ public:
+  ActiveGil() {
+    if (active_.entered()) gil_.emplace();
+  }
+  explicit operator bool() const noexcept { return active_.entered(); }
+
+ private:
+  ActiveCall active_;
+  std::optional<GilScope> gil_;
 };
 
 // Runs `body` without the GIL, which this thread has. nanobind's gil_scoped_release takes it back

@@ -29,6 +29,16 @@ nb::object take_raised() {
 #endif
 }
 
+void restore_raised(nb::object exception) {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyErr_SetRaisedException(exception.release().ptr());
+#else
+  PyObject* type = exception.type().inc_ref().ptr();
+  PyObject* traceback = PyException_GetTraceback(exception.ptr());
+  PyErr_Restore(type, exception.release().ptr(), traceback);
+#endif
+}
+
 std::string text_of(nb::handle text) {
   nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
   if (!bytes.is_valid()) {
@@ -66,9 +76,17 @@ RunningHook::~RunningHook() {
   if (!outer_ && std::exchange(met_interrupt, false)) pass_on_interrupt();
 }
 
-void call_deferred(const Failure& failure) {
+std::string stall_text(const std::string& what, const std::string& call, bool timed_out) {
+  nb::object text = nb::steal(call_hook(Hooks::instance().stalled, "ssO", what.c_str(),
+                                        call.c_str(), timed_out ? Py_True : Py_False));
+  if (text.is_valid()) return text_of(text);
+  PyErr_Clear();
+  return "callgate: " + what + " called with " + call + " is stalled";
+}
+
+void call_deferred(const Error& error) {
   nb::object done =
-      nb::steal(call_hook(Hooks::instance().deferred, "s", valid_utf8(failure.message).c_str()));
+      nb::steal(call_hook(Hooks::instance().deferred, "s", valid_utf8(error.what()).c_str()));
   if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
 }
 
@@ -81,9 +99,9 @@ std::string take_exception(const std::string& gate, const std::string& site,
         PyUnicode_FromStringAndSize(from.data(), static_cast<Py_ssize_t>(from.size())));
   };
   nb::object name = str(gate), place = str(site), parts = str(layout);
-  nb::object text = nb::steal(
-      call_hook(Hooks::instance().failed, "OOOOiL", exception.ptr(), name.ptr(), place.ptr(),
-                parts.ptr(), static_cast<int>(context.shard), static_cast<long long>(context.run)));
+  nb::object text = nb::steal(call_hook(
+      Hooks::instance().failed, "OOOOiLk", exception.ptr(), name.ptr(), place.ptr(), parts.ptr(),
+      static_cast<int>(context.shard), static_cast<long long>(context.run), context.thread));
   if (!text.is_valid()) {
     PyErr_Clear();
     return "callgate: gate '" + gate + "' raised, and its error could not be shown";

@@ -14,32 +14,36 @@
 
 namespace callgate::bindings {
 
+// X(name): each a function but the last.
+#define CALLGATE_HOOKS(X)                                                            \
+  X(failed)        /* (exception, gate, site, layout, shard, run, thread) -> text */ \
+  X(escaped)       /* (gate, spec, suspects, raising, make_private) or raises */     \
+  X(result_error)  /* (gate, spec, index, expected, got) raises */                   \
+  X(input_written) /* (gate, spec, index) raises */                                  \
+  X(deferred)      /* (text) keeps a failure for barrier() and errors() */           \
+  X(stalled)       /* (what, call, timed_out) -> report text */                      \
+  X(kernel_failed) /* (kernel, message, site) -> text for XLA's error */             \
+  X(kernel_raised) /* (exception) -> message that stands for it */                   \
+  X(undefined)     /* (name) -> whether it is defined now */                         \
+  X(self_wait)     /* (gate, thread) -> why the thread waits for itself, or "" */    \
+  X(interrupted)   /* () raises a gate's KeyboardInterrupt, if one waits */          \
+  X(device_worker) /* (begin) an own thread's calls are a GPU's from here, or end */ \
+  X(stream_as)     /* (library, stream, ordinal) -> the library's stream object */   \
+  X(capture_error) /* the class of the error of a call that can't be recorded */
+
 struct Hooks {
-  PyObject* failed = nullptr;         // (exception, gate, site, layout, shard, run) -> text
-  PyObject* escaped = nullptr;        // (gate, spec, suspects, raising, make_private) or raises
-  PyObject* result_error = nullptr;   // (gate, spec, index, expected, got) raises
-  PyObject* input_written = nullptr;  // (gate, spec, index) raises
-  PyObject* deferred = nullptr;       // (text) keeps a failure for barrier() and errors()
-  PyObject* stalled = nullptr;        // (what, call, timed_out) -> report text
-  PyObject* kernel_failed = nullptr;  // (kernel, message, site) -> text for XLA's error
-  PyObject* kernel_raised = nullptr;  // (exception) -> message that stands for it
-  PyObject* undefined = nullptr;      // (name) -> whether it is defined now
-  PyObject* self_wait = nullptr;      // (gate, thread) -> why the thread waits for itself, or ""
-  PyObject* interrupted = nullptr;    // () raises a gate's KeyboardInterrupt, if one waits
-  PyObject* device_worker = nullptr;  // () on each own thread that runs calls of a GPU's programs
-  PyObject* stream_as = nullptr;      // (library, stream, ordinal) -> the library's stream object
-  PyObject* capture_error = nullptr;  // the class of the error of a call that can't be recorded
+#define X(name) PyObject* name = nullptr;
+  CALLGATE_HOOKS(X)
+#undef X
 
   static Hooks& instance();
 };
 
 // Marks the thread as running a hook for as long as it lives: an interrupt to be raised waits.
-class RunningHook {
+class RunningHook : Immovable {
  public:
   RunningHook() noexcept;
   ~RunningHook();
-  RunningHook(const RunningHook&) = delete;
-  RunningHook& operator=(const RunningHook&) = delete;
 
  private:
   bool outer_;
@@ -53,13 +57,18 @@ PyObject* call_hook(PyObject* hook, const char* format, Args... args) {
 }
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
-void call_deferred(const Failure& failure);
+void call_deferred(const Error& error);
+
+// The report on a call of a gate or kernel that takes long, by way of the `stalled` hook.
+std::string stall_text(const std::string& what, const std::string& call, bool timed_out);
 
 // A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
 std::string text_of(nb::handle text);
 
 // The current exception as an object, cleared; with its traceback attached.
 nb::object take_raised();
+// Makes it the current exception again.
+void restore_raised(nb::object exception);
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
 // exception for the caller. Clears the exception. `layout` and the call's shard say on which part

@@ -1,11 +1,11 @@
-// See the header. Only calls that meet an interrupt take the GIL here.
-#include "bindings/python/interrupt.h"
+// Ctrl-C in Python's terms. Only calls that meet an interrupt take the GIL here.
+#include "core/interrupt.h"
 
 #include <csignal>
 
+#include "bindings/bind.h"
 #include "bindings/python/gil.h"
 #include "channel/channel.h"
-#include "core/interrupt.h"
 
 namespace callgate::bindings {
 namespace {

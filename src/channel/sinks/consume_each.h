@@ -1,33 +1,29 @@
 // How native sinks go through a batch: a record that a sink refuses does not take the others along.
 #pragma once
 
-#include <exception>
 #include <span>
 
 #include "channel/consumer.h"
+#include "channel/first_error.h"
 
 namespace callgate {
 
-// Calls take(record) for each record, whatever some of them throw, then finish(), then throws the
-// first exception of these. A record for which take() throws is lost; finish() counts for itself.
-template <typename Take, typename Finish>
-void consume_each(Consumer& consumer, std::span<const Record> records, Take&& take,
+// Calls begin(), take(record) for each record, whatever some of them throw, then finish(), then
+// throws the first exception of these. Where begin() throws, all records are lost; a record for
+// which take() throws is lost; finish() counts for itself.
+template <typename Begin, typename Take, typename Finish>
+void consume_each(Consumer& consumer, std::span<const Record> records, Begin&& begin, Take&& take,
                   Finish&& finish) {
-  std::exception_ptr first;
-  auto succeeds = [&](auto&& step) {
-    try {
-      step();
-      return true;
-    } catch (...) {
-      if (first == nullptr) first = std::current_exception();
-      return false;
-    }
-  };
-  for (const Record& record : records) {
-    if (!succeeds([&] { take(record); })) consumer.lose(1);
+  FirstError errors;
+  if (!errors.survives(begin)) {
+    consumer.lose(records.size());
+    return errors.rethrow();
   }
-  (void)succeeds(finish);
-  if (first != nullptr) std::rethrow_exception(first);
+  for (const Record& record : records) {
+    if (!errors.survives([&] { take(record); })) consumer.lose(1);
+  }
+  errors.survives(finish);
+  errors.rethrow();
 }
 
 // Visits the lanes of a record in a take(). Of those that fail, all are lost but the one that

@@ -9,19 +9,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <string>
 
+#include "callgate/small_floats.h"
 #include "core/array_view.h"
 #include "core/dtype.h"
 #include "core/error.h"
 
 namespace callgate {
 
-// The value of a float of at most 16 bits, from its bits in the low ones of `raw`. `dtype` is one
-// of float16, bfloat16, float8_*, float4_*; the result is exact.
-float widen_float(DType dtype, std::uint32_t raw) noexcept;
-
-namespace detail {
+namespace elements {
 
 // Elements are read with memcpy: a lane of a record starts wherever the lane before it ends.
 template <typename Stored, typename Visit>
@@ -45,16 +41,16 @@ void each_packed(const ArrayView& view, Visit&& visit) {
   }
 }
 
-}  // namespace detail
+}  // namespace elements
 
 // Calls visit(value) for each element in row-major order. The value is a bool, std::int64_t,
 // std::uint64_t, float, double, std::complex<float> or std::complex<double>, by the dtype's kind.
 template <typename Visit>
 void each_element(const ArrayView& view, Visit&& visit) {
-  using detail::each_stored;
+  using elements::each_stored;
   auto as_signed = [&](auto value) { visit(static_cast<std::int64_t>(value)); };
   auto as_unsigned = [&](auto value) { visit(static_cast<std::uint64_t>(value)); };
-  auto as_float = [&](auto raw) { visit(widen_float(view.dtype, raw)); };
+  auto as_float = [&](auto value) { visit(static_cast<float>(value)); };
   switch (view.dtype) {
     case DType::kPred: return each_stored<std::uint8_t>(view, [&](auto v) { visit(v != 0); });
     case DType::kS8: return each_stored<std::int8_t>(view, as_signed);
@@ -65,29 +61,33 @@ void each_element(const ArrayView& view, Visit&& visit) {
     case DType::kU16: return each_stored<std::uint16_t>(view, as_unsigned);
     case DType::kU32: return each_stored<std::uint32_t>(view, as_unsigned);
     case DType::kU64: return each_stored<std::uint64_t>(view, as_unsigned);
-    case DType::kF16:
-    case DType::kBF16: return each_stored<std::uint16_t>(view, as_float);
+    case DType::kF16: return each_stored<float16>(view, as_float);
+    case DType::kBF16: return each_stored<bfloat16>(view, as_float);
     case DType::kF32: return each_stored<float>(view, visit);
     case DType::kF64: return each_stored<double>(view, visit);
     case DType::kC64: return each_stored<std::complex<float>>(view, visit);
     case DType::kC128: return each_stored<std::complex<double>>(view, visit);
-    case DType::kF8E5M2:
-    case DType::kF8E4M3FN:
-    case DType::kF8E4M3B11FNUZ:
-    case DType::kF8E5M2FNUZ:
-    case DType::kF8E4M3FNUZ:
-    case DType::kF8E4M3:
-    case DType::kF8E3M4:
-    case DType::kF8E8M0FNU: return each_stored<std::uint8_t>(view, as_float);
-    case DType::kF4E2M1FN: return detail::each_packed(view, as_float);
+    case DType::kF8E5M2: return each_stored<float8_e5m2>(view, as_float);
+    case DType::kF8E4M3FN: return each_stored<float8_e4m3fn>(view, as_float);
+    case DType::kF8E4M3B11FNUZ: return each_stored<float8_e4m3b11fnuz>(view, as_float);
+    case DType::kF8E5M2FNUZ: return each_stored<float8_e5m2fnuz>(view, as_float);
+    case DType::kF8E4M3FNUZ: return each_stored<float8_e4m3fnuz>(view, as_float);
+    case DType::kF8E4M3: return each_stored<float8_e4m3>(view, as_float);
+    case DType::kF8E3M4: return each_stored<float8_e3m4>(view, as_float);
+    case DType::kF8E8M0FNU: return each_stored<float8_e8m0fnu>(view, as_float);
+    case DType::kF4E2M1FN: {
+      constexpr float kValues[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};  // the sign is the fourth bit
+      return elements::each_packed(
+          view, [&](unsigned raw) { visit(raw < 8 ? kValues[raw] : -kValues[raw - 8]); });
+    }
     case DType::kU1:
     case DType::kU2:
-    case DType::kU4: return detail::each_packed(view, as_unsigned);
+    case DType::kU4: return elements::each_packed(view, as_unsigned);
     case DType::kS1:
     case DType::kS2:
     case DType::kS4: {
       int unused = 64 - bits(view.dtype);  // shifting up and down again extends the sign
-      return detail::each_packed(view, [&](unsigned raw) {
+      return elements::each_packed(view, [&](unsigned raw) {
         visit(static_cast<std::int64_t>(std::uint64_t{raw} << unused) >> unused);
       });
     }

@@ -5,15 +5,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <mutex>
 #include <system_error>
-#include <utility>
 
+#include "channel/first_error.h"
 #include "core/error.h"
 
 namespace callgate {
 namespace {
+
+constexpr std::size_t kReadBytes = std::size_t{1} << 16;
 
 // Repeats write_some(rest, done), a system call, until all is written or it fails.
 template <typename WriteSome>
@@ -33,6 +37,12 @@ Written write_all(std::string_view bytes, WriteSome&& write_some) noexcept {
 
 }  // namespace
 
+Written write_at(int fd, std::uint64_t offset, std::string_view bytes) noexcept {
+  return write_all(bytes, [&](std::string_view rest, std::size_t done) {
+    return ::pwrite(fd, rest.data(), rest.size(), static_cast<off_t>(offset + done));
+  });
+}
+
 File::File(std::string_view sink, const std::string& path, FileMode mode, Place place, bool appends)
     : sink_(sink), path_(path), place_(place) {
   std::error_code ignored;  // open() reports a folder that could not be made
@@ -46,7 +56,7 @@ File::File(std::string_view sink, const std::string& path, FileMode mode, Place 
   regular_ = ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
   lock_ = std::make_unique<FileLock>(fd_.get(), "the sink " + sink_ + ", '" + path_ + "'");
   if (!regular_) return;
-  Turn turn(*lock_);
+  const std::lock_guard turn(*lock_);
   lock_->take_place(place_);
   if (mode == FileMode::kCreate) truncate(0);
   lock_->leave();  // an idle sink is in nobody's way
@@ -55,7 +65,7 @@ File::File(std::string_view sink, const std::string& path, FileMode mode, Place 
 void File::claim() {
   lock_->check_process();
   if (!regular_ || lock_->has_place()) return;
-  Turn turn(*lock_);
+  const std::lock_guard turn(*lock_);
   lock_->take_place(place_);
 }
 
@@ -72,12 +82,6 @@ void File::truncate(std::uint64_t size) {
 Written File::append(std::string_view bytes) noexcept {
   return write_all(bytes, [&](std::string_view rest, std::size_t) {
     return ::write(fd_.get(), rest.data(), rest.size());
-  });
-}
-
-Written File::write_at(std::uint64_t offset, std::string_view bytes) noexcept {
-  return write_all(bytes, [&](std::string_view rest, std::size_t done) {
-    return ::pwrite(fd_.get(), rest.data(), rest.size(), static_cast<off_t>(offset + done));
   });
 }
 
@@ -106,6 +110,73 @@ void File::fail(const char* doing, int error) const {
   const std::string reason = std::generic_category().message(error);
   throw Error(error == ENOENT ? ErrorCode::kNotFound : ErrorCode::kInternal,
               "the sink " + sink_ + " cannot " + doing + " '" + path_ + "': " + reason);
+}
+
+LineFile::LineFile(std::string_view sink, const std::string& path, FileMode mode, Place place,
+                   IsWhole is_whole)
+    : file_(sink, path, mode, place, /*appends=*/true), place_(place), is_whole_(is_whole) {
+  if (!file_.regular()) return;
+  const std::lock_guard turn(file_.lock());
+  mend_end();
+}
+
+void LineFile::append(std::string_view lines, std::uint64_t& written) {
+  written = 0;
+  file_.claim();
+  std::unique_lock<FileLock> turn(file_.lock(), std::defer_lock);
+  std::uint64_t start = 0;
+  if (file_.regular()) {
+    if (place_ == Place::kShared) turn.lock();
+    mend_end();  // another process may have been killed in its turn
+    start = file_.size();
+  }
+  const Written done = file_.append(lines);
+  std::string_view whole = lines.substr(0, done.bytes);
+  whole = whole.substr(0, whole.rfind('\n') + 1);  // npos + 1 is 0
+  written = static_cast<std::uint64_t>(std::count(whole.begin(), whole.end(), '\n'));
+  if (done.error == 0) return;
+  // What is left of a line would stand before the next: where it can't be cut off now, the next
+  // turn does.
+  if (file_.regular() && whole.size() != done.bytes)
+    FirstError().survives([&] { file_.truncate(start + whole.size()); });
+  file_.fail("write to", done.error);
+}
+
+std::string LineFile::first_line() const {
+  std::string line;
+  if (!file_.regular()) return line;  // a device may have no end
+  for (std::uint64_t at = 0;; at += kReadBytes) {
+    const std::string bytes = file_.read_at(at, kReadBytes);
+    const std::size_t newline = bytes.find('\n');
+    line += bytes.substr(0, newline);
+    if (newline != std::string::npos || bytes.size() < kReadBytes) return line;
+  }
+}
+
+// What follows the last newline.
+std::string LineFile::tail(std::uint64_t size) const {
+  std::string tail;
+  for (std::uint64_t start = size; start > 0;) {
+    const std::uint64_t count = std::min<std::uint64_t>(start, kReadBytes);
+    start -= count;
+    std::string bytes = file_.read_at(start, count);
+    const std::size_t newline = bytes.rfind('\n');
+    tail.insert(0, newline == std::string::npos ? bytes : bytes.substr(newline + 1));
+    if (newline != std::string::npos) break;
+  }
+  return tail;
+}
+
+// Makes the file end with a whole line.
+void LineFile::mend_end() {
+  const std::uint64_t size = file_.size();
+  if (size == 0 || file_.read_at(size - 1, 1) == "\n") return;
+  const std::string torn = tail(size);
+  if (!is_whole_(torn)) {
+    file_.truncate(size - torn.size());
+  } else if (const Written done = file_.append("\n"); done.error != 0) {
+    file_.fail("write to", done.error);
+  }
 }
 
 }  // namespace callgate

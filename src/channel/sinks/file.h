@@ -1,8 +1,8 @@
-// The file of a sink: an owned descriptor whose errors are thrown and name the sink and the path.
+// The files of sinks: owned descriptors whose errors are thrown and name the sink and the path.
 //
-// Used by one thread at a time. Nothing is buffered here: what is written is the system's, so a
-// process that dies loses none of it. One process writes to a file at a time, unless all that do
-// append to it (Place): see file_lock.h. A pipe or a terminal is not locked.
+// Each is used by one thread at a time. Nothing is buffered here: what is written is the system's,
+// so a process that dies loses none of it. One process writes to a file at a time, unless all that
+// do append to it (Place): see file_lock.h. A pipe or a terminal is not locked.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +27,9 @@ struct Written {
   int error = 0;
 };
 
+// To an open file: as much as there is room for.
+Written write_at(int fd, std::uint64_t offset, std::string_view bytes) noexcept;
+
 class File {
  public:
   // Makes the folders above `path` as well. `sink` is for messages: "JSONL". Throws Error naming
@@ -50,7 +53,9 @@ class File {
   void truncate(std::uint64_t size);
 
   // Writes at `offset`, or at the end: as much as there is room for.
-  Written write_at(std::uint64_t offset, std::string_view bytes) noexcept;
+  Written write_at(std::uint64_t offset, std::string_view bytes) noexcept {
+    return callgate::write_at(fd_.get(), offset, bytes);
+  }
   Written append(std::string_view bytes) noexcept;
   // At most `count` bytes from `offset`: fewer at the end of the file.
   std::string read_at(std::uint64_t offset, std::size_t count) const;
@@ -64,8 +69,40 @@ class File {
   std::string sink_, path_;
   Place place_;
   UniqueFd fd_;
-  std::unique_ptr<FileLock> lock_;
+  std::unique_ptr<FileLock> lock_;  // none until it is open
   bool regular_ = false;
+};
+
+// A file of lines that grows at its end, line by line, whatever happens: a full disk, another
+// process that appends as well, one that was killed in between.
+class LineFile {
+ public:
+  // Whether what a file ends with behind its last newline is a whole line that lacks its newline;
+  // else it is a torn one, and cut off.
+  using IsWhole = bool (*)(std::string_view tail);
+
+  LineFile(std::string_view sink, const std::string& path, FileMode mode, Place place,
+           IsWhole is_whole);
+
+  void claim() { file_.claim(); }
+
+  // Appends whole lines, each with its newline, in a turn where the place is shared. When not all
+  // of them find room, those that do are in the file, none in part; throws Error then, and
+  // `written` is how many there are.
+  void append(std::string_view lines, std::uint64_t& written);
+
+  // Without its newline; "" in an empty file, and of a pipe or a device.
+  std::string first_line() const;
+
+  void close() { file_.close(); }
+
+ private:
+  void mend_end();
+  std::string tail(std::uint64_t size) const;
+
+  File file_;
+  Place place_;
+  IsWhole is_whole_;
 };
 
 }  // namespace callgate

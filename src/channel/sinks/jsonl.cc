@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
+#include <complex>
 #include <cstddef>
-#include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "channel/sinks/consume_each.h"
-#include "channel/sinks/json.h"
+#include "channel/sinks/elements.h"
 #include "channel/sinks/names.h"
 
 namespace callgate {
@@ -21,6 +23,73 @@ void append_integer(std::string& out, std::string_view key, std::int64_t value) 
   std::array<char, 24> text;
   auto [end, error] = std::to_chars(text.data(), text.data() + text.size(), value);
   (out += key).append(text.data(), end);
+}
+
+void append_number(std::string& out, bool value) { out += value ? "true" : "false"; }
+
+template <typename T>
+  requires(std::is_arithmetic_v<T>)
+void append_number(std::string& out, T value) {
+  std::array<char, 32> text;  // the longest double takes 24
+  if constexpr (std::is_floating_point_v<T>) {
+    if (!std::isfinite(value)) {
+      out += std::isnan(value) ? "\"NaN\"" : value > 0 ? "\"Infinity\"" : "\"-Infinity\"";
+      return;
+    }
+  }
+  auto [end, error] = std::to_chars(text.data(), text.data() + text.size(), value);
+  std::string_view digits(text.data(), end);
+  out += digits;
+  if (std::is_floating_point_v<T> && digits.find_first_of(".e") == std::string_view::npos) {
+    out += ".0";
+  }
+}
+
+template <typename T>
+void append_number(std::string& out, std::complex<T> value) {
+  out += '[';
+  append_number(out, value.real());
+  out += ',';
+  append_number(out, value.imag());
+  out += ']';
+}
+
+// Writes the brackets and commas around elements that come in row-major order.
+class Nesting {
+ public:
+  Nesting(std::string& out, std::span<const std::int64_t> dims)
+      : out_(out), dims_(dims), index_(dims.size(), 0) {}
+
+  void before() { out_.append(opening_, '['); }
+
+  void after() {
+    opening_ = 0;
+    for (std::size_t axis = dims_.size(); axis-- > 0;) {
+      if (++index_[axis] < dims_[axis]) {
+        out_ += ',';
+        return;
+      }
+      index_[axis] = 0;
+      out_ += ']';
+      ++opening_;
+    }
+  }
+
+ private:
+  std::string& out_;
+  std::span<const std::int64_t> dims_;
+  std::vector<std::int64_t> index_;
+  std::size_t opening_ = index_.size();  // lists that begin with the next element
+};
+
+// An array without elements: [] of shape (0,), [[], []] of shape (2, 0).
+void append_empty(std::string& out, std::span<const std::int64_t> dims) {
+  out += '[';
+  for (std::int64_t i = 0; i < dims.front(); ++i) {
+    if (i != 0) out += ',';
+    append_empty(out, dims.subspan(1));
+  }
+  out += ']';
 }
 
 // True for one whole JSON object, or nothing but space: what a file of another program may end with
@@ -55,6 +124,32 @@ void unravel(std::int64_t lane, std::span<const std::int64_t> sizes,
 
 }  // namespace
 
+void append_json_string(std::string& out, std::string_view text) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  out += '"';
+  for (char c : text) {
+    auto code = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      (out += '\\') += c;
+    } else if (code < 0x20) {
+      ((out += "\\u00") += kHex[code >> 4]) += kHex[code & 15];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
+void append_json_array(std::string& out, const ArrayView& view) {
+  if (view.size() == 0) return append_empty(out, view.shape());
+  Nesting nesting(out, view.shape());
+  each_element(view, [&](auto value) {
+    nesting.before();
+    append_number(out, value);
+    nesting.after();
+  });
+}
+
 JsonlSink::Layout::Layout(const Source& source)
     : head(R"({"name":)"),
       role(R"(,"role":")" + std::string(role_name(source.role)) + '"'),
@@ -83,38 +178,23 @@ void JsonlSink::open() {
   file_->claim();
 }
 
-JsonlSink::Layout& JsonlSink::layout(const Source& source) {
-  auto& found = layouts_[source.id];
-  if (found == nullptr) found = std::make_unique<Layout>(source);
-  return *found;
-}
-
 void JsonlSink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  try {
+  auto begin = [&] {
     if (file_ == nullptr) open_file(FileMode::kAppend);
-  } catch (...) {
-    lose(records.size());
-    throw;
-  }
+  };
   auto finish = [&] {
     write_out();
-    if (failure_ != nullptr) std::rethrow_exception(std::exchange(failure_, nullptr));
+    failure_.rethrow();
   };
-  consume_each(*this, records, [&](const Record& record) { append_record(record); }, finish);
+  consume_each(*this, records, begin, [&](const Record& record) { append_record(record); }, finish);
 }
 
 void JsonlSink::append_record(const Record& record) {
-  Layout& shared = layout(*record.source);
+  Layout& shared = layouts_.try_emplace(record.source->id, *record.source).first->second;
   visit_lanes(*this, shared.views, record,
               [&](std::int64_t lane, std::span<const ArrayView> leaves) {
-                const std::size_t start = lines_.size();
-                try {
-                  append_line(record, shared, lane, leaves);
-                } catch (...) {
-                  lines_.resize(start);  // no half of a line
-                  throw;
-                }
+                append_whole(lines_, [&] { append_line(record, shared, lane, leaves); });
                 if (lines_.size() >= kLineBytes) write_out();
               });
 }
@@ -146,10 +226,7 @@ void JsonlSink::append_line(const Record& record, Layout& layout, std::int64_t l
 // What does not find room is lost: written later it would be out of order.
 void JsonlSink::write_out() {
   std::uint64_t written = 0;
-  try {
-    if (!lines_.empty()) file_->append(lines_, written);
-  } catch (...) {
-    if (failure_ == nullptr) failure_ = std::current_exception();
+  if (!lines_.empty() && !failure_.survives([&] { file_->append(lines_, written); })) {
     const auto all = std::count(lines_.begin(), lines_.end(), '\n');
     lose(static_cast<std::uint64_t>(all) - written);
   }

@@ -5,7 +5,12 @@
 //
 // "lane" is there for taps that vmap met, one index a batch level, outermost first; "repeated"
 // where the tap ran before in the same execution. "value" is a number or nested lists for a lone
-// leaf, else an object from each leaf's path ("w/0") to these. json.h says how numbers are written.
+// leaf, else an object from each leaf's path ("w/0") to these.
+//
+// Floats have the fewest digits that give back the same value (of float32 for smaller types), and
+// always a point or an exponent, so that they stay floats. JSON has no infinities: they and NaN are
+// the strings "NaN", "Infinity" and "-Infinity", which Python's float() takes. A complex number is
+// [real, imaginary]. https://www.rfc-editor.org/rfc/rfc8259
 //
 // Runs on its channel's thread, without the GIL; other threads may use it as well. Whole lines
 // reach the system with every batch of records, so a process that dies leaves a file that can be
@@ -13,18 +18,25 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "channel/consumer.h"
-#include "channel/sinks/line_file.h"
+#include "channel/first_error.h"
+#include "channel/sinks/file.h"
 
 namespace callgate {
+
+// `text`, UTF-8, as a JSON string with its quotes.
+void append_json_string(std::string& out, std::string_view text);
+
+// A number for rank 0, else lists nested to the array's rank.
+void append_json_array(std::string& out, const ArrayView& view);
 
 class JsonlSink final : public Consumer {
  public:
@@ -52,7 +64,6 @@ class JsonlSink final : public Consumer {
   };
 
   void open_file(FileMode mode);
-  Layout& layout(const Source& source);
   void append_record(const Record& record);
   void append_line(const Record& record, Layout& layout, std::int64_t lane,
                    std::span<const ArrayView> leaves);
@@ -61,10 +72,10 @@ class JsonlSink final : public Consumer {
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;
   const Place place_;
-  std::unique_ptr<LineFile> file_;                                      // none while closed
-  std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
-  std::string lines_;                                                   // not yet in the file
-  std::exception_ptr failure_;  // the first of the batch that is written
+  std::unique_ptr<LineFile> file_;                     // none while closed
+  std::unordered_map<std::uint64_t, Layout> layouts_;  // by Source::id
+  std::string lines_;                                  // not yet in the file
+  FirstError failure_;                                 // to write the batch
 };
 
 }  // namespace callgate

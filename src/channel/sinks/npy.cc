@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <exception>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -65,18 +64,17 @@ std::string file_part(std::string_view name) {
 // One file. Rows wait in memory until the batch ends or they are many.
 class NpySink::Column {
  public:
-  Column(std::string name, std::string tap, const std::string& path, FileMode mode,
-         const LeafType& leaf, std::span<const std::int64_t> row)
-      : name_(std::move(name)),
-        tap_(std::move(tap)),
+  Column(const Leaf& leaf, const std::string& path, FileMode mode)
+      : name_(leaf.name),
+        tap_(leaf.tap),
         file_("Npy", path, mode, Place::kAlone, /*appends=*/false) {
     if (!file_.regular()) {
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "a regular file", "'" + path + "'");
     }
     header_.descr = npy_descr(leaf.dtype);
-    header_.row.assign(row.begin(), row.end());
+    header_.row.assign(leaf.row.begin(), leaf.row.end());
     row_bytes_ = std::stoul(header_.descr.substr(2));
-    for (std::int64_t extent : row) row_bytes_ *= static_cast<std::size_t>(extent);
+    for (std::int64_t extent : leaf.row) row_bytes_ *= static_cast<std::size_t>(extent);
     file_.claim();
     if (file_.size() == 0) {
       header_.bytes = header_.text().size();
@@ -89,24 +87,21 @@ class NpySink::Column {
     }
   }
 
-  // Throws Error unless `leaf` of the column `name` fits this file.
-  void check(const std::string& name, const std::string& tap, const LeafType& leaf,
-             std::span<const std::int64_t> row) const {
-    const std::string where = "the sink Npy writes '" + file_.path() + "'";
-    if (name != name_) {
-      throw Error(ErrorCode::kInvalidArgument, where,
-                  "the leaf '" + name_ + "' alone, or a path with {name} for a file each",
-                  "'" + name + "' as well");
-    }
-    if (tap != tap_) {  // {"b": x} of the tap 'a', and the tap 'a/b'
-      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' of the tap '" + tap_ + "'",
-                  "that of the tap '" + tap + "'");
-    }
-    std::string have = to_text(header_.descr, header_.row);
-    std::string got = to_text(npy_descr(leaf.dtype), row);
-    if (have != got) {
-      throw Error(ErrorCode::kInvalidArgument, where, "'" + name + "' to be " + have, got);
-    }
+  // Throws Error unless the leaf fits this file.
+  void check(const Leaf& leaf) const {
+    auto refuse = [&](const std::string& expected, const std::string& got) {
+      throw Error(ErrorCode::kInvalidArgument, "the sink Npy writes '" + file_.path() + "'",
+                  expected, got);
+    };
+    const std::string quoted = "'" + leaf.name + "'";
+    if (leaf.name != name_)
+      refuse("the leaf '" + name_ + "' alone, or a path with {name} for a file each",
+             quoted + " as well");
+    if (leaf.tap != tap_)  // {"b": x} of the tap 'a', and the tap 'a/b'
+      refuse(quoted + " of the tap '" + tap_ + "'", "that of the tap '" + leaf.tap + "'");
+    const std::string have = to_text(header_.descr, header_.row);
+    const std::string got = to_text(npy_descr(leaf.dtype), leaf.row);
+    if (have != got) refuse(quoted + " to be " + have, got);
   }
 
   // A batch begins: rows are counted from here.
@@ -120,13 +115,7 @@ class NpySink::Column {
   // Where it throws, the column is as it was.
   void append(const ArrayView& view) {
     if (error_ == 0) {  // else it would be behind rows that found no room
-      const std::size_t before = rows_.size();
-      try {
-        append_row(rows_, view);
-      } catch (...) {
-        rows_.resize(before);  // no half of a row
-        throw;
-      }
+      append_whole(rows_, [&] { append_row(rows_, view); });
       ++waiting_;
     }
     ++offered_;
@@ -154,7 +143,6 @@ class NpySink::Column {
   // Of the batch.
   std::uint64_t offered() const noexcept { return offered_; }
   std::uint64_t written() const noexcept { return header_.rows - start_; }
-  int error() const noexcept { return error_; }
 
   // Cuts the batch's rows down to the first `count`.
   void keep(std::uint64_t count) {
@@ -175,10 +163,9 @@ class NpySink::Column {
 
  private:
   // Goes on after the rows that the file counts and has; what a crash left behind them is cut off.
-  void resume(const LeafType& leaf) {
-    const std::vector<std::int64_t> row = header_.row;
+  void resume(const Leaf& leaf) {
     header_ = NpyHeader::parse(file_.read_at(0, kNpyHeaderLimit), file_.path());
-    check(name_, tap_, leaf, row);
+    check(leaf);
     const std::uint64_t bytes = file_.size() - header_.bytes;
     counted_ = header_.rows;
     if (row_bytes_ != 0) header_.rows = std::min(header_.rows, bytes / row_bytes_);
@@ -213,29 +200,31 @@ std::string NpySink::file_of(const std::string& name) const {
   return file;
 }
 
-NpySink::Column& NpySink::column(const std::string& name, const std::string& tap,
-                                 const LeafType& leaf, std::span<const std::int64_t> row) {
-  const std::string file = file_of(name);
-  std::unique_ptr<Column>& found = columns_[file];
-  if (found == nullptr) {
-    if (refused_.contains(file)) {
-      throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
-                  "a file that nobody else writes to",
-                  "one that another sink wrote when the first row came; it is not begun anew");
-    }
-    const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
-    try {
-      found = std::make_unique<Column>(name, tap, file, mode, leaf, row);
-    } catch (const Error& error) {
-      if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists)
-        refused_.insert(file);
-      throw;
-    }
-    found->begin();
-    made_.insert(file);
+NpySink::Column& NpySink::column(const Leaf& leaf) {
+  const std::string file = file_of(leaf.name);
+  auto found = columns_.find(file);
+  if (found == columns_.end()) found = columns_.emplace(file, new_column(leaf, file)).first;
+  found->second->check(leaf);
+  return *found->second;
+}
+
+std::unique_ptr<NpySink::Column> NpySink::new_column(const Leaf& leaf, const std::string& file) {
+  if (refused_.contains(file)) {
+    throw Error(ErrorCode::kAlreadyExists, "the sink Npy, '" + file + "'",
+                "a file that nobody else writes to",
+                "one that another sink wrote when the first row came; it is not begun anew");
   }
-  found->check(name, tap, leaf, row);
-  return *found;
+  const FileMode mode = made_.contains(file) ? FileMode::kAppend : mode_;
+  try {
+    auto column = std::make_unique<Column>(leaf, file, mode);
+    column->begin();
+    made_.insert(file);
+    return column;
+  } catch (const Error& error) {
+    if (mode == FileMode::kCreate && error.code() == ErrorCode::kAlreadyExists)
+      refused_.insert(file);
+    throw;
+  }
 }
 
 // Finds all columns before any of them gets a row. `leaves`: those of one lane.
@@ -243,7 +232,7 @@ void NpySink::resolve(Layout& layout, const Source& source, std::span<const Arra
   std::vector<Column*> columns;
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     const std::string name = column_name(source, source.leaves[i]);
-    Column* next = &column(name, source.name, source.leaves[i], leaves[i].shape());
+    Column* next = &column({name, source.name, leaves[i].dtype, leaves[i].shape()});
     if (std::find(columns.begin(), columns.end(), next) != columns.end()) {
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "leaves with names of their own",
                   "two leaves '" + name + "'");
@@ -254,22 +243,20 @@ void NpySink::resolve(Layout& layout, const Source& source, std::span<const Arra
 }
 
 void NpySink::append_record(const Record& record) {
-  std::unique_ptr<Layout>& layout = layouts_[record.source->id];
-  if (layout == nullptr) layout = std::make_unique<Layout>(*record.source);
-  visit_lanes(*this, layout->views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+  Layout& layout = layouts_.try_emplace(record.source->id, *record.source).first->second;
+  visit_lanes(*this, layout.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
     // Of padded arrays each record may have another shape.
-    if (layout->columns.empty() || !record.source->padded.empty())
-      resolve(*layout, *record.source, leaves);
+    if (layout.columns.empty() || !record.source->padded.empty())
+      resolve(layout, *record.source, leaves);
     std::size_t done = 0;
     try {
-      for (; done < leaves.size(); ++done) layout->columns[done]->append(leaves[done]);
+      for (; done < leaves.size(); ++done) layout.columns[done]->append(leaves[done]);
     } catch (...) {  // the columns stay in step
-      while (done-- > 0) layout->columns[done]->take_back();
+      while (done-- > 0) layout.columns[done]->take_back();
       throw;
     }
-    for (Column* column : layout->columns) {
+    for (Column* column : layout.columns)
       if (column->has_many()) column->write_rows();
-    }
   });
 }
 
@@ -291,45 +278,30 @@ void NpySink::align(const std::vector<Column*>& columns) {
 }
 
 void NpySink::write_out() {
-  for (auto& [path, column] : columns_) {
-    if (column != nullptr) column->write_rows();
-  }
+  for (auto& [path, column] : columns_) column->write_rows();
   std::set<std::vector<Column*>> seen;  // taps that are traced again share their columns
   for (auto& [id, layout] : layouts_) {
-    if (layout != nullptr && seen.insert(layout->columns).second) align(layout->columns);
+    if (seen.insert(layout.columns).second) align(layout.columns);
   }
-  std::exception_ptr first;
-  for (auto& [path, column] : columns_) {
-    try {
-      if (column != nullptr) column->count_rows();
-    } catch (...) {
-      if (first == nullptr) first = std::current_exception();
-    }
-  }
-  if (first != nullptr) std::rethrow_exception(first);
+  FirstError errors;
+  for (auto& [path, column] : columns_) errors.survives([&] { column->count_rows(); });
+  errors.rethrow();
 }
 
 void NpySink::consume(std::span<const Record> records) {
   std::lock_guard lock(mutex_);
-  try {
-    for (auto& [path, column] : columns_) {
-      if (column != nullptr) column->begin();
-    }
-  } catch (...) {
-    lose(records.size());
-    throw;
-  }
+  auto begin = [&] {
+    for (auto& [path, column] : columns_) column->begin();
+  };
   auto take = [&](const Record& record) { append_record(record); };
-  consume_each(*this, records, take, [&] { write_out(); });
+  consume_each(*this, records, begin, take, [&] { write_out(); });
 }
 
 void NpySink::close() {
   std::lock_guard lock(mutex_);
   layouts_.clear();
   auto columns = std::exchange(columns_, {});
-  for (auto& [path, column] : columns) {
-    if (column != nullptr) column->close();
-  }
+  for (auto& [path, column] : columns) column->close();
 }
 
 }  // namespace callgate

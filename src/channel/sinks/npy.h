@@ -42,6 +42,13 @@ class NpySink final : public Consumer {
  private:
   class Column;
 
+  // What a column holds a row of each lane of: a leaf, by its name (names.h), of a tap.
+  struct Leaf {
+    std::string name, tap;
+    DType dtype;
+    std::span<const std::int64_t> row;
+  };
+
   // The columns of the leaves of one source, and its views.
   struct Layout {
     explicit Layout(const Source& source) : views(source) {}
@@ -49,8 +56,8 @@ class NpySink final : public Consumer {
     std::vector<Column*> columns;
   };
 
-  Column& column(const std::string& name, const std::string& tap, const LeafType& leaf,
-                 std::span<const std::int64_t> row);
+  Column& column(const Leaf& leaf);
+  std::unique_ptr<Column> new_column(const Leaf& leaf, const std::string& file);
   std::string file_of(const std::string& name) const;
   void resolve(Layout& layout, const Source& source, std::span<const ArrayView> leaves);
   void append_record(const Record& record);
@@ -62,8 +69,8 @@ class NpySink final : public Consumer {
   FileMode mode_;
   std::set<std::string> made_;     // by this sink: opened again they grow on
   std::set<std::string> refused_;  // another's when they were to be made
-  std::map<std::string, std::unique_ptr<Column>> columns_;              // by path
-  std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
+  std::map<std::string, std::unique_ptr<Column>> columns_;  // by path
+  std::unordered_map<std::uint64_t, Layout> layouts_;       // by Source::id
 };
 
 }  // namespace callgate

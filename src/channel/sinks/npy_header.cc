@@ -4,7 +4,6 @@
 #include <bit>
 #include <charconv>
 #include <optional>
-#include <utility>
 
 #include "core/error.h"
 

@@ -95,35 +95,30 @@ double Summary::variance() const noexcept {
 StatsSink::StatsSink(std::vector<double> edges)
     : empty_(edges.empty() ? Histogram::powers_of_two() : Histogram::of(std::move(edges))) {}
 
-StatsSink::Layout::Layout(const Source& source) : views(source) {
+StatsSink::Layout::Layout(const Source& source, std::map<std::string, std::string>& owners)
+    : views(source) {
   check_names("Stats", source);
   for (std::size_t i = 0; i < source.values(); ++i) {
-    names.push_back(column_name(source, source.leaves[i]));
-  }
-}
-
-void StatsSink::consume(std::span<const Record> records) {
-  std::lock_guard lock(consuming_);
-  consume_each(*this, records, [&](const Record& record) { add_record(record); }, [] {});
-}
-
-std::unique_ptr<StatsSink::Layout> StatsSink::layout_of(const Source& source) {
-  auto layout = std::make_unique<Layout>(source);
-  for (const std::string& name : layout->names) {
-    const std::string& owner = owners_.try_emplace(name, source.name).first->second;
+    const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
+    const std::string& owner = owners.try_emplace(name, source.name).first->second;
     if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
     throw Error(ErrorCode::kInvalidArgument, "the sink Stats",
                 quoted(name).append(" of the tap ").append(quoted(owner)),
                 "that of the tap " + quoted(source.name));
   }
-  return layout;
+}
+
+void StatsSink::consume(std::span<const Record> records) {
+  std::lock_guard lock(consuming_);
+  auto take = [&](const Record& record) { add_record(record); };
+  consume_each(*this, records, [] {}, take, [] {});
 }
 
 void StatsSink::add_record(const Record& record) {
-  std::unique_ptr<Layout>& layout = layouts_[record.source->id];
-  if (layout == nullptr) layout = layout_of(*record.source);
-  visit_lanes(*this, layout->views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
-    for (std::size_t i = 0; i < leaves.size(); ++i) add(layout->names[i], leaves[i]);
+  const Source& source = *record.source;
+  Layout& layout = layouts_.try_emplace(source.id, source, owners_).first->second;
+  visit_lanes(*this, layout.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+    for (std::size_t i = 0; i < leaves.size(); ++i) add(layout.names[i], leaves[i]);
   });
 }
 

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <limits>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -67,20 +66,20 @@ class StatsSink final : public Consumer {
 
  private:
   struct Layout {
-    explicit Layout(const Source& source);
+    // Throws Error where another tap has one of the names.
+    Layout(const Source& source, std::map<std::string, std::string>& owners);
     RecordViews views;
     std::vector<std::string> names;
   };
 
-  std::unique_ptr<Layout> layout_of(const Source& source);
   void add_record(const Record& record);
   void add(const std::string& name, const ArrayView& view);
 
   const Histogram empty_;
   std::mutex consuming_;  // guards the next three lines: Python may write beside a channel
-  std::map<std::string, std::string> owners_;  // taps by their leaves' names
-  std::unordered_map<std::uint64_t, std::unique_ptr<Layout>> layouts_;  // by Source::id
-  std::vector<double> values_, finite_;                                 // of the current leaf
+  std::map<std::string, std::string> owners_;          // taps by their leaves' names
+  std::unordered_map<std::uint64_t, Layout> layouts_;  // by Source::id
+  std::vector<double> values_, finite_;                // of the current leaf
 
   mutable std::mutex mutex_;                  // guards what follows, for one leaf of a record
   std::map<std::string, Summary> summaries_;  // by name

@@ -14,7 +14,6 @@
 #include <thread>
 #include <vector>
 
-#include "channel/sinks/json.h"
 #include "channel/sinks/jsonl.h"
 #include "channel/sinks/names.h"
 #include "core/error.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "channel/outfeed_2020_file.h"
+#include "channel/outfeed_2020.h"
 #include "core/error.h"
 #include "stream_records.h"
 

@@ -17,6 +17,7 @@
 #include "callgate/stream.h"
 #include "channel/stream_sink.h"
 #include "core/error.h"
+#include "fake_attributes.h"
 #include "stream_records.h"
 
 namespace callgate {
@@ -35,7 +36,7 @@ std::shared_ptr<const Source> rich_source() {
   source.name = "gradients";
   source.description = R"({"transforms": ["batch"]})";
   source.role = Role::kCotangent;
-  source.lanes = Lanes::parse("3:111;2:011");
+  source.lanes = fake::lanes("3:111;2:011");
   source.leaves = {testing::leaf("['b']", DType::kBF16, {3, 5}),
                    testing::leaf("['w']", DType::kC64, {3, 2, 1, 2}),
                    testing::leaf("", DType::kPred, {3, 2})};
@@ -316,7 +317,7 @@ TEST(Stream, ASourceThatNoReaderWouldTakeDoesNotTakeOthersAlong) {
   Source fields;
   fields.id = 3;
   fields.name = "crowd";
-  fields.lanes = Lanes::parse("4294967296:1");
+  fields.lanes = fake::lanes("4294967296:1");
   fields.leaves = {testing::leaf("", DType::kF32, {std::int64_t{1} << 32, 0})};
   auto crowd = testing::finished(std::move(fields)), good = testing::scalar_source();
   auto first = record_of(*crowd, 0), second = record_of(*good, 1);

@@ -10,6 +10,7 @@
 
 #include "callgate/stream.h"
 #include "channel/stream_encoder.h"
+#include "fake_attributes.h"
 #include "fuzz/stream_reading.h"
 #include "stream_records.h"
 
@@ -26,7 +27,7 @@ std::string sample() {
   Source many;
   many.id = 1;
   many.name = "many";
-  many.lanes = Lanes::parse("2:11");
+  many.lanes = fake::lanes("2:11");
   many.leaves = {testing::leaf("x", DType::kF32, {2, 3}), testing::leaf("", DType::kPred, {2})};
   many.value_leaves = 1;
   many.has_where = true;

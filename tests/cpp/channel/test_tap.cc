@@ -1,4 +1,4 @@
-// Taps as programs call them: the text that describes a call site, and callees behind the FFI
+// Taps as programs call them: the attributes that describe a call site, and callees behind the FFI
 // handlers, driven by the fake XLA.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,11 +21,12 @@ namespace callgate {
 namespace {
 
 using fake::kLimit;
+using Integers = fake::Attribute::Integers;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// -- the text ------------------------------------------------------------------------------------
+// -- the attributes -------------------------------------------------------------------------------
 
 std::string message_of(const std::function<void()>& action) {
   try {
@@ -37,10 +38,21 @@ std::string message_of(const std::function<void()>& action) {
   return "no error";
 }
 
+TapSpec spec_of(fake::AttributeMap held) {
+  return TapSpec::of(fake::decoded(std::move(held)), "left as it is");
+}
+
 TEST(TapSpec, EveryFieldIsRead) {
-  TapSpec spec = parse_tap_spec(
-      "name=loss\nrole=cotangent\nordered=1\nrepeated=1\nevery=10\nvalues=2\nreturned=1\n"
-      "where=1\npath=['w']\npath=a=b\npadded=0:8,4:0,0;4,0\n\n{\"tree\":1}\n\nleft as it is");
+  const Integers whole{8, 4}, starts{0, 0, 4, 0};
+  const fake::AttributeMap padded{{"leaf", 0}, {"whole", whole}, {"starts", starts}};
+  TapSpec spec = spec_of(fake::with(fake::tap("loss", {"['w']", "a=b"},
+                                              {{"role", "cotangent"},
+                                               {"ordered", true},
+                                               {"repeated", true},
+                                               {"every", 10},
+                                               {"returned", 1},
+                                               {"where", true}}),
+                                    {{"padded", fake::Attribute::listed({padded})}}));
   EXPECT_EQ(spec.name, "loss");
   EXPECT_EQ(spec.role, Role::kCotangent);
   EXPECT_TRUE(spec.ordered);
@@ -49,51 +61,56 @@ TEST(TapSpec, EveryFieldIsRead) {
   EXPECT_EQ(spec.values, 2U);
   EXPECT_EQ(spec.returned, 1U);
   EXPECT_TRUE(spec.where);
+  EXPECT_FALSE(spec.on_device);
   EXPECT_THAT(spec.paths, ElementsAre("['w']", "a=b"));
   ASSERT_EQ(spec.padded.size(), 1U);
   EXPECT_EQ(spec.padded[0].leaf, 0U);
   EXPECT_THAT(spec.padded[0].whole, ElementsAre(8, 4));
   EXPECT_THAT(spec.padded[0].starts, ElementsAre(ElementsAre(0, 0), ElementsAre(4, 0)));
-  EXPECT_EQ(spec.description, "{\"tree\":1}\n\nleft as it is");
+  EXPECT_EQ(spec.description, "left as it is");
 }
 
 TEST(TapSpec, WhatIsNotThereHasItsDefault) {
-  for (const char* text : {"", "\n", "role=primal", "role=primal\n", "role=primal\n\n"}) {
-    TapSpec spec = parse_tap_spec(text);
+  for (const fake::AttributeMap& held : {fake::AttributeMap{}, fake::tap("", {})}) {
+    TapSpec spec = spec_of(held);
     EXPECT_EQ(spec.every, 1);
     EXPECT_EQ(spec.values, 0U);
     EXPECT_EQ(spec.role, Role::kPrimal);
-    EXPECT_THAT(spec.description, IsEmpty());
+    EXPECT_THAT(spec.padded, IsEmpty());
   }
 }
 
-TEST(TapSpec, BadTextIsAnErrorThatShowsIt) {
-  struct Case {
-    const char *text, *shown;
+TEST(TapSpec, AnotherFormIsAnErrorThatShowsIt) {
+  auto with_padded = [](std::vector<fake::Attribute> padded) {
+    return fake::with(fake::tap("t", {"a"}), {{"padded", fake::Attribute::listed(padded)}});
   };
-  const Case cases[] = {
-      {"loss", "'loss'"},
-      {"name=a\nnonsense\n", "'nonsense'"},
-      {"colour=red", "'colour'"},
-      {"=1", "''"},
-      {"role=adjoint", "'adjoint'"},
-      {"role=", "primal, tangent or cotangent"},
-      {"every=-1", "'-1'"},
-      {"every=1.5", "'1.5'"},
-      {"every=", "''"},
-      {"values= 1", "' 1'"},
-      {"values=99999999999999999999", "'99999999999999999999'"},
-      {"where=2", "0 or 1"},
-      {"repeated=yes", "'yes'"},
-      {"values=2\npath=a\n\n{}", "2 lines path"},
-      {"path=a", "0 lines path"},
-      {"values=1\npath=a\npadded=x", "'x'"},
-      {"values=1\npath=a\npadded=0:1,-2:0", "'-2'"},
-      {"values=2\npath=a\npath=b\npadded=1", "a leaf of its values"},
-      {"values=1\npath=a\npadded=0\npadded=0", "a leaf of its values"},
+  const fake::AttributeMap leaf{{"leaf", 0}};
+  const struct {
+    fake::AttributeMap held;
+    const char* shown;
+  } cases[] = {
+      {{{"tap", "loss"}}, "'tap': expected a dictionary"},
+      {fake::tap("t", {}, {{"role", "adjoint"}}), "primal, tangent or cotangent, got 'adjoint'"},
+      {fake::tap("t", {}, {{"role", ""}}), "primal, tangent or cotangent, got ''"},
+      {fake::tap("t", {}, {{"every", -1}}), "'every': expected a count, got -1"},
+      {fake::tap("t", {}, {{"every", "often"}}), "'every': expected one int64"},
+      {fake::tap("t", {}, {{"returned", true}}), "'returned': expected one int64"},
+      {fake::tap("t", {}, {{"where", 1}}), "'where': expected one bool"},
+      {fake::tap("t", {}, {{"repeated", "yes"}}), "'repeated': expected one bool"},
+      {fake::tap("t", {"a", 7}), "'1': expected a string"},
+      {with_padded({{{{"leaf", -1}}}}), "'leaf': expected a count, got -1"},
+      {with_padded({{{{"leaf", 0}, {"starts", Integers{1}}}}}), "as there are extents, got 1"},
+      {with_padded({{{{"leaf", 0}, {"whole", Integers{1, 2}}, {"starts", Integers(3)}}}}),
+       "as there are extents, got 3"},
+      {with_padded({{{{"leaf", 0}, {"whole", Integers{-2}}}}}),
+       "'padded': expected counts, got -2"},
+      {with_padded({{{{"leaf", 0}, {"whole", Integers{2}}, {"starts", Integers{-1}}}}}),
+       "'padded': expected counts, got -1"},
+      {with_padded({leaf}), "a leaf of its values"},
+      {with_padded({leaf, leaf}), "a leaf of its values"},
   };
-  for (const auto& [text, shown] : cases)
-    EXPECT_THAT(message_of([&] { parse_tap_spec(text); }), HasSubstr(shown)) << text;
+  for (const auto& [held, shown] : cases)
+    EXPECT_THAT(message_of([&] { spec_of(held); }), HasSubstr(shown));
 }
 
 // -- the call ------------------------------------------------------------------------------------
@@ -160,7 +177,7 @@ fake::Array floats(std::vector<float>& memory, std::vector<std::int64_t> dims) {
 }
 
 TEST_F(Taps, ARecordIsACopyOfTheOperands) {
-  fake::Program program("tap", "name=loss\nvalues=2\npath=['a']\npath=['b']\n\n{}");
+  fake::Program program("tap", fake::tap("loss", {"['a']", "['b']"}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> a = {1, 2, 3}, b = {4};
   ASSERT_TRUE(program.execute({floats(a, {3}), floats(b, {})}).wait().ok());
@@ -177,7 +194,7 @@ TEST_F(Taps, ARecordIsACopyOfTheOperands) {
 }
 
 TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
-  fake::Program program("tap", "name=e\nrepeated=1\nrole=tangent\nvalues=1\npath=\n");
+  fake::Program program("tap", fake::tap("e", {""}, {{"repeated", true}, {"role", "tangent"}}));
   ASSERT_TRUE(program.load().ok());
   ASSERT_TRUE(program.execute({{XLA_FFI_DataType_F32, {2, 0}, nullptr}}).wait().ok());
   // No lane of an empty array is read: the reader above would.
@@ -188,8 +205,9 @@ TEST_F(Taps, EmptyArraysAndRepeatedTapsArrive) {
 }
 
 TEST_F(Taps, AShardsNumberIsInItsFlagsAndCopiesSendNothing) {
-  fake::GateProgram program(
-      "tap", {{"shards", "10"}, {"spec", "name=s\nrepeated=1\nvalues=1\nreturned=1\npath=\n"}});
+  fake::Program program(
+      "tap",
+      fake::with(fake::tap("s", {""}, {{"repeated", true}, {"returned", 1}}), {{"shards", "10"}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {5}, y = {0};
   for (std::uint32_t number : {1U, 0U}) {
@@ -203,7 +221,7 @@ TEST_F(Taps, AShardsNumberIsInItsFlagsAndCopiesSendNothing) {
 }
 
 TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
-  fake::Program program("tap", "name=w\nvalues=1\nwhere=1\npath=\n");
+  fake::Program program("tap", fake::tap("w", {""}, {{"where", true}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {0};
   for (int i = 0; i < 6; ++i) {
@@ -217,7 +235,7 @@ TEST_F(Taps, WhereSendsNothingUnlessItIsTrue) {
 }
 
 TEST_F(Taps, EverySendsTheFirstOfEachSoMany) {
-  fake::Program program("tap", "name=e\nvalues=1\nevery=3\npath=\n");
+  fake::Program program("tap", fake::tap("e", {""}, {{"every", 3}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {0};
   for (int i = 0; i < 8; ++i) {
@@ -231,7 +249,7 @@ TEST_F(Taps, EverySendsTheFirstOfEachSoMany) {
 
 TEST_F(Taps, EachDeviceCountsItsOwnExecutions) {
   std::shared_ptr<Site> site =
-      tap_->specialise({"name=e\nvalues=1\nevery=3\npath=\n", "", Lanes(), "", ""});
+      tap_->specialise(fake::site_spec(fake::tap("e", {""}, {{"every", 3}})));
   std::vector<float> x = {0};
   for (int step = 0; step < 7; ++step) {
     for (std::int64_t device : {0, 1, 2048}) {  // ids of other processes' devices are far apart
@@ -239,7 +257,7 @@ TEST_F(Taps, EachDeviceCountsItsOwnExecutions) {
       ArrayView view{x.data(), nullptr, 0, DType::kF32};
       CallContext context;
       context.device = device;
-      ASSERT_TRUE(site->run(Call{{&view, 1}, {}, context}).ok());
+      ASSERT_NO_THROW(site->run(Call{{&view, 1}, {}, context}));
     }
   }
   std::vector<float> sent;
@@ -248,7 +266,8 @@ TEST_F(Taps, EachDeviceCountsItsOwnExecutions) {
 }
 
 TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
-  fake::Program program("tap", "name=v\nvalues=1\nwhere=1\npath=\n", "", "2:10;3:11");
+  fake::Program program("tap", fake::with(fake::tap("v", {""}, {{"where", true}}),
+                                          {{"batch", fake::levels("2:10;3:11")}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x(6);
   std::iota(x.begin(), x.end(), 0.0F);
@@ -265,7 +284,7 @@ TEST_F(Taps, LanesAreOneRecordAndThePredicateChoosesAmongThem) {
 
 TEST_F(Taps, InTheFlowOfDataResultsAreTheOperands) {
   // One value, returned; a predicate; an untapped operand that passes through.
-  fake::Program program("tap", "name=f\nvalues=1\nreturned=1\nwhere=1\npath=\n");
+  fake::Program program("tap", fake::tap("f", {""}, {{"returned", 1}, {"where", true}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {1, 2}, untapped = {3, 4, 5}, y(2), passed(3);
   char yes = 0;
@@ -286,7 +305,7 @@ TEST_F(Taps, InTheFlowOfDataResultsAreTheOperands) {
 }
 
 TEST_F(Taps, AResultInItsOperandsMemoryIsLeftAlone) {
-  fake::Program program("tap", "name=f\nvalues=1\nreturned=1\npath=\n");
+  fake::Program program("tap", fake::tap("f", {""}, {{"returned", 1}}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {1, 2};
   ASSERT_TRUE(program.execute({floats(x, {2})}, {floats(x, {2})}).wait().ok());
@@ -296,30 +315,30 @@ TEST_F(Taps, AResultInItsOperandsMemoryIsLeftAlone) {
 
 TEST_F(Taps, CallsThatDoNotFitTheirDescriptionAreErrors) {
   std::vector<float> x = {1, 2}, y(1);
-  auto message = [&](const char* spec, std::vector<fake::Array> operands,
+  auto message = [&](fake::AttributeMap held, std::vector<fake::Array> operands,
                      std::vector<fake::Array> results, const char* batch = "") {
-    fake::Program program("tap", spec, "", batch);
+    held.emplace("batch", fake::levels(batch));
+    fake::Program program("tap", std::move(held));
     EXPECT_TRUE(program.load().ok());
     return program.execute(std::move(operands), std::move(results)).wait().message;
   };
-  EXPECT_THAT(message("name=a\nvalues=2\npath=\npath=\n", {floats(x, {2})}, {}),
+  EXPECT_THAT(message(fake::tap("a", {"", ""}), {floats(x, {2})}, {}),
               HasSubstr("tap 'a': expected at least 2 operands, got 1"));
-  EXPECT_THAT(message("name=b\nvalues=1\nreturned=1\npath=\n", {floats(x, {2})}, {}),
+  EXPECT_THAT(message(fake::tap("b", {""}, {{"returned", 1}}), {floats(x, {2})}, {}),
               HasSubstr("tap 'b': expected at least 1 results, got 0"));
-  EXPECT_THAT(message("name=c\nvalues=1\nreturned=1\npath=\n", {floats(x, {2})}, {floats(y, {})}),
+  EXPECT_THAT(message(fake::tap("c", {""}, {{"returned", 1}}), {floats(x, {2})}, {floats(y, {})}),
               HasSubstr("float32[2], got float32[]"));
-  EXPECT_THAT(message("name=d\nvalues=1\nwhere=1\npath=\n", {floats(x, {2}), floats(y, {})}, {}),
+  EXPECT_THAT(message(fake::tap("d", {""}, {{"where", true}}), {floats(x, {2}), floats(y, {})}, {}),
               HasSubstr("expected bool as its predicate, got float32[]"));
-  EXPECT_THAT(message("name=e\nvalues=1\npath=\n", {floats(x, {2})}, {}, "3:1"),
-              HasSubstr("float32[2]"));
+  EXPECT_THAT(message(fake::tap("e", {""}), {floats(x, {2})}, {}, "3:1"), HasSubstr("float32[2]"));
   EXPECT_THAT(records(), IsEmpty());
 }
 
-TEST_F(Taps, BadTextIsAnErrorAtLoad) {
-  fake::Program program("tap", "name=a\nevery=often\n");
+TEST_F(Taps, AnotherFormIsAnErrorAtLoad) {
+  fake::Program program("tap", fake::tap("a", {}, {{"every", "often"}}));
   fake::Status status = program.load();
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-  EXPECT_THAT(status.message, HasSubstr("'often'"));
+  EXPECT_THAT(status.message, HasSubstr("'every'"));
 }
 
 TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
@@ -328,8 +347,8 @@ TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
   Registry::instance().add(callee);
   std::weak_ptr<Reader> watch = own;
   {
-    fake::Program to_function("own", "name=f\nvalues=1\npath=\n");
-    fake::Program to_channel("tap", "name=c\nvalues=1\npath=\n");
+    fake::Program to_function("own", fake::tap("f", {""}));
+    fake::Program to_channel("tap", fake::tap("c", {""}));
     ASSERT_TRUE(to_function.load().ok() && to_channel.load().ok());
     std::vector<float> x = {5};
     ASSERT_TRUE(to_function.execute({floats(x, {})}).wait().ok());
@@ -345,7 +364,7 @@ TEST_F(Taps, ATapToAFunctionHasItsOwnConsumer) {
 }
 
 TEST_F(Taps, AProgramOutlivesItsChannelAndFindsTheNext) {
-  fake::Program program("tap", "name=p\nvalues=1\npath=\n");
+  fake::Program program("tap", fake::tap("p", {""}));
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {1};
   ASSERT_TRUE(program.execute({floats(x, {})}).wait().ok());

@@ -1,4 +1,5 @@
 // Static values in the form that kernels see.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -9,9 +10,16 @@
 #include <utility>
 
 #include "core/attributes.h"
+#include "core/call.h"
+#include "core/error.h"
+#include "fake_attributes.h"
 
 namespace callgate {
 namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Integers = fake::Attribute::Integers;
 
 template <typename T>
 T number(const callgate_attribute& attribute) {
@@ -117,6 +125,79 @@ TEST(Attributes, MovingKeepsWhatWasFound) {
   Attributes moved = std::move(attributes);
   EXPECT_EQ(moved.find("text")->data, data);
   EXPECT_EQ(std::memcmp(data, "kept", 4), 0);
+}
+
+TEST(Attributes, AreReadAsWhatTheyHaveToBe) {
+  const Attributes held = fake::decoded({{"text", "loss"},
+                                         {"yes", true},
+                                         {"number", 7},
+                                         {"numbers", Integers{1, 2}},
+                                         {"bytes", fake::Attribute::bytes({1})},
+                                         {"more", fake::AttributeMap{{"inner", 3}}}});
+  EXPECT_EQ(held.text("text"), "loss");
+  EXPECT_TRUE(held.flag("yes"));
+  EXPECT_EQ(held.integer("number"), 7);
+  EXPECT_THAT(held.integers("numbers"), ElementsAre(1, 2));
+  EXPECT_THAT(held.bytes("bytes"), ElementsAre(std::byte{1}));
+  EXPECT_EQ(held.dictionary("more").integer("inner"), 3);
+}
+
+TEST(Attributes, ThatAreMissingAreEmpty) {
+  const Attributes held;
+  EXPECT_EQ(held.text("x"), "");
+  EXPECT_FALSE(held.flag("x"));
+  EXPECT_EQ(held.integer("x", 5), 5);
+  EXPECT_TRUE(held.integers("x").empty());
+  EXPECT_TRUE(held.bytes("x").empty());
+  EXPECT_EQ(held.dictionary("x").size(), 0U);
+  EXPECT_TRUE(held.places().empty());
+}
+
+TEST(Attributes, OfAnotherKindAreErrorsThatNameThem) {
+  const Attributes held =
+      fake::decoded({{"text", "loss"}, {"number", 7}, {"numbers", Integers{1}}});
+  auto message = [](auto read) -> std::string {
+    try {
+      read();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  EXPECT_THAT(message([&] { held.text("number"); }),
+              HasSubstr("'number': expected a string, got one int64"));
+  EXPECT_THAT(message([&] { held.flag("number"); }), HasSubstr("'number': expected one bool"));
+  EXPECT_THAT(message([&] { held.integer("text"); }), HasSubstr("'text': expected one int64"));
+  EXPECT_THAT(message([&] { held.integers("number"); }), HasSubstr("expected an array of int64"));
+  EXPECT_THAT(message([&] { held.bytes("numbers"); }), HasSubstr("expected an array of uint8"));
+  EXPECT_THAT(message([&] { held.dictionary("text"); }), HasSubstr("expected a dictionary"));
+}
+
+TEST(Attributes, AListGoesAsFarAsItsPlaces) {
+  const Attributes held = fake::decoded({{"0", "a"}, {"1", "b"}, {"3", "d"}});
+  EXPECT_THAT(held.places(), ElementsAre("0", "1"));
+}
+
+TEST(Attributes, ADictionaryThatIsTakenIsGone) {
+  Attributes held = fake::decoded({{"more", fake::AttributeMap{{"inner", 3}}}, {"other", 1}});
+  const Attributes taken = held.take_dictionary("more");
+  EXPECT_EQ(taken.integer("inner"), 3);
+  EXPECT_EQ(held.find("more"), nullptr);
+  EXPECT_EQ(held.integer("other"), 1);
+  EXPECT_EQ(held.take_dictionary("more").size(), 0U);
+}
+
+TEST(Mesh, HasTheAxesInTheirOrder) {
+  const Integers sizes{2, 4};
+  const Mesh mesh = Mesh::of(fake::decoded(
+      {{"devices", 8}, {"names", fake::Attribute::listed({"y", "x"})}, {"sizes", sizes}}));
+  EXPECT_EQ(mesh.devices, 8);
+  EXPECT_THAT(mesh.axes, ElementsAre(std::pair("y", 2), std::pair("x", 4)));
+  EXPECT_EQ(Mesh::of(Attributes()).devices, 1);
+  EXPECT_THROW(Mesh::of(fake::decoded({{"sizes", sizes}})), Error);
+  const Integers none{0};
+  EXPECT_THROW(
+      Mesh::of(fake::decoded({{"names", fake::Attribute::listed({"x"})}, {"sizes", none}})), Error);
 }
 
 }  // namespace

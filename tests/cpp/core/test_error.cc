@@ -1,8 +1,7 @@
-// The two forms of errors.
+// What errors say.
 #include <gtest/gtest.h>
 
 #include <string>
-#include <utility>
 
 #include "core/error.h"
 
@@ -26,17 +25,10 @@ TEST(Error, IsAStandardException) {
   EXPECT_THROW(throw Error(ErrorCode::kInternal, "x"), std::runtime_error);
 }
 
-TEST(Outcome, SuccessIsOk) {
-  EXPECT_TRUE(Outcome::success().ok());
-  EXPECT_EQ(sizeof(Outcome), sizeof(void*));
-}
-
-TEST(Outcome, FailureKeepsCodeAndMessageWhenMoved) {
-  Outcome outcome = Outcome::failure(ErrorCode::kAborted, std::string(200, 'm'));
-  Outcome moved = std::move(outcome);
-  ASSERT_FALSE(moved.ok());
-  EXPECT_EQ(moved.error().code, ErrorCode::kAborted);
-  EXPECT_EQ(moved.error().message, std::string(200, 'm'));
+TEST(Error, MayHaveATextOfItsOwn) {
+  Error error = Error::verbatim(ErrorCode::kAborted, std::string(200, 'm'));
+  EXPECT_EQ(error.code(), ErrorCode::kAborted);
+  EXPECT_EQ(error.what(), std::string(200, 'm'));
 }
 
 }  // namespace

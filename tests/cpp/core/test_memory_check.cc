@@ -13,6 +13,7 @@
 
 #include "core/kernel.h"
 #include "core/kernel_mode.h"
+#include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"
 
@@ -154,7 +155,7 @@ TEST_F(MemoryCheckTest, OfManyArraysNoTwoHaveTheSameGuards) {
     Arrays none, out;
     for (int i = 0; i < 300; ++i) out.add(type, z, {1});
     KernelSpec spec;
-    spec.groups = "300";
+    spec.groups = {300};
     std::vector<callgate_parameter> parameters = {parameter(CALLGATE_OUTS, static_cast<int>(type))};
     auto checked = site(rotate, true, parameters, std::move(spec));
     EXPECT_THAT(message(fake::call(*checked, none, out)), HasSubstr("and 292 more")) << name(type);
@@ -373,7 +374,7 @@ TEST_F(MemoryCheckTest, EachLaneIsCheckedByItself) {
   in.add(x);
   out.add(z);
   KernelSpec spec;
-  spec.lanes = Lanes::parse("4:1");
+  spec.lanes = fake::lanes("4:1");
   auto checked = site(spill, true, in_out(), std::move(spec));
   EXPECT_THAT(message(fake::call(*checked, in, out)), HasSubstr("'z' (result 0, float32[])"));
 }
@@ -385,7 +386,7 @@ TEST_F(MemoryCheckTest, VariadicParametersAreNamedWithTheirPosition) {
     return std::int32_t{0};
   };
   KernelSpec spec;
-  spec.groups = "2";
+  spec.groups = {2};
   std::vector<float> a(1), b(1);
   Arrays none, out;
   out.add(a).add(b);
@@ -399,7 +400,7 @@ TEST_F(MemoryCheckTest, ManyFindingsAreCounted) {
     return std::int32_t{0};
   };
   KernelSpec spec;
-  spec.groups = "12";
+  spec.groups = {12};
   std::vector<float> z(1);
   Arrays none, out;
   for (int i = 0; i < 12; ++i) out.add(z);

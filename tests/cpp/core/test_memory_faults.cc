@@ -29,7 +29,9 @@
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
 #include "cuda/launch_plan.h"
+#include "fake_attributes.h"
 #include "fake_callee.h"
+#include "fake_launch.h"
 #include "sink_files.h"
 
 namespace callgate {
@@ -227,19 +229,16 @@ struct TapCall {
   Call call() { return {operands, {}, {}}; }
 };
 
-constexpr const char* kTapSpec =
-    "name=x\nrole=primal\nordered=0\nrepeated=0\nevery=1\nvalues=1\nreturned=0\nwhere=0\n"
-    "path=['a long name of a leaf']\n\n{}";
+fake::AttributeMap long_tap() { return fake::tap("x", {"['a long name of a leaf']"}); }
 
 FaultyEntry tapped() {
   return {"TapRun", [] {
             auto callee = std::make_shared<TapCallee>("faulty tap", "faulty taps", nullptr);
-            std::shared_ptr<Site> site =
-                callee->specialise(SiteSpec{kTapSpec, "", Lanes(), "", ""});
+            std::shared_ptr<Site> site = callee->specialise(fake::site_spec(long_tap()));
             auto call = std::make_shared<TapCall>();
-            return Trial{[=] { EXPECT_TRUE(site->run(call->call()).ok()); },
+            return Trial{[=] { site->run(call->call()); },
                          [=](bool) {
-                           EXPECT_TRUE(site->run(call->call()).ok());
+                           EXPECT_NO_THROW(site->run(call->call()));
                            const auto channel = Channels::instance().slot("faulty taps").current();
                            EXPECT_TRUE(fake::exact(channel->stats()));
                          }};
@@ -349,14 +348,14 @@ FaultyEntry served() {
 
 std::vector<FaultyEntry> entries() {
   std::vector<FaultyEntry> all{
-      pure("LanesParse", [] { EXPECT_EQ(Lanes::parse("2:10;3:11").text(), "2:10;3:11"); }),
-      pure("LaunchPlanParse",
+      pure("LanesOf", [] { EXPECT_EQ(fake::lanes("2:10;3:11").text(), "2:10;3:11"); }),
+      pure("LaunchPlanOf",
            [] {
-             cuda::LaunchPlan::parse(
-                 "scratch 16;launch f 1,1,1 1,1,1 0 - "
-                 "0000000000000000@0=s0;");
+             cuda::LaunchPlan::of(
+                 fake::decoded(fake::plan({fake::launch("f", {fake::scratch(0)})},
+                                          {{"scratch", fake::Attribute::Integers{16}}})));
            }),
-      pure("TapSpecParse", [] { parse_tap_spec(kTapSpec); }),
+      pure("TapSpecOf", [] { TapSpec::of(fake::decoded(long_tap()), "{}"); }),
       pure("AddressParse", [] { parse_stream_address("tcp://a-host-with-a-long-name:1").text(); }),
       pure("MetadataRoundTrip",
            [] {

@@ -14,9 +14,9 @@
 
 #include "core/error.h"
 #include "cuda/completions.h"
+#include "cuda/copies.h"
 #include "cuda/driver.h"
 #include "cuda/event.h"
-#include "cuda/host_copies.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {
@@ -122,8 +122,8 @@ TEST_F(HostCopiesTest, EmptyArraysAreNotCopied) {
   copies.fetch(stream());
   EXPECT_EQ(copies.fetch_aside(stream()).wait(), Result::kSuccess);
   copies.publish(stream());
-  poison_on_device(empty[0], stream());
-  clear_on_device(empty[0], stream());
+  poison_on_device(empty, stream());
+  clear_on_device(empty, stream());
   EXPECT_EQ(fakecuda_calls("cuMemcpyDtoHAsync_v2"), 0U);
   EXPECT_EQ(fakecuda_calls("cuMemcpyHtoDAsync_v2"), 0U);
   EXPECT_EQ(fakecuda_calls("cuMemsetD8Async"), 0U);
@@ -224,12 +224,12 @@ TEST_F(HostCopiesTest, PoisonIsNanOrZero) {
   Floats a({1, 2});
   fake::DeviceVector<std::int32_t> b({3, 4});
   std::int64_t two = 2;
-  poison_on_device({a.data(), &two, 1, DType::kF32}, stream());
-  poison_on_device({b.data(), &two, 1, DType::kS32}, stream());
+  std::vector<ArrayView> views{{a.data(), &two, 1, DType::kF32}, {b.data(), &two, 1, DType::kS32}};
+  poison_on_device(views, stream());
   EXPECT_EQ(fakecuda_finish(stream_), 0);
   EXPECT_TRUE(std::isnan(a.values()[0]) && std::isnan(a.values()[1]));
   EXPECT_THAT(b.values(), Each(0));
-  clear_on_device({a.data(), &two, 1, DType::kF32}, stream());
+  clear_on_device(std::span(views).first(1), stream());
   EXPECT_EQ(fakecuda_finish(stream_), 0);
   EXPECT_THAT(a.values(), Each(0.0F));
 }

@@ -10,7 +10,9 @@
 #include "core/error.h"
 #include "cuda/launch.h"
 #include "cuda/launch_plan.h"
+#include "fake_attributes.h"
 #include "fake_launch.h"
+#include "outcome.h"
 
 namespace callgate::cuda {
 namespace {
@@ -20,11 +22,23 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using Floats = fake::DeviceVector<float>;
 using fake::parameter;
+using Integers = fake::Attribute::Integers;
 
-TEST(LaunchPlan, HoldsWhatItsTextSays) {
-  LaunchPlan plan = LaunchPlan::parse(
-      "scratch 256;zero 1;launch f 4,5,6 32,2,1 1024 2,1,1 0102 "
-      "00000000000000001122334455667788@0=o2@8=s0;launch g 1,1,1 1,1,1 0 - ;");
+LaunchPlan plan_of(fake::AttributeMap held) {
+  return LaunchPlan::of(fake::decoded(std::move(held)));
+}
+
+TEST(LaunchPlan, HoldsWhatItsAttributesSay) {
+  const fake::Argument structure{
+      {0, 0, 0, 0, 0, 0, 0, 0, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88},
+      {{0, 0, 2}, {8, 2, 0}}};
+  const fake::AttributeMap f = fake::launch("f", {{{1, 2}, {}}, structure},
+                                            {{"grid", Integers{4, 5, 6}},
+                                             {"block", Integers{32, 2, 1}},
+                                             {"shared", 1024},
+                                             {"cluster", Integers{2, 1, 1}}});
+  LaunchPlan plan = plan_of(
+      fake::plan({f, fake::launch("g")}, {{"scratch", Integers{256}}, {"zeroed", Integers{1}}}));
   ASSERT_EQ(plan.launches.size(), 2U);
   const Launch& launch = plan.launches[0];
   EXPECT_EQ(launch.entry, "f");
@@ -43,24 +57,49 @@ TEST(LaunchPlan, HoldsWhatItsTextSays) {
   EXPECT_THAT(plan.zeroed, ElementsAre(1));
   EXPECT_EQ(plan.operands, 3U);
   EXPECT_EQ(plan.results, 2U);
+  EXPECT_EQ(plan.launches[1].entry, "g");
   EXPECT_FALSE(plan.launches[1].clustered());
   EXPECT_THAT(launch.text(), HasSubstr("grid (4, 5, 6), block (32, 2, 1), shared 1024 bytes, "
                                        "cluster (2, 1, 1)"));
 }
 
-class BadPlans : public ::testing::TestWithParam<const char*> {};
-
-TEST_P(BadPlans, AreRefused) { EXPECT_THROW(LaunchPlan::parse(GetParam()), Error); }
-
-INSTANTIATE_TEST_SUITE_P(
-    Texts, BadPlans,
-    ::testing::Values("fly 3;", "launch f 1,1 1,1,1 0 -;", "launch f 1,1,1,1 1,1,1 0 -;",
-                      "launch f 1,1,1 1,1,1 x -;", "launch f 1,1,1 1,1,1 0 - 012;",
-                      "launch f 1,1,1 1,1,1 0 - 0g;", "launch f 1,1,1 1,1,1 0 - 00000000@0=o0;",
-                      "launch f 1,1,1 1,1,1 0 - 0000000000000000@1=o0;",
-                      "launch f 1,1,1 1,1,1 0 - 0000000000000000@0=x0;",
-                      "launch f 1,1,1 1,1,1 0 - 0000000000000000@0=;",
-                      "launch f 1,1,1 1,1,1 0 - 0000000000000000@0=s0;", "scratch -1;"));
+TEST(LaunchPlan, WithAnotherFormIsRefused) {
+  auto with_launch = [](fake::AttributeMap more) {
+    return fake::plan({fake::launch("f", {fake::operand(0)}, std::move(more))});
+  };
+  const struct {
+    fake::AttributeMap held;
+    const char* shown;
+  } cases[] = {
+      {with_launch({{"grid", Integers{1, 1}}}), "three extents, got 2"},
+      {with_launch({{"block", Integers{1, 1, 1, 1}}}), "three extents, got 4"},
+      {with_launch({{"grid", Integers{1, -1, 1}}}), "a number of its range, got -1"},
+      {with_launch({{"grid", Integers{1, 1, 1LL << 32}}}), "got 4294967296"},
+      {with_launch({{"grid", "1,1,1"}}), "'grid': expected an array of int64"},
+      {with_launch({{"cluster", Integers{}}}), "three extents, got 0"},
+      {with_launch({{"shared", -1}}), "a number of its range, got -1"},
+      {with_launch({{"entry", 7}}), "'entry': expected a string"},
+      {with_launch({{"bytes", Integers(8)}}), "'bytes': expected an array of uint8"},
+      {with_launch({{"bytes", fake::Attribute::bytes({0, 0, 0, 0})}}), "inside the parameters"},
+      {with_launch({{"starts", Integers{8}}}), "parameters in the bytes, got 8"},
+      {with_launch({{"addresses", Integers{0, 0}}}), "three numbers an address, got 2"},
+      {with_launch({{"addresses", Integers{1, 0, 0}}}), "inside the parameters, got 1"},
+      {with_launch({{"addresses", Integers{0, 3, 0}}}), "scratch memory's, got 3"},
+      {with_launch({{"addresses", Integers{0, 0, -1}}}), "a number of its range, got -1"},
+      {with_launch({{"addresses", Integers{0, 2, 0}}}), "scratch memory for each address, got 0"},
+      {fake::plan({}, {{"scratch", Integers{-1}}}), "a number of its range, got -1"},
+      {fake::plan({}, {{"zeroed", Integers{-1}}}), "a number of its range, got -1"},
+      {fake::plan({"f"}), "'0': expected a dictionary"},
+  };
+  for (const auto& [held, shown] : cases) {
+    try {
+      plan_of(held);
+      ADD_FAILURE() << "no error: " << shown;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr(shown));
+    }
+  }
+}
 
 class Launches : public fake::GpuTest {
  protected:
@@ -74,10 +113,11 @@ class Launches : public fake::GpuTest {
     GpuTest::TearDown();
   }
 
-  Outcome run(const std::string& plan, std::vector<ArrayView> operands,
+  Outcome run(const fake::AttributeMap& plan, std::vector<ArrayView> operands,
               std::vector<ArrayView> results, const std::string& lanes = "",
               std::span<const DevicePointer> scratch = {}) {
-    std::unique_ptr<LaunchSite> site = callee_->bind({plan, "train.py:3", Lanes::parse(lanes)});
+    std::unique_ptr<LaunchSite> site =
+        callee_->bind({plan_of(plan), "train.py:3", fake::lanes(lanes)});
     return run(*site, std::move(operands), std::move(results), scratch);
   }
   Outcome run(LaunchSite& site, std::vector<ArrayView> operands, std::vector<ArrayView> results,
@@ -86,7 +126,7 @@ class Launches : public fake::GpuTest {
     ContextScope current(device);
     CallContext context;
     context.stream = stream_;
-    return site.run(Call{operands, results, context}, device, scratch);
+    return Outcome::of([&] { site.run(Call{operands, results, context}, device, scratch); });
   }
 
   std::shared_ptr<LaunchCallee> callee_;
@@ -120,7 +160,8 @@ TEST_F(Launches, OfLanesShareWhatIsNotBatched) {
 TEST_F(Launches, OfAnEmptyGridAreNone) {
   Floats x({1}), y({7});
   std::vector<std::int64_t> dims{0};
-  std::string plan = "launch scale 0,1,1 32,1,1 0 - 0000000000000000@0=o0;";
+  const auto plan =
+      fake::plan({fake::launch("scale", {fake::operand(0)}, {{"grid", Integers{0, 1, 1}}})});
   EXPECT_TRUE(run(plan, {view(x, dims)}, {view(y, dims)}).ok());
   finish();
   EXPECT_EQ(fakecuda_calls("cuLaunchKernel"), 0U);
@@ -129,7 +170,7 @@ TEST_F(Launches, OfAnEmptyGridAreNone) {
 TEST_F(Launches, ZeroTheResultsThatThePlanNames) {
   Floats x({1, 2}), y({5, 5}), z({5, 5});
   std::vector<std::int64_t> dims{2};
-  std::string plan = "zero 1;" + fake::scale_plan(2);
+  const auto plan = fake::scale_plan(2, {{"zeroed", Integers{1}}});
   ASSERT_TRUE(run(plan, {view(x, dims)}, {view(y, dims), view(z, dims)}).ok());
   finish();
   EXPECT_THAT(y.values(), ElementsAre(3, 6));
@@ -139,9 +180,9 @@ TEST_F(Launches, ZeroTheResultsThatThePlanNames) {
 TEST_F(Launches, PassScratchMemory) {
   Floats x({1, 2}), memory({0, 0});
   std::vector<std::int64_t> dims{2};
-  std::string plan =
-      "scratch 8;launch scale 1,1,1 2,1,1 0 - 0000000000000000@0=o0 0000000000000000@0=s0 "
-      "00004040;";
+  const auto plan = fake::plan(
+      {fake::scale_launch(fake::operand(0), fake::scratch(0), {{"block", Integers{2, 1, 1}}})},
+      {{"scratch", Integers{8}}});
   DevicePointer scratch = memory.pointer();
   ASSERT_TRUE(run(plan, {view(x, dims)}, {}, "", {&scratch, 1}).ok());
   finish();
@@ -151,8 +192,9 @@ TEST_F(Launches, PassScratchMemory) {
 TEST_F(Launches, OfClustersSayHowManyBlocks) {
   Floats x({1, 2}), y({0, 0});
   std::vector<std::int64_t> dims{2};
-  std::string plan =
-      "launch scale 2,1,1 1,1,1 0 2,1,1 0000000000000000@0=o0 0000000000000000@0=r0 00004040;";
+  const Integers two{2, 1, 1};
+  const auto plan = fake::plan(
+      {fake::scale_launch(fake::operand(0), fake::result(0), {{"grid", two}, {"cluster", two}})});
   ASSERT_TRUE(run(plan, {view(x, dims)}, {view(y, dims)}).ok());
   finish();
   fakecuda_launch launch{};
@@ -165,7 +207,7 @@ TEST_F(Launches, OfClustersSayHowManyBlocks) {
 TEST_F(Launches, OfOneSiteResolveItsFunctionsOnce) {
   Floats x({1}), y({0});
   std::vector<std::int64_t> dims{1};
-  std::unique_ptr<LaunchSite> site = callee_->bind({fake::scale_plan(1), "", {}});
+  std::unique_ptr<LaunchSite> site = callee_->bind({plan_of(fake::scale_plan(1)), "", {}});
   for (int i = 0; i < 5; ++i) ASSERT_TRUE(run(*site, {view(x, dims)}, {view(y, dims)}).ok());
   finish();
   EXPECT_EQ(fakecuda_calls("cuModuleLoadData"), 1U);
@@ -176,7 +218,7 @@ TEST_F(Launches, OfOneSiteResolveItsFunctionsOnce) {
 TEST_F(Launches, OnSeveralThreadsLoadOneModule) {
   Floats x({1}), y({0});
   std::vector<std::int64_t> dims{1};
-  std::unique_ptr<LaunchSite> site = callee_->bind({fake::scale_plan(1), "", {}});
+  std::unique_ptr<LaunchSite> site = callee_->bind({plan_of(fake::scale_plan(1)), "", {}});
   std::atomic<int> failures{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 8; ++i) {
@@ -202,9 +244,9 @@ TEST_F(Launches, MayHaveManyAndLargeParameters) {
         return 0;
       },
       kCount, sizes.data(), nullptr);
-  std::string plan = "launch many 1,1,1 1,1,1 0 -";
-  for (std::size_t i = 0; i < kCount; ++i) plan += " 02" + std::string(78, '0');
-  ASSERT_TRUE(run(plan + ";", {}, {}).ok());
+  fake::Argument two{std::vector<std::uint8_t>(40), {}};
+  two.bytes[0] = 2;
+  ASSERT_TRUE(run(fake::plan({fake::launch("many", std::vector(kCount, two))}), {}, {}).ok());
   finish();
   EXPECT_EQ(sum.load(), 200);
 }
@@ -213,8 +255,7 @@ TEST_F(Launches, AskForMoreSharedMemoryThanTheUsual) {
   Floats x({1}), y({0});
   std::vector<std::int64_t> dims{1};
   auto plan = [](int bytes) {
-    return "launch scale 1,1,1 1,1,1 " + std::to_string(bytes) +
-           " - 0000000000000000@0=o0 0000000000000000@0=r0 00004040;";
+    return fake::plan({fake::scale_launch(fake::operand(0), fake::result(0), {{"shared", bytes}})});
   };
   EXPECT_TRUE(run(plan(49152), {view(x, dims)}, {view(y, dims)}).ok());
   EXPECT_EQ(fakecuda_calls("cuFuncSetAttribute"), 0U);
@@ -254,7 +295,7 @@ TEST_F(Launches, WithTooFewArraysAreRefused) {
 }
 
 TEST_F(Launches, OfAFunctionThatTheImageLacksNameIt) {
-  Outcome outcome = run("launch nosuch 1,1,1 1,1,1 0 -;", {}, {});
+  Outcome outcome = run(fake::plan({fake::launch("nosuch")}), {}, {});
   ASSERT_FALSE(outcome.ok());
   EXPECT_THAT(outcome.error().message, HasSubstr("cuModuleGetFunction of 'nosuch'"));
 }

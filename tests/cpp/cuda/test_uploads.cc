@@ -12,11 +12,10 @@
 #include "channel/tap.h"
 #include "channel_fixtures.h"
 #include "core/registry.h"
-#include "cuda/kept_copies.h"
-#include "cuda/upload.h"
+#include "cuda/copies.h"
 #include "fake_gpu.h"
 #include "fake_xla.h"
-#include "xla/cuda_gate.h"
+#include "xla/handlers.h"
 
 namespace callgate {
 namespace {
@@ -163,11 +162,8 @@ class CudaKeptTaps : public fake::GpuTest {
     Registry::instance().remove(*callee_);
   }
 
-  static std::string spec(bool where) {
-    return std::string(
-               "name=t\nrole=primal\nordered=0\nrepeated=0\nevery=1\nvalues=1\nreturned=0\n"
-               "where=") +
-           (where ? "1" : "0") + "\non_device=1\npath=\n\n{}";
+  static fake::AttributeMap kept(bool where) {
+    return fake::tap("t", {""}, {{"where", where}, {"on_device", true}});
   }
   void deliver() {
     finish();
@@ -184,7 +180,8 @@ TEST_F(CudaKeptTaps, ConsumersSeeTheDevicesMemoryOfEachLaneThatIsSent) {
   channel_->add(holder);
   Floats x({4, 5, 6});
   fake::DeviceVector<std::uint8_t> where({1, 0, 1});
-  fake::CudaGateProgram program("tap", stream_, {{"spec", spec(true)}, {"batch", "3:11"}});
+  fake::CudaGateProgram program("tap", stream_,
+                                fake::with(kept(true), {{"batch", fake::levels("3:11")}}));
   ASSERT_TRUE(program.load().ok());
   fake::Array values{XLA_FFI_DataType_F32, {3}, x.data()};
   fake::Array mask{XLA_FFI_DataType_PRED, {3}, where.data()};
@@ -202,7 +199,7 @@ TEST_F(CudaKeptTaps, AConsumerOfTheHostIsRefusedAndTheRecordCounts) {
   };
   channel_->add(std::make_shared<HostConsumer>());
   Floats x({4});
-  fake::CudaGateProgram program("tap", stream_, {{"spec", spec(false)}});
+  fake::CudaGateProgram program("tap", stream_, kept(false));
   ASSERT_TRUE(program.load().ok());
   ASSERT_TRUE(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().ok());
   deliver();
@@ -211,9 +208,26 @@ TEST_F(CudaKeptTaps, AConsumerOfTheHostIsRefusedAndTheRecordCounts) {
   EXPECT_EQ(channel_->stats().delivered, 1U);
 }
 
+TEST_F(CudaKeptTaps, WithoutMemoryForTheCopiesTheRecordCountsAsDropped) {
+  for (const char* symbol : {"cuMemHostAlloc", "cuMemAlloc_v2"}) {
+    SCOPED_TRACE(symbol);
+    Floats x({4});
+    const auto before = channel_->stats().dropped;
+    EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
+    cuda::trim_memory();
+    fake::CudaGateProgram program("tap", stream_, kept(false));
+    ASSERT_TRUE(program.load().ok());
+    fakecuda_fail(symbol, 2, 0, -1);
+    EXPECT_TRUE(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().ok());
+    fakecuda_clear();
+    EXPECT_EQ(channel_->stats().dropped, before + 1);
+    EXPECT_EQ(channel_->stats().delivered, 0U);
+  }
+}
+
 TEST_F(CudaKeptTaps, NobodyRecordsItIntoAGraph) {
   Floats x({4});
-  fake::CudaGateProgram program("tap", stream_, {{"spec", spec(false)}});
+  fake::CudaGateProgram program("tap", stream_, kept(false));
   ASSERT_TRUE(program.load().ok());
   ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
   EXPECT_THAT(program.execute({{XLA_FFI_DataType_F32, {1}, x.data()}}).wait().message,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "outcome.h"
 
 namespace callgate::fake {
 
@@ -17,7 +18,7 @@ class FunctionSite final : public Site {
   using Function = std::function<Outcome(const Call&)>;
 
   explicit FunctionSite(Function function) : function_(std::move(function)) {}
-  Outcome run(const Call& call) override { return function_(call); }
+  void run(const Call& call) override { function_(call).raise(); }
 
  private:
   Function function_;
@@ -29,8 +30,8 @@ class FunctionCallee final : public Callee {
     bool own_thread = false;
     std::chrono::nanoseconds timeout{0};
     std::function<std::string(const std::string&)> report;
-    std::function<void(const SiteSpec&)> on_specialise;
-    std::function<void(const Failure&)> on_defer;
+    std::function<void(SiteSpec)> on_specialise;
+    std::function<void(const Error&)> on_defer;
   };
 
   explicit FunctionCallee(std::string name) : FunctionCallee(std::move(name), nullptr, {}) {}
@@ -38,14 +39,14 @@ class FunctionCallee final : public Callee {
       : name_(std::move(name)), function_(std::move(function)), options_(std::move(options)) {}
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override {
-    if (options_.on_specialise) options_.on_specialise(spec);
+    if (options_.on_specialise) options_.on_specialise(std::move(spec));
     return std::make_shared<FunctionSite>(function_);
   }
   const std::string& name() const noexcept override { return name_; }
   bool own_thread() const noexcept override { return options_.own_thread; }
   std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
-  void defer(const Failure& failure) override {
-    if (options_.on_defer) options_.on_defer(failure);
+  void defer(const Error& error) override {
+    if (options_.on_defer) options_.on_defer(error);
   }
   std::string stall_report(const std::string& call, bool /*timed_out*/) override {
     return options_.report ? options_.report(call) : name_ + call + " is stalled";

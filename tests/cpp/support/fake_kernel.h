@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/kernel.h"
+#include "outcome.h"
 
 namespace callgate::fake {
 
@@ -52,7 +53,7 @@ class Arrays {
 
 inline Outcome call(KernelSite& site, Arrays& operands, Arrays& results,
                     Executor* executor = nullptr) {
-  return site.run(Call{operands.views(), results.views(), {}}, executor);
+  return Outcome::of([&] { site.run(Call{operands.views(), results.views(), {}}, executor); });
 }
 
 // The failure's message; "" for success.

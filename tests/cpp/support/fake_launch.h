@@ -1,6 +1,7 @@
 // Kernels of the fake CUDA driver, as functions of the host, and calls of them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "core/call.h"
 #include "cuda/launch.h"
 #include "cuda_fake/fakecuda.h"
+#include "fake_attributes.h"
 #include "fake_gpu.h"
 
 namespace callgate::fake {
@@ -42,10 +44,59 @@ inline void register_scale() {
       3, sizes, nullptr);
 }
 
-// Its plan for `threads` elements and a factor of 3.
-inline std::string scale_plan(int threads) {
-  return "launch scale 1,1,1 " + std::to_string(threads) +
-         ",1,1 0 - 0000000000000000@0=o0 0000000000000000@0=r0 00004040;";
+// A parameter of a launch: its bytes, and where in them is an address, of what, and of which.
+struct Argument {
+  std::vector<std::uint8_t> bytes;
+  std::vector<std::array<std::int64_t, 3>> addresses;
+};
+
+inline Argument address(cuda::Address::Of of, int index) {
+  return {std::vector<std::uint8_t>(8), {{0, static_cast<std::int64_t>(of), index}}};
+}
+inline Argument operand(int index) { return address(cuda::Address::Of::kOperand, index); }
+inline Argument result(int index) { return address(cuda::Address::Of::kResult, index); }
+inline Argument scratch(int index) { return address(cuda::Address::Of::kScratch, index); }
+inline Argument number(float value) {
+  Argument made{std::vector<std::uint8_t>(sizeof value), {}};
+  std::memcpy(made.bytes.data(), &value, sizeof value);
+  return made;
+}
+
+// A launch as programs hold it, of one thread unless `more` says otherwise.
+inline AttributeMap launch(const std::string& entry, const std::vector<Argument>& arguments = {},
+                           AttributeMap more = {}) {
+  std::vector<std::uint8_t> bytes;
+  Attribute::Integers starts, addresses;
+  for (const Argument& argument : arguments) {
+    bytes.resize((bytes.size() + 15) / 16 * 16);
+    const auto start = static_cast<std::int64_t>(bytes.size());
+    starts.push_back(start);
+    for (const auto& [offset, of, index] : argument.addresses)
+      addresses.insert(addresses.end(), {start + offset, of, index});
+    bytes.insert(bytes.end(), argument.bytes.begin(), argument.bytes.end());
+  }
+  const Attribute::Integers one{1, 1, 1};
+  return with(std::move(more), {{"entry", entry},
+                                {"grid", one},
+                                {"block", one},
+                                {"bytes", Attribute::bytes(bytes)},
+                                {"starts", starts},
+                                {"addresses", addresses}});
+}
+
+inline AttributeMap plan(const std::vector<Attribute>& launches, AttributeMap more = {}) {
+  return with(std::move(more), {{"launches", Attribute::listed(launches)}});
+}
+
+// Of scale() with a factor of 3.
+inline AttributeMap scale_launch(const Argument& x, const Argument& y, AttributeMap more = {}) {
+  return launch("scale", {x, y, number(3)}, std::move(more));
+}
+
+// Its plan for `threads` elements.
+inline AttributeMap scale_plan(std::int64_t threads, AttributeMap more = {}) {
+  const Attribute::Integers block{threads, 1, 1};
+  return plan({scale_launch(operand(0), result(0), {{"block", block}})}, std::move(more));
 }
 
 inline ArrayView view(const DeviceVector<float>& memory, const std::vector<std::int64_t>& dims) {
@@ -55,7 +106,10 @@ inline ArrayView view(const DeviceVector<float>& memory, const std::vector<std::
 inline std::shared_ptr<cuda::LaunchCallee> launch_callee(const std::string& name = "k",
                                                          std::vector<cuda::Image> images = {
                                                              {"image", 90}}) {
-  return std::make_shared<cuda::LaunchCallee>(name, std::move(images), nullptr);
+  auto text = [name](const std::string& message, const std::string& /*site*/) {
+    return "callgate: kernel '" + name + "': " + message;
+  };
+  return std::make_shared<cuda::LaunchCallee>(name, std::move(images), text);
 }
 
 }  // namespace callgate::fake

@@ -25,11 +25,9 @@
 #include <utility>
 #include <vector>
 
-#include "xla/cuda_gate.h"
-#include "xla/cuda_kernel.h"
+#include "fake_attributes.h"
 #include "xla/ffi/api/c_api.h"
-#include "xla/gate.h"
-#include "xla/kernel.h"
+#include "xla/handlers.h"
 
 struct XLA_FFI_Error {
   std::string message;
@@ -202,6 +200,10 @@ inline const XLA_FFI_Api* api() {
     };
     api.XLA_FFI_DeviceMemory_Allocate =
         [](XLA_FFI_DeviceMemory_Allocate_Args* args) -> XLA_FFI_Error* {
+      if (args->alignment > 16) {  // as XLA does
+        return make_error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                          "Unsupported alignment: " + std::to_string(args->alignment));
+      }
       args->data = args->ctx->allocate ? args->ctx->allocate(args->size) : nullptr;
       if (args->data != nullptr) return nullptr;
       return make_error(XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of memory");
@@ -235,78 +237,6 @@ struct Array {
 };
 
 inline Array token() { return {XLA_FFI_DataType_TOKEN, {}, nullptr}; }
-
-// An attribute's value, and the structs that XLA describes it with.
-class Attribute {
- public:
-  Attribute(std::string text) : type_(XLA_FFI_AttrType_STRING), text_(std::move(text)) {}  // NOLINT
-  Attribute(const char* text) : Attribute(std::string(text)) {}                            // NOLINT
-  Attribute(std::map<std::string, Attribute> entries)                                      // NOLINT
-      : type_(XLA_FFI_AttrType_DICTIONARY), entries_(std::move(entries)) {}
-  template <typename T>
-  static Attribute number(XLA_FFI_DataType dtype, T value) {
-    return Attribute(XLA_FFI_AttrType_SCALAR, dtype, std::vector<T>{value});
-  }
-  template <typename T>
-  static Attribute numbers(XLA_FFI_DataType dtype, const std::vector<T>& values) {
-    return Attribute(XLA_FFI_AttrType_ARRAY, dtype, values);
-  }
-
-  XLA_FFI_AttrType type() const { return type_; }
-
-  // Valid while this lives and does not move.
-  void* describe() {
-    switch (type_) {
-      case XLA_FFI_AttrType_STRING: span_ = {text_.data(), text_.size()}; return &span_;
-      case XLA_FFI_AttrType_SCALAR: scalar_ = {dtype_, text_.data()}; return &scalar_;
-      case XLA_FFI_AttrType_ARRAY: array_ = {dtype_, count_, text_.data()}; return &array_;
-      default: attrs_ = describe_entries(); return &attrs_;
-    }
-  }
-
-  // Of a dictionary: as a frame holds it.
-  XLA_FFI_Attrs describe_entries() {
-    types_.clear();
-    values_.clear();
-    names_.clear();
-    spans_.clear();
-    for (auto& [name, value] : entries_) {  // sorted by name, as XLA promises
-      types_.push_back(value.type());
-      values_.push_back(value.describe());
-      names_.push_back(&spans_.emplace_back(XLA_FFI_ByteSpan{name.data(), name.size()}));
-    }
-    return {XLA_FFI_Attrs_STRUCT_SIZE,
-            nullptr,
-            static_cast<std::int64_t>(values_.size()),
-            types_.data(),
-            names_.data(),
-            values_.data()};
-  }
-
- private:
-  template <typename T>
-  Attribute(XLA_FFI_AttrType type, XLA_FFI_DataType dtype, const std::vector<T>& values)
-      : type_(type), dtype_(dtype), count_(values.size()) {
-    text_.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
-  }
-
-  XLA_FFI_AttrType type_;
-  XLA_FFI_DataType dtype_ = XLA_FFI_DataType_INVALID;
-  std::size_t count_ = 0;
-  std::string text_;  // or the bytes of numbers
-  std::map<std::string, Attribute> entries_;
-
-  XLA_FFI_ByteSpan span_{};
-  XLA_FFI_Scalar scalar_{};
-  XLA_FFI_Array array_{};
-  XLA_FFI_Attrs attrs_{};
-  std::vector<XLA_FFI_AttrType> types_;
-  std::vector<void*> values_;
-  std::vector<XLA_FFI_ByteSpan*> names_;
-  std::list<XLA_FFI_ByteSpan> spans_;
-};
-
-using AttributeMap = std::map<std::string, Attribute>;
 
 // A call frame and all that it points to.
 class Frame {
@@ -381,15 +311,12 @@ struct Execution {
   }
 };
 
-// One call site of one executable, of the target `callgate.gate` unless it says otherwise.
+// One call site of one executable: its name and what else it holds. Of the target `callgate.gate`,
+// unless it says otherwise.
 class Program {
  public:
-  explicit Program(std::string name, std::string spec = "", std::string site = "",
-                   std::string batch = "")
-      : attributes_{{"name", std::move(name)},
-                    {"spec", std::move(spec)},
-                    {"site", std::move(site)},
-                    {"batch", std::move(batch)}} {}
+  explicit Program(const std::string& name, AttributeMap attributes = {})
+      : Program(name, std::move(attributes), &xla_ffi::gate_instantiate, &xla_ffi::gate_execute) {}
   ~Program() {
     context_.join();
     unload();
@@ -426,33 +353,24 @@ class Program {
   }
 
  protected:
-  static AttributeMap with_name(AttributeMap attributes, const std::string& name) {
-    attributes.emplace("name", name);
-    return attributes;
+  Program(const std::string& name, AttributeMap attributes, XLA_FFI_Handler* instantiate,
+          XLA_FFI_Handler* execute)
+      : attributes_(std::move(attributes)), instantiate_(instantiate), execute_(execute) {
+    attributes_.emplace("name", name);
   }
-  Program(AttributeMap attributes, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute)
-      : attributes_(std::move(attributes)), instantiate_(instantiate), execute_(execute) {}
 
  private:
   AttributeMap attributes_;
-  XLA_FFI_Handler* instantiate_ = &xla_ffi::gate_instantiate;
-  XLA_FFI_Handler* execute_ = &xla_ffi::gate_execute;
+  XLA_FFI_Handler* instantiate_;
+  XLA_FFI_Handler* execute_;
   XLA_FFI_ExecutionContext context_;
-};
-
-// One call site of the target `callgate.gate`, with the attributes given and its name.
-class GateProgram : public Program {
- public:
-  explicit GateProgram(const std::string& name, AttributeMap attributes)
-      : Program(with_name(std::move(attributes), name), &xla_ffi::gate_instantiate,
-                &xla_ffi::gate_execute) {}
 };
 
 // The same in a GPU's program, on a stream.
 class CudaGateProgram : public Program {
  public:
   explicit CudaGateProgram(const std::string& name, void* stream, AttributeMap attributes = {})
-      : Program(with_name(std::move(attributes), name), &xla_ffi::cuda_gate_instantiate,
+      : Program(name, std::move(attributes), &xla_ffi::cuda_gate_instantiate,
                 &xla_ffi::cuda_gate_execute) {
     context().stream = stream;
   }
@@ -462,7 +380,7 @@ class CudaGateProgram : public Program {
 class CudaKernelProgram : public Program {
  public:
   CudaKernelProgram(const std::string& name, void* stream, AttributeMap attributes)
-      : Program(with_name(std::move(attributes), name), &xla_ffi::cuda_kernel_instantiate,
+      : Program(name, std::move(attributes), &xla_ffi::cuda_kernel_instantiate,
                 &xla_ffi::cuda_kernel_execute) {
     context().stream = stream;
   }
@@ -472,7 +390,7 @@ class CudaKernelProgram : public Program {
 class KernelProgram : public Program {
  public:
   explicit KernelProgram(const std::string& name, AttributeMap attributes = {})
-      : Program(with_name(std::move(attributes), name), &xla_ffi::kernel_instantiate,
+      : Program(name, std::move(attributes), &xla_ffi::kernel_instantiate,
                 &xla_ffi::kernel_execute) {}
 };
 

@@ -11,7 +11,7 @@
 
 #include "callgate/stream.h"
 #include "channel/consumer.h"
-#include "channel/outfeed_2020_file.h"
+#include "channel/outfeed_2020.h"
 #include "channel/sinks/jsonl.h"
 #include "channel/sinks/npy.h"
 #include "channel/stream_sink.h"

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <future>
 #include <latch>
@@ -23,7 +24,8 @@
 #include "core/registry.h"
 #include "fake_gpu.h"
 #include "fake_xla.h"
-#include "xla/cuda_gate.h"
+#include "outcome.h"
+#include "xla/handlers.h"
 
 namespace callgate {
 namespace {
@@ -41,14 +43,14 @@ struct Behaviour {
   bool due = true;  // for a deferred call
   bool own_thread = false;
   std::chrono::nanoseconds timeout{0};
-  std::vector<Failure> deferred;
+  std::vector<Outcome::Failure> deferred;
   int entered_workers = 0;
 };
 
 class BehavingSite final : public Site {
  public:
   explicit BehavingSite(Behaviour& behaviour) : behaviour_(behaviour) {}
-  Outcome run(const Call& call) override { return behaviour_.run(call); }
+  void run(const Call& call) override { behaviour_.run(call).raise(); }
   std::optional<std::size_t> reads(const Call& call) override {
     return behaviour_.due ? Site::reads(call) : std::nullopt;
   }
@@ -67,8 +69,10 @@ class BehavingCallee final : public Callee {
   OnDevice on_device() const noexcept override { return behaviour_.on_device; }
   bool own_thread() const noexcept override { return behaviour_.own_thread; }
   std::chrono::nanoseconds timeout() const noexcept override { return behaviour_.timeout; }
-  void defer(const Failure& failure) override { behaviour_.deferred.push_back(failure); }
-  void enter_device_worker() override { ++behaviour_.entered_workers; }
+  void defer(const Error& error) override {
+    behaviour_.deferred.push_back({error.code(), error.what()});
+  }
+  void enter_worker(bool of_device) override { behaviour_.entered_workers += of_device; }
 
  private:
   std::string name_ = "f";
@@ -423,9 +427,11 @@ TEST_F(CudaGates, CopiesOfAStreamThatFailedAreNotDelivered) {
 TEST_F(CudaGates, InAGraphADeferredCallRunsOnceAReplay) {
   Floats x({1});
   std::vector<float> seen;
+  std::vector<std::int64_t> runs;
   behaviour_.on_device = OnDevice::kDeferred;
   behaviour_.run = [&](const Call& call) {
     seen.push_back(*static_cast<const float*>(call.operands[0].data));
+    runs.push_back(call.context.run);
     return Outcome::success();
   };
   {
@@ -441,9 +447,74 @@ TEST_F(CudaGates, InAGraphADeferredCallRunsOnceAReplay) {
       ASSERT_EQ(fakecuda_replay(graph, stream_), 0);
       ASSERT_EQ(fakecuda_finish(stream_), 0);
     }
+    EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
     fakecuda_delete_graph(graph);
   }
   EXPECT_THAT(seen, ElementsAre(5, 6));
+  EXPECT_THAT(runs, Each(-1)) << "no replay tells which run it is of";
+}
+
+// A host function may not call CUDA, and whoever has what it waits for may wait for the stream.
+TEST_F(CudaGates, AReplayRunsNothingInAHostFunction) {
+  Floats x({1});
+  std::thread::id ran_on, host_function;
+  behaviour_.on_device = OnDevice::kDeferred;
+  behaviour_.run = [&](const Call&) {
+    ran_on = std::this_thread::get_id();
+    EXPECT_NO_THROW(cuda::PinnedBlock(64));  // which may ask the driver
+    return Outcome::failure(ErrorCode::kInternal, "too late");
+  };
+  fake::CudaGateProgram program("f", stream_);
+  ASSERT_TRUE(program.load().ok());
+  ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
+  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  enqueue([&] { host_function = std::this_thread::get_id(); });
+  void* graph = fakecuda_end_capture(stream_);
+  ASSERT_EQ(fakecuda_replay(graph, stream_), 0);
+  ASSERT_EQ(fakecuda_finish(stream_), 0);
+  EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
+  EXPECT_NE(ran_on, std::thread::id());
+  EXPECT_NE(ran_on, host_function);
+  ASSERT_EQ(behaviour_.deferred.size(), 1U);
+  EXPECT_EQ(behaviour_.deferred[0].message, "too late");
+  fakecuda_delete_graph(graph);
+}
+
+// With the pools full a block that comes back is freed, which a graph's destructor must not do.
+TEST_F(CudaGates, AGraphThatDiesCallsNoFunctionOfTheDrivers) {
+  constexpr std::size_t kMore = (std::size_t{300} << 20) / sizeof(float);  // than a pool keeps
+  Floats x(std::vector<float>(kMore, 1.0F));
+  behaviour_.on_device = OnDevice::kDeferred;
+  behaviour_.run = [](const Call&) { return Outcome::success(); };
+  fake::CudaGateProgram program("f", stream_);
+  ASSERT_TRUE(program.load().ok());
+  ASSERT_EQ(fakecuda_begin_capture(stream_), 0);
+  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  void* graph = fakecuda_end_capture(stream_);
+  ASSERT_NE(graph, nullptr);
+  const std::size_t freed = fakecuda_calls("cuMemFreeHost");
+  fakecuda_delete_graph(graph);
+  EXPECT_TRUE(cuda::Completions::drain_all(std::chrono::seconds(60)));
+  EXPECT_EQ(fakecuda_calls("cuMemFreeHost"), freed + 1) << "and freed it is, elsewhere";
+}
+
+// The stream waits for the call, and who ends the process for the stream.
+TEST_F(CudaGates, ACallOnItsOwnThreadThatComesTooLateIsRefused) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  auto late = [this] {
+    Floats x({3}), y({0});
+    behaviour_.own_thread = true;
+    behaviour_.run = doubled;
+    fake::CudaGateProgram program("f", stream_);
+    bool good = program.load().ok();
+    good = Lifecycle::instance().close(std::chrono::seconds(1)) && good;
+    good = cuda::Completions::stop_all(std::chrono::seconds(1)) && good;
+    const fake::Status status = program.execute({array(x)}, {array(y)}).wait();
+    good = status.message.find("while the process is ending") != std::string::npos && good;
+    fakecuda_finish(stream_);
+    std::_Exit(good ? 0 : 1);
+  };
+  EXPECT_EXIT(late(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST_F(CudaGates, ThePartitionIsReadFromTheDevice) {

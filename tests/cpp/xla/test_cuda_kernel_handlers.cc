@@ -11,7 +11,7 @@
 #include "fake_kernel.h"
 #include "fake_launch.h"
 #include "fake_xla.h"
-#include "xla/cuda_kernel.h"
+#include "xla/handlers.h"
 
 namespace callgate {
 namespace {
@@ -21,6 +21,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsNan;
 using Floats = fake::DeviceVector<float>;
+using Integers = fake::Attribute::Integers;
 
 constexpr const char* kName = "k[cuda:scale]";
 
@@ -30,7 +31,7 @@ class CudaKernels : public fake::GpuTest {
     GpuTest::SetUp();
     fake::register_scale();
     callee_ = fake::launch_callee(kName);
-    callee_->set_defer([this](const Failure& failure) { deferred_.push_back(failure.message); });
+    callee_->set_defer([this](const Error& error) { deferred_.emplace_back(error.what()); });
     Registry::instance().add(callee_);
   }
   void TearDown() override {
@@ -96,7 +97,9 @@ TEST_F(CudaKernels, PoisonTheirResultsWhereTheProgramAsksForIt) {
 
 TEST_F(CudaKernels, PoisonTheirResultsWhereThereIsNoScratchMemory) {
   Floats x({1}), y({5});
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", "scratch 4;"}, {"on_error", "poison"}});
+  fake::CudaKernelProgram program(
+      kName, stream_,
+      {{"plan", fake::plan({}, {{"scratch", Integers{4}}})}, {"on_error", "poison"}});
   program.context().allocate = [](std::size_t) -> void* { return nullptr; };
   ASSERT_TRUE(program.load().ok());
   EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
@@ -110,10 +113,9 @@ TEST_F(CudaKernels, TakeScratchMemoryFromXla) {
   Floats x({2}), y({0});
   fake::CudaKernelProgram program(
       kName, stream_,
-      {{"plan",
-        "scratch 4;launch scale 1,1,1 1,1,1 0 - 0000000000000000@0=o0 0000000000000000@0=s0 "
-        "00004040;launch scale 1,1,1 1,1,1 0 - 0000000000000000@0=s0 0000000000000000@0=r0 "
-        "00004040;"}});
+      {{"plan", fake::plan({fake::scale_launch(fake::operand(0), fake::scratch(0)),
+                            fake::scale_launch(fake::scratch(0), fake::result(0))},
+                           {{"scratch", Integers{4}}})}});
   std::vector<void*> freed;
   program.context().allocate = [](std::size_t bytes) {
     return reinterpret_cast<void*>(fakecuda_new_memory(0, bytes));
@@ -128,7 +130,8 @@ TEST_F(CudaKernels, TakeScratchMemoryFromXla) {
 }
 
 TEST_F(CudaKernels, SayThatThereIsNoScratchMemory) {
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", "scratch 4;"}});
+  fake::CudaKernelProgram program(kName, stream_,
+                                  {{"plan", fake::plan({}, {{"scratch", Integers{4}}})}});
   program.context().allocate = [](std::size_t) -> void* { return nullptr; };
   ASSERT_TRUE(program.load().ok());
   EXPECT_THAT(program.execute({}, {}).wait().message,
@@ -136,7 +139,8 @@ TEST_F(CudaKernels, SayThatThereIsNoScratchMemory) {
 }
 
 TEST_F(CudaKernels, GiveBackWhatScratchMemoryTheyGotBeforeThereWasNone) {
-  fake::CudaKernelProgram program(kName, stream_, {{"plan", "scratch 4;scratch 0;scratch 8;"}});
+  fake::CudaKernelProgram program(kName, stream_,
+                                  {{"plan", fake::plan({}, {{"scratch", Integers{4, 0, 8}}})}});
   int memory = 0;
   std::vector<void*> freed;
   program.context().allocate = [&](std::size_t bytes) { return bytes == 4 ? &memory : nullptr; };

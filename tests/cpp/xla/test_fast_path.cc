@@ -68,10 +68,6 @@ TEST(FastPath, TheCounterCounts) {
   EXPECT_EQ(count_allocations([] {}), 0U);
 }
 
-TEST(FastPath, SuccessIsFree) {
-  EXPECT_EQ(count_allocations([] { EXPECT_TRUE(Outcome::success().ok()); }), 0U);
-}
-
 TEST(FastPath, ACallOfUpTo16BuffersASideAllocatesNothing) {
   EXPECT_EQ(allocations_of_a_call(0, 0), 0U);
   EXPECT_EQ(allocations_of_a_call(2, 1), 0U);

@@ -26,7 +26,7 @@ TEST(Promise, SucceedsAfterPublishing) {
 
 TEST(Promise, FailsWithCodeAndMessage) {
   Promise promise(fake::api());
-  EXPECT_TRUE(promise.fail(ErrorCode::kDeadlineExceeded, "late"));
+  EXPECT_TRUE(promise.fail(Error::verbatim(ErrorCode::kDeadlineExceeded, "late")));
   fake::Status status = fake::Execution{{}, promise.future()}.wait();
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
   EXPECT_EQ(status.message, "late");
@@ -55,7 +55,8 @@ TEST(Promise, OnlyTheFirstToSettleTakesEffect) {
           if (promise.succeed([&] { published.fetch_add(1); })) winners.fetch_add(1);
         });
         threads.emplace_back([&] {
-          if (promise.fail(ErrorCode::kDeadlineExceeded, "late")) winners.fetch_add(1);
+          if (promise.fail(Error::verbatim(ErrorCode::kDeadlineExceeded, "late")))
+            winners.fetch_add(1);
         });
       }
     }

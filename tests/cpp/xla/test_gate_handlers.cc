@@ -99,9 +99,10 @@ TEST_F(GateHandlers, AnUnknownNameIsAnErrorThatNamesIt) {
 TEST_F(GateHandlers, ASiteIsBoundOnceWithItsAttributes) {
   std::vector<SiteSpec> seen;
   Options options;
-  options.on_specialise = [&](const SiteSpec& spec) { seen.push_back(spec); };
+  options.on_specialise = [&](SiteSpec spec) { seen.push_back(std::move(spec)); };
   auto callee = define("f", [](const Call&) { return Outcome::success(); }, options);
-  fake::Program program("f", "(x)", "model.py:12", "3:1;4:0");
+  fake::Program program(
+      "f", {{"spec", "(x)"}, {"site", "model.py:12"}, {"batch", fake::levels("3:1;4:0")}});
   ASSERT_TRUE(program.load().ok());
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(program.execute().wait().ok());
   ASSERT_EQ(seen.size(), 1U);
@@ -112,10 +113,10 @@ TEST_F(GateHandlers, ASiteIsBoundOnceWithItsAttributes) {
 
 TEST_F(GateHandlers, MalformedBatchLevelsAreAnErrorAtLoad) {
   auto callee = define("f", [](const Call&) { return Outcome::success(); });
-  fake::Program program("f", "", "", "3:x");
+  fake::Program program("f", {{"batch", fake::levels("3:7")}});
   fake::Status status = program.load();
   EXPECT_EQ(status.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-  EXPECT_THAT(status.message, HasSubstr("'3:x'"));
+  EXPECT_THAT(status.message, HasSubstr("batch levels: expected masks of 0 and 1, got 7"));
 }
 
 TEST_F(GateHandlers, WhatACalleeThrowsAtLoadIsAnError) {
@@ -227,6 +228,7 @@ constexpr Mapped kErrorCodes[] = {
     {ErrorCode::kNotFound, XLA_FFI_Error_Code_NOT_FOUND},
     {ErrorCode::kAlreadyExists, XLA_FFI_Error_Code_ALREADY_EXISTS},
     {ErrorCode::kDeadlineExceeded, XLA_FFI_Error_Code_DEADLINE_EXCEEDED},
+    {ErrorCode::kResourceExhausted, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED},
     {ErrorCode::kAborted, XLA_FFI_Error_Code_ABORTED},
     {ErrorCode::kInternal, XLA_FFI_Error_Code_INTERNAL},
 };

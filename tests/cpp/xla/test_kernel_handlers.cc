@@ -108,7 +108,7 @@ TEST(KernelHandlers, MoreArraysThanFitInlineAreAllThere) {
     return std::int32_t{0};
   };
   auto kernel = define("sum", sum, {parameter(CALLGATE_INS), parameter(CALLGATE_OUT)});
-  KernelProgram program("sum", {{"groups", "40"}});
+  KernelProgram program("sum", {{"groups", fake::Attribute::Integers{40}}});
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x = {1}, z(1);
   ASSERT_TRUE(program.execute(std::vector<fake::Array>(40, array(x)), {array(z)}).at_once.ok());
@@ -132,7 +132,8 @@ TEST(KernelHandlers, AnotherSignatureIsAnErrorWhenTheProgramIsLoaded) {
 
 TEST(KernelHandlers, DamagedBatchLevelsAreAnErrorWhenTheProgramIsLoaded) {
   auto kernel = define("damaged", &fake::twice);
-  EXPECT_THAT(KernelProgram("damaged", {{"batch", "3"}}).load().message, HasSubstr("batch levels"));
+  EXPECT_THAT(KernelProgram("damaged", {{"batch", fake::levels("3:7")}}).load().message,
+              HasSubstr("batch levels"));
 }
 
 TEST(KernelHandlers, AGatesNameIsNoKernels) {
@@ -261,7 +262,7 @@ TEST(KernelHandlers, AFailureIsTheProgramsError) {
 TEST(KernelHandlers, OnSeveralDevicesAFailurePoisonsTheResultsAndIsKept) {
   auto kernel = define("poisons", &fails);
   std::string kept;
-  kernel->set_defer([&](const Failure& failure) { kept = failure.message; });
+  kernel->set_defer([&](const Error& error) { kept = error.what(); });
   KernelProgram program("poisons", {{"on_error", "poison"}});
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x(2), z(2);
@@ -273,8 +274,8 @@ TEST(KernelHandlers, OnSeveralDevicesAFailurePoisonsTheResultsAndIsKept) {
 TEST(KernelHandlers, OnSeveralDevicesWhatIsThrownPoisonsTheResultsAndIsKept) {
   auto kernel = define("throws", &fake::twice);
   std::string kept;
-  kernel->set_defer([&](const Failure& failure) { kept = failure.message; });
-  KernelProgram program("throws", {{"on_error", "poison"}, {"batch", "3:1"}});
+  kernel->set_defer([&](const Error& error) { kept = error.what(); });
+  KernelProgram program("throws", {{"on_error", "poison"}, {"batch", fake::levels("3:1")}});
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x(2), z(2);
   EXPECT_TRUE(program.execute({array(x)}, {array(z)}).at_once.ok());
@@ -284,7 +285,7 @@ TEST(KernelHandlers, OnSeveralDevicesWhatIsThrownPoisonsTheResultsAndIsKept) {
 
 TEST(KernelHandlers, ArraysWithoutTheLanesAxesAreTheProgramsError) {
   auto kernel = define("lanes", &fake::twice);
-  KernelProgram program("lanes", {{"batch", "3:1"}});
+  KernelProgram program("lanes", {{"batch", fake::levels("3:1")}});
   ASSERT_TRUE(program.load().ok());
   std::vector<float> x(2), z(2);
   fake::Status status = program.execute({array(x)}, {array(z)}).at_once;
@@ -401,7 +402,7 @@ TEST(RememberedKernels, OtherContentsUnderOneKeyAreToldApart) {
   constexpr const char* kSame = "00000000000000bb";
   auto kernel = define("lanes or none", &fake::twice);
   KernelProgram plain("lanes or none", {{"_key", kSame}});
-  KernelProgram lanes("lanes or none", {{"_key", kSame}, {"batch", "2:1"}});
+  KernelProgram lanes("lanes or none", {{"_key", kSame}, {"batch", fake::levels("2:1")}});
   ASSERT_TRUE(plain.load().ok());
   EXPECT_EQ(call_with_one(plain), 2);
   ASSERT_TRUE(lanes.load().ok());
@@ -498,7 +499,7 @@ TEST(KernelHandlers, LanesOfAThreadSafeKernelRunOnXlasPool) {
   info.thread_safe = true;
   auto kernel = std::make_shared<KernelCallee>(std::move(info), nullptr);
   Registry::instance().add(kernel);
-  KernelProgram program("safe", {{"batch", "100:1"}});
+  KernelProgram program("safe", {{"batch", fake::levels("100:1")}});
   ASSERT_TRUE(program.load().ok());
   program.context().threads = 4;
   std::vector<float> x(300, 2.0F), z(300);
@@ -509,7 +510,7 @@ TEST(KernelHandlers, LanesOfAThreadSafeKernelRunOnXlasPool) {
 
 TEST(KernelHandlers, SeveralThreadsMayRunOneCallSite) {
   auto kernel = define("shared", &twice_in_parts);
-  KernelProgram program("shared", {{"batch", "4:1"}});
+  KernelProgram program("shared", {{"batch", fake::levels("4:1")}});
   ASSERT_TRUE(program.load().ok());
   program.context().threads = 2;
   std::vector<std::thread> callers;

@@ -54,7 +54,7 @@ TEST_F(Shards, ThePartitionIsTheContextsAndNoOperand) {
   std::size_t operands = 0;
   SiteSpec spec;
   Options options;
-  options.on_specialise = [&](const SiteSpec& seen) { spec = seen; };
+  options.on_specialise = [&](SiteSpec seen) { spec = std::move(seen); };
   auto callee = define(
       [&](const Call& call) {
         shards.push_back(call.context.shard);
@@ -62,13 +62,17 @@ TEST_F(Shards, ThePartitionIsTheContextsAndNoOperand) {
         return Outcome::success();
       },
       options);
-  fake::GateProgram program("f", {{"shards", "1111"}, {"mesh", "4|x=2,y=2"}, {"layout", "{}"}});
+  const fake::AttributeMap mesh{{"devices", 4},
+                                {"names", fake::Attribute::listed({"x", "y"})},
+                                {"sizes", fake::Attribute::Integers{2, 2}}};
+  fake::Program program("f", {{"shards", "1111"}, {"mesh", mesh}, {"layout", "{}"}});
   ASSERT_TRUE(program.load().ok());
   for (std::uint32_t number : {0U, 3U})
     EXPECT_TRUE(program.execute({array(x_), partition(number)}, {array(y_)}).wait().ok());
   EXPECT_THAT(shards, ElementsAre(0, 3));
   EXPECT_EQ(operands, 1U);
-  EXPECT_EQ(spec.mesh, "4|x=2,y=2");
+  EXPECT_EQ(spec.mesh.devices, 4);
+  EXPECT_THAT(spec.mesh.axes, ElementsAre(std::pair("x", 2), std::pair("y", 2)));
   EXPECT_EQ(spec.layout, "{}");
 }
 
@@ -78,7 +82,7 @@ TEST_F(Shards, ACallOnWholeArraysHasNone) {
     shard = call.context.shard;
     return Outcome::success();
   });
-  fake::GateProgram program("f", {});
+  fake::Program program("f");
   ASSERT_TRUE(program.load().ok());
   EXPECT_TRUE(program.execute({array(x_)}, {array(y_)}).wait().ok());
   EXPECT_EQ(shard, -1);
@@ -90,7 +94,7 @@ TEST_F(Shards, APartitionThatDoesNotMakeTheCallHasZeros) {
     ++calls;
     return Outcome::success();
   });
-  fake::GateProgram program("f", {{"shards", "10"}});
+  fake::Program program("f", {{"shards", "10"}});
   ASSERT_TRUE(program.load().ok());
   EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
   EXPECT_THAT(y_, Each(0.0F));
@@ -101,7 +105,7 @@ TEST_F(Shards, APartitionThatDoesNotMakeTheCallHasZeros) {
 
 TEST_F(Shards, ACallWithoutItsPartitionIsAnError) {
   auto callee = define([](const Call&) { return Outcome::success(); });
-  fake::GateProgram program("f", {{"shards", "10"}});
+  fake::Program program("f", {{"shards", "10"}});
   ASSERT_TRUE(program.load().ok());
   EXPECT_THAT(program.execute().wait().message, HasSubstr("got no operand"));
   EXPECT_THAT(program.execute({array(x_)}).wait().message, HasSubstr("got float32[2]"));
@@ -126,7 +130,7 @@ TEST_F(Shards, WhatACallThrowsPoisonsItsResultsAndIsKept) {
   for (bool own_thread : {false, true}) {
     Options options;
     options.own_thread = own_thread;
-    options.on_defer = [&](const Failure& failure) { kept.push_back(failure.message); };
+    options.on_defer = [&](const Error& error) { kept.emplace_back(error.what()); };
     int calls = 0;
     auto callee = define(
         [&](const Call&) -> Outcome {
@@ -134,7 +138,7 @@ TEST_F(Shards, WhatACallThrowsPoisonsItsResultsAndIsKept) {
           throw std::bad_alloc();
         },
         options);
-    fake::GateProgram program("f", {{"shards", "11"}, {"on_error", "poison"}});
+    fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
     ASSERT_TRUE(program.load().ok());
     for (int i = 0; i < 2; ++i) {
       y_ = {5, 6};
@@ -150,10 +154,10 @@ TEST_F(Shards, WhatACallThrowsPoisonsItsResultsAndIsKept) {
 
 TEST_F(Shards, WhatCanNotBeKeptStillPoisonsTheResults) {
   Options options;
-  options.on_defer = [](const Failure&) { throw std::bad_alloc(); };
+  options.on_defer = [](const Error&) { throw std::bad_alloc(); };
   auto callee = define(
       [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "no luck"); }, options);
-  fake::GateProgram program("f", {{"shards", "11"}, {"on_error", "poison"}});
+  fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
   ASSERT_TRUE(program.load().ok());
   ::testing::internal::CaptureStderr();
   EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
@@ -168,14 +172,14 @@ TEST_F(Shards, ACallThatTakesTooLongPoisonsItsResultsAndIsKept) {
   options.timeout = std::chrono::milliseconds(1);
   // Kept behind the program's end, by the thread that made the report.
   auto message = std::make_shared<std::promise<std::string>>();
-  options.on_defer = [message](const Failure& failure) { message->set_value(failure.message); };
+  options.on_defer = [message](const Error& error) { message->set_value(error.what()); };
   auto callee = define(
       [release](const Call&) {
         release->wait();
         return Outcome::success();
       },
       options);
-  fake::GateProgram program("f", {{"shards", "11"}, {"on_error", "poison"}});
+  fake::Program program("f", {{"shards", "11"}, {"on_error", "poison"}});
   ASSERT_TRUE(program.load().ok());
   EXPECT_TRUE(program.execute({array(x_), partition(1)}, {array(y_)}).wait().ok());
   EXPECT_THAT(y_, Each(IsNan()));

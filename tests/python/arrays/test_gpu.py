@@ -39,7 +39,7 @@ class Recorder:
 
 
 class LibraryStream:
-  """cupy.cuda.ExternalStream and torch.cuda.ExternalStream."""
+  """CuPy's and PyTorch's object for a stream of another library's."""
 
   def __init__(self, recorder: Recorder, pointer: int, device: Any) -> None:
     self.recorder, self.pointer, self.device = recorder, pointer, device
@@ -80,11 +80,23 @@ def forget() -> None:
   gpu._torch_stream.cache_clear()
 
 
-def fake_cupy(recorder: Recorder) -> Any:
+def fake_cupy(recorder: Recorder, version: int = 14) -> Any:
   cupy: Any = types.ModuleType("cupy")
+
+  def external(pointer: int, device: int) -> LibraryStream:
+    assert version < 14, "deprecated"
+    return LibraryStream(recorder, pointer, device)
+
+  def from_external(stream: Any) -> LibraryStream:
+    protocol, pointer = stream.__cuda_stream__()
+    assert protocol == 0
+    return LibraryStream(recorder, pointer, recorder.devices[-1])
+
+  since_14 = {"from_external": from_external} if version >= 14 else {}
   cupy.cuda = types.SimpleNamespace(
     Device=recorder.device,
-    ExternalStream=lambda pointer, device: LibraryStream(recorder, pointer, device),
+    Stream=types.SimpleNamespace(**since_14),
+    ExternalStream=external,
     UnownedMemory=lambda pointer, size, owner, device_id: (pointer, size, owner, device_id),
     MemoryPointer=lambda memory, offset: (memory, offset),
   )
@@ -114,9 +126,12 @@ def numbers(count: int) -> np.ndarray[Any, Any]:
 
 
 # -- CuPy ----------------------------------------------------------------------------------------
-def test_cupy_gets_the_memory_with_device_and_stream_current(fake: FakeCuda, modules: Any) -> None:
+@pytest.mark.parametrize("version", [13, 14])
+def test_cupy_gets_the_memory_with_device_and_stream_current(
+  fake: FakeCuda, modules: Any, version: int
+) -> None:
   recorder = Recorder(fake)
-  modules(cupy=fake_cupy(recorder))
+  modules(cupy=fake_cupy(recorder, version))
   current: list[Any] = []
 
   def callback(out: Any, x: Any) -> None:

@@ -35,10 +35,10 @@ class Kernels:
 
   made = 0
 
-  def make(self, folder: Path) -> tuple[Path, list[str], int]:
+  def make(self, folder: Path) -> tuple[Path, list[str]]:
     self.made += 1
     (folder / "kernel.so").write_text("library")
-    return folder / "kernel.so", [], 0
+    return folder / "kernel.so", []
 
   def get(self) -> Path:
     found = _cache.find_or_make(KEY, self.make)

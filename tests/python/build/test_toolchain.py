@@ -444,9 +444,9 @@ def test_only_the_newest_libraries_of_a_source_are_kept(cache: Path, tmp_path: P
   header = tmp_path / "header.h"
   for i in range(10):
 
-    def make_one(folder: Path, i: int = i) -> tuple[Path, list[str], int]:
+    def make_one(folder: Path, i: int = i) -> tuple[Path, list[str]]:
       (folder / "made").write_text(str(i))
-      return folder / "made", [str(header)], time.time_ns() + 10**12
+      return folder / "made", [str(header)]
 
     header.write_text(str(i))
     made.append(_cache.find_or_make("ab" * 32, make_one))

@@ -6,7 +6,6 @@ that don't outlive their programs.
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import textwrap
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 from interpreters import printed_by
 from jax import export
-from programs import drop_programs
+from programs import CACHED, PRINT_LOWERED, drop_programs, drop_programs_until
 
 import callgate as cg
 
@@ -139,9 +138,6 @@ def test_programs_compile_ahead_of_time_and_run_when_called(name: str) -> None:
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_text())"
-
-
 def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
   first, second = (
     printed_by(GATES + PROGRAMS + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
@@ -152,33 +148,14 @@ def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process()
 
 
 # -- the persistent cache ------------------------------------------------------------------------
-CACHED = textwrap.dedent("""
-  import sys
-  hits = []
-  jax.monitoring.register_event_listener(
-    lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
-  )
-  jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  for name, (f, x) in PROGRAMS.items():
-    compiled, before = jax.jit(f).lower(x), len(hits)
-    got = jax.tree.map(lambda v: v.tolist(), compiled.compile()(x))
-    jax.effects_barrier()
-    print(name, len(hits) - before, got)
-  print(SEEN)
-""")
-
-
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:
-  first, second = (
-    printed_by(GATES + PROGRAMS + CACHED, str(tmp_path)).splitlines() for _ in range(2)
+  code = GATES + PROGRAMS + CACHED + "print(SEEN)"
+  (*first, seen), (*second, seen_again) = (
+    [line.split(": ", 2) for line in printed_by(code, str(tmp_path)).splitlines()] for _ in range(2)
   )
-  hits = [re.fullmatch(r"(.*?) (\d+) (\[|\{|\().*", line) for line in second[:-1]]
-  assert [(m[1], m[2]) for m in hits if m] == [(name, "1") for name in NAMES]
-  assert [re.sub(r" \d+ ", " ", line, count=1) for line in first] == [
-    re.sub(r" \d+ ", " ", line, count=1) for line in second
-  ]
+  assert [line[:2] for line in second] == [[name, "1"] for name in NAMES]
+  assert [line[2] for line in first] == [line[2] for line in second]
+  assert seen == seen_again
 
 
 # -- the life of callables -----------------------------------------------------------------------
@@ -208,8 +185,7 @@ def test_clear_caches_frees_callables(use: str, effect: Any, clean_caches: None)
   jax.block_until_ready(USES[use](gate))
   jax.effects_barrier()
   del function, gate
-  drop_programs()
-  assert alive() is None
+  drop_programs_until(lambda: alive() is None)
 
 
 def test_a_callable_lives_as_long_as_a_program_that_can_call_it(clean_caches: None) -> None:
@@ -221,6 +197,4 @@ def test_a_callable_lives_as_long_as_a_program_that_can_call_it(clean_caches: No
   assert compiled(jnp.array([2.0, 1.0, 0.0])).tolist() == [0, 1, 2]
   assert alive() is not None
   del compiled
-  gc.collect()
-  drop_programs()
-  assert alive() is None
+  drop_programs_until(lambda: alive() is None)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hcb_streams import Stream, lines
+from hcb_streams import lines
 
 from callgate.compat import host_callback_2023 as hcb
 
 both = pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-
-
-@pytest.fixture
-def stream():
-  return Stream()
-
-
-@pytest.fixture
-def show(stream):
-  return functools.partial(hcb.id_print, output_stream=stream)
 
 
 def printed(stream):

@@ -5,7 +5,9 @@ Programs run on the fake driver, which fails a test whose work is not ordered as
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -624,3 +626,62 @@ def test_jax_in_a_callable_on_its_own_thread_stays_off_the_device_that_waits(
 
   np.testing.assert_array_equal(run(fake, gate, numbers(3)), numbers(3) + 1)
   assert [device.platform for device in seen] == ["cpu"]
+  # The thread may serve a program of the CPU next, which has nothing to stay off.
+  seen.clear()
+  np.testing.assert_array_equal(jax.jit(gate)(numbers(3)), numbers(3) + 1)
+  assert seen == [None]
+
+
+@pytest.mark.parametrize("thread", ["xla", "own"])
+def test_a_thread_gets_the_errors_of_its_own_programs(fake: FakeCuda, thread: Any) -> None:
+  class Failure(Exception):
+    pass
+
+  @cg.gate(out=same, effect="io", thread=thread)
+  def gate(x: Any) -> Any:
+    if int(x) % 2:
+      raise Failure(int(x))
+    return x
+
+  programs = [fake_programs.load(fake, gate, np.float32(0)) for _ in range(6)]
+  together = threading.Barrier(len(programs))
+
+  def call(number: int) -> int | None:
+    together.wait()
+    try:
+      with cg.errors():
+        programs[number](np.float32(number))
+    except (Failure, fake_programs.ProgramError) as error:
+      failure = error if isinstance(error, Failure) else cg.last_error()
+      assert failure is not None
+      return failure.args[0]
+    return None
+
+  with concurrent.futures.ThreadPoolExecutor(len(programs)) as pool:
+    for _ in range(3):
+      assert list(pool.map(call, range(6))) == [None, 1, None, 3, None, 5]
+  cg.barrier()
+
+
+def test_a_barrier_raises_what_failed_in_a_program_of_another_thread(fake: FakeCuda) -> None:
+  @cg.gate(out=same, thread="own")
+  def gate(x: Any) -> Any:
+    raise ValueError(float(x))
+
+  alive, ended = threading.Event(), threading.Event()
+
+  def call() -> None:
+    run(fake, gate, np.float32(3))
+    alive.set()
+    ended.wait(60)
+
+  thread = threading.Thread(target=call)
+  thread.start()
+  alive.wait(60)
+  with cg.errors():  # not this thread's
+    pass
+  with pytest.raises(ValueError, match="3"):
+    cg.barrier()
+  cg.barrier()  # once
+  ended.set()
+  thread.join()

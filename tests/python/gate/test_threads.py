@@ -107,6 +107,17 @@ def test_so_is_a_first_call_with_other_arguments_of_a_program_that_has_run() -> 
     wait(programs[0], jnp.full(2, 5.0))  # and then NumPy's arrays, which jit's cache tells apart
 
 
+def test_a_slow_first_call_of_a_gate_that_may_call_its_program_is_no_error() -> None:
+  def on_host(x: Any) -> Any:
+    if x > 0:
+      return np.asarray(program(x - 1))
+    time.sleep(3)  # the runtime asks every second what the thread is at
+    return x
+
+  program = jax.jit(cg.gate(on_host, out=lambda x: x, thread="own", name="slow"))
+  assert wait(program, np.float32(0)) == 0
+
+
 @pytest.mark.limit(60)
 def test_a_gate_that_calls_itself_for_ever_is_an_error() -> None:
   def on_host(x: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from interpreters import printed_by
 from jax import export
+from programs import CACHED, PRINT_LOWERED
 from transformation_table import (
   PAIRS,
   TRANSFORMATIONS,
@@ -234,9 +235,6 @@ def test_a_kernel_that_has_changed_since_the_export_is_refused(tmp_path: Path) -
   assert "In<float32,1>,float32,Out<float32,1>" in printed
 
 
-PRINT_LOWERED = "for f, x in PROGRAMS.values(): print(jax.jit(f).lower(x).as_text())"
-
-
 def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process() -> None:
   first, second = (
     printed_by(KERNELS + MORE + PRINT_LOWERED, PYTHONHASHSEED=seed) for seed in ("1", "2")
@@ -244,22 +242,6 @@ def test_lowered_programs_hold_no_address_and_are_the_same_in_the_next_process()
   assert first == second
   assert "elsewhere.scale[T=float32,R=2,kNegate=1]" in first
   assert not re.search(r"0x[0-9a-fA-F]{6,}\b(?<!0000)|\b\d{12,}\b", first)
-
-
-CACHED = textwrap.dedent("""
-  import sys
-  hits = []
-  jax.monitoring.register_event_listener(
-    lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
-  )
-  jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  for name, (f, x) in PROGRAMS.items():
-    lowered, before = jax.jit(f).lower(x), len(hits)
-    got = jax.tree.map(lambda v: v.tolist(), lowered.compile()(x))
-    print(name, len(hits) - before, got, sep=": ")
-""")
 
 
 def test_a_second_process_finds_every_program_in_the_persistent_cache(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import dispatch
 
 import callgate as cg
 from callgate._core import kept
 from callgate._core.failures import defer, raise_interrupt
+from callgate._jax import dispatch as _dispatch
 
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 X = np.float32(1)
@@ -533,3 +535,44 @@ def test_a_deferred_error_of_the_runtimes_own_is_raised_too() -> None:
   with pytest.raises(jax.errors.JaxRuntimeError, match="no Python exception stands for"):
     cg.barrier()
   cg.barrier()
+
+
+# -- GPUs ------------------------------------------------------------------------------------------
+class FailedToken:
+  """What JAX keeps of an ordered program that has failed on a GPU."""
+
+  def __init__(self) -> None:
+    self._buf = self
+
+  def is_ready(self) -> bool:
+    return True
+
+  def block_until_ready(self) -> None:
+    raise jax.errors.JaxRuntimeError("the first program's error")
+
+
+def test_ordered_programs_run_after_one_that_has_failed() -> None:
+  tokens = dispatch.runtime_tokens.current_tokens
+  seen: list[float] = []
+  gate = cg.gate(lambda x: seen.append(float(x)), out=(), effect="ordered")
+  program = jax.jit(lambda x: (gate(x), x)[1])
+  jax.block_until_ready(program(X))
+  tokens.update(dict.fromkeys(tokens, FailedToken()))
+  with contextlib.suppress(jax.errors.JaxRuntimeError), cg.errors():
+    cg.barrier()
+  jax.block_until_ready(program(X))
+  cg.barrier()
+  assert seen == [1.0, 1.0]
+
+
+def test_all_backends_arrays_are_waited_for_and_none_is_asked_by_name(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  def missing(backend: str | None = None, **_: Any) -> Any:
+    raise RuntimeError(f"Unknown backend {backend}")
+
+  monkeypatch.setattr(jax, "live_arrays", missing)
+  monkeypatch.setattr(jax, "local_devices", missing)
+  cg.barrier()
+  with pytest.raises(RuntimeError, match="a test needs JAX's CPU backend; expected 'cpu' among"):
+    _dispatch.cpu_devices("a test")

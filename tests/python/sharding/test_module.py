@@ -6,11 +6,12 @@ import jaxlib.mlir.ir as ir
 import ml_dtypes
 import numpy as np
 import pytest
+from held_calls import value
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.interpreters import mlir
 
-from callgate._sharding import module as _module
+from callgate._core import attributes
 from callgate._sharding.module import Raw, local_module, read_attributes
 
 DTYPES = [
@@ -38,10 +39,31 @@ def test_texts_survive_being_attributes(texts):
   with mlir.make_ir_context():
     written = ir.DictAttr.get({k: ir.StringAttr.get(v) for k, v in texts.items()})
     assert read_attributes(str(written).encode()) == texts
-  quoted = ", ".join(f"{k} = {_module._quoted(v)}" for k, v in texts.items())
-  with mlir.make_ir_context():
-    parsed = ir.DictAttr(ir.Attribute.parse(f"{{{quoted}}}"))
-    assert {entry.name: entry.attr.value for entry in parsed} == texts
+    assert value(ir.Attribute.parse(attributes.text(texts))) == texts
+
+
+NAMES = st.from_regex(r"[a-z_]\w{0,7}|[0-9]{1,3}", fullmatch=True)
+
+
+@given(
+  st.recursive(
+    st.one_of(
+      st.text(),
+      st.booleans().map(np.bool_),
+      st.integers(-(2**63), 2**63 - 1).map(np.int64),
+      st.lists(st.integers(-(2**63), 2**63 - 1)).map(lambda x: np.array(x, np.int64)),
+      st.binary().map(lambda x: np.frombuffer(x, np.uint8)),
+    ),
+    lambda inner: st.dictionaries(
+      st.from_regex(r"[a-z_]\w{0,7}|[0-9]{1,3}", fullmatch=True), inner
+    ),
+    max_leaves=6,
+  ).filter(lambda held: isinstance(held, dict))
+)
+def test_attributes_are_written_as_jax_writes_them(held):
+  with mlir.make_ir_context(), ir.Location.unknown():
+    parsed = ir.Attribute.parse(attributes.text(held))
+    assert str(parsed) == str(mlir.ir_attribute(held))
 
 
 def test_other_attributes_stay_as_they_are():

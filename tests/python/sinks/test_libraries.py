@@ -172,8 +172,13 @@ def test_plot_redraws_when_time_has_passed_and_at_close(tmp_path, monkeypatch):
   now = 100.0
   monkeypatch.setattr("callgate.sinks._plot.time.monotonic", lambda: now)
   drawn: list[int] = []
+
+  def save(figure, path, **_):
+    drawn.append(len(figure.axes[0].lines))
+    path.touch()
+
+  monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
   sink = sinks.Plot(tmp_path / "p.png", every_seconds=10)
-  monkeypatch.setattr(sink, "_replace", lambda figure: drawn.append(len(figure.axes[0].lines)))
   sink.write(losses(1))
   sink.write(losses(1, start=1))
   assert drawn == [1]

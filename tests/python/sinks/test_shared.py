@@ -215,6 +215,8 @@ def program(first, n):
     return carry
   return jax.lax.fori_loop(0, n, body, 0)
 
+sys.dont_write_bytecode = True  # of what is imported from here on, which the limit would cut
+
 def limit(bytes):
   resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
 
@@ -283,6 +285,7 @@ def test_a_header_that_found_no_room_comes_with_the_next_row(tmp_path):
     from callgate import sinks
     path = pathlib.Path("a.csv")
     rows = [sinks.Record(np.float32(i), sinks.TapInfo("x", i, time_ns=0)) for i in range(3)]
+    sys.dont_write_bytecode = True  # of what is imported from here on, which the limit would cut
     limit = lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sink = sinks.CSV(path)
@@ -307,10 +310,11 @@ def test_a_full_disk_leaves_the_parquet_file_that_was_there(tmp_path):
   pytest.importorskip("pyarrow")
   done = run(
     """
-    import resource, signal
+    import resource, signal, sys
     import numpy as np
     from callgate import sinks
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # of what is imported from here on, which the limit would cut
     row = lambda i: sinks.Record(np.float64(i / 7), sinks.TapInfo("x", i, time_ns=i))
     with sinks.Parquet("a.parquet") as sink:
       sink.write([row(1), row(2)])
@@ -469,9 +473,10 @@ def test_files_of_one_tap_have_rows_in_step_on_a_full_disk(tmp_path):
   path = str(tmp_path / "{name}.npy")
   done = run_python(
     f"""
-    import resource, numpy as np
+    import resource, sys, numpy as np
     from callgate import sinks
     import jax, callgate as cg
+    sys.dont_write_bytecode = True  # of what is imported from here on, which the limit would cut
 
     @jax.jit
     def program(n):

@@ -21,7 +21,7 @@ from callgate._kernel.c import expressions as _expressions
 from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.types import CParameter, CType, Declaration, split
 
-_MODE = re.compile(r"(out|inout|copy|static)\s+(.*)", re.DOTALL)
+_MODE = re.compile(r"(\w*)\s*(.*)", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)\s*(?:\[(.*)\])?", re.DOTALL)
 _SCRATCH = re.compile(r"scratch\s*\((.*)\)", re.DOTALL)
 _MODES = ("out", "inout", "copy", "static")
@@ -53,23 +53,14 @@ RESULTS = (Role.OUT, Role.INOUT)
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """One item of `args`.
+  """One item of `args`."""
 
-  Attributes:
-    text: as given.
-    role: what is passed.
-    name: of the array, static value or pointer.
-    dims: of an array; None where they are left out.
-    value: of VALUE, and the size of SCRATCH.
-    literal: of LITERAL.
-  """
-
-  text: str
-  role: Role
-  name: str = ""
-  dims: tuple[Expression, ...] | None = None
-  value: Expression | None = None
-  literal: Any = None
+  text: str  # as given
+  role: Role  # what is passed
+  name: str = ""  # of the array, static value or pointer
+  dims: tuple[Expression, ...] | None = None  # of an array; None where they are left out
+  value: Expression | None = None  # of VALUE, and the size of SCRATCH
+  literal: Any = None  # of LITERAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,22 +73,15 @@ class Array:
   type: CType
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Binding:
-  """What `args` says.
+  """What `args` says."""
 
-  Attributes:
-    arguments: one for each parameter of the declaration.
-    returned: what becomes of the return value; None for void.
-    arrays: by name, in order of their first mention.
-    statics: static values with their C types.
-    symbols: names of dimensions, with an operand and the axis that has them.
-  """
-
-  arguments: tuple[Argument, ...]
-  returned: Argument | None
-  arrays: dict[str, Array]
-  statics: dict[str, CType]
+  arguments: tuple[Argument, ...]  # one for each parameter of the declaration
+  returned: Argument | None  # what becomes of the return value; None for void
+  arrays: dict[str, Array]  # by name, in order of their first mention
+  statics: dict[str, CType]  # static values with their C types
+  # Names of dimensions, with an operand and the axis that has them.
   symbols: dict[str, tuple[str, int]]
 
   @property
@@ -108,13 +92,12 @@ class Binding:
     return list(dict.fromkeys(a.name for a in mentions if a.name in known))
 
   @property
-  def results(self) -> list[Array]:
-    return [a for a in self.arrays.values() if a.role in RESULTS]
+  def operands(self) -> list[Array]:
+    return [a for a in self.arrays.values() if a.role in OPERANDS]
 
   @property
-  def expressions(self) -> list[Expression]:
-    """All but the dimensions of arrays."""
-    return [a.value for a in self.arguments if a.value is not None]
+  def results(self) -> list[Array]:
+    return [a for a in self.arrays.values() if a.role in RESULTS]
 
 
 def default_text(declaration: Declaration) -> str:
@@ -142,15 +125,19 @@ def read(
       f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
       f"'{declaration}', got {len(items)}: {', '.join(items) or 'none'}"
     )
-  arguments = [_item(label, item, pointers) for item in items]
+  arguments = _resolve_numbers([_item(label, item, pointers) for item in items])
   returned = _returned(label, after.strip() if arrow else "", declaration, loop)
-  arguments = _resolve_numbers(arguments)
   mentions = list(zip(arguments, declaration.parameters, strict=True))
   for argument, parameter in mentions:
     _check(label, argument, parameter.type, loop)
   if returned is not None and returned.role is Role.OUT:
     mentions.append((returned, CParameter(declaration.result)))
-  arrays = _arrays(label, mentions)
+  arrays: dict[str, Array] = {}
+  for argument, parameter in mentions:
+    if argument.role in ARRAYS:
+      new = Array(argument.name, argument.role, argument.dims, parameter.type)
+      old = arrays.get(new.name)
+      arrays[new.name] = new if old is None else _joined(label, old, new)
   statics = {a.name: p.type for a, p in mentions if a.role is Role.STATIC}
   binding = Binding(tuple(arguments), returned, arrays, statics, _symbols(arrays, statics))
   _check_names(label, binding)
@@ -159,29 +146,22 @@ def read(
 
 # -- items -----------------------------------------------------------------------------------------
 def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
-  mode = _MODE.fullmatch(text)
-  body = mode.group(2).strip() if mode else text
-  array = _ARRAY.fullmatch(body)
-  word = mode.group(1) if mode else text
-  if word in _MODES and (array is None or mode is None):
-    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{word}'")
-  if array is not None and (mode is not None or array.group(1) not in _RESERVED):
+  mode, rest = _MODE.fullmatch(text).groups()  # pyright: ignore[reportOptionalMemberAccess]
+  has_mode = mode in _MODES
+  array = _ARRAY.fullmatch(rest if has_mode else text)
+  if has_mode and array is None:
+    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode}'")
+  if array is not None and (has_mode or array.group(1) not in _RESERVED):
     name, inside = array.groups()
-    role = Role[mode.group(1).upper()] if mode else Role.IN
-    if mode is None and name in pointers:
+    if not has_mode and name in pointers:
       return Argument(text, Role.ADDRESS, name)
-    dims = None
-    if inside is not None:
-      dims = tuple(_expression(label, text, part) for part in split(inside))
-    return Argument(text, role, name, dims)
+    parts = None if inside is None else split(inside)
+    dims = None if parts is None else tuple(_expression(label, text, part) for part in parts)
+    return Argument(text, Role[mode.upper()] if has_mode else Role.IN, name, dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
   if scratch := _SCRATCH.fullmatch(text):
     return Argument(text, Role.SCRATCH, value=_expression(label, text, scratch.group(1)))
-  return _literal_or_value(label, text)
-
-
-def _literal_or_value(label: str, text: str) -> Argument:
   try:
     literal = ast.literal_eval(text)
   except (ValueError, SyntaxError):
@@ -227,13 +207,12 @@ def _resolve_numbers(arguments: list[Argument]) -> list[Argument]:
   numbers = {a.name for a in arguments if a.role is Role.STATIC}
   for argument in arguments:
     numbers.update(d.symbol for d in argument.dims or () if d.symbol is not None)
-  resolved: list[Argument] = []
-  for argument in arguments:
-    if argument.role is Role.IN and argument.dims is None and argument.name in numbers:
-      value = _expressions.parse(argument.name)
-      argument = Argument(argument.text, Role.VALUE, value=value)
-    resolved.append(argument)
-  return resolved
+  return [
+    Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
+    if a.role is Role.IN and a.dims is None and a.name in numbers
+    else a
+    for a in arguments
+  ]
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -285,17 +264,6 @@ def _literal_fits(value: Any, kind: CType) -> str:
   return "" if order.index(have) <= max(order.index(kind.dtype.kind), 2) else "another number"
 
 
-def _arrays(label: str, mentions: list[tuple[Argument, CParameter]]) -> dict[str, Array]:
-  arrays: dict[str, Array] = {}
-  for argument, parameter in mentions:
-    if argument.role not in ARRAYS:
-      continue
-    new = Array(argument.name, argument.role, argument.dims, parameter.type)
-    old = arrays.get(argument.name)
-    arrays[argument.name] = new if old is None else _joined(label, old, new)
-  return arrays
-
-
 def _joined(label: str, a: Array, b: Array) -> Array:
   """Two mentions of an array: the same memory for two arguments of C."""
   roles = {a.role, b.role} - {Role.IN}
@@ -330,8 +298,9 @@ def _check_names(label: str, binding: Binding) -> None:
   clash += sorted(binding.arrays.keys() & binding.statics.keys())
   if clash:
     raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+  values = [argument.value for argument in binding.arguments if argument.value is not None]
   dims = [extent for array in binding.arrays.values() for extent in array.dims or ()]
-  for expression in (*binding.expressions, *dims):
+  for expression in (*values, *dims):
     unknown = sorted(expression.names - known) + sorted(expression.arrays - binding.arrays.keys())
     if unknown:
       raise GateDefinitionError(

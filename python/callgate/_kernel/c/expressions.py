@@ -8,40 +8,32 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[int, int], int]]] = {
-  ast.Add: ("+", lambda a, b: a + b),
-  ast.Sub: ("-", lambda a, b: a - b),
-  ast.Mult: ("*", lambda a, b: a * b),
-  ast.FloorDiv: ("floor_divide", lambda a, b: a // b),
-  ast.Mod: ("floor_modulo", lambda a, b: a % b),
+# An operation in Python and in C++, whose functions are those of glue.h.
+_OPERATIONS: dict[str, tuple[Callable[[int, int], int], str]] = {
+  "Add": (operator.add, "({} + {})"),
+  "Sub": (operator.sub, "({} - {})"),
+  "Mult": (operator.mul, "({} * {})"),
+  "FloorDiv": (operator.floordiv, "floor_divide({}, {})"),
+  "Mod": (operator.mod, "floor_modulo({}, {})"),
+  "max": (max, "larger({}, {})"),
+  "min": (min, "smaller({}, {})"),
 }
-_FUNCTIONS = {"max": max, "min": min}
 
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-  """An expression that `check` has found to be one.
+  """An expression that `parse` has read."""
 
-  Attributes:
-    text: as given.
-    tree: its syntax.
-  """
-
-  text: str
+  text: str  # as given
   tree: ast.expr
-
-  @property
-  def names(self) -> frozenset[str]:
-    """Dimensions and static values that it uses."""
-    return frozenset(name for kind, name in _uses(self.tree) if kind == "number")
-
-  @property
-  def arrays(self) -> frozenset[str]:
-    """Arrays whose shape it uses."""
-    return frozenset(name for kind, name in _uses(self.tree) if kind == "array")
+  names: frozenset[str]  # dimensions and static values that it uses
+  arrays: frozenset[str]  # those whose shape it uses
 
   @property
   def symbol(self) -> str | None:
@@ -55,11 +47,32 @@ class Expression:
       IndexError: an axis that the array doesn't have.
       ZeroDivisionError: a division by 0.
     """
-    return _evaluate(self.tree, numbers, shapes)
+
+    def extent(array: str, axis: int) -> int:
+      shape = shapes[array]
+      if not -len(shape) <= axis < len(shape):
+        raise IndexError(f"'{array}' of shape {list(shape)} has no axis {axis}")
+      return shape[axis]
+
+    leaves: dict[str, Callable[..., int]] = {
+      "integer": int,
+      "number": lambda name: numbers[name],
+      "size": lambda array: math.prod(shapes[array]),
+      "ndim": lambda array: len(shapes[array]),
+      "shape": extent,
+    }
+    return _fold(self.tree, leaves, lambda name: _OPERATIONS[name][0])
 
   def cpp(self, number: Callable[[str], str], array: Callable[[str], str]) -> str:
     """C++ of type int64_t, from the names that numbers and views have there."""
-    return _cpp(self.tree, number, array)
+    leaves: dict[str, Callable[..., str]] = {
+      "integer": "int64_t{{{}}}".format,
+      "number": number,
+      "size": lambda name: f"{array(name)}.size()",
+      "ndim": lambda name: f"int64_t{{{array(name)}.rank()}}",
+      "shape": lambda name, axis: f"extent({array(name)}, {axis})",
+    }
+    return _fold(self.tree, leaves, lambda name: _OPERATIONS[name][1].format)
 
 
 def parse(text: str) -> Expression:
@@ -69,118 +82,48 @@ def parse(text: str) -> Expression:
     SyntaxError: it is none; the message says what can stand there.
   """
   tree = ast.parse(text.strip(), mode="eval").body
-  return check(text, tree)
+  names, arrays = set[str](), set[str]()
+  leaves: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("size", "ndim", "shape"), lambda array, *_: arrays.add(array)
+  )
+  leaves |= {"integer": int, "number": names.add}
+  _fold(tree, leaves, lambda _: lambda *_: None)
+  return Expression(text.strip(), tree, frozenset(names), frozenset(arrays))
 
 
-def check(text: str, tree: ast.expr) -> Expression:
-  """The expression of a syntax tree; as `parse`."""
-  for _ in _uses(tree):
-    pass
-  return Expression(text.strip(), tree)
+def _fold(
+  node: ast.expr,
+  leaves: Mapping[str, Callable[..., Any]],
+  operation: Callable[[str], Callable[[Any, Any], Any]],
+) -> Any:
+  """What `leaves` make of the integers, names and shapes, put together by operations."""
 
+  def combined(name: str, *parts: ast.expr) -> Any:
+    return functools.reduce(operation(name), [_fold(part, leaves, operation) for part in parts])
 
-def _attribute(node: ast.expr) -> tuple[str, str, int]:
-  """(array, "size", 0), (array, "ndim", 0) or (array, "shape", axis)."""
   match node:
+    case ast.Name(name):
+      return leaves["number"](name)
+    case ast.Constant(value) if type(value) is int:
+      return leaves["integer"](value)
+    case ast.BinOp(left, kind, right) if type(kind).__name__ in _OPERATIONS:
+      return combined(type(kind).__name__, left, right)
+    case ast.UnaryOp(ast.USub(), operand):
+      return combined("Sub", ast.Constant(0), operand)
+    case ast.Call(ast.Name("max" | "min" as name), [_, *_] as arguments, []):
+      return combined(name, *arguments)
     case ast.Attribute(ast.Name(array), ("size" | "ndim") as what):
-      return array, what, 0
+      return leaves[what](array)
+    case ast.Call(ast.Name("len"), [ast.Name(array)], []):
+      return leaves["shape"](array, 0)
     case ast.Subscript(ast.Attribute(ast.Name(array), "shape"), ast.Constant(int(axis))):
-      return array, "shape", axis
+      return leaves["shape"](array, axis)
     case ast.Subscript(
       ast.Attribute(ast.Name(array), "shape"), ast.UnaryOp(ast.USub(), ast.Constant(int(axis)))
     ):
-      return array, "shape", -axis
-    case ast.Call(ast.Name("len"), [ast.Name(array)], []):
-      return array, "shape", 0
+      return leaves["shape"](array, -axis)
     case _:
       raise SyntaxError(
         "expected an integer, a dimension's name, x.size, x.ndim, x.shape[i], len(x), "
         f"+ - * // %, max(...), min(...), got {ast.unparse(node)!r}"
       )
-
-
-def _parts(node: ast.expr) -> Sequence[ast.expr] | None:
-  """What an operation is of; None for what is no operation."""
-  match node:
-    case ast.BinOp(left, operator, right) if type(operator) in _OPERATORS:
-      return left, right
-    case ast.UnaryOp(ast.USub(), operand):
-      return (operand,)
-    case ast.Call(ast.Name(function), arguments, []) if function in _FUNCTIONS and arguments:
-      return arguments
-    case _:
-      return None
-
-
-def _uses(node: ast.expr) -> Iterator[tuple[str, str]]:
-  match node:
-    case ast.Name(name):
-      yield "number", name
-    case ast.Constant(value) if type(value) is int:
-      return
-    case _:
-      parts = _parts(node)
-      if parts is None:
-        yield "array", _attribute(node)[0]
-      for part in parts or ():
-        yield from _uses(part)
-
-
-def _evaluate(
-  node: ast.expr, numbers: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
-) -> int:
-  match node:
-    case ast.Name(name):
-      return numbers[name]
-    case ast.Constant(int(value)):
-      return value
-    case _:
-      pass
-  parts = _parts(node)
-  if parts is None:
-    array, what, axis = _attribute(node)
-    shape = shapes[array]
-    if what == "shape" and not -len(shape) <= axis < len(shape):
-      raise IndexError(f"'{array}' of shape {list(shape)} has no axis {axis}")
-    return {"size": lambda: math.prod(shape), "ndim": lambda: len(shape)}.get(
-      what, lambda: shape[axis]
-    )()
-  values = [_evaluate(part, numbers, shapes) for part in parts]
-  if isinstance(node, ast.BinOp):
-    return _OPERATORS[type(node.op)][1](*values)
-  return -values[0] if isinstance(node, ast.UnaryOp) else _FUNCTIONS[_name(node)](values)
-
-
-def _cpp(node: ast.expr, number: Callable[[str], str], array: Callable[[str], str]) -> str:
-  match node:
-    case ast.Name(name):
-      return number(name)
-    case ast.Constant(int(value)):
-      return f"int64_t{{{value}}}"
-    case _:
-      pass
-  parts = _parts(node)
-  if parts is None:
-    name, what, axis = _attribute(node)
-    view = array(name)
-    return {"size": f"{view}.size()", "ndim": f"int64_t{{{view}.rank()}}"}.get(
-      what, f"extent({view}, {axis})"
-    )
-  values = [_cpp(part, number, array) for part in parts]
-  if isinstance(node, ast.BinOp):
-    operator = _OPERATORS[type(node.op)][0]
-    if operator.isidentifier():
-      return f"{operator}({values[0]}, {values[1]})"
-    return f"({values[0]} {operator} {values[1]})"
-  if isinstance(node, ast.UnaryOp):
-    return f"(-{values[0]})"
-  joined = values[0]
-  for value in values[1:]:
-    joined = f"{'larger' if _name(node) == 'max' else 'smaller'}({joined}, {value})"
-  return joined
-
-
-def _name(node: ast.expr) -> str:
-  assert isinstance(node, ast.Call)
-  assert isinstance(node.func, ast.Name)
-  return node.func.id

@@ -20,6 +20,12 @@ _POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
 _NUMBER: Any = ctypes.c_int.__mro__[1]
 _WITH_THE_GIL = 4  # FUNCFLAG_PYTHONAPI
 _CAPSULE = type(__import__("datetime").datetime_CAPI)
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
+  ("PyCapsule_GetName", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+  ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 _SIMPLE = {
   "c": "char",
   "b": "int8_t",
@@ -35,17 +41,11 @@ _POINTERS = {"P": "void *", "z": "const char *", "O": "PyObject *", "Z": "const 
 
 @dataclasses.dataclass(frozen=True)
 class CFunction:
-  """A C function that can be called.
+  """A C function that can be called."""
 
-  Attributes:
-    address: where it is.
-    declaration: its type.
-    keep: what keeps it there.
-  """
-
-  address: int
-  declaration: Declaration
-  keep: Any
+  address: int  # where it is
+  declaration: Declaration  # its type
+  keep: Any  # what keeps it there
 
 
 def resolve(function: Any, signature: str | None) -> CFunction:
@@ -60,23 +60,24 @@ def resolve(function: Any, signature: str | None) -> CFunction:
   """
   given = parse(signature) if signature is not None else None
   if isinstance(function, _FUNCTION_POINTER):
-    address, declaration = _from_ctypes(function, given)
+    declaration = _from_ctypes(function, given)
   elif isinstance(function, _CAPSULE):
-    address, declaration = _from_capsule(function, given)
+    declaration = given or parse((_capsule_name(function) or b"").decode())
   elif _is_cffi(function):
-    address, declaration = _from_cffi(function, given)
+    declaration = _from_cffi(function, given)
   elif isinstance(function, (int, np.integer)) and not isinstance(function, bool):
     if given is None:
       raise GateDefinitionError(
         "cfunc: an address says nothing of the function's type; expected signature=, a C "
         "declaration such as 'double norm(int n, const double *x)'"
       )
-    address, declaration = int(function), given
+    declaration = given
   else:
     raise GateDefinitionError(
       "cfunc: expected a C function (from ctypes or cffi, a capsule of a Cython module, or an "
       f"address with signature=), got {type(function).__name__}"
     )
+  address = address_of("cfunc", declaration.name, function)
   if address == 0:
     raise GateDefinitionError(f"cfunc: the function '{declaration}' is a null pointer")
   return CFunction(address, declaration, function)
@@ -89,7 +90,7 @@ def address_of(label: str, name: str, value: Any) -> int:
   if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
     return int(value)
   if isinstance(value, _CAPSULE):
-    return _capsule_pointer(value)
+    return _capsule_pointer(value, _capsule_name(value)) or 0
   if _is_cffi(value):
     return _cffi_address(value)
   if isinstance(value, (ctypes.Structure, ctypes.Union, ctypes.Array)):
@@ -106,23 +107,22 @@ def address_of(label: str, name: str, value: Any) -> int:
 
 
 # -- ctypes ----------------------------------------------------------------------------------------
-def _from_ctypes(function: Any, given: Declaration | None) -> tuple[int, Declaration]:
+def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   if function._flags_ & _WITH_THE_GIL:
     raise GateDefinitionError(
       f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; kernels run without it: make "
       "a gate of it (callgate.gate)"
     )
-  address = ctypes.cast(function, ctypes.c_void_p).value or 0
   if given is not None:
-    return address, dataclasses.replace(given, name=given.name or name)
+    return dataclasses.replace(given, name=given.name or name)
   if function.argtypes is None:
     raise GateDefinitionError(
       f"cfunc: the ctypes function '{name}' doesn't say what it takes; expected its argtypes and "
       "restype to be set, or signature=, a C declaration"
     )
   types = [CParameter(_ctypes_type(name, kind)) for kind in function.argtypes]
-  return address, Declaration(name, _ctypes_type(name, function.restype), tuple(types))
+  return Declaration(name, _ctypes_type(name, function.restype), tuple(types))
 
 
 def _ctypes_type(name: str, kind: Any) -> CType:
@@ -132,7 +132,6 @@ def _ctypes_type(name: str, kind: Any) -> CType:
     if kind._dtype_ is None:
       return CType("void *", pointer=True)
     return CType(f"{kind._dtype_.name} *", np.dtype(kind._dtype_), pointer=True)
-  code = getattr(kind, "_type_", None)
   if isinstance(kind, type) and issubclass(kind, (_POINTER, ctypes.Array)):
     inner: Any = kind._type_
     if getattr(inner, "_type_", None) in _POINTERS or not issubclass(inner, _NUMBER):
@@ -140,9 +139,9 @@ def _ctypes_type(name: str, kind: Any) -> CType:
     return _spelled(f"{_ctypes_text(name, inner)} *")
   if isinstance(kind, type) and issubclass(kind, _FUNCTION_POINTER):
     return CType(kind.__name__, pointer=True, opaque=True)
-  if isinstance(code, str) and code in _POINTERS:
-    return _spelled(_POINTERS[code])
-  return _spelled(_ctypes_text(name, kind))
+  code = getattr(kind, "_type_", None)
+  pointer = _POINTERS.get(code) if isinstance(code, str) else None
+  return _spelled(pointer or _ctypes_text(name, kind))
 
 
 def _ctypes_text(name: str, kind: Any) -> str:
@@ -161,42 +160,21 @@ def _spelled(text: str) -> CType:
   return parse(f"{text} (void)").result
 
 
-# -- capsules --------------------------------------------------------------------------------------
-def _from_capsule(capsule: Any, given: Declaration | None) -> tuple[int, Declaration]:
-  return _capsule_pointer(capsule), given if given is not None else parse(_capsule_name(capsule))
-
-
-def _capsule_name(capsule: Any) -> str:
-  get = ctypes.pythonapi.PyCapsule_GetName
-  get.restype, get.argtypes = ctypes.c_char_p, [ctypes.py_object]
-  return (get(capsule) or b"").decode()
-
-
-def _capsule_pointer(capsule: Any) -> int:
-  get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)
-  get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-  name = get_name(("PyCapsule_GetName", ctypes.pythonapi))(capsule)
-  return get(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, name) or 0
-
-
 # -- cffi ------------------------------------------------------------------------------------------
-def _backend() -> Any:
-  """cffi's own module, where something has imported it."""
-  return sys.modules.get("_cffi_backend")
-
-
 def _is_cffi(value: Any) -> bool:
-  backend = _backend()
-  if backend is None:
-    return False
-  return isinstance(value, backend.FFI.CData) or isinstance(
-    getattr(value, "__self__", None), backend.Lib
+  backend = sys.modules.get("_cffi_backend")
+  return backend is not None and (
+    isinstance(value, backend.FFI.CData)
+    or isinstance(getattr(value, "__self__", None), backend.Lib)
   )
 
 
-def _from_cffi(function: Any, given: Declaration | None) -> tuple[int, Declaration]:
-  ffi = _backend().FFI()
-  kind = whole = ffi.typeof(function)
+def _ffi() -> Any:
+  return sys.modules["_cffi_backend"].FFI()
+
+
+def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
+  kind = whole = _ffi().typeof(function)
   if kind.kind == "pointer":
     kind = kind.item
   if kind.kind != "function":
@@ -204,15 +182,15 @@ def _from_cffi(function: Any, given: Declaration | None) -> tuple[int, Declarati
   name = str(getattr(function, "__name__", ""))
   name = name if name.isidentifier() else ""
   if given is not None:
-    return _cffi_address(function), dataclasses.replace(given, name=given.name or name)
+    return dataclasses.replace(given, name=given.name or name)
   if kind.ellipsis:
     raise GateDefinitionError(f"cfunc: '{kind.cname}': functions with '...' can't be called")
   types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)
-  return _cffi_address(function), Declaration(name, _spelled(kind.result.cname), types)
+  return Declaration(name, _spelled(kind.result.cname), types)
 
 
 def _cffi_address(value: Any) -> int:
-  ffi = _backend().FFI()
-  if not isinstance(value, _backend().FFI.CData):  # a function of a module that cffi has compiled
+  ffi = _ffi()
+  if not isinstance(value, ffi.CData):  # a function of a module that cffi has compiled
     value = ffi.addressof(value.__self__, value.__name__)
   return int(ffi.cast("uintptr_t", value))

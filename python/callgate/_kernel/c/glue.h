@@ -1,5 +1,5 @@
 // What the glue of callgate.cfunc needs beside kernel.h: it stands at the head of each generated
-// source (python/callgate/_c_glue.py). C++20.
+// source (_kernel/c/glue.py). C++20.
 //
 // C's complex numbers are GNU's `double _Complex`, whose calling convention is C's; in arrays they
 // are pairs.

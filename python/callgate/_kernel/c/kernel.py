@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,23 +14,42 @@ import numpy as np
 from callgate import _callgate
 from callgate._build import toolchain
 from callgate._call import shapes as _shapes
-from callgate._call.operation import Vmap
+from callgate._call.options import shared
 from callgate._call.site import CallSite
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax.tracing import canonical_dtype
-from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
+from callgate._kernel.c.arguments import Array, Role
 from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.functions import CFunction
-from callgate._kernel.c.glue import Glue, rank
+from callgate._kernel.c.glue import Glue, kind_of, rank
+from callgate._kernel.c.options import COptions
 from callgate._kernel.c.types import CType
-from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Parameter, from_codes
+from callgate._kernel.cpu import CpuKernel
+from callgate._kernel.options import KernelOptions
+from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.variants import CallTypes, Function, Static
 
 
-class CKernel(Kernel):
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Known:
+  """What expressions of `args=` follow from in a call."""
+
+  label: str
+  numbers: Mapping[str, int]
+  shapes: Mapping[str, tuple[int, ...]]
+
+  def value(self, expression: Expression) -> int:
+    try:
+      return expression.evaluate(self.numbers, self.shapes)
+    except (IndexError, KeyError, ZeroDivisionError) as error:
+      raise GateDefinitionError(
+        f"{self.label}: args: '{expression.text}' has no value: {error.args[0]}"
+      ) from None
+
+
+class CKernel(CpuKernel):
   """A kernel that calls a C function; see `callgate.cfunc`.
 
   Attributes:
@@ -41,32 +62,39 @@ class CKernel(Kernel):
     name: str,
     function: CFunction,
     glue: Glue,
+    options: COptions,
     *,
     addresses: Sequence[int],
     keep: Any,
-    cast: bool,
-    vmap: Vmap | Callable[..., Any] | None,
-    out: Any,
-    like: Callable[..., Any] | None,
-    **options: Any,
   ) -> None:
     self.declaration = str(function.declaration)
     self.loop = glue.loop
     self._glue = glue
+    self._cast_scalars = options.cast
     self._binding = glue.binding
-    self._cast_scalars = cast
+    self._operands, self._results = glue.binding.operands, glue.binding.results
+    self._open = [array for array in glue.binding.arrays.values() if self._is_open(array)]
     self._addresses = (ctypes.c_void_p * (1 + len(addresses)))(function.address, *addresses)
     self._keep = (function.keep, keep, self._addresses)
-    label = f"kernel '{name}'"
-    if out is None and (like is None or self._can_infer()):
-      self._check_inferable(label)
-      out = self._infer
-    signature = [self._parameter(n) for n in self._binding.names]
+    out = options.out
+    if out is None:
+      unknown = next((a for a in self._results if not self.loop and not _is_known(a)), None)
+      if unknown is None:
+        out = self._infer
+      elif options.like is None:
+        raise GateDefinitionError(
+          f"kernel '{name}': the type of result '{unknown.name}' ('{unknown.type.text}') is not "
+          f"known; expected extents, as in 'out {unknown.name}[n]', or out= (a pytree of "
+          "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one)"
+        )
+    vmap = "each" if options.vmap is None else options.vmap
     super().__init__(
-      name, signature, out=out, like=like, vmap="each" if vmap is None else vmap, **options
+      name,
+      [self._parameter(n) for n in self._binding.names],
+      shared(KernelOptions, options, out=out, vmap=vmap),
     )
-    if self.loop and vmap is None:
-      self.vmap_rule = self._batch_loop
+    if self.loop and options.vmap is None:
+      self.defvmap(self._batch_loop)
 
   # -- parameters --------------------------------------------------------------------------------
   def _parameter(self, name: str) -> Parameter:
@@ -75,82 +103,46 @@ class CKernel(Kernel):
       return Parameter(name, Kind.NUMBER, kind.dtype)
     array = self._binding.arrays[name]
     dtype = None if self._is_open(array) else array.type.dtype
-    kinds = {Role.OUT: Kind.OUT, Role.INOUT: Kind.INOUT}
-    by_value = not array.type.pointer and array.role in OPERANDS and not self.loop
-    default = Kind.SCALAR if by_value else Kind.IN
-    return Parameter(name, kinds.get(array.role, default), dtype, rank(array, self.loop))
+    return Parameter(name, kind_of(array, self.loop), dtype, rank(array, self.loop))
 
   def _is_open(self, array: Array) -> bool:
     """Whether the dtype is the call's matter: void *, or converted as C does."""
-    by_value = self.loop or (not array.type.pointer and array.role in OPERANDS)
+    by_value = self.loop or kind_of(array, self.loop) is Kind.SCALAR
     return array.type.dtype is None or (self._cast_scalars and by_value)
 
   # -- variants ----------------------------------------------------------------------------------
   def variant_key(self, types: CallTypes) -> str:
-    operands, results = iter(types.operands), iter(types.results)
-    names: list[str] = []
-    for array in self._mentioned():
-      found = next(operands, None) if array.role in OPERANDS else None
-      found = next(results, found) if array.role in RESULTS else found
-      if self._is_open(array) and found is not None:
-        names.append(found[0].name)
-    return ",".join(names)
+    sides = ((self._operands, types.operands), (self._results, types.results))
+    found = {a.name: dtype.name for side in sides for a, (dtype, _) in zip(*side, strict=False)}
+    return ",".join(found[array.name] for array in self._open if array.name in found)
 
   def types_of_key(self, key: str) -> CallTypes:
-    given = iter(key.split(","))
-    operands: list[tuple[Any, int]] = []
-    results: list[tuple[Any, int]] = []
-    for array in self._mentioned():
-      dtype = _dtype(self.label, next(given, "")) if self._is_open(array) else array.type.dtype
-      if array.role in OPERANDS:
-        operands.append((dtype, rank(array, self.loop)))
-      if array.role in RESULTS:
-        results.append((dtype, rank(array, self.loop)))
-    return CallTypes(tuple(operands), tuple(results), ())
+    dtypes = self._dtypes(key)
+    operands, results = (
+      tuple((dtypes[array.name], rank(array, self.loop)) for array in side)
+      for side in (self._operands, self._results)
+    )
+    return CallTypes(operands, results, ())
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
-    key = self.variant_key(types)
-    given = iter(key.split(","))
-    dtypes: dict[str, np.dtype[Any]] = {}
-    for array in self._mentioned():
-      dtype = _dtype(self.label, next(given, "")) if self._is_open(array) else array.type.dtype
-      assert dtype is not None
-      dtypes[array.name] = dtype
-    library = toolchain.build(self.label, self._glue.source(dtypes), flags=toolchain.DEFAULT_FLAGS)
-    loaded = toolchain.load(library)
-    table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value
-    assert table is not None
-    ((_, address, codes, names),) = _callgate.read_library(str(library), table)
-    return key, Function(
-      address,
-      tuple(from_codes(codes, names)),
-      keep=(loaded, self._keep),
-      user_data=ctypes.addressof(self._addresses),
+  def _dtypes(self, key: str) -> dict[str, np.dtype[Any]]:
+    """The arrays' dtypes; a variant's key has those that are the call's matter."""
+    dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
+    names = itertools.chain(key.split(","), itertools.repeat(""))
+    return dtypes | {a.name: _dtype(self.label, n) for a, n in zip(self._open, names, strict=False)}
+
+  def compile(self, types: CallTypes) -> Function:
+    source = self._glue.source(self._dtypes(self.variant_key(types)))
+    library = toolchain.build(self.label, source, flags=toolchain.DEFAULT_FLAGS)
+    made = Function.built(library, toolchain.load(library))
+    return dataclasses.replace(
+      made, keep=(made.keep, self._keep), user_data=ctypes.addressof(self._addresses)
     )
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     # Of the C function itself, which may be of a library with others.
     return _callgate.KernelTurn.of_library(self._addresses[0] or 0) or super().turn(function)
 
-  def _mentioned(self) -> list[Array]:
-    arrays = self._binding.arrays
-    return [arrays[name] for name in self._binding.names if name in arrays]
-
   # -- results -----------------------------------------------------------------------------------
-  def _can_infer(self) -> bool:
-    return self.loop or all(_is_known(array) for array in self._binding.results)
-
-  def _check_inferable(self, label: str) -> None:
-    if self.loop:
-      return
-    for array in self._binding.results:
-      if not _is_known(array):
-        raise GateDefinitionError(
-          f"{label}: the type of result '{array.name}' ('{array.type.text}') is not known; "
-          f"expected extents, as in 'out {array.name}[n]', or out= (a pytree of "
-          "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one)"
-        )
-
   def _infer(self, *args: Any, **static: Any) -> Any:
     """The results' types, from `args=` and C's types."""
     structs = dict(zip(self.parameters, jax.tree.leaves(args), strict=True))
@@ -158,18 +150,15 @@ class CKernel(Kernel):
       shape = self._broadcast([s.shape for s in structs.values()])
       results = [
         jax.ShapeDtypeStruct(shape, self._loop_dtype(array.type, list(structs.values())))
-        for array in self._binding.results
+        for array in self._results
       ]
     else:
-      numbers = self._numbers({n: tuple(s.shape) for n, s in structs.items()}, static)
-      shapes = {n: tuple(s.shape) for n, s in structs.items()}
+      known = self._known(structs, static)
       results = [
         structs[array.name]
         if array.role is Role.INOUT
-        else jax.ShapeDtypeStruct(
-          tuple(self._evaluated(e, numbers, shapes) for e in array.dims or ()), array.type.dtype
-        )
-        for array in self._binding.results
+        else jax.ShapeDtypeStruct(tuple(map(known.value, array.dims or ())), array.type.dtype)
+        for array in self._results
       ]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -185,9 +174,7 @@ class CKernel(Kernel):
     widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
     if jax.numpy.finfo(own).bits <= widest.itemsize * 8:
       return own
-    if own.kind == "c":
-      return np.dtype(np.complex64)
-    return np.dtype(widest)
+    return np.dtype(np.complex64 if own.kind == "c" else widest)
 
   def _broadcast(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     try:
@@ -199,27 +186,14 @@ class CKernel(Kernel):
       ) from None
 
   # -- checks ------------------------------------------------------------------------------------
-  def _numbers(
-    self, shapes: Mapping[str, tuple[int, ...]], static: Mapping[str, Any]
-  ) -> dict[str, int]:
+  def _known(self, structs: Mapping[str, Any], static: Mapping[str, Any]) -> _Known:
+    shapes = {name: tuple(struct.shape) for name, struct in structs.items()}
     given = {name: static_values.thaw(static.get(name)) for name in self._binding.statics}
-    numbers = {name: int(value) for name, value in given.items() if _is_number(value)}
+    numbers = {n: int(value) for n, value in given.items() if isinstance(value, (int, np.integer))}
     for symbol, (array, axis) in self._binding.symbols.items():
       if axis < len(shapes[array]):
         numbers[symbol] = shapes[array][axis]
-    return numbers
-
-  def _evaluated(
-    self, expression: Expression, numbers: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
-  ) -> int:
-    try:
-      value = expression.evaluate(numbers, shapes)
-    except (IndexError, KeyError, ZeroDivisionError) as error:
-      reason = f"{error.args[0]}"
-      raise GateDefinitionError(
-        f"{self.label}: args: '{expression.text}' has no value: {reason}"
-      ) from None
-    return value
+    return _Known(self.label, numbers, shapes)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     # Before a variant is compiled for it.
@@ -238,51 +212,43 @@ class CKernel(Kernel):
     whole: bool = False,
   ) -> None:
     super()._check_types(parameters, site, operands, results, whole=whole)
-    arrays = self._mentioned()
-    structs = dict(zip((a.name for a in arrays if a.role in OPERANDS), operands, strict=True))
-    outs = dict(zip((a.name for a in arrays if a.role in RESULTS), results, strict=True))
+    structs = dict(zip((a.name for a in self._operands), operands, strict=True))
+    outs = dict(zip((a.name for a in self._results), results, strict=True))
     if self._cast_scalars:
       self._check_casts(structs, outs)
     if self.loop:
-      self._check_loop(structs, outs)
+      shape = self._broadcast([tuple(s.shape) for s in structs.values()])
+      for name, struct in outs.items():
+        if tuple(struct.shape) != shape:
+          raise GateDefinitionError(
+            f"{self.label}: result '{name}': expected the arguments' broadcast shape "
+            f"{list(shape)}, got {type_text(struct.dtype, struct.shape)}"
+          )
       return
-    shapes = {n: tuple(s.shape) for n, s in {**outs, **structs}.items()}
-    numbers = self._numbers(shapes, dict(site.static))
-    for name, struct in structs.items():
-      self._check_extents(f"argument '{name}'", name, struct, numbers, shapes)
-    for name, struct in outs.items():
-      self._check_extents(f"result '{name}'", name, struct, numbers, shapes)
-    self._check_values(numbers, shapes)
+    known = self._known({**outs, **structs}, dict(site.static))
+    for what, side in (("argument", structs), ("result", outs)):
+      for name, struct in side.items():
+        self._check_extents(what, name, struct, known)
+    self._check_values(known)
 
-  def _check_extents(
-    self,
-    what: str,
-    name: str,
-    struct: Any,
-    numbers: Mapping[str, int],
-    shapes: Mapping[str, tuple[int, ...]],
-  ) -> None:
+  def _check_extents(self, what: str, name: str, struct: Any, known: _Known) -> None:
     dims = self._binding.arrays[name].dims or ()
-    wanted = tuple(self._evaluated(d, numbers, shapes) for d in dims)
-    if dims and wanted != tuple(struct.shape):
-      where = {s: a for s, (a, _) in self._binding.symbols.items()}
-      used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in numbers)
-      values = ", ".join(
-        f"{n} = {numbers[n]}" + (f" from '{where[n]}'" if n in where else "") for n in used
-      )
+    if dims and tuple(map(known.value, dims)) != tuple(struct.shape):
+      where = {s: f" from '{a}'" for s, (a, _) in self._binding.symbols.items()}
+      used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in known.numbers)
+      values = ", ".join(f"{n} = {known.numbers[n]}{where.get(n, '')}" for n in used)
+      wanted = ", ".join(d.text for d in dims)
       raise GateDefinitionError(
-        f"{self.label}: {what}: expected {struct.dtype.name}[{', '.join(d.text for d in dims)}]"
+        f"{self.label}: {what} '{name}': expected {struct.dtype.name}[{wanted}]"
         f"{' with ' if values else ''}{values}, got {type_text(struct.dtype, struct.shape)}"
       )
 
-  def _check_values(
-    self, numbers: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
-  ) -> None:
+  def _check_values(self, known: _Known) -> None:
     pairs = zip(self._binding.arguments, self._glue.declaration.parameters, strict=True)
     for argument, parameter in pairs:
       if argument.value is None:
         continue
-      value = self._evaluated(argument.value, numbers, shapes)
+      value = known.value(argument.value)
       if argument.role is Role.SCRATCH and value < 0:
         raise GateDefinitionError(
           f"{self.label}: args: '{argument.text}': expected a size of 0 or more, got {value}"
@@ -311,35 +277,21 @@ class CKernel(Kernel):
           f"loss of kind, got {type_text(struct.dtype, struct.shape)}"
         )
 
-  def _check_loop(self, structs: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
-    shape = self._broadcast([tuple(s.shape) for s in structs.values()])
-    for name, struct in outs.items():
-      if tuple(struct.shape) != shape:
-        raise GateDefinitionError(
-          f"{self.label}: result '{name}': expected the arguments' broadcast shape {list(shape)}, "
-          f"got {type_text(struct.dtype, struct.shape)}"
-        )
-
   # -- vmap --------------------------------------------------------------------------------------
   def _batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
     """One call for all lanes: a loop has no use for lanes."""
-    leaves, tree = jax.tree.flatten((args, {}))
-    flags = jax.tree.leaves(list(batched))
     lanes = [
-      jax.ShapeDtypeStruct(x.shape[1:] if flag else x.shape, x.dtype)
-      for x, flag in zip(leaves, flags, strict=True)
+      jax.ShapeDtypeStruct(x.shape[flag:], x.dtype) for x, flag in zip(args, batched, strict=True)
     ]
     # The batch axis stands before all others, so operands of fewer axes get some of extent 1.
     most = max(len(lane.shape) for lane in lanes)
     moved = [
       x.reshape((size, *(1,) * (most - len(lane.shape)), *lane.shape)) if flag else x
-      for x, lane, flag in zip(leaves, lanes, flags, strict=True)
+      for x, lane, flag in zip(args, lanes, batched, strict=True)
     ]
-    held: Static = tuple(
-      sorted(
-        (p.name, p.freeze(self.label, static[p.name])) for p in self.signature or () if p.is_static
-      )
-    )
+    given = [p for p in self.signature or () if p.is_static]
+    held: Static = tuple(sorted((p.name, p.freeze(self.label, static[p.name])) for p in given))
+    tree = jax.tree.structure((args, {}))
     types, out_tree = _shapes.result_types(self, tree, lanes, held)
     results = tuple(((size, *shape), dtype) for shape, dtype in types)
     out = self.bind(CallSite(tree, out_tree, held, results), moved)
@@ -347,20 +299,12 @@ class CKernel(Kernel):
 
 
 def _is_known(array: Array) -> bool:
-  if array.role is Role.INOUT:
-    return True
-  return array.dims is not None and array.type.dtype is not None
-
-
-def _is_number(value: Any) -> bool:
-  return isinstance(value, (int, np.integer))
+  return array.role is Role.INOUT or (array.dims is not None and array.type.dtype is not None)
 
 
 def _kind(dtype: np.dtype[Any]) -> int:
   """Bool, integer, floating, complex."""
-  if dtype.kind in "biu":
-    return int(dtype.kind != "b")
-  return 3 if dtype.kind == "c" else 2
+  return {"b": 0, "i": 1, "u": 1, "c": 3}.get(dtype.kind, 2)
 
 
 def _dtype(label: str, name: str) -> np.dtype[Any]:

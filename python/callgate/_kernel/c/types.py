@@ -22,7 +22,17 @@ _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
 _INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
 _WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
+# By their words in alphabetical order.
 _NAMED = {
+  "bool": "bool",
+  "_Bool": "bool",
+  "float": "float32",
+  "double": "float64",
+  "complex float": "complex64",
+  "_Complex float": "complex64",
+  "complex double": "complex128",
+  "_Complex double": "complex128",
+  **{f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
   "size_t": "uint64",
   "ssize_t": "int64",
   "ptrdiff_t": "int64",
@@ -35,7 +45,6 @@ _NAMED = {
   "__pyx_t_float_complex": "complex64",
   "__pyx_t_double_complex": "complex128",
 }
-_FIXED = re.compile(r"u?int(8|16|32|64)_t")
 # Cython writes its typedefs with the module they are from: `d` of scipy.linalg.cython_lapack is
 # __pyx_t_5scipy_6linalg_13cython_lapack_d.
 _LAPACK = re.compile(r"__pyx_t_\w+cython_(?:lapack|blas)_([sdcz])")
@@ -55,21 +64,14 @@ _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 @dataclasses.dataclass(frozen=True)
 class CType:
-  """A type of C.
+  """A type of C."""
 
-  Attributes:
-    text: as C writes it, for messages.
-    dtype: of the value, or of what a pointer points to; None for void and what no array can hold.
-    pointer: whether it is a pointer.
-    const: whether what it points to is const.
-    opaque: True for what can only be passed as an address.
-  """
-
-  text: str
+  text: str  # as C writes it, for messages
+  # Of the value, or of what a pointer points to; None for void and what no array can hold.
   dtype: np.dtype[Any] | None = None
   pointer: bool = False
-  const: bool = False
-  opaque: bool = False
+  const: bool = False  # whether what it points to is const
+  opaque: bool = False  # True for what can only be passed as an address
 
   @property
   def is_void(self) -> bool:
@@ -88,32 +90,20 @@ class CType:
 
 @dataclasses.dataclass(frozen=True)
 class CParameter:
-  """A parameter of a C function.
-
-  Attributes:
-    type: of the parameter.
-    name: in the declaration; "" without one.
-    fixed: what is always passed, in C++; "" for what the caller passes.
-  """
+  """A parameter of a C function."""
 
   type: CType
-  name: str = ""
-  fixed: str = ""
+  name: str = ""  # in the declaration; "" without one
+  fixed: str = ""  # what is always passed, in C++; "" for what the caller passes
 
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-  """A C function's type.
+  """A C function's type."""
 
-  Attributes:
-    name: of the function; "" where it is not known.
-    result: type of what it returns.
-    all_parameters: those of Cython's own included.
-  """
-
-  name: str
+  name: str  # "" where it is not known
   result: CType
-  all_parameters: tuple[CParameter, ...]
+  all_parameters: tuple[CParameter, ...]  # those of Cython's own included
 
   @property
   def parameters(self) -> tuple[CParameter, ...]:
@@ -236,17 +226,8 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
     return None
   if set(words) <= _INTEGERS:
     return _integer(Counter(words))
-  plain = " ".join(sorted(w for w in words if w not in ("complex", "_Complex")))
-  is_complex = plain != " ".join(sorted(words))
-  if plain in ("float", "double"):
-    width = (64 if is_complex else 32) * (2 if plain == "double" else 1)
-    return np.dtype(f"{'complex' if is_complex else 'float'}{width}")
-  if kind in ("bool", "_Bool"):
-    return np.dtype(bool)
-  if kind in _NAMED:
-    return np.dtype(_NAMED[kind])
-  if _FIXED.fullmatch(kind):
-    return np.dtype(kind.removesuffix("_t"))
+  if known := _NAMED.get(" ".join(sorted(words))):
+    return np.dtype(known)
   if match := _LAPACK.fullmatch(kind):
     return np.dtype(_LETTERS[match.group(1)])
   if (match := _NUMPY.fullmatch(kind)) and match.group(1) in np.sctypeDict:

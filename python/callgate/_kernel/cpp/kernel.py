@@ -19,10 +19,11 @@ from callgate._core import errors
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
+from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
-from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Parameter, from_codes
+from callgate._kernel.options import KernelOptions
+from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import (
   DTYPES,
   TYPES,
@@ -31,7 +32,7 @@ from callgate._kernel.source import (
   TemplateParameter,
   cpp_type,
 )
-from callgate._kernel.variants import CallTypes, Function, Static, Type
+from callgate._kernel.variants import CallTypes, Function, Static
 
 # What kernels of one source, which is one library, take turns by; and those that link libraries,
 # which may be the same ones.
@@ -39,7 +40,7 @@ _turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakVal
 _turns_lock = threading.Lock()
 
 
-class CppKernel(Kernel):
+class CppKernel(CpuKernel):
   """A kernel from C++ source; see `callgate.cpp`.
 
   Attributes:
@@ -53,8 +54,8 @@ class CppKernel(Kernel):
     source: str,
     function: str | None,
     build_options: dict[str, Any],
+    options: KernelOptions,
     compiled: Any = None,
-    **options: Any,
   ) -> None:
     self.source = source
     self.build_options = build_options
@@ -69,7 +70,7 @@ class CppKernel(Kernel):
     if not self.cpp_function.template:
       self._plain = self._build(label, "")
     signature = self._plain.parameters if self._plain else _signature(self.cpp_function)
-    super().__init__(name, signature, **options)
+    super().__init__(name, signature, options)
     if self._turn is not None:
       with _turns_lock:
         key = "" if build_options["libraries"] else source
@@ -95,7 +96,7 @@ class CppKernel(Kernel):
     for parameter in self.cpp_function.template:
       if parameter.name in given:
         parts.append(f"{parameter.name}={given[parameter.name]}")
-      elif (found := self._deduced(parameter, types)) is not None:
+      elif (found := _source.deduced(parameter, self._arrays(types))) is not None:
         parts.append(f"{parameter.name}={found}")
       elif not parameter.default:
         kind = "typename" if parameter.is_type else "int"
@@ -108,20 +109,8 @@ class CppKernel(Kernel):
   def types_of_key(self, key: str) -> CallTypes:
     return CallTypes((), (), tuple(sorted(_bound(key).items())))
 
-  def _deduced(self, wanted: TemplateParameter, types: CallTypes) -> str | None:
-    """A template parameter from the call's arrays: an element type, or a rank."""
-    for parameter, (dtype, rank) in self._arrays(types):
-      element = parameter.element.replace(" ", "")
-      if wanted.is_type and element == wanted.name:
-        return dtype.name
-      if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
-        return f"float{dtype.itemsize * 4}"
-      if not wanted.is_type and parameter.rank == wanted.name:
-        return str(rank)
-    return None
-
-  def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, Type]]:
-    """Parameters with the type of an array that they take, operands first."""
+  def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, np.dtype[Any], int]]:
+    """Parameters with the dtype and rank of an array that they take, operands first."""
     parameters = self.cpp_function.parameters or ()
     for kinds, arrays in (
       ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
@@ -132,12 +121,12 @@ class CppKernel(Kernel):
       for parameter in side:
         variadic = parameter.kind in (Kind.INS, Kind.OUTS)
         for array in itertools.islice(rest, len(arrays) - len(side) + 1 if variadic else 1):
-          yield parameter, array
+          yield parameter, *array
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
+  def compile(self, types: CallTypes) -> Function:
     key = self.variant_key(types)
     if self._plain is not None:
-      return key, self._plain
+      return self._plain
     bound, arguments = _bound(key), list[str]()
     for parameter in self.cpp_function.template:
       value = bound.get(parameter.name, parameter.default)
@@ -158,15 +147,12 @@ class CppKernel(Kernel):
           "<...>: callgate reads the kinds of a template's parameters before it is compiled, and "
           "does not know other names of them"
         )
-    return key, function
+    return function
 
   def _build(self, label: str, instance: str) -> Function:
     library, loaded = self._open(label, instance)
     self._libraries[instance] = library
-    table = _address(loaded, "callgate_kernels")
-    # The source may have kernels of its own, of CALLGATE_KERNEL; ours is the last.
-    *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
-    return Function(address, tuple(from_codes(codes, names)), keep=loaded)
+    return Function.built(library, loaded)
 
   def _open(self, label: str, instance: str) -> tuple[Path, ctypes.CDLL]:
     """The library of one instance: as it came in a file, or compiled here."""
@@ -247,12 +233,6 @@ def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str
   )
 
 
-def _address(library: Any, symbol: str) -> int:
-  address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
-  assert address is not None
-  return address
-
-
 def restore(form: dict[str, Any]) -> CppKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
   kernel = CppKernel(
@@ -260,9 +240,8 @@ def restore(form: dict[str, Any]) -> CppKernel:
     form["source"],
     form["function"],
     {k: tuple(v) if isinstance(v, list) else v for k, v in form["build_options"].items()},
+    KernelOptions(out=no_new_calls(form["name"]), thread_safe=form["thread_safe"]),
     form["compiled"],
-    out=no_new_calls(form["name"]),
-    thread_safe=form["thread_safe"],
   )
   if form.get("cuda") is not None:
     kernel.cuda = _part.restored(kernel.label, form["cuda"])

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax.core
 import numpy as np
 
-from callgate._call.operation import Effect, Vmap
-from callgate._core import options as _options
-from callgate._core import registry
+from callgate._build.nvrtc import Image
+from callgate._core import factories, registry
+from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import CudaKernel
+from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import Image, Plan
+from callgate._kernel.launch import Plan
 from callgate._kernel.program import CudaCall, parse_arch
 from callgate._kernel.variants import Static
 
@@ -32,9 +31,9 @@ class CudaSourceKernel(CudaKernel):
     part: the source with its options.
   """
 
-  def __init__(self, name: str, part: SourcePart, **options: Any) -> None:
+  def __init__(self, name: str, part: SourcePart, options: CudaOptions) -> None:
     self.part = part
-    super().__init__(name, part.signature(), arch=part.arch(), **options)
+    super().__init__(name, part.signature(), options)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(
@@ -75,33 +74,12 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
   """A kernel from its saved form: for programs, which hold all else that a call needs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
-  return CudaSourceKernel(form["name"], part, out=no_new_calls(form["name"]), aliases=part.aliases)
+  options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch())
+  return CudaSourceKernel(form["name"], part, options)
 
 
-def cuda(
-  source: str,
-  kernel: str | None = None,
-  /,
-  *,
-  grid: Any,
-  block: Any,
-  shared: Any = 0,
-  cluster: Any = None,
-  zeroed: Sequence[int] = (),
-  scratch: Mapping[str, Any] | None = None,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  effect: Effect = "pure",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "each",
-  sharding: Any = None,
-  linear: bool | int | Sequence[int] = False,
-  gradient: Literal["finite-difference"] | None = None,
-  options: Sequence[str] = (),
-  include_dirs: Sequence[str | os.PathLike[str]] = (),
-  arch: str | int | Sequence[str | int] | None = None,
-) -> Kernel:
+@factories.of_two(CudaSourceOptions)
+def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOptions) -> Kernel:
   """Makes a kernel in CUDA C++ a JAX function: compiled once, launched on XLA's stream.
 
   ```python
@@ -143,37 +121,6 @@ def cuda(
       callgate[cuda] brings, or CUDA's toolkit). Compiled kernels are kept on disk.
     kernel: which kernel, where the source has several; with template arguments if the calls don't
       tell them: "scale<float, 4>".
-    grid: blocks: an int, a tuple of up to three, or a function from the operands'
-      ShapeDtypeStructs (of one lane, under vmap) to one; a static argument that the function has a
-      parameter for is passed by name. Of 0 blocks nothing is launched, and where all results are
-      empty neither.
-    block: threads of a block, likewise; at most 1024.
-    shared: bytes of dynamic shared memory, likewise; more than 48 KiB is asked for from the driver.
-    cluster: blocks of a cluster (compute capability 9.0), likewise; None for none.
-    zeroed: flat positions of results that are set to zero first, for kernels that add to them.
-    scratch: bytes of the memory behind parameters `T*` by their names, likewise; not initialised.
-      With vmap="grid" there is as much for each lane.
-    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
-      arguments to one: arrays are ShapeDtypeStructs.
-    like: a JAX-traceable reference of the same signature: gives the results' shapes when `out` is
-      not given, derivatives when the kernel has no rule of its own, and `check`'s truth.
-    name: what programs call the kernel by. Default: the calling module and the kernel's name.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`.
-    aliases: flat operand position to flat result position: both are one memory. An `InOut` is
-      aliased without being named here.
-    vmap: "each" (a launch for each lane, by the runtime), "grid" (one launch: the lanes are the
-      grid's z axis, so the kernel adds `blockIdx.z` times a lane's elements to each pointer; views
-      have a lane's extents), "whole" (batched arguments have a leading axis), "broadcast" (all
-      have) or a rule, as for `callgate.gate`.
-    sharding: which dimensions may stay split over devices, as for `callgate.gate`; the grid is
-      then worked out for each device's part.
-    linear: True, a position or positions of arguments in which the kernel is linear.
-    gradient: "finite-difference": derivatives by central differences.
-    options: for NVRTC, after callgate's own: "--use_fast_math", "-DN=4", "-lineinfo"; one with
-      "--gpu-architecture=sm_90a" replaces callgate's choice.
-    include_dirs: folders of headers.
-    arch: what to compile for where the process has no CUDA device: "sm_90", 90, or several.
-      Default there: PTX, which the driver compiles when the program is loaded.
 
   Returns:
     A `Kernel`.
@@ -184,31 +131,20 @@ def cuda(
     CompileError: when a call is lowered: NVRTC refuses the source, with its message and your line
       numbers; or there is no NVRTC.
   """
-  name = _options.name("cuda", name)
-  _options.text("cuda", "source", source)
-  _options.optional_texts("cuda", kernel=kernel)
+  name = check.name("cuda", options.name)
+  check.text("cuda", "source", source)
+  check.optional_texts("cuda", kernel=kernel)
   known = _source.find("cuda" if name is None else f"kernel '{name}'", source, kernel)
   label = f"kernel '{name or known.name}'"
   building = _part.build_options(
-    _options.strings(label, "options", options),
-    _options.strings(label, "include_dirs", include_dirs),
-    parse_arch(label, arch),
+    check.strings(label, "options", options.options),
+    check.strings(label, "include_dirs", options.include_dirs),
+    parse_arch(label, options.arch),
   )
-  launching = _part.launch_options(label, grid, block, shared, cluster, zeroed, scratch)
+  launching = options.launching(label)
   if name is None:
     name = registry.free_name(f"{caller_module()}.{known.name}")
   part = SourcePart(
-    f"kernel '{name}'", source, kernel, launching, building, _options.aliases(label, aliases)
+    f"kernel '{name}'", source, kernel, launching, building, check.aliases(label, options.aliases)
   )
-  return CudaSourceKernel(
-    name,
-    part,
-    out=out,
-    like=like,
-    effect=effect,
-    aliases=aliases,
-    vmap=vmap,
-    sharding=sharding,
-    linear=linear,
-    gradient=gradient,
-  )
+  return CudaSourceKernel(name, part, options)

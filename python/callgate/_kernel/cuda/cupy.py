@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from callgate._call.operation import Effect, Vmap
-from callgate._core import extras, registry
+from callgate._core import extras, factories, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.cuda import CudaSourceKernel
+from callgate._kernel.cuda.options import CupyOptions
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.elementwise.elementwise import elementwise
 from callgate._kernel.kernel import Kernel
@@ -106,7 +106,7 @@ def _params(label: str, parameters: Sequence[Any]) -> str:
   )
 
 
-def _elementwise(kernel: Any, name: str, options: Mapping[str, Any]) -> Kernel:
+def _elementwise(kernel: Any, name: str, options: CupyOptions) -> Kernel:
   """An ElementwiseKernel as one of callgate's, for the CPU too."""
   label = f"kernel '{name}'"
   given = dict(kernel.kwargs)
@@ -125,33 +125,18 @@ def _elementwise(kernel: Any, name: str, options: Mapping[str, Any]) -> Kernel:
     loop_prep=str(given.get("loop_prep", "")),
     after_loop=str(given.get("after_loop", "")),
     cuda_options=tuple(given.get("options", ())),
-    **options,
+    jvp=options.jvp,
+    like=options.like,
+    effect=options.effect,
+    aliases=options.aliases,
+    sharding=options.sharding,
+    gradient=options.gradient,
+    arch=options.arch,
   )
 
 
-def cupy(
-  kernel: Any,
-  function: str | None = None,
-  /,
-  *,
-  grid: Any = None,
-  block: Any = None,
-  shared: Any = 0,
-  cluster: Any = None,
-  zeroed: Sequence[int] = (),
-  scratch: Mapping[str, Any] | None = None,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  effect: Effect = "pure",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "each",
-  sharding: Any = None,
-  linear: bool | int | Sequence[int] = False,
-  gradient: Literal["finite-difference"] | None = None,
-  jvp: str | None = None,
-  arch: str | int | Sequence[str | int] | None = None,
-) -> Kernel:
+@factories.of_two(CupyOptions)
+def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -> Kernel:
   """Makes a JAX function of a kernel that was written for CuPy.
 
   ```python
@@ -184,25 +169,6 @@ def cupy(
   Args:
     kernel: a `cupy.RawKernel`, `cupy.RawModule` or `cupy.ElementwiseKernel`.
     function: which function of a RawModule.
-    grid: blocks, as for `callgate.cuda`; also all of `block`, `shared`, `cluster`, `zeroed`,
-      `scratch`.
-    block: threads of a block.
-    shared: bytes of dynamic shared memory.
-    cluster: blocks of a cluster.
-    zeroed: results that are set to zero first, by flat position.
-    scratch: bytes of parameters that take scratch memory, by name.
-    out: the results, as for `callgate.gate`: a function of the arguments, or ShapeDtypeStructs.
-    like: a JAX function of the same meaning: derivatives, and `check`'s truth.
-    name: what programs call the kernel by. Default: the calling module's name and CuPy's.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`.
-    aliases: flat input position to flat output position: both are one memory.
-    vmap: "each", "grid", "whole", "broadcast" or a rule, as for `callgate.cuda`.
-    sharding: which dimensions of the arrays may stay split over devices.
-    linear: positions of the arguments in which it is linear.
-    gradient: "finite-difference" or None.
-    jvp: of an ElementwiseKernel: its derivative's code, as for `callgate.elementwise`.
-    arch: what to compile for where the process has no device: "sm_90", 90, or several. Default:
-      PTX, which any device runs.
 
   Returns:
     A `Kernel`.
@@ -211,16 +177,12 @@ def cupy(
     CompileError: the compiler refuses the source; at the first call.
     GateDefinitionError: an argument is wrong, or CuPy is not installed.
   """
+  name = options.name
   what = f"kernel '{name}'" if name else "callgate.cupy"
   module = _cupy(what)
   if isinstance(kernel, module.ElementwiseKernel):
-    _check_elementwise(what, function, vmap, linear, {
-      "grid": grid, "block": block, "cluster": cluster, "scratch": scratch, "out": out,
-    })  # fmt: skip
-    options = {"jvp": jvp, "like": like, "effect": effect, "aliases": aliases}
-    options |= {"sharding": sharding, "gradient": gradient, "arch": arch}
-    if name is None:
-      name = registry.free_name(f"{caller_module()}.{kernel.name}")
+    _check_elementwise(what, function, options)
+    name = name or registry.free_name(f"{caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     hint = ""
@@ -230,46 +192,30 @@ def cupy(
       f"{what}: expected a cupy.RawKernel, a cupy.RawModule or a cupy.ElementwiseKernel, got "
       f"{type(kernel).__name__}{hint}"
     )
-  if grid is None or block is None or jvp is not None:
-    wrong = "jvp=" if jvp is not None else "none" if grid is None else "no block="
+  if options.grid is None or options.block is None or options.jvp is not None:
+    missing = "none" if options.grid is None else "no block="
+    wrong = "jvp=" if options.jvp is not None else missing
     raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
   source, named = _source_of(what, kernel, function)
   known = _source.find(what, source, named)
   if name is None:
     name = registry.free_name(f"{caller_module()}.{known.name}")
   label = f"kernel '{name}'"
+  building = _part.build_options(
+    _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, options.arch)
+  )
   part = SourcePart(
-    label,
-    source,
-    named,
-    _part.launch_options(label, grid, block, shared, cluster, zeroed, scratch),
-    _part.build_options(
-      _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, arch)
-    ),
-    dict(aliases or {}),
+    label, source, named, options.launching(label), building, dict(options.aliases or {})
   )
-  return CudaSourceKernel(
-    name,
-    part,
-    out=out,
-    like=like,
-    effect=effect,
-    aliases=aliases,
-    vmap=vmap,
-    sharding=sharding,
-    linear=linear,
-    gradient=gradient,
-  )
+  return CudaSourceKernel(name, part, options)
 
 
-def _check_elementwise(
-  what: str, function: str | None, vmap: Any, linear: Any, others: Mapping[str, Any]
-) -> None:
-  given = [option for option, value in others.items() if value is not None]
-  given += ["function"] if function is not None else []
-  given += ["vmap"] if vmap != "each" else []
-  given += ["linear"] if linear is not False else []
-  if given:
+def _check_elementwise(what: str, function: str | None, options: CupyOptions) -> None:
+  default = CupyOptions()
+  refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
+  given = [name for name in refused if getattr(options, name) != getattr(default, name)]
+  if given or function is not None:
+    given += [] if function is None else ["function"]
     raise GateDefinitionError(
       f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts its "
       "arguments"

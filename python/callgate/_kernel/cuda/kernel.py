@@ -6,20 +6,21 @@ for kernels on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from callgate._call.operation import Effect, Vmap
+from callgate._build.nvrtc import Image
 from callgate._call.site import CallSite
 from callgate._core.errors import GateDefinitionError
+from callgate._kernel.cuda.options import CudaOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import Image, Plan
+from callgate._kernel.launch import Plan
 from callgate._kernel.parameters import Kind, Parameter, check_types, refuse_packed
 from callgate._kernel.program import CudaCall, CudaPart, parse_arch
-from callgate._kernel.variants import CallTypes, Function, Static
+from callgate._kernel.variants import Static
 
 
 class CudaKernel(Kernel, CudaPart):
@@ -30,19 +31,7 @@ class CudaKernel(Kernel, CudaPart):
   """
 
   def __init__(
-    self,
-    name: str,
-    signature: Sequence[Parameter] | None,
-    *,
-    out: Any = None,
-    like: Callable[..., Any] | None = None,
-    effect: Effect = "pure",
-    aliases: Mapping[int, int] | None = None,
-    vmap: Vmap | Callable[..., Any] = "each",
-    sharding: Any = None,
-    linear: bool | int | Sequence[int] = False,
-    gradient: Literal["finite-difference"] | None = None,
-    arch: str | int | Sequence[str | int] | None = None,
+    self, name: str, signature: Sequence[Parameter] | None, options: CudaOptions
   ) -> None:
     """See the functions that make kernels.
 
@@ -50,30 +39,10 @@ class CudaKernel(Kernel, CudaPart):
       name: unique among the live operations of the process.
       signature: the parameters in order: IN, OUT and INOUT for arrays, NUMBER for what a program
         fixes; None for any number of arrays, and static values by any keyword.
-      out: as for `callgate.gate`; also all that follow.
-      like: a JAX function with the same meaning.
-      effect: "pure", "io" or "ordered".
-      aliases: results that share an operand's memory.
-      vmap: "each" (a launch for each lane), "whole", "broadcast", "grid" (one launch, with the
-        lanes along the grid's z axis) or a rule.
-      sharding: which dimensions may stay split over devices.
-      linear: positions of the arguments in which it is linear.
-      gradient: "finite-difference" or None.
-      arch: what to compile for where the process has no device: "sm_90", 90, or several.
+      options: see `CudaOptions`; its `name` is not looked at.
     """
-    self._arch = parse_arch(f"kernel '{name}'", arch)
-    super().__init__(
-      name,
-      signature,
-      out=out,
-      like=like,
-      effect=effect,
-      aliases=aliases,
-      vmap=vmap,
-      sharding=sharding,
-      linear=linear,
-      gradient=gradient,
-    )
+    self._arch = parse_arch(f"kernel '{name}'", options.arch)
+    super().__init__(name, signature, options)
     self.cuda = self
 
   # -- what subclasses say -----------------------------------------------------------------------
@@ -112,28 +81,3 @@ class CudaKernel(Kernel, CudaPart):
     refuse_packed(self.label, structs, results)
     if self.signature is not None:
       check_types(self, self.signature, site, structs, results)
-
-  # -- the CPU, which it has no code for ---------------------------------------------------------
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
-    del types
-    raise self._no_cpu()
-
-  def emission(
-    self, site: CallSite, avals_in: Sequence[Any], avals_out: Sequence[Any], levels: Any
-  ) -> Any:
-    del site, avals_in, avals_out, levels
-    raise self._no_cpu()
-
-  def on_host(self, out: Any, /, *args: Any, **static: Any) -> None:
-    del out, args, static
-    raise self._no_cpu()
-
-  def define_variant(self, key: str) -> bool:
-    return super().define_variant(key) if key.startswith("cuda:") else False
-
-  def _no_cpu(self) -> GateDefinitionError:
-    return GateDefinitionError(
-      f"{self.label}: expected a program for platform cuda, which is all that the kernel has code "
-      "for; got one for platform cpu. callgate.cpp(source, cuda_source=...) makes kernels for "
-      "both, and jax.lax.platform_dependent chooses between functions"
-    )

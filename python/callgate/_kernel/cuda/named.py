@@ -21,6 +21,7 @@ from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import CudaKernel
+from callgate._kernel.cuda.options import NamedOptions
 from callgate._kernel.launch import Extent
 from callgate._kernel.program import CudaCall
 from callgate._kernel.variants import Static
@@ -29,7 +30,7 @@ from callgate._kernel.variants import Static
 _TYPES = "_dtypes"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Named:
   """A parameter of a kernel's function.
 
@@ -54,7 +55,7 @@ class _None:
 NONE = _None()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Bound:
   """What a parameter is given in a call.
 
@@ -83,24 +84,14 @@ class NamedKernel(CudaKernel):
     self,
     name: str,
     named: Sequence[Named],
-    *,
-    outputs: Sequence[str] | str | None,
-    constants: Mapping[str, Any],
-    **options: Any,
+    options: NamedOptions,
+    constants: Mapping[str, Any] | None = None,
   ) -> None:
-    """See the functions that make kernels.
-
-    Args:
-      name: of the kernel.
-      named: the function's parameters.
-      outputs: see the class.
-      constants: see the class.
-      **options: those of `CudaKernel`.
-    """
     self.named = tuple(named)
-    self.constants = dict(constants)
-    self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs or ())
-    super().__init__(name, None, **options)
+    self.constants = dict(constants or {})
+    outputs = options.outputs or ()
+    self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    super().__init__(name, None, options)
     self._check_names()
     self.parameters = tuple(
       p.name for p in self.named if p.name not in self.constants and p.name not in self.outputs

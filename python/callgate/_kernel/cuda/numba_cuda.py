@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from callgate._call.operation import Effect, Vmap
-from callgate._core import extras, registry
+from callgate._build.nvrtc import Image
+from callgate._core import extras, factories, registry
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import named as _named
-from callgate._kernel.cuda.named import NONE, Bound, Named, NamedKernel, evaluated, launch_extent
-from callgate._kernel.launch import Image, Launch, Parameter, Plan
+from callgate._kernel.cuda.named import (
+  NONE,
+  Bound,
+  Named,
+  NamedKernel,
+  evaluated,
+  launch_extent,
+)
+from callgate._kernel.cuda.options import NumbaCudaOptions
+from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, ptx_capability
 
 
@@ -25,16 +33,8 @@ class NumbaCudaKernel(NamedKernel):
     function: what the decorator made.
   """
 
-  def __init__(
-    self,
-    function: Any,
-    name: str | None,
-    *,
-    griddim: Any,
-    blockdim: Any,
-    sharedmem: Any,
-    **options: Any,
-  ) -> None:
+  def __init__(self, function: Any, options: NumbaCudaOptions) -> None:
+    name = options.name
     what = f"kernel '{name}'" if name else "callgate.numba_cuda"
     self._compiler = _compiler(what)
     if not self._compiler.is_dispatcher(function):
@@ -43,7 +43,8 @@ class NumbaCudaKernel(NamedKernel):
       )
     self._compiler.check_options(what, function.targetoptions)
     self.function = function
-    self._grid, self._block, self._shared = griddim, blockdim, sharedmem
+    self._grid, self._block = options.griddim, options.blockdim
+    self._shared = options.sharedmem
     self._compiled: dict[tuple[str, int], tuple[str, Any, Image]] = {}
     named = [
       Named(p.name, False, NONE if p.default is p.empty else p.default)
@@ -52,8 +53,7 @@ class NumbaCudaKernel(NamedKernel):
     super().__init__(
       name if name is not None else registry.unique_name(function.py_func),
       named,
-      constants={},
-      **options,
+      options,
     )
 
   # -- plans -------------------------------------------------------------------------------------
@@ -167,25 +167,8 @@ def _compiler(what: str) -> Any:
   return numba_cuda_compile
 
 
-def numba_cuda(
-  dispatcher: Any,
-  /,
-  *,
-  griddim: Any,
-  blockdim: Any,
-  sharedmem: Any = 0,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  outputs: Sequence[str] | str | None = None,
-  effect: Effect = "pure",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "each",
-  sharding: Any = None,
-  linear: bool | int | Sequence[int] = False,
-  gradient: Literal["finite-difference"] | None = None,
-  arch: str | int | Sequence[str | int] | None = None,
-) -> NumbaCudaKernel:
+@factories.of_one(NumbaCudaOptions)
+def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> NumbaCudaKernel:
   """Makes a JAX function of a kernel of `@numba.cuda.jit`, for CUDA devices.
 
   ```python
@@ -218,26 +201,6 @@ def numba_cuda(
   Args:
     dispatcher: what the decorator made. Its options are respected (fastmath, lineinfo, opt,
       launch_bounds, max_registers, link); debug and extensions are refused.
-    griddim: blocks along x, y and z: a number, a tuple of up to three, or a function of the
-      operands' ShapeDtypeStructs that gives one of them; a static argument that the function has a
-      parameter for is passed by name.
-    blockdim: threads of a block, likewise.
-    sharedmem: bytes of dynamic shared memory; a number or such a function.
-    out: the results, as for `callgate.gate`: a function of the arrays, or ShapeDtypeStructs.
-    like: a JAX function of the same meaning: derivatives, and `check`'s truth.
-    name: what programs call the kernel by. Default: the function's module and name.
-    outputs: names of the parameters that take the results.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`.
-    aliases: flat input position to flat output position: both are one memory. Such a result needs
-      no parameter of its own.
-    vmap: "each" is a launch for each lane. "grid" is one launch, with the lanes along the grid's z
-      axis: all arrays then have the lanes as their first axis, of extent 1 where a call has no
-      batch, and the kernel takes its lane from `cuda.blockIdx.z`. "whole", "broadcast", or a rule.
-    sharding: which dimensions of the arrays may stay split over devices.
-    linear: positions of the arguments in which it is linear.
-    gradient: "finite-difference" or None.
-    arch: what to compile for where the process has no device: "sm_90", 90, or several. Default:
-      PTX, which any device runs.
 
   Returns:
     A `Kernel`.
@@ -246,20 +209,4 @@ def numba_cuda(
     CompileError: Numba refuses the kernel; at the first call.
     GateDefinitionError: an argument is wrong, or numba-cuda is not installed.
   """
-  return NumbaCudaKernel(
-    dispatcher,
-    name,
-    griddim=griddim,
-    blockdim=blockdim,
-    sharedmem=sharedmem,
-    outputs=outputs,
-    out=out,
-    like=like,
-    effect=effect,
-    aliases=aliases,
-    vmap=vmap,
-    sharding=sharding,
-    linear=linear,
-    gradient=gradient,
-    arch=arch,
-  )
+  return NumbaCudaKernel(dispatcher, options)

@@ -21,9 +21,10 @@ from numba import cuda, types
 from numba.cuda import compiler as numba_compiler
 from numba.cuda.np.numpy_support import from_dtype
 
+from callgate._build.nvrtc import Image
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cuda import named
-from callgate._kernel.launch import Address, Image, Parameter
+from callgate._kernel.launch import Address, Parameter
 
 # Options of the decorator that the compilation takes, and those that say nothing about it.
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")

@@ -16,29 +16,19 @@ from typing import Any
 import numpy as np
 
 from callgate._build import nvrtc
-from callgate._core import options as _options
+from callgate._build.nvrtc import Image
 from callgate._core import static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.signatures import accepted
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.source import CudaFunction, CudaParameter
-from callgate._kernel.launch import Address, Image, Launch, Plan
+from callgate._kernel.launch import Address, Launch, Plan
 from callgate._kernel.launch import Parameter as Argument
+from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.program import CudaCall, CudaPart
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchOptions:
-  """How a kernel is launched; each as `callgate.cuda` takes it."""
-
-  grid: Any
-  block: Any
-  shared: Any = 0
-  cluster: Any = None
-  zeroed: tuple[int, ...] = ()
-  scratch: tuple[tuple[str, Any], ...] = ()
+from callgate._kernel.source import TemplateParameter, deduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +72,7 @@ class SourcePart(CudaPart):
     self.launching = launching
     self.building = building
     function = _source.find(label, source, kernel)
-    self.function = _with_roles(label, function, aliases, dict(launching.scratch))
+    self.function = _with_roles(label, function, aliases, launching.scratch or {})
     self._built: dict[tuple[str, int], nvrtc.Built] = {}
     self._lock = threading.Lock()
     self._check_constant()
@@ -134,7 +124,7 @@ class SourcePart(CudaPart):
     arguments: list[str] = []
     for parameter in function.template:
       value = function.bound.get(parameter.name) or self._given(parameter.name, call.static)
-      value = value or self._deduced(parameter.name, call)
+      value = value or self._deduced(parameter, call)
       if value:
         arguments.append(value)
       elif parameter.default:
@@ -161,13 +151,12 @@ class SourcePart(CudaPart):
         f"{self.label}: template parameter '{name}': expected a dtype or an integer, got {value!r}"
       ) from None
 
-  def _deduced(self, name: str, call: CudaCall) -> str:
-    for parameter, array in self._arrays(call):
-      if parameter.element == name:
-        return self._type(name, array.dtype)
-      if parameter.rank == name:
-        return str(len(array.shape))
-    return ""
+  def _deduced(self, parameter: TemplateParameter, call: CudaCall) -> str:
+    arrays = ((p, array.dtype, len(array.shape)) for p, array in self._arrays(call))
+    found = deduced(parameter, arrays)
+    if found is None:
+      return ""
+    return str(found) if isinstance(found, int) else self._type(parameter.name, found)
 
   def _type(self, name: str, dtype: Any) -> str:
     known = _source.cuda_type(dtype)
@@ -208,7 +197,7 @@ class SourcePart(CudaPart):
     return known
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    return tuple(Image.of(self.built(key, each)) for each in capabilities or (0,))
+    return tuple(self.built(key, each).image for each in capabilities or (0,))
 
   # -- launches ----------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
@@ -236,10 +225,10 @@ class SourcePart(CudaPart):
     )
     return Plan(
       expression,
-      tuple(Image.of(b) for b in builds),
+      tuple(b.image for b in builds),
       (launch,),
       scratch=tuple(size * (call.batch or 1) for size in scratch.values()),
-      zeroed=self.launching.zeroed,
+      zeroed=tuple(self.launching.zeroed),
     )
 
   def _evaluated(self, option: str, value: Any, call: CudaCall) -> Any:
@@ -250,7 +239,7 @@ class SourcePart(CudaPart):
 
   def _scratch(self, call: CudaCall) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for name, value in self.launching.scratch:
+    for name, value in (self.launching.scratch or {}).items():
       size = self._evaluated("scratch", value, call)
       if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
         raise GateDefinitionError(
@@ -335,21 +324,6 @@ def build_options(
   return BuildOptions(tuple(options), tuple(os.path.abspath(d) for d in include_dirs), arch)
 
 
-def launch_options(
-  label: str,
-  grid: Any,
-  block: Any,
-  shared: Any,
-  cluster: Any,
-  zeroed: Sequence[int],
-  scratch: Mapping[str, Any] | None,
-) -> LaunchOptions:
-  """The options of a launch, checked as far as they can be before a call."""
-  positions = _options.positions(label, "zeroed", zeroed, what="flat positions of results")
-  by_name = _options.named(label, "scratch", scratch)
-  return LaunchOptions(grid, block, shared, cluster, positions, tuple(by_name.items()))
-
-
 def saved(part: SourcePart) -> dict[str, Any]:
   """A part as files hold it: for programs, which hold the launches."""
   return {
@@ -366,5 +340,5 @@ def restored(label: str, form: Mapping[str, Any]) -> SourcePart:
   """The part that `saved` was given, but for its launches."""
   building = build_options(form["options"], form["include_dirs"], tuple(form["arch"]))
   aliases = {int(operand): int(result) for operand, result in form["aliases"]}
-  launching = LaunchOptions(1, 1)
+  launching = LaunchOptions(grid=1, block=1)
   return SourcePart(label, form["source"], form["function"], launching, building, aliases)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from callgate._build import cache
-from callgate._call.operation import Effect, Vmap
-from callgate._core import extras, registry
+from callgate._build.nvrtc import Image
+from callgate._core import extras, factories, registry
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda.named import NONE, Bound, Named, NamedKernel
-from callgate._kernel.launch import Image, Launch, Parameter, Plan
+from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
+from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, ptx_capability
 
 # What a kernel's key holds by value.
@@ -31,16 +32,9 @@ class TritonKernel(NamedKernel):
   """
 
   def __init__(
-    self,
-    kernel: Any,
-    name: str | None,
-    *,
-    grid: Any,
-    compile_options: Mapping[str, Any],
-    zeroed: Any,
-    constants: Mapping[str, Any],
-    **options: Any,
+    self, kernel: Any, options: TritonOptions, constants: Mapping[str, Any] | None = None
   ) -> None:
+    name = options.name
     what = f"kernel '{name}'" if name else "callgate.triton"
     self._compiler = _compiler(what)
     function = self._compiler.base_function(kernel)
@@ -51,9 +45,9 @@ class TritonKernel(NamedKernel):
       )
     self.function = function
     self.decorated = kernel
-    self.compile_options = dict(compile_options)
-    self._grid, self._zeroed = grid, zeroed
-    self._takes_shapes = callable(grid) and takes_two(grid)
+    self.compile_options = options.of_triton()
+    self._grid, self._zeroed = options.grid, options.zeroed_outputs
+    self._takes_shapes = callable(options.grid) and takes_two(options.grid)
     self._compiled: dict[tuple[str, int], Any] = {}
     named = [
       Named(p.name, p.is_constexpr, p.default if p.has_default else NONE) for p in function.params
@@ -64,8 +58,8 @@ class TritonKernel(NamedKernel):
     super().__init__(
       name if name is not None else registry.unique_name(function.fn),
       named,
-      constants=constants,
-      **options,
+      options,
+      constants,
     )
 
   # -- plans -------------------------------------------------------------------------------------
@@ -107,7 +101,7 @@ class TritonKernel(NamedKernel):
     found = triton_configs.candidates(
       self.label, self.decorated, arguments, {**given, **self.compile_options}
     )
-    found = [{**_DEFAULTS, **settings} for settings in found]
+    found = [{**TRITON_DEFAULTS, **settings} for settings in found]
     for settings in found:
       missing = sorted(n for n in self._automatic if n not in settings)
       if missing:
@@ -135,18 +129,17 @@ class TritonKernel(NamedKernel):
     static = {n: b.value for n, b in bound.items() if b.of == "static"}
     results = sorted((b.index, b.value) for b in bound.values() if b.of == "result")
     own = {n: v for n, v in settings.items() if n in bound}
-    return TritonKernel(
-      self.function,
-      registry.free_name(f"{self.name}.tuned"),
+    options = TritonOptions(
+      name=registry.free_name(f"{self.name}.tuned"),
       grid=self._grid,
-      compile_options={n: v for n, v in settings.items() if n not in bound},
-      zeroed=self._zeroed,
-      constants={**static, **own},
+      options={n: v for n, v in settings.items() if n not in bound},
+      zeroed_outputs=self._zeroed,
       outputs=[n for n, b in bound.items() if b.of == "result"],
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
       aliases=self.aliases,
       arch=self.arch(),
     )
+    return TritonKernel(self.function, options, {**static, **own})
 
   def _typed(self, bound: Mapping[str, Bound], meta: Mapping[str, Any]) -> list[Any]:
     """The arguments as Triton's compiler takes them."""
@@ -253,9 +246,6 @@ class TritonKernel(NamedKernel):
     return tuple(sorted(found))
 
 
-_DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
-
-
 def _compiler(what: str) -> Any:
   extras.library("triton", "Triton", "triton", by=what)
   from callgate._kernel.cuda import triton_compile
@@ -263,29 +253,8 @@ def _compiler(what: str) -> Any:
   return triton_compile
 
 
-def triton(
-  kernel: Any,
-  /,
-  *,
-  grid: Any,
-  out: Any = None,
-  like: Callable[..., Any] | None = None,
-  name: str | None = None,
-  num_warps: int | None = None,
-  num_stages: int | None = None,
-  num_ctas: int | None = None,
-  outputs: Sequence[str] | str | None = None,
-  zeroed_outputs: Any = (),
-  options: Mapping[str, Any] | None = None,
-  effect: Effect = "pure",
-  aliases: Mapping[int, int] | None = None,
-  vmap: Vmap | Callable[..., Any] = "each",
-  sharding: Any = None,
-  linear: bool | int | Sequence[int] = False,
-  gradient: Literal["finite-difference"] | None = None,
-  arch: str | int | Sequence[str | int] | None = None,
-  **constexprs: Any,
-) -> TritonKernel:
+@factories.with_constants(TritonOptions)
+def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> TritonKernel:
   """Makes a JAX function of a Triton kernel, for CUDA devices.
 
   ```python
@@ -323,29 +292,6 @@ def triton(
 
   Args:
     kernel: a function of `@triton.jit`, also under `@triton.autotune` and `@triton.heuristics`.
-    grid: programs along x, y and z: a tuple of one to three, an int, or a function of the dict of
-      all arguments, constants and options (as Triton's); if it has two parameters, the second gets
-      the ShapeDtypeStructs of the operands and then of the results.
-    out: the results, as for `callgate.gate`: a function of the arrays, or ShapeDtypeStructs.
-    like: a JAX function of the same meaning: derivatives, and `check`'s truth.
-    name: what programs call the kernel by. Default: the function's module and name.
-    num_warps: of a program. Default: 4, or the configuration's.
-    num_stages: of software pipelines. Default: 3, or the configuration's.
-    num_ctas: blocks of a cluster, for compute capability 9.0 and newer. Default: 1.
-    outputs: names of the parameters that take the results.
-    zeroed_outputs: results that are set to zero before the launch: positions, names of their
-      parameters, or a function of the same dict as `grid` that gives them.
-    options: more options of Triton's compiler, such as `{"maxnreg": 128}`.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`.
-    aliases: flat input position to flat output position: both are one memory. Such a result needs
-      no parameter of its own.
-    vmap: "each" is a launch for each lane; "grid" one launch, for kernels that take their lane
-      from `tl.program_id(2)` and step through the arrays by it; "whole", "broadcast", or a rule.
-    sharding: which dimensions of the arrays may stay split over devices.
-    linear: positions of the arguments in which it is linear.
-    gradient: "finite-difference" or None.
-    arch: what to compile for where the process has no device: "sm_90", 90, or several. Default:
-      PTX, which any device runs.
     **constexprs: values of the kernel's parameters, above all of its constants.
 
   Returns:
@@ -355,25 +301,4 @@ def triton(
     CompileError: Triton refuses the kernel; at the first call.
     GateDefinitionError: an argument is wrong, or Triton is not installed.
   """
-  chosen = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": num_ctas}
-  return TritonKernel(
-    kernel,
-    name,
-    grid=grid,
-    compile_options={
-      **{k: v for k, v in chosen.items() if v is not None},
-      **dict(options or {}),
-    },
-    zeroed=zeroed_outputs,
-    constants=constexprs,
-    outputs=outputs,
-    out=out,
-    like=like,
-    effect=effect,
-    aliases=aliases,
-    vmap=vmap,
-    sharding=sharding,
-    linear=linear,
-    gradient=gradient,
-    arch=arch,
-  )
+  return TritonKernel(kernel, options, constexprs)

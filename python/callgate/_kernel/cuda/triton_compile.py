@@ -69,7 +69,7 @@ class Argument:
   divisible: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Compiled:
   """A kernel compiled for one capability.
 

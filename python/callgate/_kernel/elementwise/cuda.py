@@ -8,26 +8,24 @@ result's elements; extents and strides are passed by the launch. Runs on lowerin
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._build import cache, nvrtc, toolchain
-from callgate._build.files import checksum
+from callgate._build import nvrtc, toolchain
+from callgate._build.nvrtc import Image
 from callgate._core.errors import CompileError
 from callgate._kernel import launch as _launch
 from callgate._kernel.elementwise.layout import Layout, collapsed, layout_of
-from callgate._kernel.elementwise.params import Bindings, Param
-from callgate._kernel.elementwise.source import Code, body, has_complex, value_type
-from callgate._kernel.launch import Address, Image, Launch, Parameter, Plan
+from callgate._kernel.elementwise.params import Param
+from callgate._kernel.elementwise.source import Bound, Code, body, element
+from callgate._kernel.launch import Address, Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, CudaPart
-from callgate._kernel.source import cpp_type
 
 _THREADS = 256
 _BLOCKS = 1 << 14  # more elements than these have threads are gone through in strides of the grid
@@ -38,15 +36,10 @@ _OPTIONS = ("--std=c++20", "-default-device")
 
 @dataclasses.dataclass(frozen=True)
 class CudaOptions:
-  """How an elementwise kernel is compiled for CUDA.
+  """How an elementwise kernel is compiled for CUDA."""
 
-  Attributes:
-    options: for NVRTC, after callgate's own.
-    arch: compute capabilities, where the process has no device.
-  """
-
-  options: tuple[str, ...] = ()
-  arch: tuple[int, ...] = ()
+  options: tuple[str, ...] = ()  # for NVRTC, after callgate's own
+  arch: tuple[int, ...] = ()  # compute capabilities, where the process has no device
 
 
 def entry_of(name: str) -> str:
@@ -55,114 +48,85 @@ def entry_of(name: str) -> str:
 
 
 # -- the source ----------------------------------------------------------------------------------
-def device_type(dtype: np.dtype[Any]) -> str:
-  """The type of a dtype's elements on the device."""
-  return _on_device(cpp_type(dtype))
-
-
 def _on_device(text: str) -> str:
   return text.replace("std::complex<", "callgate::elementwise::complex<").replace(
     "cg::", "callgate::small::"
   )
 
 
-def cuda_unit(what: str, entry: str, code: Code, bindings: Bindings, layout: Layout) -> str:
-  """A whole source for CUDA.
-
-  Args:
-    what: the kernel, for the compiler's messages.
-    entry: the function's name.
-    code: the user's.
-    bindings: what the letters stand for.
-    layout: of the call.
-  """
+def cuda_unit(what: str, entry: str, bound: Bound, layout: Layout) -> str:
+  """A whole source for CUDA; `entry` is the function's name, `what` the kernel in messages."""
   # CUDA has functions of these names that treat NaN otherwise.
-  text = body(what, code, bindings).replace(
+  text = body(what, bound).replace(
     "  using namespace callgate::elementwise;\n",
     "  using namespace callgate::elementwise;\n"
     "  using callgate::elementwise::max;\n"
     "  using callgate::elementwise::min;\n",
     1,
   )
-  if has_complex(code, bindings):
-    text = _on_device(text)
+  if bound.has_complex:
+    text = _on_device(text)  # the user's part as well
   return (
-    f"// {_header_digest()}\n"
+    f"// {toolchain.headers_digest(*_HEADERS)}\n"  # in the key of the compiled source
     '#include "callgate/elementwise_device.h"\n\n'
-    f"{text}\nnamespace {{\n{_elements(code, bindings, layout)}}}  // namespace\n\n"
-    f"{_kernel(entry, code, bindings, layout)}"
+    f"{text}\nnamespace {{\n{_elements(bound, layout)}}}  // namespace\n\n"
+    f"{_kernel(entry, bound, layout)}"
   )
-
-
-@functools.cache
-def _header_digest() -> str:
-  """Of the headers, which the source is cached by."""
-  folder = toolchain.include_dir() / "callgate"
-  return cache.digest([checksum(folder / name) for name in _HEADERS])
 
 
 def _strided(code: Code, layout: Layout) -> list[Param]:
   return [p for p, k in zip(code.mapped, layout.kinds, strict=True) if k == "s"]
 
 
-def _elements(code: Code, bindings: Bindings, layout: Layout) -> str:
+def _elements(bound: Bound, layout: Layout) -> str:
   """The struct that goes through a thread's elements."""
-  fields = ["int64_t _size;"]
-  fields += [f"const {device_type(p.dtype(bindings))}* {p.name};" for p in code.mapped]
-  fields += [f"{device_type(p.dtype(bindings))}* {p.name};" for p in code.outputs]
-  strided = _strided(code, layout)
+  fields = ["int64_t _size", *bound.pointers]
+  strided = _strided(bound.code, layout)
   if strided:
-    fields.append(f"const callgate::elementwise::Strides<{layout.axes}, {len(strided)}>& _strides;")
+    fields.append(f"const callgate::elementwise::Strides<{layout.axes}, {len(strided)}>& _strides")
   ones = [
-    f"const auto _one_{p.name} = static_cast<{_value(p, bindings)}>({p.name}[0]);"
-    for p, kind in zip(code.mapped, layout.kinds, strict=True)
+    f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);"
+    for p, kind in zip(bound.code.mapped, layout.kinds, strict=True)
     if kind == "o"
   ]
   lines = [
     "const int64_t _first = callgate::elementwise::first_of_thread();",
     "const int64_t _step = callgate::elementwise::threads();",
     *ones,
-    *(_packs(code, bindings, layout) if layout.vector > 1 else ["const int64_t _done = 0;"]),
-    *_singles(code, bindings, layout),
+    *(_packs(bound, layout) if layout.vector > 1 else ["const int64_t _done = 0;"]),
+    *_singles(bound, layout),
   ]
-  inner = "".join(f"    {line}\n" for line in lines)
   return (
     "struct Elements {\n"
-    + "".join(f"  {field}\n" for field in fields)
+    + "".join(f"  {field};\n" for field in fields)
     + "  template <class Each>\n"
     "  __device__ __forceinline__ void operator()(const Each& _each) const {\n"
-    f"{inner}"
-    "  }\n"
+    + "".join(f"    {line}\n" for line in lines)
+    + "  }\n"
     "};\n"
   )
 
 
-def _packs(code: Code, bindings: Bindings, layout: Layout) -> list[str]:
+def _packs(bound: Bound, layout: Layout) -> list[str]:
   """The loop over several neighbours at once."""
   count = layout.vector
   loads: list[str] = []
   arguments = [f"_pack * {count} + _k"]
-  for param, kind in zip(code.mapped, layout.kinds, strict=True):
+  for param, kind in zip(bound.code.mapped, layout.kinds, strict=True):
     if kind == "o":
       arguments.append(f"_one_{param.name}")
       continue
-    pack = f"callgate::elementwise::Pack<{device_type(param.dtype(bindings))}, {count}>"
+    pack = f"callgate::elementwise::Pack<{bound.stored(param)}, {count}>"
     loads.append(
       f"const {pack} _in_{param.name} = reinterpret_cast<const {pack}*>({param.name})[_pack];"
     )
-    arguments.append(f"static_cast<{_value(param, bindings)}>(_in_{param.name}.values[_k])")
+    arguments.append(f"static_cast<{bound.value(param)}>(_in_{param.name}.values[_k])")
   stores: list[str] = []
-  before: list[str] = []
-  after: list[str] = []
-  for param in code.outputs:
-    stored = device_type(param.dtype(bindings))
-    pack = f"callgate::elementwise::Pack<{stored}, {count}>"
+  for param in bound.code.outputs:
+    pack = f"callgate::elementwise::Pack<{bound.stored(param)}, {count}>"
     loads.append(f"{pack} _out_{param.name};")
-    before.append(f"{_value(param, bindings)} _new_{param.name}{{}};")
-    arguments.append(f"_new_{param.name}")
-    after.append(f"_out_{param.name}.values[_k] = static_cast<{stored}>(_new_{param.name});")
     stores.append(f"reinterpret_cast<{pack}*>({param.name})[_pack] = _out_{param.name};")
-  inner = [*before, f"_each({', '.join(arguments)});", *after]
+  inner = element(bound, arguments, "_out_{}.values[_k]")
   return [
     f"const int64_t _packs = _size / {count}, _done = _packs * {count};",
     "for (int64_t _pack = _first; _pack < _packs; _pack += _step) {",
@@ -176,54 +140,42 @@ def _packs(code: Code, bindings: Bindings, layout: Layout) -> list[str]:
   ]
 
 
-def _singles(code: Code, bindings: Bindings, layout: Layout) -> list[str]:
+def _singles(bound: Bound, layout: Layout) -> list[str]:
   """The loop over elements one by one: the tail of the packs, or all."""
   arguments = ["_i"]
-  before: list[str] = []
-  strided = _strided(code, layout)
+  offsets: list[str] = []
+  strided = _strided(bound.code, layout)
   if strided:
     whole = "uint64_t" if layout.wide else "uint32_t"
-    before.append(f"int64_t _offsets[{len(strided)}];")
-    before.append(f"_strides.template place<{whole}>(_i, _offsets);")
-  for param, kind in zip(code.mapped, layout.kinds, strict=True):
+    offsets.append(f"int64_t _offsets[{len(strided)}];")
+    offsets.append(f"_strides.template place<{whole}>(_i, _offsets);")
+  for param, kind in zip(bound.code.mapped, layout.kinds, strict=True):
     place = f"_offsets[{strided.index(param)}]" if kind == "s" else "_i"
     arguments.append(
       f"_one_{param.name}"
       if kind == "o"
-      else f"static_cast<{_value(param, bindings)}>({param.name}[{place}])"
+      else f"static_cast<{bound.value(param)}>({param.name}[{place}])"
     )
-  after: list[str] = []
-  for param in code.outputs:
-    before.append(f"{_value(param, bindings)} _new_{param.name}{{}};")
-    arguments.append(f"_new_{param.name}")
-    stored = device_type(param.dtype(bindings))
-    after.append(f"{param.name}[_i] = static_cast<{stored}>(_new_{param.name});")
+  inner = element(bound, arguments, "{}[_i]")
   return [
     "for (int64_t _i = _done + _first; _i < _size; _i += _step) {",
-    *(f"  {line}" for line in (*before, f"_each({', '.join(arguments)});", *after)),
+    *(f"  {line}" for line in (*offsets, *inner)),
     "}",
   ]
 
 
-def _value(param: Param, bindings: Bindings) -> str:
-  return _on_device(value_type(param.dtype(bindings)))
-
-
-def _kernel(entry: str, code: Code, bindings: Bindings, layout: Layout) -> str:
+def _kernel(entry: str, bound: Bound, layout: Layout) -> str:
   """The function that a launch runs."""
-  strided = _strided(code, layout)
-  raws = [p for p in code.inputs if p.raw]
-  params = ["int64_t _size"]
-  params += [f"const {device_type(p.dtype(bindings))}* {p.name}" for p in code.mapped]
-  params += [f"{device_type(p.dtype(bindings))}* {p.name}" for p in code.outputs]
+  strided = _strided(bound.code, layout)
+  raws = [p for p in bound.code.inputs if p.raw]
+  params = ["int64_t _size", *bound.pointers]
   if strided:
     params.append(f"callgate::elementwise::Strides<{layout.axes}, {len(strided)}> _strides")
-  for param, rank in zip(raws, layout.ranks, strict=True):
-    stored = device_type(param.dtype(bindings))
-    params.append(
-      f"callgate::elementwise::Raw<{stored}, {_value(param, bindings)}, {rank}> {param.name}"
-    )
-  fields = ["_size", *(p.name for p in (*code.mapped, *code.outputs))]
+  params += [
+    f"callgate::elementwise::Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
+    for p, rank in zip(raws, layout.ranks, strict=True)
+  ]
+  fields = ["_size", *(p.name for p in (*bound.code.mapped, *bound.code.outputs))]
   fields += ["_strides"] if strided else []
   passed = "".join(f", {p.name}" for p in raws)
   return (
@@ -276,47 +228,37 @@ class ElementwisePart(CudaPart):
     kernel = self._kernel()
     assert kernel is not None  # whose call this is
     code: Code = kernel.user_code
-    bound: Mapping[str, Any] = kernel.bindings(call.operands, call.static)
     layout = layout_of(
       code, [x.shape for x in call.operands], [x.dtype for x in call.operands], call.results
     )
-    letters = ",".join(f"{name}={bound[name].name}" for name in code.letters)
-    key = f"{letters}:{layout.text}"
-    built = [self._build(kernel, key, capability) for capability in call.capabilities or (0,)]
+    key = f"{kernel.letters_text(call.operands, call.static)}:{layout.text}"
+    built = self._built(kernel, key, call.capabilities)
     taken = -(-math.prod(call.results[0].shape) // layout.vector)
     blocks = min(-(-taken // _THREADS), _BLOCKS)
     grid, block, _, _ = _launch.checked(kernel.label, blocks, _THREADS)
     parameters = parameters_of(code, layout, call.operands, call.results)
     launch = Launch(built[0].entry, grid, block, parameters)
-    return Plan(key, tuple(Image.of(each) for each in built), (launch,))
+    return Plan(key, tuple(each.image for each in built), (launch,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     kernel = self._kernel()
     assert kernel is not None
-    letters, _, layout = key.partition(":")
-    names = tuple(part.partition("=")[0] for part in letters.split(",") if part)
-    kinds = layout.partition(":")[0]
-    if names != kernel.user_code.letters or len(kinds) != len(kernel.user_code.mapped):
+    if not kernel.has_key(key):
       return None
-    return tuple(Image.of(self._build(kernel, key, each)) for each in capabilities or (0,))
+    return tuple(built.image for built in self._built(kernel, key, capabilities))
 
-  def source(self, kernel: Any, key: str) -> str:
-    """The CUDA C++ of a variant."""
-    layout = Layout.parse(key.partition(":")[2])
-    return cuda_unit(
-      kernel.label, entry_of(kernel.name), kernel.user_code, kernel.bound_of(key), layout
-    )
-
-  def _build(self, kernel: Any, key: str, capability: int) -> nvrtc.Built:
+  def _built(self, kernel: Any, key: str, capabilities: tuple[int, ...]) -> list[nvrtc.Built]:
+    entry, layout = entry_of(kernel.name), Layout.parse(key.partition(":")[2])
+    source = cuda_unit(kernel.label, entry, kernel.bound(key, _on_device), layout)
+    options = (*_OPTIONS, *self.options.options)
+    folders = kernel.build_options["include_dirs"]
     try:
-      return nvrtc.build(
-        kernel.label,
-        f"{kernel.name}.cu",
-        self.source(kernel, key),
-        entry_of(kernel.name),
-        capability,
-        options=(*_OPTIONS, *self.options.options),
-        include_dirs=kernel.build_options["include_dirs"],
-      )
+      return [
+        nvrtc.build(
+          kernel.label, f"{kernel.name}.cu", source, entry, capability, options=options,
+          include_dirs=folders,
+        )
+        for capability in capabilities or (0,)
+      ]  # fmt: skip
     except CompileError as error:
       raise kernel.explained(error) from None

@@ -8,13 +8,15 @@ what multiplies and adds them up is JAX, which can transpose that.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from callgate._core.dtypes import is_complex, is_inexact
 from callgate._core.errors import GateDefinitionError
@@ -22,32 +24,16 @@ from callgate._kernel.elementwise.params import Param
 from callgate._kernel.elementwise.source import Code, placed, value_type, words
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Derivative:
-  """How a kernel's results change with one of its arguments.
+  """How a kernel's results change with one of its arguments."""
 
-  Attributes:
-    kernel: computes the coefficients, one for each result.
-    inputs: positions of the primal arguments that it takes.
-    outputs: positions of the primal results that it takes after them.
-    size: where no argument gives its results a shape, whether they have the primal call's "own" or
-      are "one" number for all elements.
-  """
-
-  kernel: Callable[..., Any]
-  inputs: tuple[int, ...]
-  outputs: tuple[int, ...]
+  kernel: Callable[..., Any]  # computes the coefficients, one for each result
+  inputs: tuple[int, ...]  # positions of the primal arguments that it takes
+  outputs: tuple[int, ...]  # positions of the primal results that it takes after them
+  # Where no argument gives its results a shape, whether they have the primal call's "own" or are
+  # "one" number for all elements.
   size: Literal["own", "one"] | None
-
-  def coefficients(
-    self, primals: Sequence[Any], results: Sequence[Any], letters: dict[str, str], size: Any
-  ) -> list[Any]:
-    """One array for each result, of a shape that broadcasts to it."""
-    given = [*(primals[i] for i in self.inputs), *(results[i] for i in self.outputs)]
-    keywords: dict[str, Any] = dict(letters)
-    if self.size is not None:
-      keywords["size"] = size if self.size == "own" else ()
-    return _list(self.kernel(*given, **keywords))
 
 
 def derive(
@@ -57,14 +43,10 @@ def derive(
   like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
 ) -> dict[int, Derivative]:
-  """A `Derivative` for each argument that has one.
+  """A `Derivative` for each argument that has one, by its position.
 
-  Args:
-    label: of the kernel.
-    code: the kernel's own.
-    jvp: the user's expression.
-    like: the user's reference, for derivatives of the coefficients.
-    make: makes a kernel, from what its name ends in, its code and its reference.
+  `like` is the user's reference, for derivatives of the coefficients; `make` makes a kernel from
+  what its name ends in, its code and its reference.
   """
   _check_names(label, code, jvp)
   used = words(jvp) | words(code.loop_prep)
@@ -138,68 +120,86 @@ def _type(param: Param) -> str:
   return param.type if param.own_dtype is None else value_type(param.own_dtype)
 
 
-def rule(kernel: Any, primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-  """The kernel's derivative by its `derivatives`; as `jax.custom_jvp` with symbolic zeros."""
-  out = kernel(*primals, **static)
-  results = _list(out)
-  totals: list[Any] = [None] * len(results)
-  letters = {name: dtype.name for name, dtype in kernel.bindings(primals, static).items()}
-  for index, (param, tangent) in enumerate(zip(kernel.user_code.inputs, tangents, strict=True)):
+def jvp(
+  factors: Callable[..., list[Any]],
+  kernel: Any,
+  primals: Sequence[Any],
+  tangents: Sequence[Any],
+  **static: Any,
+) -> Any:
+  """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is one of those below."""
+  results, tree = jax.tree.flatten(kernel(*primals, **static))
+  parts: list[list[Any]] = [[] for _ in results]
+  for index, tangent in enumerate(tangents):
     if isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0:
       continue
-    if index not in kernel.derivatives:
-      raise GateDefinitionError(
-        f"{kernel.label}: differentiated with respect to '{param.name}', which is raw; expected a "
-        "derivative in the other arguments alone, or a rule given to defjvp or defvjp"
-      )
-    _check_complex(kernel.label, param, tangent, results)
-    factors = kernel.derivatives[index].coefficients(primals, results, letters, static.get("size"))
-    for k, (result, factor) in enumerate(zip(results, factors, strict=True)):
-      totals[k] = _add(totals[k], factor, tangent, result)
-  return out, _in_tree(out, [_full(t, r) for t, r in zip(totals, results, strict=True)])
+    found = factors(kernel, index, primals, results, static)
+    for own, result, factor in zip(parts, results, found, strict=True):
+      if is_inexact(result.dtype):
+        own.append(factor.astype(result.dtype) * tangent.astype(result.dtype))
+  totals = [
+    jnp.broadcast_to(functools.reduce(operator.add, own), result.shape)
+    if own
+    else zero_from_primal(result)
+    for own, result in zip(parts, results, strict=True)
+  ]
+  return tree.unflatten(results), tree.unflatten(totals)
 
 
-def _check_complex(label: str, param: Param, tangent: Any, results: Sequence[Any]) -> None:
-  """Such a derivative is no factor: it is linear in the tangent's parts, not in the tangent."""
+def by_expression(
+  kernel: Any, index: int, primals: Sequence[Any], results: Sequence[Any], static: dict[str, Any]
+) -> list[Any]:
+  """One coefficient for each result, of a shape that broadcasts to it."""
+  name, dtype = kernel.user_code.inputs[index].name, primals[index].dtype
+  if index not in kernel.derivatives:
+    raise GateDefinitionError(
+      f"{kernel.label}: differentiated with respect to '{name}', which is raw; expected a "
+      "derivative in the other arguments alone, or a rule given to defjvp or defvjp"
+    )
   for result in results:
-    if is_complex(tangent.dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
+    # Linear in the tangent's parts, not in the tangent, such a derivative is no factor.
+    if is_complex(dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
       raise GateDefinitionError(
-        f"{label}: jvp= takes derivatives of complex results with respect to complex "
-        f"'{param.name}', got a result of {result.dtype.name}; give a rule to defjvp"
+        f"{kernel.label}: jvp= takes derivatives of complex results with respect to complex "
+        f"'{name}', got a result of {result.dtype.name}; give a rule to defjvp"
       )
+  derivative: Derivative = kernel.derivatives[index]
+  given = [*(primals[i] for i in derivative.inputs), *(results[i] for i in derivative.outputs)]
+  keywords = {letter: bound.name for letter, bound in kernel.bindings(primals, static).items()}
+  if derivative.size is not None:
+    keywords["size"] = static.get("size") if derivative.size == "own" else ()
+  return jax.tree.leaves(derivative.kernel(*given, **keywords))
 
 
-def differences(kernel: Any, primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-  """The same by central differences, each element by itself.
+def by_differences(
+  kernel: Any, index: int, primals: Sequence[Any], results: Sequence[Any], static: dict[str, Any]
+) -> list[Any]:
+  """Central differences, each element by itself.
 
   The step is that of `derivatives._jvp_by_differences`.
   """
-  out = kernel(*primals, **static)
-  results = _list(out)
-  totals: list[Any] = [None] * len(results)
-  for index, (param, tangent) in enumerate(zip(kernel.user_code.inputs, tangents, strict=True)):
-    if isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0:
-      continue
-    if param.raw or not jnp.issubdtype(tangent.dtype, jnp.floating):
-      raise GateDefinitionError(
-        f"{kernel.label}: argument '{param.name}': gradient='finite-difference' takes derivatives "
-        "with respect to real arguments that are not raw; give a rule to defjvp or defvjp"
-      )
-    x = primals[index]
-    step = float(jnp.finfo(x.dtype).eps) ** (1 / 3) * jnp.maximum(1, jnp.abs(x))
-    up, down = x + step.astype(x.dtype), x - step.astype(x.dtype)
-    ends = [_list(kernel(*primals[:index], y, *primals[index + 1 :], **static)) for y in (up, down)]
-    for k, (result, high, low) in enumerate(zip(results, *ends, strict=True)):
-      if is_inexact(result.dtype):
-        slope = (high - low) / (up - down).astype(result.dtype)
-        totals[k] = _add(totals[k], slope, tangent, result)
-  return out, _in_tree(out, [_full(t, r) for t, r in zip(totals, results, strict=True)])
+  param, x = kernel.user_code.inputs[index], primals[index]
+  if param.raw or not jnp.issubdtype(x.dtype, jnp.floating):
+    raise GateDefinitionError(
+      f"{kernel.label}: argument '{param.name}': gradient='finite-difference' takes derivatives "
+      "with respect to real arguments that are not raw; give a rule to defjvp or defvjp"
+    )
+  step = float(jnp.finfo(x.dtype).eps) ** (1 / 3) * jnp.maximum(1, jnp.abs(x))
+  up, down = x + step.astype(x.dtype), x - step.astype(x.dtype)
+  highs, lows = (
+    jax.tree.leaves(kernel(*primals[:index], y, *primals[index + 1 :], **static))
+    for y in (up, down)
+  )
+  return [
+    (high - low) / (up - down).astype(result.dtype) if is_inexact(result.dtype) else None
+    for result, high, low in zip(results, highs, lows, strict=True)
+  ]
 
 
 def _reference(code: Code, like: Callable[..., Any], index: int) -> Callable[..., Any]:
   """The coefficients by JAX, of which it knows all further derivatives."""
 
-  def coefficients(*args: Any, **static: Any) -> Any:
+  def coefficients(*args: Any, **_: Any) -> Any:
     primals = args[: len(code.inputs)]
     shape = np.broadcast_shapes(
       *(jnp.shape(x) for p, x in zip(code.inputs, primals, strict=True) if not p.raw)
@@ -207,37 +207,7 @@ def _reference(code: Code, like: Callable[..., Any], index: int) -> Callable[...
     full = [
       x if p.raw else jnp.broadcast_to(x, shape) for p, x in zip(code.inputs, primals, strict=True)
     ]
-    tangents = [
-      jnp.ones_like(x) if i == index else _zero(jnp.shape(x), x.dtype) for i, x in enumerate(full)
-    ]
-    del static
+    tangents = [jnp.ones_like(x) if i == index else zero_from_primal(x) for i, x in enumerate(full)]
     return jax.jvp(like, full, tangents)[1]
 
   return coefficients
-
-
-def _add(total: Any, factor: Any, tangent: Any, result: Any) -> Any:
-  if not is_inexact(result.dtype):
-    return None
-  part = factor.astype(result.dtype) * tangent.astype(result.dtype)
-  return part if total is None else total + part
-
-
-def _full(total: Any, result: Any) -> Any:
-  if total is None:
-    return _zero(result.shape, result.dtype)
-  return jnp.broadcast_to(total, result.shape)
-
-
-def _zero(shape: tuple[int, ...], dtype: Any) -> Any:
-  if is_inexact(dtype):
-    return jnp.zeros(shape, dtype)
-  return np.zeros(shape, jax.dtypes.float0)
-
-
-def _list(out: Any) -> list[Any]:
-  return list(out) if isinstance(out, tuple) else [out]
-
-
-def _in_tree(out: Any, leaves: list[Any]) -> Any:
-  return tuple(leaves) if isinstance(out, tuple) else leaves[0]

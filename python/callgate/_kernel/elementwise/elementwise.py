@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
 
-from callgate._build import toolchain
-from callgate._call.operation import Effect
-from callgate._core import options, registry
+from callgate._call.options import shared
+from callgate._core import factories, registry
+from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.elementwise import params
 from callgate._kernel.elementwise.cuda import CudaOptions
 from callgate._kernel.elementwise.kernel import FLAGS, ElementwiseKernel
+from callgate._kernel.elementwise.options import ElementwiseOptions
 from callgate._kernel.elementwise.params import Param
 from callgate._kernel.elementwise.source import Code
+from callgate._kernel.options import KernelOptions
 from callgate._kernel.program import parse_arch
 
 
+@factories.of_code(ElementwiseOptions)
 def elementwise(
   in_params: str,
   out_params: str,
   operation: str,
   name: str | None = None,
   *,
-  preamble: str = "",
-  loop_prep: str = "",
-  after_loop: str = "",
-  jvp: str | None = None,
-  like: Callable[..., Any] | None = None,
-  effect: Effect = "pure",
-  aliases: Mapping[int, int] | None = None,
-  sharding: Any = None,
-  gradient: Literal["finite-difference"] | None = None,
-  flags: Sequence[str] = (),
-  include_dirs: Sequence[str | os.PathLike[str]] = (),
-  libraries: Sequence[str] = (),
-  library_dirs: Sequence[str | os.PathLike[str]] = (),
-  debug: bool = False,
-  cuda_options: Sequence[str] = (),
-  arch: str | int | Sequence[str | int] | None = None,
+  options: ElementwiseOptions,
 ) -> ElementwiseKernel:
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
 
@@ -65,26 +51,6 @@ def elementwise(
     operation: C++ statements that give the results' elements. `i` is the element's index in the
       result in row-major order, `n` and `_ind.size()` are their number.
     name: what programs call the kernel by. Default: the calling module's name and "elementwise".
-    preamble: C++ in front of the kernel: functions, types, includes.
-    loop_prep: statements in front of each run of elements, whose variables the operation sees.
-    after_loop: statements behind each run of elements.
-    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the
-      arguments, the results and the arguments' tangents `dx`, in which they are linear.
-    like: a JAX-traceable reference of the same signature: gives derivatives where there is no
-      `jvp`, and those of higher order where there is; and `check`'s truth.
-    effect: "pure", "io" or "ordered", as for `callgate.gate`.
-    aliases: flat input position to flat output position: both are one memory.
-    sharding: which dimensions of the arrays may stay split over devices. Default: all, as operands
-      broadcast. "gather", or a rule or function as for `callgate.gate`, for less.
-    gradient: "finite-difference": derivatives by central differences, element by element.
-    flags: for the compiler, after callgate's own.
-    include_dirs: folders of headers.
-    libraries: names for `-l`, or paths of libraries.
-    library_dirs: folders where they are, now and at run time.
-    debug: "-O0 -g" and bounds checks of raw arguments; on the CPU.
-    cuda_options: for CUDA's run-time compiler, after callgate's own; "--use_fast_math", say.
-    arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
-      or several. Default: PTX, which any device runs.
 
   Returns:
     A `Kernel`. Its calls take the arguments by position or name; `size=` where all are raw; and the
@@ -96,39 +62,30 @@ def elementwise(
       compiler.
     GateDefinitionError: a parameter or an option is wrong.
   """
-  name = options.name("elementwise", name)
+  name = check.name("elementwise", name)
   if name is None:
     name = registry.free_name(f"{caller_module()}.elementwise")
   label = f"kernel '{name}'"
-  options.texts(
-    label, in_params=in_params, out_params=out_params, operation=operation, preamble=preamble,
-    loop_prep=loop_prep, after_loop=after_loop,
+  around = (options.preamble, options.loop_prep, options.after_loop)
+  check.texts(
+    label, in_params=in_params, out_params=out_params, operation=operation, preamble=around[0],
+    loop_prep=around[1], after_loop=around[2],
   )  # fmt: skip
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
   params.check(label, inputs, outputs)
-  _check_aliases(label, inputs, options.aliases(label, aliases))
-  options.boolean(label, "debug", debug)
-  options.optional_texts(label, jvp=jvp)
-  defaults = toolchain.DEBUG_FLAGS if debug else toolchain.DEFAULT_FLAGS
+  _check_aliases(label, inputs, check.aliases(label, options.aliases))
+  check.boolean(label, "debug", options.debug)
+  check.optional_texts(label, jvp=options.jvp)
   return ElementwiseKernel(
     name,
-    Code(inputs, outputs, operation, preamble, loop_prep, after_loop),
-    build_options={
-      "flags": (*defaults, *FLAGS, *options.strings(label, "flags", flags)),
-      "include_dirs": options.strings(label, "include_dirs", include_dirs),
-      "libraries": options.strings(label, "libraries", libraries),
-      "library_dirs": options.strings(label, "library_dirs", library_dirs),
-    },
+    Code(inputs, outputs, operation, *around),
+    shared(KernelOptions, options, thread_safe=True),
+    build_options=options.building(label, *FLAGS),
     cuda_options=CudaOptions(
-      options.strings(label, "cuda_options", cuda_options), parse_arch(label, arch)
+      check.strings(label, "cuda_options", options.cuda_options), parse_arch(label, options.arch)
     ),
-    jvp=jvp,
-    like=like,
-    effect=effect,
-    aliases=aliases,
-    sharding=sharding,
-    gradient=gradient,
+    jvp=options.jvp,
   )
 
 

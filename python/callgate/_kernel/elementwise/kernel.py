@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate import _callgate
 from callgate._build import toolchain
 from callgate._call.site import CallSite
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import cuda, derivatives, params
 from callgate._kernel.elementwise.cuda import CudaOptions
-from callgate._kernel.elementwise.source import Code, cpu_unit, has_complex
-from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Parameter, from_codes
+from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
+from callgate._kernel.options import KernelOptions
+from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.program import PREFIX
 from callgate._kernel.variants import CallTypes, Function, Static
 from callgate._sharding import rules
@@ -34,7 +33,7 @@ FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 _COMPLEX_FLAGS = ("-fcx-fortran-rules",)
 
 
-class ElementwiseKernel(Kernel):
+class ElementwiseKernel(CpuKernel):
   """A kernel from the code of one element; see `callgate.elementwise`.
 
   Attributes:
@@ -48,13 +47,11 @@ class ElementwiseKernel(Kernel):
     self,
     name: str,
     code: Code,
+    options: KernelOptions,
     *,
     build_options: Mapping[str, Any],
     cuda_options: CudaOptions,
     jvp: str | None = None,
-    like: Callable[..., Any] | None = None,
-    gradient: Literal["finite-difference"] | None = None,
-    **options: Any,
   ) -> None:
     self.user_code = code
     self.build_options = dict(build_options)
@@ -62,30 +59,22 @@ class ElementwiseKernel(Kernel):
     self.derivatives: dict[int, derivatives.Derivative] = {}
     signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
     signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
-    super().__init__(
-      name,
-      signature,
-      out=functools.partial(_result_types, f"kernel '{name}'", code),
-      like=like,
-      gradient=gradient,
-      thread_safe=True,
-      **options,
-    )
+    like, gradient = options.like, options.gradient
+    out = functools.partial(_result_types, f"kernel '{name}'", code)
+    super().__init__(name, signature, dataclasses.replace(options, out=out))
     self.cuda = cuda.ElementwisePart(self, cuda_options)
     if not code.knows_place:
       self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
+    factors = None
     if jvp is not None:
       make = functools.partial(_derivative_kernel, name, self.build_options, cuda_options)
       self.derivatives = derivatives.derive(self.label, code, jvp, like, make)
-      self._set_rule(derivatives.rule)
+      factors = derivatives.by_expression
     elif gradient is not None and like is None:
-      self._set_rule(derivatives.differences)
-
-  def _set_rule(self, rule: Callable[..., Any]) -> None:
-    def jvp(primals: Any, tangents: Any, **static: Any) -> Any:
-      return rule(self, primals, tangents, **static)
-
-    self.rules.set_jvp(self.label, jvp, symbolic_zeros=True)
+      factors = derivatives.by_differences
+    if factors is not None:
+      rule = functools.partial(derivatives.jvp, factors, self)
+      self.rules.set_jvp(self.label, rule, symbolic_zeros=True)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(
@@ -155,12 +144,14 @@ class ElementwiseKernel(Kernel):
       super().check_call(site, structs)
 
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    code = self.user_code
-    bound = self.bindings(operands, dict(static))
-    letters = ",".join(f"{name}={bound[name].name}" for name in code.letters)
-    shapes = [x.shape for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
-    key = f"{letters}:{_varying(shapes, results[0].shape)}"
+    inputs = zip(self.user_code.inputs, operands, strict=True)
+    varying = _varying([x.shape for p, x in inputs if not p.raw], results[0].shape)
+    key = f"{self.letters_text(operands, dict(static))}:{varying}"
     return dataclasses.replace(super().types_of(operands, results, static), static=(("key", key),))
+
+  def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
+    """What the letters stand for in a call, as the keys of variants begin."""
+    return ",".join(f"{k}={v.name}" for k, v in sorted(self.bindings(operands, static).items()))
 
   def variant_key(self, types: CallTypes) -> str:
     return dict(types.static)["key"]
@@ -169,45 +160,40 @@ class ElementwiseKernel(Kernel):
     return CallTypes((), (), (("key", key),))
 
   def define_variant(self, key: str) -> bool:
-    if key.startswith(PREFIX):
-      return super().define_variant(key)
-    letters, _, varies = key.partition(":")
-    names = tuple(part.partition("=")[0] for part in letters.split(",") if part)
-    fits = names == self.user_code.letters and len(varies) == len(self.user_code.mapped)
-    return fits and super().define_variant(key)
+    return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
 
-  def bound_of(self, key: str) -> dict[str, np.dtype[Any]]:
-    """A variant's letters, from its key."""
-    return _bound_of(key)
+  def has_key(self, key: str) -> bool:
+    """Whether a program from elsewhere may mean a variant of this kernel's."""
+    _, kinds, *_ = f"{key}:".split(":")
+    code = self.user_code
+    return tuple(_letters(key)) == code.letters and len(kinds) == len(code.mapped)
+
+  def bound(self, key: str, spelled: Callable[[str], str] = str) -> Bound:
+    """The code of a variant, by its key: "T=float32,S=int8:..."."""
+    bindings = {name: dtype_named(dtype) for name, dtype in _letters(key).items()}
+    return Bound(self.user_code, bindings, spelled)
 
   def explained(self, error: CompileError) -> CompileError:
     """What the compiler said, with what the user should know of it."""
     return error
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
+  def compile(self, types: CallTypes) -> Function:
     key = self.variant_key(types)
     options = dict(self.build_options)
-    if has_complex(self.user_code, _bound_of(key)):
+    if self.bound(key).has_complex:
       options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])
-    library = toolchain.build(self.label, self._source(key), **options)
-    loaded = toolchain.load(library)
-    table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value
-    assert table is not None
-    ((_, address, codes, names),) = _callgate.read_library(str(library), table)
-    return key, Function(address, tuple(from_codes(codes, names)), keep=loaded)
+    try:
+      library = toolchain.build(self.label, self._source(key), **options)
+    except CompileError as error:
+      raise self.explained(error) from None
+    return Function.built(library, toolchain.load(library))
 
   def _source(self, key: str) -> str:
-    return cpu_unit(self.label, self.user_code, _bound_of(key), key.partition(":")[2])
+    return cpu_unit(self.label, self.bound(key), key.partition(":")[2])
 
 
 class _DerivativeKernel(ElementwiseKernel):
   """The coefficients of a derivative."""
-
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
-    try:
-      return super().compile(types)
-    except CompileError as error:
-      raise self.explained(error) from None
 
   def explained(self, error: CompileError) -> CompileError:
     return CompileError(
@@ -227,7 +213,11 @@ def _derivative_kernel(
   like: Callable[..., Any] | None,
 ) -> ElementwiseKernel:
   kernel = _DerivativeKernel(
-    f"{name}.{suffix}", code, build_options=build_options, cuda_options=cuda_options, like=like
+    f"{name}.{suffix}",
+    code,
+    KernelOptions(like=like, thread_safe=True),
+    build_options=build_options,
+    cuda_options=cuda_options,
   )
   if like is None:
 
@@ -258,10 +248,9 @@ def _bindings(
   return bound
 
 
-def _bound_of(key: str) -> dict[str, np.dtype[Any]]:
-  """A variant's letters, from its key."""
+def _letters(key: str) -> dict[str, str]:
   parts = (part.partition("=") for part in key.partition(":")[0].split(",") if part)
-  return {name: dtype_named(dtype) for name, _, dtype in parts}
+  return {name: dtype for name, _, dtype in parts}
 
 
 def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
@@ -313,15 +302,14 @@ def _batch_in_front(
   """A batch axis is one more axis to broadcast, in front of all others."""
   kernel = reference()
   assert kernel is not None  # the program that is batched holds it
-  ranks = [jnp.ndim(x) - flag for x, flag in zip(args, batched, strict=True)]
-  shapes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
-  core = np.broadcast_shapes(*shapes)
+  lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
+  core = np.broadcast_shapes(*lanes)
   moved: list[Any] = []
-  for i, (x, flag, rank) in enumerate(zip(args, batched, ranks, strict=True)):
+  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
     if i in kernel.aliases:  # memory for every lane
       moved.append(jnp.broadcast_to(x, (size, *core)))
     elif flag:
-      moved.append(x.reshape((size, *(1,) * (len(core) - rank), *x.shape[1:])))
+      moved.append(x.reshape((size, *(1,) * (len(core) - len(lane)), *lane)))
     else:
       moved.append(x)
   out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))

@@ -19,22 +19,15 @@ _VECTOR = 16  # bytes that a thread loads or stores at once
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What a variant knows of how a call's arrays lie.
+  """What a variant knows of how a call's arrays lie."""
 
-  Attributes:
-    kinds: for each argument that is not raw "f" where it has the result's elements, "o" where it
-      has one, "s" where it is broadcast along some axes.
-    axes: how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none.
-    vector: elements that a thread takes at once.
-    wide: whether there are more elements than 32 bits count.
-    ranks: of the raw arguments.
-  """
-
+  # For each argument that is not raw "f" where it has the result's elements, "o" where it has one,
+  # "s" where it is broadcast along some axes.
   kinds: str
-  axes: int
-  vector: int
-  wide: bool
-  ranks: tuple[int, ...]
+  axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
+  vector: int  # elements that a thread takes at once
+  wide: bool  # whether there are more elements than 32 bits count
+  ranks: tuple[int, ...]  # of the raw arguments
 
   @property
   def text(self) -> str:
@@ -53,14 +46,7 @@ class Layout:
 def layout_of(
   code: Code, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], results: Sequence[Any]
 ) -> Layout:
-  """The layout of a call.
-
-  Args:
-    code: the kernel's.
-    shapes: of all arguments, raw ones too.
-    dtypes: of all arguments.
-    results: ShapeDtypeStructs.
-  """
+  """The layout of a call, by the shapes and dtypes of all its arguments, raw ones too."""
   size = math.prod(results[0].shape)
   mapped = [i for i, p in enumerate(code.inputs) if not p.raw]
   kinds = "".join(_kind(math.prod(shapes[i]), size) for i in mapped)
@@ -83,11 +69,9 @@ def _kind(own: int, size: int) -> str:
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, each with the operands' strides; neighbours made one.
+  """The result's axes, innermost first, each with the strides of the operands that are broadcast.
 
-  Args:
-    shapes: of the operands that are broadcast; none gives no axes.
-    results: ShapeDtypeStructs.
+  Neighbours along which all strides continue are one; no operands give no axes.
   """
   axes: list[tuple[int, list[int]]] = []
   if not shapes:

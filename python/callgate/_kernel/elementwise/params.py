@@ -41,17 +41,11 @@ _KEYWORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-  """One parameter.
+  """One parameter."""
 
-  Attributes:
-    name: in the code of an element.
-    type: a dtype's name, or a letter that stands for one.
-    raw: the code indexes the whole array itself.
-  """
-
-  name: str
-  type: str
-  raw: bool = False
+  name: str  # in the code of an element
+  type: str  # a dtype's name, or a letter that stands for one
+  raw: bool = False  # the code indexes the whole array itself
 
   @property
   def is_letter(self) -> bool:
@@ -146,20 +140,12 @@ def convert(
   """A call's arguments as arrays of the parameters' dtypes.
 
   Python's scalars, and arrays that JAX holds to be weakly typed, take the dtype of their parameter;
-  all others must have it.
-
-  Args:
-    label: of the kernel.
-    inputs: the parameters.
-    values: arrays, ShapeDtypeStructs, or Python's scalars; one for each parameter.
-    given: what letters stand for, by keywords.
+  all others must have it. `given` is what letters stand for by keywords.
 
   Raises:
     GateDefinitionError: a dtype is wrong, or a letter would stand for two.
   """
-  arrays = [
-    v if _is_literal(v) else _as_array(label, p, v) for p, v in zip(inputs, values, strict=True)
-  ]
+  arrays = [_as_array(label, p, v) for p, v in zip(inputs, values, strict=True)]
   bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
   for letter in {p.type for p in inputs if p.is_letter} - bindings.keys():
     weak = [v for p, v in zip(inputs, arrays, strict=True) if p.type == letter]
@@ -221,8 +207,9 @@ def _is_weak(value: Any) -> bool:
 
 def _as_array(label: str, param: Param, value: Any) -> Any:
   if isinstance(value, jax.Array):
-    return jax.random.key_data(value) if _is_key(value) else value
-  if isinstance(value, jax.ShapeDtypeStruct):
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else value
+  if isinstance(value, jax.ShapeDtypeStruct) or _is_literal(value):
     return value
   try:
     return jnp.asarray(value)
@@ -230,10 +217,6 @@ def _as_array(label: str, param: Param, value: Any) -> Any:
     raise GateDefinitionError(
       f"{label}: argument '{param.name}': expected an array, got {shown(value)}"
     ) from error
-
-
-def _is_key(value: Any) -> bool:
-  return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:

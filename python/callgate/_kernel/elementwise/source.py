@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,29 +28,21 @@ _DEFINES = re.compile(r"^[ \t]*#[ \t]*define\b((?:\\\n|[^\n])*)", re.MULTILINE)
 _INDEX = ("i", "n", "_ind")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Code:
-  """What a user writes of a kernel.
-
-  Attributes:
-    inputs, outputs: the parameters.
-    operation: statements for one element.
-    preamble: C++ before the kernel: functions, types, includes.
-    loop_prep, after_loop: statements before and after a run of elements.
-    more_types: letters and dtypes that the code uses beside those of its parameters.
-  """
+  """What a user writes of a kernel."""
 
   inputs: tuple[Param, ...]
   outputs: tuple[Param, ...]
-  operation: str
-  preamble: str = ""
-  loop_prep: str = ""
-  after_loop: str = ""
+  operation: str  # statements for one element
+  preamble: str = ""  # C++ before the kernel: functions, types, includes
+  loop_prep: str = ""  # statements before a run of elements
+  after_loop: str = ""  # and after it
+  # Letters and dtypes that the code uses beside those of its parameters.
   more_types: tuple[str, ...] = ()
 
   @property
   def types(self) -> tuple[str, ...]:
-    """The letters and dtypes that it uses."""
     own = (p.type for p in (*self.inputs, *self.outputs))
     return tuple(sorted({*own, *self.more_types}))
 
@@ -83,21 +76,50 @@ def value_type(dtype: np.dtype[Any]) -> str:
   return "float" if stored.startswith("cg::") else stored
 
 
-def body(what: str, code: Code, bindings: Bindings) -> str:
-  """The part that knows no device.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Bound:
+  """Code for a call's dtypes."""
 
-  Args:
-    what: the kernel, for the compiler's messages.
-    code: the user's.
-    bindings: what the letters stand for.
-  """
-  types = "".join(f"using {name} = {value_type(bindings[name])};\n" for name in code.letters)
+  code: Code  # the user's
+  bindings: Bindings  # what the letters stand for
+  spelled: Callable[[str], str] = str  # the target's name of a C++ type
+
+  def stored(self, param: Param) -> str:
+    """The type of a parameter's elements in memory."""
+    return self.spelled(cpp_type(param.dtype(self.bindings)))
+
+  def value(self, param: Param) -> str:
+    """The type of a parameter's elements in the code."""
+    return self.spelled(value_type(param.dtype(self.bindings)))
+
+  @property
+  def pointers(self) -> list[str]:
+    """Declarations of pointers to the arrays that are gone through."""
+    return [
+      *(f"const {self.stored(p)}* {p.name}" for p in self.code.mapped),
+      *(f"{self.stored(p)}* {p.name}" for p in self.code.outputs),
+    ]
+
+  @property
+  def dtypes(self) -> list[np.dtype[Any]]:
+    """All that occur."""
+    return [self.bindings[n] if is_letter(n) else dtype_named(n) for n in self.code.types]
+
+  @property
+  def has_complex(self) -> bool:
+    return any(is_complex(dtype) for dtype in self.dtypes)
+
+
+def body(what: str, bound: Bound) -> str:
+  """The part that knows no device; `what` is the kernel in the compiler's messages."""
+  code = bound.code
+  types = "".join(f"using {n} = {value_type(bound.bindings[n])};\n" for n in code.letters)
   params = ["const int64_t i"]
-  params += [f"const {value_type(p.dtype(bindings))} {p.name}" for p in code.mapped]
-  params += [f"{value_type(p.dtype(bindings))}& {p.name}" for p in code.outputs]
+  params += [f"const {bound.value(p)} {p.name}" for p in code.mapped]
+  params += [f"{bound.value(p)}& {p.name}" for p in code.outputs]
   raws = "".join(f", const auto& {p.name}" for p in code.inputs if p.raw)
   operation, prepare, after = (
-    _literals(text, code, bindings) for text in (code.operation, code.loop_prep, code.after_loop)
+    _literals(text, bound) for text in (code.operation, code.loop_prep, code.after_loop)
   )
   return (
     f"{types}"
@@ -116,66 +138,52 @@ def body(what: str, code: Code, bindings: Bindings) -> str:
   )
 
 
-def cpu_unit(what: str, code: Code, bindings: Bindings, varies: str) -> str:
+def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
+  """Calls the body for one element; its results are stored where `place` says for their names."""
+  outputs = bound.code.outputs
+  return [
+    *(f"{bound.value(p)} _new_{p.name}{{}};" for p in outputs),
+    f"_each({', '.join([*arguments, *(f'_new_{p.name}' for p in outputs)])});",
+    *(f"{place.format(p.name)} = static_cast<{bound.stored(p)}>(_new_{p.name});" for p in outputs),
+  ]
+
+
+def cpu_unit(what: str, bound: Bound, varies: str) -> str:
   """A whole source for the CPU.
 
-  Args:
-    what: the kernel, for the compiler's messages.
-    code: the user's.
-    bindings: what the letters stand for.
-    varies: for each argument that is not raw "1" where it varies along rows, "0" where it doesn't.
+  `varies` has for each argument that is not raw "1" where it varies along rows, else "0".
   """
-  everything = (*code.inputs, *code.outputs)
-  complexes = has_complex(code, bindings)
-  head = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n" if complexes else ""
-  text = f'{head}#include "callgate/elementwise.h"\n\n{body(what, code, bindings)}'
-  text += f"\nnamespace {{\n{_elements(code, bindings, varies)}\n"
-  text += f"{_entry(code, bindings, varies)}}}  // namespace\n\n"
-  names = "".join(f", {p.name}" for p in everything)
-  return f"{text}CALLGATE_KERNEL(elementwise_kernel{names}, _context);\n"
+  complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
+  names = "".join(f", {p.name}" for p in (*bound.code.inputs, *bound.code.outputs))
+  return (
+    f"{complexes if bound.has_complex else ''}"
+    f'#include "callgate/elementwise.h"\n\n{body(what, bound)}\n'
+    f"namespace {{\n{_elements(bound, varies)}\n"
+    f"{_entry(bound, varies)}}}  // namespace\n\n"
+    f"CALLGATE_KERNEL(elementwise_kernel{names}, _context);\n"
+  )
 
 
-def has_complex(code: Code, bindings: Bindings) -> bool:
-  """Whether complex numbers are among its types."""
-  return any(is_complex(dtype) for dtype in _dtypes(code, bindings))
-
-
-def _dtypes(code: Code, bindings: Bindings) -> list[np.dtype[Any]]:
-  return [bindings[name] if is_letter(name) else dtype_named(name) for name in code.types]
-
-
-def _elements(code: Code, bindings: Bindings, varies: str) -> str:
+def _elements(bound: Bound, varies: str) -> str:
   """The struct that goes through a range of elements."""
-  count = len(code.mapped)
-  fields = [f"const callgate::elementwise::Layout<{count}>& _layout;", "int64_t _first, _last;"]
+  count = len(bound.code.mapped)
+  fields = [f"const callgate::elementwise::Layout<{count}>& _layout", "int64_t _first, _last"]
   rows: list[str] = []
   arguments = ["_start + _j"]
-  for k, param in enumerate(code.mapped):
-    stored, value = cpp_type(param.dtype(bindings)), value_type(param.dtype(bindings))
-    fields.append(f"const {stored}* {param.name};")
+  for k, param in enumerate(bound.code.mapped):
+    name, stored, value = param.name, bound.stored(param), bound.value(param)
     if varies[k] == "1":
-      rows.append(f"const {stored}* const _row_{param.name} = {param.name} + _offsets[{k}];")
-      arguments.append(f"static_cast<{value}>(_row_{param.name}[_j])")
+      rows.append(f"const {stored}* const _row_{name} = {name} + _offsets[{k}];")
+      arguments.append(f"static_cast<{value}>(_row_{name}[_j])")
     else:  # one element for the whole row
-      rows.append(
-        f"const auto _one_{param.name} = static_cast<{value}>({param.name}[_offsets[{k}]]);"
-      )
-      arguments.append(f"_one_{param.name}")
-  before: list[str] = []
-  after: list[str] = []
-  for param in code.outputs:
-    stored, value = cpp_type(param.dtype(bindings)), value_type(param.dtype(bindings))
-    fields.append(f"{stored}* {param.name};")
-    rows.append(f"{stored}* const _row_{param.name} = {param.name} + _start;")
-    before.append(f"{value} _new_{param.name}{{}};")
-    arguments.append(f"_new_{param.name}")
-    after.append(f"_row_{param.name}[_j] = static_cast<{stored}>(_new_{param.name});")
-  inner = "".join(
-    f"        {line}\n" for line in (*before, f"_each({', '.join(arguments)});", *after)
-  )
+      rows.append(f"const auto _one_{name} = static_cast<{value}>({name}[_offsets[{k}]]);")
+      arguments.append(f"_one_{name}")
+  for param in bound.code.outputs:
+    rows.append(f"{bound.stored(param)}* const _row_{param.name} = {param.name} + _start;")
+  inner = element(bound, arguments, "_row_{}[_j]")
   return (
     "struct Elements {\n"
-    + "".join(f"  {field}\n" for field in fields)
+    + "".join(f"  {field};\n" for field in (*fields, *bound.pointers))
     + "  template <class Each>\n"
     "  CALLGATE_INLINE void operator()(const Each& _each) const {\n"
     "    _layout.rows(_first, _last, [&](int64_t _start, int64_t _count,\n"
@@ -183,31 +191,30 @@ def _elements(code: Code, bindings: Bindings, varies: str) -> str:
     + "".join(f"      {line}\n" for line in rows)
     + "      CALLGATE_VECTORIZE\n"
     "      for (int64_t _j = 0; _j < _count; ++_j) {\n"
-    f"{inner}"
-    "      }\n"
+    + "".join(f"        {line}\n" for line in inner)
+    + "      }\n"
     "    });\n"
     "  }\n"
     "};\n"
   )
 
 
-def _entry(code: Code, bindings: Bindings, varies: str) -> str:
+def _entry(bound: Bound, varies: str) -> str:
   """The function that a call runs."""
-  params = [f"cg::In<{cpp_type(p.dtype(bindings))}> {p.name}" for p in code.inputs]
-  params += [f"cg::Out<{cpp_type(p.dtype(bindings))}> {p.name}" for p in code.outputs]
-  first, count = code.outputs[0].name, len(code.mapped)
+  code = bound.code
+  params = [f"cg::In<{bound.stored(p)}> {p.name}" for p in code.inputs]
+  params += [f"cg::Out<{bound.stored(p)}> {p.name}" for p in code.outputs]
   shapes = "".join(f"shape_of({p.name}), " for p in code.mapped)
   flags = "".join(f"{str(flag == '1').lower()}, " for flag in varies)
   raws = "".join(
-    f", Raw<{cpp_type(p.dtype(bindings))}, {value_type(p.dtype(bindings))}>({p.name})"
-    for p in code.inputs
-    if p.raw
+    f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw
   )
   data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
   return (
     f"void elementwise_kernel({', '.join(params)}, cg::Context& _context) {{\n"
     "  using namespace callgate::elementwise;\n"
-    f"  const Layout<{count}> _layout(shape_of({first}), {{{shapes}Shape{{}}}});\n"
+    f"  const Layout<{len(code.mapped)}> _layout(shape_of({code.outputs[0].name}), "
+    f"{{{shapes}Shape{{}}}});\n"
     f"  _layout.check({{{flags}false}});\n"
     "  _layout.split(_context, [&](int64_t _first, int64_t _last) {\n"
     f"    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){raws});\n"
@@ -224,9 +231,9 @@ def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
   return f'#line 1 "{name}"\n{text}\n{end}#line 1 "callgate"\n'
 
 
-def _literals(text: str, code: Code, bindings: Bindings) -> str:
+def _literals(text: str, bound: Bound) -> str:
   """Floating literals are float's, as a Python scalar is, unless a double is anywhere near."""
-  dtypes = {dtype.name for dtype in _dtypes(code, bindings)}
+  dtypes = {dtype.name for dtype in bound.dtypes}
   if not dtypes.isdisjoint({"float64", "complex128"}) or "double" in words(text):
     return text
   return _FLOATS.sub(lambda m: f"{m[0]}f" if m[0][0].isdigit() or m[0][0] == "." else m[0], text)

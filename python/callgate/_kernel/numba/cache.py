@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import json
 import pickle
 import platform
 import sys
@@ -31,7 +30,7 @@ from numba.core.serialize import dumps
 
 from callgate import _callgate
 from callgate._build import files
-from callgate._core.dtypes import type_text
+from callgate._build.cache import digest
 from callgate._kernel.numba.request import Request
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range)
@@ -43,22 +42,20 @@ class UnknownIdentityError(Exception):
 
 def identity(function: types.FunctionType) -> str | None:
   """A digest of all that the function's machine code depends on; None where it can't be told."""
-  digest = hashlib.sha256()
   try:
-    for part in _function(function, set()):
-      digest.update(part.encode())
-      digest.update(b"\0")
+    return digest(list(_function(function, set())))
   except UnknownIdentityError:
     return None
-  return digest.hexdigest()
 
 
 def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
   if id(function) in seen:
     return
   seen.add(id(function))
-  yield from _code(function.__code__)
-  names = sorted(_names(function.__code__))
+  codes = list(_codes(function.__code__))
+  for code in codes:
+    yield from _text(code)
+  names = sorted({name for code in codes for name in code.co_names})
   yield from _value(function.__defaults__, names, seen)
   yield from _value(sorted((function.__kwdefaults__ or {}).items()), names, seen)
   for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -76,7 +73,15 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
       yield f"builtin {name}"
 
 
-def _code(code: types.CodeType) -> Iterator[str]:
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+  """A function's code, and that of the functions in it."""
+  yield code
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      yield from _codes(constant)
+
+
+def _text(code: types.CodeType) -> Iterator[str]:
   # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
   yield repr((
     code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags,
@@ -84,19 +89,10 @@ def _code(code: types.CodeType) -> Iterator[str]:
     code.co_code, code.co_linetable,
   ))  # fmt: skip
   for constant in code.co_consts:
-    if isinstance(constant, types.CodeType):
-      yield from _code(constant)
-    else:
-      elements = cast("frozenset[Any]", constant) if isinstance(constant, frozenset) else None
-      yield repr(constant) if elements is None else repr(sorted(map(repr, elements)))
-
-
-def _names(code: types.CodeType) -> set[str]:
-  names = set(code.co_names)
-  for constant in code.co_consts:
-    if isinstance(constant, types.CodeType):
-      names |= _names(constant)
-  return names
+    if isinstance(constant, frozenset):
+      yield repr(sorted(map(repr, cast("frozenset[Any]", constant))))
+    elif not isinstance(constant, types.CodeType):
+      yield repr(constant)
 
 
 def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
@@ -168,17 +164,15 @@ def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
     _callgate.KERNEL_ABI,
     source,
     sorted((key, repr(value)) for key, value in request.options.items()),
-    [(slot.kind, slot.indices) for slot in request.slots],
-    [request.returns, request.cast],
+    repr(request.slots),
+    repr(request.types),
+    request.cast,
     [str(type) for type in argument_types],
-    [type_text(dtype, (rank,)) for dtype, rank in request.types.operands],
-    [type_text(dtype, (rank,)) for dtype, rank in request.types.results],
-    [repr(slot.value) for slot in request.slots],
     [repr(getattr(settings, name, None)) for name in ("OPT", "BOUNDSCHECK")],
     [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
     cpu_target.target_context.codegen().magic_tuple(),
   ]
-  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+  return digest(parts)
 
 
 class Kept:
@@ -187,47 +181,43 @@ class Kept:
   Any number of processes may read and write: a file is replaced in one step.
   """
 
-  def __init__(self, digest: str | None) -> None:
-    self._digest = digest
-    self._content: Any = None
-
-  def load(self) -> bool:
-    """Whether the entry is there and whole."""
-    digest = self._digest
-    if digest is None:
-      return False
-    try:
-      content = files.read(files.kept_folder("numba", digest[:2]) / f"{digest}.bin")
-    except OSError:
-      return False
-    if hashlib.sha256(content[32:]).digest() != content[:32]:
-      return False
-    try:
-      entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
-      cpu_target.target_context.refresh()
-      self._content = CompileResultCacheImpl.rebuild(
-        None, cpu_target.target_context, pickle.loads(content[32:])
-      )
-    except Exception:  # noqa: BLE001 - a module that it names is gone: it is compiled again
-      return False
-    return True
+  def __init__(self, key: str | None) -> None:
+    self._key = key
+    self.content = None if key is None else _loaded(key)
 
   def load_overload(self, signature: Any, context: Any) -> Any:
     """Numba's question: the compiled function, or None."""
     del signature, context
-    return self._content
+    return self.content
 
   def save_overload(self, signature: Any, compiled: Any) -> None:
     """Numba's offer of what it has compiled."""
     del signature
-    digest = self._digest
-    if digest is None or compiled.library.has_dynamic_globals:
+    key = self._key
+    if key is None or compiled.library.has_dynamic_globals:
       return  # it holds addresses of this process
     # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
     compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
     try:
       content = dumps(compiled._reduce())
-      path = files.made_folder("numba", digest[:2], quiet=True) / f"{digest}.bin"
+      path = files.made_folder("numba", key[:2], quiet=True) / f"{key}.bin"
       files.write(path, hashlib.sha256(content).digest() + content)
     except (OSError, pickle.PicklingError, TypeError):
       return  # it works as well without
+
+
+def _loaded(key: str) -> Any:
+  """The entry, if it is there and whole."""
+  try:
+    content = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
+  except OSError:
+    return None
+  if hashlib.sha256(content[32:]).digest() != content[:32]:
+    return None
+  try:
+    entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
+    context = cpu_target.target_context
+    context.refresh()
+    return CompileResultCacheImpl.rebuild(None, context, pickle.loads(content[32:]))
+  except Exception:  # noqa: BLE001 - a module that it names is gone: it is compiled again
+    return None

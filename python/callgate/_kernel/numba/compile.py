@@ -24,6 +24,7 @@ from numba.core import errors as numba_errors
 from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 from numba.np import numpy_support
 
 from callgate import _callgate
@@ -32,7 +33,7 @@ from callgate._kernel.numba.cache import Kept, digest_of
 from callgate._kernel.numba.entry import make_entry
 from callgate._kernel.numba.parallel import kernel_loops
 from callgate._kernel.numba.request import Request
-from callgate._kernel.numba.types import is_dispatcher, operand_type, result_type
+from callgate._kernel.numba.types import operand_type, result_type
 from callgate._kernel.variants import Function, Type
 
 
@@ -47,7 +48,7 @@ def compile_function(request: Request) -> Function:
   """
   argument_types = _argument_types(request)
   digest = digest_of(request, argument_types)
-  name = f"callgate_{(digest or _unique())[:24]}"
+  name = f"callgate_{digest[:24] if digest else f'unkept{next(_unkept)}'}"
 
   def entry(call: Any) -> Any:  # compiled only where the disk hasn't got it
     return run(call)  # noqa: F821  # pyright: ignore
@@ -55,7 +56,7 @@ def compile_function(request: Request) -> Function:
   placeholder = pytypes.FunctionType(entry.__code__, {"__name__": __name__}, name)
   compiled = CFunc(placeholder, (_ENTRY.args, _ENTRY.return_type), locals={}, options={})
   compiled._cache = kept = Kept(digest)
-  if not kept.load():
+  if kept.content is None:
     placeholder.__globals__["run"] = _build(request, argument_types, name)
   _compile(request, argument_types, compiled.compile)
   shared = _shared()
@@ -65,6 +66,7 @@ def compile_function(request: Request) -> Function:
 
 
 _ENTRY = types.int32(types.voidptr)
+_unkept = itertools.count()
 
 
 def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
@@ -78,7 +80,7 @@ def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
   function.__module__ = source.__module__
   function.__qualname__ = f"{source.__qualname__}_{name}"
   dispatcher: Any = numba.njit(**request.options)(function)
-  if not is_dispatcher(dispatcher):
+  if not isinstance(dispatcher, Dispatcher):
     raise GateDefinitionError(
       f"{request.label}: expected Numba's compiler, got none: it is switched off "
       "(NUMBA_DISABLE_JIT)"
@@ -86,7 +88,7 @@ def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
   _compile(request, argument_types, lambda: dispatcher.compile(argument_types))
   compiled = dispatcher.overloads[argument_types]
   stores = _stores(request, compiled.signature.return_type)
-  return make_entry(request, compiled, stores, (dispatcher, stores))
+  return make_entry(request, compiled, stores, keep=dispatcher)
 
 
 def _compile(request: Request, argument_types: tuple[Any, ...], compile: Any) -> None:
@@ -103,13 +105,13 @@ def _compile(request: Request, argument_types: tuple[Any, ...], compile: Any) ->
 # -- types ---------------------------------------------------------------------------------------
 def _argument_types(request: Request) -> tuple[Any, ...]:
   """The types that the user's function is compiled for."""
+  if request.pointers is not None:
+    return request.pointers
   operands = [operand_type(type) for type in request.types.operands]
   results = [result_type(type) for type in request.types.results]
   found: list[Any] = []
-  for position, slot in enumerate(request.slots):
-    if request.pointers is not None:
-      found.append(request.pointers[position])
-    elif slot.kind == "out":
+  for slot in request.slots:
+    if slot.kind == "out":
       found.append(results[0] if len(results) == 1 else types.BaseTuple.from_types(results))
     elif slot.kind == "operand":
       found.append(operands[slot.indices[0]])
@@ -125,9 +127,8 @@ def _stores(request: Request, returned: Any) -> list[Any]:
   wanted = request.types.results
   if not request.returns:
     return []
-  got = list(returned) if isinstance(returned, types.BaseTuple) else [returned]
-  if isinstance(returned, types.NoneType):
-    got = []
+  nothing = isinstance(returned, types.NoneType)
+  got = list(returned) if isinstance(returned, types.BaseTuple) else [] if nothing else [returned]
   if len(got) != len(wanted):
     raise GateDefinitionError(
       f"{request.label}: '{request.name}' returns {len(got)} values, expected {len(wanted)}"
@@ -136,19 +137,19 @@ def _stores(request: Request, returned: Any) -> list[Any]:
   for index, (type, (dtype, rank)) in enumerate(zip(got, wanted, strict=True)):
     type = types.unliteral(type)
     have = _returned(type)
-    fits = have is not None and have[1] == rank
-    if have is None or not (fits and (have[0] == dtype or _castable(request, have[0], dtype))):
+    ranks_fit = have is not None and have[1] == rank
+    castable = request.cast and have is not None and np.can_cast(have[0], dtype, "same_kind")
+    if not ranks_fit or not (have == (dtype, rank) or castable):
       shown = type if have is None else f"{have[0].name} of rank {have[1]}"
-      hint = ""
-      if have is not None and fits:
-        hint = "; results are never cast silently: see cast=True"
+      hint = "; results are never cast silently: see cast=True" if ranks_fit else ""
       raise GateDefinitionError(
         f"{request.label}: result {index}: expected {dtype.name} of rank {rank}, but "
         f"'{request.name}' returns {shown}{hint}"
       )
     store = _store_array(index) if isinstance(type, types.Array) else _store_number()
-    store.compile((result_type((dtype, rank)), type))
-    stores.append(store.overloads[(result_type((dtype, rank)), type)])
+    signature = (result_type((dtype, rank)), type)
+    store.compile(signature)
+    stores.append(store.overloads[signature])
   return stores
 
 
@@ -158,10 +159,6 @@ def _returned(type: Any) -> Type | None:
   if isinstance(type, (types.Number, types.Boolean)):
     return numpy_support.as_dtype(type), 0
   return None
-
-
-def _castable(request: Request, have: np.dtype[Any], want: np.dtype[Any]) -> bool:
-  return request.cast and np.can_cast(have, want, "same_kind")
 
 
 @functools.cache
@@ -192,16 +189,11 @@ class _Shared(ctypes.Structure):
   _fields_ = (("take_error", ctypes.c_void_p), ("mutex", ctypes.c_void_p))
 
 
-_pthreads = ctypes.CDLL(None)
-
-
-def _made_mutex() -> ctypes.Array[ctypes.c_char]:
-  mutex = ctypes.create_string_buffer(128)
-  _pthreads.pthread_mutex_init(mutex, None)
+@functools.cache  # called under Numba's lock
+def _mutex() -> ctypes.Array[ctypes.c_char]:
+  mutex = ctypes.create_string_buffer(128)  # larger than any platform's pthread_mutex_t
+  ctypes.CDLL(None).pthread_mutex_init(mutex, None)
   return mutex
-
-
-_mutex = _made_mutex()
 
 
 def _shared() -> _Shared:
@@ -210,12 +202,5 @@ def _shared() -> _Shared:
     alone = numba.threading_layer() == "workqueue"
   except ValueError:
     alone = False  # no parallel loop so far
-  mutex = ctypes.addressof(_mutex) if alone else None
+  mutex = ctypes.addressof(_mutex()) if alone else None
   return _Shared(_callgate.take_python_error_address(), mutex)
-
-
-_counter = itertools.count()
-
-
-def _unique() -> str:
-  return f"unkept{next(_counter)}"

@@ -19,6 +19,7 @@ from numba.core.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 from callgate._kernel.numba.request import Request
+from callgate._kernel.numba.types import result_type
 
 _I8P = ir.IntType(8).as_pointer()
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -31,26 +32,22 @@ _TAKE_ERROR, _MUTEX = 0, 1  # in the user data
 def make_entry(request: Request, compiled: Any, stores: Sequence[Any], keep: Any) -> Any:
   """An intrinsic that runs one call: `run(call) -> 0`, or 1 after an exception.
 
-  Args:
-    request: what is compiled.
-    compiled: Numba's result for the user's function.
-    stores: Numba's results for what copies each returned value; none where it works in place.
-    keep: what must live as long as the intrinsic.
+  `compiled` is Numba's result for the user's function, `stores` are those for what copies each
+  returned value, none where it works in place. `keep` lives as long as the intrinsic.
   """
-  emitter = _Emitter(request, compiled, stores)
+  emitter = _Emitter(request, compiled, stores, keep)
 
   @intrinsic
   def run(typing: Any, call: Any) -> Any:
     del typing
-    assert keep is not None
     return types.int32(call), emitter.emit
 
   return run
 
 
 class _Emitter:
-  def __init__(self, request: Request, compiled: Any, stores: Sequence[Any]) -> None:
-    self.request, self.compiled, self.stores = request, compiled, stores
+  def __init__(self, request: Request, compiled: Any, stores: Sequence[Any], keep: Any) -> None:
+    self.request, self.compiled, self.stores, self.keep = request, compiled, stores, keep
 
   def emit(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """The whole call."""
@@ -58,22 +55,21 @@ class _Emitter:
     self.context, self.builder = context, builder
     self.call = builder.bitcast(args[0], _I8P.as_pointer())
     self.failed = cgutils.alloca_once_value(builder, _I32(0))
-    results = [self._array(_RESULTS, i, t) for i, t in enumerate(self._result_types())]
+    result_types = map(result_type, self.request.types.results)
+    results = [self._array(_RESULTS, i, type) for i, type in enumerate(result_types)]
     values = self._arguments(results)
-    mutex = self._lock() if "numba_parallel_for" in str(self.compiled.library.get_llvm_str()) else 0
+    in_parallel = "numba_parallel_for" in str(self.compiled.library.get_llvm_str())
+    mutex = self._shared(_MUTEX) if in_parallel else None  # of a layer that takes one thread
+    if mutex is not None:
+      self._mutex_call("pthread_mutex_lock", mutex)
     status, returned = self._invoke(self.compiled, values)
     with builder.if_then(builder.not_(status.is_error)):
       self._store(results, returned)
-    if mutex:
-      self._unlock(mutex)
+    if mutex is not None:
+      self._mutex_call("pthread_mutex_unlock", mutex)
     return builder.load(self.failed)
 
   # -- arguments ---------------------------------------------------------------------------------
-  def _result_types(self) -> list[Any]:
-    from callgate._kernel.numba.types import element_type
-
-    return [types.Array(element_type(d), r, "C") for d, r in self.request.types.results]
-
   def _arguments(self, results: list[Any]) -> list[Any]:
     context, builder = self.context, self.builder
     values: list[Any] = []
@@ -83,13 +79,13 @@ class _Emitter:
       elif slot.kind == "out":
         values.append(context.make_tuple(builder, type, results))
       elif slot.kind == "rest":
-        parts = zip(slot.indices, type, strict=True)
-        tuple_of = [self._operand(i, part) for i, part in parts]
-        values.append(context.make_tuple(builder, type, tuple_of))
+        rest = [self._operand(i, part) for i, part in zip(slot.indices, type, strict=True)]
+        values.append(context.make_tuple(builder, type, rest))
       elif slot.kind == "operand":
         values.append(self._operand(slot.indices[0], type))
       elif slot.kind == "result":
-        values.append(builder.bitcast(self._data(_RESULTS, slot.indices[0])[0], _llvm(self, type)))
+        data, _ = self._data(_RESULTS, slot.indices[0])
+        values.append(builder.bitcast(data, context.get_value_type(type)))
       elif isinstance(type, types.Omitted):
         values.append(None)
       else:
@@ -101,7 +97,7 @@ class _Emitter:
       return self._array(_OPERANDS, index, type)
     data, _ = self._data(_OPERANDS, index)
     if isinstance(type, types.RawPointer | types.CPointer):
-      return self.builder.bitcast(data, _llvm(self, type))
+      return self.builder.bitcast(data, self.context.get_value_type(type))
     place = self.builder.bitcast(data, self.context.get_data_type(type).as_pointer())
     return self.context.unpack_value(self.builder, type, place)
 
@@ -172,21 +168,8 @@ class _Emitter:
     data = builder.load(builder.gep(self.call, [_I32(_USER_DATA)]))
     return builder.load(builder.gep(builder.bitcast(data, _I8P.as_pointer()), [_I32(field)]))
 
-  # -- the layer that takes one thread -----------------------------------------------------------
-  def _lock(self) -> Any:
-    mutex = self._shared(_MUTEX)
-    self._mutex_call("pthread_mutex_lock", mutex)
-    return mutex
-
-  def _unlock(self, mutex: Any) -> None:
-    self._mutex_call("pthread_mutex_unlock", mutex)
-
   def _mutex_call(self, name: str, mutex: Any) -> None:
     builder = self.builder
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [_I8P]), name)
     with builder.if_then(cgutils.is_not_null(builder, mutex)):
       builder.call(function, [mutex])
-
-
-def _llvm(emitter: _Emitter, type: Any) -> Any:
-  return emitter.context.get_value_type(type)

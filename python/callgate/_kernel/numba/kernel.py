@@ -7,7 +7,7 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,18 +16,18 @@ from callgate._call.site import CallSite
 from callgate._core import extras, registry
 from callgate._core import options as _options
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.kernel import Kernel
+from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.numba import request as _request
-from callgate._kernel.numba.request import Slot
+from callgate._kernel.numba.options import NumbaOptions
+from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
 from callgate._kernel.variants import CallTypes, Function, Static
 
-NumbaStyle = Literal["return", "inplace"]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
-class NumbaKernel(Kernel):
+class NumbaKernel(CpuKernel):
   """A kernel that Numba compiles for the types of each call; see `callgate.numba`.
 
   Attributes:
@@ -35,41 +35,31 @@ class NumbaKernel(Kernel):
     options: Numba's, of its compilation.
   """
 
-  def __init__(
-    self,
-    function: Callable[..., Any],
-    name: str | None,
-    *,
-    style: NumbaStyle | None,
-    cast: bool,
-    numba_options: dict[str, Any],
-    **options: Any,
-  ) -> None:
-    numba = _numba_types(name)
+  def __init__(self, function: Callable[..., Any], options: NumbaOptions) -> None:
+    name = options.name
+    extras.library("numba", "Numba", "numba", by=f"kernel '{name}'" if name else "callgate.numba")
+    from callgate._kernel.numba import types as numba  # Numba may be missing
+
+    self._numba = numba
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
     label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
-    made = numba.is_dispatcher(function) or numba.is_cfunc(function)
+    made = numba.made_with(function)
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       raise GateDefinitionError(
         f"{label}: fn: expected a Python function, an @njit function or a @cfunc, got {function!r}"
       )
-    given = sorted(key for key, value in numba_options.items() if value is not None)
+    given = options.of_numba()
     if made and given:
       raise GateDefinitionError(
-        f"{label}: got {', '.join(given)} for a function that Numba's decorator has made; expected "
-        "them there"
+        f"{label}: got {', '.join(sorted(given))} for a function that Numba's decorator has made; "
+        "expected them there"
       )
     self.function = source
-    self.options = numba.options_of(function) if made else {k: numba_options[k] for k in given}
-    self._pointers = numba.signature_of(function) if numba.is_cfunc(function) else None
-    self._style = style
-    self._cast = cast
+    self.options, self._pointers = made or (given, None)
+    self._style = options.style
+    self._cast = options.cast
     self._given = list(inspect.signature(source).parameters.values())
-    super().__init__(name if name is not None else registry.unique_name(source), None, **options)
-    self._check_definition()
-    self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead() :])
-
-  def _check_definition(self) -> None:
+    super().__init__(name if name is not None else registry.unique_name(source), None, options)
     if self._style is not None:
       _options.choice(self.label, "style", self._style, ("return", "inplace"))
     if self._pointers is not None and self._style == "return":
@@ -80,6 +70,7 @@ class NumbaKernel(Kernel):
       raise GateDefinitionError(
         f"{self.label}: expected named parameters, got **keywords, which Numba doesn't have"
       )
+    self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead() :])
 
   # -- what a call gives which parameter ---------------------------------------------------------
   def _positional(self, static: Sequence[str]) -> list[inspect.Parameter]:
@@ -98,19 +89,13 @@ class NumbaKernel(Kernel):
     positional = self._positional(static)
     required = sum(p.default is inspect.Parameter.empty for p in positional)
     variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in self._given)
-
-    def fits(lead: int) -> bool:
-      count = operands + lead
-      return required <= count and (variadic or count <= len(positional))
-
     leads = {"return": [0], "inplace": [1], None: [0, 1]}[self._style]
     if self._pointers is not None:
       leads = [results]
-    possible = [lead for lead in leads if fits(lead)]
-    if len(possible) == 1:
-      return possible[0]
+    most = operands + max(leads) if variadic else len(positional)
+    possible = [lead for lead in leads if required <= operands + lead <= most]
     if possible:
-      return self._guessed_lead()
+      return possible[0] if len(possible) == 1 else self._guessed_lead()
     names = ", ".join(p.name for p in positional)
     lead = leads[0] if len(leads) == 1 else self._guessed_lead()
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
@@ -121,7 +106,6 @@ class NumbaKernel(Kernel):
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
     """What each parameter of the function takes."""
-
     static = dict(types.static)
     lead = self._lead(len(types.operands), len(types.results), tuple(static))
     taken, operand = 0, 0
@@ -150,9 +134,12 @@ class NumbaKernel(Kernel):
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
     known = {p.name: p.kind for p in self._given}
-    constants = {k: v for k, v in kwargs.items() if isinstance(v, np.generic)}
-    constants = {k: v for k, v in constants.items() if known.get(k) is _KEYWORD_ONLY}
-    others = {k: v for k, v in kwargs.items() if k not in constants}
+    constants = {
+      name: value
+      for name, value in kwargs.items()
+      if isinstance(value, np.generic) and known.get(name) is _KEYWORD_ONLY
+    }
+    others = {name: value for name, value in kwargs.items() if name not in constants}
     arrays, static = shapes.split_static(self.label, others)
     static = tuple(sorted((*static, *constants.items())))
     for name in kwargs:
@@ -196,22 +183,19 @@ class NumbaKernel(Kernel):
 
   # -- variants ----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    from callgate._kernel.numba.types import element_type
-
-    for index, struct in enumerate(structs):
-      if element_type(np.dtype(struct.dtype)) is None:
-        self._refuse(f"argument {registry.argument(self.name, site.spec, index)}", struct.dtype)
-    for index, (_, dtype) in enumerate(site.results):
-      if element_type(np.dtype(dtype)) is None:
-        self._refuse(f"result {index}", dtype)
+    arguments = [
+      (f"argument {registry.argument(self.name, site.spec, index)}", struct.dtype)
+      for index, struct in enumerate(structs)
+    ]
+    results = [(f"result {index}", dtype) for index, (_, dtype) in enumerate(site.results)]
+    for what, dtype in (*arguments, *results):
+      if self._numba.element_type(np.dtype(dtype)) is None:
+        raise GateDefinitionError(
+          f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 "
+          "to 64 bits, float32, float64, complex64, complex128), got "
+          f"{np.dtype(dtype).name}; convert it with astype"
+        )
     super().check_call(site, structs)
-
-  def _refuse(self, what: str, dtype: Any) -> None:
-    raise GateDefinitionError(
-      f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 to "
-      f"64 bits, float32, float64, complex64, complex128), got {np.dtype(dtype).name}; convert it "
-      "with astype"
-    )
 
   def variant_key(self, types: CallTypes) -> str:
     sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
@@ -227,39 +211,35 @@ class NumbaKernel(Kernel):
     frozen = tuple(sorted((name, _request.from_json(value)) for name, value in values.items()))
     return CallTypes(_request.types_of(operands), _request.types_of(results), frozen)
 
-  def compile(self, types: CallTypes) -> tuple[str, Function]:
+  def compile(self, types: CallTypes) -> Function:
     from callgate._kernel.numba.compile import compile_function
-    from callgate._kernel.numba.request import Request
 
     slots = self._slots(types)
-    lead = self._lead(len(types.operands), len(types.results), [name for name, _ in types.static])
-    names: list[str] = []
-    for parameter, slot in zip(self._given, slots, strict=True):
-      if slot.kind in ("operand", "rest"):
-        rest = slot.kind == "rest"
-        names += [
-          f"{parameter.name}[{i}]" if rest else parameter.name for i in range(len(slot.indices))
-        ]
+    names = [
+      f"{parameter.name}[{i}]" if slot.kind == "rest" else parameter.name
+      for parameter, slot in zip(self._given, slots, strict=True)
+      if slot.kind in ("operand", "rest")
+      for i in range(len(slot.indices))
+    ]
     operands = [Parameter(n, Kind.IN, *type) for n, type in zip(names, types.operands, strict=True)]
     results = [Parameter(f"result {i}", Kind.OUT, *type) for i, type in enumerate(types.results)]
     self._check_pointers(slots, types)
-    request = Request(
-      self.label, self.function, self.options, slots, lead == 0 and self._pointers is None,
-      self._cast, self._pointers, types, (*results, *operands),
+    return compile_function(
+      Request(
+        self.label, self.function, self.options, slots, self._cast, self._pointers, types,
+        (*results, *operands),
+      )
     )  # fmt: skip
-    return self.variant_key(types), compile_function(request)
 
   def _check_pointers(self, slots: Sequence[Slot], types: CallTypes) -> None:
     """A cfunc's declared types against the call's."""
-    from callgate._kernel.numba.types import pointer_text
-
     if self._pointers is None:
       return
     for parameter, slot, declared in zip(self._given, slots, self._pointers, strict=True):
       if slot.kind == "static":
         continue
       have = (types.results if slot.kind == "result" else types.operands)[slot.indices[0]]
-      expected = pointer_text(declared, have)
+      expected = self._numba.pointer_text(declared, have)
       if expected is not None:
         raise GateDefinitionError(
           f"{self.label}: parameter '{parameter.name}' of the @cfunc: expected {expected}, got "
@@ -278,10 +258,3 @@ def _returns_value(code: types.CodeType) -> bool:
       return True
     previous = instruction
   return False
-
-
-def _numba_types(name: str | None) -> Any:
-  extras.library("numba", "Numba", "numba", by=f"kernel '{name}'" if name else "callgate.numba")
-  from callgate._kernel.numba import types as numba_types
-
-  return numba_types

@@ -58,46 +58,34 @@ def types_of(text: str) -> tuple[Type, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-  """What one parameter of the user's function takes.
+  """What one parameter of the user's function takes."""
 
-  Attributes:
-    kind: "out" (the result, or the tuple of them), "result" (a pointer to one), "operand", "rest"
-      (a tuple of operands) or "static".
-    indices: of results or operands.
-    value: the static one.
-  """
-
+  # "out" (the result, or the tuple of them), "result" (a pointer to one), "operand", "rest" (a
+  # tuple of operands) or "static".
   kind: str
-  indices: tuple[int, ...] = ()
-  value: Any = None
+  indices: tuple[int, ...] = ()  # of results or operands
+  value: Any = None  # the static one
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A variant to compile.
+  """A variant to compile."""
 
-  Attributes:
-    label: the kernel, for messages.
-    function: the user's.
-    options: Numba's, of its compilation.
-    slots: of the function's parameters, in their order.
-    returns: its results are what it returns.
-    cast: they may be cast.
-    pointers: the types of its parameters where it takes pointers (a cfunc), else None.
-    types: of the call.
-    parameters: of the native function, for the runtime.
-  """
-
-  label: str
-  function: pytypes.FunctionType
-  options: dict[str, Any]
-  slots: tuple[Slot, ...]
-  returns: bool
-  cast: bool
+  label: str  # the kernel, for messages
+  function: pytypes.FunctionType  # the user's
+  options: dict[str, Any]  # Numba's, of its compilation
+  slots: tuple[Slot, ...]  # of the function's parameters, in their order
+  cast: bool  # results that it returns may be cast
+  # The types of its parameters where it takes pointers (a cfunc), else None.
   pointers: tuple[Any, ...] | None
-  types: CallTypes
-  parameters: tuple[Parameter, ...]
+  types: CallTypes  # of the call
+  parameters: tuple[Parameter, ...]  # of the native function, for the runtime
 
   @property
   def name(self) -> str:
     return self.function.__name__
+
+  @property
+  def returns(self) -> bool:
+    """Whether its results are what it returns."""
+    return not any(slot.kind in ("out", "result") for slot in self.slots)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core import errors as numba_errors
 from numba.core import types
 from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
 from numba.np import numpy_support
 
 from callgate._kernel.variants import Type
@@ -28,24 +28,13 @@ def element_type(dtype: np.dtype[Any]) -> Any:
     return None
 
 
-def is_dispatcher(value: Any) -> bool:
-  return isinstance(value, numba.core.dispatcher.Dispatcher)
-
-
-def is_cfunc(value: Any) -> bool:
-  return isinstance(value, CFunc)
-
-
-def signature_of(function: CFunc) -> tuple[Any, ...]:
-  """The types of a cfunc's parameters."""
-  return tuple(function._sig.args)
-
-
-def options_of(function: Any) -> dict[str, Any]:
-  """The options that an `@njit` function or a `@cfunc` was made with."""
-  if is_cfunc(function):
-    return dict(function._compiler.targetoptions)
-  return {k: v for k, v in function.targetoptions.items() if k != "nopython"}
+def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | None:
+  """The options of an `@njit` function or a `@cfunc`, and the types of the latter's parameters."""
+  if isinstance(function, CFunc):
+    return dict(function._compiler.targetoptions), tuple(function._sig.args)
+  if isinstance(function, Dispatcher):
+    return {k: v for k, v in function.targetoptions.items() if k != "nopython"}, None
+  return None
 
 
 def operand_type(operand: Type) -> Any:

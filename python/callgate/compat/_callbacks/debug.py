@@ -9,50 +9,34 @@ traceback as text; `callgate.barrier()` raises itself.
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
 
 from callgate import _callgate
 from callgate._call.lowering import emit
 from callgate._core import registry
 from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
-from callgate._runtime import config, targets
+from callgate._runtime import targets
 from callgate._tap import site as _site
 from callgate._tap.site import TapSite
-from callgate._tap.target import DEFAULT, Tap, start_default
-from callgate.compat._callbacks.engine import carrier, host_function
+from callgate._tap.target import DEFAULT, Tap, start_channel
+from callgate.compat._callbacks.engine import (
+  OnCallgate,
+  can_serve,
+  carrier,
+  convert,
+  host_function,
+  replace_lowering,
+)
 from callgate.compat._callbacks.option import installed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OnCallgate:
-  """Marks a debug callback for callgate's engine. Equal for equal functions."""
-
-  function: Callable[..., Any]
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    return self.function(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Flat:
-  """A callback of flat arrays, as `host_function` takes it."""
-
-  callback_func: Callable[..., Any]
-  in_tree: Any
-
-
 def _is_ours(ctx: Any, callback: Any) -> bool:
-  if config.engine() == "jax" or lowering.is_automatic(ctx):
-    return False
-  if len(ctx.module_context.platforms) > 1:
+  if not can_serve(ctx) or len(ctx.module_context.platforms) > 1:
     return False
   return installed() or tracing.closes_over(callback, OnCallgate)
 
@@ -75,31 +59,26 @@ def _print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> A
 
 
 def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
-  start_default()
+  start_channel(DEFAULT)
   inputs = [carrier(aval) for aval in ctx.avals_in]
-  flat = _Flat(callback, jax.tree.structure(((0,) * len(inputs), {})))
-  run = host_function(flat, inputs, [], api="debug.callback")
+  flat = (0,) * len(inputs)
+  in_tree = jax.tree.structure((flat, {}))
+  run = host_function(callback, in_tree, inputs, [], api="debug.callback")
   consumer = _callgate.python_consumer(_consumer_of(run))
   with registry.name_while_alive(callback, JAX_CALLBACK) as name:
     tap = Tap(name, DEFAULT, consumer)
   lowering.add_keepalive(ctx, tap)
   site = TapSite(
-    tree=jax.tree.structure([0] * len(inputs)),
-    name="jax.debug.callback",
-    effect="io",
-    every=1,
-    where=False,
-    roles=("primal",),
-    dtypes=(None,) * len(inputs),
+    tree=jax.tree.structure(flat), name="jax.debug.callback", dtypes=(None,) * len(inputs)
   )
   ordered = effect is not None and tracing.is_ordered_effect(effect)
   _, token = emit(
     ctx,
-    [_convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
+    [convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
     [it.aval for it in inputs],
     [],
     name=tap.name,
-    spec=_site.encode(site, (), (), "primal", repeated=False),
+    attributes=_site.encode(site, (), (), "primal", repeated=False),
     has_side_effect=True,
     token=lowering.token_before(ctx, effect) if ordered else None,
     target=targets.TAP_TARGET,
@@ -123,12 +102,6 @@ def _consumer_of(run: Callable[..., Any]) -> Callable[..., None]:
 _NOTE = "callgate: raised in a jax.debug callback"
 
 
-def _convert(ctx: Any, value: Any, aval: Any) -> Any:
-  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
-  target = mlir.aval_to_ir_type(ctx.module_context, aval)
-  return value if value.type == target else stablehlo.convert(target, value)
-
-
 def after_barrier() -> None:
   """What `jax.effects_barrier()` does once its programs are done: as if they had waited."""
   _callgate.flush_channels(None)
@@ -142,12 +115,6 @@ def after_barrier() -> None:
 
 def register() -> None:
   """Puts the rules in place of JAX's; once."""
-  # Not cached: each call site needs its own callback.
-  for platform in ("cpu", "cuda"):
-    mlir.register_lowering(
-      callbacks.debug_callback_p, _callback_lowering, platform=platform, cacheable=False
-    )
-    mlir.register_lowering(
-      callbacks.debug_print_p, _print_lowering, platform=platform, cacheable=False
-    )
+  replace_lowering(callbacks.debug_callback_p, _callback_lowering)
+  replace_lowering(callbacks.debug_print_p, _print_lowering)
   dispatch.after_effects_barrier(after_barrier)

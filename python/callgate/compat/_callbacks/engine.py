@@ -1,4 +1,4 @@
-"""What a JAX callback gets and gives when callgate's engine calls it, and its call in a program.
+"""What a JAX callback gets and gives when callgate's engine calls it.
 
 This is `pure_callback_impl` and the checks around it in `jax/_src/callback.py` as users observe
 them: committed arrays on the first local CPU device, the thread's default device set to it, the
@@ -12,22 +12,42 @@ Every tenth of a microsecond in them is seen in `benchmarks/`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
 
-from callgate._call import lowering as _lowering
-from callgate._callgate import Callee
-from callgate._core.dtypes import is_packed
+from callgate._core import dtypes
 from callgate._jax import callbacks, dispatch, lowering, tracing
-from callgate._runtime import targets as _targets
+from callgate._runtime import config
 
 Array = np.ndarray[Any, Any]
 # JAX's own logger: what users have configured for its callbacks holds for these.
 _logger = logging.getLogger("jax._src.callback")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OnCallgate:
+  """Marks a callback for callgate's engine. Equal for equal functions, so that JAX's caches hit."""
+
+  function: Callable[..., Any]
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self.function(*args, **kwargs)
+
+
+def can_serve(ctx: Any) -> bool:
+  """Whether callgate's engine can run callbacks in a program.
+
+  In one that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA arranges
+  that for JAX's own call targets alone: any other would run on every device.
+  """
+  return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
 
 class Carrier(NamedTuple):
@@ -52,31 +72,32 @@ def carrier(aval: Any) -> Carrier:
     aval = aval.update(dtype=np.dtype(bool))
   aval = tracing.physical_aval(aval)
   dtype = np.dtype(aval.dtype)
-  if not is_packed(dtype):
-    return Carrier(aval, tuple(aval.shape), dtype)
-  name = dtype.name
-  wide = "int8" if name.startswith("int") else "uint8" if name.startswith("uint") else "float32"
-  return Carrier(aval.update(dtype=np.dtype(wide)), tuple(aval.shape), dtype)
+  return Carrier(aval.update(dtype=dtypes.carrier(dtype)), tuple(aval.shape), dtype)
+
+
+def convert(ctx: Any, value: Any, aval: Any) -> Any:
+  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
+  target = mlir.aval_to_ir_type(ctx.module_context, aval)
+  return value if value.type == target else stablehlo.convert(target, value)
 
 
 def host_function(
-  callback: Any, operands: Sequence[Carrier], results: Sequence[Carrier], *, api: str
+  callback: Callable[..., Any],
+  in_tree: Any,
+  operands: Sequence[Carrier],
+  results: Sequence[Carrier],
+  *,
+  api: str,
 ) -> Callable[..., list[Array]]:
   """A function of NumPy arrays that runs `callback` as JAX would.
 
-  Args:
-    callback: JAX's flat callback, with `callback_func` and the `in_tree` of its `(args, kwargs)`.
-    operands: one a flat argument. The arrays must be the callback's to keep.
-    results: one a flat result.
-    api: `"pure_callback"` or `"io_callback"`, for the log.
-
-  Returns:
-    A function that returns one array a result, of the carrier's shape and its aval's dtype. It
-    raises what the callback raises, and RuntimeError with JAX's text for results of a wrong number,
-    shape or dtype.
+  `in_tree` is that of the callback's `(args, kwargs)`; `api` is for the log. The arrays must be the
+  callback's to keep. The results have the carriers' shapes and the dtypes of their avals. Raises
+  what the callback raises, and RuntimeError with JAX's text for results of a wrong number, shape or
+  dtype.
   """
   to_jax = _argument_maker(operands)
-  function = _positional(callback, len(operands))
+  function = _positional(callback, in_tree, len(operands))
   check = _result_checker(results)
   enter, leave = callbacks.callback_scope(_cpu_device())
   # The loop's names are looked up once here, not once a call.
@@ -122,12 +143,12 @@ def end_before_dispatch_returns(context: Any) -> None:
   own threads may all be waiting for the nested program. The others are waited for.
   """
   if _running:
-    dispatch.run_by_dispatch(context)
+    dispatch.mark_host_callbacks(context)
   lowering.add_keepalive(context, _Waits())
 
 
 def _cpu_device() -> Any:
-  return jax.local_devices(backend="cpu")[0]
+  return dispatch.cpu_devices("a callback of JAX's")[0]
 
 
 def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], list[Any]]:
@@ -167,9 +188,8 @@ def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], 
   return make_one if len(operands) == 1 and not is_wider else make
 
 
-def _positional(callback: Any, operand_count: int) -> Callable[..., Any]:
+def _positional(function: Callable[..., Any], in_tree: Any, operand_count: int) -> Any:
   """The user's function, of flat arguments."""
-  function, in_tree = callback.callback_func, callback.in_tree
   if in_tree == jax.tree.structure(((0,) * operand_count, {})):
     return function
 
@@ -210,52 +230,15 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
 
 def _canonical(value: Array, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
   value = tracing.canonicalize_value(value)
-  if value.shape != shape:
-    raise RuntimeError(
-      f"Incorrect output shape for return value #{index}: Expected: {shape}, Actual: {value.shape}"
-    )
-  if value.dtype != dtype:
-    raise RuntimeError(
-      f"Incorrect output dtype for return value #{index}: Expected: {dtype}, Actual: {value.dtype}"
-    )
+  for what, expected, actual in (("shape", shape, value.shape), ("dtype", dtype, value.dtype)):
+    if actual != expected:
+      raise RuntimeError(
+        f"Incorrect output {what} for return value #{index}: Expected: {expected}, Actual: {actual}"
+      )
   return value
 
 
-def emit_call(
-  ctx: Any,
-  callee: Callee,
-  operands: Sequence[Any],
-  operand_avals: Sequence[Any],
-  result_avals: Sequence[Any],
-  *,
-  has_side_effect: bool,
-  token: Any = None,
-  aliases: Mapping[int, int] | None = None,
-  sharding: Any = None,
-  sharded: Any = None,
-  spec: str = "",
-  keep: bool = True,
-  target: str = _targets.GATE_TARGET,
-) -> tuple[Sequence[Any], Any]:
-  """The call's results and, given a token, the token that later calls depend on.
-
-  With `keep` the program keeps `callee` alive, and can't be exported. The other arguments are those
-  of `lowering.emit`.
-  """
-  if keep:
-    lowering.add_keepalive(ctx, callee)
-  return _lowering.emit(
-    ctx,
-    operands,
-    operand_avals,
-    result_avals,
-    name=callee.name,
-    spec=spec,
-    has_side_effect=has_side_effect,
-    token=token,
-    aliases=aliases,
-    sharding=sharding,
-    sharded=sharded,
-    on_error="return",
-    target=target,
-  )
+def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
+  """Puts a rule before JAX's. Not cached, as JAX's is not: each call site has its own callback."""
+  for platform in ("cpu", "cuda"):
+    mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)

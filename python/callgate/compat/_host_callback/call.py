@@ -8,7 +8,6 @@ the GIL, while the program waits.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,79 +20,50 @@ from callgate._callgate import Context
 from callgate._core import dtypes, registry
 from callgate._core.errors import ResultError
 from callgate._gate.gate import Gate
-from callgate._jax import tracing
+from callgate._gate.options import GateOptions
+from callgate._jax import dispatch, tracing
+from callgate._tap import target
+from callgate._tap.records import leaf_paths
 from callgate.compat._host_callback.tapped import Arrays, name_of
 
 Report = Callable[[BaseException], None]
 _gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-  """How a function is called.
-
-  Attributes:
-    with_device: pass `device=`.
-    device_index: the device to name where several share a call.
-  """
-
-  with_device: bool
-  device_index: int
 
 
 def call(
-  function: Callable[..., Any], arg: Any, result_shape: Any, options: Options, report: Report
+  function: Callable[..., Any],
+  arg: Any,
+  result_shape: Any,
+  device_index: int | None,
+  report: Report,
 ) -> Any:
   """Calls `function(arg)` from the program; see `host_callback_2023.call`.
 
-  Args:
-    function: the user's.
-    arg: a pytree of arrays.
-    result_shape: what the function returns.
-    options: how it is called.
-    report: told of what it raises, before the program fails.
+  With a `device_index`, also passes `device=`: where several share a call, the one at that index.
+  `report` is told of what the function raises, before the program fails.
   """
   given = Arrays("call: arg", arg, copied=True)
   structs, tree = _result_types(result_shape)
-  paths = tuple(_paths(result_shape))
-  types = tuple((struct.shape, np.dtype(struct.dtype)) for struct in structs)
-  key = (function, given.tree, given.dtypes, tree, types, options)
+  key = (function, given.tree, given.dtypes, tree, structs, device_index)
 
   def make() -> Gate:
-    body = _Body(function, given.tree, given.dtypes, tree, types, paths, options, report)
-    return _gate(body, tuple(map(_as_it_travels, structs)))
+    return _gate(_Body(function, given.tree, given.dtypes, tree, structs, device_index, report))
 
-  results = _shared(key, make)(*given.operands)
+  results = target.shared(_gates, key, make)(*given.operands)
   own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
   return jax.tree.unflatten(tree, own)
 
 
-def _as_it_travels(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(struct.shape, dtypes.carrier(struct.dtype))
-
-
 def device_of(device: int | None, index: int) -> Any:
   """The jax.Device of an id; where it is not known, the one at `index`."""
-  for one in jax.local_devices(backend="cpu"):
+  for one in dispatch.cpu_devices_or_none():
     if one.id == device:
       return one
   return jax.devices()[index]
 
 
-def _shared(key: Any, make: Callable[[], Gate]) -> Gate:
-  with _lock:
-    try:
-      gate = _gates.get(key)
-    except TypeError:  # not hashable
-      return make()
-    if gate is None:
-      gate = _gates[key] = make()
-    return gate
-
-
-def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
-  if body.options.with_device:
+def _gate(body: _Body) -> Gate:
+  if body.device_index is not None:
 
     def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
       # JAX's own callback doesn't say which device calls; and one calls for all that share a
@@ -110,11 +80,15 @@ def _gate(body: _Body, structs: tuple[Any, ...]) -> Gate:
       return body(leaves, None)
 
     function = returning
-  name = registry.unique_name(body.function, prefix="call:")
-  style = "context" if body.options.with_device else "return"
-  gate = Gate(
-    function, name=name, out=structs, effect="io", style=style, thread="own", vmap=_no_vmap
+  options = GateOptions(
+    name=registry.unique_name(body.function, prefix="call:"),
+    out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in body.structs),
+    effect="io",
+    style="return" if body.device_index is None else "context",
+    thread="own",
+    vmap=_no_vmap,
   )
+  gate = Gate(function, options)
   gate.defjvp(_no_jvp)
   return gate
 
@@ -141,9 +115,8 @@ class _Body:
   arg_tree: Any
   arg_dtypes: tuple[str | None, ...]
   tree: Any
-  types: tuple[tuple[tuple[int, ...], Any], ...]
-  paths: tuple[str, ...]
-  options: Options
+  structs: tuple[jax.ShapeDtypeStruct, ...]
+  device_index: int | None
   report: Report
 
   def __call__(self, leaves: Sequence[Any], device: int | None) -> tuple[Any, ...]:
@@ -151,10 +124,10 @@ class _Body:
       # The function may keep its argument: the views are XLA's.
       arrays = [_own(leaf, name) for leaf, name in zip(leaves, self.arg_dtypes, strict=True)]
       arg = jax.tree.unflatten(self.arg_tree, arrays)
-      if self.options.with_device:
-        where = device_of(device, self.options.device_index)
-        return self._checked(self.function(arg, device=where))
-      return self._checked(self.function(arg))
+      if self.device_index is None:
+        return self._checked(self.function(arg))
+      where = device_of(device, self.device_index)
+      return self._checked(self.function(arg, device=where))
     except BaseException as error:
       self.report(error)
       raise
@@ -168,10 +141,10 @@ class _Body:
         f"{self.tree}: expected a result of structure {self.tree}, got {tree}"
       )
     arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
-    for array, (shape, dtype), path in zip(arrays, self.types, self.paths, strict=True):
-      if array.shape != shape or array.dtype != dtype:
+    for array, struct, (path, _) in zip(arrays, self.structs, leaf_paths(tree), strict=True):
+      if array.shape != struct.shape or array.dtype != struct.dtype:
         raise ResultError(
-          f"{who}: result{path}: expected {dtype.name}{list(shape)}, got "
+          f"{who}: result{path}: expected {struct.dtype.name}{list(struct.shape)}, got "
           f"{array.dtype.name}{list(array.shape)}"
         )
     return tuple(array.astype(dtypes.carrier(array.dtype), copy=False) for array in arrays)
@@ -182,11 +155,10 @@ def _own(view: Any, dtype: str | None) -> np.ndarray:
   return array if dtype is None else array.astype(jnp.dtype(dtype))
 
 
-def _result_types(result_shape: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
   leaves, tree = jax.tree.flatten(result_shape)
-  paths = _paths(result_shape)
   structs: list[jax.ShapeDtypeStruct] = []
-  for leaf, path in zip(leaves, paths, strict=True):
+  for leaf, (path, _) in zip(leaves, leaf_paths(tree), strict=True):
     try:
       dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
       if isinstance(leaf, str):
@@ -197,8 +169,4 @@ def _result_types(result_shape: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         f"call: result_shape{path}: expected a pytree like the result; The values must be either "
         f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
       ) from error
-  return structs, tree
-
-
-def _paths(tree: Any) -> list[str]:
-  return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+  return tuple(structs), tree

@@ -7,9 +7,10 @@ report here from the channel's thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,9 +76,8 @@ class Receiver:
       raised = list(self._raised)
     failure = _failure(raised)
     if error is not None:  # the block's own exception must not be hidden
-      for text in (outstanding, str(failure) if failure is not None else ""):
-        if text:
-          error.add_note(f"callgate: {text}")
+      for what in filter(None, (outstanding, failure)):
+        error.add_note(f"callgate: {what}")
       return
     if outstanding:
       raise TimeoutError(outstanding) from failure
@@ -106,30 +106,21 @@ class Receiver:
 def finish(timeout: float | None) -> bool:
   """Lets all programs and the functions of their taps finish, also those that functions started.
 
+  Returns whether all that was sent was delivered in time; TimeoutError where programs still ran.
   What programs failed with is for those who look at their results.
-
-  Args:
-    timeout: seconds to wait at most; None for no limit.
-
-  Returns:
-    Whether all that was sent was delivered in time.
-
-  Raises:
-    TimeoutError: programs still ran.
   """
   deadline = None if timeout is None else time.monotonic() + timeout
   handle = start_channel(CHANNEL)
-  sent = -1
-  while sent != (sent := _sent_by_now(handle, deadline)):
+  before = -1
+  while True:
+    wait_for_programs(_rest(deadline))
+    sent = handle.stats()["sent"]
+    if sent == before:
+      return True
     # The marker behind all that was sent: the channel says when it is through.
     if not handle.flush(_rest(deadline)):
       return False
-  return True
-
-
-def _sent_by_now(handle: Any, deadline: float | None) -> int:
-  wait_for_programs(_rest(deadline))
-  return handle.stats()["sent"]
+    before = sent
 
 
 def _rest(deadline: float | None) -> float | None:
@@ -153,17 +144,14 @@ class NeedsReceiver:
 NEEDS_RECEIVER = NeedsReceiver()
 
 
-class calling:
+@contextlib.contextmanager
+def calling(name: str) -> Generator[None]:
   """Says who is being called, for the report of a receiver that waits in vain."""
-
-  def __init__(self, name: str) -> None:
-    self._name = name
-
-  def __enter__(self) -> None:
-    _calling.append(self._name)
-
-  def __exit__(self, *_: object) -> None:
-    _calling.remove(self._name)
+  _calling.append(name)
+  try:
+    yield
+  finally:
+    _calling.remove(name)
 
 
 def wait_for_earlier() -> None:

@@ -21,6 +21,7 @@ from callgate._jax import tracing
 from callgate._tap import delivery, target
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.site import TapSite
+from callgate._tap.tap import uncarried
 from callgate._tap.target import Tap
 
 CHANNEL = "host_callback"
@@ -28,25 +29,17 @@ CHANNEL = "host_callback"
 
 @dataclasses.dataclass(frozen=True)
 class Tapped:
-  """One record as the consumers of both forms see it.
-
-  Attributes:
-    value: the tapped pytree, with NumPy arrays of the consumer's own.
-    transforms: (name, parameters) in order of application.
-  """
+  """One record as the consumers of both forms see it, with arrays of the consumer's own."""
 
   value: Any
-  transforms: tuple[tuple[str, dict[str, Any]], ...]
+  transforms: tuple[tuple[str, dict[str, Any]], ...]  # (name, parameters), as they were applied
 
 
 class Arrays:
   """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together.
 
-  Args:
-    api: whose, for errors.
-    value: the pytree.
-    copied: outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
-      `jnp.asarray` compiles a program for each of their types.
+  With `copied`, outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
+  `jnp.asarray` compiles a program for each of their types.
   """
 
   def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
@@ -59,18 +52,11 @@ class Arrays:
   def site(self, name: str, **options: Any) -> TapSite:
     """The site of a tap of it; the consumer puts the pytree together, so here it is flat."""
     flat = jax.tree.structure((0,) * len(self.operands))
-    options = {"every": 1, "where": False, "whole": True, **options}
-    return TapSite(tree=flat, name=name, dtypes=self.dtypes, **options)
+    return TapSite(tree=flat, name=name, dtypes=self.dtypes, whole=True, **options)
 
   def rebuild(self, results: Sequence[Any]) -> Any:
     """The pytree of a tap's results, in the dtypes that the user gave."""
-    out: list[Any] = []
-    for array, result in zip(self.arrays, results, strict=True):
-      if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        out.append(jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)))
-      else:
-        out.append(result if result.dtype == array.dtype else result.astype(array.dtype))
-    return jax.tree.unflatten(self.tree, out)
+    return jax.tree.unflatten(self.tree, map(uncarried, self.arrays, results))
 
 
 def tap_of(
@@ -83,14 +69,10 @@ def tap_of(
 ) -> Tap:
   """The tap to `consume`; the same for equal keys and structures.
 
-  Args:
-    key: what `consume` depends on.
-    tree: the structure of the tapped pytree.
-    consume: called for each record with it and the device's global id (-1: not known), on the
-      channel's thread; there it must not raise.
-    function: the user's own, for the tap's name.
-    eager: where nothing is compiled, `consume` is called in the caller's thread, with None for the
-      device, and may raise.
+  `consume` is called for each record with it and the device's global id (-1: not known), on the
+  channel's thread; there it must not raise. With `eager`, where nothing is compiled, it is called
+  in the caller's thread, with None for the device, and may raise. `function` is the user's own, for
+  the tap's name.
   """
   check_not_forked()
 
@@ -120,23 +102,20 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def exact(value: Any) -> tuple[Any, ...]:
   """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
-  if isinstance(value, (tuple, frozenset)):
+  if isinstance(value, (tuple, frozenset, int, float, complex, np.generic)):
     return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
-  if isinstance(value, (int, float, complex, np.generic)):
-    return type(value), value, repr(value)
   return type(value), value
 
 
 def _transforms(
   about: delivery.Description, arrays: Sequence[np.ndarray]
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
-  transforms: list[tuple[str, dict[str, Any]]] = []
-  for name, how in about.transforms:
-    parameters = {key: _as_tuple(value) for key, value in how.items()}
+  def parameters(name: str, how: dict[str, Any]) -> dict[str, Any]:
     if name == "mask":
-      parameters["logical_shapes"] = _logical_shapes(about, arrays)
-    transforms.append((name, parameters))
-  return tuple(transforms)
+      return {"logical_shapes": _logical_shapes(about, arrays)}
+    return {key: _as_tuple(value) for key, value in how.items()}
+
+  return tuple((name, parameters(name, how)) for name, how in about.transforms)
 
 
 def _as_tuple(value: Any) -> Any:

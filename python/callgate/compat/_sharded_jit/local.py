@@ -21,76 +21,39 @@ from jax.sharding import NamedSharding
 from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, sharding_of, specs
 
 
-class LocalParts:
-  """What the caller says of its process's part.
+class Stated:
+  """What the caller says of the program's partitions or, with "local_", of its process's part.
 
-  Args:
-    in_parts: how a process's part of the arguments is split over its own devices, or None.
-    out_parts: the same for the results.
-    num_partitions: the number of its own devices, or None.
-
-  Raises:
-    ValueError: numbers of partitions that disagree.
+  `said` is their number, None where nothing says it; `split` whether an array is split. Raises
+  ValueError for numbers that disagree.
   """
 
-  def __init__(self, in_parts: Any, out_parts: Any, num_partitions: int | None) -> None:
+  def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
     self.in_parts, self.out_parts = in_parts, out_parts
-    self.said = agreed(
-      "local partitions",
-      {
-        "local_num_partitions": num_partitions,
-        "local_in_parts": specs(in_parts, "local_in_parts"),
-        "local_out_parts": specs(out_parts, "local_out_parts"),
-      },
-    )
-
-
-def agreed(what: str, said: dict[str, int | list[PartitionSpec] | None]) -> int | None:
-  """The number of partitions that parameters ask for.
-
-  Args:
-    what: what the number is, for messages.
-    said: for each parameter a number, None or specs.
-
-  Returns:
-    The number; None where none is said.
-
-  Raises:
-    ValueError: two numbers.
-  """
-  counts: dict[int, str] = {}
-  for name, value in said.items():
-    if isinstance(value, list):
-      for spec in value:
+    counts = {} if count is None else {int(count): f"{local}num_partitions={count}"}
+    by_specs: set[int] = set()
+    for name, parts in ((f"{local}in_parts", in_parts), (f"{local}out_parts", out_parts)):
+      for spec in specs(parts, name):
+        by_specs.add(math.prod(spec))
         counts.setdefault(math.prod(spec), f"{spec} in {name}")
-    elif value is not None:
-      counts.setdefault(int(value), f"{name}={value}")
-  if len(counts) > 1:
-    texts = [f"{count} ({who})" for count, who in counts.items()]
-    specs = [spec for value in said.values() if isinstance(value, list) for spec in value]
-    old = ""  # the first words of the old module, for specs that disagree
-    if len(set(map(math.prod, specs))) > 1:
+    if len(counts) > 1:
+      # The first words of the old module, for specs that disagree.
       old = "All partition specs must use the same number of total partitions: "
-    raise ValueError(
-      f"sharded_jit: {old}expected one number of {what} everywhere, got {' and '.join(texts)}"
-    )
-  return next(iter(counts), None)
+      texts = [f"{count} ({who})" for count, who in counts.items()]
+      raise ValueError(
+        f"sharded_jit: {old if len(by_specs) > 1 else ''}expected one number of "
+        f"{local.replace('_', ' ')}partitions everywhere, got {' and '.join(texts)}"
+      )
+    self.said = next(iter(counts), None)
+    self.split = bool(by_specs)
 
 
-def devices_of(count: int, local: LocalParts, split: bool) -> tuple[Any, ...]:
-  """The devices of a program.
+def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
+  """The devices of a program of `count` partitions: this process's first ones, or all there are.
 
-  Args:
-    count: its number of partitions.
-    local: what the caller says of its process's part.
-    split: whether an argument or a result is split, so that the devices say what is local.
-
-  Returns:
-    The first devices of this process, or all devices of all processes.
-
-  Raises:
-    ValueError: there are not that many; a part of the devices across processes; the number of
-      local partitions is missing or another one.
+  Where an argument or a result is `split`, the devices say what is local. Raises ValueError where
+  there are not that many, for a part of the devices across processes, and where the number of local
+  partitions is missing or another one.
   """
   own, everyone = jax.local_devices(), jax.devices()
   if count > len(everyone):
@@ -137,27 +100,15 @@ def is_shared(devices: Sequence[Any]) -> bool:
 # -- one array, as a process and as the program see it ---------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """How one array is split among the processes.
+  """How one array is split among the processes."""
 
-  Args:
-    whole: the sharding of the program's array.
-    own: that of this process's part.
-    counts: the parts of each dimension in the program and in this process; none if replicated.
-  """
-
-  whole: NamedSharding
-  own: NamedSharding
+  whole: NamedSharding  # of the program's array
+  own: NamedSharding  # of this process's part
+  # The parts of each dimension in the program and in this process; none if replicated.
   counts: tuple[tuple[int, int], ...]
 
   def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the program's array, of which this process has one of `shape`.
-
-    Args:
-      shape: the shape of this process's part.
-
-    Raises:
-      ValueError: the process's devices can't have equal tiles of it.
-    """
+    """The shape of the program's array, of which this process has a part of `shape`."""
     if any(size % own for size, (_, own) in zip(shape, self.counts, strict=False)):
       raise ValueError(
         "sharded_jit: expected a local array that splits evenly into "
@@ -168,14 +119,7 @@ class Part:
     return tuple(n // own * total for n, (total, own) in zip(shape, self.counts, strict=True))
 
   def to_program(self, leaf: Any) -> Any:
-    """The program's array of which `leaf` is this process's part; what lies right isn't moved.
-
-    Args:
-      leaf: an array of this process, or what NumPy takes.
-
-    Raises:
-      ValueError: an array over several processes.
-    """
+    """The program's array of which `leaf` is this process's part; what lies right isn't moved."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       raise ValueError(
         "sharded_jit: expected this process's part of an argument, got an array over "
@@ -195,18 +139,7 @@ class Part:
 
 @functools.lru_cache(maxsize=1024)
 def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
-  """The part of this process's devices in an array.
-
-  Args:
-    devices: the program's devices, some of which are of this process.
-    parts: how the program's array is split over them.
-
-  Returns:
-    The part.
-
-  Raises:
-    ValueError: the tiles of this process are no block of the array.
-  """
+  """The part of this process, on its own ones of the program's devices, in an array."""
   own = [k for k, device in enumerate(devices) if device.process_index == jax.process_index()]
   block = [len(set(at.tolist())) for at in np.unravel_index(own, parts)] if parts else []
   if parts and math.prod(block) != len(own):
@@ -223,16 +156,7 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
 
 
 def check_local(parts: Sequence[Part], stated: Sequence[Parts], what: str) -> None:
-  """What the caller said of its process's parts is how the devices lie.
-
-  Args:
-    parts: how each array is split.
-    stated: what was said of each.
-    what: the name of the parameter in messages.
-
-  Raises:
-    ValueError: the first that differs.
-  """
+  """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
   for index, (part, said) in enumerate(zip(parts, stated, strict=True)):
     expected = PartitionSpec(*[own for _, own in part.counts]) if part.counts else None
     if said != expected and not (math.prod(said or ()) == 1 == math.prod(expected or ())):
@@ -245,14 +169,9 @@ def check_local(parts: Sequence[Part], stated: Sequence[Parts], what: str) -> No
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
-  """`leaf` with the sharding; the array itself where it has it already.
-
-  Args:
-    leaf: an array of this process, or what NumPy takes.
-    sharding: where it shall lie.
-  """
+  """`leaf` with the sharding; the array itself where it has it already."""
   if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-    return leaf  # not moved
+    return leaf
   return jax.device_put(leaf, sharding)
 
 

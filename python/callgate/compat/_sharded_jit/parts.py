@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as _Names
 
 from callgate._jax import lowering, tracing
+from callgate._jax.tracing import Primitive
 
 
 class PartitionSpec(tuple[int, ...]):
@@ -79,38 +79,20 @@ def _primes(number: int) -> Iterator[int]:
 def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
   """Tile number k of a split, in row-major order, is on device k.
 
-  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
-
-  Args:
-    devices: the devices; their number is a multiple of the product of the counts.
-    parts: the counts of an array, or None.
-
-  Returns:
-    The sharding. Devices beyond the product hold copies.
+  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh. The number
+  of devices is a multiple of the product of the counts; those beyond it hold copies.
   """
   counts = [tuple(_primes(count)) for count in parts or ()]
   split = list(itertools.chain.from_iterable(counts))
   shape = (*split, *_primes(len(devices) // math.prod(split)))
-  names = iter([f"parts{axis}" for axis in range(len(shape))])
-  mesh = Mesh(np.array(devices).reshape(shape), tuple(f"parts{a}" for a in range(len(shape))))
+  axes = tuple(f"parts{axis}" for axis in range(len(shape)))
+  mesh, names = Mesh(np.array(devices).reshape(shape), axes), iter(axes)
   return NamedSharding(mesh, _Names(*[tuple(itertools.islice(names, len(c))) for c in counts]))
 
 
 # -- from trees of specs to a spec a leaf ----------------------------------------------------------
 def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
-  """The spec of each leaf.
-
-  Args:
-    parts: specs; a pytree prefix of `tree`.
-    tree: the arguments, or the results.
-    what: the name of `parts` in messages.
-
-  Returns:
-    A spec a leaf of `tree`, in order.
-
-  Raises:
-    ValueError: `parts` is not a prefix, or has leaves that are no specs.
-  """
+  """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
   flat: list[Parts] = []
 
   def spread(part: Any, below: Any) -> None:
@@ -127,18 +109,7 @@ def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
 
 
 def specs(parts: Any, what: str) -> list[PartitionSpec]:
-  """The leaves of a tree of specs that aren't None.
-
-  Args:
-    parts: the tree.
-    what: its name in messages.
-
-  Returns:
-    The specs, in order.
-
-  Raises:
-    ValueError: a leaf that is neither a spec nor None.
-  """
+  """The leaves of a tree of specs that aren't None; `what` is its name in messages."""
   leaves = jax.tree.leaves(parts, is_leaf=is_parts)
   for leaf in leaves:
     if not is_parts(leaf):
@@ -149,16 +120,7 @@ def specs(parts: Any, what: str) -> list[PartitionSpec]:
 
 
 def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
-  """Each spec has as many counts as its array has dimensions.
-
-  Args:
-    parts: a spec a leaf.
-    leaves: what has a `shape`, one each.
-    what: the name of the specs in messages.
-
-  Raises:
-    ValueError: the first that hasn't.
-  """
+  """Raises unless each spec has as many counts as its array has dimensions."""
   for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
     if part is not None and len(part) != len(leaf.shape):
       raise ValueError(
@@ -168,16 +130,7 @@ def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> Non
 
 
 def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
-  """Each spec divides the dimensions of its array: arguments and results aren't padded.
-
-  Args:
-    parts: a spec an array.
-    shapes: the arrays' shapes, with as many dimensions.
-    what: the name of the specs in messages.
-
-  Raises:
-    ValueError: the first that doesn't.
-  """
+  """Raises unless each spec divides its array's dimensions: they aren't padded."""
   for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
     for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
       if size % count != 0:
@@ -216,13 +169,9 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
 
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
-  """How many partitions the constraints and the nested sharded_jit functions of a program ask for.
+  """How many partitions constraints and nested sharded_jit functions ask for, and who does.
 
-  Args:
-    jaxpr: the program; what is inside its loops, branches and calls counts, too.
-
-  Yields:
-    The number, and who asks for it.
+  What is inside the program's loops, branches and calls counts, too.
   """
   for eqn in jaxpr.eqns:
     if eqn.primitive is _constraint_p:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import textwrap
 
+import held_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +61,12 @@ def cuda_text(function, *args):
   return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def plans(text):
-  return re.findall(r'plan = "([^"]*)"', text)
+def calls(function, *args):
+  return held_calls.calls(function, *args, platform="cuda")
+
+
+def launches(function, *args):
+  return [call["plan"]["launches"][0] for call in calls(function, *args)]
 
 
 def saxpy(**options):
@@ -219,7 +224,7 @@ def test_capabilities_are_read_from_names_and_numbers():
   assert parse_arch("k", [100, "8.6", 100]) == (86, 100)
 
 
-def test_a_plan_as_text_holds_all_but_its_images():
+def test_a_plan_is_held_with_all_but_its_images():
   plan = Plan(
     "k",
     (),
@@ -239,13 +244,24 @@ def test_a_plan_as_text_holds_all_but_its_images():
     scratch=(256,),
     zeroed=(1,),
   )
-  assert launch.encode("k", plan) == (
-    "scratch 256;zero 1;launch f 4,5,6 32,2,1 1024 2,1,1 0102 " + "00" * 16 + "@0=o2@8=s0;"
-  )
+  encoded = launch.encode("k", plan)
+  made = encoded["launches"]["0"]
+  assert encoded["scratch"].tolist() == [256]
+  assert encoded["zeroed"].tolist() == [1]
+  assert made["entry"] == "f"
+  assert [made[name].tolist() for name in ("grid", "block", "cluster")] == [
+    [4, 5, 6],
+    [32, 2, 1],
+    [2, 1, 1],
+  ]
+  assert made["shared"] == 1024
+  assert made["bytes"].tobytes() == b"\x01\x02" + bytes(30)
+  assert made["starts"].tolist() == [0, 16]
+  assert made["addresses"].tolist() == [16, 0, 2, 24, 2, 0]
 
 
-def test_a_functions_name_with_blanks_is_refused():
-  plan = Plan("k", (), (Launch("f(int, int)", (1, 1, 1), (1, 1, 1), ()),))
+def test_a_launch_without_a_functions_name_is_refused():
+  plan = Plan("k", (), (Launch("", (1, 1, 1), (1, 1, 1), ()),))
   with pytest.raises(cg.GateDefinitionError, match="a function's name as the image has it"):
     launch.encode("k", plan)
 
@@ -253,14 +269,19 @@ def test_a_functions_name_with_blanks_is_refused():
 # -- programs --------------------------------------------------------------------------------------
 @needs_nvrtc
 def test_a_call_is_lowered_to_a_launch_with_its_numbers():
-  text = cuda_text(lambda x, y: saxpy(arch=90)(2.0, x, y, n=1000), f32(1000), f32(1000))
-  assert "@callgate.kernel(" in text
-  (plan,) = plans(text)
-  pointer = "00" * 8
-  assert plan == (
-    "launch _Z5saxpyfPKfS0_Pfi 4,1,1 256,1,1 0 - "
-    f"00000040 {pointer}@0=o0 {pointer}@0=o1 {pointer}@0=r0 e8030000;"
-  )
+  program = lambda x, y: saxpy(arch=90)(2.0, x, y, n=1000)
+  assert "@callgate.kernel(" in cuda_text(program, f32(1000), f32(1000))
+  (made,) = launches(program, f32(1000), f32(1000))
+  number = np.array([2], np.float32).tobytes(), np.array([1000], np.int32).tobytes()
+  assert made == {
+    "entry": "_Z5saxpyfPKfS0_Pfi",
+    "grid": [4, 1, 1],
+    "block": [256, 1, 1],
+    "shared": 0,
+    "bytes": [*number[0], *bytes(12), *bytes(48), *number[1]],
+    "starts": [0, 16, 32, 48, 64],
+    "addresses": [16, 0, 0, 32, 0, 1, 48, 1, 0],  # where, of what, of which
+  }
 
 
 @needs_nvrtc
@@ -271,17 +292,18 @@ def test_views_hold_their_extents():
     block=1,
     out=f32(3),
   )
-  (plan,) = plans(cuda_text(kernel, f32(3, 5)))
-  x = np.array([0, 3, 5], np.int64).tobytes().hex()
-  y = np.array([0, 3], np.int64).tobytes().hex()
-  assert plan.endswith(f"{x}@0=o0 {y}@0=r0;")
+  (made,) = launches(kernel, f32(3, 5))
+  assert np.array(made["bytes"], np.uint8).view(np.int64).tolist() == [0, 3, 5, 0, 0, 3]
+  assert made["starts"] == [0, 32]
+  assert made["addresses"] == [0, 0, 0, 32, 1, 0]
 
 
 @needs_nvrtc
 def test_the_grid_may_depend_on_shapes_and_static_values():
   kernel = saxpy(grid=lambda x, y, n: (-(-n // 32), y.shape[0] // 100), block=lambda x, y: (32, 2))
-  text = cuda_text(lambda x, y: kernel(1.0, x, y, n=100), f32(1000), f32(1000))
-  assert " 4,10,1 32,2,1 0 - " in plans(text)[0]
+  (made,) = launches(lambda x, y: kernel(1.0, x, y, n=100), f32(1000), f32(1000))
+  assert made["grid"] == [4, 10, 1]
+  assert made["block"] == [32, 2, 1]
 
 
 @needs_nvrtc
@@ -294,8 +316,8 @@ def test_a_grid_outside_the_limits_is_refused_when_it_is_lowered():
 @needs_nvrtc
 def test_arrays_without_elements_launch_nothing():
   kernel = saxpy(grid=7)
-  text = cuda_text(lambda x, y: kernel(1.0, x, y, n=0), f32(0), f32(0))
-  assert " 0,1,1 256,1,1 " in plans(text)[0]
+  (made,) = launches(lambda x, y: kernel(1.0, x, y, n=0), f32(0), f32(0))
+  assert made["grid"] == [0, 1, 1]
 
 
 @needs_nvrtc
@@ -308,33 +330,33 @@ def test_scratch_memory_has_a_target_that_is_not_captured():
     zeroed=[0],
     out=lambda x: x,
   )
-  text = cuda_text(kernel, f32(10))
-  assert "@callgate.kernel.scratch(" in text
-  assert plans(text)[0].startswith("scratch 40;zero 0;launch ")
-  assert "@0=o0" in text
-  assert "@0=s0" in text
+  assert "@callgate.kernel.scratch(" in cuda_text(kernel, f32(10))
+  (call,) = calls(kernel, f32(10))
+  assert call["plan"]["scratch"] == [40]
+  assert call["plan"]["zeroed"] == [0]
+  assert call["plan"]["launches"][0]["addresses"] == [0, 0, 0, 16, 2, 0, 32, 1, 0]
 
 
 @needs_nvrtc
 def test_vmap_is_a_loop_of_launches_of_one_lane():
   kernel = saxpy()
-  text = cuda_text(
+  (call,) = calls(
     jax.vmap(lambda x, y: kernel(2.0, x, y, n=1000), in_axes=(0, None)), f32(3, 1000), f32(1000)
   )
-  assert 'batch = "3:10"' in text
-  assert " 4,1,1 256,1,1 " in plans(text)[0]
+  assert call["batch"] == {"sizes": [3], "masks": [1, 0]}
+  assert call["plan"]["launches"][0]["grid"] == [4, 1, 1]
 
 
 @needs_nvrtc
 def test_vmap_in_the_grid_is_one_launch_for_all_lanes():
   kernel = saxpy(vmap="grid")
-  text = cuda_text(
+  (call,) = calls(
     jax.vmap(jax.vmap(lambda x, y: kernel(2.0, x, y, n=1000), in_axes=(0, None))),
     f32(2, 3, 1000),
     f32(2, 1000),
   )
-  assert 'batch = ""' in text
-  assert " 4,1,6 256,1,1 " in plans(text)[0]
+  assert "batch" not in call
+  assert call["plan"]["launches"][0]["grid"] == [4, 1, 6]
 
 
 @needs_nvrtc
@@ -358,8 +380,7 @@ def test_derivatives_are_as_on_the_cpu():
     linear=True,
   )
   kernel.deftranspose(lambda ct, x: kernel(ct))
-  text = cuda_text(jax.grad(lambda x: jnp.sum(kernel(x) ** 2)), f32(8))
-  assert len(plans(text)) == 2
+  assert len(launches(jax.grad(lambda x: jnp.sum(kernel(x) ** 2)), f32(8))) == 2
 
 
 @needs_nvrtc
@@ -374,9 +395,10 @@ def test_templates_are_compiled_for_the_dtypes_of_a_call():
   )
   single = cuda_text(lambda x: kernel(x, 3), f32(2, 2))
   assert 'name = "templates[cuda:scale<float, 2>]"' in single
-  half = cuda_text(lambda x: kernel(x, a=3, K=5), jax.ShapeDtypeStruct((4,), jnp.bfloat16))
-  assert 'name = "templates[cuda:scale<__nv_bfloat16, 1, 5>]"' in half
-  assert plans(half)[0].endswith(" 4040;")  # bfloat16(3)
+  half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+  (call,) = calls(lambda x: kernel(x, a=3, K=5), half)
+  assert call["name"] == "templates[cuda:scale<__nv_bfloat16, 1, 5>]"
+  assert call["plan"]["launches"][0]["bytes"][-2:] == [0x40, 0x40]  # bfloat16(3)
 
 
 @needs_nvrtc
@@ -615,28 +637,28 @@ def test_a_call_on_tiles_has_a_grid_for_them():
   tiles = re.search(r'tiles = "((?:[^"\\]|\\.)*)"', text)
   assert tiles is not None
   about = tiles.group(1).replace("\\22", '"')
-  held = {"name": "tiled.saxpy[cuda:saxpy]", "plan": plans(text)[0], "tiles": about}
-  assert " 4,1,1 256,1,1 " in held["plan"]
+  call = {"name": "tiled.saxpy[cuda:saxpy]", "tiles": about}
   tile = ((256,), np.dtype(np.float32))
-  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
-  assert " 1,1,1 256,1,1 " in held["plan"]
-  assert held["plan"].split()[-1] == "00040000;"  # n, which is the call's
-  assert held["name"] == "tiled.saxpy[cuda:saxpy]"
+  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
+  made = call["plan"]["launches"]["0"]
+  assert made["grid"].tolist() == [1, 1, 1]
+  assert made["bytes"][-4:].view(np.int32) == [1024]  # n, which is the call's
+  assert call["name"] == "tiled.saxpy[cuda:saxpy]"
   # What not every device runs is not captured.
-  held["shards"] = "10"
-  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
-  held["shards"] = "11"
-  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
+  call["shards"] = "10"
+  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "callgate.kernel.scratch"
+  call["shards"] = "11"
+  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
 
 
 @needs_nvrtc
 def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
   kernel = saxpy(name="tiled.grid", vmap="grid")
   about = '{"grid":true,"static":{"a":{"float":"0x1.0p+1"},"n":5}}'
-  held = {"name": "tiled.grid[cuda:saxpy]", "plan": "", "tiles": about}
+  call = {"name": "tiled.grid[cuda:saxpy]", "tiles": about}
   tile = ((3, 256), np.dtype(np.float32))
-  assert kernel.retile(held, (), [tile, tile], [tile], "t") == "t"
-  assert " 1,1,3 256,1,1 " in held["plan"]
+  assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
+  assert call["plan"]["launches"]["0"]["grid"].tolist() == [1, 1, 3]
   del kernel
 
 

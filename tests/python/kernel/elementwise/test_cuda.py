@@ -69,7 +69,7 @@ def launch_of(kernel: Any, operands: Any, **static: Any) -> tuple[Any, str, Cuda
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     made.append(source)
-    return nvrtc.Built(b"\0", 0, entry_of(kernel.name))
+    return nvrtc.Built(nvrtc.Image(b"\0", 0), entry_of(kernel.name))
 
   call = call_of(kernel, operands, (), **static)
   with pytest.MonkeyPatch.context() as patch:
@@ -213,7 +213,7 @@ def test_another_process_makes_the_same_images_from_the_key() -> None:
   x = values((10,), "float32")
   plan = kernel.cuda.plan(call_of(kernel, (x, x), (90,)))
   assert kernel.cuda.images(plan.key, (90,))[0].code == plan.images[0].code
-  other = cg.elementwise("T x, S y", "T z", "z = x + y", name="other")
+  other = cg.elementwise("T x, S y", "T z", "z = x + y", name="other.images")
   assert other.cuda.images(plan.key, (90,)) is None
 
 
@@ -232,7 +232,7 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
   def build(label: str, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
     built.append(name)
-    return nvrtc.Built(b"\0", 0, name)
+    return nvrtc.Built(nvrtc.Image(b"\0", 0), name)
 
   monkeypatch.setattr(cuda.nvrtc, "build", build)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

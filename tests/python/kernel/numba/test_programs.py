@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from interpreters import printed_by
 from jax import export
+from programs import drop_programs_until
 from transformation_table import PAIRS, TRANSFORMATIONS, TRIPLES, X, expected, reference, run
 
 import callgate as cg
+from callgate import _callgate
 
 nb = pytest.importorskip("numba")
 
@@ -293,9 +295,6 @@ def test_a_kernel_lives_as_long_as_a_program_that_can_call_it(clean_caches: None
   jax.clear_caches()
   np.testing.assert_allclose(compiled(X), reference(X), rtol=1e-5)
   del compiled
-  from programs import drop_programs
-
-  drop_programs()
-  from callgate import _callgate
-
-  assert not [known for known in _callgate.registered_names() if known.startswith(name)]
+  drop_programs_until(
+    lambda: not any(known.startswith(name) for known in _callgate.registered_names())
+  )

@@ -1,0 +1,162 @@
+"""Public functions whose keyword options a frozen dataclass declares, once.
+
+Such a function is written as `f(what, /, *, options: SomeOptions)` and called with the fields of
+`SomeOptions` as keywords. The signature that `inspect` and editors show, the refusal of unknown
+names, and the options' part of the docstring come from the dataclass: from its fields and from the
+"Attributes:" of its docstring and its bases'.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+Owner = TypeVar("Owner", contravariant=True)
+What = TypeVar("What", contravariant=True)
+Options = TypeVar("Options", contravariant=True)
+Made = TypeVar("Made", covariant=True)
+
+
+class _Written(Protocol[What, Options, Made]):
+  def __call__(self, what: What, /, *, options: Options) -> Made: ...
+
+
+class _WrittenMethod(Protocol[Owner, What, Options, Made]):
+  def __call__(self, owner: Owner, what: What, /, *, options: Options) -> Made: ...
+
+
+class _WrittenOfTwo(Protocol[What, Options, Made]):
+  def __call__(self, what: What, name: str | None = None, /, *, options: Options) -> Made: ...
+
+
+class Decorator(Protocol[P, Made]):
+  """Takes a callable; without one it is a decorator."""
+
+  @overload
+  def __call__(self, fn: Callable[..., Any], /, *args: P.args, **options: P.kwargs) -> Made: ...
+  @overload
+  def __call__(
+    self, fn: None = None, /, *args: P.args, **options: P.kwargs
+  ) -> Callable[[Callable[..., Any]], Made]: ...
+
+
+class OfTwo(Protocol[What, P, Made]):
+  """Takes something and, where it has several functions, the name of one."""
+
+  def __call__(
+    self, what: What, name: str | None = None, /, *args: P.args, **options: P.kwargs
+  ) -> Made: ...
+
+
+class _WrittenOfCode(Protocol[Options, Made]):
+  def __call__(
+    self,
+    in_params: str,
+    out_params: str,
+    operation: str,
+    name: str | None = None,
+    *,
+    options: Options,
+  ) -> Made: ...
+
+
+class OfCode(Protocol[P, Made]):
+  """Takes parameters and code."""
+
+  def __call__(
+    self, in_params: str, out_params: str, operation: str, name: str | None = None, /,
+    *args: P.args, **options: P.kwargs,
+  ) -> Made: ...  # fmt: skip
+
+
+def decorator(
+  declared: Callable[P, Options],
+) -> Callable[[_Written[Callable[..., Any], Options, Made]], Decorator[P, Made]]:
+  return functools.partial(_taking, declared, decorates=True)
+
+
+def of_one(
+  declared: Callable[P, Options],
+) -> Callable[[_Written[What, Options, Made]], Callable[Concatenate[What, P], Made]]:
+  return functools.partial(_taking, declared)
+
+
+def of_two(
+  declared: Callable[P, Options],
+) -> Callable[[_WrittenOfTwo[What, Options, Made]], OfTwo[What, P, Made]]:
+  return functools.partial(_taking, declared)
+
+
+def of_code(
+  declared: Callable[P, Options],
+) -> Callable[[_WrittenOfCode[Options, Made]], OfCode[P, Made]]:
+  return functools.partial(_taking, declared)
+
+
+def method(
+  declared: Callable[P, Options],
+) -> Callable[
+  [_WrittenMethod[Owner, What, Options, Made]], Callable[Concatenate[Owner, What, P], Made]
+]:
+  return functools.partial(_taking, declared)
+
+
+def with_constants(
+  declared: Callable[..., Options],
+) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+  """For a function that takes any other keyword, too."""
+  return functools.partial(_taking, declared)
+
+
+def _taking(declared: Any, written: Callable[..., Any], *, decorates: bool = False) -> Any:
+  own = [p for p in inspect.signature(written).parameters.values() if p.name != "options"]
+  fields = dict(inspect.signature(declared).parameters)
+  for parameter in own:  # what may also be given by its place
+    fields.pop(parameter.name, None)
+  if decorates:
+    own[0] = own[0].replace(default=None, annotation=f"{own[0].annotation} | None")
+  last = [own.pop()] if own[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+  required_first = sorted(fields.values(), key=lambda p: p.default is not p.empty)
+  signature = inspect.Signature([*own, *required_first, *last])
+
+  @functools.wraps(written)
+  def take(*args: Any, **given: Any) -> Any:
+    try:
+      signature.bind(*args, **given)
+    except TypeError as error:
+      raise TypeError(f"{written.__name__}() {error}") from None
+    options = declared(**{name: given.pop(name) for name in fields if name in given})
+    if decorates and (not args or args[0] is None):
+      return lambda fn: written(fn, options=options)  # pyright: ignore[reportUnknownLambdaType]
+    return written(*args, **given, options=options)
+
+  take.__signature__ = signature  # type: ignore[attr-defined]
+  take.__annotations__ = {
+    **{name: p.annotation for name, p in signature.parameters.items()},
+    "return": written.__annotations__["return"],
+  }
+  take.__doc__ = _documented(written.__doc__, declared, list(fields))
+  return take
+
+
+# An entry of a docstring's section: "  name: what it is", and the deeper lines after it.
+_ENTRY = re.compile(r"^  (\w+): .*(?:\n    .*)*", re.MULTILINE)
+
+
+def _documented(text: str | None, declared: type, options: list[str]) -> str | None:
+  """A function's docstring with the options that it says nothing of at the end of its "Args:"."""
+  if text is None:  # python -OO
+    return None
+  head, _, rest = inspect.cleandoc(text).partition("\nArgs:\n")
+  own, _, tail = rest.partition("\n\n")
+  known = {match[1] for match in _ENTRY.finditer(own)}
+  entries: dict[str, str] = {}
+  for base in reversed(declared.__mro__):
+    _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+    entries |= {match[1]: match[0] for match in _ENTRY.finditer(attributes)}
+  more = [entries[name] for name in options if name not in known]
+  return "\n".join([f"{head}\nArgs:", own, *more, "", tail])

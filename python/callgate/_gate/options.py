@@ -1,0 +1,100 @@
+"""The options of `callgate.gate`."""
+
+# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+
+import dataclasses
+from typing import Literal
+
+from callgate._arrays import bind, gpu
+from callgate._call.options import CallOptions
+from callgate._core import options as check
+from callgate._core.errors import GateDefinitionError
+
+Style = Literal["return", "inplace", "context"]
+Arrays = Literal["numpy", "buffer", "jax", "torch", "cupy", "numba"]
+Thread = Literal["xla", "own"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GateOptions(CallOptions):
+  """The options of a gate.
+
+  Attributes:
+    style: "return" (`fn(*args)` returns the results, checked strictly and copied once), "inplace"
+      (`fn(out, *args)` writes into views of XLA's result memory and returns None) or "context"
+      (`fn(context, out, *args)`, with `context.stage`, `.stream`, `.stream_as(library)`,
+      `.device`, and `.rank`, `.size`, `.coordinates` of the shard).
+    arrays: what the callable gets: "numpy" views, "buffer" (`callgate.Buffer`), "jax" or "torch"
+      arrays, all zero-copy on the CPU. Torch has no read-only tensors: do not write to inputs
+      (`config(check_writes=True)` finds who does). On a CUDA GPU see above.
+    thread: "xla" (XLA's calling thread: fastest) or "own" (a thread of callgate's; XLA's is free
+      meanwhile, so the callable may itself run JAX programs of any size).
+    timeout: seconds after which the program fails with a report, while the callable may go on
+      unheeded. Implies thread="own", and private copies of the arrays.
+    cast: allow same-kind casts of results (float64 to float32, say).
+    copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
+      for arrays in the host's memory. Results' views (`out`) are still XLA's.
+    collective: every device makes its call, also where several have the same shard, and a context
+      knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
+      that talk to each other.
+    command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
+      replay that. Elsewhere it changes nothing. See above.
+  """
+
+  style: Style = "return"
+  arrays: Arrays = "numpy"
+  thread: Thread = "xla"
+  timeout: float | None = None
+  cast: bool = False
+  copy: bool = False
+  collective: bool = False
+  command_buffer: bool = False
+
+  def checked(self, label: str, *, grid: bool = False) -> "GateOptions":
+    made = dataclasses.replace(
+      super().checked(label, grid=grid),
+      **check.booleans(
+        label,
+        cast=self.cast,
+        copy=self.copy,
+        collective=self.collective,
+        command_buffer=self.command_buffer,
+      ),
+      timeout=check.timeout(label, self.timeout),
+    )
+    check.choice(label, "style", made.style, bind.STYLES)
+    check.choice(label, "arrays", made.arrays, bind.ARRAY_KINDS)
+    check.choice(label, "thread", made.thread, ("xla", "own"))
+    if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
+      raise no_copy(label, made.arrays)
+    if made.command_buffer:
+      _check_command_buffer(label, made)
+    return made
+
+
+def no_copy(label: str, arrays: str) -> GateDefinitionError:
+  return GateDefinitionError(
+    f"{label}: copy=True: expected arrays in the host's memory (arrays='numpy' or 'jax'; "
+    f"'buffer' and 'torch' in programs for the CPU), got arrays={arrays!r} on a GPU, which "
+    "are XLA's own"
+  )
+
+
+def _check_command_buffer(label: str, options: GateOptions) -> None:
+  where = f"{label}: command_buffer=True: expected"
+  if not bind.is_native(options.arrays):
+    kinds = ", ".join(map(repr, gpu.KINDS))
+    raise GateDefinitionError(
+      f"{where} arrays that stay on the GPU ({kinds}), got arrays={options.arrays!r}, whose copies "
+      "the host would have to wait for"
+    )
+  if options.style == "return":
+    raise GateDefinitionError(
+      f"{where} style='inplace' or 'context', got style='return', whose results are gone when "
+      "their copying is replayed"
+    )
+  if options.effect != "pure":
+    raise GateDefinitionError(
+      f"{where} effect='pure', got effect={options.effect!r}: a graph that is replayed does not "
+      "call the callable, so its own effects would not happen once per execution"
+    )

@@ -1,0 +1,62 @@
+"""The options of `callgate.torch`."""
+
+# Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from callgate._call.options import CallOptions
+from callgate._core import options as check
+from callgate._gate.options import Thread
+
+Style = Literal["return", "inplace"]
+Vmap = Literal["auto", "whole", "each"]
+VMAPS = ("auto", "whole", "each")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TorchOptions(CallOptions):
+  """The options of `callgate.torch`.
+
+  Attributes:
+    out: the results: a pytree of anything with `.shape` and `.dtype`, or a function from the
+      arguments' ShapeDtypeStructs to one. Default: found by a run on tensors without values.
+    effect: "pure", "io" or "ordered", as for `callgate.gate`. Derivatives are always pure.
+    style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
+      memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
+    aliases: flat input position to flat output position, with style="inplace": both are one memory.
+    vmap: "auto" (all lanes in one call through `torch.func.vmap` where it takes the function, which
+      is tried when the program is traced; else lane by lane), "whole" (always `torch.func.vmap`),
+      "each" (always lane by lane) or a rule as for `callgate.gate`.
+    thread: "xla" or "own", as for `callgate.gate`.
+    timeout: seconds, as for `callgate.gate`.
+    cast: allow same-kind casts of results: int64 to int32 where JAX has no int64.
+    gradient: "finite-difference": derivatives by central differences in the place of torch's.
+    random: the function draws random numbers. Calls then take `rng=`, a JAX key, which seeds
+      torch's generator for this call; the function does not get it.
+    enable_grad: run the function with autograd on, for one that calls it itself.
+    mutable: for modules that write into their buffers (batch normalisation in training): calls
+      return `(result, buffers)`, the new values by name.
+  """
+
+  linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
+  vmap: Vmap | Callable[..., Any] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
+  style: Style = "return"
+  thread: Thread = "xla"
+  timeout: float | None = None
+  cast: bool = False
+  random: bool = False
+  enable_grad: bool = False
+  mutable: bool = False
+
+  def __post_init__(self) -> None:
+    check.name("torch", self.name)
+    check.choice("torch", "style", self.style, ("return", "inplace"))
+    check.booleans(
+      "torch",
+      cast=self.cast,
+      random=self.random,
+      enable_grad=self.enable_grad,
+      mutable=self.mutable,
+    )

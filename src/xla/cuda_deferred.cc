@@ -1,0 +1,196 @@
+// Calls that the program does not wait for: their operands are copied while it goes on, and the
+// site runs on the device's completion thread when they are there. Inside a CUDA graph the copies
+// are part of it, and a host function tells the site of each replay.
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
+#include "cuda/completions.h"
+#include "cuda/driver.h"
+#include "xla/cuda_call.h"
+#include "xla/guard.h"
+#include "xla/owned_call.h"
+
+namespace callgate::xla_ffi {
+namespace {
+
+// Up to this size operands are copied to the host by the program's own stream: the copy takes it no
+// longer than one on the device would.
+constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
+
+// A bound on what waits for its way to the host.
+//
+// Programs are given to a stream long before it runs them, so the copies of their taps could take
+// any amount of pinned memory. Beyond kMost the program's thread waits.
+class Backlog {
+ public:
+  static constexpr std::size_t kMost = std::size_t{512} << 20;
+
+  // A share of the bound; a call that is larger than all of it waits until it is alone.
+  class Room : Immovable {
+   public:
+    explicit Room(std::size_t bytes) : bytes_(bytes) {
+      Backlog& all = instance();
+      std::unique_lock lock(all.mutex_);
+      all.freed_.wait(lock, [&] { return all.taken_ == 0 || all.taken_ + bytes_ <= kMost; });
+      all.taken_ += bytes_;
+    }
+    ~Room() {
+      Backlog& all = instance();
+      std::lock_guard lock(all.mutex_);
+      all.taken_ -= bytes_;
+      all.freed_.notify_all();
+    }
+
+   private:
+    std::size_t bytes_;
+  };
+
+ private:
+  static Backlog& instance() { return immortal<Backlog>(); }
+
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  std::size_t taken_ = 0;
+};
+
+// The host's part: `body` makes the copied call. Nothing is thrown.
+template <typename Body>
+void run_later(CopiedCall& copied, Body&& body) {
+  auto run = [&] {
+    ActiveCall active;
+    if (!active.entered()) return refuse_at_exit(*copied.site->callee);
+    Call call = copied.call();
+    if (copied.runs()) body(*copied.site->site, call);
+  };
+  guarded(run, [&](const Error& error) { copied.site->callee->defer(error); });
+}
+
+// The results are the program's already: copies of operands.
+void pass_on(CudaCall& call) {
+  for (std::size_t i = 0; i < call.decoded.results().size(); ++i) {
+    const ArrayView& to = call.decoded.results()[i];
+    const ArrayView& from = call.decoded.operands()[call.call_site().site->copied_to(i)];
+    if (to.data == from.data) continue;
+    cuda::copy_on_device(cuda::address(to.data), cuda::address(from.data), to.nbytes(),
+                         call.stream);
+  }
+}
+
+// A call that a graph replays.
+class CapturedCall {
+ public:
+  CapturedCall(const CudaCall& call, std::span<const ArrayView> sent)
+      : copied_(call, sent, {}), completions_(cuda::Completions::of(call.device)) {
+    copied_.context.run = -1;  // which run replays it is not told
+  }
+
+  void fetch(cuda::Stream stream) { copied_.copies.fetch(stream); }
+
+  // In a host function, which may neither call CUDA nor wait: the site takes the call at once, or
+  // gets copies on the completion thread.
+  void replay() {
+    guarded([this] { run(); },
+            [this](const Error& error) {
+              auto keep = [site = copied_.site, error] { keep_failure(*site->callee, error); };
+              guarded([&] { completions_.later(keep); }, [&](const Error&) { keep(); });
+            });
+  }
+
+ private:
+  void run() {
+    ActiveCall active;
+    if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
+    Call call = copied_.call();
+    if (!copied_.runs() || copied_.site->site->run_replayed(call)) return;
+    auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
+    completions_.later([site = copied_.site, owned] {
+      auto deferred = [&] {
+        ActiveCall still;
+        if (!still.entered()) return refuse_at_exit(*site->callee);
+        site->site->run_deferred(owned->call());
+      };
+      guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
+    });
+  }
+
+  CopiedCall copied_;
+  cuda::Completions& completions_;
+};
+
+void capture(CudaCall& call, std::span<const ArrayView> sent) {
+  cuda::RelaxedCapture relaxed;
+  auto captured = std::make_shared<CapturedCall>(call, sent);
+  captured->fetch(call.stream);
+  auto replay = [](void* data) { static_cast<CapturedCall*>(data)->replay(); };
+  cuda::check(cuda::driver().launch_host_function(call.stream, replay, captured.get()),
+              "cuLaunchHostFunc");
+  if (cuda::keep_in_graph(call.device, call.stream, captured)) return;
+  std::lock_guard lock(call.site.mutex);
+  call.site.captured.push_back(std::move(captured));
+}
+
+std::size_t nbytes(std::span<const ArrayView> views) {
+  std::size_t sum = 0;
+  for (const ArrayView& view : views) sum += view.nbytes();
+  return sum;
+}
+
+// `to_keep` go to the site as copies on the device, where it wants any.
+void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const ArrayView> sent) {
+  std::size_t bytes = nbytes(sent) + call.number.nbytes();
+  auto room = std::make_shared<Backlog::Room>(bytes + nbytes(to_keep));
+  std::shared_ptr<cuda::KeptCopies> kept;
+  if (!to_keep.empty())
+    kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);
+  auto copied = std::make_shared<CopiedCall>(call, sent, std::span<const ArrayView>());
+  bool aside = bytes > kCopiedInStream;
+  if (!aside) copied->copies.fetch(call.stream);
+  cuda::StreamEvent end =
+      aside ? copied->copies.fetch_aside(call.stream) : cuda::StreamEvent(call.device, call.stream);
+  auto run = [copied, kept, room](cuda::Result result) {
+    // A stream that has failed fails its program, which says so.
+    if (result != cuda::Result::kSuccess) return;
+    run_later(*copied, [&](Site& site, const Call& on_host) {
+      if (kept == nullptr) return site.run_deferred(on_host);
+      std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
+      operands.insert(operands.end(), on_host.operands.begin(), on_host.operands.end());
+      site.run_kept({operands, {}, on_host.context}, kept);
+    });
+  };
+  cuda::Completions::of(call.device).after(std::move(end), run);
+}
+
+}  // namespace
+
+void run_deferred(CudaCall& call) {
+  pass_on(call);
+  Site& site = *call.call_site().site;
+  bool captured = cuda::capturing(call.stream);
+  std::size_t kept = site.kept_on_device();
+  if (captured && kept != 0) {
+    throw Error(ErrorCode::kInternal,
+                "'" + call.callee().name() +
+                    "' keeps copies on the device; expected a program that is not recorded into a "
+                    "CUDA graph, where no memory can be allocated");
+  }
+  std::optional<std::size_t> count =
+      captured ? site.reads_replayed(call.call()) : site.reads(call.call());
+  if (!count) return;
+  std::span<const ArrayView> sent = call.decoded.operands().first(*count).subspan(kept);
+  try {
+    if (captured) return capture(call, sent);
+    send(call, call.decoded.operands().first(kept), sent);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kResourceExhausted || !site.drop(call.call())) throw;
+  }
+}
+
+}  // namespace callgate::xla_ffi

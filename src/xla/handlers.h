@@ -1,0 +1,54 @@
+// The FFI handlers, by target. Each target has two, for XLA's stages of a call.
+//
+// Instantiate runs once per call site and executable, also when one is loaded from a cache: it
+// finds the callee by its name, binds it to the site and gives XLA the state to own. Execute
+// decodes the frame and runs the site.
+#pragma once
+
+#include <string_view>
+
+#include "xla/ffi.h"
+
+namespace callgate::xla_ffi {
+
+// A call of whatever the name stands for. It runs on XLA's thread or, for a callee with its own, on
+// a worker that completes a future. Taps have a target of their own, since they are partitioned in
+// another way.
+inline constexpr std::string_view kGateTarget = "callgate.gate";
+inline constexpr std::string_view kTapTarget = "callgate.tap";
+XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame);
+
+// The same in programs for CUDA: the arrays are a GPU's, and the call comes when the program is
+// being given to a stream. What becomes of it is up to the callee (OnDevice):
+//
+// - native: the site runs at once, on XLA's thread, with the device's arrays and the stream;
+// - staged: the operands are copied to pinned memory; the thread waits for them, runs the site and
+//   enqueues the copies of the results. With a thread of its own the callee leaves XLA's to go on:
+//   the stream itself waits for the results;
+// - deferred: the operands are copied while the program goes on, and the site runs on the device's
+//   completion thread when they are there. Inside a CUDA graph the copies are part of it, and the
+//   site runs as a host function, once a replay.
+XLA_FFI_Error* cuda_gate_instantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_gate_execute(XLA_FFI_CallFrame* frame);
+// The same, which XLA may capture into a CUDA graph: for taps, and for callables that launch the
+// same work whenever they are called. These run at the capture, and what they launched is replayed.
+inline constexpr std::string_view kGraphTarget = "callgate.gate.graph";
+XLA_FFI_Error* cuda_graph_execute(XLA_FFI_CallFrame* frame);
+
+// A call of native code, with less on the way: no thread of its own, no Python, nothing to drain at
+// exit.
+inline constexpr std::string_view kKernelTarget = "callgate.kernel";
+XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame);
+
+// In programs for CUDA: launches on XLA's stream. They may be captured into CUDA graphs, whose
+// replays then launch without the host. `callgate.kernel.scratch` may not: it is for calls with
+// scratch memory, which a graph's replays would no longer own, and for calls on shards that not
+// every device makes.
+inline constexpr std::string_view kKernelScratchTarget = "callgate.kernel.scratch";
+XLA_FFI_Error* cuda_kernel_instantiate(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_kernel_execute(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_kernel_scratch_execute(XLA_FFI_CallFrame* frame);
+
+}  // namespace callgate::xla_ffi
