@@ -160,6 +160,9 @@ std::uint64_t Warp::special(const Special& special, std::uint32_t lane, const Fr
   if (between(Kind::kClusterNctaIdX, Kind::kClusterNctaIdZ))
     return part(grid.cluster, kind, Kind::kClusterNctaIdX);
   const std::uint64_t shared_base = block_.rank() * kSharedStride;
+  auto shared_offset = [&] {  // of a variable, and what the program adds
+    return grid.program->shared[special.index & 0xFFFFFFFF].offset + (special.index >> 32);
+  };
   const std::uint64_t shared_bytes = grid.program->dynamic_offset + launch.dynamic_shared;
   switch (kind) {
     case Kind::kLaneId: return lane;
@@ -178,9 +181,9 @@ std::uint64_t Warp::special(const Special& special, std::uint32_t lane, const Fr
     case Kind::kDynamicSharedSize: return launch.dynamic_shared;
     case Kind::kTotalSharedSize:
     case Kind::kAggregateSharedSize: return shared_bytes;
-    case Kind::kSharedAddress: return shared_base + grid.program->shared[special.index].offset;
+    case Kind::kSharedAddress: return shared_base + shared_offset();
     case Kind::kSharedGenericAddress:
-      return kSharedWindow + shared_base + grid.program->shared[special.index].offset;
+      return kSharedWindow + shared_base + shared_offset();
     case Kind::kLocalAddress: return frame.local_base + special.index;
     case Kind::kLocalGenericAddress: return kLocalWindow + frame.local_base + special.index;
     default: return 0;
