@@ -16,18 +16,18 @@ std::string hex(std::uint64_t value) {
 
 [[noreturn]] void outside(const char* memory, std::uint64_t address, std::uint32_t bytes,
                           std::uint64_t size, const Instruction& instruction) {
-  throw Fault{Result::kIllegalAddress,
-              "line " + std::to_string(instruction.line) + ": " + std::to_string(bytes) +
-                  " bytes at " + hex(address) + " of " + memory + " memory, which has " +
-                  std::to_string(size)};
+  throw Fault{Result::kIllegalAddress, "line " + std::to_string(instruction.line) + ": " +
+                                           std::to_string(bytes) + " bytes at " + hex(address) +
+                                           " of " + memory + " memory, which has " +
+                                           std::to_string(size)};
 }
 
 void check_alignment(std::uint64_t address, std::uint32_t bytes, const Instruction& instruction) {
   std::uint32_t alignment = bytes < 16 ? bytes : 16;
   if ((address & (alignment - 1)) == 0) return;
-  throw Fault{Result::kMisalignedAddress,
-              "line " + std::to_string(instruction.line) + ": address " + hex(address) +
-                  " is not aligned to " + std::to_string(alignment) + " bytes"};
+  throw Fault{Result::kMisalignedAddress, "line " + std::to_string(instruction.line) +
+                                              ": address " + hex(address) + " is not aligned to " +
+                                              std::to_string(alignment) + " bytes"};
 }
 
 }  // namespace

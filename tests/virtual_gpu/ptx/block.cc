@@ -40,9 +40,7 @@ Warp::State Block::run(std::uint64_t& steps) {
     waiting |= state == Warp::State::kWaiting;
     if (steps == 0) return Warp::State::kRunning;
   }
-  return running            ? Warp::State::kRunning
-         : waiting          ? Warp::State::kWaiting
-                            : Warp::State::kEnded;
+  return running ? Warp::State::kRunning : waiting ? Warp::State::kWaiting : Warp::State::kEnded;
 }
 
 bool Block::arrive(std::uint32_t number, std::uint32_t threads, std::uint32_t expected) {

@@ -170,7 +170,8 @@ void Builder::jump_to(std::size_t instruction, std::size_t slot, const std::stri
 void Builder::resolve_jumps() {
   for (const Jump& jump : jumps_) {
     std::uint32_t place = kNone;
-    for (auto scope = jump.scopes.rbegin(); scope != jump.scopes.rend() && place == kNone; ++scope) {
+    for (auto scope = jump.scopes.rbegin(); scope != jump.scopes.rend() && place == kNone;
+         ++scope) {
       auto found = labels_.find({*scope, jump.label});
       if (found != labels_.end()) place = found->second;
     }

@@ -33,10 +33,10 @@ struct Instruction {
   std::array<std::uint32_t, 6> row{kNone, kNone, kNone, kNone, kNone, kNone};
   std::uint32_t guard = kNone;  // a predicate's row
   bool guard_negated = false;
-  bool control = false;         // may change which lanes run, or where
+  bool control = false;  // may change which lanes run, or where
   std::uint32_t option = 0;
-  std::uint32_t target = 0;     // of a branch: an instruction
-  std::uint32_t cache = 0;      // which entry of the worker's cache of ranges
+  std::uint32_t target = 0;  // of a branch: an instruction
+  std::uint32_t cache = 0;   // which entry of the worker's cache of ranges
   std::uint32_t line = 0;
   std::int64_t immediate = 0;
   std::vector<std::uint32_t> list;  // rows of vectors and fragments; targets of brx
@@ -50,15 +50,47 @@ struct Constant {
 
 // Rows that depend on the warp, the block or the launch.
 enum class SpecialKind : std::uint8_t {
-  kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ,
-  kCtaidX, kCtaidY, kCtaidZ, kNctaidX, kNctaidY, kNctaidZ,
-  kLaneId, kWarpId, kNwarpId, kSmId, kNsmId, kGridId,
-  kLanemaskEq, kLanemaskLe, kLanemaskLt, kLanemaskGe, kLanemaskGt,
-  kClusterIdX, kClusterIdY, kClusterIdZ, kNclusterIdX, kNclusterIdY, kNclusterIdZ,
-  kClusterCtaIdX, kClusterCtaIdY, kClusterCtaIdZ,
-  kClusterNctaIdX, kClusterNctaIdY, kClusterNctaIdZ,
-  kClusterCtaRank, kClusterNctaRank,
-  kDynamicSharedSize, kTotalSharedSize, kAggregateSharedSize, kZero,
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kLaneId,
+  kWarpId,
+  kNwarpId,
+  kSmId,
+  kNsmId,
+  kGridId,
+  kLanemaskEq,
+  kLanemaskLe,
+  kLanemaskLt,
+  kLanemaskGe,
+  kLanemaskGt,
+  kClusterIdX,
+  kClusterIdY,
+  kClusterIdZ,
+  kNclusterIdX,
+  kNclusterIdY,
+  kNclusterIdZ,
+  kClusterCtaIdX,
+  kClusterCtaIdY,
+  kClusterCtaIdZ,
+  kClusterNctaIdX,
+  kClusterNctaIdY,
+  kClusterNctaIdZ,
+  kClusterCtaRank,
+  kClusterNctaRank,
+  kDynamicSharedSize,
+  kTotalSharedSize,
+  kAggregateSharedSize,
+  kZero,
   kSharedAddress,         // `index`: of a shared variable of the program
   kSharedGenericAddress,  // the same, generic
   kLocalAddress,          // `index`: bytes from the frame's first
@@ -76,7 +108,7 @@ struct Passed {
   std::uint32_t caller, callee, bytes;
 };
 struct CallSite {
-  const Code* callee = nullptr;  // null where a register says which
+  const Code* callee = nullptr;                    // null where a register says which
   std::vector<std::uint32_t> results, parameters;  // the caller's offsets
   std::vector<std::uint32_t> result_bytes, parameter_bytes;
 };
@@ -95,7 +127,7 @@ struct SharedVariable {
   std::string name;
   std::uint64_t bytes;
   std::uint32_t alignment;
-  bool dynamic;                // behind all others, as long as the launch says
+  bool dynamic;  // behind all others, as long as the launch says
   std::uint64_t offset = 0;
 };
 
@@ -104,9 +136,9 @@ struct Program {
   const Code* entry = nullptr;
   std::vector<std::unique_ptr<Code>> codes;
   std::vector<SharedVariable> shared;
-  std::uint64_t static_shared = 0;   // bytes
-  std::uint64_t dynamic_offset = 0;  // where dynamic shared memory begins
-  std::uint32_t caches = 0;          // how many entries of the cache of ranges are used
+  std::uint64_t static_shared = 0;      // bytes
+  std::uint64_t dynamic_offset = 0;     // where dynamic shared memory begins
+  std::uint32_t caches = 0;             // how many entries of the cache of ranges are used
   std::vector<const Code*> by_address;  // functions whose address is taken, by the module's numbers
 };
 

@@ -57,12 +57,15 @@ std::string Decoder::full_name() const {
 
 void Decoder::decode() {
   static const auto* opcodes = [] {
-    auto* by_name = new std::map<std::string_view, const Opcode*>();
+    auto* by_name = new std::multimap<std::string_view, const Opcode*>();
     for (const Opcode& each : all_opcodes()) by_name->emplace(each.name, &each);
     return by_name;
   }();
-  auto found = opcodes->find(statement_.name);
-  if (found == opcodes->end()) fail("unknown instruction");
+  auto [found, end] = opcodes->equal_range(statement_.name);
+  if (found == end) fail("unknown instruction");
+  while (found != end && found->second->fits != nullptr && !found->second->fits(statement_))
+    ++found;
+  if (found == end) fail("not for this type");
   Code& code = builder_.code();
   std::size_t first = code.instructions.size();
   found->second->compile(*this);
@@ -137,11 +140,12 @@ void Decoder::expect_operands(std::size_t least, std::size_t most) {
 std::uint32_t Decoder::source(const Operand& operand, Type type) {
   switch (operand.kind) {
     case Operand::Kind::kInteger: {
-      bool of_float = is_float(type) && size_of(type) >= 4 && type != Type::kF16x2 &&
-                      type != Type::kBF16x2;
+      bool of_float =
+          is_float(type) && size_of(type) >= 4 && type != Type::kF16x2 && type != Type::kBF16x2;
       std::uint64_t bits =
-          of_float ? float_bits(static_cast<double>(static_cast<std::int64_t>(operand.integer)), type)
-                   : operand.integer;
+          of_float
+              ? float_bits(static_cast<double>(static_cast<std::int64_t>(operand.integer)), type)
+              : operand.integer;
       if (type == Type::kPred) bits = bits != 0 ? 1 : 0;
       bool negative = static_cast<std::int64_t>(operand.integer) < 0;
       return builder_.constant(size_of(type), bits, negative && size_of(type) == 16 ? ~0ULL : 0);
@@ -159,11 +163,13 @@ std::uint32_t Decoder::name_source(const Operand& operand, Type type) {
     if (operand.negated || operand.minus || operand.offset != 0) {
       if (!operand.negated || type != Type::kPred) fail("can't negate " + operand.name);
       std::uint32_t row = temporary(type);
-      emit([](Warp& warp, const Instruction& i, Lanes lanes) {
-        auto* to = warp.row<std::uint8_t>(i.row[0]);
-        const auto* from = warp.row<std::uint8_t>(i.row[1]);
-        each_lane(lanes, [&](std::uint32_t lane) { to[lane] = from[lane] ^ 1U; });
-      }, {row, found->row});
+      emit(
+          [](Warp& warp, const Instruction& i, Lanes lanes) {
+            auto* to = warp.row<std::uint8_t>(i.row[0]);
+            const auto* from = warp.row<std::uint8_t>(i.row[1]);
+            each_lane(lanes, [&](std::uint32_t lane) { to[lane] = from[lane] ^ 1U; });
+          },
+          {row, found->row});
       return row;
     }
     if ((found->type == Type::kPred) != (type == Type::kPred)) {

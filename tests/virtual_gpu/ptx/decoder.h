@@ -1,4 +1,5 @@
-// What turns a statement into instructions: one Builder for a function, one Decoder for a statement.
+// What turns a statement into instructions: one Builder for a function, one Decoder for a
+// statement.
 //
 // An opcode's function takes the modifiers that it knows, asks for its operands as rows of a type,
 // and emits. What it leaves is an error, so that nothing is run that is not understood.
@@ -105,7 +106,7 @@ class Decoder {
   void ignore(std::initializer_list<std::string_view> modifiers);
   std::optional<Type> maybe_type();  // the first modifier left that is a type
   Type take_type();
-  Space take_space();                // kGeneric where none is named
+  Space take_space();  // kGeneric where none is named
   // The one of these that stands there; its number, or `otherwise`.
   std::size_t take_one(std::initializer_list<std::string_view> modifiers, std::size_t otherwise);
   bool has(std::string_view modifier) const;
@@ -121,10 +122,10 @@ class Decoder {
   std::uint32_t destination(std::size_t index, Type type) {
     return destination(operand(index), type);
   }
-  std::vector<std::uint32_t> sources(std::size_t index, Type type);       // {a, b} or one
+  std::vector<std::uint32_t> sources(std::size_t index, Type type);  // {a, b} or one
   std::vector<std::uint32_t> destinations(std::size_t index, Type type);
   Address address(std::size_t index, Space space);
-  std::uint64_t number(std::size_t index) const;   // an immediate
+  std::uint64_t number(std::size_t index) const;  // an immediate
   Type register_type(const Operand& operand) const;
   std::uint32_t constant(std::uint32_t bytes, std::uint64_t low) {
     return builder_.constant(bytes, low);
@@ -159,8 +160,14 @@ struct Opcode {
   std::string_view name;
   void (*compile)(Decoder& decoder);
   std::string_view forms;  // modifiers and types, as the manual writes them
+  // Several may have one name, for different types: the first that fits is taken. Null fits all.
+  bool (*fits)(const Statement& statement) = nullptr;
 };
 std::span<const Opcode> all_opcodes();
+// By the last of the statement's modifiers that is a type.
+bool fits_integers(const Statement& statement);  // and untyped bits
+bool fits_floats(const Statement& statement);    // f32, f64
+bool fits_halves(const Statement& statement);    // f16, bf16 and pairs of them
 
 // One for each ops_*.cc.
 std::span<const Opcode> integer_opcodes();

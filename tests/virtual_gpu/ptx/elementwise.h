@@ -16,9 +16,8 @@ void elementwise(Warp& warp, const Instruction& instruction, Lanes lanes) {
   To* to = warp.row<To>(instruction.row[0]);
   [&]<std::size_t... N>(std::index_sequence<N...>) {
     std::tuple<const From*...> from{warp.row<const From>(instruction.row[N + 1])...};
-    each_lane(lanes, [&](std::uint32_t lane) {
-      to[lane] = Operation::of(std::get<N>(from)[lane]...);
-    });
+    each_lane(lanes,
+              [&](std::uint32_t lane) { to[lane] = Operation::of(std::get<N>(from)[lane]...); });
   }(std::index_sequence_for<From...>{});
 }
 

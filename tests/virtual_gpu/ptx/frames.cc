@@ -88,13 +88,13 @@ void Warp::enter(const Code& callee, const CallSite& site, Lanes lanes) {
   Group& here = group();
   Frame* caller = here.frame;
   if (caller->depth >= kMaxDepth) {
-    throw Fault{Result::kIllegalAddress, "calls nested more than 512 deep in '" + callee.name + "'"};
+    throw Fault{Result::kIllegalAddress,
+                "calls nested more than 512 deep in '" + callee.name + "'"};
   }
   if (site.parameters.size() != callee.parameter_offsets.size()) {
-    throw Fault{Result::kLaunchFailed, "a call of '" + callee.name + "' with " +
-                                           std::to_string(site.parameters.size()) +
-                                           " parameters, it has " +
-                                           std::to_string(callee.parameter_offsets.size())};
+    throw Fault{Result::kLaunchFailed,
+                "a call of '" + callee.name + "' with " + std::to_string(site.parameters.size()) +
+                    " parameters, it has " + std::to_string(callee.parameter_offsets.size())};
   }
   Frame* frame = new_frame(callee);
   frame->parent = caller;
@@ -182,8 +182,7 @@ std::uint64_t Warp::special(const Special& special, std::uint32_t lane, const Fr
     case Kind::kTotalSharedSize:
     case Kind::kAggregateSharedSize: return shared_bytes;
     case Kind::kSharedAddress: return shared_base + shared_offset();
-    case Kind::kSharedGenericAddress:
-      return kSharedWindow + shared_base + shared_offset();
+    case Kind::kSharedGenericAddress: return kSharedWindow + shared_base + shared_offset();
     case Kind::kLocalAddress: return frame.local_base + special.index;
     case Kind::kLocalGenericAddress: return kLocalWindow + frame.local_base + special.index;
     default: return 0;

@@ -1,8 +1,9 @@
 // A launch: clusters shared out among the host's threads. See machine.h.
 //
 // Each host thread takes clusters in their order and runs one until it ends or has had its share of
-// steps; then it starts the next one and comes back to the first later. So a block may wait for what
-// an earlier one writes, and, in a cooperative launch, whose clusters all start at once, for any.
+// steps; then it starts the next one and comes back to the first later. So a block may wait for
+// what an earlier one writes, and, in a cooperative launch, whose clusters all start at once, for
+// any.
 #include <algorithm>
 #include <cstdlib>
 #include <deque>

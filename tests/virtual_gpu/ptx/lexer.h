@@ -12,9 +12,9 @@ enum class TokenKind : std::uint8_t {
   kName,       // %r1, label, foo$bar
   kDirective,  // .reg, .b32, .shared::cta: without the dot
   kInteger,
-  kFloat,      // 1.5, 0f3F800000, 0d...
-  kText,       // "..."
-  kSign,       // one character, or << >> == != <= >= && ||
+  kFloat,  // 1.5, 0f3F800000, 0d...
+  kText,   // "..."
+  kSign,   // one character, or << >> == != <= >= && ||
   kEnd,
 };
 

@@ -36,7 +36,7 @@ struct GridState {
   const Program* program = nullptr;
   const Launch* launch = nullptr;
   Memory* memory = nullptr;
-  Dim cluster;                 // blocks of a cluster
+  Dim cluster;  // blocks of a cluster
   std::uint64_t grid_id = 0;
   std::uint64_t step_limit = 0;
   std::atomic<std::uint64_t> steps{0};
@@ -70,7 +70,7 @@ struct Frame {
   const Code* code = nullptr;
   std::vector<std::byte> registers;
   Frame* parent = nullptr;
-  std::uint32_t return_to = 0;   // an instruction of the parent's
+  std::uint32_t return_to = 0;  // an instruction of the parent's
   const CallSite* site = nullptr;
   std::uint32_t depth = 0;
   std::uint32_t local_base = 0;  // of a lane's local memory

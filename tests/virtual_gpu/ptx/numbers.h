@@ -61,7 +61,8 @@ inline std::uint32_t pack(double value, Format format, Rounding rounding = Round
   if (std::isinf(magnitude)) return sign | beyond;
   if (magnitude == 0) return sign;
   int exponent = std::max(std::ilogb(magnitude), 1 - bias);
-  double units = detail::rounded(std::ldexp(magnitude, format.fraction - exponent), rounding, negative);
+  double units =
+      detail::rounded(std::ldexp(magnitude, format.fraction - exponent), rounding, negative);
   // A carry into the exponent is an addition, as is the step from subnormal to normal numbers.
   auto bits = static_cast<std::uint64_t>(exponent + bias - 1) << format.fraction;
   bits += static_cast<std::uint64_t>(units);
@@ -107,7 +108,8 @@ struct Half {
     if (word >= 0x47800000U) return {static_cast<std::uint16_t>(sign | 0x7C00U)};
     if (word < 0x38800000U) {  // subnormal: the addition rounds
       float shifted = std::bit_cast<float>(word) + 0.5F;
-      return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U))};
+      return {
+          static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U))};
     }
     word += 0xC8000FFFU + ((word >> 13) & 1U);
     return {static_cast<std::uint16_t>(sign | (word >> 13))};

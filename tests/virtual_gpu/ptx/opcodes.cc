@@ -2,6 +2,29 @@
 #include "decoder.h"
 
 namespace vgpu::ptx {
+namespace {
+
+std::optional<Type> last_type(const Statement& statement) {
+  for (auto it = statement.modifiers.rbegin(); it != statement.modifiers.rend(); ++it) {
+    if (auto type = type_named(*it)) return type;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool fits_integers(const Statement& statement) {
+  auto type = last_type(statement);
+  return type && !is_float(*type);
+}
+bool fits_floats(const Statement& statement) {
+  auto type = last_type(statement);
+  return type == Type::kF32 || type == Type::kF64;
+}
+bool fits_halves(const Statement& statement) {
+  auto type = last_type(statement);
+  return type == Type::kF16 || type == Type::kBF16 || type == Type::kF16x2 || type == Type::kBF16x2;
+}
 
 std::span<const Opcode> all_opcodes() {
   static const auto* all = [] {

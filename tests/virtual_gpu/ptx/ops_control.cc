@@ -22,9 +22,9 @@ void branch_by_index(Warp& warp, const Instruction& instruction, Lanes lanes) {
   while (lanes != 0) {
     const std::uint32_t first = index[std::countr_zero(lanes)];
     if (first >= instruction.list.size()) {
-      throw Fault{Result::kIllegalInstruction, "line " + std::to_string(instruction.line) +
-                                                   ": brx.idx with index " + std::to_string(first) +
-                                                   " of " + std::to_string(instruction.list.size())};
+      throw Fault{Result::kIllegalInstruction,
+                  "line " + std::to_string(instruction.line) + ": brx.idx with index " +
+                      std::to_string(first) + " of " + std::to_string(instruction.list.size())};
     }
     Lanes same = 0;
     each_lane(lanes, [&](std::uint32_t lane) {
@@ -146,8 +146,9 @@ void call(Decoder& decoder) {
 constexpr Opcode kOpcodes[] = {
     {"bra", bra, "{.uni}"},
     {"brx", brx, ".idx{.uni}"},
-    {"call", call, "{.uni} of functions and registers; vprintf, __assertfail, malloc, free, "
-                   "cudaGraphSetConditional"},
+    {"call", call,
+     "{.uni} of functions and registers; vprintf, __assertfail, malloc, free, "
+     "cudaGraphSetConditional"},
     {"ret", ret, "{.uni}"},
     {"exit", exit, ""},
     {"trap", trap, ""},

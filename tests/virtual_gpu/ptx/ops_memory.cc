@@ -25,7 +25,8 @@ void load(Warp& warp, const Instruction& instruction, Lanes lanes) {
   const auto space = static_cast<Space>(instruction.option);
   const auto bytes = static_cast<std::uint32_t>(sizeof(T) * instruction.list.size());
   each_lane(lanes, [&](std::uint32_t lane) {
-    const std::byte* from = warp.resolve(space, address_of(warp, instruction, lane), bytes, lane, instruction);
+    const std::byte* from =
+        warp.resolve(space, address_of(warp, instruction, lane), bytes, lane, instruction);
     for (std::uint32_t row : instruction.list) {
       std::memcpy(warp.row<T>(row) + lane, from, sizeof(T));
       from += sizeof(T);
@@ -38,7 +39,8 @@ void store(Warp& warp, const Instruction& instruction, Lanes lanes) {
   const auto space = static_cast<Space>(instruction.option);
   const auto bytes = static_cast<std::uint32_t>(sizeof(T) * instruction.list.size());
   each_lane(lanes, [&](std::uint32_t lane) {
-    std::byte* to = warp.resolve(space, address_of(warp, instruction, lane), bytes, lane, instruction);
+    std::byte* to =
+        warp.resolve(space, address_of(warp, instruction, lane), bytes, lane, instruction);
     for (std::uint32_t row : instruction.list) {
       std::memcpy(to, warp.row<const T>(row) + lane, sizeof(T));
       to += sizeof(T);
@@ -67,11 +69,37 @@ struct Store {
 
 // How memory is ordered and cached changes nothing: accesses are done in their order.
 void ignore_hints(Decoder& decoder) {
-  decoder.ignore({"weak", "volatile", "relaxed", "acquire", "release", "mmio", "cta", "cluster",
-                  "gpu", "sys", "nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "unified",
-                  "L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last",
-                  "L1::no_allocate", "L2::cache_hint", "L2::evict_last", "L2::evict_normal",
-                  "L2::evict_first", "L2::64B", "L2::128B", "L2::256B"});
+  decoder.ignore({"weak",
+                  "volatile",
+                  "relaxed",
+                  "acquire",
+                  "release",
+                  "mmio",
+                  "cta",
+                  "cluster",
+                  "gpu",
+                  "sys",
+                  "nc",
+                  "ca",
+                  "cg",
+                  "cs",
+                  "lu",
+                  "cv",
+                  "wb",
+                  "wt",
+                  "unified",
+                  "L1::evict_normal",
+                  "L1::evict_unchanged",
+                  "L1::evict_first",
+                  "L1::evict_last",
+                  "L1::no_allocate",
+                  "L2::cache_hint",
+                  "L2::evict_last",
+                  "L2::evict_normal",
+                  "L2::evict_first",
+                  "L2::64B",
+                  "L2::128B",
+                  "L2::256B"});
 }
 
 void put_address(Decoder& decoder, Instruction& instruction, const Address& address) {
@@ -150,14 +178,13 @@ void copy_async(Warp& warp, const Instruction& instruction, Lanes lanes) {
     };
     std::uint64_t size = instruction.row[2] == kNone ? bytes : read(2);
     if (size > bytes) size = bytes;
-    std::byte* to = warp.resolve(Space::kShared,
-                                 (read(0) + instruction.list[3]) & kWindowMask, bytes, lane,
-                                 instruction);
+    std::byte* to = warp.resolve(Space::kShared, (read(0) + instruction.list[3]) & kWindowMask,
+                                 bytes, lane, instruction);
     std::memset(to, 0, bytes);
     if (size == 0) return;
-    const std::byte* from = warp.resolve(
-        Space::kGeneric, read(1) + static_cast<std::uint64_t>(instruction.immediate), 1, lane,
-        instruction);
+    const std::byte* from =
+        warp.resolve(Space::kGeneric, read(1) + static_cast<std::uint64_t>(instruction.immediate),
+                     1, lane, instruction);
     // The source is checked to its end as well.
     warp.resolve(Space::kGeneric,
                  read(1) + static_cast<std::uint64_t>(instruction.immediate) + size - 1, 1, lane,
@@ -204,8 +231,9 @@ constexpr Opcode kOpcodes[] = {
     {"prefetchu", prefetch, ".L1"},
     {"membar", fence, ".{cta, gl, sys}"},
     {"fence", fence, ".{sc, acq_rel, acquire, release, proxy}.{cta, cluster, gpu, sys}"},
-    {"cp", cp, ".async.{ca, cg}.shared.global 4, 8, 16 with a source size; .commit_group, "
-               ".wait_group, .wait_all"},
+    {"cp", cp,
+     ".async.{ca, cg}.shared.global 4, 8, 16 with a source size; .commit_group, "
+     ".wait_group, .wait_all"},
 };
 
 }  // namespace

@@ -80,8 +80,8 @@ void mov_vector(Decoder& decoder, Type type, bool joins) {
 void read_clock(Warp& warp, const Instruction& instruction, Lanes lanes) {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
-  const std::uint64_t nanoseconds =
-      static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(now.tv_nsec);
+  const std::uint64_t nanoseconds = static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+                                    static_cast<std::uint64_t>(now.tv_nsec);
   if (instruction.option == 8) {
     auto* to = warp.row<std::uint64_t>(instruction.row[0]);
     each_lane(lanes, [&](std::uint32_t lane) { to[lane] = nanoseconds; });
@@ -168,9 +168,9 @@ struct InWindow {
 
 void isspacep(Decoder& decoder) {
   std::uint64_t window = window_of(decoder, decoder.take_space());
-  Instruction& test = decoder.emit(
-      elementwise_with<InWindow, std::uint8_t, std::uint64_t>,
-      {decoder.destination(0, Type::kPred), decoder.source(1, Type::kB64)});
+  Instruction& test =
+      decoder.emit(elementwise_with<InWindow, std::uint8_t, std::uint64_t>,
+                   {decoder.destination(0, Type::kPred), decoder.source(1, Type::kB64)});
   test.immediate = static_cast<std::int64_t>(window >> kWindowShift);
 }
 
@@ -213,8 +213,9 @@ void getctarank(Decoder& decoder) {
 }
 
 constexpr Opcode kOpcodes[] = {
-    {"mov", mov, "{pred, b16-b128, u, s, f32, f64}; {a, b} to one and back; variables, functions, "
-                 "special registers"},
+    {"mov", mov,
+     "{pred, b16-b128, u, s, f32, f64}; {a, b} to one and back; variables, functions, "
+     "special registers"},
     {"cvta", cvta, "{.to}.{global, shared, local, const, param}.u64"},
     {"isspacep", isspacep, ".{global, shared, local, const, param}"},
     {"mapa", mapa, "{.shared::cluster}.{u32, u64}"},

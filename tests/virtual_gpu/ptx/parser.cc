@@ -128,8 +128,8 @@ void Parser::statement(FunctionText& function) {
     }
     return;
   }
-  bool label = now().kind == TokenKind::kName && next().kind == TokenKind::kSign &&
-               next().text == ":";
+  bool label =
+      now().kind == TokenKind::kName && next().kind == TokenKind::kSign && next().text == ":";
   if (label) {
     std::string name = take_name();
     expect_sign(":");

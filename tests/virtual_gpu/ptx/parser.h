@@ -29,9 +29,9 @@ class Parser {
   std::string take_name();
   std::uint32_t take_count();
   [[noreturn]] void fail(const std::string& expected) const;
-  void skip_line();                 // .file, .loc and their like
+  void skip_line();  // .file, .loc and their like
   void skip_past(std::string_view sign);
-  void skip_block();                // { ... }, nested
+  void skip_block();  // { ... }, nested
 
   // Operands.
   Operand operand();
@@ -40,8 +40,8 @@ class Parser {
   Operand address();
   Operand name_operand();
   Operand number();
-  Operand expression();             // of an initialiser: numbers, names, generic(name) + 4
-  std::uint64_t constant();         // an integer; + - * over them and brackets
+  Operand expression();      // of an initialiser: numbers, names, generic(name) + 4
+  std::uint64_t constant();  // an integer; + - * over them and brackets
 
   // Variables.
   bool at_variable() const;

@@ -43,7 +43,9 @@ std::uint64_t ProgramBuilder::shared_index(const Variable& variable,
 // Static variables in the order of their first use, dynamic ones behind them, all at one place.
 void ProgramBuilder::lay_out_shared() {
   std::uint64_t at = 0;
-  auto align = [&at](std::uint64_t alignment) { at = (at + alignment - 1) / alignment * alignment; };
+  auto align = [&at](std::uint64_t alignment) {
+    at = (at + alignment - 1) / alignment * alignment;
+  };
   for (SharedVariable& each : program_.shared) {
     if (each.dynamic) continue;
     align(each.alignment);

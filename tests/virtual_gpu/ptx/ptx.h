@@ -32,11 +32,11 @@ enum class Result : int {
   kSuccess = 0,
   kOutOfMemory = 2,
   kIllegalAddress = 700,
-  kLaunchTimeout = 702,      // more than VIRTUAL_GPU_STEPS instructions
+  kLaunchTimeout = 702,  // more than VIRTUAL_GPU_STEPS instructions
   kAssert = 710,
   kIllegalInstruction = 715,
   kMisalignedAddress = 716,
-  kLaunchFailed = 719,       // trap, barriers that never meet
+  kLaunchFailed = 719,  // trap, barriers that never meet
 };
 
 struct Outcome {
@@ -69,8 +69,8 @@ struct Dim {
 
 struct Launch {
   Dim grid, block, cluster;
-  std::uint32_t dynamic_shared = 0;  // bytes
-  bool cooperative = false;          // all blocks run at once, and may wait for each other
+  std::uint32_t dynamic_shared = 0;       // bytes
+  bool cooperative = false;               // all blocks run at once, and may wait for each other
   std::span<const std::byte> parameters;  // as Function::parameters() lays them out
 };
 
@@ -85,10 +85,10 @@ class Function {
   virtual const std::string& name() const = 0;
   virtual std::span<const Parameter> parameters() const = 0;
   virtual std::size_t parameter_bytes() const = 0;
-  virtual std::size_t static_shared() const = 0;   // bytes
-  virtual std::size_t local_bytes() const = 0;     // of a thread
-  virtual std::size_t registers() const = 0;       // of a thread, 32 bits each
-  virtual std::uint32_t max_threads() const = 0;   // .maxntid or .reqntid; 1024 otherwise
+  virtual std::size_t static_shared() const = 0;            // bytes
+  virtual std::size_t local_bytes() const = 0;              // of a thread
+  virtual std::size_t registers() const = 0;                // of a thread, 32 bits each
+  virtual std::uint32_t max_threads() const = 0;            // .maxntid or .reqntid; 1024 otherwise
   virtual std::optional<Dim> required_cluster() const = 0;  // .reqnctapercluster
   virtual Outcome run(const Launch& launch) = 0;
 };

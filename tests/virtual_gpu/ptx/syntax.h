@@ -14,7 +14,7 @@ namespace vgpu::ptx {
 
 struct Operand {
   enum class Kind : std::uint8_t {
-    kName,     // a register, a special register, a variable, a function; `offset` is added
+    kName,  // a register, a special register, a variable, a function; `offset` is added
     kInteger,
     kFloat,
     kAddress,  // [parts[0] + offset]; tensors' have their coordinates as parts[1]
@@ -24,9 +24,9 @@ struct Operand {
     kSink,     // _
   };
   Kind kind = Kind::kSink;
-  std::string name;       // with a member: %tid.x
-  bool negated = false;   // !p
-  bool minus = false;     // -r
+  std::string name;      // with a member: %tid.x
+  bool negated = false;  // !p
+  bool minus = false;    // -r
   std::int64_t offset = 0;
   std::uint64_t integer = 0;
   double number = 0;
@@ -39,14 +39,22 @@ struct Guard {
 };
 
 struct Statement {
-  enum class Kind : std::uint8_t { kInstruction, kLabel, kOpen, kClose, kTargets, kPrototype, kDeclaration };
+  enum class Kind : std::uint8_t {
+    kInstruction,
+    kLabel,
+    kOpen,
+    kClose,
+    kTargets,
+    kPrototype,
+    kDeclaration
+  };
   Kind kind = Kind::kInstruction;
   std::uint32_t line = 0;
   std::optional<Guard> guard;
-  std::string name;                     // the opcode without modifiers, or the label
-  std::vector<std::string> modifiers;   // without dots
+  std::string name;                    // the opcode without modifiers, or the label
+  std::vector<std::string> modifiers;  // without dots
   std::vector<Operand> operands;
-  std::size_t declared = 0;             // kDeclaration: which of the function's variables
+  std::size_t declared = 0;  // kDeclaration: which of the function's variables
 };
 
 // A variable: of the module, or of a function. Registers are variables in the space `reg`.

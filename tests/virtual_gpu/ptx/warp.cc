@@ -76,8 +76,7 @@ void Warp::merge() {
 }
 
 Lanes Warp::guarded(const Instruction& instruction, Lanes lanes) const {
-  Lanes holds =
-      true_lanes(reinterpret_cast<const std::uint8_t*>(registers_ + instruction.guard));
+  Lanes holds = true_lanes(reinterpret_cast<const std::uint8_t*>(registers_ + instruction.guard));
   return lanes & (instruction.guard_negated ? ~holds : holds);
 }
 
@@ -93,8 +92,7 @@ void Warp::run_group(std::uint64_t& steps) {
   std::uint32_t at = here.at;
   for (;;) {
     const Instruction& instruction = code[at++];
-    Lanes active =
-        instruction.guard == kNone ? lanes : guarded(instruction, lanes);
+    Lanes active = instruction.guard == kNone ? lanes : guarded(instruction, lanes);
     --steps;
     if (active != 0) {
       if (instruction.control) {
@@ -175,14 +173,15 @@ std::string Warp::waits_for() const {
   std::string text;
   for (const Group& each : groups_) {
     const Code& code = *each.frame->code;
-    std::uint32_t at = std::min<std::uint32_t>(
-        each.waiting == Waiting::kTogether ? each.at : each.at - 1,
-        static_cast<std::uint32_t>(code.instructions.size()) - 1);
+    std::uint32_t at =
+        std::min<std::uint32_t>(each.waiting == Waiting::kTogether ? each.at : each.at - 1,
+                                static_cast<std::uint32_t>(code.instructions.size()) - 1);
     text += text.empty() ? "" : "; ";
     text += std::to_string(std::popcount(each.lanes)) + " threads of warp " +
             std::to_string(index_) + " at line " + std::to_string(code.instructions[at].line);
     if (each.waiting == Waiting::kTogether) text += " wait for lanes of their warp";
-    if (each.waiting == Waiting::kBarrier) text += " wait at barrier " + std::to_string(each.barrier);
+    if (each.waiting == Waiting::kBarrier)
+      text += " wait at barrier " + std::to_string(each.barrier);
     if (each.waiting == Waiting::kCluster) text += " wait at the cluster's barrier";
   }
   return text;

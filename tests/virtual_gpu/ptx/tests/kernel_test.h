@@ -76,48 +76,46 @@ inline Outcome run_kernel(HostMemory& memory, const std::string& text,
       {grid, block, cluster, shared, cooperative, std::as_bytes(std::span(parameters))});
 }
 
-template <typename T>
-std::string bits_of_value() {
-  return "b" + std::to_string(8 * sizeof(T));
-}
-
 // Runs `body` once for each element: %in0, %in1, ... hold the inputs' elements and %out becomes the
 // result's. All are registers of untyped bits; %p0 to %p9 are predicates, %r0 to %r9 have 32 bits,
-// %h0 to %h9 16 and %l0 to %l9 64. Inputs of 8 bits come in registers of 16.
+// %h0 to %h9 16 and %l0 to %l9 64. Inputs and results of 8 bits are in registers of 16. Warps are
+// always full: the last elements run several times.
 template <typename Out, typename... In>
 std::vector<Out> each_thread(std::string_view body, const std::vector<In>&... in) {
   HostMemory memory;
-  std::size_t count = std::get<0>(std::tie(in...)).size();
-  std::string text = ".visible .entry kernel(.param .u64 n, .param .u64 out";
-  std::string loads, registers;
+  const std::size_t count = std::get<0>(std::tie(in...)).size();
+  const std::size_t padded = (count + 31) / 32 * 32;
+  auto bits = [](std::size_t bytes) { return std::to_string(8 * bytes); };
+  auto bits_of_register = [&](std::size_t bytes) { return bits(bytes == 1 ? 2 : bytes); };
+  std::string parameters_text = ".param .u64 out", loads, registers;
+  std::vector<std::uint64_t> parameters{memory.allocate(padded * sizeof(Out), 256)};
   std::size_t number = 0;
-  std::vector<std::uint64_t> parameters{count, memory.allocate(count * sizeof(Out), 256)};
-  auto input = [&]<typename T>(const std::vector<T>& values) {
-    std::string index = std::to_string(number++);
-    text += ", .param .u64 p" + index;
-    std::string bits = bits_of_value<T>();
-    registers += ".reg .b" + std::to_string(sizeof(T) == 1 ? 16 : 8 * sizeof(T)) + " %in" + index +
-                 ";\n";
+  auto input = [&]<typename T>(std::vector<T> values) {
+    values.resize(padded, values.back());
+    const std::string index = std::to_string(number++);
+    parameters_text += ", .param .u64 p" + index;
+    registers += ".reg .b" + bits_of_register(sizeof(T)) + " %in" + index + ";\n";
     loads += "ld.param.u64 %address, [p" + index + "];\nmad.wide.u32 %address, %i, " +
-             std::to_string(sizeof(T)) + ", %address;\nld.global." + bits + " %in" + index +
-             ", [%address];\n";
+             std::to_string(sizeof(T)) + ", %address;\nld.global.b" + bits(sizeof(T)) + " %in" +
+             index + ", [%address];\n";
     parameters.push_back(memory.put(values));
   };
   (input(in), ...);
-  text += ") {\n.reg .pred %end, %p<10>;\n.reg .b64 %address, %count, %l<10>;\n"
-          ".reg .b32 %i, %n, %c, %r<10>;\n.reg .b16 %h<10>;\n" +
-          registers + ".reg .b" + std::to_string(sizeof(Out) == 1 ? 16 : 8 * sizeof(Out)) +
-          " %out;\n"
-          "mov.u32 %i, %ctaid.x;\nmov.u32 %c, %tid.x;\nmad.lo.u32 %i, %i, 32, %c;\n"
-          "ld.param.u64 %count, [n];\ncvt.u32.u64 %n, %count;\n"
-          "setp.ge.u32 %end, %i, %n;\n@%end bra END;\n" +
-          loads + std::string(body) + "\nld.param.u64 %address, [out];\nmad.wide.u32 %address, %i, " +
-          std::to_string(sizeof(Out)) + ", %address;\nst.global." + bits_of_value<Out>() +
-          " [%address], %out;\nEND: ret;\n}\n";
+  const std::string text =
+      ".visible .entry kernel(" + parameters_text +
+      ") {\n.reg .pred %p<10>;\n.reg .b64 %address, %l<10>;\n.reg .b32 %i, %c, %r<10>;\n"
+      ".reg .b16 %h<10>;\n" +
+      registers + ".reg .b" + bits_of_register(sizeof(Out)) +
+      " %out;\nmov.u32 %i, %ctaid.x;\nmov.u32 %c, %tid.x;\nmad.lo.u32 %i, %i, 32, %c;\n" + loads +
+      std::string(body) + "\nld.param.u64 %address, [out];\nmad.wide.u32 %address, %i, " +
+      std::to_string(sizeof(Out)) + ", %address;\nst.global.b" + bits(sizeof(Out)) +
+      " [%address], %out;\nret;\n}\n";
   Outcome outcome = run_kernel(memory, text, parameters, {32, 1, 1},
-                               {static_cast<std::uint32_t>((count + 31) / 32), 1, 1});
+                               {static_cast<std::uint32_t>(padded / 32), 1, 1});
   if (outcome.result != Result::kSuccess) throw Error(outcome.message);
-  return memory.get<Out>(parameters[1]);
+  std::vector<Out> result = memory.get<Out>(parameters[0]);
+  result.resize(count);
+  return result;
 }
 
 // All pairs of the values: {first of each pair}, {second of each}.
