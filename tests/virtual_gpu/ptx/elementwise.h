@@ -56,7 +56,13 @@ auto with_integer(Decoder& decoder, Type type, Body&& body) {
 // The unsigned type of so many bytes.
 template <typename Body>
 auto with_bytes(Decoder& decoder, std::uint32_t bytes, Body&& body) {
-  return with_integer(decoder, bits_of(bytes), std::forward<Body>(body));
+  switch (bytes) {
+    case 1: return body(std::type_identity<std::uint8_t>{});
+    case 2: return body(std::type_identity<std::uint16_t>{});
+    case 4: return body(std::type_identity<std::uint32_t>{});
+    case 8: return body(std::type_identity<std::uint64_t>{});
+    default: decoder.fail("not for " + std::to_string(bytes) + " bytes");
+  }
 }
 
 }  // namespace vgpu::ptx
