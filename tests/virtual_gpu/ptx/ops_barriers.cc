@@ -147,8 +147,10 @@ void complete(Object& object) {
 
 void init(Warp& warp, const Instruction& instruction, Lanes lanes) {
   change(warp, instruction, lanes, [&](Object& object, std::uint32_t lane) {
-    const std::uint32_t count = number_in(warp, instruction, 2, lane, 1) & 0xFFFFFU;
-    object = Object{count, count, 0, 0};
+    const std::uint32_t count = number_in(warp, instruction, 2, lane, 1);
+    object = {};
+    object.pending = count & 0xFFFFFU;
+    object.expected = count & 0xFFFFFU;
   });
 }
 void forget(Warp&, const Instruction&, Lanes) {}
