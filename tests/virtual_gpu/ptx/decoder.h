@@ -170,6 +170,7 @@ bool fits_floats(const Statement& statement);    // f32, f64
 bool fits_halves(const Statement& statement);    // f16, bf16 and pairs of them
 
 // One for each ops_*.cc.
+std::span<const Opcode> carry_opcodes();
 std::span<const Opcode> integer_opcodes();
 std::span<const Opcode> bit_opcodes();
 std::span<const Opcode> float_opcodes();
