@@ -53,7 +53,9 @@ Result call(const char* symbol, unsigned needs, const std::function<Result(World
   }
   if ((needs & kInit) != 0 && !world.initialised) return Result::kNotInitialized;
   if (needs != kNothing && world.lost) return Result::kLaunchFailed;
-  if (needs != kNothing && world.sticky != Result::kSuccess) return world.sticky;
+  if (needs != kNothing && (needs & kAnyway) == 0 && world.sticky != Result::kSuccess) {
+    return world.sticky;
+  }
   if ((needs & kContext) == kContext && thread_device < 0) {
     if (!world.strict) thread_device = 0;
   }
@@ -198,13 +200,13 @@ FAKECUDA_API Result cuDevicePrimaryCtxRetain(cu::Context* context, cu::DeviceHan
   });
 }
 FAKECUDA_API Result cuCtxGetCurrent(cu::Context* context) {
-  return call("cuCtxGetCurrent", kInit, [&](World&, Lock&) {
+  return call("cuCtxGetCurrent", kInit | kAnyway, [&](World&, Lock&) {
     *context = context_of(thread_device);
     return Result::kSuccess;
   });
 }
 FAKECUDA_API Result cuCtxSetCurrent(cu::Context context) {
-  return call("cuCtxSetCurrent", kInit, [&](World& world, Lock&) {
+  return call("cuCtxSetCurrent", kInit | kAnyway, [&](World& world, Lock&) {
     if (context != nullptr && device_of(context) < 0) {
       world.violation("cuCtxSetCurrent: no context");
       return kInvalidContext;

@@ -225,6 +225,7 @@ enum Needs : unsigned {
   kInit = 1,         // cuInit
   kContext = 2 | 1,  // a current context
   kUnsafe = 4,       // no capture that it might disturb
+  kAnyway = 8,       // also where a kernel has failed before
 };
 
 // The frame of every function of the driver: counts the call, fails it where it has to.

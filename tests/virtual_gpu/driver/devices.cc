@@ -87,14 +87,14 @@ FAKECUDA_API Result cuCtxGetLimit(std::size_t* value, int) {
   return Result::kSuccess;
 }
 FAKECUDA_API Result cuCtxPushCurrent_v2(cu::Context context) {
-  return call("cuCtxPushCurrent_v2", kInit, [&](World&, Lock&) {
+  return call("cuCtxPushCurrent_v2", kInit | kAnyway, [&](World&, Lock&) {
     pushed.push_back(current_device());
     set_current_device(device_of(context));
     return Result::kSuccess;
   });
 }
 FAKECUDA_API Result cuCtxPopCurrent_v2(cu::Context* context) {
-  return call("cuCtxPopCurrent_v2", kInit, [&](World&, Lock&) {
+  return call("cuCtxPopCurrent_v2", kInit | kAnyway, [&](World&, Lock&) {
     if (context != nullptr) *context = context_of(current_device());
     set_current_device(pushed.empty() ? -1 : pushed.back());
     if (!pushed.empty()) pushed.pop_back();

@@ -24,24 +24,26 @@ void Parser::variables(std::vector<Variable>& out, bool is_extern) {
 Variable Parser::variable_head() {
   Variable variable;
   variable.line = now().line;
-  bool typed = false;
+  bool typed = false, pointer = false;
   for (; now().kind == TokenKind::kDirective; ++at_) {
     std::string_view word = now().text;
     if (word == "reg") {
       variable.is_register = true;
     } else if (auto space = space_named(word)) {
-      variable.space = *space;
+      if (!pointer) variable.space = *space;
     } else if (word == "align") {
       ++at_;
       if (now().kind != TokenKind::kInteger) fail("a number of bytes");
-      variable.alignment = static_cast<std::uint32_t>(now().integer);
+      if (!pointer) variable.alignment = static_cast<std::uint32_t>(now().integer);
     } else if (word == "v2" || word == "v4" || word == "v8") {
       variable.elements = static_cast<std::uint32_t>(word[1] - '0');
     } else if (auto type = type_named(word)) {
       variable.type = *type;
       typed = true;
-    } else if (word == "ptr" || word == "managed") {
-      continue;  // what it points to changes nothing
+    } else if (word == "ptr") {
+      pointer = true;  // what follows is said of what it points to
+    } else if (word == "managed") {
+      continue;
     } else {
       fail("a type");
     }
