@@ -117,9 +117,9 @@ vgpu::ptx::Dim dim(const unsigned (&of)[3]) {
 // What the interpreter finds wrong is the result of every call from then on, as a device's is.
 Result run_ptx(vgpu::ptx::Function& function, const fakecuda_launch& launch, bool cooperative,
                const std::vector<std::byte>& parameters) {
-  vgpu::ptx::Outcome outcome = function.run({dim(launch.grid), dim(launch.block),
-                                             dim(launch.cluster), launch.shared_bytes, cooperative,
-                                             parameters});
+  vgpu::ptx::Outcome outcome =
+      function.run({dim(launch.grid), dim(launch.block), dim(launch.cluster), launch.shared_bytes,
+                    cooperative, parameters});
   if (outcome.result == vgpu::ptx::Result::kSuccess) return Result::kSuccess;
   std::fprintf(stderr, "virtual GPU: %s\n", outcome.message.c_str());
   Result result{static_cast<int>(outcome.result)};
@@ -147,9 +147,8 @@ Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch 
     if (kernel->ptx != nullptr && kernel->function == nullptr) {
       Work work;
       work.what = "a launch";
-      work.run = [kernel, launch, cooperative, bytes = packed(*kernel->ptx, parameters, extra)](bool) {
-        return run_ptx(*kernel->ptx, launch, cooperative, bytes);
-      };
+      work.run = [kernel, launch, cooperative, bytes = packed(*kernel->ptx, parameters, extra)](
+                     bool) { return run_ptx(*kernel->ptx, launch, cooperative, bytes); };
       return enqueue(world, *here, std::move(work), symbol);
     }
     if (extra != nullptr) return Result::kInvalidValue;
@@ -182,7 +181,8 @@ Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch 
 // Without the mutex: the text's variables need memory.
 Result load_text(World& world, Lock& lock, ModuleState& module) {
   std::size_t begin = module.image.find_first_not_of(" \n\r\t");
-  std::string_view head = std::string_view(module.image).substr(std::min(begin, module.image.size()));
+  std::string_view head =
+      std::string_view(module.image).substr(std::min(begin, module.image.size()));
   if (!head.starts_with("//") && !head.starts_with("/*") && !head.starts_with(".version")) {
     return Result::kSuccess;  // its functions won't be found
   }
@@ -261,7 +261,8 @@ FAKECUDA_API Result cuModuleGetFunction(cu::Function* function, cu::Module modul
     owned->module = it->second.get();
     owned->kernel = found;
     if (found->ptx != nullptr) {
-      owned->dynamic_shared -= static_cast<int>(std::min<std::size_t>(found->ptx->static_shared(), 48 * 1024));
+      owned->dynamic_shared -=
+          static_cast<int>(std::min<std::size_t>(found->ptx->static_shared(), 48 * 1024));
     }
     *function = reinterpret_cast<cu::Function>(owned.get());
     world.functions.emplace(owned.get(), std::move(owned));

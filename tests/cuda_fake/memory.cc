@@ -107,7 +107,8 @@ Result copy(const char* symbol, std::uint64_t to, std::uint64_t from, std::size_
     StreamState* here = nullptr;
     if (Result bad = stream_here(world, stream, symbol, here); bad != Result::kSuccess) return bad;
     if (bytes == 0) return Result::kSuccess;
-    if (!world.strict) return loose_copy(world, lock, {symbol, to, from, bytes, to_host, from_host}, *here);
+    if (!world.strict)
+      return loose_copy(world, lock, {symbol, to, from, bytes, to_host, from_host}, *here);
     Work work;
     work.what = symbol;
     work.copies = true;
@@ -163,8 +164,8 @@ std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer) {
   return pointer < it->first + std::max<std::size_t>(it->second->bytes, 1) ? it->second : nullptr;
 }
 
-// As real drivers do it: memory that isn't pinned is read before the call returns, or written when it
-// does.
+// As real drivers do it: memory that isn't pinned is read before the call returns, or written when
+// it does.
 Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& stream) {
   std::shared_ptr<std::vector<char>> staged;
   if (copy.from_host && !is_pinned(world, copy.from) && stream.capture == nullptr) {

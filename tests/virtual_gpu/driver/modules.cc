@@ -73,8 +73,7 @@ FAKECUDA_API Result cuLibraryGetModule(cu::Module* module, cu::Module library) {
   *module = library;
   return Result::kSuccess;
 }
-FAKECUDA_API Result cuLibraryGetKernel(cu::Function* kernel, cu::Module library,
-                                       const char* name) {
+FAKECUDA_API Result cuLibraryGetKernel(cu::Function* kernel, cu::Module library, const char* name) {
   return cuModuleGetFunction(kernel, library, name);
 }
 FAKECUDA_API Result cuLibraryGetGlobal(cu::DevicePointer* pointer, std::size_t* bytes,

@@ -31,7 +31,8 @@ FAKECUDA_API Result cuGetProcAddress_v2(const char* symbol, void** function, int
     if (*function != nullptr) break;
   }
   if (std::getenv("VIRTUAL_GPU_LOG") != nullptr) {
-    std::fprintf(stderr, "virtual GPU: %s is %s\n", symbol, *function == nullptr ? "not there" : "found");
+    std::fprintf(stderr, "virtual GPU: %s is %s\n", symbol,
+                 *function == nullptr ? "not there" : "found");
   }
   if (status != nullptr) *status = *function == nullptr ? 1 : 0;
   return *function == nullptr ? Result::kNotFound : Result::kSuccess;

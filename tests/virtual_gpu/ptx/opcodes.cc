@@ -30,9 +30,10 @@ std::span<const Opcode> all_opcodes() {
   static const auto* all = [] {
     auto* joined = new std::vector<Opcode>();
     for (std::span<const Opcode> family :
-         {carry_opcodes(), integer_opcodes(), bit_opcodes(), float_opcodes(), half_opcodes(), comparison_opcodes(),
-          conversion_opcodes(), move_opcodes(), memory_opcodes(), atomic_opcodes(),
-          control_opcodes(), warp_opcodes(), barrier_opcodes(), matrix_opcodes()}) {
+         {carry_opcodes(), integer_opcodes(), bit_opcodes(), float_opcodes(), half_opcodes(),
+          comparison_opcodes(), conversion_opcodes(), move_opcodes(), memory_opcodes(),
+          atomic_opcodes(), control_opcodes(), warp_opcodes(), barrier_opcodes(),
+          matrix_opcodes()}) {
       joined->insert(joined->end(), family.begin(), family.end());
     }
     return joined;

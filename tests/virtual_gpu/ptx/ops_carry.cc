@@ -36,8 +36,9 @@ void product(Warp& warp, const Instruction& instruction, Lanes lanes) {
   const T* a = warp.row<const T>(instruction.row[1]);
   const T* b = warp.row<const T>(instruction.row[2]);
   each_lane(lanes, [&](std::uint32_t lane) {
-    const auto whole = std::is_signed_v<T> ? static_cast<u128>(s128{a[lane]} * s128{b[lane]})
-                                           : u128{static_cast<U>(a[lane])} * static_cast<U>(b[lane]);
+    const auto whole = std::is_signed_v<T>
+                           ? static_cast<u128>(s128{a[lane]} * s128{b[lane]})
+                           : u128{static_cast<U>(a[lane])} * static_cast<U>(b[lane]);
     to[lane] = static_cast<U>(instruction.immediate != 0 ? whole >> (8 * sizeof(T)) : whole);
   });
 }

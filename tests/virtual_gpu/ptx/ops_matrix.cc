@@ -2,8 +2,9 @@
 //
 // The layouts are the manual's ("Matrix Fragments for mma"), which one rule gives for all shapes. A
 // lane has a group, lane / 4, and a place in it, lane % 4; a register of 32 bits holds p elements.
-// Register r of A holds row group + 8 (r % 2), columns 4p (r / 2) + p place + 0 ... p - 1; register r
-// of B the same rows of column `group`; C and D have rows group + 8 (r / 2), columns 2 place + r % 2.
+// Register r of A holds row group + 8 (r % 2), columns 4p (r / 2) + p place + 0 ... p - 1; register
+// r of B the same rows of column `group`; C and D have rows group + 8 (r / 2), columns 2 place + r
+// % 2.
 //
 // Floats are multiplied and added up in double precision and rounded once, integers exactly: a
 // device's sums may differ in the last digits.
@@ -180,8 +181,8 @@ struct Known {
   std::uint32_t element_bytes;  // of A and B
 };
 constexpr Known kShapes[] = {
-    {"m16n8k16", {16, 8, 16}, 2}, {"m16n8k8", {16, 8, 8}, 2},   {"m16n8k8", {16, 8, 8}, 4},
-    {"m16n8k4", {16, 8, 4}, 4},   {"m8n8k4", {8, 8, 4}, 8},     {"m16n8k16", {16, 8, 16}, 1},
+    {"m16n8k16", {16, 8, 16}, 2}, {"m16n8k8", {16, 8, 8}, 2}, {"m16n8k8", {16, 8, 8}, 4},
+    {"m16n8k4", {16, 8, 4}, 4},   {"m8n8k4", {8, 8, 4}, 8},   {"m16n8k16", {16, 8, 16}, 1},
     {"m16n8k32", {16, 8, 32}, 1},
 };
 
@@ -258,8 +259,8 @@ void matrices(Warp& warp, const Instruction& instruction, Lanes) {
       if (kStore) word = warp.row<const std::uint32_t>(instruction.list[i])[lane];
       for (std::uint32_t j = 0; j < 2; ++j) {
         const std::uint32_t along = 2 * (lane % 4) + j, across = lane / 4;
-        std::byte* at = rows[transposed ? along : across] +
-                        std::size_t{2} * (transposed ? across : along);
+        std::byte* at =
+            rows[transposed ? along : across] + std::size_t{2} * (transposed ? across : along);
         auto* half = reinterpret_cast<std::byte*>(&word) + std::size_t{2} * j;
         std::memcpy(kStore ? at : half, kStore ? half : at, 2);
       }

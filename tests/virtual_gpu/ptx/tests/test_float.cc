@@ -14,8 +14,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<float> singles() {
-  return {0.0F, -0.0F, 1.0F, -1.5F, 3.25F, 1e-20F, 1e-40F, -1e-42F, 1e30F, -3e38F, kInf, -kInf, kNan,
-          0.1F, 16777217.0F, 2.5F, -2.5F, 0.5F};
+  return {0.0F,   -0.0F, 1.0F,  -1.5F, 3.25F, 1e-20F,      1e-40F, -1e-42F, 1e30F,
+          -3e38F, kInf,  -kInf, kNan,  0.1F,  16777217.0F, 2.5F,   -2.5F,   0.5F};
 }
 bool same(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
@@ -47,7 +47,8 @@ TEST(Float, NanIsTheDevicesOwn) {
 }
 
 TEST(Float, RoundingIsDirected) {
-  for (auto [name, mode] : {std::pair{"rz", FE_TOWARDZERO}, {"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}}) {
+  for (auto [name, mode] :
+       {std::pair{"rz", FE_TOWARDZERO}, {"rm", FE_DOWNWARD}, {"rp", FE_UPWARD}}) {
     check("add." + std::string(name) + ".f32", [mode = mode](float a, float b) {
       std::fesetround(mode);
       volatile float x = a, y = b;
@@ -85,8 +86,10 @@ TEST(Float, TheLesserAndTheGreaterPassNanOver) {
 TEST(Float, ComparisonsKnowNan) {
   auto [a, b] = pairs_of(singles());
   auto run = [&](const std::string& name) {
-    return each_thread<std::uint32_t>("setp." + name + ".f32 %p0, %in0, %in1;\n"
-                                      "selp.u32 %out, 1, 0, %p0;", a, b);
+    return each_thread<std::uint32_t>("setp." + name +
+                                          ".f32 %p0, %in0, %in1;\n"
+                                          "selp.u32 %out, 1, 0, %p0;",
+                                      a, b);
   };
   auto lt = run("lt"), ltu = run("ltu"), ne = run("ne"), neu = run("neu"), nan = run("nan");
   for (std::size_t i = 0; i < a.size(); ++i) {
@@ -122,7 +125,8 @@ TEST(Half, EveryHalfGoesToFloatAndBack) {
   std::vector<std::uint16_t> all(65536);
   for (std::uint32_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint16_t>(i);
   auto back = each_thread<std::uint16_t>("cvt.f32.f16 %r0, %in0;\ncvt.rn.f16.f32 %out, %r0;", all);
-  auto brain = each_thread<std::uint16_t>("cvt.f32.bf16 %r0, %in0;\ncvt.rn.bf16.f32 %out, %r0;", all);
+  auto brain =
+      each_thread<std::uint16_t>("cvt.f32.bf16 %r0, %in0;\ncvt.rn.bf16.f32 %out, %r0;", all);
   for (std::uint32_t i = 0; i < all.size(); ++i) {
     bool nan = (i & 0x7C00U) == 0x7C00U && (i & 0x3FFU) != 0;
     EXPECT_EQ(back[i], nan ? 0x7FFF : all[i]);
@@ -166,14 +170,23 @@ TEST(Convert, FloatsBecomeIntegersAndStayAtTheEnds) {
   for (std::size_t i = 0; i < a.size(); ++i) {
     double rounded = std::nearbyint(double{a[i]}), cut = std::trunc(double{a[i]});
     bool nan = std::isnan(a[i]);
-    EXPECT_EQ(nearest[i], nan ? 0 : static_cast<std::int32_t>(std::clamp(rounded, -2147483648.0, 2147483647.0)));
+    EXPECT_EQ(
+        nearest[i],
+        nan ? 0 : static_cast<std::int32_t>(std::clamp(rounded, -2147483648.0, 2147483647.0)));
     EXPECT_EQ(zero[i], nan ? 0U : static_cast<std::uint32_t>(std::clamp(cut, 0.0, 4294967295.0)));
   }
 }
 
 TEST(Convert, IntegersOf64BitsRoundOnce) {
-  std::vector<std::int64_t> a{0, 1, -1, INT64_MAX, INT64_MIN, (1LL << 62) + (1LL << 38) + 1,
-                              -(1LL << 60) - (1LL << 36) - 1, 16777217, 123456789012345678};
+  std::vector<std::int64_t> a{0,
+                              1,
+                              -1,
+                              INT64_MAX,
+                              INT64_MIN,
+                              (1LL << 62) + (1LL << 38) + 1,
+                              -(1LL << 60) - (1LL << 36) - 1,
+                              16777217,
+                              123456789012345678};
   auto single = each_thread<float>("cvt.rn.f32.s64 %out, %in0;", a);
   auto wide = each_thread<double>("cvt.rn.f64.s64 %out, %in0;", a);
   auto natural = each_thread<float>("cvt.rn.f32.u64 %out, %in0;", a);
@@ -196,11 +209,13 @@ TEST(Convert, SmallIntegersAreCutExtendedAndSaturated) {
 
 TEST(Convert, EightBitFloatsGoThereAndBack) {
   std::vector<std::uint16_t> pairs;
-  for (std::uint32_t i = 0; i < 256; ++i) pairs.push_back(static_cast<std::uint16_t>(i << 8 | (255 - i)));
+  for (std::uint32_t i = 0; i < 256; ++i)
+    pairs.push_back(static_cast<std::uint16_t>(i << 8 | (255 - i)));
   for (const char* type : {"e4m3x2", "e5m2x2"}) {
-    auto back = each_thread<std::uint16_t>(
-        "cvt.rn.f16x2." + std::string(type) + " %r0, %in0;\ncvt.rn.satfinite." + type +
-            ".f16x2 %out, %r0;", pairs);
+    auto back = each_thread<std::uint16_t>("cvt.rn.f16x2." + std::string(type) +
+                                               " %r0, %in0;\ncvt.rn.satfinite." + type +
+                                               ".f16x2 %out, %r0;",
+                                           pairs);
     for (std::size_t i = 0; i < pairs.size(); ++i) {
       for (int shift : {0, 8}) {
         std::uint32_t before = (pairs[i] >> shift) & 255U, after = (back[i] >> shift) & 255U;

@@ -10,8 +10,18 @@ namespace {
 template <typename T>
 std::vector<T> edges() {
   using L = std::numeric_limits<T>;
-  return {T{0}, T{1}, T{2}, T{3}, T{7}, static_cast<T>(-1), static_cast<T>(-2), static_cast<T>(-7),
-          L::max(), L::min(), static_cast<T>(L::max() / 3), static_cast<T>(L::min() + 1),
+  return {T{0},
+          T{1},
+          T{2},
+          T{3},
+          T{7},
+          static_cast<T>(-1),
+          static_cast<T>(-2),
+          static_cast<T>(-7),
+          L::max(),
+          L::min(),
+          static_cast<T>(L::max() / 3),
+          static_cast<T>(L::min() + 1),
           static_cast<T>(0x5A5A5A5A5A5A5A5AULL)};
 }
 template <typename T>
@@ -102,8 +112,7 @@ TYPED_TEST(Integers, ShiftsByAnyNumberOfBits) {
     }
   }
   auto right = each_thread<T>("shr." + name_of_type<T>() + " %out, %in0, %in1;", a, by);
-  auto left = each_thread<T>(
-      "shl.b" + std::to_string(8 * sizeof(T)) + " %out, %in0, %in1;", a, by);
+  auto left = each_thread<T>("shl.b" + std::to_string(8 * sizeof(T)) + " %out, %in0, %in1;", a, by);
   for (std::size_t i = 0; i < a.size(); ++i) {
     const std::uint32_t bits = 8 * sizeof(T), n = std::min(by[i], bits);
     const T sign = a[i] < T{0} ? static_cast<T>(-1) : T{0};
@@ -115,8 +124,10 @@ TYPED_TEST(Integers, ShiftsByAnyNumberOfBits) {
 TEST(Integer, WideProductsHoldAllBits) {
   auto [a, b] = pairs_of(edges<std::int32_t>());
   auto got = each_thread<std::int64_t>("mul.wide.s32 %out, %in0, %in1;", a, b);
-  auto sum = each_thread<std::int64_t>("mul.wide.s32 %l0, %in0, %in1;\n"
-                                       "mad.wide.s32 %out, %in0, %in1, %l0;", a, b);
+  auto sum = each_thread<std::int64_t>(
+      "mul.wide.s32 %l0, %in0, %in1;\n"
+      "mad.wide.s32 %out, %in0, %in1, %l0;",
+      a, b);
   for (std::size_t i = 0; i < a.size(); ++i) {
     EXPECT_EQ(got[i], std::int64_t{a[i]} * b[i]);
     EXPECT_EQ(static_cast<std::uint64_t>(sum[i]), 2 * static_cast<std::uint64_t>(got[i]));
