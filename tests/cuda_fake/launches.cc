@@ -1,6 +1,8 @@
-// Modules, functions and launches of kernels that tests registered. See world.h.
+// Modules, functions and launches of kernels: those that tests registered, and what is in PTX where
+// the library has an interpreter. See world.h.
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 
 #include "world.h"
@@ -86,21 +88,70 @@ void log(World& world, fakecuda_launch launch, bool replayed) {
   world.launches.push_back(launch);
 }
 
+// The parameters as PTX lays them out: from pointers to each, or from `extra`'s buffer.
+std::vector<std::byte> packed(const vgpu::ptx::Function& function, void** parameters,
+                              void** extra) {
+  std::vector<std::byte> bytes(function.parameter_bytes());
+  if (parameters != nullptr) {
+    std::size_t i = 0;
+    for (const auto& [offset, size] : function.parameters()) {
+      std::memcpy(bytes.data() + offset, parameters[i++], size);
+    }
+  } else if (extra != nullptr) {  // pairs: 1 and the buffer, 2 and where its size is
+    const void* buffer = nullptr;
+    std::size_t size = 0;
+    for (std::size_t i = 0; extra[i] != nullptr; i += 2) {
+      auto key = reinterpret_cast<std::uintptr_t>(extra[i]);
+      if (key == 1) buffer = extra[i + 1];
+      if (key == 2) size = *static_cast<const std::size_t*>(extra[i + 1]);
+    }
+    if (buffer != nullptr) std::memcpy(bytes.data(), buffer, std::min(size, bytes.size()));
+  }
+  return bytes;
+}
+
+vgpu::ptx::Dim dim(const unsigned (&of)[3]) {
+  return {std::max(of[0], 1U), std::max(of[1], 1U), std::max(of[2], 1U)};
+}
+
+// What the interpreter finds wrong is the result of every call from then on, as a device's is.
+Result run_ptx(vgpu::ptx::Function& function, const fakecuda_launch& launch, bool cooperative,
+               const std::vector<std::byte>& parameters) {
+  vgpu::ptx::Outcome outcome =
+      function.run({dim(launch.grid), dim(launch.block), dim(launch.cluster), launch.shared_bytes,
+                    cooperative, parameters});
+  if (outcome.result == vgpu::ptx::Result::kSuccess) return Result::kSuccess;
+  std::fprintf(stderr, "virtual GPU: %s\n", outcome.message.c_str());
+  Result result{static_cast<int>(outcome.result)};
+  World& world = World::instance();
+  Lock lock(world.mutex);
+  world.sticky = result;
+  return result;
+}
+
 Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch launch,
-                     void** parameters, void** extra) {
+                     void** parameters, void** extra, bool cooperative = false) {
   return call(symbol, kContext, [&](World& world, Lock&) {
     FunctionState* found = find_function(world, function, symbol);
     StreamState* here = nullptr;
     Result bad = stream_here(world, static_cast<cu::Stream>(launch.stream), symbol, here);
     if (bad != Result::kSuccess) return bad;
     if (found == nullptr) return Result::kInvalidHandle;
-    if (found->module->device != here->device) {
+    if (found->module->device != here->device && world.strict) {
       world.violation(std::string(symbol) +
                       ": a function of another device: " + found->kernel->name);
       return Result::kInvalidHandle;
     }
     auto kernel = found->kernel;
-    if (!possible(launch, *found) || extra != nullptr) return Result::kInvalidValue;
+    if (!possible(launch, *found)) return Result::kInvalidValue;
+    if (kernel->ptx != nullptr && kernel->function == nullptr) {
+      Work work;
+      work.what = "a launch";
+      work.run = [kernel, launch, cooperative, bytes = packed(*kernel->ptx, parameters, extra)](
+                     bool) { return run_ptx(*kernel->ptx, launch, cooperative, bytes); };
+      return enqueue(world, *here, std::move(work), symbol);
+    }
+    if (extra != nullptr) return Result::kInvalidValue;
     if (!kernel->sizes.empty() && parameters == nullptr) return Result::kInvalidValue;
     Parameters copied;
     for (std::size_t i = 0; i < kernel->sizes.size(); ++i) {
@@ -126,15 +177,61 @@ Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch 
   });
 }
 
+// PTX begins with a comment or .version; machine code can't be interpreted.
+// Without the mutex: the text's variables need memory.
+Result load_text(World& world, Lock& lock, ModuleState& module) {
+  std::size_t begin = module.image.find_first_not_of(" \n\r\t");
+  std::string_view head =
+      std::string_view(module.image).substr(std::min(begin, module.image.size()));
+  if (!head.starts_with("//") && !head.starts_with("/*") && !head.starts_with(".version")) {
+    return Result::kSuccess;  // its functions won't be found
+  }
+  Result result = Result::kSuccess;
+  lock.unlock();
+  try {
+    module.ptx = world.load_ptx(module.image);
+  } catch (const vgpu::ptx::Error& error) {
+    std::fprintf(stderr, "virtual GPU: PTX: %s\n", error.what());
+    result = kInvalidPtx;
+  }
+  lock.lock();
+  return result;
+}
+
+// A kernel of the module's text. Compiled now; what the interpreter doesn't know is an error here.
+std::shared_ptr<Kernel> find_ptx(Lock& lock, const ModuleState& module, const char* name) {
+  if (module.ptx == nullptr) return nullptr;
+  struct Unlocked {  // others go on while it is compiled
+    Lock& lock;
+    explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
+    ~Unlocked() { lock.lock(); }
+  } unlocked(lock);
+  try {
+    vgpu::ptx::Function* function = module.ptx->function(name);
+    if (function == nullptr) return nullptr;
+    auto kernel = std::make_shared<Kernel>();
+    kernel->name = name;
+    kernel->ptx = function;
+    for (const auto& [offset, size] : function->parameters()) kernel->sizes.push_back(size);
+    return kernel;
+  } catch (const vgpu::ptx::Error& error) {
+    std::fprintf(stderr, "virtual GPU: PTX: kernel '%s': %s\n", name, error.what());
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 FAKECUDA_API Result cuModuleLoadData(cu::Module* module, const void* image) {
-  return call("cuModuleLoadData", kContext | kUnsafe, [&](World& world, Lock&) {
+  return call("cuModuleLoadData", kContext | kUnsafe, [&](World& world, Lock& lock) {
     if (image == nullptr) return Result::kInvalidValue;
     auto owned = std::make_unique<ModuleState>();
     owned->device = current_device();
     const char* text = static_cast<const char*>(image);
     owned->image.assign(text, image_size(text));
+    if (world.load_ptx != nullptr) {
+      if (Result bad = load_text(world, lock, *owned); bad != Result::kSuccess) return bad;
+    }
     *module = reinterpret_cast<cu::Module>(owned.get());
     world.modules.emplace(owned.get(), std::move(owned));
     return Result::kSuccess;
@@ -153,14 +250,20 @@ FAKECUDA_API Result cuModuleUnload(cu::Module module) {
 }
 FAKECUDA_API Result cuModuleGetFunction(cu::Function* function, cu::Module module,
                                         const char* name) {
-  return call("cuModuleGetFunction", kInit, [&](World& world, Lock&) {
+  return call("cuModuleGetFunction", kInit, [&](World& world, Lock& lock) {
     auto it = world.modules.find(module);
     if (it == world.modules.end() || !it->second->alive) return Result::kInvalidHandle;
     auto kernel = world.kernels.find(name);
-    if (kernel == world.kernels.end()) return Result::kNotFound;
+    std::shared_ptr<Kernel> found =
+        kernel != world.kernels.end() ? kernel->second : find_ptx(lock, *it->second, name);
+    if (found == nullptr) return Result::kNotFound;
     auto owned = std::make_unique<FunctionState>();
     owned->module = it->second.get();
-    owned->kernel = kernel->second;
+    owned->kernel = found;
+    if (found->ptx != nullptr) {
+      owned->dynamic_shared -=
+          static_cast<int>(std::min<std::size_t>(found->ptx->static_shared(), 48 * 1024));
+    }
     *function = reinterpret_cast<cu::Function>(owned.get());
     world.functions.emplace(owned.get(), std::move(owned));
     return Result::kSuccess;
@@ -171,9 +274,14 @@ FAKECUDA_API Result cuFuncGetAttribute(int* value, cu::FunctionAttribute attribu
   return call("cuFuncGetAttribute", kInit, [&](World& world, Lock&) {
     FunctionState* found = find_function(world, function, "cuFuncGetAttribute");
     if (found == nullptr) return Result::kInvalidHandle;
+    const auto* ptx = found->kernel->ptx;
     switch (attribute) {
-      case cu::FunctionAttribute::kMaxThreadsPerBlock: *value = 1024; break;
-      case cu::FunctionAttribute::kSharedSizeBytes: *value = 0; break;
+      case cu::FunctionAttribute::kMaxThreadsPerBlock:
+        *value = ptx == nullptr ? 1024 : static_cast<int>(ptx->max_threads());
+        break;
+      case cu::FunctionAttribute::kSharedSizeBytes:
+        *value = ptx == nullptr ? 0 : static_cast<int>(ptx->static_shared());
+        break;
       case cu::FunctionAttribute::kNumRegs: *value = 32; break;
       case cu::FunctionAttribute::kMaxDynamicSharedSizeBytes: *value = found->dynamic_shared; break;
       default: *value = 0;
@@ -199,6 +307,11 @@ FAKECUDA_API Result cuFuncGetParamInfo(cu::Function function, std::size_t index,
     if (found == nullptr) return Result::kInvalidHandle;
     const auto& sizes = found->kernel->sizes;
     if (index >= sizes.size()) return Result::kInvalidValue;
+    if (found->kernel->ptx != nullptr) {
+      *offset = found->kernel->ptx->parameters()[index].offset;
+      if (size != nullptr) *size = sizes[index];
+      return Result::kSuccess;
+    }
     std::size_t at = 0;  // each aligned to its size, up to 8
     for (std::size_t i = 0; i <= index; ++i) {
       std::size_t alignment = 1;
@@ -224,6 +337,21 @@ FAKECUDA_API Result cuLaunchKernel(cu::Function function, unsigned grid_x, unsig
                          0};
   return launch_kernel("cuLaunchKernel", function, launch, parameters, extra);
 }
+FAKECUDA_API Result cuLaunchCooperativeKernel(cu::Function function, unsigned grid_x,
+                                              unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                              unsigned block_y, unsigned block_z,
+                                              unsigned shared_bytes, cu::Stream stream,
+                                              void** parameters) {
+  fakecuda_launch launch{nullptr,
+                         {grid_x, grid_y, grid_z},
+                         {block_x, block_y, block_z},
+                         {0, 0, 0},
+                         shared_bytes,
+                         stream,
+                         0};
+  return launch_kernel("cuLaunchCooperativeKernel", function, launch, parameters, nullptr,
+                       /*cooperative=*/true);
+}
 FAKECUDA_API Result cuLaunchKernelEx(const cu::LaunchConfig* config, cu::Function function,
                                      void** parameters, void** extra) {
   fakecuda_launch launch{nullptr,
@@ -233,14 +361,16 @@ FAKECUDA_API Result cuLaunchKernelEx(const cu::LaunchConfig* config, cu::Functio
                          config->shared_bytes,
                          config->stream,
                          0};
+  bool cooperative = false;
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     const cu::LaunchAttribute& attribute = config->attributes[i];
+    if (static_cast<int>(attribute.id) == 2) cooperative = attribute.cluster[0] != 0;
     if (attribute.id != cu::LaunchAttributeId::kClusterDimension) continue;
     launch.cluster[0] = attribute.cluster[0];
     launch.cluster[1] = attribute.cluster[1];
     launch.cluster[2] = attribute.cluster[2];
   }
-  return launch_kernel("cuLaunchKernelEx", function, launch, parameters, extra);
+  return launch_kernel("cuLaunchKernelEx", function, launch, parameters, extra, cooperative);
 }
 
 FAKECUDA_API void fakecuda_register_kernel(const char* name, fakecuda_kernel function,

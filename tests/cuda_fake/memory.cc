@@ -40,6 +40,8 @@ class Addresses {
   std::uint64_t next_ = 0, end_ = 0;
 };
 
+}  // namespace
+
 std::shared_ptr<Allocation> new_device_memory(World& world, int device, std::size_t bytes) {
   static auto* addresses = new Addresses();
   auto allocation = std::make_shared<Allocation>();
@@ -53,6 +55,8 @@ std::shared_ptr<Allocation> new_device_memory(World& world, int device, std::siz
   world.memory[allocation->base] = allocation;
   return allocation;
 }
+
+namespace {
 
 void free_device_memory(World& world, Allocation& allocation, const char* symbol) {
   if (allocation.pending > 0) {
@@ -92,12 +96,19 @@ void add_host_access(World& world, Work& work, const void* host, std::size_t byt
   work.accesses.push_back({address(host), address(host) + bytes, writes});
 }
 
+bool is_pinned(World& world, std::uint64_t host) {
+  auto found = find_memory(world, host);
+  return found != nullptr && found->pinned && !found->freed;
+}
+
 Result copy(const char* symbol, std::uint64_t to, std::uint64_t from, std::size_t bytes,
             cu::Stream stream, bool to_host, bool from_host) {
-  return call(symbol, kContext, [&](World& world, Lock&) {
+  return call(symbol, kContext, [&](World& world, Lock& lock) {
     StreamState* here = nullptr;
     if (Result bad = stream_here(world, stream, symbol, here); bad != Result::kSuccess) return bad;
     if (bytes == 0) return Result::kSuccess;
+    if (!world.strict)
+      return loose_copy(world, lock, {symbol, to, from, bytes, to_host, from_host}, *here);
     Work work;
     work.what = symbol;
     work.copies = true;
@@ -153,6 +164,31 @@ std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer) {
   return pointer < it->first + std::max<std::size_t>(it->second->bytes, 1) ? it->second : nullptr;
 }
 
+// As real drivers do it: memory that isn't pinned is read before the call returns, or written when
+// it does.
+Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& stream) {
+  std::shared_ptr<std::vector<char>> staged;
+  if (copy.from_host && !is_pinned(world, copy.from) && stream.capture == nullptr) {
+    const char* begin = reinterpret_cast<const char*>(copy.from);
+    staged = std::make_shared<std::vector<char>>(begin, begin + copy.bytes);
+  }
+  Work work;
+  work.what = copy.symbol;
+  work.copies = true;
+  work.run = [copy, staged](bool) {
+    char* to = copy.to_host ? reinterpret_cast<char*>(copy.to) : resolve(copy.to, copy.bytes);
+    const char* from = staged != nullptr ? staged->data()
+                       : copy.from_host  ? reinterpret_cast<const char*>(copy.from)
+                                         : resolve(copy.from, copy.bytes);
+    if (to == nullptr || from == nullptr) return Result::kIllegalAddress;
+    std::memmove(to, from, copy.bytes);
+    return Result::kSuccess;
+  };
+  Result result = enqueue(world, stream, std::move(work), copy.symbol);
+  bool waits = copy.to_host && !is_pinned(world, copy.to) && stream.capture == nullptr;
+  return waits && result == Result::kSuccess ? synchronise(world, lock, stream) : result;
+}
+
 char* resolve(std::uint64_t pointer, std::size_t bytes) {
   World& world = World::instance();
   Lock lock(world.mutex);
@@ -195,7 +231,8 @@ FAKECUDA_API Result cuMemAlloc_v2(cu::DevicePointer* pointer, std::size_t bytes)
   });
 }
 FAKECUDA_API Result cuMemFree_v2(cu::DevicePointer pointer) {
-  return call("cuMemFree_v2", kContext | kUnsafe, [&](World& world, Lock&) {
+  return call("cuMemFree_v2", kContext | kUnsafe, [&](World& world, Lock& lock) {
+    wait_for_all(world, lock);
     auto found = live(world, pointer, "cuMemFree_v2");
     if (found == nullptr || found->pinned) return Result::kInvalidValue;
     free_device_memory(world, *found, "cuMemFree_v2");
@@ -220,7 +257,8 @@ FAKECUDA_API Result cuMemHostAlloc(void** pointer, std::size_t bytes, unsigned f
   });
 }
 FAKECUDA_API Result cuMemFreeHost(void* pointer) {
-  return call("cuMemFreeHost", kContext | kUnsafe, [&](World& world, Lock&) {
+  return call("cuMemFreeHost", kContext | kUnsafe, [&](World& world, Lock& lock) {
+    wait_for_all(world, lock);
     auto found = live(world, address(pointer), "cuMemFreeHost");
     if (found == nullptr || !found->pinned) return Result::kInvalidValue;
     if (found->pending > 0) {
@@ -239,8 +277,17 @@ FAKECUDA_API Result cuPointerGetAttribute(void* value, cu::PointerAttribute attr
   return call("cuPointerGetAttribute", kInit, [&](World& world, Lock&) {
     auto found = find_memory(world, pointer);
     if (found == nullptr || found->freed) return Result::kInvalidValue;
-    if (attribute != cu::PointerAttribute::kDeviceOrdinal) return Result::kNotSupported;
-    *static_cast<int*>(value) = found->device;
+    switch (static_cast<int>(attribute)) {
+      case 1: *static_cast<cu::Context*>(value) = context_of(found->device); break;
+      case 2: *static_cast<unsigned*>(value) = found->pinned ? 1 : 2; break;  // host, device
+      case 3: *static_cast<std::uint64_t*>(value) = pointer; break;
+      case 7: *static_cast<std::uint64_t*>(value) = found->base; break;  // the buffer's number
+      case 8: *static_cast<unsigned*>(value) = 0; break;                 // managed
+      case 9: *static_cast<int*>(value) = found->device; break;
+      case 11: *static_cast<std::uint64_t*>(value) = found->base; break;
+      case 12: *static_cast<std::size_t*>(value) = found->bytes; break;
+      default: return Result::kNotSupported;
+    }
     return Result::kSuccess;
   });
 }

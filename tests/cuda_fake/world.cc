@@ -47,12 +47,18 @@ Result call(const char* symbol, unsigned needs, const std::function<Result(World
   Lock lock(world.mutex);
   ++world.calls[symbol];
   if (Result result = injected(world, symbol); result != Result::kSuccess) return result;
-  if (in_host_function && needs != kNothing) {
+  if (in_host_function && needs != kNothing && world.strict) {
     world.violation(std::string(symbol) + ": called in a host function");
     return kNotPermitted;
   }
   if ((needs & kInit) != 0 && !world.initialised) return Result::kNotInitialized;
   if (needs != kNothing && world.lost) return Result::kLaunchFailed;
+  if (needs != kNothing && (needs & kAnyway) == 0 && world.sticky != Result::kSuccess) {
+    return world.sticky;
+  }
+  if ((needs & kContext) == kContext && thread_device < 0) {
+    if (!world.strict) thread_device = 0;
+  }
   if ((needs & kContext) == kContext && thread_device < 0) {
     world.violation(std::string(symbol) + ": no context is current");
     return kInvalidContext;
@@ -183,7 +189,8 @@ FAKECUDA_API Result cuDeviceGetAttribute(int* value, cu::DeviceAttribute attribu
       *value = standard;
       return Result::kSuccess;
     }
-    return Result::kInvalidValue;
+    *value = 0;
+    return world.strict ? Result::kInvalidValue : Result::kSuccess;
   });
 }
 FAKECUDA_API Result cuDevicePrimaryCtxRetain(cu::Context* context, cu::DeviceHandle device) {
@@ -193,13 +200,13 @@ FAKECUDA_API Result cuDevicePrimaryCtxRetain(cu::Context* context, cu::DeviceHan
   });
 }
 FAKECUDA_API Result cuCtxGetCurrent(cu::Context* context) {
-  return call("cuCtxGetCurrent", kInit, [&](World&, Lock&) {
+  return call("cuCtxGetCurrent", kInit | kAnyway, [&](World&, Lock&) {
     *context = context_of(thread_device);
     return Result::kSuccess;
   });
 }
 FAKECUDA_API Result cuCtxSetCurrent(cu::Context context) {
-  return call("cuCtxSetCurrent", kInit, [&](World& world, Lock&) {
+  return call("cuCtxSetCurrent", kInit | kAnyway, [&](World& world, Lock&) {
     if (context != nullptr && device_of(context) < 0) {
       world.violation("cuCtxSetCurrent: no context");
       return kInvalidContext;

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -22,6 +23,7 @@
 #include <vector>
 
 #include "../../src/cuda/types.h"
+#include "../virtual_gpu/ptx/ptx.h"
 #include "fakecuda.h"
 
 namespace fakecuda {
@@ -36,6 +38,9 @@ inline constexpr Result kCaptureUnjoined{904};
 inline constexpr Result kCaptureIsolation{906};
 inline constexpr Result kCapturedEvent{907};
 inline constexpr Result kNotPermitted{800};
+inline constexpr Result kInvalidDevice{101};
+inline constexpr Result kNoBinary{209};
+inline constexpr Result kInvalidPtx{218};
 
 using Clock = std::map<int, std::uint64_t>;  // by the stream's number
 void join(Clock& clock, const Clock& other);
@@ -136,8 +141,9 @@ struct EventState {
 
 struct Kernel {
   std::string name;
-  fakecuda_kernel function = nullptr;
+  fakecuda_kernel function = nullptr;  // a test's
   std::vector<std::size_t> sizes;
+  vgpu::ptx::Function* ptx = nullptr;  // what runs where no function is registered
   std::map<std::size_t, int> accesses;
   void* user = nullptr;
 };
@@ -146,6 +152,7 @@ struct ModuleState {
   bool alive = true;
   int device = 0;
   std::string image;
+  std::unique_ptr<vgpu::ptx::Module> ptx;  // of text, where there is an interpreter
 };
 
 struct FunctionState {
@@ -175,6 +182,14 @@ struct World {
   int device_count = 2;
   std::map<int, DeviceState> devices;
   unsigned copy_delay = 0;
+  unsigned delay = 0;  // each work waits for up to so many microseconds
+  std::minstd_rand random;
+  // Strict: what real drivers allow and callgate doesn't do is a violation, and the order of all
+  // work is checked. Programs that aren't callgate's run without.
+  bool strict = true;
+  // Compiles PTX; null where the library has no interpreter.
+  std::unique_ptr<vgpu::ptx::Module> (*load_ptx)(std::string_view text) = nullptr;
+  Result sticky = Result::kSuccess;  // of a kernel that failed: every call's result from then on
   Clock host_clock;
   int next_stream = 1;
 
@@ -197,7 +212,9 @@ struct World {
   std::set<std::string> names;  // of launches
 
   static World& instance();
-  void violation(const std::string& what) { violations.push_back(what); }
+  void violation(const std::string& what) {
+    if (strict) violations.push_back(what);
+  }
 };
 
 using Lock = std::unique_lock<std::mutex>;
@@ -208,6 +225,7 @@ enum Needs : unsigned {
   kInit = 1,         // cuInit
   kContext = 2 | 1,  // a current context
   kUnsafe = 4,       // no capture that it might disturb
+  kAnyway = 8,       // also where a kernel has failed before
 };
 
 // The frame of every function of the driver: counts the call, fails it where it has to.
@@ -233,6 +251,8 @@ std::shared_ptr<Marker> mark(World& world, StreamState& stream);
 Result wait_on_stream(const std::shared_ptr<Marker>& marker);
 Result wait_on_host(World& world, Lock& lock, const std::shared_ptr<Marker>& marker);
 Result synchronise(World& world, Lock& lock, StreamState& stream);
+// Where the checks are not strict, memory is freed when nothing runs any more, as real drivers do.
+void wait_for_all(World& world, Lock& lock);
 
 // True, with the captures invalidated, where the thread may not make unsafe calls.
 bool disturbs_capture(World& world);
@@ -242,6 +262,15 @@ std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer);
 // Adds the access and reports what it isn't ordered after.
 void check_order(World& world, History& history, const Past& now, const Clock& clock);
 void free_memory(Allocation& allocation);
+std::shared_ptr<Allocation> new_device_memory(World& world, int device, std::size_t bytes);
+// A copy as real drivers do it, where the checks are not strict.
+struct Copy {
+  const char* symbol;
+  std::uint64_t to, from;
+  std::size_t bytes;
+  bool to_host, from_host;
+};
+Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& stream);
 // Without the mutex: where the host finds it, for work that runs.
 char* resolve(std::uint64_t pointer, std::size_t bytes);
 

@@ -177,10 +177,20 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
     if match := _ARCHITECTURE.match(option):
       return [], 0 if "compute_" in option else int(match[1])
   known = used.nvrtc.architectures
-  if capability and capability in known:
+  if capability in known and _output() == "cubin":
     return [f"--gpu-architecture=sm_{capability}"], capability
   older = [each for each in known if each <= (capability or max(_LOWEST, known[0]))]
   return [f"--gpu-architecture=compute_{max(older, default=known[0])}"], 0
+
+
+def _output() -> str:
+  """What the user wants where there is a choice: machine code, or PTX for the driver to compile."""
+  given = os.environ.get("CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
+  if given not in ("cubin", "ptx"):
+    raise CompileError(
+      f"environment variable CALLGATE_NVRTC_OUTPUT: expected 'cubin' or 'ptx', got {given!r}"
+    )
+  return given
 
 
 def _unit(name: str, source: str, expression: str) -> str:

@@ -32,7 +32,10 @@ def gpu() -> Any:
 
 
 def library(kind: str) -> Any:
-  return pytest.importorskip({"numba": "numba.cuda"}.get(kind, kind))
+  module = pytest.importorskip({"numba": "numba.cuda"}.get(kind, kind))
+  if kind == "torch" and not module.cuda.is_available():
+    pytest.skip("this PyTorch has no CUDA")
+  return module
 
 
 def adder(kind: str) -> Any:

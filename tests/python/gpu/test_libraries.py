@@ -222,7 +222,8 @@ def test_elementwise_of_every_dtype(dtype: str, shapes: Any) -> None:
       "T x, T y", "T z", "z = x * y + x", name=f"gpu_{dtype}_{len(shapes[0])}"
     )
     got = jax.jit(kernel)(x, y)
-    want = jnp.asarray(x, jnp.promote_types(kind, jnp.float32))
+    small = dtype.startswith("float8")  # JAX doesn't promote these
+    want = jnp.asarray(x, jnp.float32 if small else jnp.promote_types(kind, jnp.float32))
     want = want * y.astype(want.dtype) + want
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want.astype(kind)))
 

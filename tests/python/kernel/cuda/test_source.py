@@ -611,6 +611,17 @@ def test_kernel_h_compiles_with_nvcc(tmp_path):
     assert made.returncode == 0, made.stderr
 
 
+@needs_nvrtc
+def test_ptx_is_made_for_all_devices_where_the_environment_asks_for_it(monkeypatch):
+  monkeypatch.setenv("CALLGATE_NVRTC_OUTPUT", "ptx")
+  built = nvrtc.build("k", "saxpy", SAXPY, "saxpy", 80)
+  assert built.image.capability == 0
+  assert b".target sm_80" in built.image.code
+  monkeypatch.setenv("CALLGATE_NVRTC_OUTPUT", "sass")
+  with pytest.raises(cg.CompileError, match=r"CALLGATE_NVRTC_OUTPUT: .*'cubin' or 'ptx'.*'sass'"):
+    nvrtc.build("k", "saxpy", SAXPY, "saxpy", 80)
+
+
 def test_a_compiler_that_is_not_there_names_what_to_install(monkeypatch):
   monkeypatch.setenv("CALLGATE_NVRTC", "/nowhere/libnvrtc.so.12")
   with pytest.raises(cg.CompileError, match=r"pip install 'callgate\[cuda\]'"):
