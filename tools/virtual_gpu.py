@@ -4,29 +4,34 @@
   python tools/virtual_gpu.py run -m pytest -m gpu tests/python/gpu
   python tools/virtual_gpu.py env             # what `run` sets, for a shell
 
-The Python that runs this must have JAX and XLA's CUDA plugin of the same version, without NVIDIA's
-libraries: pip install --no-deps jax-cuda12-pjrt jax-cuda12-plugin.
+For the JAX of the Python that runs this. XLA's CUDA plugin and what compiles for CUDA come from pip,
+into a folder of the build that only `run` shows to Python. Exits with 77 where pip can't get them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from requirements import requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "tests" / "virtual_gpu"
 BUILD = ROOT / "build" / "virtual-gpu"
+CANNOT_BE_HAD = 77
 
-# No libraries of NVIDIA's: nothing to tune by, and products become plain fusions. Narrow casts there
-# and back stay, as on the CPU.
+# Without NVIDIA's libraries: nothing to tune by, and products become plain fusions. Narrow casts
+# there and back stay, as on the CPU.
 XLA_FLAGS = (
   "--xla_gpu_autotune_level=0",
-  "--xla_gpu_enable_command_buffer=",
   "--xla_allow_excess_precision=false",
   "--xla_gpu_enable_cub_radix_sort=false",
   "--xla_gpu_enable_triton_gemm=false",
@@ -44,47 +49,94 @@ SETTINGS = {
 }
 
 
-def plugin() -> Path:
-  """XLA's CUDA plugin in this Python."""
-  for version in ("12", "13"):
-    name = f"jax_plugins.xla_cuda{version}"
-    try:
-      spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-      continue
-    if spec is not None and spec.origin is not None:
-      found = Path(spec.origin).parent / "xla_cuda_plugin.so"
-      if found.exists():
-        return found
-  raise SystemExit(
-    "tools/virtual_gpu.py: XLA's CUDA plugin is not installed in this Python. "
-    f"{sys.executable} -m pip install --no-deps jax-cuda12-pjrt jax-cuda12-plugin (of JAX's version)"
-  )
+@dataclass(frozen=True)
+class Place:
+  """Where the build for one JAX and one Python lies."""
+
+  out: Path
+
+  @property
+  def name(self) -> str:
+    return f"jax-{importlib.metadata.version('jax')}-py{sys.version_info[0]}.{sys.version_info[1]}"
+
+  @property
+  def site(self) -> Path:
+    return self.out / self.name / "site"
+
+  @property
+  def lib(self) -> Path:
+    return self.out / self.name / "lib"
+
+  @property
+  def plugin(self) -> Path:
+    return self.site / "jax_plugins" / "xla_cuda12" / "xla_cuda_plugin.so"
 
 
-def build(out: Path) -> None:
-  """The libraries, into `out`/lib."""
-  commands = (
-    ["cmake", "-G", "Ninja", "-S", str(SOURCE), "-B", str(out), f"-DVIRTUAL_GPU_PLUGIN={plugin()}",
-     f"-DPython3_EXECUTABLE={sys.executable}"],
-    ["cmake", "--build", str(out)],
-  )  # fmt: skip
-  for command in commands:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-      raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+def do(command: list[str], **settings: str) -> None:
+  """Runs a command; what it prints is shown if it fails."""
+  environment = {**os.environ, **settings}
+  done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+  if done.returncode != 0:
+    raise SystemExit(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
 
 
-def environment(out: Path) -> dict[str, str]:
+def wheels(extras: list[str]) -> list[str]:
+  """What pip brings, each without what it asks for: NVIDIA's own libraries stay away."""
+  jax = importlib.metadata.version("jax")
+  found = [f"jax-cuda12-pjrt=={jax}", f"jax-cuda12-plugin=={jax}"]
+  for extra in ("cuda12", *extras):
+    found += requirements(extra)
+  found += ["cuda-core", "cuda-pathfinder", "nvidia-cuda-cccl-cu12>=12.9,<13"]
+  if shutil.which("cmake") is None:
+    found.append("cmake>=3.26")
+  if shutil.which("ninja") is None:
+    found.append("ninja>=1.11")
+  return found
+
+
+def install(place: Place, extras: list[str]) -> None:
+  """The wheels, into `place.site`. Exits with 77 where they can't be had."""
+  done = place.site.parent / "installed"
+  wanted = wheels(extras)
+  if done.exists() and set(wanted) <= set(done.read_text().splitlines()):
+    return
+  shutil.rmtree(place.site, ignore_errors=True)
+  command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+  command += ["--no-deps", "--no-compile", "--target", str(place.site), *wanted]
+  got = subprocess.run(command, capture_output=True, text=True, check=False)
+  if got.returncode != 0:
+    reason = (got.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+    print(f"tools/virtual_gpu.py: pip can't get XLA's CUDA plugin: {reason}", file=sys.stderr)
+    raise SystemExit(CANNOT_BE_HAD)
+  # The plugin would find it before the virtual one.
+  for real in place.site.glob("nvidia/cuda_runtime/lib/libcudart.so*"):
+    real.unlink()
+  done.write_text("\n".join(wanted))
+
+
+def build(place: Place, extras: list[str], tests: bool) -> None:
+  """The libraries, into `place.lib`. What is the same for every plugin is compiled once."""
+  install(place, extras)
+  cmake = [
+    "cmake", "-G", "Ninja", "-S", str(SOURCE), "-B", str(place.out / "cmake"),
+    f"-DVIRTUAL_GPU_PLUGIN={place.plugin}", f"-DVIRTUAL_GPU_LIB={place.lib}",
+    f"-DPython3_EXECUTABLE={sys.executable}", f"-DVIRTUAL_GPU_TESTS={'ON' if tests else 'OFF'}",
+  ]  # fmt: skip
+  path = os.pathsep.join([os.environ.get("PATH", ""), str(place.site / "bin")])
+  do(cmake, PATH=path, PYTHONPATH=str(place.site))
+  do(["cmake", "--build", str(place.out / "cmake")], PATH=path, PYTHONPATH=str(place.site))
+
+
+def environment(place: Place) -> dict[str, str]:
   """What a program needs to find the libraries and to compile for them.
 
   What the caller has set already stays, and goes behind.
   """
   before = os.environ
   paths = {
-    "LD_LIBRARY_PATH": str(out / "lib"),
+    "LD_LIBRARY_PATH": str(place.lib),
     "PATH": str(SOURCE / "bin"),
-    "PYTHONPATH": str(SOURCE / "site"),
+    "PYTHONPATH": os.pathsep.join([str(SOURCE / "site"), str(place.site)]),
   }
   found = {
     name: os.pathsep.join(filter(None, (path, before.get(name)))) for name, path in paths.items()
@@ -99,23 +151,27 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
   parser.add_argument("--out", type=Path, default=BUILD, help="the build's folder")
   commands = parser.add_subparsers(dest="command", required=True)
-  commands.add_parser("build", help="build the libraries")
+  builds = commands.add_parser("build", help="install the wheels and build the libraries")
+  builds.add_argument(
+    "--extras", nargs="*", default=[], metavar="EXTRA", help="callgate's: triton, numba-cuda"
+  )
+  builds.add_argument("--tests", action="store_true", help="and the C++ tests, which need GoogleTest")
   commands.add_parser("env", help="print what `run` sets, as a shell reads it")
   commands.add_parser("run", help="run a Python program: its file or -m module, its arguments")
   # What stands behind `run` is the program's, also where it looks like an option.
   words = sys.argv[1:]
   end = words.index("run") + 1 if "run" in words else len(words)
   given, program = parser.parse_args(words[:end]), words[end:]
-  out: Path = given.out.resolve()
-  if given.command == "build":
-    build(out)
-  elif given.command == "env":
-    for name, value in environment(out).items():
+  if importlib.util.find_spec("jax") is None:
+    raise SystemExit(f"tools/virtual_gpu.py: JAX is not installed in {sys.executable}")
+  place = Place(given.out.resolve())
+  if given.command == "build" or not (place.lib / "libcuda.so.1").exists():
+    build(place, getattr(given, "extras", []), getattr(given, "tests", False))
+  if given.command == "env":
+    for name, value in environment(place).items():
       print(f"export {name}={shlex.quote(value)}")
-  else:
-    if not (out / "lib" / "libcuda.so.1").exists():
-      build(out)
-    os.execve(sys.executable, [sys.executable, *program], {**os.environ, **environment(out)})
+  elif given.command == "run":
+    os.execve(sys.executable, [sys.executable, *program], {**os.environ, **environment(place)})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 // Capture of streams into graphs, and their replay. See world.h.
 //
-// A graph is its works in the order in which they were given, over all streams of the capture: that
-// is one of the orders that their dependencies allow.
+// A captured graph has its works in the order in which they were given, over all streams of the
+// capture: that is one of the orders that their dependencies allow.
 #include "world.h"
 
 namespace fakecuda {
@@ -24,13 +24,6 @@ void release(World& world, Lock& lock, UserObject* object, unsigned references) 
   lock.lock();
 }
 
-// With the graph's works, whose closures may take the mutex when they die.
-void destroy(World& world, Lock& lock, std::unique_ptr<Graph> graph) {
-  for (auto [object, references] : graph->objects) release(world, lock, object, references);
-  lock.unlock();
-  graph.reset();
-}
-
 UserObject* find_object(World& world, cu::UserObject object, const char* symbol) {
   auto it = world.objects.find(object);
   if (it != world.objects.end()) return it->second.get();
@@ -39,6 +32,57 @@ UserObject* find_object(World& world, cu::UserObject object, const char* symbol)
 }
 
 }  // namespace
+
+// With the graph's works, whose closures may take the mutex when they die, and the graphs in it.
+void destroy_graph(World& world, Lock& lock, std::unique_ptr<Graph> graph) {
+  for (auto [object, references] : graph->objects) release(world, lock, object, references);
+  for (const auto& node : graph->nodes) {
+    for (Graph* body : node->bodies) {
+      auto owned = world.graphs.extract(body);
+      if (!owned.empty()) destroy_graph(world, lock, std::move(owned.mapped()));
+    }
+  }
+  lock.unlock();
+  graph.reset();
+  lock.lock();
+}
+
+bool begin_capture(World& world, StreamState& stream, cu::CaptureMode mode) {
+  if (stream.capture != nullptr) return false;
+  auto capture = std::make_shared<Capture>();
+  capture->mode = mode;
+  capture->thread = std::this_thread::get_id();
+  capture->origin = &stream;
+  capture->streams.insert(&stream);
+  stream.capture_clock.clear();
+  stream.capture = capture;
+  world.captures.insert(capture);
+  return true;
+}
+
+Graph* end_capture(World& world, Lock& lock, StreamState& stream) {
+  auto capture = stream.capture;
+  bool good = !capture->invalidated;
+  for (StreamState* side : capture->streams) {
+    if (stream.capture_clock[side->number] < side->capture_clock[side->number]) {
+      good = false;
+      world.violation("a capture ends with work on stream " + std::to_string(side->number) +
+                      " that is not joined");
+    }
+    if (side != &stream) side->capture_clock.clear();
+    side->capture = nullptr;
+  }
+  stream.capture_clock.clear();
+  world.captures.erase(capture);
+  Graph* graph = capture->graph;
+  if (capture->own == nullptr) return good ? graph : nullptr;
+  if (!good) {
+    destroy_graph(world, lock, std::move(capture->own));
+    return nullptr;
+  }
+  world.graphs.emplace(graph, std::move(capture->own));
+  return graph;
+}
 
 bool disturbs_capture(World& world) {
   bool disturbs = false;
@@ -79,16 +123,8 @@ FAKECUDA_API int fakecuda_begin_capture_mode(void* stream, int mode) {
   Lock lock(world.mutex);
   StreamState* found =
       find_stream(world, static_cast<cu::Stream>(stream), "fakecuda_begin_capture");
-  if (found == nullptr || found->capture != nullptr) return 1;
-  auto capture = std::make_shared<Capture>();
-  capture->mode = static_cast<cu::CaptureMode>(mode);
-  capture->thread = std::this_thread::get_id();
-  capture->origin = found;
-  capture->streams.insert(found);
-  found->capture_clock.clear();
-  found->capture = capture;
-  world.captures.insert(capture);
-  return 0;
+  if (found == nullptr) return 1;
+  return begin_capture(world, *found, static_cast<cu::CaptureMode>(mode)) ? 0 : 1;
 }
 FAKECUDA_API void* fakecuda_end_capture(void* stream) {
   World& world = World::instance();
@@ -96,27 +132,7 @@ FAKECUDA_API void* fakecuda_end_capture(void* stream) {
   StreamState* found = find_stream(world, static_cast<cu::Stream>(stream), "fakecuda_end_capture");
   if (found == nullptr || found->capture == nullptr || found->capture->origin != found)
     return nullptr;
-  auto capture = found->capture;
-  bool good = !capture->invalidated;
-  for (StreamState* side : capture->streams) {
-    if (found->capture_clock[side->number] < side->capture_clock[side->number]) {
-      good = false;
-      world.violation("a capture ends with work on stream " + std::to_string(side->number) +
-                      " that is not joined");
-    }
-    if (side != found) side->capture_clock.clear();
-    side->capture = nullptr;
-  }
-  found->capture_clock.clear();
-  world.captures.erase(capture);
-  if (!good) {
-    destroy(world, lock, std::move(capture->graph));
-    return nullptr;
-  }
-  auto graph = std::move(capture->graph);
-  void* handle = graph.get();
-  world.graphs.emplace(handle, std::move(graph));
-  return handle;
+  return end_capture(world, lock, *found);
 }
 FAKECUDA_API int fakecuda_replay(void* graph, void* stream) {
   World& world = World::instance();
@@ -124,8 +140,8 @@ FAKECUDA_API int fakecuda_replay(void* graph, void* stream) {
   StreamState* found = find_stream(world, static_cast<cu::Stream>(stream), "fakecuda_replay");
   auto it = world.graphs.find(graph);
   if (found == nullptr || it == world.graphs.end()) return static_cast<int>(Result::kInvalidHandle);
-  for (const Work& work : it->second->works) {
-    Result result = enqueue(world, *found, work, "fakecuda_replay", true);
+  for (const auto& node : it->second->nodes) {
+    Result result = enqueue(world, *found, node->work, "fakecuda_replay", true);
     if (result != Result::kSuccess) return static_cast<int>(result);
   }
   return 0;
@@ -134,7 +150,7 @@ FAKECUDA_API std::size_t fakecuda_graph_size(void* graph) {
   World& world = World::instance();
   Lock lock(world.mutex);
   auto it = world.graphs.find(graph);
-  return it == world.graphs.end() ? 0 : it->second->works.size();
+  return it == world.graphs.end() ? 0 : it->second->nodes.size();
 }
 FAKECUDA_API void fakecuda_delete_graph(void* graph) {
   World& world = World::instance();
@@ -143,7 +159,7 @@ FAKECUDA_API void fakecuda_delete_graph(void* graph) {
   if (it == world.graphs.end()) return;
   auto dies = std::move(it->second);
   world.graphs.erase(it);
-  destroy(world, lock, std::move(dies));
+  destroy_graph(world, lock, std::move(dies));
 }
 
 FAKECUDA_API Result cuStreamGetCaptureInfo_v2(cu::Stream stream, cu::CaptureStatus* status,
@@ -153,15 +169,16 @@ FAKECUDA_API Result cuStreamGetCaptureInfo_v2(cu::Stream stream, cu::CaptureStat
   return call("cuStreamGetCaptureInfo_v2", kInit, [&](World& world, Lock&) {
     StreamState* found = find_stream(world, stream, "cuStreamGetCaptureInfo_v2");
     if (found == nullptr) return Result::kInvalidHandle;
-    if (dependencies != nullptr || count != nullptr) return Result::kNotSupported;
     Capture* capture = found->capture.get();
     *status = capture == nullptr     ? cu::CaptureStatus::kNone
               : capture->invalidated ? cu::CaptureStatus::kInvalidated
                                      : cu::CaptureStatus::kActive;
     bool active = *status == cu::CaptureStatus::kActive;
     if (id != nullptr) *id = active ? reinterpret_cast<std::uint64_t>(capture) : 0;
-    if (graph != nullptr)
-      *graph = active ? reinterpret_cast<cu::Graph>(capture->graph.get()) : nullptr;
+    if (graph != nullptr) *graph = active ? reinterpret_cast<cu::Graph>(capture->graph) : nullptr;
+    if (!active) return Result::kSuccess;
+    if (dependencies != nullptr) *dependencies = reinterpret_cast<cu::GraphNode*>(&capture->last);
+    if (count != nullptr) *count = capture->last == nullptr ? 0 : 1;
     return Result::kSuccess;
   });
 }
@@ -191,7 +208,7 @@ FAKECUDA_API Result cuGraphRetainUserObject(cu::Graph graph, cu::UserObject obje
     Graph* holder = nullptr;
     if (auto it = world.graphs.find(graph); it != world.graphs.end()) holder = it->second.get();
     for (const auto& capture : world.captures) {
-      if (reinterpret_cast<cu::Graph>(capture->graph.get()) == graph) holder = capture->graph.get();
+      if (reinterpret_cast<cu::Graph>(capture->graph) == graph) holder = capture->graph;
     }
     if (found == nullptr || holder == nullptr || references == 0) return Result::kInvalidValue;
     if (flags == 0) found->references += references;  // else the caller's become the graph's

@@ -1,5 +1,5 @@
-// Modules, functions and launches of kernels: those that tests registered, and what is in PTX where
-// the library has an interpreter. See world.h.
+// Functions and launches of kernels: those that tests registered, and what is in PTX where the
+// library has an interpreter. See world.h.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -9,26 +9,6 @@
 
 namespace fakecuda {
 namespace {
-
-// How long an image is: ELF by its section headers, a fat binary by its header, else text.
-std::size_t image_size(const char* image) {
-  auto number = [image](std::size_t at, auto value) {
-    std::memcpy(&value, image + at, sizeof(value));
-    return static_cast<std::size_t>(value);
-  };
-  if (std::memcmp(image,
-                  "\x7f"
-                  "ELF",
-                  4) == 0) {
-    std::size_t sections =
-        number(40, std::uint64_t{}) + number(58, std::uint16_t{}) * number(60, std::uint16_t{});
-    std::size_t programs =
-        number(32, std::uint64_t{}) + number(54, std::uint16_t{}) * number(56, std::uint16_t{});
-    return std::max({sections, programs, std::size_t{64}});
-  }
-  if (number(0, std::uint32_t{}) == 0xBA55ED50) return 16 + number(8, std::uint64_t{});
-  return std::strlen(image);
-}
 
 FunctionState* find_function(World& world, cu::Function function, const char* symbol) {
   auto it = world.functions.find(function);
@@ -129,146 +109,63 @@ Result run_ptx(vgpu::ptx::Function& function, const fakecuda_launch& launch, boo
   return result;
 }
 
-Result launch_kernel(const char* symbol, cu::Function function, fakecuda_launch launch,
+Result launch_kernel(const char* symbol, cu::Function function, const fakecuda_launch& shape,
                      void** parameters, void** extra, bool cooperative = false) {
   return call(symbol, kContext, [&](World& world, Lock&) {
-    FunctionState* found = find_function(world, function, symbol);
     StreamState* here = nullptr;
-    Result bad = stream_here(world, static_cast<cu::Stream>(launch.stream), symbol, here);
+    Result bad = stream_here(world, static_cast<cu::Stream>(shape.stream), symbol, here);
     if (bad != Result::kSuccess) return bad;
-    if (found == nullptr) return Result::kInvalidHandle;
-    if (found->module->device != here->device && world.strict) {
-      world.violation(std::string(symbol) +
-                      ": a function of another device: " + found->kernel->name);
-      return Result::kInvalidHandle;
-    }
-    auto kernel = found->kernel;
-    if (!possible(launch, *found)) return Result::kInvalidValue;
-    if (kernel->ptx != nullptr && kernel->function == nullptr) {
-      Work work;
-      work.what = "a launch";
-      work.run = [kernel, launch, cooperative, bytes = packed(*kernel->ptx, parameters, extra)](
-                     bool) { return run_ptx(*kernel->ptx, launch, cooperative, bytes); };
-      return enqueue(world, *here, std::move(work), symbol);
-    }
-    if (extra != nullptr) return Result::kInvalidValue;
-    if (!kernel->sizes.empty() && parameters == nullptr) return Result::kInvalidValue;
-    Parameters copied;
-    for (std::size_t i = 0; i < kernel->sizes.size(); ++i) {
-      const char* value = static_cast<const char*>(parameters[i]);
-      copied.values.emplace_back(value, value + kernel->sizes[i]);
-    }
     Work work;
-    work.what = "a launch";
-    add_accesses(world, *kernel, copied, work);
-    launch.name = kernel->name.c_str();
-    work.run = [kernel, launch, copied = std::move(copied)](bool replayed) {
-      {
-        World& now = World::instance();
-        Lock lock(now.mutex);
-        log(now, launch, replayed);
-      }
-      if (kernel->function == nullptr) return Result::kSuccess;
-      auto pointers = copied.pointers();
-      return Result{kernel->function(pointers.data(), launch.grid, launch.block,
-                                     launch.shared_bytes, kernel->user)};
-    };
-    return enqueue(world, *here, std::move(work), symbol);
+    bad = kernel_work(world, {symbol, function, shape, parameters, extra, cooperative},
+                      here->device, work);
+    return bad != Result::kSuccess ? bad : enqueue(world, *here, std::move(work), symbol);
   });
-}
-
-// PTX begins with a comment or .version; machine code can't be interpreted.
-// Without the mutex: the text's variables need memory.
-Result load_text(World& world, Lock& lock, ModuleState& module) {
-  std::size_t begin = module.image.find_first_not_of(" \n\r\t");
-  std::string_view head =
-      std::string_view(module.image).substr(std::min(begin, module.image.size()));
-  if (!head.starts_with("//") && !head.starts_with("/*") && !head.starts_with(".version")) {
-    return Result::kSuccess;  // its functions won't be found
-  }
-  Result result = Result::kSuccess;
-  lock.unlock();
-  try {
-    module.ptx = world.load_ptx(module.image);
-  } catch (const vgpu::ptx::Error& error) {
-    std::fprintf(stderr, "virtual GPU: PTX: %s\n", error.what());
-    result = kInvalidPtx;
-  }
-  lock.lock();
-  return result;
-}
-
-// A kernel of the module's text. Compiled now; what the interpreter doesn't know is an error here.
-std::shared_ptr<Kernel> find_ptx(Lock& lock, const ModuleState& module, const char* name) {
-  if (module.ptx == nullptr) return nullptr;
-  struct Unlocked {  // others go on while it is compiled
-    Lock& lock;
-    explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
-    ~Unlocked() { lock.lock(); }
-  } unlocked(lock);
-  try {
-    vgpu::ptx::Function* function = module.ptx->function(name);
-    if (function == nullptr) return nullptr;
-    auto kernel = std::make_shared<Kernel>();
-    kernel->name = name;
-    kernel->ptx = function;
-    for (const auto& [offset, size] : function->parameters()) kernel->sizes.push_back(size);
-    return kernel;
-  } catch (const vgpu::ptx::Error& error) {
-    std::fprintf(stderr, "virtual GPU: PTX: kernel '%s': %s\n", name, error.what());
-    return nullptr;
-  }
 }
 
 }  // namespace
 
-FAKECUDA_API Result cuModuleLoadData(cu::Module* module, const void* image) {
-  return call("cuModuleLoadData", kContext | kUnsafe, [&](World& world, Lock& lock) {
-    if (image == nullptr) return Result::kInvalidValue;
-    auto owned = std::make_unique<ModuleState>();
-    owned->device = current_device();
-    const char* text = static_cast<const char*>(image);
-    owned->image.assign(text, image_size(text));
-    if (world.load_ptx != nullptr) {
-      if (Result bad = load_text(world, lock, *owned); bad != Result::kSuccess) return bad;
-    }
-    *module = reinterpret_cast<cu::Module>(owned.get());
-    world.modules.emplace(owned.get(), std::move(owned));
+Result kernel_work(World& world, const Launch& launch, int device, Work& work) {
+  FunctionState* found = find_function(world, launch.function, launch.symbol);
+  if (found == nullptr) return Result::kInvalidHandle;
+  if (device >= 0 && found->module->device != device && world.strict) {
+    world.violation(std::string(launch.symbol) +
+                    ": a function of another device: " + found->kernel->name);
+    return Result::kInvalidHandle;
+  }
+  auto kernel = found->kernel;
+  fakecuda_launch shape = launch.shape;
+  if (!possible(shape, *found)) return Result::kInvalidValue;
+  work.what = "a launch";
+  if (kernel->ptx != nullptr && kernel->function == nullptr) {
+    work.run = [kernel, shape, cooperative = launch.cooperative,
+                bytes = packed(*kernel->ptx, launch.parameters, launch.extra)](bool) {
+      return run_ptx(*kernel->ptx, shape, cooperative, bytes);
+    };
     return Result::kSuccess;
-  });
-}
-FAKECUDA_API Result cuModuleUnload(cu::Module module) {
-  return call("cuModuleUnload", kContext | kUnsafe, [&](World& world, Lock&) {
-    auto it = world.modules.find(module);
-    if (it == world.modules.end() || !it->second->alive) {
-      world.violation("cuModuleUnload: no module, or unloaded before");
-      return Result::kInvalidHandle;
+  }
+  if (launch.extra != nullptr) return Result::kInvalidValue;
+  if (!kernel->sizes.empty() && launch.parameters == nullptr) return Result::kInvalidValue;
+  Parameters copied;
+  for (std::size_t i = 0; i < kernel->sizes.size(); ++i) {
+    const char* value = static_cast<const char*>(launch.parameters[i]);
+    copied.values.emplace_back(value, value + kernel->sizes[i]);
+  }
+  add_accesses(world, *kernel, copied, work);
+  shape.name = kernel->name.c_str();
+  work.run = [kernel, shape, copied = std::move(copied)](bool replayed) {
+    {
+      World& now = World::instance();
+      Lock lock(now.mutex);
+      log(now, shape, replayed);
     }
-    it->second->alive = false;
-    return Result::kSuccess;
-  });
+    if (kernel->function == nullptr) return Result::kSuccess;
+    auto pointers = copied.pointers();
+    return Result{kernel->function(pointers.data(), shape.grid, shape.block, shape.shared_bytes,
+                                   kernel->user)};
+  };
+  return Result::kSuccess;
 }
-FAKECUDA_API Result cuModuleGetFunction(cu::Function* function, cu::Module module,
-                                        const char* name) {
-  return call("cuModuleGetFunction", kInit, [&](World& world, Lock& lock) {
-    auto it = world.modules.find(module);
-    if (it == world.modules.end() || !it->second->alive) return Result::kInvalidHandle;
-    auto kernel = world.kernels.find(name);
-    std::shared_ptr<Kernel> found =
-        kernel != world.kernels.end() ? kernel->second : find_ptx(lock, *it->second, name);
-    if (found == nullptr) return Result::kNotFound;
-    auto owned = std::make_unique<FunctionState>();
-    owned->module = it->second.get();
-    owned->kernel = found;
-    if (found->ptx != nullptr) {
-      owned->dynamic_shared -=
-          static_cast<int>(std::min<std::size_t>(found->ptx->static_shared(), 48 * 1024));
-    }
-    *function = reinterpret_cast<cu::Function>(owned.get());
-    world.functions.emplace(owned.get(), std::move(owned));
-    return Result::kSuccess;
-  });
-}
+
 FAKECUDA_API Result cuFuncGetAttribute(int* value, cu::FunctionAttribute attribute,
                                        cu::Function function) {
   return call("cuFuncGetAttribute", kInit, [&](World& world, Lock&) {

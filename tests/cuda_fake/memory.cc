@@ -111,6 +111,7 @@ Result copy(const char* symbol, std::uint64_t to, std::uint64_t from, std::size_
       return loose_copy(world, lock, {symbol, to, from, bytes, to_host, from_host}, *here);
     Work work;
     work.what = symbol;
+    work.kind = NodeKind::kMemcpy;
     work.copies = true;
     auto add = [&](std::uint64_t at, bool on_host, bool writes) {
       if (on_host)
@@ -130,22 +131,14 @@ Result copy(const char* symbol, std::uint64_t to, std::uint64_t from, std::size_
   });
 }
 
-template <typename T>
-Result fill(const char* symbol, std::uint64_t to, T value, std::size_t count, cu::Stream stream) {
+Result fill(const char* symbol, std::uint64_t to, std::uint32_t value, std::size_t value_bytes,
+            std::size_t count, cu::Stream stream) {
   return call(symbol, kContext, [&](World& world, Lock&) {
     StreamState* here = nullptr;
     if (Result bad = stream_here(world, stream, symbol, here); bad != Result::kSuccess) return bad;
-    if (to % sizeof(T) != 0) return Result::kInvalidValue;
-    Work work;
-    work.what = symbol;
-    work.accesses.push_back({to, to + count * sizeof(T), true});
-    work.run = [=](bool) {
-      auto* target = reinterpret_cast<T*>(resolve(to, count * sizeof(T)));
-      if (target == nullptr) return Result::kIllegalAddress;
-      std::fill_n(target, count, value);
-      return Result::kSuccess;
-    };
-    return count == 0 ? Result::kSuccess : enqueue(world, *here, std::move(work), symbol);
+    if (to % value_bytes != 0) return Result::kInvalidValue;
+    if (count == 0) return Result::kSuccess;
+    return enqueue(world, *here, fill_work(symbol, to, value, value_bytes, count), symbol);
   });
 }
 
@@ -164,18 +157,12 @@ std::shared_ptr<Allocation> find_memory(World& world, std::uint64_t pointer) {
   return pointer < it->first + std::max<std::size_t>(it->second->bytes, 1) ? it->second : nullptr;
 }
 
-// As real drivers do it: memory that isn't pinned is read before the call returns, or written when
-// it does.
-Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& stream) {
-  std::shared_ptr<std::vector<char>> staged;
-  if (copy.from_host && !is_pinned(world, copy.from) && stream.capture == nullptr) {
-    const char* begin = reinterpret_cast<const char*>(copy.from);
-    staged = std::make_shared<std::vector<char>>(begin, begin + copy.bytes);
-  }
+Work copy_work(const Copy& copy, std::shared_ptr<std::vector<char>> staged) {
   Work work;
   work.what = copy.symbol;
+  work.kind = NodeKind::kMemcpy;
   work.copies = true;
-  work.run = [copy, staged](bool) {
+  work.run = [copy, staged = std::move(staged)](bool) {
     char* to = copy.to_host ? reinterpret_cast<char*>(copy.to) : resolve(copy.to, copy.bytes);
     const char* from = staged != nullptr ? staged->data()
                        : copy.from_host  ? reinterpret_cast<const char*>(copy.from)
@@ -184,6 +171,38 @@ Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& strea
     std::memmove(to, from, copy.bytes);
     return Result::kSuccess;
   };
+  return work;
+}
+
+Work fill_work(const char* symbol, std::uint64_t to, std::uint32_t value, std::size_t value_bytes,
+               std::size_t count) {
+  Work work;
+  work.what = symbol;
+  work.kind = NodeKind::kMemset;
+  work.accesses.push_back({to, to + count * value_bytes, true});
+  work.run = [=](bool) {
+    char* target = resolve(to, count * value_bytes);
+    if (target == nullptr) return Result::kIllegalAddress;
+    auto put = [&](auto narrow) {
+      std::fill_n(reinterpret_cast<decltype(narrow)*>(target), count, narrow);
+    };
+    if (value_bytes == 1) put(static_cast<std::uint8_t>(value));
+    if (value_bytes == 2) put(static_cast<std::uint16_t>(value));
+    if (value_bytes == 4) put(value);
+    return Result::kSuccess;
+  };
+  return work;
+}
+
+// As real drivers do it: memory that isn't pinned is read before the call returns, or written when
+// it does.
+Result loose_copy(World& world, Lock& lock, const Copy& copy, StreamState& stream) {
+  std::shared_ptr<std::vector<char>> staged;
+  if (copy.from_host && !is_pinned(world, copy.from) && stream.capture == nullptr) {
+    const char* begin = reinterpret_cast<const char*>(copy.from);
+    staged = std::make_shared<std::vector<char>>(begin, begin + copy.bytes);
+  }
+  Work work = copy_work(copy, std::move(staged));
   Result result = enqueue(world, stream, std::move(work), copy.symbol);
   bool waits = copy.to_host && !is_pinned(world, copy.to) && stream.capture == nullptr;
   return waits && result == Result::kSuccess ? synchronise(world, lock, stream) : result;
@@ -305,15 +324,15 @@ FAKECUDA_API Result cuMemcpyDtoDAsync_v2(cu::DevicePointer to, cu::DevicePointer
 }
 FAKECUDA_API Result cuMemsetD8Async(cu::DevicePointer to, unsigned char value, std::size_t count,
                                     cu::Stream stream) {
-  return fill("cuMemsetD8Async", to, value, count, stream);
+  return fill("cuMemsetD8Async", to, value, 1, count, stream);
 }
 FAKECUDA_API Result cuMemsetD16Async(cu::DevicePointer to, unsigned short value, std::size_t count,
                                      cu::Stream stream) {
-  return fill("cuMemsetD16Async", to, value, count, stream);
+  return fill("cuMemsetD16Async", to, value, 2, count, stream);
 }
 FAKECUDA_API Result cuMemsetD32Async(cu::DevicePointer to, unsigned value, std::size_t count,
                                      cu::Stream stream) {
-  return fill("cuMemsetD32Async", to, value, count, stream);
+  return fill("cuMemsetD32Async", to, value, 4, count, stream);
 }
 
 FAKECUDA_API std::uint64_t fakecuda_new_memory(int device, std::size_t bytes) {

@@ -186,7 +186,12 @@ Result enqueue(World& world, StreamState& stream, Work work, const char* symbol,
       check_order(world, capture.history, {access, stream.number, epoch, work.what},
                   stream.capture_clock);
     }
-    capture.graph->works.push_back(std::move(work));
+    auto node = std::make_unique<Node>();
+    node->kind = work.kind;
+    node->work = std::move(work);
+    if (capture.last != nullptr) node->after.push_back(capture.last);
+    capture.last = node.get();
+    capture.graph->nodes.push_back(std::move(node));
     return Result::kSuccess;
   }
   join(stream.clock, world.host_clock);
@@ -259,6 +264,7 @@ FAKECUDA_API Result cuLaunchHostFunc(cu::Stream stream, void (*function)(void*),
     if (found == nullptr) return Result::kInvalidHandle;
     Work work;
     work.what = "a host function";
+    work.kind = NodeKind::kHost;
     work.run = [function, data](bool) { return run_host_function(function, data); };
     return enqueue(world, *found, std::move(work), "cuLaunchHostFunc");
   });

@@ -33,6 +33,7 @@ using cu::Result;
 
 // Results that callgate itself has no name for.
 inline constexpr Result kInvalidContext{201};
+inline constexpr Result kInvalidCapture{902};
 inline constexpr Result kCaptureUnmatched{903};
 inline constexpr Result kCaptureUnjoined{904};
 inline constexpr Result kCaptureIsolation{906};
@@ -71,9 +72,20 @@ struct Allocation {
   History history;
 };
 
+enum class NodeKind : int {  // CUgraphNodeType
+  kKernel = 0,
+  kMemcpy = 1,
+  kMemset = 2,
+  kHost = 3,
+  kGraph = 4,
+  kEmpty = 5,
+  kConditional = 13,
+};
+
 // One thing for a stream to do. Copies are replayed by graphs.
 struct Work {
   const char* what = "";
+  NodeKind kind = NodeKind::kKernel;
   std::vector<Access> accesses;
   std::function<Result(bool replayed)> run;
   bool copies = false;
@@ -95,9 +107,24 @@ struct UserObject {
   unsigned references = 0;
 };
 
+struct Node;
+
+// Its nodes, in an order that their dependencies allow.
 struct Graph {
-  std::vector<Work> works;
-  std::map<UserObject*, unsigned> objects;  // and how many references of each it has
+  std::vector<std::unique_ptr<Node>> nodes;
+  std::map<UserObject*, unsigned> objects;                        // and its references of each
+  std::vector<std::pair<std::uint64_t, unsigned>> launch_values;  // of conditions, set at a launch
+};
+
+enum class Condition : int { kIf = 0, kWhile = 1, kSwitch = 2 };
+
+struct Node {
+  NodeKind kind = NodeKind::kEmpty;
+  Work work;
+  std::vector<Node*> after;
+  std::vector<Graph*> bodies;  // the child, or what the condition's value decides upon
+  Condition condition = Condition::kIf;
+  std::uint64_t handle = 0;  // the condition's
 };
 
 struct Capture {
@@ -106,7 +133,9 @@ struct Capture {
   bool invalidated = false;
   StreamState* origin = nullptr;
   std::set<StreamState*> streams;
-  std::unique_ptr<Graph> graph = std::make_unique<Graph>();
+  std::unique_ptr<Graph> own = std::make_unique<Graph>();
+  Graph* graph = own.get();  // or one that was there before
+  Node* last = nullptr;
   History history;
 };
 
@@ -253,6 +282,28 @@ Result wait_on_host(World& world, Lock& lock, const std::shared_ptr<Marker>& mar
 Result synchronise(World& world, Lock& lock, StreamState& stream);
 // Where the checks are not strict, memory is freed when nothing runs any more, as real drivers do.
 void wait_for_all(World& world, Lock& lock);
+
+// Kernels, copies and fills as works, for graphs. With the mutex held.
+struct Launch {
+  const char* symbol;
+  cu::Function function;
+  fakecuda_launch shape;
+  void** parameters;
+  void** extra;
+  bool cooperative;
+};
+// A device of -1 is any.
+Result kernel_work(World& world, const Launch& launch, int device, Work& work);
+Work fill_work(const char* symbol, std::uint64_t to, std::uint32_t value, std::size_t value_bytes,
+               std::size_t count);
+// From `staged` where that is given.
+Work copy_work(const struct Copy& copy, std::shared_ptr<std::vector<char>> staged);
+
+// Graphs. With the mutex held; the first two let it go meanwhile.
+void destroy_graph(World& world, Lock& lock, std::unique_ptr<Graph> graph);
+// Null where the capture failed.
+Graph* end_capture(World& world, Lock& lock, StreamState& stream);
+bool begin_capture(World& world, StreamState& stream, cu::CaptureMode mode);
 
 // True, with the captures invalidated, where the thread may not make unsafe calls.
 bool disturbs_capture(World& world);

@@ -78,7 +78,12 @@ void Parser::performance(FunctionText& function) {
       if (!take_sign(",")) return;
     }
   };
-  while (now().kind == TokenKind::kDirective) {
+  // XLA's own kernels leave the semicolon behind a declaration out.
+  auto begins_another = [this] {
+    return at_directive("visible") || at_directive("extern") || at_directive("weak") ||
+           at_directive("entry") || at_directive("func") || at_directive("global");
+  };
+  while (now().kind == TokenKind::kDirective && !begins_another()) {
     std::string word(tokens_[at_++].text);
     if (word == "maxntid") {
       numbers(function.max_threads);
