@@ -155,7 +155,9 @@ def main() -> None:
   builds.add_argument(
     "--extras", nargs="*", default=[], metavar="EXTRA", help="callgate's: triton, numba-cuda"
   )
-  builds.add_argument("--tests", action="store_true", help="and the C++ tests, which need GoogleTest")
+  builds.add_argument(
+    "--tests", action="store_true", help="and the C++ tests, which need GoogleTest"
+  )
   commands.add_parser("env", help="print what `run` sets, as a shell reads it")
   commands.add_parser("run", help="run a Python program: its file or -m module, its arguments")
   # What stands behind `run` is the program's, also where it looks like an option.

@@ -170,7 +170,9 @@ FAKECUDA_API Result cuDeviceGet(cu::DeviceHandle* device, int ordinal) {
 FAKECUDA_API Result cuDeviceGetName(char* name, int length, cu::DeviceHandle device) {
   return call("cuDeviceGetName", kInit, [&](World& world, Lock&) {
     if (length <= 0) return Result::kInvalidValue;
-    std::snprintf(name, static_cast<std::size_t>(length), "Fake GPU %d", device);
+    // XLA runs a program on devices of one name alone.
+    std::snprintf(name, static_cast<std::size_t>(length),
+                  world.load_ptx == nullptr ? "Fake GPU %d" : "Virtual GPU", device);
     return ordinal_in_range(world, device);
   });
 }

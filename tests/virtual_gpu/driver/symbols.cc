@@ -47,6 +47,11 @@ FAKECUDA_API Result cuGetExportTable(const void** table, const void*) {
   return Result::kNotSupported;
 }
 
+// Where the host finds a device's memory: for work of the other libraries that runs on a stream.
+FAKECUDA_API char* virtual_gpu_memory(std::uint64_t pointer, std::size_t bytes) {
+  return resolve(pointer, bytes);
+}
+
 // A name that nothing here implements: tests/virtual_gpu/stubs.py makes one of these for each that
 // the plugin may look up.
 FAKECUDA_API int virtual_gpu_unsupported(const char* symbol, bool* said, int result) {
