@@ -142,8 +142,13 @@ def environment(place: Place) -> dict[str, str]:
     name: os.pathsep.join(filter(None, (path, before.get(name)))) for name, path in paths.items()
   }
   found |= {name: before.get(name, value) for name, value in SETTINGS.items()}
+  found["VIRTUAL_GPU_SITE"] = str(place.site)
+  # Not the user's own, which may hold machine code.
+  for name in ("CALLGATE_CACHE_DIR", "TRITON_CACHE_DIR"):
+    found[name] = str(place.out / place.name / name.lower())
   found["XLA_FLAGS"] = " ".join(filter(None, (*XLA_FLAGS, before.get("XLA_FLAGS"))))
-  found["TRITON_PTXAS_PATH"] = str(SOURCE / "bin" / "ptxas")
+  for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # it asks by the device's age
+    found[name] = str(SOURCE / "bin" / "ptxas")
   return found
 
 

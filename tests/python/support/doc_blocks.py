@@ -17,6 +17,7 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 import textwrap
@@ -87,7 +88,7 @@ def run(page: pathlib.Path, folder: pathlib.Path, *, gpu: bool, lower: bool = Fa
     code = compile(tree, str(path), "exec")
     if block.gpu != gpu:
       continue
-    if missing := [name for name in block.modules if not _has(name)]:
+    if missing := [name for name in block.modules if not _has(name, runs=gpu and not lower)]:
       print(f"{page.name}:{block.line}: skipped, since there is no {', '.join(missing)}")
       continue
     exec(code, namespace)
@@ -137,11 +138,20 @@ def _as_file(found: list[Block]) -> str:
   return "\n".join(lines) + "\n"
 
 
-def _has(module: str) -> bool:
+def _has(module: str, *, runs: bool) -> bool:
   try:
-    return importlib.util.find_spec(module) is not None
+    there = importlib.util.find_spec(module) is not None
   except ModuleNotFoundError:  # a parent of it
     return False
+  if not there or not runs:
+    return there
+  if module == "cuda.core":  # its block launches machine code, which the virtual GPU does not run
+    return "VIRTUAL_GPU" not in os.environ
+  if module == "torch":
+    import torch
+
+    return torch.cuda.is_available()  # PyTorch's build for the CPU has none
+  return True
 
 
 if __name__ == "__main__":
