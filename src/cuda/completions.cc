@@ -48,6 +48,7 @@ struct Completions::State {
   explicit State(Device& of) : device(of) {}
 
   Device& device;
+  std::atomic<bool> by_streams{false};
   std::mutex mutex;  // guards all that follows
   std::condition_variable changed;
   std::deque<Task> tasks;
@@ -94,6 +95,32 @@ bool Completions::after(StreamEvent event, std::function<void(Result)> task) {
 
 bool Completions::later(std::function<void()> task) {
   return give(std::nullopt, [task = std::move(task)](Result) { task(); });
+}
+
+// relaxed: set while a program is recorded, before any replay of it can be given to a stream.
+bool Completions::ordered_by_streams() const noexcept {
+  return state_->by_streams.load(std::memory_order_relaxed);
+}
+void Completions::order_by_streams() noexcept {
+  state_->by_streams.store(true, std::memory_order_relaxed);
+}
+
+void Completions::in_turn(Stream stream, std::function<void()> task) {
+  struct Turn {
+    Completions* completions;
+    std::function<void()> task;
+  };
+  auto turn = std::make_unique<Turn>(Turn{this, std::move(task)});
+  auto give = [](void* data) {
+    auto* due = static_cast<Turn*>(data);
+    // Refused at the end of the process: left as it is, since what it holds may be the driver's.
+    due->completions->later([due] {
+      due->task();
+      delete due;  // NOLINT: the stream had it
+    });
+  };
+  check(driver().launch_host_function(stream, give, turn.get()), "cuLaunchHostFunc");
+  turn.release();
 }
 
 bool Completions::give(std::optional<StreamEvent> event, std::function<void(Result)> task) {

@@ -4,6 +4,9 @@
 // the event of each task in the order in which tasks came, so tasks of one stream run in the
 // stream's order, and then runs the task. A task must not wait for work that is given to the stream
 // later. Where the stream failed, the task is told so.
+//
+// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
+// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
 #pragma once
 
 #include <chrono>
@@ -24,6 +27,11 @@ class Completions {
 
   // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
+  // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
+  bool ordered_by_streams() const noexcept;
+  void order_by_streams() noexcept;
+  // Gives the task when the stream has got so far. Throws where the stream takes no host function.
+  void in_turn(Stream stream, std::function<void()> task);
   // Behind the tasks that are there, without an event. Calls no function of the driver's, so a host
   // function may call it.
   bool later(std::function<void()> task);

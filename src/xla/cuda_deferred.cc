@@ -89,13 +89,14 @@ class CapturedCall {
  public:
   CapturedCall(const CudaCall& call, std::span<const ArrayView> sent)
       : copied_(call, sent, {}), completions_(cuda::Completions::of(call.device)) {
+    completions_.order_by_streams();
     copied_.context.run = -1;  // which run replays it is not told
   }
 
   void fetch(cuda::Stream stream) { copied_.copies.fetch(stream); }
 
-  // In a host function, which may neither call CUDA nor wait: the site takes the call at once, or
-  // gets copies on the completion thread.
+  // In a host function, which may neither call CUDA nor wait: the site takes the call at once where
+  // nothing of this device is before it, or gets copies on the completion thread.
   void replay() {
     guarded([this] { run(); },
             [this](const Error& error) {
@@ -109,13 +110,14 @@ class CapturedCall {
     ActiveCall active;
     if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
     Call call = copied_.call();
-    if (!copied_.runs() || copied_.site->site->run_replayed(call)) return;
+    if (!copied_.runs()) return;
+    if (completions_.pending() == 0 && copied_.site->site->run_replayed(call)) return;
     auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
     completions_.later([site = copied_.site, owned] {
       auto deferred = [&] {
         ActiveCall still;
         if (!still.entered()) return refuse_at_exit(*site->callee);
-        site->site->run_deferred(owned->call());
+        if (!site->site->run_replayed(owned->call())) site->site->run_deferred(owned->call());
       };
       guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
     });
@@ -151,10 +153,10 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
   if (!to_keep.empty())
     kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);
   auto copied = std::make_shared<CopiedCall>(call, sent, std::span<const ArrayView>());
-  bool aside = bytes > kCopiedInStream;
+  auto& completions = cuda::Completions::of(call.device);
+  const bool by_stream = completions.ordered_by_streams();
+  bool aside = bytes > kCopiedInStream && !by_stream;
   if (!aside) copied->copies.fetch(call.stream);
-  cuda::StreamEvent end =
-      aside ? copied->copies.fetch_aside(call.stream) : cuda::StreamEvent(call.device, call.stream);
   auto run = [copied, kept, room](cuda::Result result) {
     // A stream that has failed fails its program, which says so.
     if (result != cuda::Result::kSuccess) return;
@@ -165,7 +167,10 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       site.run_kept({operands, {}, on_host.context}, kept);
     });
   };
-  cuda::Completions::of(call.device).after(std::move(end), run);
+  if (by_stream) return completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
+  completions.after(
+      aside ? copied->copies.fetch_aside(call.stream) : cuda::StreamEvent(call.device, call.stream),
+      run);
 }
 
 }  // namespace

@@ -374,6 +374,36 @@ def test_a_recorded_tap_counts_its_replays(fake: FakeCuda, before: int) -> None:
   assert sorted(seen) == [0, 3, 6]  # the runs of two streams come in any order
 
 
+@pytest.mark.parametrize("size", [1, LARGE])
+def test_taps_of_runs_and_of_replays_come_in_the_order_of_their_stream(
+  fake: FakeCuda, size: int
+) -> None:
+  seen: list[tuple[str, float]] = []
+
+  def f(x: Any) -> Any:
+    x = cg.tap(x, lambda v: seen.append(("first", float(v[0]))), ordered=True)
+    return cg.tap(x, lambda v: seen.append(("second", float(v[0]))), ordered=True) * 0
+
+  program = fake_programs.load(fake, f, numbers(size))
+  arguments = [fake.put(numbers(size) + i) for i in range(6)]
+  stream = fake.stream()
+  runs = [program.start(arguments[0], stream=stream)]  # its records may wait when the graph runs
+  pending = program.capture(arguments[1], stream=stream)
+  assert pending.graph is not None
+  stream.hold()
+  pending.graph.replay(stream)
+  for argument in arguments[2:]:
+    runs.append(program.start(argument, stream=stream))
+    pending.graph.replay(stream)
+  stream.release()
+  stream.finish()
+  cg.barrier()
+  order = [0, 1, 2, 1, 3, 1, 4, 1, 5, 1]
+  first = float(numbers(size)[0])
+  assert seen == [(name, first + i) for i in order for name in ("first", "second")]
+  assert len(runs) == 5
+
+
 # -- checks, prints, bars ------------------------------------------------------------------------
 def test_a_check_that_passes_is_silent_and_one_that_fails_says_what_and_where(
   fake: FakeCuda,
