@@ -279,22 +279,27 @@ def end_before_dispatch_returns(kind: type[Any]) -> None:
 
 
 # -- waiting ---------------------------------------------------------------------------------------
-def live_arrays() -> Sequence[Any]:
-  """All arrays of all backends that have been started (0.10 to 0.12)."""
+def _backends() -> Sequence[Any]:
+  """Those that have been started (0.10 to 0.12)."""
   if not has_backend():
     return []
   from jax._src import xla_bridge
 
-  return [array for backend in xla_bridge.backends().values() for array in backend.live_arrays()]
+  return list(xla_bridge.backends().values())
 
 
-def local_cpu_devices() -> list[Any]:
-  """This process's devices of the CPU backend; none when no backend has been started."""
-  return cpu_devices_or_none() if has_backend() else []
+def live_arrays() -> Sequence[Any]:
+  """All arrays of all backends that have been started."""
+  return [array for backend in _backends() for array in backend.live_arrays()]
+
+
+def local_devices() -> dict[str, list[Any]]:
+  """This process's devices of each backend that has been started, by its platform."""
+  return {backend.platform: list(backend.local_devices()) for backend in _backends()}
 
 
 def cpu_devices_or_none() -> list[Any]:
-  """The same, with the backend started; none where JAX_PLATFORMS names others alone."""
+  """This process's devices of the CPU backend; none where JAX_PLATFORMS names others alone."""
   try:
     return jax.local_devices(backend="cpu")
   except RuntimeError:

@@ -1,8 +1,8 @@
-"""A program over all devices of the CPU that ends after those that were dispatched before it.
+"""A program over all devices of a platform that ends after those that were dispatched before it.
 
 A pure program whose results nobody keeps leaves nothing to wait for. XLA starts a program over
-several CPU devices only when the one before it has ended (0.10 to 0.12), so a small one of our own
-tells.
+several CPU devices only when the one before it has ended (0.10 to 0.12), and a GPU's stream runs
+one after the other, so a small program of our own tells.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import numpy as np
 
 from callgate._jax import dispatch
 
-_made: tuple[list[Any], Any, Any] | None = None  # the devices, the program, its operand
+_made: dict[str, tuple[list[Any], Any, Any]] = {}  # by platform: devices, program, its operand
+# From how many devices on a platform's programs may go on after their dispatch with nothing to wait
+# for. On one CPU device they can't defer what they raise.
+_FEWEST = {"cpu": 2, "gpu": 1, "cuda": 1}
 _running: threading.Thread | None = None  # the newest; it may have ended
 _without_threads = False  # of XLA, in a fork's child: nothing runs there, nor could it
 
@@ -29,7 +32,7 @@ def after_fork() -> None:
 
 
 def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
-  """Waits until the programs over several devices that were dispatched before have ended.
+  """Waits until programs that were dispatched before have ended: over several CPU devices, on GPUs.
 
   Args:
     deadline: when to give up, of `time.monotonic()`; None for never.
@@ -39,8 +42,9 @@ def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
     Whether they have ended.
   """
   global _running
-  devices = [] if _without_threads else dispatch.local_cpu_devices()
-  if len(devices) < 2:
+  found = {} if _without_threads else dispatch.local_devices()
+  fenced = {p: devices for p, devices in found.items() if len(devices) >= _FEWEST.get(p, 1 << 30)}
+  if not fenced:
     return True
   # On a thread of its own: XLA may hold up the dispatch, where no signal would reach the caller,
   # and the caller may be in a trace or have chosen a mesh, which are its thread's alone. One at a
@@ -50,7 +54,7 @@ def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
     if not _wait_a_moment(before, deadline, watch):
       return False
   thread = _running = threading.Thread(
-    target=_run, args=(devices,), name="callgate-fence", daemon=True
+    target=_run, args=(fenced,), name="callgate-fence", daemon=True
   )
   try:
     thread.start()
@@ -73,17 +77,17 @@ def _wait_a_moment(
   return rest > 0 or not thread.is_alive()
 
 
-def _run(devices: list[Any]) -> None:
-  global _made
-  if _made is None or _made[0] != devices:
-    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
-    zeros = np.zeros(len(devices), np.int8)
-    shards = [jax.device_put(zeros[i : i + 1], device) for i, device in enumerate(devices)]
-    operand = jax.make_array_from_single_device_arrays(zeros.shape, sharding, shards)
-    _made = devices, jax.jit(lambda x: x + x).lower(operand).compile(), operand
-  _, program, operand = _made
-  result, pause = program(operand), 1e-5
-  while not result.is_ready():  # in Python: a thread that the exit ends in C++ would abort it
-    time.sleep(pause)
+def _run(fenced: dict[str, list[Any]]) -> None:
+  for platform, devices in fenced.items():
+    if platform not in _made or _made[platform][0] != devices:
+      mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+      sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+      zeros = np.zeros(len(devices), np.int8)
+      shards = [jax.device_put(zeros[i : i + 1], device) for i, device in enumerate(devices)]
+      operand = jax.make_array_from_single_device_arrays(zeros.shape, sharding, shards)
+      _made[platform] = devices, jax.jit(lambda x: x + x).lower(operand).compile(), operand
+  results = [program(operand) for _, program, operand in map(_made.__getitem__, fenced)]
+  pause = 1e-5
+  while not all(result.is_ready() for result in results):
+    time.sleep(pause)  # in Python: a thread that the exit ends in C++ would abort it
     pause = min(2 * pause, 1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import jax
@@ -347,3 +348,19 @@ def test_each_gpu_gets_its_own_arrays_and_stream() -> None:
   for device in devices[:2]:
     y = jax.device_put(np.ones(4, np.float32), device)
     np.testing.assert_array_equal(jax.jit(gate)(y), np.full(4, 2))
+
+
+def test_an_own_thread_s_error_in_a_program_whose_result_nobody_keeps_is_waited_for() -> None:
+  goes_on = threading.Event()
+
+  def fail(x: np.ndarray) -> np.ndarray:
+    goes_on.wait(60)
+    raise KeyError("kept by nobody")
+
+  program = jax.jit(cg.gate(fail, out=lambda x: x, thread="own"))
+  program(numbers(4))
+  timer = threading.Timer(0.2, goes_on.set)
+  timer.start()
+  with pytest.raises(KeyError, match="kept by nobody"):
+    cg.barrier()
+  timer.join()
