@@ -8,66 +8,43 @@ parameters is what the driver goes by, so what a compiler says of them is held a
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from callgate._core import signatures, static_values
+from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import NamedOptions
-from callgate._kernel.launch import Extent
-from callgate._kernel.program import CudaCall
+from callgate._kernel.program import CudaCall, ptx_capability
 from callgate._kernel.variants import Static
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
 _TYPES = "_dtypes"
+NONE: Any = inspect.Parameter.empty
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Named:
-  """A parameter of a kernel's function.
-
-  Attributes:
-    name: as in its source.
-    constant: it takes no array.
-    default: a static value; `NONE` where there is none.
-  """
+class Named(NamedTuple):
+  """A parameter of a kernel's function."""
 
   name: str
-  constant: bool = False
-  default: Any = dataclasses.field(default_factory=lambda: NONE)
+  constant: bool = False  # it takes no array
+  default: Any = NONE  # a static value; `NONE` where there is none
 
 
-class _None:
-  """Stands for a default that there isn't, since None may be one."""
+class Bound(NamedTuple):
+  """What a parameter is given in a call."""
 
-  def __repr__(self) -> str:
-    return "none"
-
-
-NONE = _None()
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Bound:
-  """What a parameter is given in a call.
-
-  Attributes:
-    of: an operand, a result, or a static value.
-    index: which operand or result.
-    value: the type of an array, a ShapeDtypeStruct; or the static value: a number of Python's or
-      NumPy's, or whatever the call gave.
-  """
-
-  of: str
-  index: int
+  of: Literal["operand", "result", "static"]
+  position: int  # which operand or result
+  # The type of an array, a ShapeDtypeStruct; or the static value: a number of Python's or NumPy's,
+  # or whatever the call gave.
   value: Any
 
 
@@ -75,7 +52,7 @@ class NamedKernel(CudaKernel):
   """A kernel of named parameters.
 
   Attributes:
-    named: the parameters of the function, in order.
+    named: the parameters of the function by name, in order.
     outputs: names of those that take results; () for the last ones that a call leaves open.
     constants: static values of parameters, given when the kernel was made.
   """
@@ -83,41 +60,37 @@ class NamedKernel(CudaKernel):
   def __init__(
     self,
     name: str,
-    named: Sequence[Named],
+    named: Iterable[Named],
     options: NamedOptions,
     constants: Mapping[str, Any] | None = None,
   ) -> None:
-    self.named = tuple(named)
+    self.named = {p.name: p for p in named}
     self.constants = dict(constants or {})
     outputs = options.outputs or ()
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
-    self._check_names()
-    self.parameters = tuple(
-      p.name for p in self.named if p.name not in self.constants and p.name not in self.outputs
-    )
-
-  def _check_names(self) -> None:
-    known = {p.name: p for p in self.named}
     for option, names in (("outputs", self.outputs), ("constants", self.constants)):
       for name in names:
-        if name not in known:
+        if name not in self.named:
           raise GateDefinitionError(
-            f"{self.label}: {option}: expected names of parameters ({', '.join(known)}), got "
+            f"{self.label}: {option}: expected names of parameters ({', '.join(self.named)}), got "
             f"'{name}'"
           )
     for name in self.outputs:
-      if name in self.constants or known[name].constant:
+      if name in self.constants or self.named[name].constant:
         raise GateDefinitionError(
           f"{self.label}: outputs: expected parameters that take arrays, got '{name}', which is "
           "static"
         )
+    taken = {*self.constants, *self.outputs}
+    self.parameters = tuple(name for name in self.named if name not in taken)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    places = [p.name for p in self.named if p.name in self.parameters]
+    places = self.parameters
     if len(args) > len(places):
       raise GateDefinitionError(
         f"{self.label}: expected at most {len(places)} arguments ({', '.join(places)}), got "
@@ -131,36 +104,8 @@ class NamedKernel(CudaKernel):
           f"{self.label}: got argument '{name}' {what}; expected {', '.join(places)}"
         )
       given[name] = value
-    arrays = [n for n in places if n in given and _is_array(given[n])]
+    arrays = [name for name in places if name in given and _is_array(given[name])]
     self._check_given(given, arrays)
-    return tuple(given[n] for n in arrays), self._frozen(given, arrays)
-
-  def _check_given(self, given: Mapping[str, Any], arrays: Sequence[str]) -> None:
-    for parameter in self.named:
-      if parameter.constant and parameter.name in arrays:
-        raise GateDefinitionError(
-          f"{self.label}: argument '{parameter.name}': expected a value that is known when the "
-          f"program is traced, since the kernel is compiled for it; got an array "
-          f"({given[parameter.name]})"
-        )
-      missing = parameter.name not in given and parameter.name in self.parameters
-      if missing and parameter.default is NONE and (parameter.constant or self.outputs):
-        raise GateDefinitionError(f"{self.label}: expected argument '{parameter.name}', got none")
-    if self.outputs:
-      return
-    order = [p.name for p in self.named]
-    last = max((order.index(name) for name in arrays), default=-1)
-    for name in order[:last]:
-      if name in self.parameters and name not in given and self._default(name) is NONE:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is left open before '{order[last]}', which got an "
-          "array; results go to the last parameters, or to those that outputs= names"
-        )
-
-  def _default(self, name: str) -> Any:
-    return next(p.default for p in self.named if p.name == name)
-
-  def _frozen(self, given: Mapping[str, Any], arrays: Sequence[str]) -> Static:
     static: dict[str, Any] = {}
     types: list[str] = []
     for name, value in given.items():
@@ -169,8 +114,7 @@ class NamedKernel(CudaKernel):
       if isinstance(value, np.generic):
         types.append(f"{name}={value.dtype.name}")
       if isinstance(value, (bool, int, float, complex, np.generic)):
-        static[name] = static_values.number(self.label, name, value, None, what="argument")
-        continue
+        value = static_values.number(self.label, name, value, None, what="argument")
       try:
         hash(value)
       except TypeError:
@@ -181,7 +125,28 @@ class NamedKernel(CudaKernel):
       static[name] = value
     if types:
       static[_TYPES] = ",".join(types)
-    return tuple(sorted(static.items()))
+    return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
+
+  def _check_given(self, given: Mapping[str, Any], arrays: list[str]) -> None:
+    order = list(self.named)
+    for name in arrays:
+      if self.named[name].constant:
+        raise GateDefinitionError(
+          f"{self.label}: argument '{name}': expected a value that is known when the program is "
+          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
+        )
+    last = order.index(arrays[-1]) if arrays else -1
+    for index, name in enumerate(order):
+      parameter = self.named[name]
+      if name in given or name not in self.parameters or parameter.default is not NONE:
+        continue
+      if parameter.constant or self.outputs:
+        raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
+      if index < last:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is left open before '{order[last]}', which got an "
+          "array; results go to the last parameters, or to those that outputs= names"
+        )
 
   # -- plans -------------------------------------------------------------------------------------
   def bound(self, call: CudaCall) -> dict[str, Bound]:
@@ -189,127 +154,72 @@ class NamedKernel(CudaKernel):
 
     A result that shares its memory with an operand needs no parameter of its own.
     """
-    static = self._static(call)
-    open_ = [p.name for p in self.named if p.name not in static and p.name not in self.outputs]
+    static = {**self.constants, **call.static}
+    for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
+      name, _, dtype = entry.partition("=")
+      static[name] = np.asarray(static[name], dtype_named(dtype))[()]
+    open_ = [name for name in self.named if name not in static and name not in self.outputs]
+    optional = [name for name in open_ if self.named[name].default is not NONE]
     ins, results = len(call.operands), list(range(len(call.results)))
-    wanted = ins + (0 if self.outputs else len(results))
     shared = set(self.aliases.values())
-    own = [r for r in results if r not in shared]
-    have = len(open_) + len(self.outputs) - sum(self._default(n) is not NONE for n in open_)
-    if shared and have <= ins + len(own):
-      results, wanted = own, ins + (0 if self.outputs else len(own))
-    for name in reversed(list(open_)):
-      if len(open_) > wanted and self._default(name) is not NONE:
-        static[name] = self._default(name)
+    own = [result for result in results if result not in shared]
+    if shared and len(open_) + len(self.outputs) - len(optional) <= ins + len(own):
+      results = own
+    wanted = ins + (0 if self.outputs else len(results))
+    for name in reversed(optional):
+      if len(open_) > wanted:
+        static[name] = self.named[name].default
         open_.remove(name)
-    takers = list(self.outputs) or open_[ins:]
+    takers = self.outputs or tuple(open_[ins:])
     if len(open_) != wanted or len(takers) != len(results):
+      and_takers = (
+        f" and ({', '.join(self.outputs)}) for results" if self.outputs else " and results"
+      )
       raise GateDefinitionError(
         f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
-        f"got ({', '.join(open_)}) for arrays{self._takers()}"
+        f"got ({', '.join(open_)}) for arrays{and_takers}"
       )
-    places = dict(zip(takers, results, strict=True))
-    return {p.name: self._bound(p.name, open_, places, static, call) for p in self.named}
+    found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
+    for name, result in zip(takers, results, strict=True):
+      found[name] = Bound("result", result, call.results[result])
+    found |= {name: Bound("static", -1, value) for name, value in static.items()}
+    return {name: found[name] for name in self.named}
 
-  def _takers(self) -> str:
-    return f" and ({', '.join(self.outputs)}) for results" if self.outputs else " and results"
+  def made_for(
+    self, key: str, capabilities: tuple[int, ...], make: Callable[[int, bool], Any]
+  ) -> list[Any]:
+    """What `make(capability, ptx)` makes for each capability, once for a plan's key."""
+    for each in capabilities or (0,):
+      if (key, each) not in self._made:
+        self._made[key, each] = make(each or ptx_capability(()), each == 0)
+    return [self._made[key, each] for each in capabilities or (0,)]
 
-  def _static(self, call: CudaCall) -> dict[str, Any]:
-    values = {**self.constants, **call.static}
-    types = str(values.pop(_TYPES, ""))
-    for entry in filter(None, types.split(",")):
-      name, _, dtype = entry.partition("=")
-      values[name] = np.asarray(values[name], dtype_named(dtype))[()]
-    return values
-
-  def _bound(
-    self,
-    name: str,
-    open_: Sequence[str],
-    takers: Mapping[str, int],
-    static: Mapping[str, Any],
-    call: CudaCall,
-  ) -> Bound:
-    if name in static:
-      return Bound("static", -1, static[name])
-    if name in takers:
-      return Bound("result", takers[name], call.results[takers[name]])
-    index = [n for n in open_ if n not in takers].index(name)
-    return Bound("operand", index, call.operands[index])
+  def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:
+    """A grid, with the lanes that vmap="grid" gives the launch along a free z axis."""
+    x, y, z = launch.extent(self.label, option, value)
+    return x, y, call.batch if call.batch is not None and z == 1 else z
 
 
 def _is_array(value: Any) -> bool:
   """NumPy's scalars are numbers here, and what JAX made are arrays."""
-  return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or (
-    hasattr(value, "__jax_array__")
-  )
-
-
-def evaluated(given: Any, call: CudaCall) -> Any:
-  """An option of a launch: as given, or what a function of the operands' types says.
-
-  Static arguments that the function has parameters for are passed by name.
-  """
-  if not callable(given):
-    return given
-  return given(*call.operands, **signatures.accepted(given, call.static, filled=len(call.operands)))
-
-
-def launch_extent(
-  label: str, what: str, given: Any, call: CudaCall, *, lanes: bool = False
-) -> Extent:
-  """A grid or block.
-
-  Args:
-    label: of the kernel.
-    what: the option, for messages.
-    given: an int, a tuple, or a function: see `evaluated`.
-    call: the call.
-    lanes: set the z axis to the lanes that vmap="grid" gives the launch.
-  """
-  x, y, z = launch.extent(label, what, evaluated(given, call))
-  return x, y, call.batch if lanes and call.batch is not None and z == 1 else z
+  known = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  return isinstance(value, known) or hasattr(value, "__jax_array__")
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
 _PARAM = re.compile(
-  r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>[a-z]+\d+)\b"
-  r"(?P<pointer>\s+\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+\d+)?)?"
-  r"\s+[\w$]+(?:\[(?P<count>\d+)\])?"
+  r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.[a-z]+(?P<bits>\d+)\b"
+  r"(?:\s+\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+\d+)?)?\s+[\w$]+(?:\[(?P<count>\d+)\])?"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Declared:
-  """One parameter of a kernel, as declared.
-
-  Attributes:
-    size: in bytes.
-    align: its alignment in bytes.
-  """
-
-  size: int
-  align: int
-
-
-def entries(ptx: str) -> dict[str, tuple[Declared, ...]]:
-  """The kernels of a PTX text by name, each with its parameters."""
+def entries(ptx: str) -> dict[str, list[tuple[int, int]]]:
+  """The kernels of a PTX text by name, with the size and alignment in bytes of each parameter."""
   text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
-  return {m[1]: tuple(map(_declared, _PARAM.finditer(m[2] or ""))) for m in _ENTRY.finditer(text)}
-
-
-def _declared(match: re.Match[str]) -> Declared:
-  size = int(re.sub(r"\D", "", match["type"])) // 8
-  align = int(match["align"]) if match["align"] else size
-  return Declared(size * int(match["count"] or 1), align)
-
-
-def offsets(declared: tuple[Declared, ...]) -> tuple[int, ...]:
-  """Where each parameter lies in the block that a launch passes."""
-  found: list[int] = []
-  end = 0
-  for parameter in declared:
-    end = -(-end // parameter.align) * parameter.align
-    found.append(end)
-    end += parameter.size
-  return tuple(found)
+  found: dict[str, list[tuple[int, int]]] = {}
+  for entry in _ENTRY.finditer(text):
+    found[entry[1]] = declared = []
+    for match in _PARAM.finditer(entry[2] or ""):
+      size = int(match["bits"]) // 8
+      declared.append((size * int(match["count"] or 1), int(match["align"] or size)))
+  return found

@@ -11,29 +11,26 @@ are known to work. Imported with the first kernel; compiles under one lock, on t
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import Autotuner, Heuristics, JITFunction
 
+from callgate._build.nvrtc import Image
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._kernel.cuda import named
+from callgate._kernel.cuda.named import entries
 
 _DTYPES = {
   "bool": "i1",
-  "int8": "i8",
-  "int16": "i16",
-  "int32": "i32",
-  "int64": "i64",
-  "uint8": "u8",
-  "uint16": "u16",
-  "uint32": "u32",
-  "uint64": "u64",
+  **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+  **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
   "float16": "fp16",
   "bfloat16": "bf16",
   "float32": "fp32",
@@ -52,68 +49,53 @@ _SCALARS = {
 _COMPILING = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-  """What a kernel's parameter is given.
-
-  Attributes:
-    name: of the parameter.
-    type: Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in.
-    value: of a scalar or constant.
-    divisible: the address or integer is a multiple of 16.
-  """
+class Argument(NamedTuple):
+  """What a kernel's parameter is given."""
 
   name: str
-  type: str
-  value: Any = None
-  divisible: bool = False
+  type: str  # Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in
+  value: Any = None  # of a scalar or constant
+  divisible: bool = False  # the address or integer is a multiple of 16
+
+  @property
+  def dtype(self) -> np.dtype[Any]:
+    """What a scalar lies in memory with."""
+    return dtype_named(_SCALARS[self.type])
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compiled:
-  """A kernel compiled for one capability.
+class Compiled(NamedTuple):
+  """A kernel compiled for one capability."""
 
-  Attributes:
-    entry: its name in the image.
-    cubin: the image.
-    ptx: the same as text that ends in a zero byte.
-    threads: of a block.
-    shared: bytes of dynamic shared memory.
-    cluster: blocks of a cluster.
-    scratch: bytes of scratch memory for each block of the grid, for each of the pointers that come
-      behind the user's parameters; 0 for a null pointer.
-  """
-
-  entry: str
-  cubin: bytes
-  ptx: bytes
-  threads: int
-  shared: int
-  cluster: tuple[int, int, int]
+  image: Image
+  entry: str  # its name in the image
+  threads: int  # of a block
+  shared: int  # bytes of dynamic shared memory
+  cluster: tuple[int, int, int]  # blocks
+  # Bytes of scratch memory for each block of the grid, for each of the pointers that come behind
+  # the user's parameters; 0 for a null pointer.
   scratch: tuple[int, ...]
 
 
-def parameters_of(function: Any) -> list[Any]:
-  """The parameters of a JITFunction, as Triton describes them."""
-  return list(function.params)
+def layers(kernel: Any) -> Iterator[Any]:
+  """A kernel's decorators, the outermost first, and the JITFunction below them, if there is one."""
+  while kernel is not None:
+    yield kernel
+    kernel = None if isinstance(kernel, JITFunction) else getattr(kernel, "fn", None)
 
 
 def base_function(kernel: Any) -> Any:
   """The JITFunction below decorators; None for what is no Triton kernel."""
-  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
-    kernel = getattr(kernel, "fn", None)
-  return kernel
+  return next((layer for layer in layers(kernel) if isinstance(layer, JITFunction)), None)
 
 
 def automatic(kernel: Any) -> set[str]:
   """The parameters that decorators give values."""
   found: set[str] = set()
-  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
-    if isinstance(kernel, triton.runtime.Heuristics):
-      found |= set(kernel.values)
-    if isinstance(kernel, triton.runtime.Autotuner):
-      found |= {name for config in kernel.configs for name in config.kwargs}
-    kernel = getattr(kernel, "fn", None)
+  for layer in layers(kernel):
+    if isinstance(layer, Heuristics):
+      found |= set(layer.values)
+    if isinstance(layer, Autotuner):
+      found |= {name for config in layer.configs for name in config.kwargs}
   return found
 
 
@@ -130,9 +112,7 @@ def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -
       f"{label}: parameter '{parameter.name}' is annotated as a {parameter.annotation_type}, so a "
       "number that is known when the call is traced; expected one (static), got an array"
     )
-  aligned = divisible and not (
-    parameter.do_not_specialize or getattr(parameter, "do_not_specialize_on_alignment", False)
-  )
+  aligned = divisible and _by_alignment(parameter)
   return Argument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
 
 
@@ -145,11 +125,11 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
       f"{label}: parameter '{parameter.name}': expected an array or a number, or the parameter "
       f"annotated tl.constexpr; got {value!r}"
     )
-  special = not parameter.do_not_specialize
   number = value.item() if isinstance(value, np.generic) else value
   whole = isinstance(number, int) and not isinstance(number, bool)
   declared = parameter.annotation_type or ""
-  if whole and number == 1 and special and declared[:2] not in ("fp", "bf", "u1"):
+  one = whole and number == 1 and not parameter.do_not_specialize
+  if one and declared[:2] not in ("fp", "bf", "u1"):
     return Argument(parameter.name, "constexpr", 1)
   code = declared or _scalar_type(value)
   if code not in _SCALARS:
@@ -157,31 +137,25 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
       f"{label}: parameter '{parameter.name}': expected a type among {', '.join(_SCALARS)}, got "
       f"{code}"
     )
+  return Argument(
+    parameter.name, code, number, whole and _by_alignment(parameter) and number % 16 == 0
+  )
+
+
+def _by_alignment(parameter: Any) -> bool:
+  """Whether the kernel is compiled for what is divisible by 16."""
   unaligned = getattr(parameter, "do_not_specialize_on_alignment", False)
-  divisible = whole and special and not unaligned and number % 16 == 0
-  return Argument(parameter.name, code, number, divisible)
+  return not (parameter.do_not_specialize or unaligned)
 
 
 def _scalar_type(value: Any) -> str:
   if isinstance(value, np.generic):
     return _DTYPES.get(value.dtype.name, value.dtype.name)
-  if isinstance(value, bool):
-    return "i1"
-  if isinstance(value, float):
-    return "fp32"
+  if isinstance(value, (bool, float)):
+    return "i1" if isinstance(value, bool) else "fp32"
   if -(2**31) <= value < 2**31:
     return "i32"
   return "u64" if value >= 2**63 else "i64"
-
-
-def scalar_dtype(argument: Argument) -> Any:
-  """The dtype that a scalar lies in memory with."""
-  name = _SCALARS[argument.type]
-  if name != "bfloat16":
-    return np.dtype(name)
-  import ml_dtypes
-
-  return np.dtype(ml_dtypes.bfloat16)
 
 
 def compile_for(
@@ -190,15 +164,12 @@ def compile_for(
   arguments: Sequence[Argument],
   options: Mapping[str, Any],
   capability: int,
+  *,
+  ptx: bool,
 ) -> Compiled:
-  """Compiles a JITFunction for a device.
+  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older.
 
-  Args:
-    label: of the kernel, for messages.
-    function: the JITFunction.
-    arguments: one for each parameter.
-    options: Triton's, such as num_warps.
-    capability: such as 90.
+  `arguments` has one for each parameter, `options` are Triton's, such as num_warps.
 
   Raises:
     CompileError: Triton refuses the kernel.
@@ -214,12 +185,40 @@ def compile_for(
         f"{capability}: {text}",
         text,
       ) from error
-  return _compiled(label, made, arguments)
+  metadata = made.metadata
+  if getattr(metadata, "launch_cooperative_grid", False):
+    raise GateDefinitionError(
+      f"{label}: expected a kernel without launch_cooperative_grid, which callgate's launches "
+      "don't have"
+    )
+  declared = entries(made.asm["ptx"]).get(metadata.name)
+  sizes = None if declared is None else [size for size, _ in declared]
+  wanted = [8 if a.type[0] == "*" else a.dtype.itemsize for a in passed(arguments)]
+  if sizes not in [wanted + [8] * more for more in range(3)]:
+    raise CompileError(
+      f"{label}: expected that Triton {triton.__version__} makes a kernel with parameters of "
+      f"{wanted} bytes and at most two pointers more, got {sizes}; this version is unknown to "
+      "callgate",
+      "",
+    )
+  x, y, z = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
+  of_block = (getattr(metadata, f"{n}_scratch_size", 0) or 0 for n in ("global", "profile"))
+  scratch = tuple(int(size) * math.prod((x, y, z)) for size in of_block)
+  text, code = str(made.asm["ptx"]).encode() + b"\0", bytes(made.asm["cubin"])
+  return Compiled(
+    Image(text, 0) if ptx else Image(code, capability),
+    metadata.name,
+    int(metadata.num_warps) * 32,
+    int(metadata.shared),
+    (int(x), int(y), int(z)),
+    scratch[: len(sizes or ()) - len(wanted)],
+  )
 
 
 def _source(function: Any, arguments: Sequence[Argument]) -> Any:
   aligned = [i for i, a in enumerate(arguments) if a.divisible]
-  if _old():
+  # Triton 3.2 takes its source in another form.
+  if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
     from triton.backends.compiler import AttrsDescriptor  # pyright: ignore
 
     return ASTSource(
@@ -234,52 +233,6 @@ def _source(function: Any, arguments: Sequence[Argument]) -> Any:
     constexprs={(i,): a.value for i, a in enumerate(arguments) if a.type == "constexpr"},
     attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
   )
-
-
-def _old() -> bool:
-  """Whether this is Triton 3.2, whose compiler takes its source in another form."""
-  return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3)
-
-
-def _compiled(label: str, made: Any, arguments: Sequence[Argument]) -> Compiled:
-  metadata = made.metadata
-  if getattr(metadata, "launch_cooperative_grid", False):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without launch_cooperative_grid, which callgate's launches "
-      "don't have"
-    )
-  declared = named.entries(made.asm["ptx"]).get(metadata.name)
-  wanted = [8 if a.type[0] == "*" else scalar_dtype(a).itemsize for a in passed(arguments)]
-  sizes = None if declared is None else [d.size for d in declared]
-  more = [] if sizes is None else sizes[len(wanted) :]
-  if sizes is None or sizes[: len(wanted)] != wanted or more != [8] * len(more) or len(more) > 2:
-    raise CompileError(
-      f"{label}: expected that Triton {triton.__version__} makes a kernel with parameters of "
-      f"{wanted} bytes and at most two pointers more, got {sizes}; this version is unknown to "
-      "callgate",
-      "",
-    )
-  blocks = _cluster(metadata)
-  per_block = [
-    int(getattr(metadata, f"{name}_scratch_size", 0) or 0) for name in ("global", "profile")
-  ]
-  return Compiled(
-    metadata.name,
-    bytes(made.asm["cubin"]),
-    str(made.asm["ptx"]).encode() + b"\0",
-    int(metadata.num_warps) * 32,
-    int(metadata.shared),
-    blocks,
-    tuple(size * int(np.prod(blocks)) for size in per_block[: len(more)]),
-  )
-
-
-def _cluster(metadata: Any) -> tuple[int, int, int]:
-  given = getattr(metadata, "cluster_dims", None)
-  if given:
-    x, y, z = given
-    return int(x), int(y), int(z)
-  return int(getattr(metadata, "num_ctas", 1)), 1, 1
 
 
 def passed(arguments: Sequence[Argument]) -> list[Argument]:

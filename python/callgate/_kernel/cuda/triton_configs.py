@@ -27,6 +27,7 @@ from triton.runtime import Autotuner, Heuristics
 
 from callgate._build import cache, files
 from callgate._core.errors import CompileError, GateDefinitionError, GateError
+from callgate._kernel.cuda.triton_compile import layers
 from callgate._kernel.program import CudaCall
 
 _LOG = logging.getLogger("callgate")
@@ -46,53 +47,38 @@ def candidates(
     arguments: of the call, by name; types for arrays.
     settings: what is known beside.
   """
-  if isinstance(kernel, Autotuner):
-    return [
-      settled
-      for config in _pruned(label, kernel, arguments, settings)
-      for settled in candidates(
-        label, kernel.fn, arguments, _with_config(label, settings, arguments, config)
-      )
-    ]
   if isinstance(kernel, Heuristics):
     known = dict(settings)
     for name, value in kernel.values.items():
       known[name] = value({**arguments, **known})
     return candidates(label, kernel.fn, arguments, known)
-  return [dict(settings)]
-
-
-def _pruned(
-  label: str, tuner: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[Any]:
-  configs = list(tuner.configs)
+  if not isinstance(kernel, Autotuner):
+    return [dict(settings)]
+  configs: list[Any] = list(kernel.configs)
   if len(configs) > 1:
     with _PRUNING:
-      tuner.nargs = dict(arguments)
+      kernel.nargs = dict(arguments)
       try:
-        configs = list(tuner.prune_configs(dict(settings)))
+        configs = list(kernel.prune_configs(dict(settings)))
       finally:
-        tuner.nargs = None
+        kernel.nargs = None
   if not configs:
     raise GateDefinitionError(f"{label}: expected that pruning leaves a configuration, got none")
+  found: list[Settings] = []
   for config in configs:
     if config.pre_hook is not None:
       raise GateDefinitionError(
         f"{label}: got a triton.Config with pre_hook, which is Python that would run before each "
         "launch; expected none. zeroed_outputs= sets results to zero"
       )
-  return configs
-
-
-def _with_config(
-  label: str, settings: Mapping[str, Any], arguments: Mapping[str, Any], config: Any
-) -> Settings:
-  twice = sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))
-  if twice:
-    raise GateDefinitionError(
-      f"{label}: got {', '.join(twice)} both from @triton.autotune and from the call; expected one"
-    )
-  return {**settings, **config.all_kwargs()}
+    twice = sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))
+    if twice:
+      raise GateDefinitionError(
+        f"{label}: got {', '.join(twice)} both from @triton.autotune and from the call; expected "
+        "one"
+      )
+    found += candidates(label, kernel.fn, arguments, {**settings, **config.all_kwargs()})
+  return found
 
 
 def chosen(
@@ -103,7 +89,7 @@ def chosen(
   arguments: Mapping[str, Any],
   measure: Callable[[Settings], float] | None,
 ) -> Settings:
-  """One of the candidates.
+  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
 
   Args:
     label: of the kernel.
@@ -115,70 +101,40 @@ def chosen(
   """
   if len(found) == 1:
     return found[0]
-  key = cache.digest([
-    triton.__version__,
-    function.cache_key,
-    _tuning_key(kernel, arguments),
-    [repr(sorted(settings.items(), key=lambda item: item[0])) for settings in found],
-  ])  # fmt: skip
-  known = _known(key, len(found))
-  if known is not None:
-    return found[known]
+  # What Triton tunes by: the arguments named as `key`, all dtypes, and the device.
+  tuners = (layer for layer in layers(kernel) if isinstance(layer, Autotuner))
+  about = [f"{n}={_text(arguments.get(str(n)))}" for tuner in tuners for n in tuner.keys]
+  about += [f"{n}:{v.dtype}" for n, v in arguments.items() if hasattr(v, "dtype")]
+  if (device := cuda_device()) is not None:
+    about.append(str(device.device_kind))
+  settings = [repr(sorted(each.items(), key=lambda item: item[0])) for each in found]
+  key = cache.digest([triton.__version__, function.cache_key, about, settings])
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    content = files.read(files.kept_folder("triton", key[:2]) / f"{key}.json")
+    best = json.loads(content)["chosen"]
+    if isinstance(best, int) and 0 <= best < len(found):
+      return found[best]
   if measure is None:
     _LOG.warning(
       "%s: no device to try the %d configurations of @triton.autotune on; taking the first: %s",
-      label,
-      len(found),
-      found[0],
-    )
+      label, len(found), found[0],
+    )  # fmt: skip
     return found[0]
   times = [measure(settings) for settings in found]
   best = min(range(len(found)), key=times.__getitem__)
   if times[best] == float("inf"):
     raise GateDefinitionError(f"{label}: expected a configuration that runs, got none that does")
-  _keep(key, best, times)
+  finite = [None if seconds == float("inf") else seconds for seconds in times]
+  with contextlib.suppress(OSError):
+    content = json.dumps({"chosen": best, "seconds": finite}).encode()
+    files.write(files.made_folder("triton", key[:2], quiet=True) / f"{key}.json", content)
   _LOG.info("%s: %s takes %.1f µs, the fastest", label, found[best], times[best] * 1e6)
   return found[best]
-
-
-def _known(key: str, candidates: int) -> int | None:
-  """The candidate that was the fastest when they were tried; None where that is not kept."""
-  try:
-    content = files.read(files.kept_folder("triton", key[:2]) / f"{key}.json")
-    best = json.loads(content)["chosen"]
-  except (OSError, ValueError, KeyError, TypeError, RecursionError):
-    return None
-  return best if isinstance(best, int) and 0 <= best < candidates else None
-
-
-def _keep(key: str, best: int, times: Sequence[float]) -> None:
-  finite = [None if seconds == float("inf") else seconds for seconds in times]
-  content = json.dumps({"chosen": best, "seconds": finite}).encode()
-  with contextlib.suppress(OSError):
-    folder = files.made_folder("triton", key[:2], quiet=True)
-    files.write(folder / f"{key}.json", content)
-
-
-def _tuning_key(kernel: Any, arguments: Mapping[str, Any]) -> list[str]:
-  """What Triton tunes by, the arguments named as `key` and all dtypes; and the device."""
-  names: list[str] = []
-  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
-    if isinstance(kernel, Autotuner):
-      names += [str(name) for name in kernel.keys]
-    kernel = getattr(kernel, "fn", None)
-  values = [f"{name}={_text(arguments.get(name))}" for name in names]
-  types = [f"{n}:{v.dtype}" for n, v in arguments.items() if hasattr(v, "dtype")]
-  return [*values, *types, *_device()]
 
 
 def _text(value: Any) -> str:
   shape = getattr(value, "shape", None)
   return repr(value) if not shape else f"{value.dtype}{list(shape)}"
-
-
-def _device() -> list[str]:
-  found = cuda_device()
-  return [] if found is None else [str(found.device_kind)]
 
 
 def cuda_device() -> Any:
@@ -190,12 +146,9 @@ def cuda_device() -> Any:
 
 
 def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
-  """How long one launch takes, the least of several rounds; infinity for one that fails.
+  """How long a launch with arrays of a call's shapes takes, the least of several rounds.
 
-  Args:
-    function: the kernel with its settings fixed.
-    call: whose shapes the arrays have.
-    device: to run on.
+  `function` is the kernel with its settings fixed. Infinity for one that fails.
   """
   found: list[float] = []
 
