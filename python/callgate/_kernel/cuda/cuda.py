@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax.core
@@ -35,24 +36,20 @@ class CudaSourceKernel(CudaKernel):
     self.part = part
     super().__init__(name, part.signature(), options)
 
-  # -- calls -------------------------------------------------------------------------------------
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    template = {p.name: p for p in self.part.function.template}
-    given = {name: kwargs.pop(name) for name in template if name in kwargs}
+    template = [p.name for p in self.part.function.template if p.name in kwargs]
+    bound = {name: _template_value(self.label, name, kwargs.pop(name)) for name in template}
     operands, static = super()._arguments(args, kwargs)
-    bound = {name: _template_value(self.label, name, value) for name, value in given.items()}
     return operands, tuple(sorted({**dict(static), **bound}.items()))
 
-  # -- the CUDA part -----------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
     return self.part.plan(call)
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return self.part.images(key, capabilities)
 
-  # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
     return {"kind": "cuda", "name": self.name, "cuda": _part.saved(self.part)}
 
@@ -62,10 +59,8 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
   if isinstance(value, (bool, int, np.integer)):
     return int(value)
   if not isinstance(value, (float, jax.core.Tracer)) and value is not None:
-    try:
+    with contextlib.suppress(TypeError):
       return _source.dtype_by_name(value).name
-    except TypeError:
-      pass
   raise GateDefinitionError(
     f"{label}: template parameter '{name}': expected a dtype or an integer, got {value!r}"
   )
@@ -134,17 +129,14 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   name = check.name("cuda", options.name)
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
-  known = _source.find("cuda" if name is None else f"kernel '{name}'", source, kernel)
+  known = _source.find(f"kernel '{name}'" if name else "cuda", source, kernel)
   label = f"kernel '{name or known.name}'"
-  building = _part.build_options(
+  building = _part.BuildOptions(
     check.strings(label, "options", options.options),
     check.strings(label, "include_dirs", options.include_dirs),
     parse_arch(label, options.arch),
   )
-  launching = options.launching(label)
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.{known.name}")
-  part = SourcePart(
-    f"kernel '{name}'", source, kernel, launching, building, check.aliases(label, options.aliases)
-  )
+  launching, aliases = options.launching(label), check.aliases(label, options.aliases)
+  name = name or registry.free_name(f"{caller_module()}.{known.name}")
+  part = SourcePart(f"kernel '{name}'", source, kernel, launching, building, aliases)
   return CudaSourceKernel(name, part, options)
