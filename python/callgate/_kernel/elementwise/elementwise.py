@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from callgate._call.options import shared
 from callgate._core import factories, registry
 from callgate._core import options as check
@@ -13,7 +11,6 @@ from callgate._kernel.elementwise import params
 from callgate._kernel.elementwise.cuda import CudaOptions
 from callgate._kernel.elementwise.kernel import FLAGS, ElementwiseKernel
 from callgate._kernel.elementwise.options import ElementwiseOptions
-from callgate._kernel.elementwise.params import Param
 from callgate._kernel.elementwise.source import Code
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.program import parse_arch
@@ -63,8 +60,7 @@ def elementwise(
     GateDefinitionError: a parameter or an option is wrong.
   """
   name = check.name("elementwise", name)
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.elementwise")
+  name = name or registry.free_name(f"{caller_module()}.elementwise")
   label = f"kernel '{name}'"
   around = (options.preamble, options.loop_prep, options.after_loop)
   check.texts(
@@ -73,8 +69,17 @@ def elementwise(
   )  # fmt: skip
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
-  params.check(label, inputs, outputs)
-  _check_aliases(label, inputs, check.aliases(label, options.aliases))
+  if not outputs:
+    raise GateDefinitionError(f"{label}: out_params: expected one result or more, got none")
+  names = [p.name for p in (*inputs, *outputs)]
+  for twice in (name for name in names if names.count(name) > 1):
+    raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
+  for position in check.aliases(label, options.aliases):
+    if 0 <= position < len(inputs) and inputs[position].raw:
+      raise GateDefinitionError(
+        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
+        "others have written; expected an argument that is not"
+      )
   check.boolean(label, "debug", options.debug)
   check.optional_texts(label, jvp=options.jvp)
   return ElementwiseKernel(
@@ -87,12 +92,3 @@ def elementwise(
     ),
     jvp=options.jvp,
   )
-
-
-def _check_aliases(label: str, inputs: Sequence[Param], aliases: Mapping[int, int]) -> None:
-  for position in aliases:
-    if 0 <= position < len(inputs) and inputs[position].raw:
-      raise GateDefinitionError(
-        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
-        "others have written; expected an argument that is not"
-      )

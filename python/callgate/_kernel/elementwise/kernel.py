@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,8 @@ class ElementwiseKernel(CpuKernel):
     cuda_options: of its compilation for CUDA.
   """
 
+  _hint = ""  # behind what the compiler says
+
   def __init__(
     self,
     name: str,
@@ -59,7 +62,6 @@ class ElementwiseKernel(CpuKernel):
     self.derivatives: dict[int, derivatives.Derivative] = {}
     signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
     signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
-    like, gradient = options.like, options.gradient
     out = functools.partial(_result_types, f"kernel '{name}'", code)
     super().__init__(name, signature, dataclasses.replace(options, out=out))
     self.cuda = cuda.ElementwisePart(self, cuda_options)
@@ -68,9 +70,9 @@ class ElementwiseKernel(CpuKernel):
     factors = None
     if jvp is not None:
       make = functools.partial(_derivative_kernel, name, self.build_options, cuda_options)
-      self.derivatives = derivatives.derive(self.label, code, jvp, like, make)
+      self.derivatives = derivatives.derive(self.label, code, jvp, options.like, make)
       factors = derivatives.by_expression
-    elif gradient is not None and like is None:
+    elif options.gradient is not None and options.like is None:
       factors = derivatives.by_differences
     if factors is not None:
       rule = functools.partial(derivatives.jvp, factors, self)
@@ -81,16 +83,20 @@ class ElementwiseKernel(CpuKernel):
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
     code, rest = self.user_code, dict(kwargs)
-    static: dict[str, Any] = {
-      letter: _letter(self.label, letter, rest.pop(letter))
-      for letter in code.letters
-      if letter in rest
-    }
-    given = {letter: dtype_named(name) for letter, name in static.items()}
+    given: dict[str, np.dtype[Any]] = {}
+    for letter in (name for name in code.letters if name in rest):
+      value = rest.pop(letter)
+      try:
+        given[letter] = dtype_named(value) if isinstance(value, str) else np.dtype(value)
+      except TypeError:
+        raise GateDefinitionError(
+          f"{self.label}: {letter}: expected a dtype, got {value!r}"
+        ) from None
     size = rest.pop("size", None)
     operands, _ = super()._arguments(args, rest)
     leaves = [jax.tree.leaves(operand)[0] for operand in operands]
     arrays = params.convert(self.label, code.inputs, leaves, given)
+    static: dict[str, Any] = {letter: dtype.name for letter, dtype in given.items()}
     if size is not None or not code.mapped:
       static["size"] = _size(self.label, code, size)
     return tuple(arrays), tuple(sorted(static.items()))
@@ -144,9 +150,8 @@ class ElementwiseKernel(CpuKernel):
       super().check_call(site, structs)
 
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
-    inputs = zip(self.user_code.inputs, operands, strict=True)
-    varying = _varying([x.shape for p, x in inputs if not p.raw], results[0].shape)
-    key = f"{self.letters_text(operands, dict(static))}:{varying}"
+    shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
+    key = f"{self.letters_text(operands, dict(static))}:{_varying(shapes, results[0].shape)}"
     return dataclasses.replace(super().types_of(operands, results, static), static=(("key", key),))
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
@@ -173,19 +178,23 @@ class ElementwiseKernel(CpuKernel):
     bindings = {name: dtype_named(dtype) for name, dtype in _letters(key).items()}
     return Bound(self.user_code, bindings, spelled)
 
-  def explained(self, error: CompileError) -> CompileError:
-    """What the compiler said, with what the user should know of it."""
-    return error
+  @contextlib.contextmanager
+  def explaining(self) -> Generator[None]:
+    """Adds to what the compiler says what the user should know of it."""
+    try:
+      yield
+    except CompileError as error:
+      if not self._hint:
+        raise
+      raise CompileError(f"{error}{self._hint}", error.output) from None
 
   def compile(self, types: CallTypes) -> Function:
     key = self.variant_key(types)
     options = dict(self.build_options)
     if self.bound(key).has_complex:
       options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])
-    try:
+    with self.explaining():
       library = toolchain.build(self.label, self._source(key), **options)
-    except CompileError as error:
-      raise self.explained(error) from None
     return Function.built(library, toolchain.load(library))
 
   def _source(self, key: str) -> str:
@@ -195,13 +204,11 @@ class ElementwiseKernel(CpuKernel):
 class _DerivativeKernel(ElementwiseKernel):
   """The coefficients of a derivative."""
 
-  def explained(self, error: CompileError) -> CompileError:
-    return CompileError(
-      f"{error}\njvp= is compiled for tangents `dx` of a type that takes only what is linear: "
-      "sums, differences, and products and quotients with numbers; a tangent that is nowhere is "
-      "written 0, and a variable that holds one is declared auto",
-      error.output,
-    )
+  _hint = (
+    "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
+    "differences, and products and quotients with numbers; a tangent that is nowhere is written 0, "
+    "and a variable that holds one is declared auto"
+  )
 
 
 def _derivative_kernel(
@@ -212,23 +219,20 @@ def _derivative_kernel(
   code: Code,
   like: Callable[..., Any] | None,
 ) -> ElementwiseKernel:
+  options = KernelOptions(like=like, thread_safe=True)
   kernel = _DerivativeKernel(
-    f"{name}.{suffix}",
-    code,
-    KernelOptions(like=like, thread_safe=True),
-    build_options=build_options,
-    cuda_options=cuda_options,
+    f"{name}.{suffix}", code, options, build_options=build_options, cuda_options=cuda_options
   )
+
+  def refuse(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise GateDefinitionError(
+      f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
+      "expected like= as well: a JAX function of the same arguments, from which the higher "
+      "derivatives come"
+    )
+
   if like is None:
-
-    def refuse(primals: Any, tangents: Any) -> Any:
-      del primals, tangents
-      raise GateDefinitionError(
-        f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
-        "expected like= as well: a JAX function of the same arguments, from which the higher "
-        "derivatives come"
-      )
-
     kernel.rules.set_jvp(kernel.label, refuse)
   return kernel
 
@@ -272,13 +276,6 @@ def _varying(shapes: Sequence[Sequence[int]], result: Sequence[int]) -> str:
   return "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
 
 
-def _letter(label: str, letter: str, value: Any) -> str:
-  try:
-    return np.dtype(dtype_named(value) if isinstance(value, str) else value).name
-  except TypeError:
-    raise GateDefinitionError(f"{label}: {letter}: expected a dtype, got {value!r}") from None
-
-
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   if code.mapped:
     raise GateDefinitionError(
@@ -304,13 +301,13 @@ def _batch_in_front(
   assert kernel is not None  # the program that is batched holds it
   lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
   core = np.broadcast_shapes(*lanes)
-  moved: list[Any] = []
-  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
-    if i in kernel.aliases:  # memory for every lane
-      moved.append(jnp.broadcast_to(x, (size, *core)))
-    elif flag:
-      moved.append(x.reshape((size, *(1,) * (len(core) - len(lane)), *lane)))
-    else:
-      moved.append(x)
+  moved = [
+    jnp.broadcast_to(x, (size, *core))  # memory for every lane
+    if i in kernel.aliases
+    else x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
+    if flag
+    else x
+    for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True))
+  ]
   out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
   return out, jax.tree.map(lambda _: True, out)

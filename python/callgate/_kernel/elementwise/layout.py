@@ -5,10 +5,9 @@ Pure functions of shapes and dtypes, called while a call is lowered.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from callgate._kernel.elementwise.source import Code
 _VECTOR = 16  # bytes that a thread loads or stores at once
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
   """What a variant knows of how a call's arrays lie."""
 
   # For each argument that is not raw "f" where it has the result's elements, "o" where it has one,
@@ -43,27 +41,22 @@ class Layout:
     return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
 
 
-def layout_of(
-  code: Code, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any], results: Sequence[Any]
-) -> Layout:
-  """The layout of a call, by the shapes and dtypes of all its arguments, raw ones too."""
+def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
+  """The layout of a call, by the types of all its arguments, raw ones too."""
   size = math.prod(results[0].shape)
-  mapped = [i for i, p in enumerate(code.inputs) if not p.raw]
-  kinds = "".join(_kind(math.prod(shapes[i]), size) for i in mapped)
-  full = [np.dtype(dtypes[i]).itemsize for i, k in zip(mapped, kinds, strict=True) if k == "f"]
-  items = [*full, *(x.dtype.itemsize for x in results)]
+  mapped = [x for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
+  own = [math.prod(x.shape) for x in mapped]
+  kinds = "".join("f" if each == size else "o" if each == 1 else "s" for each in own)
+  full = [x for x, kind in zip(mapped, kinds, strict=True) if kind == "f"]
+  items = [np.dtype(x.dtype).itemsize for x in (*full, *results)]
   vector = 1 if "s" in kinds else max(1, _VECTOR // max(items))
   # Lanes of a batch that the runtime loops over begin at multiples of their size; others are the
   # whole buffers, which are aligned.
   if code.knows_place and any(size * item % (vector * item) for item in items):
     vector = 1
-  axes = collapsed([shapes[i] for i, k in zip(mapped, kinds, strict=True) if k == "s"], results)
-  ranks = tuple(len(s) for p, s in zip(code.inputs, shapes, strict=True) if p.raw)
-  return Layout(kinds, len(axes), vector, size >= 2**31, ranks)
-
-
-def _kind(own: int, size: int) -> str:
-  return "f" if own == size else "o" if own == 1 else "s"
+  strided = [x.shape for x, kind in zip(mapped, kinds, strict=True) if kind == "s"]
+  ranks = tuple(len(x.shape) for p, x in zip(code.inputs, operands, strict=True) if p.raw)
+  return Layout(kinds, len(collapsed(strided, results)), vector, size >= 2**31, ranks)
 
 
 def collapsed(
