@@ -50,14 +50,10 @@ def of_function(
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
+    own = {name: value for name, value in kwargs.items() if not (random and name == RNG)}
     mode = torch.enable_grad() if enable_grad else contextlib.nullcontext()
-    if not random:
-      with mode:
-        result = function(*args, **kwargs)
-    else:
-      rest = {name: value for name, value in kwargs.items() if name != RNG}
-      with mode, _seeded(kwargs[RNG]):
-        result = function(*args, **rest)
+    with mode, _seeded(kwargs[RNG]) if random else contextlib.nullcontext():
+      result = function(*args, **own)
     return jax.tree.map(_as_tensor, result) if plain else result
 
   return run
@@ -95,11 +91,9 @@ def is_abstract(tensor: Tensor) -> bool:
 
 def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
   """The run with transforms around it, innermost first."""
+  batched = functools.partial(_batched, randomness="same" if random else "error")
   for kind, positions in steps:
-    if kind == "vmap":
-      run = _batched(run, frozenset(positions), "same" if random else "error")
-    else:
-      run = {"jvp": _jvp, "vjp": _vjp}[kind](run, positions)
+    run = {"jvp": _jvp, "vjp": _vjp, "vmap": batched}[kind](run, positions)
   return run
 
 
@@ -118,7 +112,7 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
           return run(True, args, kwargs)
         except (RuntimeError, NotImplementedError):
           # torch.func refuses the function, or it has an operation without forward mode. An error
-          # of the function's own comes again below.
+          # of the function's own comes again here.
           result = run(False, args, kwargs)
           classical = True
           return result
@@ -128,29 +122,24 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
 
 
 # -- derivatives ---------------------------------------------------------------------------------
-class _Inner:
-  """A call of the run inside a derivative, as a function of some of its tensors.
+def _inner(
+  run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
+) -> tuple[Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]], list[Tensor], Sequence[Tensor]]:
+  """A call of the run inside a derivative as a function of the wanted tensors; these; the vectors.
 
   A derivative's arguments are `(args, kwargs, vectors)`, where kwargs are those that hold arrays;
   its own keywords are the static ones. Results are those that have derivatives: of floating-point
   or complex dtype.
   """
+  leaves, tree = jax.tree.flatten(args[:2])
 
-  def __init__(
-    self, run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
-  ) -> None:
-    self.run, self.wanted, self.static = run, wanted, static
-    self.leaves, self.tree = jax.tree.flatten((args[0], args[1]))
-    self.primals = [self.leaves[i] for i in wanted]
-    self.vectors: tuple[Tensor, ...] = args[2]
-
-  def __call__(self, functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    leaves = list(self.leaves)
-    for index, value in zip(self.wanted, primals, strict=True):
-      leaves[index] = value
-    args, kwargs = jax.tree.unflatten(self.tree, leaves)
-    result = self.run(functional, args, {**kwargs, **self.static})
+  def call(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    given = dict(zip(wanted, primals, strict=True))
+    own, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    result = run(functional, own, {**kwargs, **static})
     return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
+
+  return call, [leaves[i] for i in wanted], args[2]
 
 
 def _vjp(run: Run, wanted: Sequence[int]) -> Run:
@@ -160,18 +149,22 @@ def _vjp(run: Run, wanted: Sequence[int]) -> Run:
   """
 
   def backward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner = _Inner(run, wanted, args, static)
-    cotangents = [_conj(ct) for ct in inner.vectors]
+    inner, primals, vectors = _inner(run, wanted, args, static)
+
+    def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+      # The dtypes differ where `cast` makes float32 results of float64 ones.
+      return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
+
     if functional:
       vjp = cast("Any", torch.func.vjp)
-      results, pullback = vjp(lambda *primals: inner(True, primals), *inner.primals)
-      grads = pullback(_as_dtypes_of(results, cotangents))
+      results, pullback = vjp(lambda *primals: inner(True, primals), *primals)
+      grads = pullback(cotangents(results))
     else:
       again = torch.is_grad_enabled()  # a derivative of this one is being taken
       with torch.enable_grad():
-        primals = [_tracked(x) for x in inner.primals]
+        primals = [_tracked(x) for x in primals]
         results = inner(False, primals)
-        grads = _grad(results, primals, _as_dtypes_of(results, cotangents), again)
+        grads = _grad(results, primals, cotangents(results), again)
     return tuple(map(_conj, grads))
 
   return backward
@@ -181,20 +174,19 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
   """`(args, kwargs, tangents of the wanted arguments) -> tangents of the results`."""
 
   def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner = _Inner(run, wanted, args, static)
+    inner, primals, vectors = _inner(run, wanted, args, static)
     if functional:
-      primals = tuple(inner.primals)
       with _forward_lock:
         prepare_forward_mode()
-        return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
+        return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-      primals = [_tracked(x) for x in inner.primals]
+      primals = [_tracked(x) for x in primals]
       results = inner(False, primals)
       # The transpose of the transpose: reverse mode is linear in its cotangents u.
       u = [torch.zeros_like(x, requires_grad=True) for x in results]
       grads = _grad(results, primals, u, again=True)
-      return _grad(grads, u, inner.vectors, again)
+      return _grad(grads, u, vectors, again)
 
   return forward
 
@@ -227,17 +219,11 @@ def _grad(
   )
 
 
-def _as_dtypes_of(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-  # They differ where `cast` makes float32 results of float64 ones.
-  return tuple(ct.to(x.dtype) for x, ct in zip(results, cotangents, strict=True))
-
-
 def _conj(x: Tensor) -> Tensor:
   return x.conj() if x.is_complex() else x
 
 
-# -- batches -------------------------------------------------------------------------------------
-def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
+def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
   """The run of all lanes at once; flat arguments in `mask` have a leading axis."""
 
   def whole(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,11 +233,9 @@ def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
     trees: list[Any] = []
 
     def lane(*tensors: Tensor) -> tuple[Tensor, ...]:
-      values = list(leaves)
-      for index, tensor in zip(where, tensors, strict=True):
-        values[index] = tensor
-      lane_args, lane_kwargs = jax.tree.unflatten(tree, values)
-      flat, out_tree = jax.tree.flatten(run(True, lane_args, lane_kwargs))
+      given = dict(zip(where, tensors, strict=True))
+      own, keywords = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      flat, out_tree = jax.tree.flatten(run(True, own, keywords))
       trees.append(out_tree)
       return tuple(flat)
 

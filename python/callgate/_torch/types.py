@@ -6,10 +6,9 @@ from elsewhere (weights in a closure) become fake ones while it runs, so nothing
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> Any:
 
 # Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there
 # (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
-_WRONG_UNDER_VMAP = frozenset({"aten::_cdist_backward"})
+_WRONG_UNDER_VMAP = "aten::_cdist_backward"
 
 
 class _Watched(TorchDispatchMode):
@@ -59,10 +58,16 @@ def _run_abstract(
       return leaf
     return torch.empty(tuple(leaf.shape), dtype=torch_dtype(np.dtype(leaf.dtype)))
 
-  with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-    args, kwargs = jax.tree.map(fake, (args, kwargs))
-    with _Watched(look), torch.no_grad():
-      return run(functional, args, kwargs)
+  # torch logs errors of tensors without values, which the caller hears of anyway.
+  logger = logging.getLogger("torch._subclasses.fake_tensor")
+  before, logger.disabled = logger.disabled, True
+  try:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+      args, kwargs = jax.tree.map(fake, (args, kwargs))
+      with _Watched(look), torch.no_grad():
+        return run(functional, args, kwargs)
+  finally:
+    logger.disabled = before
 
 
 def result_types(
@@ -83,7 +88,17 @@ def result_types(
   except GateDefinitionError:
     raise
   except Exception as error:  # whatever the user's function raises
-    raise GateDefinitionError(_cannot_infer(label, error)) from error
+    text = " ".join(str(error).split())
+    advice = (
+      "If it is right, and only needs values to know what it returns, say what that is with out= "
+      "(a pytree of ShapeDtypeStructs, or a function from the arguments' to one)"
+    )
+    if "does not require grad" in text:
+      advice = "A function that calls torch.autograd itself needs enable_grad=True"
+    raise GateDefinitionError(
+      f"{label}: the results' types are not known: the function did not run on tensors without "
+      f"values ({type(error).__name__}: {text[:300]}). {advice}"
+    ) from error
 
   def struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
@@ -91,26 +106,11 @@ def result_types(
   return jax.tree.map(struct, result), next(iter(draws), None)
 
 
-def _cannot_infer(label: str, error: Exception) -> str:
-  text = " ".join(str(error).split())
-  if "does not require grad" in text:
-    advice = "A function that calls torch.autograd itself needs enable_grad=True"
-  else:
-    advice = (
-      "If it is right, and only needs values to know what it returns, say what that is with out= "
-      "(a pytree of ShapeDtypeStructs, or a function from the arguments' to one)"
-    )
-  return (
-    f"{label}: the results' types are not known: the function did not run on tensors without "
-    f"values ({type(error).__name__}: {text[:300]}). {advice}"
-  )
-
-
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
   """Whether the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
 
   def look(operation: Any) -> None:
-    if operation.name().partition(".")[0] in _WRONG_UNDER_VMAP:
+    if operation.name().partition(".")[0] == _WRONG_UNDER_VMAP:
       raise NotImplementedError(operation.name())
 
   try:
@@ -121,22 +121,3 @@ def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
   except Exception:  # noqa: BLE001 - torch refuses in many ways, and the lanes then run in turn
     return False
   return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-  """torch logs errors of tensors without values, which the caller hears of anyway."""
-  logger = logging.getLogger("torch._subclasses.fake_tensor")
-  before, logger.disabled = logger.disabled, True
-  try:
-    yield
-  finally:
-    logger.disabled = before
-
-
-def batch(structs: Sequence[Any], mask: Sequence[bool], size: int) -> list[Any]:
-  """ShapeDtypeStructs of all lanes from those of one."""
-  return [
-    jax.ShapeDtypeStruct((size, *x.shape), x.dtype) if flag else x
-    for x, flag in zip(structs, mask, strict=True)
-  ]
