@@ -6,7 +6,7 @@ import dis
 import inspect
 import json
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +24,6 @@ from callgate._kernel.parameters import Kind, Parameter, leaves_of
 from callgate._kernel.variants import CallTypes, Function, Static
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 class NumbaKernel(CpuKernel):
@@ -43,12 +42,11 @@ class NumbaKernel(CpuKernel):
     self._numba = numba
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
     label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
-    made = numba.made_with(function)
+    made, given = numba.made_with(function), options.of_numba()
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       raise GateDefinitionError(
         f"{label}: fn: expected a Python function, an @njit function or a @cfunc, got {function!r}"
       )
-    given = options.of_numba()
     if made and given:
       raise GateDefinitionError(
         f"{label}: got {', '.join(sorted(given))} for a function that Numba's decorator has made; "
@@ -56,8 +54,7 @@ class NumbaKernel(CpuKernel):
       )
     self.function = source
     self.options, self._pointers = made or (given, None)
-    self._style = options.style
-    self._cast = options.cast
+    self._style, self._cast = options.style, options.cast
     self._given = list(inspect.signature(source).parameters.values())
     super().__init__(name if name is not None else registry.unique_name(source), None, options)
     if self._style is not None:
@@ -70,58 +67,51 @@ class NumbaKernel(CpuKernel):
       raise GateDefinitionError(
         f"{self.label}: expected named parameters, got **keywords, which Numba doesn't have"
       )
-    self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead() :])
+    # How many leading parameters take results, before any call has told.
+    if self._pointers is None and self._style is None:
+      self._guessed_lead = int(not _returns_value(source.__code__))
+    else:
+      self._guessed_lead = int(self._style != "return")
+    self.parameters = tuple(p.name for p in self._positional(())[self._guessed_lead :])
 
   # -- what a call gives which parameter ---------------------------------------------------------
-  def _positional(self, static: Sequence[str]) -> list[inspect.Parameter]:
+  def _positional(self, static: Collection[str]) -> list[inspect.Parameter]:
     return [p for p in self._given if p.kind in _POSITIONAL and p.name not in static]
 
-  def _guessed_lead(self) -> int:
-    """How many leading parameters take results, before any call has told."""
-    if self._pointers is not None:
-      return 1
-    if self._style is not None:
-      return int(self._style == "inplace")
-    return int(not _returns_value(self.function.__code__))
-
-  def _lead(self, operands: int, results: int, static: Sequence[str]) -> int:
+  def _lead(self, types: CallTypes) -> int:
     """How many leading parameters take results: 0 for a function that returns them."""
-    positional = self._positional(static)
+    positional, operands = self._positional(dict(types.static)), len(types.operands)
     required = sum(p.default is inspect.Parameter.empty for p in positional)
-    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in self._given)
     leads = {"return": [0], "inplace": [1], None: [0, 1]}[self._style]
     if self._pointers is not None:
-      leads = [results]
+      leads = [len(types.results)]
+    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in self._given)
     most = operands + max(leads) if variadic else len(positional)
     possible = [lead for lead in leads if required <= operands + lead <= most]
     if possible:
-      return possible[0] if len(possible) == 1 else self._guessed_lead()
-    names = ", ".join(p.name for p in positional)
-    lead = leads[0] if len(leads) == 1 else self._guessed_lead()
+      return possible[0] if len(possible) == 1 else self._guessed_lead
+    lead = leads[0] if len(leads) == 1 else self._guessed_lead
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
     raise GateDefinitionError(
-      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), which is not one "
-      f"for each of {operands} arguments {where}; static values are given by keyword"
+      f"{self.label}: '{self.function.__name__}' has the parameters "
+      f"({', '.join(p.name for p in positional)}), which is not one for each of {operands} "
+      f"arguments {where}; static values are given by keyword"
     )
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
     """What each parameter of the function takes."""
-    static = dict(types.static)
-    lead = self._lead(len(types.operands), len(types.results), tuple(static))
-    taken, operand = 0, 0
+    static, lead = dict(types.static), self._lead(types)
+    results, operands = list(range(lead)), list(range(len(types.operands)))
     slots: list[Slot] = []
     for parameter in self._given:
       if parameter.name in static:
         slots.append(Slot("static", (), static[parameter.name]))
       elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-        slots.append(Slot("rest", tuple(range(operand, len(types.operands)))))
-      elif parameter.kind in _POSITIONAL and taken < lead:
-        kind = "out" if self._pointers is None else "result"
-        slots.append(Slot(kind, (taken,)))
-        taken += 1
-      elif parameter.kind in _POSITIONAL and operand < len(types.operands):
-        slots.append(Slot("operand", (operand,)))
-        operand += 1
+        slots.append(Slot("rest", tuple(operands)))
+      elif parameter.kind in _POSITIONAL and results:
+        slots.append(Slot("out" if self._pointers is None else "result", (results.pop(0),)))
+      elif parameter.kind in _POSITIONAL and operands:
+        slots.append(Slot("operand", (operands.pop(0),)))
       elif parameter.default is not inspect.Parameter.empty:
         slots.append(Slot("static", (), parameter.default))
       else:
@@ -134,16 +124,14 @@ class NumbaKernel(CpuKernel):
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
     known = {p.name: p.kind for p in self._given}
+    keyword_only = [name for name in kwargs if known.get(name) is inspect.Parameter.KEYWORD_ONLY]
     constants = {
-      name: value
-      for name, value in kwargs.items()
-      if isinstance(value, np.generic) and known.get(name) is _KEYWORD_ONLY
+      name: kwargs[name] for name in keyword_only if isinstance(kwargs[name], np.generic)
     }
     others = {name: value for name, value in kwargs.items() if name not in constants}
     arrays, static = shapes.split_static(self.label, others)
-    static = tuple(sorted((*static, *constants.items())))
     for name in kwargs:
-      if name in arrays and known.get(name) is _KEYWORD_ONLY:
+      if name in arrays and name in keyword_only:
         raise GateDefinitionError(
           f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None "
           "or a tuple of these, got an array"
@@ -153,42 +141,33 @@ class NumbaKernel(CpuKernel):
           f"{self.label}: got argument '{name}', which it doesn't have; expected "
           f"{', '.join(self.parameters)}"
         )
-    frozen = tuple((name, _request.frozen(self.label, name, value)) for name, value in static)
-    operands = self._in_order(args, arrays, tuple(name for name, _ in frozen))
-    for index, value in enumerate(operands):
-      named = self.parameters[index] if index < len(self.parameters) else str(index)
-      leaves_of(self.label, Parameter(named, Kind.IN), value)
-    return operands, frozen
-
-  def _in_order(
-    self, args: tuple[Any, ...], arrays: dict[str, Any], static: tuple[str, ...]
-  ) -> tuple[Any, ...]:
-    """Arrays given by keyword in their places."""
-    if not arrays:
-      return args
-    names = [p.name for p in self._positional(static)]
-    found = list(args)
-    # The results' parameters come first, so a place is counted from the last.
-    lead = 1 if self._guessed_lead() else 0
-    for name in names[lead + len(args) :]:
+    values = sorted((*static, *constants.items()))
+    frozen = tuple((name, _request.frozen(self.label, name, value)) for name, value in values)
+    # Arrays given by keyword, in their places, which are counted from the results' parameters on.
+    names = [p.name for p in self._positional(dict(frozen))][self._guessed_lead :]
+    operands = list(args)
+    for name in names[len(args) :]:
       if name not in arrays:
         break
-      found.append(arrays.pop(name))
+      operands.append(arrays.pop(name))
     if arrays:
       raise GateDefinitionError(
         f"{self.label}: got array(s) {', '.join(sorted(arrays))} by keyword, twice or after one "
-        f"that is missing; expected {', '.join(names[lead:])}"
+        f"that is missing; expected {', '.join(names)}"
       )
-    return tuple(found)
+    for index, value in enumerate(operands):
+      named = self.parameters[index] if index < len(self.parameters) else str(index)
+      leaves_of(self.label, Parameter(named, Kind.IN), value)
+    return tuple(operands), frozen
 
   # -- variants ----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    arguments = [
+    named = [
       (f"argument {registry.argument(self.name, site.spec, index)}", struct.dtype)
       for index, struct in enumerate(structs)
     ]
-    results = [(f"result {index}", dtype) for index, (_, dtype) in enumerate(site.results)]
-    for what, dtype in (*arguments, *results):
+    named += [(f"result {index}", dtype) for index, (_, dtype) in enumerate(site.results)]
+    for what, dtype in named:
       if self._numba.element_type(np.dtype(dtype)) is None:
         raise GateDefinitionError(
           f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 "
@@ -199,10 +178,8 @@ class NumbaKernel(CpuKernel):
 
   def variant_key(self, types: CallTypes) -> str:
     sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
-    key = "->".join(sides)
-    if types.static:
-      key += ";" + json.dumps({name: _request.to_json(value) for name, value in types.static})
-    return key
+    static = {name: _request.to_json(value) for name, value in types.static}
+    return "->".join(sides) + (";" + json.dumps(static) if static else "")
 
   def types_of_key(self, key: str) -> CallTypes:
     arrays, _, static = key.partition(";")
@@ -215,27 +192,14 @@ class NumbaKernel(CpuKernel):
     from callgate._kernel.numba.compile import compile_function
 
     slots = self._slots(types)
-    names = [
-      f"{parameter.name}[{i}]" if slot.kind == "rest" else parameter.name
-      for parameter, slot in zip(self._given, slots, strict=True)
-      if slot.kind in ("operand", "rest")
-      for i in range(len(slot.indices))
-    ]
-    operands = [Parameter(n, Kind.IN, *type) for n, type in zip(names, types.operands, strict=True)]
-    results = [Parameter(f"result {i}", Kind.OUT, *type) for i, type in enumerate(types.results)]
-    self._check_pointers(slots, types)
-    return compile_function(
-      Request(
-        self.label, self.function, self.options, slots, self._cast, self._pointers, types,
-        (*results, *operands),
-      )
-    )  # fmt: skip
-
-  def _check_pointers(self, slots: Sequence[Slot], types: CallTypes) -> None:
-    """A cfunc's declared types against the call's."""
-    if self._pointers is None:
-      return
-    for parameter, slot, declared in zip(self._given, slots, self._pointers, strict=True):
+    parameters = [Parameter(f"result {i}", Kind.OUT, *t) for i, t in enumerate(types.results)]
+    for parameter, slot in zip(self._given, slots, strict=True):
+      if slot.kind in ("operand", "rest"):
+        for i, operand in enumerate(slot.indices):
+          name = f"{parameter.name}[{i}]" if slot.kind == "rest" else parameter.name
+          parameters.append(Parameter(name, Kind.IN, *types.operands[operand]))
+    # A cfunc's declared types against the call's.
+    for parameter, slot, declared in zip(self._given, slots, self._pointers or (), strict=False):
       if slot.kind == "static":
         continue
       have = (types.results if slot.kind == "result" else types.operands)[slot.indices[0]]
@@ -245,6 +209,10 @@ class NumbaKernel(CpuKernel):
           f"{self.label}: parameter '{parameter.name}' of the @cfunc: expected {expected}, got "
           f"{have[0].name} of rank {have[1]}"
         )
+    pointers, taken = self._pointers, tuple(parameters)
+    return compile_function(
+      Request(self.label, self.function, self.options, slots, self._cast, pointers, types, taken)
+    )
 
 
 def _returns_value(code: types.CodeType) -> bool:

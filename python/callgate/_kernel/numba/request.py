@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types as pytypes
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -56,8 +55,7 @@ def types_of(text: str) -> tuple[Type, ...]:
   return tuple((dtype_named(d), int(rank)) for d, rank in pairs)
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
   """What one parameter of the user's function takes."""
 
   # "out" (the result, or the tuple of them), "result" (a pointer to one), "operand", "rest" (a
@@ -67,8 +65,7 @@ class Slot:
   value: Any = None  # the static one
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
   """A variant to compile."""
 
   label: str  # the kernel, for messages
@@ -80,12 +77,3 @@ class Request:
   pointers: tuple[Any, ...] | None
   types: CallTypes  # of the call
   parameters: tuple[Parameter, ...]  # of the native function, for the runtime
-
-  @property
-  def name(self) -> str:
-    return self.function.__name__
-
-  @property
-  def returns(self) -> bool:
-    """Whether its results are what it returns."""
-    return not any(slot.kind in ("out", "result") for slot in self.slots)
