@@ -175,10 +175,11 @@ class Kept:
   def __init__(self, key: str | None) -> None:
     self._key = key
     self.content: Any = None  # the entry, if it is there and whole
-    with contextlib.suppress(OSError):
-      kept = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin") if key else b""
-      if key and hashlib.sha256(kept[32:]).digest() == kept[:32]:
-        self.content = _loaded(kept[32:])
+    if key is not None:
+      with contextlib.suppress(OSError):
+        kept = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+          self.content = _loaded(kept[32:])
 
   def load_overload(self, signature: Any, context: Any) -> Any:
     """Numba's question: the compiled function, or None."""

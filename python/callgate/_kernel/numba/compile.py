@@ -30,11 +30,10 @@ from numba.np import numpy_support
 from callgate import _callgate
 from callgate._core.errors import GateDefinitionError, ResultShapeError
 from callgate._kernel.numba.cache import Kept, digest_of
-from callgate._kernel.numba.entry import make_entry
+from callgate._kernel.numba.entry import make_entry, operand_type, result_type
 from callgate._kernel.numba.parallel import kernel_loops
 from callgate._kernel.numba.request import Request
-from callgate._kernel.numba.types import operand_type, result_type
-from callgate._kernel.variants import Function
+from callgate._kernel.variants import Function, Type
 
 
 # -- one variant ---------------------------------------------------------------------------------
@@ -186,3 +185,24 @@ def _store_number() -> Any:
     out[()] = value
 
   return store
+
+
+# -- what it is asked before ---------------------------------------------------------------------
+def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | None:
+  """The options of an `@njit` function or a `@cfunc`, and the types of the latter's parameters."""
+  if isinstance(function, CFunc):
+    return dict(function._compiler.targetoptions), tuple(function._sig.args)
+  if isinstance(function, Dispatcher):
+    return {k: v for k, v in function.targetoptions.items() if k != "nopython"}, None
+  return None
+
+
+def pointer_text(declared: Any, have: Type) -> str | None:
+  """What a cfunc's parameter of a type takes, for a message; None if it takes this array."""
+  if isinstance(declared, types.RawPointer):
+    return None
+  if isinstance(declared, types.CPointer):
+    element = numpy_support.as_dtype(declared.dtype)
+    return None if element == have[0] else f"{element.name} of any rank"
+  number = numpy_support.as_dtype(declared)
+  return None if (number, 0) == have else f"{number.name} of rank 0"

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core import errors as numba_errors
 from numba.core.extending import intrinsic
+from numba.np import numpy_support
 from numba.np.arrayobj import populate_array
 
 from callgate._kernel.numba.request import Request, Slot
-from callgate._kernel.numba.types import result_type
+from callgate._kernel.variants import Type
 
 _I8P = ir.IntType(8).as_pointer()
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -166,3 +169,25 @@ class _Emitter:
       function = cgutils.get_or_insert_function(builder.module, callee, name)
       with builder.if_then(cgutils.is_not_null(builder, mutex)):
         builder.call(function, [mutex])
+
+
+# -- types ---------------------------------------------------------------------------------------
+def element_type(dtype: np.dtype[Any]) -> Any:
+  """Numba's type for elements of a dtype; None where it has none on the CPU."""
+  if dtype.name == "float16":
+    return None  # a type of CUDA's alone
+  try:
+    return numpy_support.from_dtype(dtype)
+  except numba_errors.NumbaNotImplementedError:
+    return None
+
+
+def operand_type(operand: Type) -> Any:
+  """An argument: a read-only array, or a number for rank 0."""
+  dtype, rank = operand
+  element = element_type(dtype)
+  return types.Array(element, rank, "C", readonly=True) if rank else element
+
+
+def result_type(result: Type) -> Any:
+  return types.Array(element_type(result[0]), result[1], "C")
