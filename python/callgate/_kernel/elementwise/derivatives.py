@@ -158,7 +158,8 @@ def by_expression(
       )
   derivative: Derivative = kernel.derivatives[index]
   given = [*(primals[i] for i in derivative.inputs), *(results[i] for i in derivative.outputs)]
-  keywords = {letter: bound.name for letter, bound in kernel.bindings(primals, static).items()}
+  bindings = kernel.user_code.bindings(kernel.label, primals, static)
+  keywords = {letter: dtype.name for letter, dtype in bindings.items()}
   if derivative.size is not None:
     keywords["size"] = static.get("size") if derivative.size == "own" else ()
   return jax.tree.leaves(derivative.kernel(*given, **keywords))

@@ -152,7 +152,7 @@ class ElementwiseKernel(CpuKernel):
       self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
     factors = None
     if jvp is not None:
-      make = functools.partial(_derivative_kernel, name, self.build_options, cuda_options)
+      make = functools.partial(_DerivativeKernel, self)
       self.derivatives = derivatives.derive(self.label, code, jvp, options.like, make)
       factors = derivatives.by_expression
     elif options.gradient is not None and options.like is None:
@@ -183,10 +183,6 @@ class ElementwiseKernel(CpuKernel):
     if size is not None or not code.mapped:
       static["size"] = _size(self.label, code, size)
     return tuple(arrays), tuple(sorted(static.items()))
-
-  def bindings(self, operands: Sequence[Any], static: Mapping[str, Any]) -> dict[str, Any]:
-    """The dtypes that letters stand for in a call."""
-    return _bindings(self.label, self.user_code, operands, static)
 
   def code(self, *args: Any, **kwargs: Any) -> str:
     """The C++ that a call with these arguments runs.
@@ -235,11 +231,12 @@ class ElementwiseKernel(CpuKernel):
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
     key = f"{self.letters_text(operands, dict(static))}:{_varying(shapes, results[0].shape)}"
-    return dataclasses.replace(super().types_of(operands, results, static), static=(("key", key),))
+    return self.types_of_key(key)
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
     """What the letters stand for in a call, as the keys of variants begin."""
-    return ",".join(f"{k}={v.name}" for k, v in sorted(self.bindings(operands, static).items()))
+    bindings = self.user_code.bindings(self.label, operands, static)
+    return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
 
   def variant_key(self, types: CallTypes) -> str:
     return dict(types.static)["key"]
@@ -293,46 +290,25 @@ class _DerivativeKernel(ElementwiseKernel):
     "and a variable that holds one is declared auto"
   )
 
+  def __init__(
+    self, of: ElementwiseKernel, suffix: str, code: Code, like: Callable[..., Any] | None
+  ) -> None:
+    name, options = of.name, KernelOptions(like=like, thread_safe=True)
+    super().__init__(
+      f"{name}.{suffix}", code, options, build_options=of.build_options,
+      cuda_options=of.cuda_options,
+    )  # fmt: skip
 
-def _derivative_kernel(
-  name: str,
-  build_options: Mapping[str, Any],
-  cuda_options: CudaOptions,
-  suffix: str,
-  code: Code,
-  like: Callable[..., Any] | None,
-) -> ElementwiseKernel:
-  options = KernelOptions(like=like, thread_safe=True)
-  kernel = _DerivativeKernel(
-    f"{name}.{suffix}", code, options, build_options=build_options, cuda_options=cuda_options
-  )
-
-  def refuse(primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise GateDefinitionError(
-      f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
-      "expected like= as well: a JAX function of the same arguments, from which the higher "
-      "derivatives come"
-    )
-
-  if like is None:
-    kernel.rules.set_jvp(kernel.label, refuse)
-  return kernel
-
-
-def _bindings(
-  label: str, code: Code, operands: Sequence[Any], static: Mapping[str, Any]
-) -> dict[str, np.dtype[Any]]:
-  given = {name: dtype_named(static[name]) for name in code.letters if name in static}
-  bound = params.bind(label, code.inputs, operands, given)
-  for letter in code.letters:
-    if letter not in bound:
-      user = next((p.name for p in code.outputs if p.type == letter), letter)
+    def refuse(primals: Any, tangents: Any) -> Any:
+      del primals, tangents
       raise GateDefinitionError(
-        f"{label}: the type {letter} of '{user}' is unknown, since no argument has it; expected it "
-        f"by keyword, such as {letter}='float32'"
+        f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
+        "expected like= as well: a JAX function of the same arguments, from which the higher "
+        "derivatives come"
       )
-  return bound
+
+    if like is None:
+      self.rules.set_jvp(self.label, refuse)
 
 
 def _letters(key: str) -> dict[str, str]:
@@ -342,11 +318,15 @@ def _letters(key: str) -> dict[str, str]:
 
 def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
   """The results' shape, to which the arguments broadcast, and dtypes."""
-  bound = _bindings(label, code, operands, static)
+  bound = code.bindings(label, operands, static)
   shapes = [x.shape for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
-  shape = static.get("size") if not shapes else None
-  if shape is None:
-    shape = params.broadcast(label, code.mapped, shapes)
+  try:
+    shape = np.broadcast_shapes(*shapes) if shapes else static.get("size", ())
+  except ValueError:
+    named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(code.mapped, shapes, strict=True))
+    raise GateDefinitionError(
+      f"{label}: expected arguments whose shapes broadcast, got {named}"
+    ) from None
   results = [jax.ShapeDtypeStruct(shape, p.dtype(bound)) for p in code.outputs]
   return results[0] if len(results) == 1 else tuple(results)
 

@@ -159,17 +159,6 @@ def bind(
   return {letter: dtype for letter, (dtype, _) in bound.items()}
 
 
-def broadcast(label: str, inputs: Sequence[Param], shapes: Sequence[Any]) -> tuple[int, ...]:
-  """The shape of the results, from those of the arguments that are not raw."""
-  try:
-    return np.broadcast_shapes(*shapes)
-  except ValueError:
-    named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(inputs, shapes, strict=True))
-    raise GateDefinitionError(
-      f"{label}: expected arguments whose shapes broadcast, got {named}"
-    ) from None
-
-
 def _is_literal(value: Any) -> bool:
   return type(value) in (bool, int, float, complex)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._kernel.elementwise.params import Bindings, Param, is_letter
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.elementwise.params import Bindings, Param, bind, is_letter
 from callgate._kernel.source import cpp_type
 
 _SKIPPED = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ \t]*\#[^\n]*'
@@ -54,6 +56,21 @@ class Code:
   def mapped(self) -> tuple[Param, ...]:
     """The arguments that the code gets element by element."""
     return tuple(p for p in self.inputs if not p.raw)
+
+  def bindings(
+    self, label: str, operands: Sequence[Any], static: Mapping[str, Any]
+  ) -> dict[str, np.dtype[Any]]:
+    """The dtypes that letters stand for in a call."""
+    given = {name: dtype_named(static[name]) for name in self.letters if name in static}
+    bound = bind(label, self.inputs, operands, given)
+    for letter in self.letters:
+      if letter not in bound:
+        user = next((p.name for p in self.outputs if p.type == letter), letter)
+        raise GateDefinitionError(
+          f"{label}: the type {letter} of '{user}' is unknown, since no argument has it; expected "
+          f"it by keyword, such as {letter}='float32'"
+        )
+    return bound
 
   @property
   def knows_place(self) -> bool:
