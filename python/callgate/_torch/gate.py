@@ -104,10 +104,10 @@ class TorchGate(Gate):
 
   # -- the primitive's questions -----------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    from callgate._torch import types
+    from callgate._torch import calls
 
     for index, struct in enumerate(structs):
-      if types.torch_dtype(np.dtype(struct.dtype)) is None:
+      if calls.torch_dtype(np.dtype(struct.dtype)) is None:
         raise GateDefinitionError(
           f"{self.label}: argument {registry.argument(self.name, site.spec, index)}: PyTorch has "
           f"no {np.dtype(struct.dtype).name}; convert it before the call"
@@ -147,7 +147,7 @@ class TorchGate(Gate):
     return self._batchings[key]
 
   def _takes_vmap(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> bool:
-    from callgate._torch import calls, types
+    from callgate._torch import calls
 
     if self.effect != "pure":
       return False  # once for each lane
@@ -163,7 +163,7 @@ class TorchGate(Gate):
       for x, flag in zip(lanes, mask, strict=True)
     ]
     args, kwargs = jax.tree.unflatten(site.in_tree, structs)
-    return types.takes_vmap(run, args, {**kwargs, **dict(site.static)})
+    return calls.takes_vmap(run, args, {**kwargs, **dict(site.static)})
 
   def batched(self, whole: Level | None) -> Gate:
     return self if whole is None else self.part(_vmap(whole[1]))

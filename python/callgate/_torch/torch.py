@@ -68,9 +68,9 @@ class TorchFunction(TorchGate):
     return super().__call__(*args, **kwargs)
 
   def _infer(self, *args: Any, **kwargs: Any) -> Any:
-    from callgate._torch import types as _types
+    from callgate._torch import calls
 
-    types, self.drawn = _types.result_types(self.label, self.run, args, kwargs)
+    types, self.drawn = calls.result_types(self.label, self.run, args, kwargs)
     if self.random:
       self.drawn = None  # both runs draw from the same key
     leaves, tree = jax.tree.flatten(types)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from callgate._kernel.cuda import named
+from callgate._kernel.cuda.kernel import entries
 
 _KPARAM_INFO, _KPARAM_INFO_WIDE = 0x17, 0x45
 _SIZED = 4  # the format of entries of .nv.info whose payload follows
@@ -16,7 +16,7 @@ def declared(image: Any, entry: str) -> list[tuple[int, int]]:
   if image.capability == 0:
     found: list[tuple[int, int]] = []
     end = 0
-    for size, align in named.entries(image.code.rstrip(b"\0").decode())[entry]:
+    for size, align in entries(image.code.rstrip(b"\0").decode())[entry]:
       start = -(-end // align) * align
       found.append((start, size))
       end = start + size

@@ -10,8 +10,7 @@ from callgate._build.nvrtc import Image
 from callgate._core import extras, factories, registry
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import launch
-from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.cuda.named import Named, NamedKernel
+from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
 from callgate._kernel.cuda.options import NumbaCudaOptions
 from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall

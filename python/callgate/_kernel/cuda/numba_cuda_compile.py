@@ -25,7 +25,7 @@ from numba.cuda.np.numpy_support import from_dtype
 from callgate._build.nvrtc import Image
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._kernel.cuda.named import entries
+from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.launch import Parameter
 
 # Options of the decorator that the compilation takes, and those that say nothing about it.

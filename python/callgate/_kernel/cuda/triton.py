@@ -12,7 +12,7 @@ from callgate._core import extras, factories, registry
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
 from callgate._kernel import launch as _launch
-from callgate._kernel.cuda.named import Bound, Named, NamedKernel
+from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
 from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall
@@ -36,9 +36,9 @@ class TritonKernel(NamedKernel):
   ) -> None:
     what = f"kernel '{options.name}'" if options.name else "callgate.triton"
     extras.library("triton", "Triton", "triton", by=what)
-    from callgate._kernel.cuda import triton_compile, triton_configs
+    from callgate._kernel.cuda import triton_compile
 
-    self._compiler, self._configs = triton_compile, triton_configs
+    self._compiler = triton_compile
     function = triton_compile.base_function(kernel)
     if function is None:
       raise GateDefinitionError(
@@ -94,7 +94,7 @@ class TritonKernel(NamedKernel):
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
     given = {**constants, **self.compile_options}
-    found = self._configs.candidates(self.label, self.decorated, arguments, given)
+    found = self._compiler.candidates(self.label, self.decorated, arguments, given)
     found = [{**TRITON_DEFAULTS, **settings} for settings in found]
     for settings in found:
       if missing := sorted(self._automatic - settings.keys()):
@@ -102,12 +102,12 @@ class TritonKernel(NamedKernel):
           f"{self.label}: expected a value of {', '.join(missing)} from each configuration of "
           "@triton.autotune, got one without"
         )
-    device = self._configs.cuda_device()
+    device = self._compiler.cuda_device()
 
     def measure(settings: Mapping[str, Any]) -> float:
-      return self._configs.seconds_of(self._fixed(bound, settings), call, device)
+      return self._compiler.seconds_of(self._fixed(bound, settings), call, device)
 
-    return self._configs.chosen(
+    return self._compiler.chosen(
       self.label, self.decorated, self.function, found, known, None if device is None else measure
     )
 

@@ -216,10 +216,9 @@ def test_without_a_device_the_first_configuration_is_taken_and_a_warning_says_so
 
 
 def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: Any) -> None:
-  from callgate._kernel.cuda import triton_configs
-
+  triton_configs = compiler()
   monkeypatch.setenv("CALLGATE_CACHE_DIR", str(tmp_path))
-  function = compiler().base_function(tuned_kernel)
+  function = triton_configs.base_function(tuned_kernel)
   arguments = {"x_ptr": struct((1024,)), "n": 1024}
   found = triton_configs.candidates("kernel 'k'", tuned_kernel, arguments, {})
   assert [s["BLOCK"] for s in found] == [128, 512]
