@@ -106,11 +106,11 @@ class TorchGate(Gate):
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     from callgate._torch import calls
 
-    for index, struct in enumerate(structs):
-      if calls.torch_dtype(np.dtype(struct.dtype)) is None:
+    for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
+      if calls.torch_dtype(dtype) is None:
+        what = f"argument {registry.argument(self.name, site.spec, index)}"
         raise GateDefinitionError(
-          f"{self.label}: argument {registry.argument(self.name, site.spec, index)}: PyTorch has "
-          f"no {np.dtype(struct.dtype).name}; convert it before the call"
+          f"{self.label}: {what}: PyTorch has no {dtype.name}; convert it before the call"
         )
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:

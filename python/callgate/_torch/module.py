@@ -51,12 +51,11 @@ class ModuleFunction:
 
   def _refuse_writes(self, buffers: dict[str, Any], versions: dict[str, int]) -> None:
     written = [name for name, value in buffers.items() if value._version != versions[name]]
-    if not written:
-      written = [
-        f"{prefix}.running_mean".removeprefix(".")
-        for prefix, part in self.module.named_modules()
-        if isinstance(part, _NormBase) and part.training and part.track_running_stats
-      ]
+    written += [
+      f"{prefix}.running_mean".removeprefix(".")
+      for prefix, part in self.module.named_modules()
+      if isinstance(part, _NormBase) and part.training and part.track_running_stats
+    ]
     if written:
       raise GateDefinitionError(
         f"{self.label}: the module writes its buffer '{written[0]}' when called. Expected one of: "
@@ -64,7 +63,6 @@ class ModuleFunction:
         "buffers)"
       )
 
-  # -- its parameters ----------------------------------------------------------------------------
   def tensors(self) -> dict[str, Any]:
     """Parameters and buffers by name; shared ones once."""
     with self._lock:  # a call has others in their places
@@ -92,24 +90,20 @@ class ModuleFunction:
 
   def check(self, params: Any) -> None:
     """Raises unless it is a dict of this module's names and shapes."""
+    what = f"{self.label}: argument 'params'"
     if not isinstance(params, Mapping):
+      got = type(params).__name__
       raise GateDefinitionError(
-        f"{self.label}: argument 'params': expected a dict of arrays as `.params` gives it, got "
-        f"{type(params).__name__}"
+        f"{what}: expected a dict of arrays as `.params` gives it, got {got}"
       )
     own = self.tensors()
-    for names, what in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
       if names:
-        raise GateDefinitionError(
-          f"{self.label}: argument 'params': there is {what} '{min(names)}'; expected the names "
-          f"that `.params` has: {', '.join(own)}"
-        )
+        known = f"the names that `.params` has: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
     for name, tensor in own.items():
-      if np.shape(params[name]) != tuple(tensor.shape):
-        raise GateDefinitionError(
-          f"{self.label}: argument 'params': '{name}': expected shape {list(tensor.shape)}, got "
-          f"{list(np.shape(params[name]))}"
-        )
+      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
+        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
 
   def load(self, params: Mapping[str, Any]) -> None:
     """Copies arrays into the module's own tensors."""
@@ -122,6 +116,5 @@ class ModuleFunction:
 
 
 def _from_jax(array: np.ndarray) -> Any:
-  if hasattr(ml_dtypes, array.dtype.name):  # bfloat16 and the like, which NumPy lacks
-    array = array.astype(np.float32)
-  return torch.from_numpy(np.array(array))
+  is_numpys = not hasattr(ml_dtypes, array.dtype.name)  # but bfloat16 and the like aren't
+  return torch.from_numpy(np.array(array, array.dtype if is_numpys else np.float32))

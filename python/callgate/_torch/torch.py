@@ -82,9 +82,8 @@ class TorchFunction(TorchGate):
       return struct
     if not self.cast:
       raise GateDefinitionError(
-        f"{self.label}: result {index} is {struct.dtype.name}, which needs jax_enable_x64; "
-        f"expected {dtype.name} without it: convert it in the function, .to(torch.{dtype.name}), "
-        "or pass cast=True"
+        f"{self.label}: result {index} is {struct.dtype.name}, which needs jax_enable_x64; without "
+        f"it expected {dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
       )
     return jax.ShapeDtypeStruct(struct.shape, dtype)
 

@@ -30,19 +30,16 @@ _ELEMENTWISE = {"loop_prep", "after_loop", "options", "reduce_dims"}
 
 def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
   """The source of a RawKernel or RawModule, and the kernel's name in it."""
-  if kernel.file_path is not None or not kernel.code:
-    raise GateDefinitionError(
-      f"{what}: expected a kernel with its source, got one without: pass a RawModule that was made "
-      'of code=, with the function\'s name: callgate.cupy(module, "name", ...), rather than what '
-      "module.get_function() gives or a compiled file"
-    )
-  if kernel.backend != "nvrtc":
-    raise GateDefinitionError(f"{what}: expected backend='nvrtc', got '{kernel.backend}'")
-  if kernel.enable_cooperative_groups:
-    raise GateDefinitionError(
-      f"{what}: expected a kernel without enable_cooperative_groups, whose cooperative launch "
-      "callgate doesn't have"
-    )
+  faults = {
+    "a kernel with its source, got one without: pass a RawModule that was made of code=, with the "
+    'function\'s name: callgate.cupy(module, "name", ...), rather than what module.get_function() '
+    "gives or a compiled file": kernel.file_path is not None or not kernel.code,
+    f"backend='nvrtc', got '{kernel.backend}'": kernel.backend != "nvrtc",
+    "a kernel without enable_cooperative_groups, whose cooperative launch callgate doesn't have":
+      kernel.enable_cooperative_groups,
+  }  # fmt: skip
+  for expected in (text for text, wrong in faults.items() if wrong):
+    raise GateDefinitionError(f"{what}: expected {expected}")
   if function is None and hasattr(kernel, "get_function"):
     names = list(kernel.name_expressions or ())
     known = f" (its name_expressions are {', '.join(names)})" if names else ""
@@ -58,8 +55,7 @@ def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
   for option in given:
     if _REFUSED.match(option):
       raise GateDefinitionError(
-        f"{what}: expected options of a kernel that is one unit, got '{option}', which needs a "
-        "linker"
+        f"{what}: expected options of one unit, got '{option}', which needs a linker"
       )
     if "CUPY_USE_JITIFY" in option:
       raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
@@ -82,9 +78,9 @@ def _params(label: str, parameters: Sequence[Any]) -> str:
   for p in parameters:
     kind = str(p.ctype if p.dtype is None else p.dtype.name)
     if p.dtype is None and p.ctype is not None and not re.fullmatch(r"[A-Z][0-9]*", kind):
+      what = f"{label}: parameter '{p.name}'"
       raise GateDefinitionError(
-        f"{label}: parameter '{p.name}': expected a dtype or a capital letter as its type, got "
-        f"'{kind}'"
+        f"{what}: expected a dtype or a capital letter as its type, got '{kind}'"
       )
     if p.ctype is not None:
       found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
@@ -172,17 +168,16 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     given += [] if function is None else ["function"]
     if given:
       raise GateDefinitionError(
-        f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts "
-        "its arguments"
+        f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       )
     name = name or registry.free_name(f"{caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
-    reduction = isinstance(kernel, module.ReductionKernel)
-    hint = "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
+    got = type(kernel).__name__
+    if isinstance(kernel, module.ReductionKernel):
+      got += "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
     raise GateDefinitionError(
-      f"{what}: expected a cupy.RawKernel, a cupy.RawModule or a cupy.ElementwiseKernel, got "
-      f"{type(kernel).__name__}{hint if reduction else ''}"
+      f"{what}: expected a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel, got {got}"
     )
   if options.grid is None or options.block is None or options.jvp is not None:
     missing = "none" if options.grid is None else "no block="

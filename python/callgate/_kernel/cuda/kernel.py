@@ -5,8 +5,8 @@ else, from the call to the transformations, is as for kernels on the CPU.
 
 The parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call. It gives
 arrays, which become pointers or array structs, and numbers, which the program fixes; what it leaves
-open takes the results. What a PTX text declares of a kernel's parameters is what the driver goes by,
-so what a compiler says of them is held against it.
+open takes the results. The driver goes by what a PTX text declares of a kernel's parameters, so
+what a compiler says of them is held against it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,7 @@ class CudaKernel(Kernel, CudaPart):
   def __init__(
     self, name: str, signature: Sequence[Parameter] | None, options: CudaOptions
   ) -> None:
-    """See the functions that make kernels.
-
-    Args:
-      name: unique among the live operations of the process.
-      signature: the parameters in order: IN, OUT and INOUT for arrays, NUMBER for what a program
-        fixes; None for any number of arrays, and static values by any keyword.
-      options: see `CudaOptions`; its `name` is not looked at.
-    """
+    """As `Kernel`'s, with IN, OUT and INOUT for arrays, NUMBER for what a program fixes."""
     self._arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
@@ -135,18 +128,15 @@ class NamedKernel(CudaKernel):
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
+    known = f"expected names of parameters ({', '.join(self.named)})"
     for option, names in (("outputs", self.outputs), ("constants", self.constants)):
       for name in names:
         if name not in self.named:
-          raise GateDefinitionError(
-            f"{self.label}: {option}: expected names of parameters ({', '.join(self.named)}), got "
-            f"'{name}'"
-          )
+          raise GateDefinitionError(f"{self.label}: {option}: {known}, got '{name}'")
     for name in self.outputs:
       if name in self.constants or self.named[name].constant:
         raise GateDefinitionError(
-          f"{self.label}: outputs: expected parameters that take arrays, got '{name}', which is "
-          "static"
+          f"{self.label}: outputs: expected parameters that take arrays, got the static '{name}'"
         )
     taken = {*self.constants, *self.outputs}
     self.parameters = tuple(name for name in self.named if name not in taken)
@@ -155,19 +145,16 @@ class NamedKernel(CudaKernel):
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    places = self.parameters
+    places, known = self.parameters, ", ".join(self.parameters)
     if len(args) > len(places):
       raise GateDefinitionError(
-        f"{self.label}: expected at most {len(places)} arguments ({', '.join(places)}), got "
-        f"{len(args)}"
+        f"{self.label}: expected at most {len(places)} arguments ({known}), got {len(args)}"
       )
     given = dict(zip(places, args, strict=False))
     for name, value in kwargs.items():
       if name in given or name not in places:
         what = "twice" if name in given else "which it doesn't take"
-        raise GateDefinitionError(
-          f"{self.label}: got argument '{name}' {what}; expected {', '.join(places)}"
-        )
+        raise GateDefinitionError(f"{self.label}: got argument '{name}' {what}; expected {known}")
       given[name] = value
     arrays = [name for name in places if name in given and _is_array(given[name])]
     self._check_given(given, arrays)
@@ -183,9 +170,9 @@ class NamedKernel(CudaKernel):
       try:
         hash(value)
       except TypeError:
+        got = type(value).__name__
         raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected an array or a hashable static value, got "
-          f"{type(value).__name__}"
+          f"{self.label}: argument '{name}': expected an array or a hashable value, got {got}"
         ) from None
       static[name] = value
     if types:

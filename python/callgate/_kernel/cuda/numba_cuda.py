@@ -62,13 +62,9 @@ class NumbaCudaKernel(NamedKernel):
         shape = (*lanes, *value.shape)
         parameters += compiler.array_parameters(shape, value.dtype.itemsize, of, index)
     have = [len(p.data) for p in parameters]
-    for _, declared, _ in built:
-      if have != declared:
-        raise CompileError(
-          f"{self.label}: expected that Numba makes a kernel with parameters of {have} bytes, got "
-          f"{declared}; this version of numba-cuda is unknown to callgate",
-          "",
-        )
+    for declared in (declared for _, declared, _ in built if declared != have):
+      fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"
+      raise CompileError(f"{self.label}: {fault}; callgate doesn't know this numba-cuda", "")
     grid, block, shared, _ = launch.checked(
       self.label,
       self.extent("griddim", evaluated(given.griddim, call), call),

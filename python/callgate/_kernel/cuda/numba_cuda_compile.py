@@ -30,6 +30,13 @@ from callgate._kernel.launch import Parameter
 
 # Options of the decorator that the compilation takes, and those that say nothing about it.
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
+_REFUSED_CODE = {
+  "cudaCGGetIntrinsicHandle|cudaCGSynchronize":
+    "without cuda.cg.this_grid(), whose cooperative launch callgate doesn't have",
+  r"\.extern\s+\.func[^;]*\bNRT_":
+    "that makes no arrays on the heap, for which Numba needs a runtime of its own on the device; "
+    "cuda.local.array and cuda.shared.array make others",
+}  # fmt: skip
 _REFUSED = {
   "debug": "=True, whose errors Numba's own launcher reads back",
   "extensions": "=, which convert arguments at each launch",
@@ -89,9 +96,9 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
   for signature in function.signatures:
     if len(signature) == len(own) and all(map(_accepts, signature, own)):
       return [a if hasattr(a, "ndim") else d for a, d in zip(own, signature, strict=True)]
+  known = "; ".join(str(tuple(s)) for s in function.signatures)
   raise GateDefinitionError(
-    f"{label}: expected arguments of one of the signatures that @cuda.jit was given "
-    f"({'; '.join(str(tuple(s)) for s in function.signatures)}), got {own}"
+    f"{label}: expected arguments of a signature that @cuda.jit was given ({known}), got {own}"
   )
 
 
@@ -153,16 +160,9 @@ def compile_for(
   digest = hashlib.sha256(repr([str(t) for t in argument_types]).encode()).hexdigest()[:16]
   renamed = f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{digest}"
   text = text.replace(entry, renamed)
-  if "cudaCGGetIntrinsicHandle" in text or "cudaCGSynchronize" in text:
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without cuda.cg.this_grid(), whose cooperative launch callgate "
-      "doesn't have"
-    )
-  if re.search(r"\.extern\s+\.func[^;]*\bNRT_", text):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel that makes no arrays on the heap, for which Numba needs a "
-      "runtime of its own on the device; cuda.local.array and cuda.shared.array make others"
-    )
+  for pattern, why in _REFUSED_CODE.items():
+    if re.search(pattern, text):
+      raise GateDefinitionError(f"{label}: expected a kernel {why}")
   if ptx and not given.get("link"):
     image = Image(text.encode() + b"\0", 0)
   else:

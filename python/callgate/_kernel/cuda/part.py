@@ -145,9 +145,9 @@ class SourcePart(CudaPart):
     for what, role, arrays in (("operands", "in", call.operands), ("results", "out", call.results)):
       side = [p for p in self.function.parameters if p.role in (role, "inout")]
       if len(side) != len(arrays):
+        names = f"({', '.join(p.name for p in side)}), as the CUDA source has them"
         raise GateDefinitionError(
-          f"{self.label}: expected {len(side)} {what} ({', '.join(p.name for p in side)}), as the "
-          f"CUDA source has them, got {len(arrays)}"
+          f"{self.label}: expected {len(side)} {what} {names}, got {len(arrays)}"
         )
       found += zip(side, arrays, strict=True)
     return found
@@ -175,8 +175,7 @@ class SourcePart(CudaPart):
     if call.batch is not None:
       if grid[2] != 1:
         raise GateDefinitionError(
-          f"{self.label}: vmap='grid': expected a grid whose z is 1, since the lanes are along it; "
-          f"got {grid}"
+          f"{self.label}: vmap='grid': expected a grid whose z is 1, for the lanes; got {grid}"
         )
       grid = (grid[0], grid[1], call.batch)
     if call.results and all(0 in r.shape for r in call.results):  # nothing to write
@@ -225,8 +224,7 @@ class SourcePart(CudaPart):
       dtype = _source.dtype_by_name(call.static[element])
     if dtype is None:
       raise GateDefinitionError(
-        f"{self.label}: parameter '{name}': expected to know the type '{element}' from an array or "
-        "a keyword"
+        f"{self.label}: parameter '{name}': no array and no keyword tells the type '{element}'"
       )
     frozen = static_values.number(self.label, name, call.static[name], dtype, what="argument")
     return Argument.scalar(frozen.value, dtype)

@@ -94,13 +94,7 @@ def dtype_by_name(value: Any) -> np.dtype[Any]:
 
 
 def find(label: str, source: str, kernel: str | None) -> CudaFunction:
-  """The kernel of that name, which may have template arguments, or the source's only one.
-
-  Args:
-    label: for messages.
-    source: CUDA C++.
-    kernel: "scale", "ns::scale" or "scale<float, 4>"; None for the only one.
-  """
+  """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
   text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
@@ -121,9 +115,9 @@ def find(label: str, source: str, kernel: str | None) -> CudaFunction:
   (function,) = found
   given = _source.split_arguments(arguments.rstrip().removesuffix(">"))
   if len(given) > len(function.template):
+    most = f"{len(function.template)} ({', '.join(p.name for p in function.template)})"
     raise GateDefinitionError(
-      f"{label}: expected at most {len(function.template)} template arguments "
-      f"({', '.join(p.name for p in function.template)}), got {len(given)}"
+      f"{label}: expected template arguments, at most {most}; got {len(given)}"
     )
   bound = {p.name: value for p, value in zip(function.template, given, strict=False)}
   return dataclasses.replace(function, bound=bound)

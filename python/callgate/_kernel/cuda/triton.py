@@ -97,10 +97,9 @@ class TritonKernel(NamedKernel):
     found = self._compiler.candidates(self.label, self.decorated, arguments, given)
     found = [{**TRITON_DEFAULTS, **settings} for settings in found]
     for settings in found:
-      if missing := sorted(self._automatic - settings.keys()):
+      if missing := ", ".join(sorted(self._automatic - settings.keys())):
         raise GateDefinitionError(
-          f"{self.label}: expected a value of {', '.join(missing)} from each configuration of "
-          "@triton.autotune, got one without"
+          f"{self.label}: expected {missing} in each configuration of @triton.autotune, got none"
         )
     device = self._compiler.cuda_device()
 
@@ -162,10 +161,8 @@ class TritonKernel(NamedKernel):
   ) -> tuple[Launch, tuple[int, ...]]:
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
-      raise CompileError(
-        f"{self.label}: expected the same launch for all of arch=, got {sorted(same)}; give one",
-        "",
-      )
+      fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
+      raise CompileError(f"{self.label}: {fault}", "")
     ((entry, threads, (cx, cy, cz), _),) = same
     grid = self._grid
     if callable(grid):

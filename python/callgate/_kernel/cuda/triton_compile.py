@@ -119,16 +119,16 @@ def automatic(kernel: Any) -> set[str]:
 
 def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
   """An array as an argument."""
-  code = _DTYPES.get(dtype.name)
+  code, what = _DTYPES.get(dtype.name), f"{label}: parameter '{parameter.name}'"
   if code is None:
+    known = ", ".join(_DTYPES)
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': Triton has no pointers to {dtype.name}; expected "
-      f"one of {', '.join(_DTYPES)}"
+      f"{what}: Triton has no pointers to {dtype.name}; expected one of {known}"
     )
   if parameter.annotation_type:
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}' is annotated as a {parameter.annotation_type}, so a "
-      "number that is known when the call is traced; expected one (static), got an array"
+      f"{what}: expected a static number, as its annotation {parameter.annotation_type} says, got "
+      "an array"
     )
   aligned = divisible and _by_alignment(parameter)
   return Argument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
@@ -136,12 +136,12 @@ def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -
 
 def scalar(parameter: Any, value: Any, label: str) -> Argument:
   """A number or constant as an argument, specialised as Triton's launcher does it."""
+  what = f"{label}: parameter '{parameter.name}'"
   if parameter.is_constexpr or value is None:
     return Argument(parameter.name, "constexpr", value)
   if not isinstance(value, (bool, int, float, np.generic)):
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': expected an array or a number, or the parameter "
-      f"annotated tl.constexpr; got {value!r}"
+      f"{what}: expected an array, a number, or the annotation tl.constexpr; got {value!r}"
     )
   number = value.item() if isinstance(value, np.generic) else value
   whole = isinstance(number, int) and not isinstance(number, bool)
@@ -151,10 +151,8 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
     return Argument(parameter.name, "constexpr", 1)
   code = declared or _scalar_type(value)
   if code not in _SCALARS:
-    raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': expected a type among {', '.join(_SCALARS)}, got "
-      f"{code}"
-    )
+    known = ", ".join(_SCALARS)
+    raise GateDefinitionError(f"{what}: expected a type among {known}, got {code}")
   return Argument(
     parameter.name, code, number, whole and _by_alignment(parameter) and number % 16 == 0
   )
@@ -198,27 +196,20 @@ def compile_for(
       made = triton.compile(_source(function, arguments), target=target, options=dict(options))
     except Exception as error:  # Triton raises many kinds
       text = f"{type(error).__name__}: {error}"
-      raise CompileError(
-        f"{label}: Triton {triton.__version__} can't compile '{function.__name__}' for sm_"
-        f"{capability}: {text}",
-        text,
-      ) from error
+      what = f"Triton {triton.__version__} can't compile '{function.__name__}' for sm_{capability}"
+      raise CompileError(f"{label}: {what}: {text}", text) from error
   metadata = made.metadata
   if getattr(metadata, "launch_cooperative_grid", False):
     raise GateDefinitionError(
-      f"{label}: expected a kernel without launch_cooperative_grid, which callgate's launches "
-      "don't have"
+      f"{label}: expected a kernel without launch_cooperative_grid, which callgate doesn't have"
     )
   declared = entries(made.asm["ptx"]).get(metadata.name)
   sizes = None if declared is None else [size for size, _ in declared]
   wanted = [8 if a.type[0] == "*" else a.dtype.itemsize for a in passed(arguments)]
   if sizes not in [wanted + [8] * more for more in range(3)]:
-    raise CompileError(
-      f"{label}: expected that Triton {triton.__version__} makes a kernel with parameters of "
-      f"{wanted} bytes and at most two pointers more, got {sizes}; this version is unknown to "
-      "callgate",
-      "",
-    )
+    fault = f"expected that Triton {triton.__version__} makes a kernel with parameters of {wanted}"
+    more = f"bytes and at most two pointers more, got {sizes}; callgate doesn't know this version"
+    raise CompileError(f"{label}: {fault} {more}", "")
   x, y, z = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
   of_block = (getattr(metadata, f"{n}_scratch_size", 0) or 0 for n in ("global", "profile"))
   scratch = tuple(int(size) * math.prod((x, y, z)) for size in of_block)
@@ -264,11 +255,7 @@ def candidates(
 ) -> list[Settings]:
   """The settings (constants of the kernel and options of its compilation) that a call may take.
 
-  Args:
-    label: of the kernel, for messages.
-    kernel: as the user's decorators made it.
-    arguments: of the call, by name; types for arrays.
-    settings: what is known beside.
+  `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
   """
   if isinstance(kernel, Heuristics):
     known = dict(settings)
@@ -297,8 +284,7 @@ def candidates(
     twice = sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))
     if twice:
       raise GateDefinitionError(
-        f"{label}: got {', '.join(twice)} both from @triton.autotune and from the call; expected "
-        "one"
+        f"{label}: expected {', '.join(twice)} once, got both @triton.autotune's and the call's"
       )
     found += candidates(label, kernel.fn, arguments, {**settings, **config.all_kwargs()})
   return found
@@ -314,13 +300,7 @@ def chosen(
 ) -> Settings:
   """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
 
-  Args:
-    label: of the kernel.
-    kernel: as the user's decorators made it.
-    function: the JITFunction below them.
-    found: the candidates.
-    arguments: of the call, by name.
-    measure: seconds of a launch with some settings; None where there is no device.
+  `function` is the JITFunction; `measure` gives the seconds of a launch, None without a device.
   """
   if len(found) == 1:
     return found[0]

@@ -79,21 +79,19 @@ def _check_names(label: str, code: Code, jvp: str) -> None:
   params = (*code.inputs, *code.outputs)
   names, have = {p.name for p in params}, words(jvp)
   for param in params:
-    if f"d{param.name}" in names:
-      raise GateDefinitionError(
-        f"{label}: jvp: 'd{param.name}' is the tangent of '{param.name}' here; expected no "
-        "parameter of that name"
-      )
-    if param.raw and f"d{param.name}" in have:
-      raise GateDefinitionError(
-        f"{label}: jvp: '{param.name}' is raw, so that one element's tangent says too little; "
-        "expected no derivative with respect to it, or a rule given to defjvp or defvjp"
-      )
-    if param in code.outputs and f"d{param.name}" not in have and _has_tangent(param):
-      raise GateDefinitionError(
-        f"{label}: jvp: expected a statement for each result, such as 'd{param.name} = ...;', "
-        f"got none for '{param.name}'"
-      )
+    tangent, given = f"d{param.name}", f"d{param.name}" in have
+    faults = {
+      f"'{tangent}' is the tangent of '{param.name}' here; expected no parameter of that name":
+        tangent in names,
+      f"'{param.name}' is raw, so that one element's tangent says too little; expected no "
+      "derivative with respect to it, or a rule given to defjvp or defvjp":
+        param.raw and given,
+      f"expected a statement for each result, such as '{tangent} = ...;', got none for "
+      f"'{param.name}'":
+        param in code.outputs and not given and _has_tangent(param),
+    }  # fmt: skip
+    for fault in (text for text, wrong in faults.items() if wrong):
+      raise GateDefinitionError(f"{label}: jvp: {fault}")
 
 
 def _operation(label: str, code: Code, jvp: str, index: int) -> str:

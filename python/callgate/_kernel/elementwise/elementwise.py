@@ -341,16 +341,16 @@ def _varying(shapes: Sequence[Sequence[int]], result: Sequence[int]) -> str:
 
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   if code.mapped:
+    names = ", ".join(repr(p.name) for p in code.mapped)
     raise GateDefinitionError(
-      f"{label}: got size={size!r}, but the results have the shape to which "
-      f"{', '.join(repr(p.name) for p in code.mapped)} broadcast; expected size= where all "
-      "arguments are raw"
+      f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
+      "expected size= where all arguments are raw"
     )
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
+    got = "none" if size is None else repr(size)
     raise GateDefinitionError(
-      f"{label}: expected size=, an integer or a shape, since no argument gives the results "
-      f"theirs; got {'none' if size is None else repr(size)}"
+      f"{label}: expected size=, an integer or a shape, which no argument gives; got {got}"
     )
   return tuple(int(e) for e in extents)
 

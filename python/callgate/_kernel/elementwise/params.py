@@ -152,10 +152,8 @@ def bind(
         f"{label}: expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
       )
     if is_packed(dtype):
-      raise GateDefinitionError(
-        f"{label}: {what}: {dtype.name} has several elements in a byte, which kernels don't take; "
-        "convert to int8 before the call"
-      )
+      fault = f"{dtype.name} has several elements in a byte, which kernels don't take"
+      raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
   return {letter: dtype for letter, (dtype, _) in bound.items()}
 
 

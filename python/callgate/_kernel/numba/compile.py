@@ -94,8 +94,7 @@ def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
   dispatcher: Any = numba.njit(**request.options)(function)
   if not isinstance(dispatcher, Dispatcher):
     raise GateDefinitionError(
-      f"{request.label}: expected Numba's compiler, got none: it is switched off "
-      "(NUMBA_DISABLE_JIT)"
+      f"{request.label}: expected Numba's compiler, which NUMBA_DISABLE_JIT switches off; got none"
     )
   _compile(request, argument_types, lambda: dispatcher.compile(argument_types))
   compiled = dispatcher.overloads[argument_types]
@@ -155,11 +154,11 @@ def _stores(request: Request, returned: Any) -> list[Any]:
     if not ranks_fit or not (have == (dtype, rank) or castable):
       shown = type if have is None else f"{have[0].name} of rank {have[1]}"
       hint = "; results are never cast silently: see cast=True" if ranks_fit else ""
+      expected = f"expected {dtype.name} of rank {rank}"
       raise GateDefinitionError(
-        f"{request.label}: result {index}: expected {dtype.name} of rank {rank}, but {what} "
-        f"{shown}{hint}"
+        f"{request.label}: result {index}: {expected}, but {what} {shown}{hint}"
       )
-    store = _store_array(index) if is_array else _store_number()
+    store = _store(index if is_array else None)
     signature = (result_type((dtype, rank)), type)
     store.compile(signature)
     stores.append(store.overloads[signature])
@@ -167,24 +166,18 @@ def _stores(request: Request, returned: Any) -> list[Any]:
 
 
 @functools.cache
-def _store_array(index: int) -> Any:
+def _store(index: int | None) -> Any:
+  """What stores an array as the result of an index, or a number."""
 
-  @numba.njit
-  def store(out: Any, value: Any) -> None:
+  def array(out: Any, value: Any) -> None:
     if out.shape != value.shape:
       raise ResultShapeError(index, out.shape, value.shape)
     out[...] = value
 
-  return store
-
-
-@functools.cache
-def _store_number() -> Any:
-  @numba.njit
-  def store(out: Any, value: Any) -> None:
+  def number(out: Any, value: Any) -> None:
     out[()] = value
 
-  return store
+  return numba.njit(number if index is None else array)
 
 
 # -- what it is asked before ---------------------------------------------------------------------

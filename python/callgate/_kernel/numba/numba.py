@@ -23,6 +23,8 @@ from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
 from callgate._kernel.variants import CallTypes, Function, Static, Type
 
+_DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
+_STATIC = "a number, a string, None or a tuple of these"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -84,9 +86,9 @@ class NumbaKernel(CpuKernel):
         f"{label}: fn: expected a Python function, an @njit function or a @cfunc, got {function!r}"
       )
     if made and given:
+      names = ", ".join(sorted(given))
       raise GateDefinitionError(
-        f"{label}: got {', '.join(sorted(given))} for a function that Numba's decorator has made; "
-        "expected them there"
+        f"{label}: got {names} for a function that Numba's decorator has made; expected them there"
       )
     self.function = source
     self.options, self._pointers = made or (given, None)
@@ -128,10 +130,10 @@ class NumbaKernel(CpuKernel):
       return possible[0] if len(possible) == 1 else self._guessed_lead
     lead = leads[0] if len(leads) == 1 else self._guessed_lead
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
+    names = ", ".join(p.name for p in positional)
     raise GateDefinitionError(
-      f"{self.label}: '{self.function.__name__}' has the parameters "
-      f"({', '.join(p.name for p in positional)}), which is not one for each of {operands} "
-      f"arguments {where}; static values are given by keyword"
+      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), not one for each of "
+      f"{operands} arguments {where}; static values are given by keyword"
     )
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
@@ -169,13 +171,12 @@ class NumbaKernel(CpuKernel):
     for name in kwargs:
       if name in arrays and name in keyword_only:
         raise GateDefinitionError(
-          f"{self.label}: '{name}' is keyword-only, so static; expected a number, a string, None "
-          "or a tuple of these, got an array"
+          f"{self.label}: '{name}' is keyword-only, so static; expected {_STATIC}, got an array"
         )
       if name not in known or known[name] is inspect.Parameter.VAR_POSITIONAL:
+        known = ", ".join(self.parameters)
         raise GateDefinitionError(
-          f"{self.label}: got argument '{name}', which it doesn't have; expected "
-          f"{', '.join(self.parameters)}"
+          f"{self.label}: got argument '{name}', which it doesn't have; expected {known}"
         )
     values = sorted((*static, *constants.items()))
     frozen = tuple((name, _frozen(self.label, name, value)) for name, value in values)
@@ -187,10 +188,8 @@ class NumbaKernel(CpuKernel):
         break
       operands.append(arrays.pop(name))
     if arrays:
-      raise GateDefinitionError(
-        f"{self.label}: got array(s) {', '.join(sorted(arrays))} by keyword, twice or after one "
-        f"that is missing; expected {', '.join(names)}"
-      )
+      got = f"got array(s) {', '.join(sorted(arrays))} by keyword, twice or after a missing one"
+      raise GateDefinitionError(f"{self.label}: {got}; expected {', '.join(names)}")
     for index, value in enumerate(operands):
       named = self.parameters[index] if index < len(self.parameters) else str(index)
       leaves_of(self.label, Parameter(named, Kind.IN), value)
@@ -206,8 +205,7 @@ class NumbaKernel(CpuKernel):
     for what, dtype in named:
       if self._entry.element_type(np.dtype(dtype)) is None:
         raise GateDefinitionError(
-          f"{self.label}: {what}: expected a dtype that Numba has on the CPU (bool, integers of 8 "
-          "to 64 bits, float32, float64, complex64, complex128), got "
+          f"{self.label}: {what}: expected a dtype that Numba has on the CPU ({_DTYPES}), got "
           f"{np.dtype(dtype).name}; convert it with astype"
         )
     super().check_call(site, structs)
@@ -239,9 +237,9 @@ class NumbaKernel(CpuKernel):
       have = (types.results if slot.kind == "result" else types.operands)[slot.indices[0]]
       expected = self._compiler.pointer_text(declared, have)
       if expected is not None:
+        got, what = f"{have[0].name} of rank {have[1]}", f"parameter '{parameter.name}'"
         raise GateDefinitionError(
-          f"{self.label}: parameter '{parameter.name}' of the @cfunc: expected {expected}, got "
-          f"{have[0].name} of rank {have[1]}"
+          f"{self.label}: {what} of the @cfunc: expected {expected}, got {got}"
         )
     pointers, taken = self._pointers, tuple(parameters)
     return self._compiler.compile_function(
@@ -268,8 +266,7 @@ def _frozen(label: str, name: str, value: Any) -> Any:
     _to_json(value)
   except TypeError:
     raise GateDefinitionError(
-      f"{label}: static value '{name}': expected a number, a string, None or a tuple of these, got "
-      f"{value!r}"
+      f"{label}: static value '{name}': expected {_STATIC}, got {value!r}"
     ) from None
   return value
 
