@@ -96,22 +96,12 @@ def _elementwise(kernel: Any, name: str, options: CupyOptions) -> Kernel:
   if wrong:
     raise GateDefinitionError(f"{label}: expected an ElementwiseKernel without {', '.join(wrong)}")
   return elementwise(
-    _params(label, kernel.in_params),
-    _params(label, kernel.out_params),
-    str(kernel.operation),
-    name,
-    preamble=str(kernel.preamble),
-    loop_prep=str(given.get("loop_prep", "")),
-    after_loop=str(given.get("after_loop", "")),
-    cuda_options=tuple(given.get("options", ())),
-    jvp=options.jvp,
-    like=options.like,
-    effect=options.effect,
-    aliases=options.aliases,
-    sharding=options.sharding,
-    gradient=options.gradient,
-    arch=options.arch,
-  )
+    _params(label, kernel.in_params), _params(label, kernel.out_params), str(kernel.operation),
+    name, preamble=str(kernel.preamble), loop_prep=str(given.get("loop_prep", "")),
+    after_loop=str(given.get("after_loop", "")), cuda_options=tuple(given.get("options", ())),
+    jvp=options.jvp, like=options.like, effect=options.effect, aliases=options.aliases,
+    sharding=options.sharding, gradient=options.gradient, arch=options.arch,
+  )  # fmt: skip
 
 
 @factories.of_two(CupyOptions)

@@ -116,12 +116,9 @@ class NamedKernel(CudaKernel):
   """
 
   def __init__(
-    self,
-    name: str,
-    named: Iterable[Named],
-    options: NamedOptions,
+    self, name: str, named: Iterable[Named], options: NamedOptions,
     constants: Mapping[str, Any] | None = None,
-  ) -> None:
+  ) -> None:  # fmt: skip
     self.named = {p.name: p for p in named}
     self.constants = dict(constants or {})
     outputs = options.outputs or ()

@@ -51,14 +51,9 @@ class SourcePart(CudaPart):
   """
 
   def __init__(
-    self,
-    label: str,
-    source: str,
-    kernel: str | None,
-    launching: LaunchOptions,
-    building: BuildOptions,
-    aliases: Mapping[int, int],
-  ) -> None:
+    self, label: str, source: str, kernel: str | None, launching: LaunchOptions,
+    building: BuildOptions, aliases: Mapping[int, int],
+  ) -> None:  # fmt: skip
     self.label = label
     self.source = source
     self.kernel = kernel

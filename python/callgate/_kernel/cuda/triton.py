@@ -116,15 +116,12 @@ class TritonKernel(NamedKernel):
     results = sorted((b.position, b.value) for b in bound.values() if b.of == "result")
     own = {n: v for n, v in settings.items() if n in bound}
     options = TritonOptions(
-      name=registry.free_name(f"{self.name}.tuned"),
-      grid=self._grid,
-      options={n: v for n, v in settings.items() if n not in bound},
-      zeroed_outputs=self._zeroed,
+      name=registry.free_name(f"{self.name}.tuned"), grid=self._grid,
+      options={n: v for n, v in settings.items() if n not in bound}, zeroed_outputs=self._zeroed,
       outputs=[n for n, b in bound.items() if b.of == "result"],
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
-      aliases=self.aliases,
-      arch=self.arch(),
-    )
+      aliases=self.aliases, arch=self.arch(),
+    )  # fmt: skip
     return TritonKernel(self.function, options, {**static, **own})
 
   def _key(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
@@ -138,12 +135,9 @@ class TritonKernel(NamedKernel):
     return json.dumps(about, separators=(",", ":"))
 
   def _built(
-    self,
-    key: str,
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    self, key: str, arguments: Sequence[Any], options: Mapping[str, Any],
     capabilities: tuple[int, ...],
-  ) -> list[Any]:
+  ) -> list[Any]:  # fmt: skip
     def make(capability: int, ptx: bool) -> Any:
       return self._compiler.compile_for(
         self.label, self.function, arguments, options, capability, ptx=ptx
@@ -152,13 +146,9 @@ class TritonKernel(NamedKernel):
     return self.made_for(key, capabilities, make)
 
   def _launch(
-    self,
-    call: CudaCall,
-    built: Sequence[Any],
-    arguments: Sequence[Any],
-    bound: Mapping[str, Bound],
-    meta: Mapping[str, Any],
-  ) -> tuple[Launch, tuple[int, ...]]:
+    self, call: CudaCall, built: Sequence[Any], arguments: Sequence[Any],
+    bound: Mapping[str, Bound], meta: Mapping[str, Any],
+  ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"

@@ -175,14 +175,9 @@ def _scalar_type(value: Any) -> str:
 
 
 def compile_for(
-  label: str,
-  function: Any,
-  arguments: Sequence[Argument],
-  options: Mapping[str, Any],
-  capability: int,
-  *,
-  ptx: bool,
-) -> Compiled:
+  label: str, function: Any, arguments: Sequence[Argument], options: Mapping[str, Any],
+  capability: int, *, ptx: bool,
+) -> Compiled:  # fmt: skip
   """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older.
 
   `arguments` has one for each parameter, `options` are Triton's, such as num_warps.
@@ -291,13 +286,9 @@ def candidates(
 
 
 def chosen(
-  label: str,
-  kernel: Any,
-  function: Any,
-  found: Sequence[Settings],
-  arguments: Mapping[str, Any],
+  label: str, kernel: Any, function: Any, found: Sequence[Settings], arguments: Mapping[str, Any],
   measure: Callable[[Settings], float] | None,
-) -> Settings:
+) -> Settings:  # fmt: skip
   """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
 
   `function` is the JITFunction; `measure` gives the seconds of a launch, None without a device.

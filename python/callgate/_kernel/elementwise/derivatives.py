@@ -36,12 +36,9 @@ class Derivative(NamedTuple):
 
 
 def derive(
-  label: str,
-  code: Code,
-  jvp: str,
-  like: Callable[..., Any] | None,
+  label: str, code: Code, jvp: str, like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
-) -> dict[int, Derivative]:
+) -> dict[int, Derivative]:  # fmt: skip
   """A `Derivative` for each argument that has one, by its position.
 
   `like` is the user's reference, for derivatives of the coefficients; `make` makes a kernel from
@@ -112,12 +109,9 @@ def _type(param: Param) -> str:
 
 
 def jvp(
-  factors: Callable[..., list[Any]],
-  kernel: Any,
-  primals: Sequence[Any],
-  tangents: Sequence[Any],
+  factors: Callable[..., list[Any]], kernel: Any, primals: Sequence[Any], tangents: Sequence[Any],
   **static: Any,
-) -> Any:
+) -> Any:  # fmt: skip
   """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is one of those below."""
   results, tree = jax.tree.flatten(kernel(*primals, **static))
   parts: list[list[Any]] = [[] for _ in results]

@@ -130,15 +130,9 @@ class ElementwiseKernel(CpuKernel):
   _hint = ""  # behind what the compiler says
 
   def __init__(
-    self,
-    name: str,
-    code: Code,
-    options: KernelOptions,
-    *,
-    build_options: Mapping[str, Any],
-    cuda_options: CudaOptions,
-    jvp: str | None = None,
-  ) -> None:
+    self, name: str, code: Code, options: KernelOptions, *, build_options: Mapping[str, Any],
+    cuda_options: CudaOptions, jvp: str | None = None,
+  ) -> None:  # fmt: skip
     self.user_code = code
     self.build_options = dict(build_options)
     self.cuda_options = cuda_options
