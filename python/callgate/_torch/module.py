@@ -29,7 +29,7 @@ class ModuleFunction:
   module run one after another.
   """
 
-  def __init__(self, label: str, module: Any, *, mutable: bool) -> None:
+  def __init__(self, label: str, module: Any, mutable: bool) -> None:
     self.label, self.module, self.mutable = label, module, mutable
     self.__name__ = type(module).__name__
     self._lock = threading.RLock()
@@ -45,15 +45,10 @@ class ModuleFunction:
     versions = {name: value._version for name, value in buffers.items()} if watched else {}
     with self._lock:
       result = torch.func.functional_call(self.module, tensors, args, kwargs)
-    if watched:
-      self._refuse_writes(buffers, versions)
-    return (result, buffers) if self.mutable else result
-
-  def _refuse_writes(self, buffers: dict[str, Any], versions: dict[str, int]) -> None:
-    written = [name for name, value in buffers.items() if value._version != versions[name]]
+    written = [name for name, version in versions.items() if buffers[name]._version != version]
     written += [
       f"{prefix}.running_mean".removeprefix(".")
-      for prefix, part in self.module.named_modules()
+      for prefix, part in (self.module.named_modules() if watched else ())
       if isinstance(part, _NormBase) and part.training and part.track_running_stats
     ]
     if written:
@@ -62,6 +57,7 @@ class ModuleFunction:
         "module.eval() before the call, or mutable=True, with which calls return (result, new "
         "buffers)"
       )
+    return (result, buffers) if self.mutable else result
 
   def tensors(self) -> dict[str, Any]:
     """Parameters and buffers by name; shared ones once."""
@@ -76,17 +72,17 @@ class ModuleFunction:
 
   def params(self) -> dict[str, jax.Array]:
     """Copies of the tensors as JAX arrays."""
-    return {name: self._to_jax(name, value) for name, value in self.tensors().items()}
-
-  def _to_jax(self, name: str, tensor: Any) -> jax.Array:
-    array = to_numpy(tensor)
-    dtype = tracing.canonical_dtype(array.dtype)
-    if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
-      raise GateDefinitionError(
-        f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
-        f"expected {dtype.name} without it (module.float() converts a module)"
-      )
-    return jnp.array(array, dtype)  # a copy: the module's memory changes when it is loaded
+    found: dict[str, jax.Array] = {}
+    for name, tensor in self.tensors().items():
+      array = to_numpy(tensor)
+      dtype = tracing.canonical_dtype(array.dtype)
+      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
+          f"expected {dtype.name} without it (module.float() converts a module)"
+        )
+      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
+    return found
 
   def check(self, params: Any) -> None:
     """Raises unless it is a dict of this module's names and shapes."""

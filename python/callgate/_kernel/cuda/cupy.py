@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from callgate._core import extras, factories, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.cuda import CudaSourceKernel
 from callgate._kernel.cuda.options import CupyOptions
@@ -122,18 +121,16 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   # jax.jit(lambda x: run(x, 2.0, x.size))
   ```
 
-  Source, options and name are taken from CuPy's object; callgate compiles them with NVRTC, for this
-  process's devices or for `arch`, and the runtime launches the kernel on XLA's stream, without
-  CuPy and without Python. Options are respected, with `-ftz=true` as CuPy has it, and so are
-  CuPy's own headers (`#include <cupy/complex.cuh>`); standards older than C++17 count as that.
-  Cooperative launches, separate compilation, nvcc and jitify are refused.
+  Source, options and name are CuPy's; callgate compiles with NVRTC, for this process's devices or
+  for `arch`, and the runtime launches on XLA's stream, without CuPy and Python. Options (with
+  `-ftz=true`) and CuPy's own headers (`#include <cupy/complex.cuh>`) are respected; standards older
+  than C++17 count as that. Cooperative launches, separate compilation, nvcc and jitify are refused.
 
   - A `RawKernel`, or a `RawModule` with the name of its function, `"scale"` or `"scale<float>"`: a
     call gives and gets what the kernel's parameters say, as in `callgate.cuda`: `const T*` is an
     operand, `T*` a result, a number is static.
-  - An `ElementwiseKernel`: a kernel as `callgate.elementwise` makes it of the same code, for the
-    CPU as well; `grid`, `block`, `out` and what belongs to them are not given. Operands broadcast
-    as CuPy's do. Floating literals are of the operands' precision there, as JAX has it.
+  - An `ElementwiseKernel`: a kernel of `callgate.elementwise`, for the CPU as well; it takes no
+    `grid`, `block` and `out`. Floating literals are of the operands' precision, as JAX has it.
 
   Args:
     kernel: a `cupy.RawKernel`, `cupy.RawModule` or `cupy.ElementwiseKernel`.
@@ -160,7 +157,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
       raise GateDefinitionError(
         f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       )
-    name = name or registry.free_name(f"{caller_module()}.{kernel.name}")
+    name = name or registry.free_name(f"{registry.caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     got = type(kernel).__name__
@@ -175,7 +172,7 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
   source, named = _source_of(what, kernel, function)
   known = _source.find(what, source, named)
-  name = name or registry.free_name(f"{caller_module()}.{known.name}")
+  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
   label = f"kernel '{name}'"
   building = BuildOptions(
     _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, options.arch)

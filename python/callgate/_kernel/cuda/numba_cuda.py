@@ -12,7 +12,6 @@ from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
 from callgate._kernel.cuda.options import NumbaCudaOptions
-from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall
 
 
@@ -41,7 +40,7 @@ class NumbaCudaKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
 
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> launch.Plan:
     bound, compiler, given = self.bound(call), self._compiler, self._launching
     # The leading axis of arrays under vmap="grid", which a call without a batch has too.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()
@@ -54,7 +53,7 @@ class NumbaCudaKernel(NamedKernel):
         held.append((name, value.dtype.name, len(lanes) + len(value.shape), written))
     key = json.dumps(held, separators=(",", ":"))
     types, built = self._built(key, call.capabilities)
-    parameters: list[Parameter] = []
+    parameters: list[launch.Parameter] = []
     for (of, index, value), numba_type in zip(bound.values(), types, strict=True):
       if of == "static":
         parameters += compiler.scalar_parameters(value, numba_type)
@@ -71,8 +70,8 @@ class NumbaCudaKernel(NamedKernel):
       launch.extent(self.label, "blockdim", evaluated(given.blockdim, call)),
       evaluated(given.sharedmem, call),
     )
-    launched = Launch(built[0][0], grid, block, tuple(parameters), shared)
-    return Plan(key, tuple(image for _, _, image in built), (launched,))
+    launched = launch.Launch(built[0][0], grid, block, tuple(parameters), shared)
+    return launch.Plan(key, tuple(image for _, _, image in built), (launched,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return tuple(image for _, _, image in self._built(key, capabilities)[1])
@@ -111,14 +110,13 @@ def numba_cuda(dispatcher: Any, /, *, options: NumbaCudaOptions) -> NumbaCudaKer
 
   Numba compiles the kernel once for the dtypes and ranks of a call, when it is lowered, for this
   process's devices, or for `arch`; the runtime launches it on XLA's stream. Arrays are C-contiguous
-  ones of Numba's, and those that are operands are read-only, unless `aliases` names them: a kernel
-  that writes to one is refused when it is compiled. A number is passed by value and fixed by the
-  program: a Python int is an int64, a float a float64, and NumPy's scalars have their own type; a
-  kernel whose decorator has a signature gets what that says.
+  and operands read-only, unless `aliases` names them: a kernel that writes to one is refused when
+  it is compiled. A number is passed by value and fixed by the program: a Python int is an int64, a
+  float a float64, NumPy's scalars have their own type, and a signature of the decorator wins.
 
   A call fills the kernel's parameters in order, or by name. Those that it leaves open take the
-  results, in order: they come last, behind the arrays, or `outputs` names them. For a kernel
-  `(out, x)` as `callgate.numba` takes them, that is `outputs="out"`.
+  results, in order: they come last, behind the arrays, or `outputs` names them ("out" for a kernel
+  `(out, x)` as `callgate.numba` takes them).
 
   Args:
     dispatcher: what the decorator made. Its options are respected (fastmath, lineinfo, opt,

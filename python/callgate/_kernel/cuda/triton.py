@@ -11,10 +11,9 @@ from callgate._build.nvrtc import Image
 from callgate._core import extras, factories, registry
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
-from callgate._kernel import launch as _launch
+from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
-from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall
 
 # What a kernel's key holds by value.
@@ -59,7 +58,7 @@ class TritonKernel(NamedKernel):
     super().__init__(name, named, options, constants)
 
   # -- plans -------------------------------------------------------------------------------------
-  def plan(self, call: CudaCall) -> Plan:
+  def plan(self, call: CudaCall) -> launch.Plan:
     bound = self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
     settings = self._settings(call, bound, known)
@@ -76,9 +75,9 @@ class TritonKernel(NamedKernel):
     options = {k: v for k, v in settings.items() if k not in bound}
     key = self._key(arguments, options)
     built = self._built(key, arguments, options, call.capabilities)
-    launch, scratch = self._launch(call, built, arguments, bound, meta)
+    launched, scratch = self._launch(call, built, arguments, bound, meta)
     images = tuple(b.image for b in built)
-    return Plan(key, images, (launch,), scratch, self._zeroed_of(call, bound, meta))
+    return launch.Plan(key, images, (launched,), scratch, self._zeroed_of(call, bound, meta))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     held = json.loads(key)
@@ -148,7 +147,7 @@ class TritonKernel(NamedKernel):
   def _launch(
     self, call: CudaCall, built: Sequence[Any], arguments: Sequence[Any],
     bound: Mapping[str, Bound], meta: Mapping[str, Any],
-  ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
+  ) -> tuple[launch.Launch, tuple[int, ...]]:  # fmt: skip
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
@@ -159,24 +158,24 @@ class TritonKernel(NamedKernel):
       shapes = ((*call.operands, *call.results),) if takes_two(grid) else ()
       grid = grid(dict(meta), *shapes)
     x, y, z = self.extent("grid", grid, call)
-    blocks, block, shared, cluster = _launch.checked(
+    blocks, block, shared, cluster = launch.checked(
       self.label, (x * cx, y * cy, z * cz), threads, max(b.shared for b in built),
       (cx, cy, cz) if (cx, cy, cz) != (1, 1, 1) else None,
     )  # fmt: skip
     parameters = [
-      Parameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
+      launch.Parameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
       if a.type[0] == "*"
-      else Parameter.scalar(a.value, a.dtype)
+      else launch.Parameter.scalar(a.value, a.dtype)
       for a in self._compiler.passed(arguments)
     ]
     scratch: list[int] = []
     for of_block in zip(*(b.scratch for b in built), strict=True):
       if size := max(of_block) * x * y * z:
-        parameters.append(Parameter.pointer("scratch", len(scratch)))
+        parameters.append(launch.Parameter.pointer("scratch", len(scratch)))
         scratch.append(size)
       else:
-        parameters.append(Parameter.null())
-    return Launch(entry, blocks, block, tuple(parameters), shared, cluster), tuple(scratch)
+        parameters.append(launch.Parameter.null())
+    return launch.Launch(entry, blocks, block, tuple(parameters), shared, cluster), tuple(scratch)
 
   def _zeroed_of(
     self, call: CudaCall, bound: Mapping[str, Bound], meta: Mapping[str, Any]
@@ -219,19 +218,18 @@ def triton(kernel: Any, /, *, options: TritonOptions, **constexprs: Any) -> Trit
 
   Triton compiles the kernel once for the types of a call, when it is lowered, for this process's
   devices, or for `arch`; the runtime launches it on XLA's stream. An array becomes a pointer. A
-  Python or NumPy number is passed by value, fixed by the program, and specialised as Triton's
-  launcher does it: on being 1, and on being divisible by 16; so are pointers, except where the
-  lanes of a batch may lie otherwise.
+  number is passed by value, fixed by the program, and specialised as Triton's launcher does it: on
+  being 1, and on being divisible by 16; so are pointers, unless a batch's lanes may lie otherwise.
 
   A call fills the kernel's parameters in order, or by name. Those that it leaves open take the
   results, in order: they come last, behind the arrays (numbers may follow, by name), or `outputs`
   names them. `add(x, y, n=x.size)` is a call of a kernel `(x_ptr, y_ptr, out_ptr, n)`.
 
   A kernel under `@triton.autotune` is tuned where the process has a device, at the first lowering
-  for each of Triton's keys: every configuration that the pruning leaves is launched with arrays of
-  zeros of the call's shapes, and the choice is kept on disk. Without a device the first
-  configuration is taken, which a warning of the logger "callgate" says. Configurations have no
-  `pre_hook`. `@triton.heuristics` get the arguments with ShapeDtypeStructs for arrays.
+  for each of Triton's keys: every configuration that the pruning leaves is launched with zeros of
+  the call's shapes, and the choice is kept on disk. Without a device the first configuration is
+  taken, which the logger "callgate" warns of. Configurations have no `pre_hook`.
+  `@triton.heuristics` get the arguments with ShapeDtypeStructs for arrays.
 
   Args:
     kernel: a function of `@triton.jit`, also under `@triton.autotune` and `@triton.heuristics`.

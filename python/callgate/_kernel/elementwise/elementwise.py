@@ -20,7 +20,6 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._core.registry import caller_module
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import cuda, derivatives, params
 from callgate._kernel.elementwise.cuda import CudaOptions
@@ -83,7 +82,7 @@ def elementwise(
     GateDefinitionError: a parameter or an option is wrong.
   """
   name = check.name("elementwise", name)
-  name = name or registry.free_name(f"{caller_module()}.elementwise")
+  name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
   label = f"kernel '{name}'"
   around = (options.preamble, options.loop_prep, options.after_loop)
   check.texts(
