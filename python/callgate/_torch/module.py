@@ -105,12 +105,11 @@ class ModuleFunction:
     """Copies arrays into the module's own tensors."""
     self.check(params)
     # Before the lock: the arrays may come from a program whose calls need it.
-    values = {name: _from_jax(np.asarray(value)) for name, value in params.items()}
+    values: dict[str, Any] = {}
+    for name, value in params.items():
+      array = np.asarray(value)  # NumPy lacks bfloat16 and the like
+      dtype = np.float32 if hasattr(ml_dtypes, array.dtype.name) else array.dtype
+      values[name] = torch.from_numpy(np.array(array, dtype))
     with torch.no_grad(), self._lock:
       for name, tensor in self.tensors().items():
         tensor.copy_(values[name])
-
-
-def _from_jax(array: np.ndarray) -> Any:
-  is_numpys = not hasattr(ml_dtypes, array.dtype.name)  # but bfloat16 and the like aren't
-  return torch.from_numpy(np.array(array, array.dtype if is_numpys else np.float32))

@@ -8,7 +8,7 @@ from typing import Any
 
 from callgate._build.nvrtc import Image
 from callgate._core import extras, factories, registry
-from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._core.errors import CompileError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
 from callgate._kernel.cuda.options import NumbaCudaOptions
@@ -28,11 +28,7 @@ class NumbaCudaKernel(NamedKernel):
     extras.library("numba.cuda.np.numpy_support", "numba-cuda", "numba-cuda", by=what)
     from callgate._kernel.cuda import numba_cuda_compile as compiler
 
-    if not compiler.is_dispatcher(function):
-      raise GateDefinitionError(
-        f"{what}: expected a kernel that @numba.cuda.jit has made, got {function!r}"
-      )
-    compiler.check_options(what, function.targetoptions)
+    compiler.check(what, function)
     self._compiler = compiler
     self.function = function
     self._launching = options

@@ -38,25 +38,21 @@ _REFUSED_CODE = {
     "cuda.local.array and cuda.shared.array make others",
 }  # fmt: skip
 _REFUSED = {
-  "debug": "=True, whose errors Numba's own launcher reads back",
-  "extensions": "=, which convert arguments at each launch",
+  "device": "that is launched, got a device function (@cuda.jit(device=True))",
+  "debug": "without debug=True, whose errors Numba's own launcher reads back",
+  "extensions": "without extensions=, which convert arguments at each launch",
 }
 
 
-def is_dispatcher(function: Any) -> bool:
-  """Whether it is what `@numba.cuda.jit` makes."""
-  return isinstance(function, cuda.dispatcher.CUDADispatcher)
-
-
-def check_options(label: str, options: Mapping[str, Any]) -> None:
-  """Raises for what the decorator was given that a launch from a program can't respect."""
-  if options.get("device"):
+def check(label: str, function: Any) -> None:
+  """Raises for what is no kernel of Numba's, or one that a program's launch can't respect."""
+  if not isinstance(function, cuda.dispatcher.CUDADispatcher):
     raise GateDefinitionError(
-      f"{label}: expected a kernel, got a device function (@cuda.jit(device=True))"
+      f"{label}: expected a kernel that @numba.cuda.jit has made, got {function!r}"
     )
   for option, why in _REFUSED.items():
-    if options.get(option):
-      raise GateDefinitionError(f"{label}: expected a kernel without {option}{why}")
+    if function.targetoptions.get(option):
+      raise GateDefinitionError(f"{label}: expected a kernel {why}")
 
 
 def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:

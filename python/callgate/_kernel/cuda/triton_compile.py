@@ -45,10 +45,8 @@ _DTYPES = {
   "bool": "i1",
   **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
   **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
-  "float16": "fp16",
+  **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
   "bfloat16": "bf16",
-  "float32": "fp32",
-  "float64": "fp64",
   "float8_e4m3fn": "fp8e4nv",
   "float8_e4m3fnuz": "fp8e4b8",
   "float8_e5m2": "fp8e5",
@@ -149,7 +147,13 @@ def scalar(parameter: Any, value: Any, label: str) -> Argument:
   one = whole and number == 1 and not parameter.do_not_specialize
   if one and declared[:2] not in ("fp", "bf", "u1"):
     return Argument(parameter.name, "constexpr", 1)
-  code = declared or _scalar_type(value)
+  code = declared or "i1"
+  if not declared and isinstance(value, np.generic):
+    code = _DTYPES.get(value.dtype.name, value.dtype.name)
+  elif not declared and isinstance(value, float):
+    code = "fp32"
+  elif not declared and whole:
+    code = "i32" if -(2**31) <= number < 2**31 else "u64" if number >= 2**63 else "i64"
   if code not in _SCALARS:
     known = ", ".join(_SCALARS)
     raise GateDefinitionError(f"{what}: expected a type among {known}, got {code}")
@@ -162,16 +166,6 @@ def _by_alignment(parameter: Any) -> bool:
   """Whether the kernel is compiled for what is divisible by 16."""
   unaligned = getattr(parameter, "do_not_specialize_on_alignment", False)
   return not (parameter.do_not_specialize or unaligned)
-
-
-def _scalar_type(value: Any) -> str:
-  if isinstance(value, np.generic):
-    return _DTYPES.get(value.dtype.name, value.dtype.name)
-  if isinstance(value, (bool, float)):
-    return "i1" if isinstance(value, bool) else "fp32"
-  if -(2**31) <= value < 2**31:
-    return "i32"
-  return "u64" if value >= 2**63 else "i64"
 
 
 def compile_for(

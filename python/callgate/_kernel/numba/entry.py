@@ -5,8 +5,7 @@ after an exception only.
 """
 
 # The inside of Numba's compiler has no types.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false, reportArgumentType=false
 
 from __future__ import annotations
 
