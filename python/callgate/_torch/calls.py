@@ -8,6 +8,10 @@ Transforms take runs to runs, so that they nest to any order. There are two ways
 - functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
+What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
+which have shapes and dtypes, and no values. Tensors that it has from elsewhere (weights in a
+closure) become fake ones while it runs, so nothing of them changes.
+
 Imports torch, so it is imported when the first function is made. All of it runs in the thread that
 calls the gate, under the GIL where torch does not release it.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +30,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportMissingImports]
+from torch._subclasses import fake_tensor  # pyright: ignore[reportMissingImports]
+from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportMissingImports]
+
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import GateDefinitionError
 
 Tensor = Any
 Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,14 +59,10 @@ def of_function(
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
+    own = {name: value for name, value in kwargs.items() if not (random and name == RNG)}
     mode = torch.enable_grad() if enable_grad else contextlib.nullcontext()
-    if not random:
-      with mode:
-        result = function(*args, **kwargs)
-    else:
-      rest = {name: value for name, value in kwargs.items() if name != RNG}
-      with mode, _seeded(kwargs[RNG]):
-        result = function(*args, **rest)
+    with mode, _seeded(kwargs[RNG]) if random else contextlib.nullcontext():
+      result = function(*args, **own)
     return jax.tree.map(_as_tensor, result) if plain else result
 
   return run
@@ -90,16 +95,14 @@ def _seeded(key: Tensor) -> Generator[None]:
 
 def is_abstract(tensor: Tensor) -> bool:
   """Whether the function runs for its types alone, on tensors without values."""
-  return isinstance(tensor, FakeTensor)
+  return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
   """The run with transforms around it, innermost first."""
+  batched = functools.partial(_batched, randomness="same" if random else "error")
   for kind, positions in steps:
-    if kind == "vmap":
-      run = _batched(run, frozenset(positions), "same" if random else "error")
-    else:
-      run = {"jvp": _jvp, "vjp": _vjp}[kind](run, positions)
+    run = {"jvp": _jvp, "vjp": _vjp, "vmap": batched}[kind](run, positions)
   return run
 
 
@@ -118,7 +121,7 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
           return run(True, args, kwargs)
         except (RuntimeError, NotImplementedError):
           # torch.func refuses the function, or it has an operation without forward mode. An error
-          # of the function's own comes again below.
+          # of the function's own comes again here.
           result = run(False, args, kwargs)
           classical = True
           return result
@@ -128,29 +131,24 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
 
 
 # -- derivatives ---------------------------------------------------------------------------------
-class _Inner:
-  """A call of the run inside a derivative, as a function of some of its tensors.
+def _inner(
+  run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
+) -> tuple[Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]], list[Tensor], Sequence[Tensor]]:
+  """A call of the run inside a derivative as a function of the wanted tensors; these; the vectors.
 
   A derivative's arguments are `(args, kwargs, vectors)`, where kwargs are those that hold arrays;
   its own keywords are the static ones. Results are those that have derivatives: of floating-point
   or complex dtype.
   """
+  leaves, tree = jax.tree.flatten(args[:2])
 
-  def __init__(
-    self, run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
-  ) -> None:
-    self.run, self.wanted, self.static = run, wanted, static
-    self.leaves, self.tree = jax.tree.flatten((args[0], args[1]))
-    self.primals = [self.leaves[i] for i in wanted]
-    self.vectors: tuple[Tensor, ...] = args[2]
-
-  def __call__(self, functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    leaves = list(self.leaves)
-    for index, value in zip(self.wanted, primals, strict=True):
-      leaves[index] = value
-    args, kwargs = jax.tree.unflatten(self.tree, leaves)
-    result = self.run(functional, args, {**kwargs, **self.static})
+  def call(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    given = dict(zip(wanted, primals, strict=True))
+    own, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    result = run(functional, own, {**kwargs, **static})
     return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
+
+  return call, [leaves[i] for i in wanted], args[2]
 
 
 def _vjp(run: Run, wanted: Sequence[int]) -> Run:
@@ -160,18 +158,22 @@ def _vjp(run: Run, wanted: Sequence[int]) -> Run:
   """
 
   def backward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner = _Inner(run, wanted, args, static)
-    cotangents = [_conj(ct) for ct in inner.vectors]
+    inner, primals, vectors = _inner(run, wanted, args, static)
+
+    def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+      # The dtypes differ where `cast` makes float32 results of float64 ones.
+      return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
+
     if functional:
       vjp = cast("Any", torch.func.vjp)
-      results, pullback = vjp(lambda *primals: inner(True, primals), *inner.primals)
-      grads = pullback(_as_dtypes_of(results, cotangents))
+      results, pullback = vjp(lambda *primals: inner(True, primals), *primals)
+      grads = pullback(cotangents(results))
     else:
       again = torch.is_grad_enabled()  # a derivative of this one is being taken
       with torch.enable_grad():
-        primals = [_tracked(x) for x in inner.primals]
+        primals = [_tracked(x) for x in primals]
         results = inner(False, primals)
-        grads = _grad(results, primals, _as_dtypes_of(results, cotangents), again)
+        grads = _grad(results, primals, cotangents(results), again)
     return tuple(map(_conj, grads))
 
   return backward
@@ -181,20 +183,19 @@ def _jvp(run: Run, wanted: Sequence[int]) -> Run:
   """`(args, kwargs, tangents of the wanted arguments) -> tangents of the results`."""
 
   def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner = _Inner(run, wanted, args, static)
+    inner, primals, vectors = _inner(run, wanted, args, static)
     if functional:
-      primals = tuple(inner.primals)
       with _forward_lock:
         prepare_forward_mode()
-        return torch.func.jvp(lambda *xs: inner(True, xs), primals, tuple(inner.vectors))[1]
+        return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-      primals = [_tracked(x) for x in inner.primals]
+      primals = [_tracked(x) for x in primals]
       results = inner(False, primals)
       # The transpose of the transpose: reverse mode is linear in its cotangents u.
       u = [torch.zeros_like(x, requires_grad=True) for x in results]
       grads = _grad(results, primals, u, again=True)
-      return _grad(grads, u, inner.vectors, again)
+      return _grad(grads, u, vectors, again)
 
   return forward
 
@@ -227,17 +228,11 @@ def _grad(
   )
 
 
-def _as_dtypes_of(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-  # They differ where `cast` makes float32 results of float64 ones.
-  return tuple(ct.to(x.dtype) for x, ct in zip(results, cotangents, strict=True))
-
-
 def _conj(x: Tensor) -> Tensor:
   return x.conj() if x.is_complex() else x
 
 
-# -- batches -------------------------------------------------------------------------------------
-def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
+def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
   """The run of all lanes at once; flat arguments in `mask` have a leading axis."""
 
   def whole(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,11 +242,9 @@ def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
     trees: list[Any] = []
 
     def lane(*tensors: Tensor) -> tuple[Tensor, ...]:
-      values = list(leaves)
-      for index, tensor in zip(where, tensors, strict=True):
-        values[index] = tensor
-      lane_args, lane_kwargs = jax.tree.unflatten(tree, values)
-      flat, out_tree = jax.tree.flatten(run(True, lane_args, lane_kwargs))
+      given = dict(zip(where, tensors, strict=True))
+      own, keywords = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      flat, out_tree = jax.tree.flatten(run(True, own, keywords))
       trees.append(out_tree)
       return tuple(flat)
 
@@ -260,3 +253,105 @@ def _batched(run: Run, mask: frozenset[int], randomness: str) -> Run:
     return jax.tree.unflatten(trees[0], found)
 
   return whole
+
+
+# -- without values ------------------------------------------------------------------------------
+def torch_dtype(dtype: np.dtype[Any]) -> Any:
+  """torch's dtype of the same name; None where it has none."""
+  found = getattr(torch, dtype.name, None)
+  return found if isinstance(found, torch.dtype) else None
+
+
+# Its batching rule takes memory as contiguous that is not, and gives zeros or what lies there
+# (torch 2.13: `torch.func.jacrev` of `torch.cdist`).
+_WRONG_UNDER_VMAP = "aten::_cdist_backward"
+
+
+class _Watched(TorchDispatchMode):
+  """Has `look` see each operation before it runs."""
+
+  def __init__(self, look: Callable[[Any], None]) -> None:
+    super().__init__()
+    self._look = look
+
+  def __torch_dispatch__(
+    self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+  ) -> Any:
+    del types
+    self._look(func)
+    return func(*args, **(kwargs or {}))
+
+
+def _run_abstract(
+  run: Run, functional: bool, args: Any, kwargs: Any, look: Callable[[Any], None]
+) -> Any:
+  """The run on tensors without values, in the place of ShapeDtypeStructs."""
+
+  def fake(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+      return leaf
+    return torch.empty(tuple(leaf.shape), dtype=torch_dtype(np.dtype(leaf.dtype)))
+
+  # torch logs errors of tensors without values, which the caller hears of anyway.
+  logger = logging.getLogger("torch._subclasses.fake_tensor")
+  before, logger.disabled = logger.disabled, True
+  try:
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+      args, kwargs = jax.tree.map(fake, (args, kwargs))
+      with _Watched(look), torch.no_grad():
+        return run(functional, args, kwargs)
+  finally:
+    logger.disabled = before
+
+
+def result_types(
+  label: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, str | None]:
+  """The results' types, and an operation that draws random numbers if there is one.
+
+  Arguments have ShapeDtypeStructs for arrays; static ones are as they are.
+  """
+  draws: list[str] = []
+
+  def look(operation: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+      draws.append(str(operation))
+
+  try:
+    result = _run_abstract(run, False, args, kwargs, look)
+  except GateDefinitionError:
+    raise
+  except Exception as error:  # whatever the user's function raises
+    text = " ".join(str(error).split())
+    advice = (
+      "If it is right, and only needs values to know what it returns, say what that is with out= "
+      "(a pytree of ShapeDtypeStructs, or a function from the arguments' to one)"
+    )
+    if "does not require grad" in text:
+      advice = "A function that calls torch.autograd itself needs enable_grad=True"
+    raise GateDefinitionError(
+      f"{label}: the results' types are not known: the function did not run on tensors without "
+      f"values ({type(error).__name__}: {text[:300]}). {advice}"
+    ) from error
+
+  def struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
+
+  return jax.tree.map(struct, result), next(iter(draws), None)
+
+
+def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+  """Whether the run of all lanes works under `torch.func.vmap`, not as a loop in disguise."""
+
+  def look(operation: Any) -> None:
+    if operation.name().partition(".")[0] == _WRONG_UNDER_VMAP:
+      raise NotImplementedError(operation.name())
+
+  try:
+    with warnings.catch_warnings():
+      # torch warns of an operation that it can't batch but in a loop of its own.
+      warnings.filterwarnings("error", message="There is a performance drop")
+      _run_abstract(batched, True, args, kwargs, look)
+  except Exception:  # noqa: BLE001 - torch refuses in many ways, and the lanes then run in turn
+    return False
+  return True

@@ -12,6 +12,7 @@ vectors, and forward and reverse mode are each other's transpose.
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,13 +25,14 @@ from callgate._call.options import Vmap
 from callgate._call.primitive import bind
 from callgate._call.site import CallSite, TangentCall
 from callgate._core import registry
+from callgate._core.dtypes import is_inexact
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 
 Path = tuple[tuple[str, tuple[int, ...]], ...]
-_KINDS = ("jvp", "vjp", "vmap")
+_STEP = re.compile(r"(?:jvp|vjp|vmap):\d+(?:,\d+)*")  # in names: "vjp:0,2/vmap:1"
 _lock = threading.RLock()  # two threads may trace the first derivative of a function at once
 _VECTORS = 2  # the position of a derivative's tangents or cotangents
 
@@ -73,16 +75,15 @@ class TorchGate(Gate):
   def _make_part(self, path: Path) -> TorchGate:
     from callgate._torch import calls
 
-    run = calls.transformed(self.run, path, random=self.random)
-    call = calls.caller(run, path)
-    derivative = path[-1][0] != "vmap"
-    call.__name__ = call.__qualname__ = _key(path)
+    key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
+    call = calls.caller(calls.transformed(self.run, path, random=self.random), path)
+    call.__name__ = call.__qualname__ = key
     options = dataclasses.replace(
       self._options,
-      name=f"{self.name}[{_key(path)}]",
+      name=f"{self.name}[{key}]",
       out=_known,
       effect="pure" if any(kind != "vmap" for kind, _ in path) else self.effect,
-      linear=_VECTORS if derivative else False,
+      linear=_VECTORS if path[-1][0] != "vmap" else False,
       like=None,
       gradient=None,
       aliases=None,
@@ -92,53 +93,53 @@ class TorchGate(Gate):
 
   def define_variant(self, key: str) -> bool:
     """Makes the part that a program from elsewhere names; False where it isn't one of ours."""
-    path = _path(key)
-    if path is None:
-      return False
-    self.part(*path)
+    steps: list[tuple[str, tuple[int, ...]]] = []
+    for text in key.split("/"):
+      if not _STEP.fullmatch(text):
+        return False
+      kind, _, positions = text.partition(":")
+      steps.append((kind, tuple(map(int, positions.split(",")))))
+    self.part(*steps)
     return True
 
   # -- the primitive's questions -----------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    from callgate._torch import types as _types
+    from callgate._torch import calls
 
-    for index, struct in enumerate(structs):
-      if _types.torch_dtype(np.dtype(struct.dtype)) is None:
+    for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
+      if calls.torch_dtype(dtype) is None:
+        what = f"argument {registry.argument(self.name, site.spec, index)}"
         raise GateDefinitionError(
-          f"{self.label}: argument {registry.argument(self.name, site.spec, index)}: PyTorch has "
-          f"no {np.dtype(struct.dtype).name}; convert it before the call"
+          f"{self.label}: {what}: PyTorch has no {dtype.name}; convert it before the call"
         )
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
-    self.root._refuse_derivative()
+    root = self.root
+    if root.style != "return":
+      raise GateDefinitionError(
+        f"{root.label} has no derivative: style='{root.style}' writes results, which autograd does "
+        "not follow. Expected style='return', or a rule: defjvp, defvjp or like="
+      )
+    if root.drawn is not None:
+      raise GateDefinitionError(
+        f"{root.label} draws random numbers ({root.drawn}), and its derivative runs it again: that "
+        "would be the derivative of another draw. Expected random=True, with which the call takes "
+        "a JAX key, rng=key, that both runs draw from; or no draw (module.eval())"
+      )
     args, kwargs = jax.tree.unflatten(site.in_tree, range(site.in_tree.num_leaves))
-    frozen = self.root.frozen(*_of_root(self.path, args, kwargs))
+    frozen = root.frozen(*_of_root(self.path, args, kwargs))
     wanted = tuple(i for i in moved if i not in frozen)
-    outputs = _differentiable(site)
+    outputs = tuple(i for i, (_, dtype) in enumerate(site.results) if is_inexact(dtype))
     if not wanted or not outputs:
       return TangentCall(self, site, (), ())
     types = tuple(site.results[i] for i in outputs)
     gate = self.part(("jvp", wanted))
     return TangentCall(gate, _site_of_part(site, args, kwargs, len(wanted), types), wanted, outputs)
 
-  def _refuse_derivative(self) -> None:
-    if self.style != "return":
-      raise GateDefinitionError(
-        f"{self.label} has no derivative: style='{self.style}' writes results, which autograd does "
-        "not follow. Expected style='return', or a rule: defjvp, defvjp or like="
-      )
-    if self.drawn is not None:
-      raise GateDefinitionError(
-        f"{self.label} draws random numbers ({self.drawn}), and its derivative runs it again: that "
-        "would be the derivative of another draw. Expected random=True, with which the call takes "
-        "a JAX key, rng=key, that both runs draw from; or no draw (module.eval())"
-      )
-
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    root = self.root
-    if root.method == "each" or site.by_jax or self.style != "return":
+    if self.root.method == "each" or site.by_jax or self.style != "return":
       return "each"
-    if root.method == "whole":
+    if self.root.method == "whole":
       return "whole"
     key = (site, tuple(mask), tuple((x.shape, np.dtype(x.dtype)) for x in lanes))
     if key not in self._batchings:
@@ -147,26 +148,26 @@ class TorchGate(Gate):
 
   def _takes_vmap(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> bool:
     from callgate._torch import calls
-    from callgate._torch import types as _types
 
     if self.effect != "pure":
       return False  # once for each lane
     args, kwargs = jax.tree.unflatten(site.in_tree, mask)
     if self.root.random and _of_root(self.path, args, kwargs)[1].get(calls.RNG):
       return False  # each lane draws from a key of its own
-    path = (*self.path, ("vmap", _positions(mask)))
+    path = (*self.path, _vmap(mask))
     if any(kind == "jvp" for kind, _ in path):
       calls.prepare_forward_mode()  # not on tensors without values
     run = calls.transformed(self.root.run, path, random=self.root.random)
-    args, kwargs = jax.tree.unflatten(site.in_tree, _types.batch(lanes, mask, 2))
-    return _types.takes_vmap(run, args, {**kwargs, **dict(site.static)})
+    structs = [
+      jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if flag else x
+      for x, flag in zip(lanes, mask, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(site.in_tree, structs)
+    return calls.takes_vmap(run, args, {**kwargs, **dict(site.static)})
 
   def batched(self, whole: Level | None) -> Gate:
-    if whole is None:
-      return self
-    return self.part(("vmap", _positions(whole[1])))
+    return self if whole is None else self.part(_vmap(whole[1]))
 
-  # -- derivatives -------------------------------------------------------------------------------
   def transpose_call(
     self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
   ) -> Sequence[Any]:
@@ -174,21 +175,16 @@ class TorchGate(Gate):
     kind, wanted = self.path[-1]
     (args, kwargs, vectors), _ = jax.tree.unflatten(site.in_tree, range(len(flat)))
     first = len(flat) - len(vectors)
+    step, kept = ("jvp", wanted), [i - first for i in linear]
+    taken = flat[first:]
     if kind == "jvp":
-      positions = tuple(wanted[i - first] for i in linear)
-      step, kept = ("vjp", positions), range(len(linear))
-      types = tuple(_type(flat[i]) for i in linear)
-    else:
-      step, kept = ("jvp", wanted), [i - first for i in linear]
-      types = tuple(map(_type, flat[first:]))
+      step, kept = ("vjp", tuple(wanted[i] for i in kept)), range(len(linear))
+      taken = [flat[i] for i in linear]
     part = self.root.part(*self.path[:-1], step)
+    types = tuple((tuple(jnp.shape(x)), np.dtype(x.dtype)) for x in taken)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
     found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
     return [found[i] for i in kept]
-
-
-def _type(value: Any) -> tuple[tuple[int, ...], Any]:
-  return tuple(jnp.shape(value)), np.dtype(value.dtype)
 
 
 def _site_of_part(
@@ -202,10 +198,6 @@ def _site_of_part(
   )
 
 
-def _differentiable(site: CallSite) -> tuple[int, ...]:
-  return tuple(i for i, (_, dtype) in enumerate(site.results) if jnp.issubdtype(dtype, jnp.inexact))
-
-
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
   """The function's own arguments, of those of a derivative."""
   for kind, _ in path:
@@ -214,24 +206,10 @@ def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
   return args, kwargs
 
 
-def _positions(mask: Sequence[bool]) -> tuple[int, ...]:
-  return tuple(i for i, flag in enumerate(mask) if flag)
+def _vmap(mask: Sequence[bool]) -> tuple[str, tuple[int, ...]]:
+  """The step of a batch."""
+  return "vmap", tuple(i for i, flag in enumerate(mask) if flag)
 
 
 def _known(*args: Any, **kwargs: Any) -> Any:
   raise AssertionError("the types of a transform's results are known from its call site")
-
-
-# -- names: "vjp:0,2/vmap:1" -----------------------------------------------------------------------
-def _key(path: Path) -> str:
-  return "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
-
-
-def _path(key: str) -> Path | None:
-  steps: list[tuple[str, tuple[int, ...]]] = []
-  for text in key.split("/"):
-    kind, colon, positions = text.partition(":")
-    if kind not in _KINDS or not colon or not all(p.isdigit() for p in positions.split(",")):
-      return None
-    steps.append((kind, tuple(map(int, positions.split(",")))))
-  return tuple(steps)

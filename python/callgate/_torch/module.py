@@ -29,7 +29,7 @@ class ModuleFunction:
   module run one after another.
   """
 
-  def __init__(self, label: str, module: Any, *, mutable: bool) -> None:
+  def __init__(self, label: str, module: Any, mutable: bool) -> None:
     self.label, self.module, self.mutable = label, module, mutable
     self.__name__ = type(module).__name__
     self._lock = threading.RLock()
@@ -45,26 +45,20 @@ class ModuleFunction:
     versions = {name: value._version for name, value in buffers.items()} if watched else {}
     with self._lock:
       result = torch.func.functional_call(self.module, tensors, args, kwargs)
-    if watched:
-      self._refuse_writes(buffers, versions)
-    return (result, buffers) if self.mutable else result
-
-  def _refuse_writes(self, buffers: dict[str, Any], versions: dict[str, int]) -> None:
-    written = [name for name, value in buffers.items() if value._version != versions[name]]
-    if not written:
-      written = [
-        f"{prefix}.running_mean".removeprefix(".")
-        for prefix, part in self.module.named_modules()
-        if isinstance(part, _NormBase) and part.training and part.track_running_stats
-      ]
+    written = [name for name, version in versions.items() if buffers[name]._version != version]
+    written += [
+      f"{prefix}.running_mean".removeprefix(".")
+      for prefix, part in (self.module.named_modules() if watched else ())
+      if isinstance(part, _NormBase) and part.training and part.track_running_stats
+    ]
     if written:
       raise GateDefinitionError(
         f"{self.label}: the module writes its buffer '{written[0]}' when called. Expected one of: "
         "module.eval() before the call, or mutable=True, with which calls return (result, new "
         "buffers)"
       )
+    return (result, buffers) if self.mutable else result
 
-  # -- its parameters ----------------------------------------------------------------------------
   def tensors(self) -> dict[str, Any]:
     """Parameters and buffers by name; shared ones once."""
     with self._lock:  # a call has others in their places
@@ -78,50 +72,44 @@ class ModuleFunction:
 
   def params(self) -> dict[str, jax.Array]:
     """Copies of the tensors as JAX arrays."""
-    return {name: self._to_jax(name, value) for name, value in self.tensors().items()}
-
-  def _to_jax(self, name: str, tensor: Any) -> jax.Array:
-    array = to_numpy(tensor)
-    dtype = tracing.canonical_dtype(array.dtype)
-    if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
-      raise GateDefinitionError(
-        f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
-        f"expected {dtype.name} without it (module.float() converts a module)"
-      )
-    return jnp.array(array, dtype)  # a copy: the module's memory changes when it is loaded
+    found: dict[str, jax.Array] = {}
+    for name, tensor in self.tensors().items():
+      array = to_numpy(tensor)
+      dtype = tracing.canonical_dtype(array.dtype)
+      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
+          f"expected {dtype.name} without it (module.float() converts a module)"
+        )
+      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
+    return found
 
   def check(self, params: Any) -> None:
     """Raises unless it is a dict of this module's names and shapes."""
+    what = f"{self.label}: argument 'params'"
     if not isinstance(params, Mapping):
+      got = type(params).__name__
       raise GateDefinitionError(
-        f"{self.label}: argument 'params': expected a dict of arrays as `.params` gives it, got "
-        f"{type(params).__name__}"
+        f"{what}: expected a dict of arrays as `.params` gives it, got {got}"
       )
     own = self.tensors()
-    for names, what in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
       if names:
-        raise GateDefinitionError(
-          f"{self.label}: argument 'params': there is {what} '{min(names)}'; expected the names "
-          f"that `.params` has: {', '.join(own)}"
-        )
+        known = f"the names that `.params` has: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
     for name, tensor in own.items():
-      if np.shape(params[name]) != tuple(tensor.shape):
-        raise GateDefinitionError(
-          f"{self.label}: argument 'params': '{name}': expected shape {list(tensor.shape)}, got "
-          f"{list(np.shape(params[name]))}"
-        )
+      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
+        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
 
   def load(self, params: Mapping[str, Any]) -> None:
     """Copies arrays into the module's own tensors."""
     self.check(params)
     # Before the lock: the arrays may come from a program whose calls need it.
-    values = {name: _from_jax(np.asarray(value)) for name, value in params.items()}
+    values: dict[str, Any] = {}
+    for name, value in params.items():
+      array = np.asarray(value)  # NumPy lacks bfloat16 and the like
+      dtype = np.float32 if hasattr(ml_dtypes, array.dtype.name) else array.dtype
+      values[name] = torch.from_numpy(np.array(array, dtype))
     with torch.no_grad(), self._lock:
       for name, tensor in self.tensors().items():
         tensor.copy_(values[name])
-
-
-def _from_jax(array: np.ndarray) -> Any:
-  if hasattr(ml_dtypes, array.dtype.name):  # bfloat16 and the like, which NumPy lacks
-    array = array.astype(np.float32)
-  return torch.from_numpy(np.array(array))

@@ -53,10 +53,5 @@ class TorchOptions(CallOptions):
   def __post_init__(self) -> None:
     check.name("torch", self.name)
     check.choice("torch", "style", self.style, ("return", "inplace"))
-    check.booleans(
-      "torch",
-      cast=self.cast,
-      random=self.random,
-      enable_grad=self.enable_grad,
-      mutable=self.mutable,
-    )
+    for option in ("cast", "random", "enable_grad", "mutable"):
+      check.boolean("torch", option, getattr(self, option))

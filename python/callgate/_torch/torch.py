@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-from callgate._torch.options import VMAPS, Style, TorchOptions
+from callgate._torch.options import VMAPS, TorchOptions
 
 
 class TorchFunction(TorchGate):
@@ -68,25 +69,21 @@ class TorchFunction(TorchGate):
     return super().__call__(*args, **kwargs)
 
   def _infer(self, *args: Any, **kwargs: Any) -> Any:
-    from callgate._torch import types as _types
+    from callgate._torch import calls
 
-    types, self.drawn = _types.result_types(self.label, self.run, args, kwargs)
+    types, self.drawn = calls.result_types(self.label, self.run, args, kwargs)
     if self.random:
       self.drawn = None  # both runs draw from the same key
     leaves, tree = jax.tree.flatten(types)
-    return jax.tree.unflatten(tree, [self._canonical(leaf, i) for i, leaf in enumerate(leaves)])
-
-  def _canonical(self, struct: Any, index: int) -> Any:
-    dtype = tracing.canonical_dtype(struct.dtype)
-    if dtype == struct.dtype:
-      return struct
-    if not self.cast:
-      raise GateDefinitionError(
-        f"{self.label}: result {index} is {struct.dtype.name}, which needs jax_enable_x64; "
-        f"expected {dtype.name} without it: convert it in the function, .to(torch.{dtype.name}), "
-        "or pass cast=True"
-      )
-    return jax.ShapeDtypeStruct(struct.shape, dtype)
+    for index, struct in enumerate(leaves):
+      dtype = tracing.canonical_dtype(struct.dtype)
+      if dtype != struct.dtype and not self.cast:
+        raise GateDefinitionError(
+          f"{self.label}: result {index} is {struct.dtype.name}, which needs jax_enable_x64; "
+          f"expected {dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
+        )
+      leaves[index] = jax.ShapeDtypeStruct(struct.shape, dtype)
+    return jax.tree.unflatten(tree, leaves)
 
 
 class TorchModule(TorchFunction):
@@ -100,9 +97,16 @@ class TorchModule(TorchFunction):
   def __init__(self, module: Any, name: str, options: TorchOptions) -> None:
     from callgate._torch.module import ModuleFunction
 
-    self._module = ModuleFunction(f"{self.kind} '{name}'", module, mutable=options.mutable)
-    _set_signature(self._module, module.forward, options.style)
-    super().__init__(self._module, name, options)
+    if options.style != "return":
+      raise GateDefinitionError(
+        "callgate.torch: a module returns its results; expected style='return'"
+      )
+    self._module = function = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
+    own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
+    with contextlib.suppress(TypeError, ValueError):
+      parameters = inspect.signature(module.forward).parameters.values()
+      function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    super().__init__(function, name, options)
 
   @property
   def params(self) -> dict[str, jax.Array]:
@@ -152,23 +156,9 @@ class TorchModule(TorchFunction):
     )
 
 
-def _set_signature(function: Any, forward: Callable[..., Any], style: Style) -> None:
-  if style != "return":
-    raise GateDefinitionError(
-      "callgate.torch: a module returns its results; expected style='return'"
-    )
-  own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
-  try:
-    parameters = list(inspect.signature(forward).parameters.values())
-    function.__signature__ = inspect.Signature([own, *parameters])
-  except (TypeError, ValueError):
-    return
-
-
 def _from_torch(leaf: Any) -> Any:
-  if isinstance(leaf, jax.Array) or not hasattr(leaf, "data_ptr"):
-    return leaf
-  return jax.numpy.asarray(_torch.to_numpy(leaf))
+  is_torchs = hasattr(leaf, "data_ptr") and not isinstance(leaf, jax.Array)
+  return jax.numpy.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
 
 
 @factories.decorator(TorchOptions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from callgate._kernel.cuda import named
+from callgate._kernel.cuda.kernel import entries
 
 _KPARAM_INFO, _KPARAM_INFO_WIDE = 0x17, 0x45
 _SIZED = 4  # the format of entries of .nv.info whose payload follows
@@ -14,8 +14,13 @@ _SIZED = 4  # the format of entries of .nv.info whose payload follows
 def declared(image: Any, entry: str) -> list[tuple[int, int]]:
   """The offset and size of each parameter of a kernel in an image."""
   if image.capability == 0:
-    found = named.entries(image.code.rstrip(b"\0").decode())[entry]
-    return list(zip(named.offsets(found), [d.size for d in found], strict=True))
+    found: list[tuple[int, int]] = []
+    end = 0
+    for size, align in entries(image.code.rstrip(b"\0").decode())[entry]:
+      start = -(-end // align) * align
+      found.append((start, size))
+      end = start + size
+    return found
   section = _sections(image.code)[f".nv.info.{entry}"]
   parameters: dict[int, tuple[int, int]] = {}
   at = 0

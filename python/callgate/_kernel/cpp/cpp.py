@@ -60,7 +60,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
     name = registry.free_name(f"{caller_module()}.{known.name}")
   made = CppKernel(name, source, function, build_options, options)
   launching = options.launching(label)
-  building = part.build_options(
+  building = part.BuildOptions(
     check.strings(label, "cuda_options", options.cuda_options),
     build_options["include_dirs"],
     program.parse_arch(label, options.arch),

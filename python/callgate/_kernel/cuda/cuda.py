@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax.core
@@ -11,7 +12,6 @@ from callgate._build.nvrtc import Image
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import CudaKernel
@@ -35,24 +35,20 @@ class CudaSourceKernel(CudaKernel):
     self.part = part
     super().__init__(name, part.signature(), options)
 
-  # -- calls -------------------------------------------------------------------------------------
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    template = {p.name: p for p in self.part.function.template}
-    given = {name: kwargs.pop(name) for name in template if name in kwargs}
+    template = [p.name for p in self.part.function.template if p.name in kwargs]
+    bound = {name: _template_value(self.label, name, kwargs.pop(name)) for name in template}
     operands, static = super()._arguments(args, kwargs)
-    bound = {name: _template_value(self.label, name, value) for name, value in given.items()}
     return operands, tuple(sorted({**dict(static), **bound}.items()))
 
-  # -- the CUDA part -----------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> Plan:
     return self.part.plan(call)
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return self.part.images(key, capabilities)
 
-  # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
     return {"kind": "cuda", "name": self.name, "cuda": _part.saved(self.part)}
 
@@ -62,10 +58,8 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
   if isinstance(value, (bool, int, np.integer)):
     return int(value)
   if not isinstance(value, (float, jax.core.Tracer)) and value is not None:
-    try:
+    with contextlib.suppress(TypeError):
       return _source.dtype_by_name(value).name
-    except TypeError:
-      pass
   raise GateDefinitionError(
     f"{label}: template parameter '{name}': expected a dtype or an integer, got {value!r}"
   )
@@ -99,9 +93,9 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   # traced.lower(lowering_platforms=("cuda",))
   ```
 
-  A program launches the kernel from the runtime: no Python, no copy, no synchronisation, and the
-  launch may become part of a CUDA graph. The parameters of the `__global__` function say what a
-  call gives and gets, in their order:
+  A program launches the kernel from the runtime: no Python, no copy, no synchronisation; the launch
+  may become part of a CUDA graph. The `__global__` function's parameters say, in order, what a call
+  gives and gets:
 
   - `const T*`: the next operand, an array of any rank. `T*`: the next result; an operand and a
     result in one memory where `aliases` says that the operand at its place is that result.
@@ -111,10 +105,10 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
     by keyword. What a program computes is passed as an array, `const float*`.
   - pointers that `scratch` names: memory for the launch alone.
 
-  `T` may be a parameter of the kernel's template: each call compiles it for the dtypes of its
-  arrays. `__half` and `__nv_bfloat16` are float16 and bfloat16, `float2` and `double2` complex64
-  and complex128; CUDA's headers of them are included where the source names them. A pointer to
-  another type, `float4` or a struct, takes arrays of any dtype.
+  `T` may be a parameter of the kernel's template, which is compiled for the dtypes of a call.
+  `__half` and `__nv_bfloat16` are float16 and bfloat16, `float2` and `double2` complex64 and
+  complex128; their headers are included where the source names them. A pointer to another type,
+  `float4` or a struct, takes arrays of any dtype.
 
   Args:
     source: CUDA C++17 with the kernel, for NVRTC (pip's nvidia-cuda-nvrtc, which the extra
@@ -126,25 +120,21 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
     A `Kernel`.
 
   Raises:
-    GateDefinitionError: an option is wrong, or a parameter's type; when a call is lowered also: the
-      grid or block that its function gave is outside CUDA's limits.
+    GateDefinitionError: an option or a parameter's type is wrong; or, when a call is lowered, grid
+      or block are outside CUDA's limits.
     CompileError: when a call is lowered: NVRTC refuses the source, with its message and your line
       numbers; or there is no NVRTC.
   """
   name = check.name("cuda", options.name)
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
-  known = _source.find("cuda" if name is None else f"kernel '{name}'", source, kernel)
+  known = _source.find(f"kernel '{name}'" if name else "cuda", source, kernel)
   label = f"kernel '{name or known.name}'"
-  building = _part.build_options(
-    check.strings(label, "options", options.options),
-    check.strings(label, "include_dirs", options.include_dirs),
-    parse_arch(label, options.arch),
+  given, folders = (
+    check.strings(label, n, getattr(options, n)) for n in ("options", "include_dirs")
   )
-  launching = options.launching(label)
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.{known.name}")
-  part = SourcePart(
-    f"kernel '{name}'", source, kernel, launching, building, check.aliases(label, options.aliases)
-  )
+  building = _part.BuildOptions(given, folders, parse_arch(label, options.arch))
+  launching, aliases = options.launching(label), check.aliases(label, options.aliases)
+  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
+  part = SourcePart(f"kernel '{name}'", source, kernel, launching, building, aliases)
   return CudaSourceKernel(name, part, options)

@@ -9,12 +9,10 @@ from typing import Any, cast
 
 from callgate._core import extras, factories, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
-from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.cuda import CudaSourceKernel
 from callgate._kernel.cuda.options import CupyOptions
-from callgate._kernel.cuda.part import SourcePart
+from callgate._kernel.cuda.part import BuildOptions, SourcePart
 from callgate._kernel.elementwise.elementwise import elementwise
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.program import parse_arch
@@ -25,114 +23,84 @@ _OPTIONS = ("-ftz=true", "-default-device", "-DCALLGATE_NO_CG")
 _OLD_STANDARD = re.compile(r"^--?std=(?:c|gnu)\+\+(?:03|0x|11|14)$")
 _REFUSED = re.compile(r"^(?:-dc|-rdc|--relocatable-device-code|--device-c|-dlto|--dlink-time-opt)")
 _CUPY_HEADERS = re.compile(r"#\s*include\s*[<\"](?:cupy|cub|thrust|cuda)/")
-# Keywords of ElementwiseKernel that callgate has an equal for, and those that say nothing here.
-_ELEMENTWISE = ("loop_prep", "after_loop", "options")
-_IGNORED = ("reduce_dims",)
-
-
-def _cupy(what: str) -> Any:
-  return extras.library("cupy", "CuPy", "cupy", by=what)
+# Keywords of ElementwiseKernel that callgate has an equal for, and one that says nothing here.
+_ELEMENTWISE = {"loop_prep", "after_loop", "options", "reduce_dims"}
 
 
 def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
   """The source of a RawKernel or RawModule, and the kernel's name in it."""
-  if kernel.file_path is not None or not kernel.code:
+  faults = {
+    "a kernel with its source, got one without: pass a RawModule that was made of code=, with the "
+    'function\'s name: callgate.cupy(module, "name", ...), rather than what module.get_function() '
+    "gives or a compiled file": kernel.file_path is not None or not kernel.code,
+    f"backend='nvrtc', got '{kernel.backend}'": kernel.backend != "nvrtc",
+    "a kernel without enable_cooperative_groups, whose cooperative launch callgate doesn't have":
+      kernel.enable_cooperative_groups,
+  }  # fmt: skip
+  for expected in (text for text, wrong in faults.items() if wrong):
+    raise GateDefinitionError(f"{what}: expected {expected}")
+  if function is None and hasattr(kernel, "get_function"):
+    names = list(kernel.name_expressions or ())
+    known = f" (its name_expressions are {', '.join(names)})" if names else ""
     raise GateDefinitionError(
-      f"{what}: expected a kernel with its source, got one without: pass a RawModule that was made "
-      'of code=, with the function\'s name: callgate.cupy(module, "name", ...), rather than what '
-      "module.get_function() gives or a compiled file"
+      f"{what}: expected the name of the RawModule's function as second argument{known}"
     )
-  if kernel.backend != "nvrtc":
-    raise GateDefinitionError(f"{what}: expected backend='nvrtc', got '{kernel.backend}'")
-  if kernel.enable_cooperative_groups:
-    raise GateDefinitionError(
-      f"{what}: expected a kernel without enable_cooperative_groups, whose cooperative launch "
-      "callgate doesn't have"
-    )
-  if hasattr(kernel, "get_function"):
-    if function is None:
-      names = list(kernel.name_expressions or ())
-      known = f" (its name_expressions are {', '.join(names)})" if names else ""
-      raise GateDefinitionError(
-        f"{what}: expected the name of the RawModule's function as second argument{known}"
-      )
-    return str(kernel.code), function
   return str(kernel.code), str(kernel.name) if function is None else function
 
 
 def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
   """CuPy's options for the compiler."""
-  found: list[str] = []
-  for option in cast("Sequence[str]", kernel.options):
+  given = cast("Sequence[str]", kernel.options)
+  for option in given:
     if _REFUSED.match(option):
       raise GateDefinitionError(
-        f"{what}: expected options of a kernel that is one unit, got '{option}', which needs a "
-        "linker"
+        f"{what}: expected options of one unit, got '{option}', which needs a linker"
       )
     if "CUPY_USE_JITIFY" in option:
       raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
-    if not _OLD_STANDARD.match(option):  # C++17, which has it all
-      found.append(option)
-  return (*_OPTIONS, *found)
+  # C++17 has all that older standards have.
+  return (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
 
 
-def _include_dirs(module: Any, source: str) -> list[str]:
+def _include_dirs(module: Any, source: str) -> tuple[str, ...]:
   """CuPy's headers, where the source includes them."""
   if not _CUPY_HEADERS.search(source):
-    return []
+    return ()
   base = Path(module.__file__).parent / "_core" / "include"
   bundled = [base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub")]
-  return [str(folder) for folder in (base, *bundled) if folder.is_dir()]
-
-
-def _type_of(label: str, parameter: Any) -> str:
-  if parameter.dtype is not None:
-    return str(parameter.dtype.name)
-  letter = str(parameter.ctype)
-  if not re.fullmatch(r"[A-Z][0-9]*", letter):
-    raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': expected a dtype or a capital letter as its type, "
-      f"got '{letter}'"
-    )
-  return letter
+  return tuple(str(folder) for folder in (base, *bundled) if folder.is_dir())
 
 
 def _params(label: str, parameters: Sequence[Any]) -> str:
   """CuPy's parameters as text."""
-  return ", ".join(
-    f"{'raw ' if p.raw else ''}{_type_of(label, p)} {p.name}"
-    for p in parameters
-    if p.ctype is not None
-  )
+  found: list[str] = []
+  for p in parameters:
+    kind = str(p.ctype if p.dtype is None else p.dtype.name)
+    if p.dtype is None and p.ctype is not None and not re.fullmatch(r"[A-Z][0-9]*", kind):
+      what = f"{label}: parameter '{p.name}'"
+      raise GateDefinitionError(
+        f"{what}: expected a dtype or a capital letter as its type, got '{kind}'"
+      )
+    if p.ctype is not None:
+      found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
+  return ", ".join(found)
 
 
 def _elementwise(kernel: Any, name: str, options: CupyOptions) -> Kernel:
   """An ElementwiseKernel as one of callgate's, for the CPU too."""
   label = f"kernel '{name}'"
   given = dict(kernel.kwargs)
-  unknown = sorted(given.keys() - {*_ELEMENTWISE, *_IGNORED})
-  flags = [flag for flag in ("no_return", "return_tuple") if getattr(kernel, flag)]
-  if unknown or flags:
-    raise GateDefinitionError(
-      f"{label}: expected an ElementwiseKernel without {', '.join((*unknown, *flags))}"
-    )
+  wrong = sorted(given.keys() - _ELEMENTWISE)
+  wrong += [flag for flag in ("no_return", "return_tuple") if getattr(kernel, flag)]
+  if wrong:
+    raise GateDefinitionError(f"{label}: expected an ElementwiseKernel without {', '.join(wrong)}")
   return elementwise(
-    _params(label, kernel.in_params),
-    _params(label, kernel.out_params),
-    str(kernel.operation),
-    name,
-    preamble=str(kernel.preamble),
-    loop_prep=str(given.get("loop_prep", "")),
-    after_loop=str(given.get("after_loop", "")),
-    cuda_options=tuple(given.get("options", ())),
-    jvp=options.jvp,
-    like=options.like,
-    effect=options.effect,
-    aliases=options.aliases,
-    sharding=options.sharding,
-    gradient=options.gradient,
-    arch=options.arch,
-  )
+    _params(label, kernel.in_params), _params(label, kernel.out_params), str(kernel.operation),
+    name, preamble=str(kernel.preamble), loop_prep=str(given.get("loop_prep", "")),
+    after_loop=str(given.get("after_loop", "")), cuda_options=tuple(given.get("options", ())),
+    jvp=options.jvp, like=options.like, effect=options.effect, aliases=options.aliases,
+    sharding=options.sharding, gradient=options.gradient, arch=options.arch,
+  )  # fmt: skip
 
 
 @factories.of_two(CupyOptions)
@@ -153,18 +121,16 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   # jax.jit(lambda x: run(x, 2.0, x.size))
   ```
 
-  Source, options and name are taken from CuPy's object; callgate compiles them with NVRTC, for this
-  process's devices or for `arch`, and the runtime launches the kernel on XLA's stream, without
-  CuPy and without Python. Options are respected, with `-ftz=true` as CuPy has it, and so are
-  CuPy's own headers (`#include <cupy/complex.cuh>`); standards older than C++17 count as that.
-  Cooperative launches, separate compilation, nvcc and jitify are refused.
+  Source, options and name are CuPy's; callgate compiles with NVRTC, for this process's devices or
+  for `arch`, and the runtime launches on XLA's stream, without CuPy and Python. Options (with
+  `-ftz=true`) and CuPy's own headers (`#include <cupy/complex.cuh>`) are respected; standards older
+  than C++17 count as that. Cooperative launches, separate compilation, nvcc and jitify are refused.
 
   - A `RawKernel`, or a `RawModule` with the name of its function, `"scale"` or `"scale<float>"`: a
     call gives and gets what the kernel's parameters say, as in `callgate.cuda`: `const T*` is an
     operand, `T*` a result, a number is static.
-  - An `ElementwiseKernel`: a kernel as `callgate.elementwise` makes it of the same code, for the
-    CPU as well; `grid`, `block`, `out` and what belongs to them are not given. Operands broadcast
-    as CuPy's do. Floating literals are of the operands' precision there, as JAX has it.
+  - An `ElementwiseKernel`: a kernel of `callgate.elementwise`, for the CPU as well; it takes no
+    `grid`, `block` and `out`. Floating literals are of the operands' precision, as JAX has it.
 
   Args:
     kernel: a `cupy.RawKernel`, `cupy.RawModule` or `cupy.ElementwiseKernel`.
@@ -179,18 +145,26 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   """
   name = options.name
   what = f"kernel '{name}'" if name else "callgate.cupy"
-  module = _cupy(what)
+  module = extras.library("cupy", "CuPy", "cupy", by=what)
   if isinstance(kernel, module.ElementwiseKernel):
-    _check_elementwise(what, function, options)
-    name = name or registry.free_name(f"{caller_module()}.{kernel.name}")
+    default, refused = (
+      CupyOptions(),
+      ("grid", "block", "cluster", "scratch", "out", "vmap", "linear"),
+    )
+    given = [option for option in refused if getattr(options, option) != getattr(default, option)]
+    given += [] if function is None else ["function"]
+    if given:
+      raise GateDefinitionError(
+        f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
+      )
+    name = name or registry.free_name(f"{registry.caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
-    hint = ""
+    got = type(kernel).__name__
     if isinstance(kernel, module.ReductionKernel):
-      hint = "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
+      got += "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
     raise GateDefinitionError(
-      f"{what}: expected a cupy.RawKernel, a cupy.RawModule or a cupy.ElementwiseKernel, got "
-      f"{type(kernel).__name__}{hint}"
+      f"{what}: expected a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel, got {got}"
     )
   if options.grid is None or options.block is None or options.jvp is not None:
     missing = "none" if options.grid is None else "no block="
@@ -198,25 +172,11 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
   source, named = _source_of(what, kernel, function)
   known = _source.find(what, source, named)
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.{known.name}")
+  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
   label = f"kernel '{name}'"
-  building = _part.build_options(
+  building = BuildOptions(
     _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, options.arch)
   )
-  part = SourcePart(
-    label, source, named, options.launching(label), building, dict(options.aliases or {})
-  )
+  launching, aliases = options.launching(label), dict(options.aliases or {})
+  part = SourcePart(label, source, named, launching, building, aliases)
   return CudaSourceKernel(name, part, options)
-
-
-def _check_elementwise(what: str, function: str | None, options: CupyOptions) -> None:
-  default = CupyOptions()
-  refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
-  given = [name for name in refused if getattr(options, name) != getattr(default, name)]
-  if given or function is not None:
-    given += [] if function is None else ["function"]
-    raise GateDefinitionError(
-      f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts its "
-      "arguments"
-    )

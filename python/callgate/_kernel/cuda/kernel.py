@@ -1,26 +1,40 @@
 """Kernels that run on CUDA devices alone: what `callgate.cuda` and its siblings make.
 
-A subclass says what a call launches, `plan`; all else, from the call to the transformations, is as
-for kernels on the CPU.
+A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them; all
+else, from the call to the transformations, is as for kernels on the CPU.
+
+The parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call. It gives
+arrays, which become pointers or array structs, and numbers, which the program fixes; what it leaves
+open takes the results. The driver goes by what a PTX text declares of a kernel's parameters, so
+what a compiler says of them is held against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
-from callgate._build.nvrtc import Image
 from callgate._call.site import CallSite
+from callgate._core import static_values
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.cuda.options import CudaOptions
+from callgate._core.signatures import accepted
+from callgate._kernel import launch
+from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import Plan
 from callgate._kernel.parameters import Kind, Parameter, check_types, refuse_packed
-from callgate._kernel.program import CudaCall, CudaPart, parse_arch
+from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
 from callgate._kernel.variants import Static
+
+# Where a program holds the dtypes of NumPy's scalars among its static values.
+_TYPES = "_dtypes"
+NONE: Any = inspect.Parameter.empty
 
 
 class CudaKernel(Kernel, CudaPart):
@@ -33,38 +47,17 @@ class CudaKernel(Kernel, CudaPart):
   def __init__(
     self, name: str, signature: Sequence[Parameter] | None, options: CudaOptions
   ) -> None:
-    """See the functions that make kernels.
-
-    Args:
-      name: unique among the live operations of the process.
-      signature: the parameters in order: IN, OUT and INOUT for arrays, NUMBER for what a program
-        fixes; None for any number of arrays, and static values by any keyword.
-      options: see `CudaOptions`; its `name` is not looked at.
-    """
+    """As `Kernel`'s, with IN, OUT and INOUT for arrays, NUMBER for what a program fixes."""
     self._arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
 
-  # -- what subclasses say -----------------------------------------------------------------------
-  def plan(self, call: CudaCall) -> Plan:
-    raise NotImplementedError
-
-  def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    del key, capabilities
-    return None
-
   def arch(self) -> tuple[int, ...]:
     return self._arch
 
-  # -- calls -------------------------------------------------------------------------------------
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
-    self._refuse_traced(args, kwargs)
-    return super()._arguments(args, kwargs)
-
-  def _refuse_traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A parameter by value is fixed when the program is traced."""
     given = [p for p in self.signature or () if p.is_given]
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
     for parameter in given:
@@ -75,9 +68,207 @@ class CudaKernel(Kernel, CudaPart):
           f"program is traced, since the kernel takes it by value; got a traced array ({value}). "
           f"Declare it as `const T* {parameter.name}` to pass an array"
         )
+    return super()._arguments(args, kwargs)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     refuse_packed(self.label, structs, results)
     if self.signature is not None:
       check_types(self, self.signature, site, structs, results)
+
+
+def evaluated(given: Any, call: CudaCall) -> Any:
+  """An option of a launch: as given, or what a function of the operands' types says.
+
+  Static arguments that the function has parameters for are passed by name.
+  """
+  if not callable(given):
+    return given
+  return given(*call.operands, **accepted(given, call.static, filled=len(call.operands)))
+
+
+# -- named parameters ----------------------------------------------------------------------------
+class Named(NamedTuple):
+  """A parameter of a kernel's function."""
+
+  name: str
+  constant: bool = False  # it takes no array
+  default: Any = NONE  # a static value; `NONE` where there is none
+
+
+class Bound(NamedTuple):
+  """What a parameter is given in a call."""
+
+  of: Literal["operand", "result", "static"]
+  position: int  # which operand or result
+  # The type of an array, a ShapeDtypeStruct; or the static value: a number of Python's or NumPy's,
+  # or whatever the call gave.
+  value: Any
+
+
+class NamedKernel(CudaKernel):
+  """A kernel of named parameters.
+
+  Attributes:
+    named: the parameters of the function by name, in order.
+    outputs: names of those that take results; () for the last ones that a call leaves open.
+    constants: static values of parameters, given when the kernel was made.
+  """
+
+  def __init__(
+    self, name: str, named: Iterable[Named], options: NamedOptions,
+    constants: Mapping[str, Any] | None = None,
+  ) -> None:  # fmt: skip
+    self.named = {p.name: p for p in named}
+    self.constants = dict(constants or {})
+    outputs = options.outputs or ()
+    self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    self._made: dict[tuple[str, int], Any] = {}
+    super().__init__(name, None, options)
+    known = f"expected names of parameters ({', '.join(self.named)})"
+    for option, names in (("outputs", self.outputs), ("constants", self.constants)):
+      for name in names:
+        if name not in self.named:
+          raise GateDefinitionError(f"{self.label}: {option}: {known}, got '{name}'")
+    for name in self.outputs:
+      if name in self.constants or self.named[name].constant:
+        raise GateDefinitionError(
+          f"{self.label}: outputs: expected parameters that take arrays, got the static '{name}'"
+        )
+    taken = {*self.constants, *self.outputs}
+    self.parameters = tuple(name for name in self.named if name not in taken)
+
+  # -- calls -------------------------------------------------------------------------------------
+  def _arguments(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], Static]:
+    places, known = self.parameters, ", ".join(self.parameters)
+    if len(args) > len(places):
+      raise GateDefinitionError(
+        f"{self.label}: expected at most {len(places)} arguments ({known}), got {len(args)}"
+      )
+    given = dict(zip(places, args, strict=False))
+    for name, value in kwargs.items():
+      if name in given or name not in places:
+        what = "twice" if name in given else "which it doesn't take"
+        raise GateDefinitionError(f"{self.label}: got argument '{name}' {what}; expected {known}")
+      given[name] = value
+    arrays = [name for name in places if name in given and _is_array(given[name])]
+    self._check_given(given, arrays)
+    static: dict[str, Any] = {}
+    types: list[str] = []
+    for name, value in given.items():
+      if name in arrays:
+        continue
+      if isinstance(value, np.generic):
+        types.append(f"{name}={value.dtype.name}")
+      if isinstance(value, (bool, int, float, complex, np.generic)):
+        value = static_values.number(self.label, name, value, None, what="argument")
+      try:
+        hash(value)
+      except TypeError:
+        got = type(value).__name__
+        raise GateDefinitionError(
+          f"{self.label}: argument '{name}': expected an array or a hashable value, got {got}"
+        ) from None
+      static[name] = value
+    if types:
+      static[_TYPES] = ",".join(types)
+    return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
+
+  def _check_given(self, given: Mapping[str, Any], arrays: list[str]) -> None:
+    order = list(self.named)
+    for name in arrays:
+      if self.named[name].constant:
+        raise GateDefinitionError(
+          f"{self.label}: argument '{name}': expected a value that is known when the program is "
+          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
+        )
+    last = order.index(arrays[-1]) if arrays else -1
+    for index, name in enumerate(order):
+      parameter = self.named[name]
+      if name in given or name not in self.parameters or parameter.default is not NONE:
+        continue
+      if parameter.constant or self.outputs:
+        raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
+      if index < last:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is left open before '{order[last]}', which got an "
+          "array; results go to the last parameters, or to those that outputs= names"
+        )
+
+  # -- plans -------------------------------------------------------------------------------------
+  def bound(self, call: CudaCall) -> dict[str, Bound]:
+    """What each parameter is given in a call, by name, in the order of the function.
+
+    A result that shares its memory with an operand needs no parameter of its own.
+    """
+    static = {**self.constants, **call.static}
+    for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
+      name, _, dtype = entry.partition("=")
+      static[name] = np.asarray(static[name], dtype_named(dtype))[()]
+    open_ = [name for name in self.named if name not in static and name not in self.outputs]
+    optional = [name for name in open_ if self.named[name].default is not NONE]
+    ins, results = len(call.operands), list(range(len(call.results)))
+    shared = set(self.aliases.values())
+    own = [result for result in results if result not in shared]
+    if shared and len(open_) + len(self.outputs) - len(optional) <= ins + len(own):
+      results = own
+    wanted = ins + (0 if self.outputs else len(results))
+    for name in reversed(optional):
+      if len(open_) > wanted:
+        static[name] = self.named[name].default
+        open_.remove(name)
+    takers = self.outputs or tuple(open_[ins:])
+    if len(open_) != wanted or len(takers) != len(results):
+      and_takers = (
+        f" and ({', '.join(self.outputs)}) for results" if self.outputs else " and results"
+      )
+      raise GateDefinitionError(
+        f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
+        f"got ({', '.join(open_)}) for arrays{and_takers}"
+      )
+    found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
+    for name, result in zip(takers, results, strict=True):
+      found[name] = Bound("result", result, call.results[result])
+    found |= {name: Bound("static", -1, value) for name, value in static.items()}
+    return {name: found[name] for name in self.named}
+
+  def made_for(
+    self, key: str, capabilities: tuple[int, ...], make: Callable[[int, bool], Any]
+  ) -> list[Any]:
+    """What `make(capability, ptx)` makes for each capability, once for a plan's key."""
+    for each in capabilities or (0,):
+      if (key, each) not in self._made:
+        self._made[key, each] = make(each or ptx_capability(()), each == 0)
+    return [self._made[key, each] for each in capabilities or (0,)]
+
+  def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:
+    """A grid, with the lanes that vmap="grid" gives the launch along a free z axis."""
+    x, y, z = launch.extent(self.label, option, value)
+    return x, y, call.batch if call.batch is not None and z == 1 else z
+
+
+def _is_array(value: Any) -> bool:
+  """NumPy's scalars are numbers here, and what JAX made are arrays."""
+  known = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  return isinstance(value, known) or hasattr(value, "__jax_array__")
+
+
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
+_PARAM = re.compile(
+  r"\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?\.[a-z]+(?P<bits>\d+)\b"
+  r"(?:\s+\.ptr(?:\s+\.\w+)?(?:\s+\.align\s+\d+)?)?\s+[\w$]+(?:\[(?P<count>\d+)\])?"
+)
+
+
+def entries(ptx: str) -> dict[str, list[tuple[int, int]]]:
+  """The kernels of a PTX text by name, with the size and alignment in bytes of each parameter."""
+  text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
+  found: dict[str, list[tuple[int, int]]] = {}
+  for entry in _ENTRY.finditer(text):
+    found[entry[1]] = declared = []
+    for match in _PARAM.finditer(entry[2] or ""):
+      size = int(match["bits"]) // 8
+      declared.append((size * int(match["count"] or 1), int(match["align"] or size)))
+  return found

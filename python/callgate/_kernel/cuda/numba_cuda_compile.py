@@ -12,8 +12,9 @@ compiles under Numba's own lock, on the lowering thread.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,44 +23,47 @@ from numba.cuda import compiler as numba_compiler
 from numba.cuda.np.numpy_support import from_dtype
 
 from callgate._build.nvrtc import Image
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._kernel.cuda import named
-from callgate._kernel.launch import Address, Parameter
+from callgate._kernel.cuda.kernel import entries
+from callgate._kernel.launch import Parameter
 
 # Options of the decorator that the compilation takes, and those that say nothing about it.
 _COMPILED = ("debug", "lineinfo", "fastmath", "opt", "launch_bounds")
-_WORD = 8  # bytes of each part of an array's struct
+_REFUSED_CODE = {
+  "cudaCGGetIntrinsicHandle|cudaCGSynchronize":
+    "without cuda.cg.this_grid(), whose cooperative launch callgate doesn't have",
+  r"\.extern\s+\.func[^;]*\bNRT_":
+    "that makes no arrays on the heap, for which Numba needs a runtime of its own on the device; "
+    "cuda.local.array and cuda.shared.array make others",
+}  # fmt: skip
+_REFUSED = {
+  "device": "that is launched, got a device function (@cuda.jit(device=True))",
+  "debug": "without debug=True, whose errors Numba's own launcher reads back",
+  "extensions": "without extensions=, which convert arguments at each launch",
+}
 
 
-def is_dispatcher(function: Any) -> bool:
-  """Whether it is what `@numba.cuda.jit` makes."""
-  return isinstance(function, cuda.dispatcher.CUDADispatcher)
-
-
-def check_options(label: str, options: Mapping[str, Any]) -> None:
-  """Raises for what the decorator was given that a launch from a program can't respect."""
-  if options.get("device"):
+def check(label: str, function: Any) -> None:
+  """Raises for what is no kernel of Numba's, or one that a program's launch can't respect."""
+  if not isinstance(function, cuda.dispatcher.CUDADispatcher):
     raise GateDefinitionError(
-      f"{label}: expected a kernel, got a device function (@cuda.jit(device=True))"
+      f"{label}: expected a kernel that @numba.cuda.jit has made, got {function!r}"
     )
-  if options.get("debug"):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without debug=True, whose errors Numba's own launcher reads back"
-    )
-  if options.get("extensions"):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without extensions=, which convert arguments at each launch"
-    )
+  for option, why in _REFUSED.items():
+    if function.targetoptions.get(option):
+      raise GateDefinitionError(f"{label}: expected a kernel {why}")
 
 
-def array_type(label: str, name: str, dtype: np.dtype[Any], rank: int, *, written: bool) -> Any:
-  """Numba's type of a contiguous array; inputs are read-only."""
+def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:
+  """Numba's type of a number, of rank -1, or of a contiguous array; inputs are read-only."""
+  if rank < 0:
+    return getattr(types, "boolean" if dtype == "bool" else dtype)
   try:
-    element = from_dtype(dtype)
+    element = from_dtype(dtype_named(dtype))
   except Exception as error:
     raise GateDefinitionError(
-      f"{label}: parameter '{name}': Numba has no arrays of {dtype.name} on CUDA; convert it with "
-      "astype"
+      f"{label}: parameter '{name}': Numba has no arrays of {dtype} on CUDA; convert it with astype"
     ) from error
   return types.Array(element, rank, "C", readonly=not written)
 
@@ -80,23 +84,36 @@ def scalar_type(label: str, name: str, value: Any) -> Any:
   )
 
 
-def declared_types(function: Any) -> list[tuple[Any, ...]]:
-  """The signatures that the decorator was given; [] where it was given none."""
-  return [] if function._can_compile else [tuple(s) for s in function.signatures]
+def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) -> list[Any]:
+  """Numba's types of all parameters: the call's, or those that the decorator was given."""
+  own = [type_of(label, *entry) for entry in held]
+  if function._can_compile:
+    return own
+  for signature in function.signatures:
+    if len(signature) == len(own) and all(map(_accepts, signature, own)):
+      return [a if hasattr(a, "ndim") else d for a, d in zip(own, signature, strict=True)]
+  known = "; ".join(str(tuple(s)) for s in function.signatures)
+  raise GateDefinitionError(
+    f"{label}: expected arguments of a signature that @cuda.jit was given ({known}), got {own}"
+  )
+
+
+def _accepts(declared: Any, own: Any) -> bool:
+  """Whether a declared parameter takes an argument; numbers are converted."""
+  rank = getattr(own, "ndim", None)
+  same_rank = getattr(declared, "ndim", None) == rank
+  return same_rank and (rank is None or declared.dtype == own.dtype)
 
 
 def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -> list[Parameter]:
   """An array as Numba's kernels take it: its struct's parts, one by one."""
-  strides: list[int] = []
-  step = itemsize
-  for extent in reversed(shape):
-    strides.insert(0, step)
-    step *= extent
-  size = int(np.prod(shape, dtype=np.int64)) if shape else 1
-  numbers = [Parameter.scalar(n, np.int64) for n in (size, itemsize)]
-  tail = [Parameter.scalar(n, np.int64) for n in (*shape, *strides)]
+  numbers = [math.prod(shape), itemsize]
+  tail = [*shape, *(itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))]
   null = Parameter.null()  # the owner's bookkeeping, which is the host's
-  return [null, null, *numbers, Parameter(bytes(_WORD), (Address(0, of, index),)), *tail]
+  return [
+    null, null, *(Parameter.scalar(n, np.int64) for n in numbers), Parameter.pointer(of, index),
+    *(Parameter.scalar(n, np.int64) for n in tail),
+  ]  # fmt: skip
 
 
 def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
@@ -112,67 +129,41 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
 
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
-) -> tuple[str, tuple[named.Declared, ...], Image]:
-  """Compiles a kernel for a device.
-
-  Args:
-    label: of the kernel, for messages.
-    function: the dispatcher.
-    argument_types: Numba's.
-    capability: such as 90.
-    ptx: the image is PTX, for any device that is not older.
+) -> tuple[str, list[int], Image]:
+  """Compiles a kernel for a capability, as 90; with `ptx` for any device that is not older.
 
   Returns:
-    The name of the entry, its parameters as PTX declares them, and the image.
+    The name of the entry, the sizes of its parameters as PTX declares them, and the image.
 
   Raises:
     CompileError: Numba refuses the function.
   """
-  given = function.targetoptions
+  given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
   cc = divmod(capability, 10)
   try:
     text, _ = numba_compiler.compile(
-      function.py_func,
-      tuple(argument_types),
-      cc=cc,
-      output="ptx",
-      abi="numba",
-      device=False,
+      function.py_func, tuple(argument_types), cc=cc, output="ptx", abi="numba", device=False,
       **options,
-    )
+    )  # fmt: skip
   except Exception as error:  # Numba raises many kinds
     raise CompileError(
-      f"{label}: Numba can't compile '{function.py_func.__name__}' for sm_{capability}: {error}",
-      str(error),
+      f"{label}: Numba can't compile '{name}' for sm_{capability}: {error}", str(error)
     ) from error
   text = text if isinstance(text, str) else text.decode()
-  ((entry, declared),) = named.entries(text).items()
-  renamed = _entry(function.py_func.__name__, argument_types)
-  text = text.replace(entry, renamed)
-  _check(label, text)
-  if ptx and not given.get("link"):
-    return renamed, declared, Image(text.encode() + b"\0", 0)
-  return renamed, declared, Image(_linked(label, text, cc, given), capability)
-
-
-def _entry(name: str, argument_types: Sequence[Any]) -> str:
-  """A name that doesn't depend on what was compiled before, as Numba's does."""
+  ((entry, declared),) = entries(text).items()
+  # A name that doesn't depend on what was compiled before, as Numba's does.
   digest = hashlib.sha256(repr([str(t) for t in argument_types]).encode()).hexdigest()[:16]
-  return f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{digest}"
-
-
-def _check(label: str, text: str) -> None:
-  if "cudaCGGetIntrinsicHandle" in text or "cudaCGSynchronize" in text:
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without cuda.cg.this_grid(), whose cooperative launch callgate "
-      "doesn't have"
-    )
-  if re.search(r"\.extern\s+\.func[^;]*\bNRT_", text):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel that makes no arrays on the heap, for which Numba needs a "
-      "runtime of its own on the device; cuda.local.array and cuda.shared.array make others"
-    )
+  renamed = f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}_{digest}"
+  text = text.replace(entry, renamed)
+  for pattern, why in _REFUSED_CODE.items():
+    if re.search(pattern, text):
+      raise GateDefinitionError(f"{label}: expected a kernel {why}")
+  if ptx and not given.get("link"):
+    image = Image(text.encode() + b"\0", 0)
+  else:
+    image = Image(_linked(label, text, cc, given), capability)
+  return renamed, [size for size, _ in declared], image
 
 
 def _linked(label: str, text: str, cc: tuple[int, int], options: Mapping[str, Any]) -> bytes:

@@ -16,9 +16,9 @@ class CudaOptions(KernelOptions):
   """The options of a kernel for CUDA devices.
 
   Attributes:
-    vmap: "each" (a launch for each lane, by the runtime), "grid" (one launch, with the lanes along
-      the grid's z axis), "whole" (batched arguments have a leading axis), "broadcast" (all have) or
-      a rule, as for `callgate.gate`.
+    vmap: "each" (a launch for each lane), "grid" (one launch, with the lanes along the grid's z
+      axis), "whole" (batched arguments have a leading axis), "broadcast" (all have) or a rule, as
+      for `callgate.gate`.
     arch: what to compile for where the process has no device: "sm_90", 90, or several. Default
       there: PTX, which the driver compiles when the program is loaded.
   """
@@ -73,13 +73,12 @@ class NumbaCudaOptions(NamedOptions):
 
   Attributes:
     griddim: blocks along x, y and z: a number, a tuple of up to three, or a function of the
-      operands' ShapeDtypeStructs that gives one of them; a static argument that the function has a
-      parameter for is passed by name.
+      operands' ShapeDtypeStructs, and of static arguments by name, that gives one of them.
     blockdim: threads of a block, likewise.
     sharedmem: bytes of dynamic shared memory; a number or such a function.
     vmap: "each" is a launch for each lane. "grid" is one launch, with the lanes along the grid's z
-      axis: all arrays then have the lanes as their first axis, of extent 1 where a call has no
-      batch, and the kernel takes its lane from `cuda.blockIdx.z`. "whole", "broadcast", or a rule.
+      axis: all arrays then have the lanes as their first axis, of extent 1 without a batch, and the
+      kernel takes its lane from `cuda.blockIdx.z`. "whole", "broadcast", or a rule.
   """
 
   griddim: Any

@@ -19,69 +19,29 @@ from callgate._kernel import source as _source
 from callgate._kernel.source import TemplateParameter
 
 Role = Literal["in", "out", "inout", "number", "scratch"]
-# CUDA's names of element types, and the dtypes that they stand for.
-_DTYPES = {
+# CUDA's names of each dtype's elements, the one that template arguments have first.
+_NAMES = {
   "bool": "bool",
-  "char": "int8",
-  "signed char": "int8",
-  "int8_t": "int8",
-  "unsigned char": "uint8",
-  "uint8_t": "uint8",
-  "short": "int16",
-  "short int": "int16",
-  "int16_t": "int16",
-  "unsigned short": "uint16",
-  "unsigned short int": "uint16",
-  "uint16_t": "uint16",
-  "int": "int32",
-  "signed int": "int32",
-  "int32_t": "int32",
-  "unsigned": "uint32",
-  "unsigned int": "uint32",
-  "uint32_t": "uint32",
-  "long": "int64",
-  "long int": "int64",
-  "long long": "int64",
-  "long long int": "int64",
-  "int64_t": "int64",
-  "ptrdiff_t": "int64",
-  "unsigned long": "uint64",
-  "unsigned long int": "uint64",
-  "unsigned long long": "uint64",
-  "unsigned long long int": "uint64",
-  "uint64_t": "uint64",
-  "size_t": "uint64",
-  "float": "float32",
-  "double": "float64",
-  "half": "float16",
-  "__half": "float16",
-  "cg::float16": "float16",
-  "nv_bfloat16": "bfloat16",
-  "__nv_bfloat16": "bfloat16",
-  "cg::bfloat16": "bfloat16",
-  "__nv_fp8_e4m3": "float8_e4m3fn",
-  "cg::float8_e4m3fn": "float8_e4m3fn",
-  "__nv_fp8_e5m2": "float8_e5m2",
-  "cg::float8_e5m2": "float8_e5m2",
-  "float2": "complex64",
-  "cuComplex": "complex64",
-  "cuFloatComplex": "complex64",
-  "double2": "complex128",
-  "cuDoubleComplex": "complex128",
-}
-# The type of a template argument for each dtype.
-_TYPES = {
-  "bool": "bool",
-  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-  "float16": "__half",
-  "bfloat16": "__nv_bfloat16",
+  "int8": "int8_t|char|signed char",
+  "uint8": "uint8_t|unsigned char",
+  "int16": "int16_t|short|short int",
+  "uint16": "uint16_t|unsigned short|unsigned short int",
+  "int32": "int32_t|int|signed int",
+  "uint32": "uint32_t|unsigned|unsigned int",
+  "int64": "int64_t|long|long int|long long|long long int|ptrdiff_t",
+  "uint64": "uint64_t|unsigned long|unsigned long int|unsigned long long|"
+  "unsigned long long int|size_t",
+  "float16": "__half|half|cg::float16",
+  "bfloat16": "__nv_bfloat16|nv_bfloat16|cg::bfloat16",
   "float32": "float",
   "float64": "double",
-  "float8_e4m3fn": "__nv_fp8_e4m3",
-  "float8_e5m2": "__nv_fp8_e5m2",
-  "complex64": "float2",
-  "complex128": "double2",
+  "float8_e4m3fn": "__nv_fp8_e4m3|cg::float8_e4m3fn",
+  "float8_e5m2": "__nv_fp8_e5m2|cg::float8_e5m2",
+  "complex64": "float2|cuComplex|cuFloatComplex",
+  "complex128": "double2|cuDoubleComplex",
 }
+TYPES = {name: texts.split("|")[0] for name, texts in _NAMES.items()}
+_DTYPES = {text: name for name, texts in _NAMES.items() for text in texts.split("|")}
 _VIEWS: Mapping[str, Role] = {"In": "in", "Out": "out", "InOut": "inout"}
 _ATTRIBUTE = re.compile(
   r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\((?:[^()]|\([^()]*\))*\)"
@@ -95,47 +55,30 @@ _KERNEL = re.compile(
 _QUALIFIERS = re.compile(
   r"\b(?:const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b"
 )
+_TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsigned")
 _VIEW = re.compile(r"^(?:::)?\s*(?:(?:cg|callgate)\s*::\s*)?(In|Out|InOut)\s*<(.*)>$", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaParameter:
-  """A kernel's parameter.
+  """A kernel's parameter."""
 
-  Attributes:
-    name: of the parameter; its position where the source gives none.
-    role: what it takes.
-    element: the text of its type, without pointer and qualifiers.
-    rank: the text of a view's rank; "" for what is no view.
-  """
-
-  name: str
+  name: str  # its position where the source gives none
   role: Role
-  element: str
-  rank: str = ""
-
-  @property
-  def is_view(self) -> bool:
-    return self.rank != ""
+  element: str  # the text of its type, without pointer and qualifiers
+  rank: str = ""  # the text of a view's rank; "" for what is no view
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaFunction:
-  """A `__global__` function of a source.
-
-  Attributes:
-    name: of the function.
-    qualified: with its namespaces.
-    template: its template's parameters.
-    bound: template arguments that the user gave, "float", by parameter.
-    parameters: in order.
-  """
+  """A `__global__` function of a source."""
 
   name: str
-  qualified: str
+  qualified: str  # with its namespaces
   template: tuple[TemplateParameter, ...]
-  bound: Mapping[str, str]
   parameters: tuple[CudaParameter, ...]
+  # Template arguments that the user gave, "float", by parameter.
+  bound: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 def element_dtype(text: str) -> np.dtype[Any] | None:
@@ -150,58 +93,31 @@ def dtype_by_name(value: Any) -> np.dtype[Any]:
   return dtype_named(value) if isinstance(value, str) else np.dtype(value)
 
 
-def cuda_type(dtype: np.dtype[Any]) -> str:
-  """CUDA's type of a dtype's elements; "" for one that it doesn't have."""
-  return _TYPES.get(np.dtype(dtype).name, "")
-
-
 def find(label: str, source: str, kernel: str | None) -> CudaFunction:
-  """The kernel of that name, which may have template arguments, or the source's only one.
-
-  Args:
-    label: for messages.
-    source: CUDA C++.
-    kernel: "scale", "ns::scale" or "scale<float, 4>"; None for the only one.
-  """
+  """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
   text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
-  found = [
-    function
-    for match in _KERNEL.finditer(text)
-    if (function := _function(text, match)) is not None
-    and (not name or f"::{function.qualified}".endswith(f"::{name.removeprefix('::')}"))
-  ]
+  functions = filter(None, (_function(text, match) for match in _KERNEL.finditer(text)))
+  wanted = f"::{name.removeprefix('::')}" if name else ""
+  found = [f for f in functions if f"::{f.qualified}".endswith(wanted)]
   if len(found) != 1:
-    raise _not_one(label, name, [f.qualified for f in found])
-  function = found[0]
-  if arguments:
-    given = _source.split_arguments(arguments.rstrip().removesuffix(">"))
-    function = _bind(label, function, given)
-  return function
-
-
-def _not_one(label: str, name: str, found: list[str]) -> GateDefinitionError:
-  if name:
-    return GateDefinitionError(
-      f"{label}: expected one kernel `__global__ void {name}(...)` in the source, found "
-      f"{len(found) or 'none'}"
-    )
-  if not found:
-    return GateDefinitionError(
-      f"{label}: expected a kernel `__global__ void name(const float* x, float* y) {{ ... }}` in "
-      "the source, found none"
-    )
-  return GateDefinitionError(
-    f"{label}: expected kernel=, since the source has several: {', '.join(found)}"
-  )
-
-
-def _bind(label: str, function: CudaFunction, given: list[str]) -> CudaFunction:
+    several = ", ".join(f.qualified for f in found)
+    expected = f"kernel=, since the source has several: {several}"
+    if name:
+      expected = (
+        f"one kernel `__global__ void {name}(...)` in the source, found {several or 'none'}"
+      )
+    elif not found:
+      named = "`__global__ void name(const float* x, float* y) { ... }`"
+      expected = f"a kernel {named} in the source, found none"
+    raise GateDefinitionError(f"{label}: expected {expected}")
+  (function,) = found
+  given = _source.split_arguments(arguments.rstrip().removesuffix(">"))
   if len(given) > len(function.template):
+    most = f"{len(function.template)} ({', '.join(p.name for p in function.template)})"
     raise GateDefinitionError(
-      f"{label}: expected at most {len(function.template)} template arguments "
-      f"({', '.join(p.name for p in function.template)}), got {len(given)}"
+      f"{label}: expected template arguments, at most {most}; got {len(given)}"
     )
   bound = {p.name: value for p, value in zip(function.template, given, strict=False)}
   return dataclasses.replace(function, bound=bound)
@@ -214,41 +130,29 @@ def _function(text: str, match: re.Match[str]) -> CudaFunction | None:
     return None
   before = text[: match.start()]
   parts = _source.split_arguments(text[match.end() : end])
-  parts = [] if parts == ["void"] else parts
   return CudaFunction(
-    match.group(1),
-    "::".join([*_source.scopes(before), match.group(1)]),
+    match[1],
+    "::".join([*_source.scopes(before), match[1]]),
     _source.template(before),
-    {},
-    tuple(_parameter(i, part) for i, part in enumerate(parts)),
+    tuple(_parameter(i, part) for i, part in enumerate(parts) if parts != ["void"]),
   )
 
 
 def _parameter(index: int, text: str) -> CudaParameter:
   text = text.split("=", 1)[0].strip()
-  array = re.search(r"\[\s*\w*\s*\]$", text)
-  if array is not None:  # `float x[]` is a pointer
-    declared = re.search(r"(\w+)$", text[: array.start()].rstrip())
-    assert declared is not None
-    start = declared.start()
-    text = f"{text[:start]}* {declared.group(1)}"
+  text = re.sub(r"(\w+)\s*\[\s*\w*\s*\]$", r"* \1", text)  # `float x[]` is a pointer
   match = re.search(r"(\w+)$", text)
-  name, kind = (match.group(1), text[: match.start()].strip()) if match else ("", text)
-  if match and (not kind or _is_type_word(name)):
+  name, kind = (match[1], text[: match.start()].strip()) if match else ("", text)
+  if not kind or name in _TYPE_WORDS:
     name, kind = "", text
+  name = name or str(index)
   pointee, star, _ = kind.rpartition("*")
   if star:
     element = " ".join(_QUALIFIERS.sub(" ", pointee).split())
-    role: Role = "in" if re.search(r"\bconst\b", pointee) else "out"
-    return CudaParameter(name or str(index), role, element)
+    return CudaParameter(name, "in" if re.search(r"\bconst\b", pointee) else "out", element)
   plain = " ".join(_QUALIFIERS.sub(" ", kind).split())
   view = _VIEW.match(plain)
   if view is None:
-    return CudaParameter(name or str(index), "number", plain)
-  arguments = _source.split_arguments(view.group(2))
-  rank = arguments[1] if len(arguments) > 1 else "?"
-  return CudaParameter(name or str(index), _VIEWS[view.group(1)], arguments[0], rank)
-
-
-def _is_type_word(word: str) -> bool:
-  return word in ("int", "char", "short", "long", "float", "double", "bool", "unsigned")
+    return CudaParameter(name, "number", plain)
+  element, rank, *_ = (*_source.split_arguments(view[2]), "?", "?")
+  return CudaParameter(name, _VIEWS[view[1]], element, rank)

@@ -1,9 +1,15 @@
-"""Compiles Triton kernels for a compute capability, with or without a device.
+"""All that depends on the installed Triton, whose versions 3.2 to 3.9 are known to work.
 
-All that depends on the installed Triton is here: how its compiler takes types, constants and what
-is known of alignment, and what a compiled kernel wants at launch. The parameters that a version
-adds behind the user's (scratch memory) are counted in the PTX that it made. Versions 3.2 to 3.9
-are known to work. Imported with the first kernel; compiles under one lock, on the tracing thread.
+Kernels are compiled for a compute capability, with or without a device, under one lock, on the
+tracing thread: here is how the compiler takes types, constants and what is known of alignment, and
+what a compiled kernel wants at launch. The parameters that a version adds behind the user's
+(scratch memory) are counted in the PTX that it made.
+
+Triton's decorators are taken apart: `@triton.autotune` names configurations, `@triton.heuristics`
+computes values from the arguments. Where this process has a device, each configuration is launched
+on it, by callgate, with arrays of the call's shapes, and the fastest is kept on disk; elsewhere the
+first that the pruning leaves is taken, and a log message says so. The launches are made by a thread
+of their own, outside the trace.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -11,33 +17,36 @@ are known to work. Imported with the first kernel; compiles under one lock, on t
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import json
+import logging
+import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import Autotuner, Heuristics, JITFunction
 
-from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._kernel.cuda import named
+from callgate._build import cache, files
+from callgate._build.nvrtc import Image
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import CompileError, GateDefinitionError, GateError
+from callgate._kernel.cuda.kernel import entries
+from callgate._kernel.program import CudaCall
 
 _DTYPES = {
   "bool": "i1",
-  "int8": "i8",
-  "int16": "i16",
-  "int32": "i32",
-  "int64": "i64",
-  "uint8": "u8",
-  "uint16": "u16",
-  "uint32": "u32",
-  "uint64": "u64",
-  "float16": "fp16",
+  **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+  **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+  **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
   "bfloat16": "bf16",
-  "float32": "fp32",
-  "float64": "fp64",
   "float8_e4m3fn": "fp8e4nv",
   "float8_e4m3fnuz": "fp8e4b8",
   "float8_e5m2": "fp8e5",
@@ -49,156 +58,123 @@ _SCALARS = {
   "u1": "uint8",
   **{code: name for name, code in _DTYPES.items() if code[:3] != "fp8" and name != "bool"},
 }
+_LOG = logging.getLogger("callgate")
 _COMPILING = threading.Lock()
+_PRUNING = threading.Lock()  # Triton's autotuner keeps the arguments in itself
+_ROUNDS, _LAUNCHES = 3, 20
+Settings = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
-  """What a kernel's parameter is given.
-
-  Attributes:
-    name: of the parameter.
-    type: Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in.
-    value: of a scalar or constant.
-    divisible: the address or integer is a multiple of 16.
-  """
+class Argument(NamedTuple):
+  """What a kernel's parameter is given."""
 
   name: str
-  type: str
-  value: Any = None
-  divisible: bool = False
+  type: str  # Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in
+  value: Any = None  # of a scalar or constant
+  divisible: bool = False  # the address or integer is a multiple of 16
+
+  @property
+  def dtype(self) -> np.dtype[Any]:
+    """What a scalar lies in memory with."""
+    return dtype_named(_SCALARS[self.type])
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Compiled:
-  """A kernel compiled for one capability.
+class Compiled(NamedTuple):
+  """A kernel compiled for one capability."""
 
-  Attributes:
-    entry: its name in the image.
-    cubin: the image.
-    ptx: the same as text that ends in a zero byte.
-    threads: of a block.
-    shared: bytes of dynamic shared memory.
-    cluster: blocks of a cluster.
-    scratch: bytes of scratch memory for each block of the grid, for each of the pointers that come
-      behind the user's parameters; 0 for a null pointer.
-  """
-
-  entry: str
-  cubin: bytes
-  ptx: bytes
-  threads: int
-  shared: int
-  cluster: tuple[int, int, int]
+  image: Image
+  entry: str  # its name in the image
+  threads: int  # of a block
+  shared: int  # bytes of dynamic shared memory
+  cluster: tuple[int, int, int]  # blocks
+  # Bytes of scratch memory for each block of the grid, for each of the pointers that come behind
+  # the user's parameters; 0 for a null pointer.
   scratch: tuple[int, ...]
 
 
-def parameters_of(function: Any) -> list[Any]:
-  """The parameters of a JITFunction, as Triton describes them."""
-  return list(function.params)
+def layers(kernel: Any) -> Iterator[Any]:
+  """A kernel's decorators, the outermost first, and the JITFunction below them, if there is one."""
+  while kernel is not None:
+    yield kernel
+    kernel = None if isinstance(kernel, JITFunction) else getattr(kernel, "fn", None)
 
 
 def base_function(kernel: Any) -> Any:
   """The JITFunction below decorators; None for what is no Triton kernel."""
-  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
-    kernel = getattr(kernel, "fn", None)
-  return kernel
+  return next((layer for layer in layers(kernel) if isinstance(layer, JITFunction)), None)
 
 
 def automatic(kernel: Any) -> set[str]:
   """The parameters that decorators give values."""
   found: set[str] = set()
-  while kernel is not None and not isinstance(kernel, triton.runtime.JITFunction):
-    if isinstance(kernel, triton.runtime.Heuristics):
-      found |= set(kernel.values)
-    if isinstance(kernel, triton.runtime.Autotuner):
-      found |= {name for config in kernel.configs for name in config.kwargs}
-    kernel = getattr(kernel, "fn", None)
+  for layer in layers(kernel):
+    if isinstance(layer, Heuristics):
+      found |= set(layer.values)
+    if isinstance(layer, Autotuner):
+      found |= {name for config in layer.configs for name in config.kwargs}
   return found
 
 
 def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
   """An array as an argument."""
-  code = _DTYPES.get(dtype.name)
+  code, what = _DTYPES.get(dtype.name), f"{label}: parameter '{parameter.name}'"
   if code is None:
+    known = ", ".join(_DTYPES)
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': Triton has no pointers to {dtype.name}; expected "
-      f"one of {', '.join(_DTYPES)}"
+      f"{what}: Triton has no pointers to {dtype.name}; expected one of {known}"
     )
   if parameter.annotation_type:
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}' is annotated as a {parameter.annotation_type}, so a "
-      "number that is known when the call is traced; expected one (static), got an array"
+      f"{what}: expected a static number, as its annotation {parameter.annotation_type} says, got "
+      "an array"
     )
-  aligned = divisible and not (
-    parameter.do_not_specialize or getattr(parameter, "do_not_specialize_on_alignment", False)
-  )
+  aligned = divisible and _by_alignment(parameter)
   return Argument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
 
 
 def scalar(parameter: Any, value: Any, label: str) -> Argument:
   """A number or constant as an argument, specialised as Triton's launcher does it."""
+  what = f"{label}: parameter '{parameter.name}'"
   if parameter.is_constexpr or value is None:
     return Argument(parameter.name, "constexpr", value)
   if not isinstance(value, (bool, int, float, np.generic)):
     raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': expected an array or a number, or the parameter "
-      f"annotated tl.constexpr; got {value!r}"
+      f"{what}: expected an array, a number, or the annotation tl.constexpr; got {value!r}"
     )
-  special = not parameter.do_not_specialize
   number = value.item() if isinstance(value, np.generic) else value
   whole = isinstance(number, int) and not isinstance(number, bool)
   declared = parameter.annotation_type or ""
-  if whole and number == 1 and special and declared[:2] not in ("fp", "bf", "u1"):
+  one = whole and number == 1 and not parameter.do_not_specialize
+  if one and declared[:2] not in ("fp", "bf", "u1"):
     return Argument(parameter.name, "constexpr", 1)
-  code = declared or _scalar_type(value)
+  code = declared or "i1"
+  if not declared and isinstance(value, np.generic):
+    code = _DTYPES.get(value.dtype.name, value.dtype.name)
+  elif not declared and isinstance(value, float):
+    code = "fp32"
+  elif not declared and whole:
+    code = "i32" if -(2**31) <= number < 2**31 else "u64" if number >= 2**63 else "i64"
   if code not in _SCALARS:
-    raise GateDefinitionError(
-      f"{label}: parameter '{parameter.name}': expected a type among {', '.join(_SCALARS)}, got "
-      f"{code}"
-    )
+    known = ", ".join(_SCALARS)
+    raise GateDefinitionError(f"{what}: expected a type among {known}, got {code}")
+  return Argument(
+    parameter.name, code, number, whole and _by_alignment(parameter) and number % 16 == 0
+  )
+
+
+def _by_alignment(parameter: Any) -> bool:
+  """Whether the kernel is compiled for what is divisible by 16."""
   unaligned = getattr(parameter, "do_not_specialize_on_alignment", False)
-  divisible = whole and special and not unaligned and number % 16 == 0
-  return Argument(parameter.name, code, number, divisible)
-
-
-def _scalar_type(value: Any) -> str:
-  if isinstance(value, np.generic):
-    return _DTYPES.get(value.dtype.name, value.dtype.name)
-  if isinstance(value, bool):
-    return "i1"
-  if isinstance(value, float):
-    return "fp32"
-  if -(2**31) <= value < 2**31:
-    return "i32"
-  return "u64" if value >= 2**63 else "i64"
-
-
-def scalar_dtype(argument: Argument) -> Any:
-  """The dtype that a scalar lies in memory with."""
-  name = _SCALARS[argument.type]
-  if name != "bfloat16":
-    return np.dtype(name)
-  import ml_dtypes
-
-  return np.dtype(ml_dtypes.bfloat16)
+  return not (parameter.do_not_specialize or unaligned)
 
 
 def compile_for(
-  label: str,
-  function: Any,
-  arguments: Sequence[Argument],
-  options: Mapping[str, Any],
-  capability: int,
-) -> Compiled:
-  """Compiles a JITFunction for a device.
+  label: str, function: Any, arguments: Sequence[Argument], options: Mapping[str, Any],
+  capability: int, *, ptx: bool,
+) -> Compiled:  # fmt: skip
+  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older.
 
-  Args:
-    label: of the kernel, for messages.
-    function: the JITFunction.
-    arguments: one for each parameter.
-    options: Triton's, such as num_warps.
-    capability: such as 90.
+  `arguments` has one for each parameter, `options` are Triton's, such as num_warps.
 
   Raises:
     CompileError: Triton refuses the kernel.
@@ -209,17 +185,38 @@ def compile_for(
       made = triton.compile(_source(function, arguments), target=target, options=dict(options))
     except Exception as error:  # Triton raises many kinds
       text = f"{type(error).__name__}: {error}"
-      raise CompileError(
-        f"{label}: Triton {triton.__version__} can't compile '{function.__name__}' for sm_"
-        f"{capability}: {text}",
-        text,
-      ) from error
-  return _compiled(label, made, arguments)
+      what = f"Triton {triton.__version__} can't compile '{function.__name__}' for sm_{capability}"
+      raise CompileError(f"{label}: {what}: {text}", text) from error
+  metadata = made.metadata
+  if getattr(metadata, "launch_cooperative_grid", False):
+    raise GateDefinitionError(
+      f"{label}: expected a kernel without launch_cooperative_grid, which callgate doesn't have"
+    )
+  declared = entries(made.asm["ptx"]).get(metadata.name)
+  sizes = None if declared is None else [size for size, _ in declared]
+  wanted = [8 if a.type[0] == "*" else a.dtype.itemsize for a in passed(arguments)]
+  if sizes not in [wanted + [8] * more for more in range(3)]:
+    fault = f"expected that Triton {triton.__version__} makes a kernel with parameters of {wanted}"
+    more = f"bytes and at most two pointers more, got {sizes}; callgate doesn't know this version"
+    raise CompileError(f"{label}: {fault} {more}", "")
+  x, y, z = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
+  of_block = (getattr(metadata, f"{n}_scratch_size", 0) or 0 for n in ("global", "profile"))
+  scratch = tuple(int(size) * math.prod((x, y, z)) for size in of_block)
+  text, code = str(made.asm["ptx"]).encode() + b"\0", bytes(made.asm["cubin"])
+  return Compiled(
+    Image(text, 0) if ptx else Image(code, capability),
+    metadata.name,
+    int(metadata.num_warps) * 32,
+    int(metadata.shared),
+    (int(x), int(y), int(z)),
+    scratch[: len(sizes or ()) - len(wanted)],
+  )
 
 
 def _source(function: Any, arguments: Sequence[Argument]) -> Any:
   aligned = [i for i, a in enumerate(arguments) if a.divisible]
-  if _old():
+  # Triton 3.2 takes its source in another form.
+  if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3):
     from triton.backends.compiler import AttrsDescriptor  # pyright: ignore
 
     return ASTSource(
@@ -236,52 +233,131 @@ def _source(function: Any, arguments: Sequence[Argument]) -> Any:
   )
 
 
-def _old() -> bool:
-  """Whether this is Triton 3.2, whose compiler takes its source in another form."""
-  return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 3)
-
-
-def _compiled(label: str, made: Any, arguments: Sequence[Argument]) -> Compiled:
-  metadata = made.metadata
-  if getattr(metadata, "launch_cooperative_grid", False):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without launch_cooperative_grid, which callgate's launches "
-      "don't have"
-    )
-  declared = named.entries(made.asm["ptx"]).get(metadata.name)
-  wanted = [8 if a.type[0] == "*" else scalar_dtype(a).itemsize for a in passed(arguments)]
-  sizes = None if declared is None else [d.size for d in declared]
-  more = [] if sizes is None else sizes[len(wanted) :]
-  if sizes is None or sizes[: len(wanted)] != wanted or more != [8] * len(more) or len(more) > 2:
-    raise CompileError(
-      f"{label}: expected that Triton {triton.__version__} makes a kernel with parameters of "
-      f"{wanted} bytes and at most two pointers more, got {sizes}; this version is unknown to "
-      "callgate",
-      "",
-    )
-  blocks = _cluster(metadata)
-  per_block = [
-    int(getattr(metadata, f"{name}_scratch_size", 0) or 0) for name in ("global", "profile")
-  ]
-  return Compiled(
-    metadata.name,
-    bytes(made.asm["cubin"]),
-    str(made.asm["ptx"]).encode() + b"\0",
-    int(metadata.num_warps) * 32,
-    int(metadata.shared),
-    blocks,
-    tuple(size * int(np.prod(blocks)) for size in per_block[: len(more)]),
-  )
-
-
-def _cluster(metadata: Any) -> tuple[int, int, int]:
-  given = getattr(metadata, "cluster_dims", None)
-  if given:
-    x, y, z = given
-    return int(x), int(y), int(z)
-  return int(getattr(metadata, "num_ctas", 1)), 1, 1
-
-
 def passed(arguments: Sequence[Argument]) -> list[Argument]:
   """The arguments that a launch passes."""
   return [a for a in arguments if a.type != "constexpr"]
+
+
+# -- configurations ------------------------------------------------------------------------------
+def candidates(
+  label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[Settings]:
+  """The settings (constants of the kernel and options of its compilation) that a call may take.
+
+  `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
+  """
+  if isinstance(kernel, Heuristics):
+    known = dict(settings)
+    for name, value in kernel.values.items():
+      known[name] = value({**arguments, **known})
+    return candidates(label, kernel.fn, arguments, known)
+  if not isinstance(kernel, Autotuner):
+    return [dict(settings)]
+  configs: list[Any] = list(kernel.configs)
+  if len(configs) > 1:
+    with _PRUNING:
+      kernel.nargs = dict(arguments)
+      try:
+        configs = list(kernel.prune_configs(dict(settings)))
+      finally:
+        kernel.nargs = None
+  if not configs:
+    raise GateDefinitionError(f"{label}: expected that pruning leaves a configuration, got none")
+  found: list[Settings] = []
+  for config in configs:
+    if config.pre_hook is not None:
+      raise GateDefinitionError(
+        f"{label}: got a triton.Config with pre_hook, which is Python that would run before each "
+        "launch; expected none. zeroed_outputs= sets results to zero"
+      )
+    twice = sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))
+    if twice:
+      raise GateDefinitionError(
+        f"{label}: expected {', '.join(twice)} once, got both @triton.autotune's and the call's"
+      )
+    found += candidates(label, kernel.fn, arguments, {**settings, **config.all_kwargs()})
+  return found
+
+
+def chosen(
+  label: str, kernel: Any, function: Any, found: Sequence[Settings], arguments: Mapping[str, Any],
+  measure: Callable[[Settings], float] | None,
+) -> Settings:  # fmt: skip
+  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
+
+  `function` is the JITFunction; `measure` gives the seconds of a launch, None without a device.
+  """
+  if len(found) == 1:
+    return found[0]
+  # What Triton tunes by: the arguments named as `key`, all dtypes, and the device.
+  tuners = (layer for layer in layers(kernel) if isinstance(layer, Autotuner))
+  about = [f"{n}={_text(arguments.get(str(n)))}" for tuner in tuners for n in tuner.keys]
+  about += [f"{n}:{v.dtype}" for n, v in arguments.items() if hasattr(v, "dtype")]
+  if (device := cuda_device()) is not None:
+    about.append(str(device.device_kind))
+  settings = [repr(sorted(each.items(), key=lambda item: item[0])) for each in found]
+  key = cache.digest([triton.__version__, function.cache_key, about, settings])
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+    content = files.read(files.kept_folder("triton", key[:2]) / f"{key}.json")
+    best = json.loads(content)["chosen"]
+    if isinstance(best, int) and 0 <= best < len(found):
+      return found[best]
+  if measure is None:
+    _LOG.warning(
+      "%s: no device to try the %d configurations of @triton.autotune on; taking the first: %s",
+      label, len(found), found[0],
+    )  # fmt: skip
+    return found[0]
+  times = [measure(settings) for settings in found]
+  best = min(range(len(found)), key=times.__getitem__)
+  if times[best] == float("inf"):
+    raise GateDefinitionError(f"{label}: expected a configuration that runs, got none that does")
+  finite = [None if seconds == float("inf") else seconds for seconds in times]
+  with contextlib.suppress(OSError):
+    content = json.dumps({"chosen": best, "seconds": finite}).encode()
+    files.write(files.made_folder("triton", key[:2], quiet=True) / f"{key}.json", content)
+  _LOG.info("%s: %s takes %.1f µs, the fastest", label, found[best], times[best] * 1e6)
+  return found[best]
+
+
+def _text(value: Any) -> str:
+  shape = getattr(value, "shape", None)
+  return repr(value) if not shape else f"{value.dtype}{list(shape)}"
+
+
+def cuda_device() -> Any:
+  """The device to measure on; None where JAX has none."""
+  try:
+    return jax.local_devices(backend="cuda")[0]
+  except (RuntimeError, IndexError):
+    return None
+
+
+def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
+  """How long a launch with arrays of a call's shapes takes, the least of several rounds.
+
+  `function` is the kernel with its settings fixed. Infinity for one that fails.
+  """
+  found: list[float] = []
+
+  def run() -> None:
+    try:
+      with jax.default_device(device):
+        arrays = [jnp.zeros(x.shape, x.dtype) for x in call.operands]
+        compiled = jax.jit(function)
+        jax.block_until_ready(compiled(*arrays))
+        for _ in range(_ROUNDS):
+          begin = time.perf_counter()
+          last: Any = None
+          for _ in range(_LAUNCHES):
+            last = compiled(*arrays)
+          jax.block_until_ready(last)
+          found.append((time.perf_counter() - begin) / _LAUNCHES)
+    except (CompileError, GateError, jax.errors.JaxRuntimeError) as error:
+      _LOG.info("a configuration that can't be run: %s", error)
+
+  # The lowering thread is inside a trace; this one is not.
+  worker = threading.Thread(target=run, name="callgate-tune")
+  worker.start()
+  worker.join()
+  return min(found, default=float("inf"))

@@ -7,35 +7,31 @@ result's elements; extents and strides are passed by the launch. Runs on lowerin
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import struct
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from callgate._build import nvrtc, toolchain
 from callgate._build.nvrtc import Image
-from callgate._core.errors import CompileError
-from callgate._kernel import launch as _launch
-from callgate._kernel.elementwise.layout import Layout, collapsed, layout_of
 from callgate._kernel.elementwise.params import Param
-from callgate._kernel.elementwise.source import Bound, Code, body, element
+from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
 from callgate._kernel.launch import Address, Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, CudaPart
 
 _THREADS = 256
+_VECTOR = 16  # bytes that a thread loads or stores at once
 _BLOCKS = 1 << 14  # more elements than these have threads are gone through in strides of the grid
 _HEADERS = ("elementwise_device.h", "elementwise_body.h", "complex_device.h", "small_floats.h")
 # Without it a function of the user's preamble would be the host's.
 _OPTIONS = ("--std=c++20", "-default-device")
 
 
-@dataclasses.dataclass(frozen=True)
-class CudaOptions:
+class CudaOptions(NamedTuple):
   """How an elementwise kernel is compiled for CUDA."""
 
   options: tuple[str, ...] = ()  # for NVRTC, after callgate's own
@@ -56,170 +52,206 @@ def _on_device(text: str) -> str:
 
 def cuda_unit(what: str, entry: str, bound: Bound, layout: Layout) -> str:
   """A whole source for CUDA; `entry` is the function's name, `what` the kernel in messages."""
+  code = bound.code
   # CUDA has functions of these names that treat NaN otherwise.
-  text = body(what, bound).replace(
-    "  using namespace callgate::elementwise;\n",
-    "  using namespace callgate::elementwise;\n"
-    "  using callgate::elementwise::max;\n"
-    "  using callgate::elementwise::min;\n",
-    1,
-  )
+  using = "  using namespace callgate::elementwise;\n"
+  own = "".join(f"  using callgate::elementwise::{name};\n" for name in ("max", "min"))
+  text = body(what, bound).replace(using, using + own, 1)
   if bound.has_complex:
     text = _on_device(text)  # the user's part as well
-  return (
-    f"// {toolchain.headers_digest(*_HEADERS)}\n"  # in the key of the compiled source
-    '#include "callgate/elementwise_device.h"\n\n'
-    f"{text}\nnamespace {{\n{_elements(bound, layout)}}}  // namespace\n\n"
-    f"{_kernel(entry, bound, layout)}"
-  )
+  ones = [
+    f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);"
+    for p, kind in zip(code.mapped, layout.kinds, strict=True)
+    if kind == "o"
+  ]
+  fields = ["int64_t _size", *bound.pointers]  # of the struct, and what the kernel takes
+  names = ["_size", *(p.name for p in (*code.mapped, *code.outputs))]
+  params = list(fields)
+  if strided := len(_strided(code, layout)):
+    strides = f"callgate::elementwise::Strides<{layout.axes}, {strided}>"
+    fields.append(f"const {strides}& _strides")
+    params.append(f"{strides} _strides")
+    names.append("_strides")
+  raws = [p for p in code.inputs if p.raw]
+  params += [
+    f"callgate::elementwise::Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
+    for p, rank in zip(raws, layout.ranks, strict=True)
+  ]
+  # The digest is in the key of the compiled source.
+  return f"""// {toolchain.headers_digest(*_HEADERS)}
+#include "callgate/elementwise_device.h"
+
+{text}
+namespace {{
+struct Elements {{  // those of a thread, to go through
+{lines(2, (f"{field};" for field in fields))}
+  template <class Each>
+  __device__ __forceinline__ void operator()(const Each& _each) const {{
+    const int64_t _first = callgate::elementwise::first_of_thread();
+    const int64_t _step = callgate::elementwise::threads();
+{lines(4, ones)}
+{_packs(bound, layout) if layout.vector > 1 else "    const int64_t _done = 0;"}
+{_singles(bound, layout)}
+  }}
+}};
+}}  // namespace
+
+__global__ void __launch_bounds__({_THREADS}) {entry}(
+    {", ".join(params)}) {{
+  callgate_body(Elements{{{", ".join(names)}}}, _size{"".join(f", {p.name}" for p in raws)});
+}}
+"""
 
 
 def _strided(code: Code, layout: Layout) -> list[Param]:
   return [p for p, k in zip(code.mapped, layout.kinds, strict=True) if k == "s"]
 
 
-def _elements(bound: Bound, layout: Layout) -> str:
-  """The struct that goes through a thread's elements."""
-  fields = ["int64_t _size", *bound.pointers]
-  strided = _strided(bound.code, layout)
-  if strided:
-    fields.append(f"const callgate::elementwise::Strides<{layout.axes}, {len(strided)}>& _strides")
-  ones = [
-    f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);"
-    for p, kind in zip(bound.code.mapped, layout.kinds, strict=True)
-    if kind == "o"
-  ]
-  lines = [
-    "const int64_t _first = callgate::elementwise::first_of_thread();",
-    "const int64_t _step = callgate::elementwise::threads();",
-    *ones,
-    *(_packs(bound, layout) if layout.vector > 1 else ["const int64_t _done = 0;"]),
-    *_singles(bound, layout),
-  ]
-  return (
-    "struct Elements {\n"
-    + "".join(f"  {field};\n" for field in fields)
-    + "  template <class Each>\n"
-    "  __device__ __forceinline__ void operator()(const Each& _each) const {\n"
-    + "".join(f"    {line}\n" for line in lines)
-    + "  }\n"
-    "};\n"
-  )
-
-
-def _packs(bound: Bound, layout: Layout) -> list[str]:
+def _packs(bound: Bound, layout: Layout) -> str:
   """The loop over several neighbours at once."""
   count = layout.vector
   loads: list[str] = []
-  arguments = [f"_pack * {count} + _k"]
-  for param, kind in zip(bound.code.mapped, layout.kinds, strict=True):
-    if kind == "o":
-      arguments.append(f"_one_{param.name}")
-      continue
-    pack = f"callgate::elementwise::Pack<{bound.stored(param)}, {count}>"
-    loads.append(
-      f"const {pack} _in_{param.name} = reinterpret_cast<const {pack}*>({param.name})[_pack];"
-    )
-    arguments.append(f"static_cast<{bound.value(param)}>(_in_{param.name}.values[_k])")
   stores: list[str] = []
-  for param in bound.code.outputs:
-    pack = f"callgate::elementwise::Pack<{bound.stored(param)}, {count}>"
-    loads.append(f"{pack} _out_{param.name};")
-    stores.append(f"reinterpret_cast<{pack}*>({param.name})[_pack] = _out_{param.name};")
-  inner = element(bound, arguments, "_out_{}.values[_k]")
-  return [
-    f"const int64_t _packs = _size / {count}, _done = _packs * {count};",
-    "for (int64_t _pack = _first; _pack < _packs; _pack += _step) {",
-    *(f"  {line}" for line in loads),
-    "#pragma unroll",
-    f"  for (int _k = 0; _k < {count}; ++_k) {{",
-    *(f"    {line}" for line in inner),
-    "  }",
-    *(f"  {line}" for line in stores),
-    "}",
-  ]
+  arguments = [f"_pack * {count} + _k"]
+  for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
+    if kind == "o":
+      arguments.append(f"_one_{p.name}")
+      continue
+    pack = f"callgate::elementwise::Pack<{bound.stored(p)}, {count}>"
+    loads.append(f"const {pack} _in_{p.name} = reinterpret_cast<const {pack}*>({p.name})[_pack];")
+    arguments.append(f"static_cast<{bound.value(p)}>(_in_{p.name}.values[_k])")
+  for p in bound.code.outputs:
+    pack = f"callgate::elementwise::Pack<{bound.stored(p)}, {count}>"
+    loads.append(f"{pack} _out_{p.name};")
+    stores.append(f"reinterpret_cast<{pack}*>({p.name})[_pack] = _out_{p.name};")
+  return f"""    const int64_t _packs = _size / {count}, _done = _packs * {count};
+    for (int64_t _pack = _first; _pack < _packs; _pack += _step) {{
+{lines(6, loads)}
+#pragma unroll
+      for (int _k = 0; _k < {count}; ++_k) {{
+{lines(8, element(bound, arguments, "_out_{}.values[_k]"))}
+      }}
+{lines(6, stores)}
+    }}"""
 
 
-def _singles(bound: Bound, layout: Layout) -> list[str]:
+def _singles(bound: Bound, layout: Layout) -> str:
   """The loop over elements one by one: the tail of the packs, or all."""
+  strided = _strided(bound.code, layout)
   arguments = ["_i"]
-  offsets: list[str] = []
-  strided = _strided(bound.code, layout)
-  if strided:
-    whole = "uint64_t" if layout.wide else "uint32_t"
-    offsets.append(f"int64_t _offsets[{len(strided)}];")
-    offsets.append(f"_strides.template place<{whole}>(_i, _offsets);")
-  for param, kind in zip(bound.code.mapped, layout.kinds, strict=True):
-    place = f"_offsets[{strided.index(param)}]" if kind == "s" else "_i"
-    arguments.append(
-      f"_one_{param.name}"
-      if kind == "o"
-      else f"static_cast<{bound.value(param)}>({param.name}[{place}])"
-    )
-  inner = element(bound, arguments, "{}[_i]")
-  return [
-    "for (int64_t _i = _done + _first; _i < _size; _i += _step) {",
-    *(f"  {line}" for line in (*offsets, *inner)),
-    "}",
-  ]
-
-
-def _kernel(entry: str, bound: Bound, layout: Layout) -> str:
-  """The function that a launch runs."""
-  strided = _strided(bound.code, layout)
-  raws = [p for p in bound.code.inputs if p.raw]
-  params = ["int64_t _size", *bound.pointers]
-  if strided:
-    params.append(f"callgate::elementwise::Strides<{layout.axes}, {len(strided)}> _strides")
-  params += [
-    f"callgate::elementwise::Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
-    for p, rank in zip(raws, layout.ranks, strict=True)
-  ]
-  fields = ["_size", *(p.name for p in (*bound.code.mapped, *bound.code.outputs))]
-  fields += ["_strides"] if strided else []
-  passed = "".join(f", {p.name}" for p in raws)
-  return (
-    f"__global__ void __launch_bounds__({_THREADS}) {entry}(\n    "
-    + ",\n    ".join(params)
-    + f") {{\n  callgate_body(Elements{{{', '.join(fields)}}}, _size{passed});\n}}\n"
+  for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
+    place = f"_offsets[{strided.index(p)}]" if kind == "s" else "_i"
+    loaded = f"static_cast<{bound.value(p)}>({p.name}[{place}])"
+    arguments.append(f"_one_{p.name}" if kind == "o" else loaded)
+  whole = "uint64_t" if layout.wide else "uint32_t"
+  offsets = (
+    f"int64_t _offsets[{len(strided)}];",
+    f"_strides.template place<{whole}>(_i, _offsets);",
   )
+  inner = [*(offsets if strided else ()), *element(bound, arguments, "{}[_i]")]
+  return f"""    for (int64_t _i = _done + _first; _i < _size; _i += _step) {{
+{lines(6, inner)}
+    }}"""
+
+
+# -- how arrays lie -----------------------------------------------------------------------------
+class Layout(NamedTuple):
+  """What a variant knows of how a call's arrays lie."""
+
+  # For each argument that is not raw "f" where it has the result's elements, "o" where it has one,
+  # "s" where it is broadcast along some axes.
+  kinds: str
+  axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
+  vector: int  # elements that a thread takes at once
+  wide: bool  # whether there are more elements than 32 bits count
+  ranks: tuple[int, ...]  # of the raw arguments
+
+  @property
+  def text(self) -> str:
+    """As part of a variant's key."""
+    ranks = ",".join(map(str, self.ranks))
+    return f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:{ranks}"
+
+  @staticmethod
+  def parse(text: str) -> Layout:
+    """The inverse of `text`."""
+    kinds, axes, vector, wide, ranks = text.split(":")
+    numbers = tuple(int(rank) for rank in ranks.split(",") if rank)
+    return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
+
+
+def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> Layout:
+  """The layout of a call, by the types of all its arguments, raw ones too."""
+  size = math.prod(results[0].shape)
+  mapped = [x for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
+  own = [math.prod(x.shape) for x in mapped]
+  kinds = "".join("f" if each == size else "o" if each == 1 else "s" for each in own)
+  full = [x for x, kind in zip(mapped, kinds, strict=True) if kind == "f"]
+  items = [np.dtype(x.dtype).itemsize for x in (*full, *results)]
+  vector = 1 if "s" in kinds else max(1, _VECTOR // max(items))
+  # Lanes of a batch that the runtime loops over begin at multiples of their size; others are the
+  # whole buffers, which are aligned.
+  if code.knows_place and any(size * item % (vector * item) for item in items):
+    vector = 1
+  strided = [x.shape for x, kind in zip(mapped, kinds, strict=True) if kind == "s"]
+  ranks = tuple(len(x.shape) for p, x in zip(code.inputs, operands, strict=True) if p.raw)
+  return Layout(kinds, len(collapsed(strided, results)), vector, size >= 2**31, ranks)
+
+
+def collapsed(
+  shapes: Sequence[Sequence[int]], results: Sequence[Any]
+) -> list[tuple[int, list[int]]]:
+  """The result's axes, innermost first, each with the strides of the operands that are broadcast.
+
+  Neighbours along which all strides continue are one; no operands give no axes.
+  """
+  axes: list[tuple[int, list[int]]] = []
+  if not shapes:
+    return axes
+  result = tuple(results[0].shape)
+  steps = [1] * len(shapes)
+  for back, extent in enumerate(reversed(result), 1):
+    strides = [0] * len(shapes)
+    for k, shape in enumerate(shapes):
+      if len(shape) >= back and shape[-back] != 1:
+        strides[k] = steps[k]
+        steps[k] *= shape[-back]
+    if extent == 1:
+      continue
+    if axes and strides == [s * axes[-1][0] for s in axes[-1][1]]:
+      axes[-1] = (axes[-1][0] * extent, axes[-1][1])
+    else:
+      axes.append((extent, strides))
+  return axes
 
 
 # -- launches ------------------------------------------------------------------------------------
-def parameters_of(
+def _parameters(
   code: Code, layout: Layout, operands: Sequence[Any], results: Sequence[Any]
-) -> tuple[Parameter, ...]:
-  """What a launch passes: see `_kernel`."""
-  size = math.prod(results[0].shape)
+) -> Iterator[Parameter]:
+  """What a launch passes: see `cuda_unit`."""
   indices = {p.name: i for i, p in enumerate(code.inputs)}
-  found = [Parameter.scalar(size, np.int64)]
-  found += [Parameter.pointer("operand", indices[p.name]) for p in code.mapped]
-  found += [Parameter.pointer("result", i) for i in range(len(code.outputs))]
-  shapes = [operands[indices[p.name]].shape for p in _strided(code, layout)]
-  axes = collapsed(shapes, results)
+  yield Parameter.scalar(math.prod(results[0].shape), np.int64)
+  yield from (Parameter.pointer("operand", indices[p.name]) for p in code.mapped)
+  yield from (Parameter.pointer("result", i) for i in range(len(code.outputs)))
+  axes = collapsed([operands[indices[p.name]].shape for p in _strided(code, layout)], results)
   if axes:
     numbers = [extent for extent, _ in axes]
     numbers += [step for _, strides in axes for step in strides]
-    found.append(Parameter(struct.pack(f"<{len(numbers)}q", *numbers)))
-  for param in code.inputs:
+    yield Parameter(struct.pack(f"<{len(numbers)}q", *numbers))
+  for index, param in enumerate(code.inputs):
     if param.raw:
-      index = indices[param.name]
       extents = tuple(operands[index].shape) or (1,)
       data = bytes(8) + struct.pack(f"<{len(extents)}q", *extents)
-      found.append(Parameter(data, (Address(0, "operand", index),)))
-  return tuple(found)
+      yield Parameter(data, (Address(0, "operand", index),))
 
 
 class ElementwisePart(CudaPart):
-  """What runs an elementwise kernel on CUDA devices; tracing and lowering threads use it at once.
-
-  Attributes:
-    options: of the compilation.
-  """
+  """What runs an elementwise kernel on CUDA devices; used by several threads at once."""
 
   def __init__(self, kernel: Any, options: CudaOptions) -> None:
     self._kernel = weakref.ref(kernel)  # which holds this
-    self.options = options
+    self.options = options  # of the compilation
 
   def arch(self) -> tuple[int, ...]:
     return self.options.arch
@@ -228,16 +260,13 @@ class ElementwisePart(CudaPart):
     kernel = self._kernel()
     assert kernel is not None  # whose call this is
     code: Code = kernel.user_code
-    layout = layout_of(
-      code, [x.shape for x in call.operands], [x.dtype for x in call.operands], call.results
-    )
+    layout = layout_of(code, call.operands, call.results)
     key = f"{kernel.letters_text(call.operands, call.static)}:{layout.text}"
     built = self._built(kernel, key, call.capabilities)
     taken = -(-math.prod(call.results[0].shape) // layout.vector)
     blocks = min(-(-taken // _THREADS), _BLOCKS)
-    grid, block, _, _ = _launch.checked(kernel.label, blocks, _THREADS)
-    parameters = parameters_of(code, layout, call.operands, call.results)
-    launch = Launch(built[0].entry, grid, block, parameters)
+    parameters = tuple(_parameters(code, layout, call.operands, call.results))
+    launch = Launch(built[0].entry, (blocks, 1, 1), (_THREADS, 1, 1), parameters)
     return Plan(key, tuple(each.image for each in built), (launch,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
@@ -250,15 +279,12 @@ class ElementwisePart(CudaPart):
   def _built(self, kernel: Any, key: str, capabilities: tuple[int, ...]) -> list[nvrtc.Built]:
     entry, layout = entry_of(kernel.name), Layout.parse(key.partition(":")[2])
     source = cuda_unit(kernel.label, entry, kernel.bound(key, _on_device), layout)
-    options = (*_OPTIONS, *self.options.options)
-    folders = kernel.build_options["include_dirs"]
-    try:
+    options, folders = (*_OPTIONS, *self.options.options), kernel.build_options["include_dirs"]
+    with kernel.explaining():
       return [
         nvrtc.build(
-          kernel.label, f"{kernel.name}.cu", source, entry, capability, options=options,
-          include_dirs=folders,
+          kernel.label, f"{kernel.name}.cu", source, entry, each,
+          options=options, include_dirs=folders,
         )
-        for capability in capabilities or (0,)
+        for each in capabilities or (0,)
       ]  # fmt: skip
-    except CompileError as error:
-      raise kernel.explained(error) from None

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,7 @@ from callgate._kernel.elementwise.params import Param
 from callgate._kernel.elementwise.source import Code, placed, value_type, words
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Derivative:
+class Derivative(NamedTuple):
   """How a kernel's results change with one of its arguments."""
 
   kernel: Callable[..., Any]  # computes the coefficients, one for each result
@@ -37,12 +36,9 @@ class Derivative:
 
 
 def derive(
-  label: str,
-  code: Code,
-  jvp: str,
-  like: Callable[..., Any] | None,
+  label: str, code: Code, jvp: str, like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
-) -> dict[int, Derivative]:
+) -> dict[int, Derivative]:  # fmt: skip
   """A `Derivative` for each argument that has one, by its position.
 
   `like` is the user's reference, for derivatives of the coefficients; `make` makes a kernel from
@@ -52,67 +48,59 @@ def derive(
   used = words(jvp) | words(code.loop_prep)
   found: dict[int, Derivative] = {}
   for index, param in enumerate(code.inputs):
-    own = param.own_dtype
-    if param.raw or (own is not None and not is_inexact(own)):
+    if param.raw or not _has_tangent(param):
       continue
-    template = _code_of(label, code, jvp, index, code.inputs, ())
+    operation = _operation(label, code, jvp, index)
+    results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)
+    derived = Code(
+      code.inputs, results, operation, code.preamble, code.loop_prep, more_types=code.types
+    )
     # All of them where the reference is to compute the same, or the place of an element counts.
-    placed_by = dataclasses.replace(template, inputs=code.mapped).knows_place
+    placed_by = dataclasses.replace(derived, inputs=code.mapped).knows_place
     every = like is not None or placed_by
     inputs = tuple(i for i, p in enumerate(code.inputs) if every or p.name in used)
     outputs = tuple(i for i, p in enumerate(code.outputs) if p.name in used)
-    taken = [code.inputs[i] for i in inputs]
-    derived = _code_of(label, code, jvp, index, taken, [code.outputs[i] for i in outputs])
+    taken = (*(code.inputs[i] for i in inputs), *(code.outputs[i] for i in outputs))
+    derived = dataclasses.replace(derived, inputs=taken)
     reference = None if like is None else _reference(code, like, index)
-    kernel = make(f"d{param.name}", derived, reference)
     size = None if derived.mapped else "own" if placed_by else "one"
-    found[index] = Derivative(kernel, inputs, outputs, size)
+    found[index] = Derivative(make(f"d{param.name}", derived, reference), inputs, outputs, size)
   return found
 
 
+def _has_tangent(param: Param) -> bool:
+  return param.own_dtype is None or is_inexact(param.own_dtype)
+
+
 def _check_names(label: str, code: Code, jvp: str) -> None:
-  names = {p.name for p in (*code.inputs, *code.outputs)}
-  have = words(jvp)
-  for param in (*code.inputs, *code.outputs):
-    if f"d{param.name}" in names:
-      raise GateDefinitionError(
-        f"{label}: jvp: 'd{param.name}' is the tangent of '{param.name}' here; expected no "
-        "parameter of that name"
-      )
-    if param.raw and f"d{param.name}" in have:
-      raise GateDefinitionError(
-        f"{label}: jvp: '{param.name}' is raw, so that one element's tangent says too little; "
-        "expected no derivative with respect to it, or a rule given to defjvp or defvjp"
-      )
-  for param in code.outputs:
-    own = param.own_dtype
-    if f"d{param.name}" not in have and (own is None or is_inexact(own)):
-      raise GateDefinitionError(
-        f"{label}: jvp: expected a statement for each result, such as 'd{param.name} = ...;', "
-        f"got none for '{param.name}'"
-      )
+  params = (*code.inputs, *code.outputs)
+  names, have = {p.name for p in params}, words(jvp)
+  for param in params:
+    tangent, given = f"d{param.name}", f"d{param.name}" in have
+    faults = {
+      f"'{tangent}' is the tangent of '{param.name}' here; expected no parameter of that name":
+        tangent in names,
+      f"'{param.name}' is raw, so that one element's tangent says too little; expected no "
+      "derivative with respect to it, or a rule given to defjvp or defvjp":
+        param.raw and given,
+      f"expected a statement for each result, such as '{tangent} = ...;', got none for "
+      f"'{param.name}'":
+        param in code.outputs and not given and _has_tangent(param),
+    }  # fmt: skip
+    for fault in (text for text, wrong in faults.items() if wrong):
+      raise GateDefinitionError(f"{label}: jvp: {fault}")
 
 
-def _code_of(
-  label: str, code: Code, jvp: str, index: int, inputs: Sequence[Param], outputs: Sequence[Param]
-) -> Code:
-  """The code of the kernel of coefficients: the expression where one tangent is 1, the others 0."""
+def _operation(label: str, code: Code, jvp: str, index: int) -> str:
+  """What gives the coefficients: the expression where one tangent is 1, the others 0."""
   lines: list[str] = []
-  for i, param in enumerate(code.inputs):
-    if not param.raw:
-      start = f"{_type(param)}(1)" if i == index else ""
-      lines.append(f"[[maybe_unused]] const Tangent<{_type(param)}> d{param.name}{{{start}}};")
+  for i, p in enumerate(code.inputs):
+    if not p.raw:
+      start = f"{_type(p)}(1)" if i == index else ""
+      lines.append(f"[[maybe_unused]] const Tangent<{_type(p)}> d{p.name}{{{start}}};")
   lines += [f"Tangent<{_type(p)}> d{p.name};" for p in code.outputs]
   lines.append(placed(label, "jvp", jvp))
-  lines += [f"_d{p.name} = d{p.name}.factor();" for p in code.outputs]
-  return Code(
-    inputs=(*inputs, *outputs),
-    outputs=tuple(Param(f"_d{p.name}", p.type) for p in code.outputs),
-    operation="\n".join(lines),
-    preamble=code.preamble,
-    loop_prep=code.loop_prep,
-    more_types=code.types,
-  )
+  return "\n".join((*lines, *(f"_d{p.name} = d{p.name}.factor();" for p in code.outputs)))
 
 
 def _type(param: Param) -> str:
@@ -121,12 +109,9 @@ def _type(param: Param) -> str:
 
 
 def jvp(
-  factors: Callable[..., list[Any]],
-  kernel: Any,
-  primals: Sequence[Any],
-  tangents: Sequence[Any],
+  factors: Callable[..., list[Any]], kernel: Any, primals: Sequence[Any], tangents: Sequence[Any],
   **static: Any,
-) -> Any:
+) -> Any:  # fmt: skip
   """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is one of those below."""
   results, tree = jax.tree.flatten(kernel(*primals, **static))
   parts: list[list[Any]] = [[] for _ in results]
@@ -165,7 +150,8 @@ def by_expression(
       )
   derivative: Derivative = kernel.derivatives[index]
   given = [*(primals[i] for i in derivative.inputs), *(results[i] for i in derivative.outputs)]
-  keywords = {letter: bound.name for letter, bound in kernel.bindings(primals, static).items()}
+  bindings = kernel.user_code.bindings(kernel.label, primals, static)
+  keywords = {letter: dtype.name for letter, dtype in bindings.items()}
   if derivative.size is not None:
     keywords["size"] = static.get("size") if derivative.size == "own" else ()
   return jax.tree.leaves(derivative.kernel(*given, **keywords))
@@ -200,13 +186,9 @@ def _reference(code: Code, like: Callable[..., Any], index: int) -> Callable[...
   """The coefficients by JAX, of which it knows all further derivatives."""
 
   def coefficients(*args: Any, **_: Any) -> Any:
-    primals = args[: len(code.inputs)]
-    shape = np.broadcast_shapes(
-      *(jnp.shape(x) for p, x in zip(code.inputs, primals, strict=True) if not p.raw)
-    )
-    full = [
-      x if p.raw else jnp.broadcast_to(x, shape) for p, x in zip(code.inputs, primals, strict=True)
-    ]
+    pairs = list(zip(code.inputs, args[: len(code.inputs)], strict=True))
+    shape = np.broadcast_shapes(*(jnp.shape(x) for p, x in pairs if not p.raw))
+    full = [x if p.raw else jnp.broadcast_to(x, shape) for p, x in pairs]
     tangents = [jnp.ones_like(x) if i == index else zero_from_primal(x) for i, x in enumerate(full)]
     return jax.jvp(like, full, tangents)[1]
 

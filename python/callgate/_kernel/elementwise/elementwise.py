@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._build import toolchain
 from callgate._call.options import shared
+from callgate._call.site import CallSite
 from callgate._core import factories, registry
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
-from callgate._kernel.elementwise import params
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._kernel.cpu import CpuKernel
+from callgate._kernel.elementwise import cuda, derivatives, params
 from callgate._kernel.elementwise.cuda import CudaOptions
-from callgate._kernel.elementwise.kernel import FLAGS, ElementwiseKernel
 from callgate._kernel.elementwise.options import ElementwiseOptions
-from callgate._kernel.elementwise.params import Param
-from callgate._kernel.elementwise.source import Code
+from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.program import parse_arch
+from callgate._kernel.parameters import Kind, Parameter
+from callgate._kernel.program import PREFIX, parse_arch
+from callgate._kernel.variants import CallTypes, Function, Static
+from callgate._sharding import rules
+from callgate._sharding.rules import Rule
+
+# Neither changes a number: errno and the flags of floating-point exceptions are not looked at.
+_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
+# Products and quotients of complex numbers by the plain formulas, as XLA has them.
+_COMPLEX_FLAGS = ("-fcx-fortran-rules",)
 
 
 @factories.of_code(ElementwiseOptions)
@@ -63,8 +82,7 @@ def elementwise(
     GateDefinitionError: a parameter or an option is wrong.
   """
   name = check.name("elementwise", name)
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.elementwise")
+  name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
   label = f"kernel '{name}'"
   around = (options.preamble, options.loop_prep, options.after_loop)
   check.texts(
@@ -73,15 +91,24 @@ def elementwise(
   )  # fmt: skip
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
-  params.check(label, inputs, outputs)
-  _check_aliases(label, inputs, check.aliases(label, options.aliases))
+  if not outputs:
+    raise GateDefinitionError(f"{label}: out_params: expected one result or more, got none")
+  names = [p.name for p in (*inputs, *outputs)]
+  for twice in (name for name in names if names.count(name) > 1):
+    raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
+  for position in check.aliases(label, options.aliases):
+    if 0 <= position < len(inputs) and inputs[position].raw:
+      raise GateDefinitionError(
+        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
+        "others have written; expected an argument that is not"
+      )
   check.boolean(label, "debug", options.debug)
   check.optional_texts(label, jvp=options.jvp)
   return ElementwiseKernel(
     name,
     Code(inputs, outputs, operation, *around),
     shared(KernelOptions, options, thread_safe=True),
-    build_options=options.building(label, *FLAGS),
+    build_options=options.building(label, *_FLAGS),
     cuda_options=CudaOptions(
       check.strings(label, "cuda_options", options.cuda_options), parse_arch(label, options.arch)
     ),
@@ -89,10 +116,254 @@ def elementwise(
   )
 
 
-def _check_aliases(label: str, inputs: Sequence[Param], aliases: Mapping[int, int]) -> None:
-  for position in aliases:
-    if 0 <= position < len(inputs) and inputs[position].raw:
+class ElementwiseKernel(CpuKernel):
+  """A kernel from the code of one element; see `callgate.elementwise`.
+
+  Attributes:
+    user_code: as given.
+    derivatives: for each argument that has one, by its position.
+    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
+    cuda_options: of its compilation for CUDA.
+  """
+
+  _hint = ""  # behind what the compiler says
+
+  def __init__(
+    self, name: str, code: Code, options: KernelOptions, *, build_options: Mapping[str, Any],
+    cuda_options: CudaOptions, jvp: str | None = None,
+  ) -> None:  # fmt: skip
+    self.user_code = code
+    self.build_options = dict(build_options)
+    self.cuda_options = cuda_options
+    self.derivatives: dict[int, derivatives.Derivative] = {}
+    signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
+    signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
+    out = functools.partial(_result_types, f"kernel '{name}'", code)
+    super().__init__(name, signature, dataclasses.replace(options, out=out))
+    self.cuda = cuda.ElementwisePart(self, cuda_options)
+    if not code.knows_place:
+      self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
+    factors = None
+    if jvp is not None:
+      make = functools.partial(_DerivativeKernel, self)
+      self.derivatives = derivatives.derive(self.label, code, jvp, options.like, make)
+      factors = derivatives.by_expression
+    elif options.gradient is not None and options.like is None:
+      factors = derivatives.by_differences
+    if factors is not None:
+      rule = functools.partial(derivatives.jvp, factors, self)
+      self.rules.set_jvp(self.label, rule, symbolic_zeros=True)
+
+  # -- calls -------------------------------------------------------------------------------------
+  def _arguments(
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[tuple[Any, ...], Static]:
+    code, rest = self.user_code, dict(kwargs)
+    given: dict[str, np.dtype[Any]] = {}
+    for letter in (name for name in code.letters if name in rest):
+      value = rest.pop(letter)
+      try:
+        given[letter] = dtype_named(value) if isinstance(value, str) else np.dtype(value)
+      except TypeError:
+        raise GateDefinitionError(
+          f"{self.label}: {letter}: expected a dtype, got {value!r}"
+        ) from None
+    size = rest.pop("size", None)
+    operands, _ = super()._arguments(args, rest)
+    leaves = [jax.tree.leaves(operand)[0] for operand in operands]
+    arrays = params.convert(self.label, code.inputs, leaves, given)
+    static: dict[str, Any] = {letter: dtype.name for letter, dtype in given.items()}
+    if size is not None or not code.mapped:
+      static["size"] = _size(self.label, code, size)
+    return tuple(arrays), tuple(sorted(static.items()))
+
+  def code(self, *args: Any, **kwargs: Any) -> str:
+    """The C++ that a call with these arguments runs.
+
+    ```python
+    import callgate as cg, jax.numpy as jnp
+
+    twice = cg.elementwise("T x", "T y", "y = x + x")
+    assert "using T = float;" in twice.code(jnp.ones(3))
+    ```
+
+    Args:
+      *args: as for a call; jax.ShapeDtypeStructs do as well.
+      **kwargs: likewise.
+
+    Returns:
+      The source: the function that says what happens to an element, and the loops around it.
+
+    Raises:
+      GateDefinitionError: a call with these arguments would raise it.
+    """
+    operands, static = self._arguments(args, kwargs)
+    results = jax.tree.leaves(self.out(*operands, **dict(static)))
+    return self._source(self.variant_key(self.types_of(operands, results, static)))
+
+  def sharding_rule(self, site: Any, operands: Sequence[Any], results: Sequence[Any]) -> Rule:
+    if self.sharding is not None:
+      return super().sharding_rule(site, operands, results)
+    if self.user_code.knows_place:
+      return rules.gathered(operands, results)
+    ins, outs = (", ".join(["..."] * len(shapes)) for shapes in (operands, results))
+    rule = rules.parse(self.label, f"{ins} -> {outs}", tuple(operands), tuple(results))
+    if all(shape == results[0] for shape in operands):
+      return rule
+    # The code is made for what varies along the innermost axis, which therefore must stay one.
+    inner = [f for f, extent in zip(rule.results[0], results[0], strict=True) if extent != 1]
+    return dataclasses.replace(rule, least=frozenset(inner[-1:]))
+
+  # -- variants ----------------------------------------------------------------------------------
+  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
+    # Compiles for the CPU, for which a machine whose programs run elsewhere may have no compiler.
+    # There a program for the CPU does so when it is lowered.
+    if jax.default_backend() == "cpu":
+      super().check_call(site, structs)
+
+  def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
+    shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
+    key = f"{self.letters_text(operands, dict(static))}:{_varying(shapes, results[0].shape)}"
+    return self.types_of_key(key)
+
+  def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
+    """What the letters stand for in a call, as the keys of variants begin."""
+    bindings = self.user_code.bindings(self.label, operands, static)
+    return ",".join(f"{letter}={bindings[letter].name}" for letter in sorted(bindings))
+
+  def variant_key(self, types: CallTypes) -> str:
+    return dict(types.static)["key"]
+
+  def types_of_key(self, key: str) -> CallTypes:
+    return CallTypes((), (), (("key", key),))
+
+  def define_variant(self, key: str) -> bool:
+    return (key.startswith(PREFIX) or self.has_key(key)) and super().define_variant(key)
+
+  def has_key(self, key: str) -> bool:
+    """Whether a program from elsewhere may mean a variant of this kernel's."""
+    _, kinds, *_ = f"{key}:".split(":")
+    code = self.user_code
+    return tuple(_letters(key)) == code.letters and len(kinds) == len(code.mapped)
+
+  def bound(self, key: str, spelled: Callable[[str], str] = str) -> Bound:
+    """The code of a variant, by its key: "T=float32,S=int8:..."."""
+    bindings = {name: dtype_named(dtype) for name, dtype in _letters(key).items()}
+    return Bound(self.user_code, bindings, spelled)
+
+  @contextlib.contextmanager
+  def explaining(self) -> Generator[None]:
+    """Adds to what the compiler says what the user should know of it."""
+    try:
+      yield
+    except CompileError as error:
+      if not self._hint:
+        raise
+      raise CompileError(f"{error}{self._hint}", error.output) from None
+
+  def compile(self, types: CallTypes) -> Function:
+    key = self.variant_key(types)
+    options = dict(self.build_options)
+    if self.bound(key).has_complex:
+      options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])
+    with self.explaining():
+      library = toolchain.build(self.label, self._source(key), **options)
+    return Function.built(library, toolchain.load(library))
+
+  def _source(self, key: str) -> str:
+    return cpu_unit(self.label, self.bound(key), key.partition(":")[2])
+
+
+class _DerivativeKernel(ElementwiseKernel):
+  """The coefficients of a derivative."""
+
+  _hint = (
+    "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
+    "differences, and products and quotients with numbers; a tangent that is nowhere is written 0, "
+    "and a variable that holds one is declared auto"
+  )
+
+  def __init__(
+    self, of: ElementwiseKernel, suffix: str, code: Code, like: Callable[..., Any] | None
+  ) -> None:
+    name, options = of.name, KernelOptions(like=like, thread_safe=True)
+    super().__init__(
+      f"{name}.{suffix}", code, options, build_options=of.build_options,
+      cuda_options=of.cuda_options,
+    )  # fmt: skip
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+      del primals, tangents
       raise GateDefinitionError(
-        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
-        "others have written; expected an argument that is not"
+        f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
+        "expected like= as well: a JAX function of the same arguments, from which the higher "
+        "derivatives come"
       )
+
+    if like is None:
+      self.rules.set_jvp(self.label, refuse)
+
+
+def _letters(key: str) -> dict[str, str]:
+  parts = (part.partition("=") for part in key.partition(":")[0].split(",") if part)
+  return {name: dtype for name, _, dtype in parts}
+
+
+def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
+  """The results' shape, to which the arguments broadcast, and dtypes."""
+  bound = code.bindings(label, operands, static)
+  shapes = [x.shape for p, x in zip(code.inputs, operands, strict=True) if not p.raw]
+  try:
+    shape = np.broadcast_shapes(*shapes) if shapes else static.get("size", ())
+  except ValueError:
+    named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(code.mapped, shapes, strict=True))
+    raise GateDefinitionError(
+      f"{label}: expected arguments whose shapes broadcast, got {named}"
+    ) from None
+  results = [jax.ShapeDtypeStruct(shape, p.dtype(bound)) for p in code.outputs]
+  return results[0] if len(results) == 1 else tuple(results)
+
+
+def _varying(shapes: Sequence[Sequence[int]], result: Sequence[int]) -> str:
+  """Which operands vary along the innermost axis that has more than one element."""
+  if 0 in result or all(extent == 1 for extent in result):
+    return "1" * len(shapes)
+  back = next(i for i, extent in enumerate(reversed(result), 1) if extent != 1)
+  return "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
+
+
+def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
+  if code.mapped:
+    names = ", ".join(repr(p.name) for p in code.mapped)
+    raise GateDefinitionError(
+      f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
+      "expected size= where all arguments are raw"
+    )
+  extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+  if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
+    got = "none" if size is None else repr(size)
+    raise GateDefinitionError(
+      f"{label}: expected size=, an integer or a shape, which no argument gives; got {got}"
+    )
+  return tuple(int(e) for e in extents)
+
+
+def _batch_in_front(
+  reference: weakref.ref[ElementwiseKernel], size: int, batched: Sequence[bool], *args: Any,
+  **static: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+  """A batch axis is one more axis to broadcast, in front of all others."""
+  kernel = reference()
+  assert kernel is not None  # the program that is batched holds it
+  lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
+  core = np.broadcast_shapes(*lanes)
+  moved = [
+    jnp.broadcast_to(x, (size, *core))  # memory for every lane
+    if i in kernel.aliases
+    else x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
+    if flag
+    else x
+    for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True))
+  ]
+  out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
+  return out, jax.tree.map(lambda _: True, out)

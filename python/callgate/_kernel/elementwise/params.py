@@ -18,7 +18,6 @@ from callgate._core.masked import shown
 Bindings = Mapping[str, np.dtype[Any]]  # a type letter to the dtype that it stands for in a call
 _LETTER = re.compile(r"[A-Z][0-9]*")
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-_RESERVED = ("i", "n")
 # Types that C and NumPy give different sizes.
 _UNCLEAR = {
   "float": "float32 or float64",
@@ -68,69 +67,46 @@ def is_letter(name: str) -> bool:
 
 def parse(label: str, option: str, text: str) -> tuple[Param, ...]:
   """The parameters of a text such as "T x, raw float32 y"."""
-  parts = [part.split() for part in text.split(",")] if text.strip() else []
-  return tuple(_param(label, option, words) for words in parts)
+  found: list[Param] = []
+  for words in map(str.split, text.split(",") if text.strip() else ()):
+    if fault := _fault(option, words):
+      raise GateDefinitionError(f"{label}: {option}: '{' '.join(words)}': {fault}")
+    *qualifiers, kind, name = words
+    found.append(Param(name, kind, "raw" in qualifiers))
+  return tuple(found)
 
 
-def _param(label: str, option: str, words: list[str]) -> Param:
-  text = " ".join(words)
-  where = f"{label}: {option}: '{text}'"
-  qualifiers, rest = words[:-2], words[-2:]
-  if len(rest) != 2 or not set(qualifiers) <= {"raw", "const"}:
-    raise GateDefinitionError(
-      f"{where}: expected a type and a name, such as 'T x', 'float32 x' or 'raw T x'"
-    )
-  kind, name = rest
-  _check_name(where, name)
-  _check_type(where, kind)
-  if "raw" in qualifiers and option == "out_params":
-    raise GateDefinitionError(
-      f"{where}: expected no raw result: each result's element is written at its own index; "
-      "callgate.cpp makes kernels that write anywhere"
-    )
-  return Param(name, kind, "raw" in qualifiers)
-
-
-def _check_name(where: str, name: str) -> None:
+def _fault(option: str, words: list[str]) -> str | None:
+  """What is wrong with a parameter."""
+  if len(words) < 2 or not {"raw", "const"}.issuperset(words[:-2]):
+    return "expected a type and a name, such as 'T x', 'float32 x' or 'raw T x'"
+  *qualifiers, kind, name = words
   if not _NAME.fullmatch(name) or name in _KEYWORDS.split():
     why = "is a word of C++'s own" if name in _KEYWORDS.split() else "is no such name"
-    raise GateDefinitionError(
-      f"{where}: expected a name of letters, digits and underscores that begins with a letter; "
+    return (
+      "expected a name of letters, digits and underscores that begins with a letter; "
       f"'{name}' {why}"
     )
-  if name in _RESERVED:
-    raise GateDefinitionError(
-      f"{where}: expected another name: 'i' is the element's index and 'n' their number"
+  if name in ("i", "n"):
+    return "expected another name: 'i' is the element's index and 'n' their number"
+  if "raw" in qualifiers and option == "out_params":
+    return (
+      "expected no raw result: each result's element is written at its own index; callgate.cpp "
+      "makes kernels that write anywhere"
     )
-
-
-def _check_type(where: str, name: str) -> None:
-  if is_letter(name):
-    return
-  if name in _UNCLEAR:
-    raise GateDefinitionError(f"{where}: '{name}' may be meant as {_UNCLEAR[name]}; expected those")
+  if is_letter(kind):
+    return None
+  if kind in _UNCLEAR:
+    return f"'{kind}' may be meant as {_UNCLEAR[kind]}; expected those"
   try:
-    dtype = dtype_named(name)
-    dtype_code(dtype)
+    dtype_code(dtype_named(kind))
   except (TypeError, GateDefinitionError):
-    raise GateDefinitionError(
-      f"{where}: expected a dtype's name, such as float32, or a letter, such as T, that stands for "
-      f"any dtype; got '{name}'"
-    ) from None
-  if is_packed(dtype):
-    raise GateDefinitionError(
-      f"{where}: {dtype.name} has several elements in a byte, which kernels don't take"
+    return (
+      "expected a dtype's name, such as float32, or a letter, such as T, that stands for any "
+      f"dtype; got '{kind}'"
     )
-
-
-def check(label: str, inputs: Sequence[Param], outputs: Sequence[Param]) -> None:
-  """Raises unless the parameters make a kernel together."""
-  if not outputs:
-    raise GateDefinitionError(f"{label}: out_params: expected one result or more, got none")
-  names = [p.name for p in (*inputs, *outputs)]
-  twice = next((name for name in names if names.count(name) > 1), None)
-  if twice is not None:
-    raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
+  packed = is_packed(dtype_named(kind))
+  return f"{kind} has several elements in a byte, which kernels don't take" if packed else None
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -164,37 +140,21 @@ def bind(
   for param, value in zip(inputs, values, strict=True):
     if value is None:
       continue
-    dtype = np.dtype(value.dtype)
-    got = f"argument '{param.name}' is {type_text(dtype, value.shape)}"
+    dtype, text = np.dtype(value.dtype), type_text(value.dtype, value.shape)
+    what = f"argument '{param.name}'"
     if not param.is_letter:
       if param.dtype({}) != dtype:
-        raise GateDefinitionError(
-          f"{label}: argument '{param.name}': expected {param.type}, got "
-          f"{type_text(dtype, value.shape)}"
-        )
+        raise GateDefinitionError(f"{label}: {what}: expected {param.type}, got {text}")
       continue
-    known, first = bound.setdefault(param.type, (dtype, got))
+    known, first = bound.setdefault(param.type, (dtype, f"{what} is {text}"))
     if known != dtype:
       raise GateDefinitionError(
-        f"{label}: expected one dtype for {param.type}, got two: {first}, but {got}"
+        f"{label}: expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
       )
     if is_packed(dtype):
-      raise GateDefinitionError(
-        f"{label}: argument '{param.name}': {dtype.name} has several elements in a byte, which "
-        "kernels don't take; convert to int8 before the call"
-      )
+      fault = f"{dtype.name} has several elements in a byte, which kernels don't take"
+      raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
   return {letter: dtype for letter, (dtype, _) in bound.items()}
-
-
-def broadcast(label: str, inputs: Sequence[Param], shapes: Sequence[Any]) -> tuple[int, ...]:
-  """The shape of the results, from those of the arguments that are not raw."""
-  try:
-    return np.broadcast_shapes(*shapes)
-  except ValueError:
-    named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(inputs, shapes, strict=True))
-    raise GateDefinitionError(
-      f"{label}: expected arguments whose shapes broadcast, got {named}"
-    ) from None
 
 
 def _is_literal(value: Any) -> bool:
@@ -222,20 +182,18 @@ def _as_array(label: str, param: Param, value: Any) -> Any:
 def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
   text = repr(value) if _is_literal(value) else f"a weakly typed {value.dtype.name}"
   said = f"{param.type}, which is {dtype.name} here" if param.is_letter else dtype.name
-  have = jnp.result_type(value)
-  if _kind(have) > _kind(dtype):
-    raise GateDefinitionError(f"{label}: argument '{param.name}': expected {said}, got {text}")
+  what = f"{label}: argument '{param.name}': expected {said}"
+  # Weak values go to a dtype of their own kind or a later one, as in JAX.
+  kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+  have, wanted = (
+    next(i for i, kind in enumerate(kinds) if jnp.issubdtype(each, kind))
+    for each in (jnp.result_type(value), dtype)
+  )
+  if have > wanted:
+    raise GateDefinitionError(f"{what}, got {text}")
   if isinstance(value, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(value.shape, dtype)
   try:
     return jnp.asarray(value, dtype)
   except OverflowError:
-    raise GateDefinitionError(
-      f"{label}: argument '{param.name}': expected {said}, which doesn't hold {text}"
-    ) from None
-
-
-def _kind(dtype: Any) -> int:
-  """Weak values go to a dtype of their own kind or a later one, as in JAX."""
-  kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-  return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+    raise GateDefinitionError(f"{what}, which doesn't hold {text}") from None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from callgate._core.dtypes import dtype_named, is_complex
-from callgate._kernel.elementwise.params import Bindings, Param, is_letter
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import GateDefinitionError
+from callgate._kernel.elementwise.params import Bindings, Param, bind, is_letter
 from callgate._kernel.source import cpp_type
 
 _SKIPPED = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ \t]*\#[^\n]*'
@@ -55,6 +56,21 @@ class Code:
   def mapped(self) -> tuple[Param, ...]:
     """The arguments that the code gets element by element."""
     return tuple(p for p in self.inputs if not p.raw)
+
+  def bindings(
+    self, label: str, operands: Sequence[Any], static: Mapping[str, Any]
+  ) -> dict[str, np.dtype[Any]]:
+    """The dtypes that letters stand for in a call."""
+    given = {name: dtype_named(static[name]) for name in self.letters if name in static}
+    bound = bind(label, self.inputs, operands, given)
+    for letter in self.letters:
+      if letter not in bound:
+        user = next((p.name for p in self.outputs if p.type == letter), letter)
+        raise GateDefinitionError(
+          f"{label}: the type {letter} of '{user}' is unknown, since no argument has it; expected "
+          f"it by keyword, such as {letter}='float32'"
+        )
+    return bound
 
   @property
   def knows_place(self) -> bool:
@@ -101,41 +117,35 @@ class Bound:
     ]
 
   @property
-  def dtypes(self) -> list[np.dtype[Any]]:
+  def dtypes(self) -> set[str]:
     """All that occur."""
-    return [self.bindings[n] if is_letter(n) else dtype_named(n) for n in self.code.types]
+    return {self.bindings[n].name if is_letter(n) else n for n in self.code.types}
 
   @property
   def has_complex(self) -> bool:
-    return any(is_complex(dtype) for dtype in self.dtypes)
+    return not self.dtypes.isdisjoint({"complex64", "complex128"})
 
 
 def body(what: str, bound: Bound) -> str:
   """The part that knows no device; `what` is the kernel in the compiler's messages."""
   code = bound.code
   types = "".join(f"using {n} = {value_type(bound.bindings[n])};\n" for n in code.letters)
-  params = ["const int64_t i"]
-  params += [f"const {bound.value(p)} {p.name}" for p in code.mapped]
+  params = [f"const {bound.value(p)} {p.name}" for p in code.mapped]
   params += [f"{bound.value(p)}& {p.name}" for p in code.outputs]
   raws = "".join(f", const auto& {p.name}" for p in code.inputs if p.raw)
   operation, prepare, after = (
-    _literals(text, bound) for text in (code.operation, code.loop_prep, code.after_loop)
+    placed(what, part, _literals(getattr(code, part), bound))
+    for part in ("operation", "loop_prep", "after_loop")
   )
-  return (
-    f"{types}"
-    f"{placed(what, 'preamble', code.preamble, end='')}"
-    "template <class Elements>\n"
-    "CALLGATE_FUNCTION void callgate_body(const Elements& _elements, "
-    f"[[maybe_unused]] const int64_t n{raws}) {{\n"
-    "  using namespace callgate::elementwise;\n"
-    "  [[maybe_unused]] const Index _ind(n);\n"
-    f"{placed(what, 'loop_prep', prepare)}"
-    f"  _elements([&]({', '.join(params)}) CALLGATE_INLINE {{\n"
-    f"{placed(what, 'operation', operation)}"
-    "  });\n"
-    f"{placed(what, 'after_loop', after)}"
-    "}\n"
-  )
+  return f"""{types}{placed(what, "preamble", code.preamble, end="")}template <class Elements>
+CALLGATE_FUNCTION void callgate_body(const Elements& _elements,
+                                     [[maybe_unused]] const int64_t n{raws}) {{
+  using namespace callgate::elementwise;
+  [[maybe_unused]] const Index _ind(n);
+{prepare}  _elements([&](const int64_t i, {", ".join(params)}) CALLGATE_INLINE {{
+{operation}  }});
+{after}}}
+"""
 
 
 def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
@@ -153,24 +163,10 @@ def cpu_unit(what: str, bound: Bound, varies: str) -> str:
 
   `varies` has for each argument that is not raw "1" where it varies along rows, else "0".
   """
-  complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
-  names = "".join(f", {p.name}" for p in (*bound.code.inputs, *bound.code.outputs))
-  return (
-    f"{complexes if bound.has_complex else ''}"
-    f'#include "callgate/elementwise.h"\n\n{body(what, bound)}\n'
-    f"namespace {{\n{_elements(bound, varies)}\n"
-    f"{_entry(bound, varies)}}}  // namespace\n\n"
-    f"CALLGATE_KERNEL(elementwise_kernel{names}, _context);\n"
-  )
-
-
-def _elements(bound: Bound, varies: str) -> str:
-  """The struct that goes through a range of elements."""
-  count = len(bound.code.mapped)
-  fields = [f"const callgate::elementwise::Layout<{count}>& _layout", "int64_t _first, _last"]
+  code, count = bound.code, len(bound.code.mapped)
   rows: list[str] = []
   arguments = ["_start + _j"]
-  for k, param in enumerate(bound.code.mapped):
+  for k, param in enumerate(code.mapped):
     name, stored, value = param.name, bound.stored(param), bound.value(param)
     if varies[k] == "1":
       rows.append(f"const {stored}* const _row_{name} = {name} + _offsets[{k}];")
@@ -178,49 +174,54 @@ def _elements(bound: Bound, varies: str) -> str:
     else:  # one element for the whole row
       rows.append(f"const auto _one_{name} = static_cast<{value}>({name}[_offsets[{k}]]);")
       arguments.append(f"_one_{name}")
-  for param in bound.code.outputs:
-    rows.append(f"{bound.stored(param)}* const _row_{param.name} = {param.name} + _start;")
-  inner = element(bound, arguments, "_row_{}[_j]")
-  return (
-    "struct Elements {\n"
-    + "".join(f"  {field};\n" for field in (*fields, *bound.pointers))
-    + "  template <class Each>\n"
-    "  CALLGATE_INLINE void operator()(const Each& _each) const {\n"
-    "    _layout.rows(_first, _last, [&](int64_t _start, int64_t _count,\n"
-    "                                    const int64_t* _offsets) CALLGATE_INLINE {\n"
-    + "".join(f"      {line}\n" for line in rows)
-    + "      CALLGATE_VECTORIZE\n"
-    "      for (int64_t _j = 0; _j < _count; ++_j) {\n"
-    + "".join(f"        {line}\n" for line in inner)
-    + "      }\n"
-    "    });\n"
-    "  }\n"
-    "};\n"
-  )
-
-
-def _entry(bound: Bound, varies: str) -> str:
-  """The function that a call runs."""
-  code = bound.code
+  rows += [f"{bound.stored(p)}* const _row_{p.name} = {p.name} + _start;" for p in code.outputs]
   params = [f"cg::In<{bound.stored(p)}> {p.name}" for p in code.inputs]
   params += [f"cg::Out<{bound.stored(p)}> {p.name}" for p in code.outputs]
   shapes = "".join(f"shape_of({p.name}), " for p in code.mapped)
-  flags = "".join(f"{str(flag == '1').lower()}, " for flag in varies)
+  flags = "".join("true, " if flag == "1" else "false, " for flag in varies)
+  data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
   raws = "".join(
     f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw
   )
-  data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
-  return (
-    f"void elementwise_kernel({', '.join(params)}, cg::Context& _context) {{\n"
-    "  using namespace callgate::elementwise;\n"
-    f"  const Layout<{len(code.mapped)}> _layout(shape_of({code.outputs[0].name}), "
-    f"{{{shapes}Shape{{}}}});\n"
-    f"  _layout.check({{{flags}false}});\n"
-    "  _layout.split(_context, [&](int64_t _first, int64_t _last) {\n"
-    f"    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){raws});\n"
-    "  });\n"
-    "}\n"
-  )
+  complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
+  return f"""{complexes if bound.has_complex else ""}#include "callgate/elementwise.h"
+
+{body(what, bound)}
+namespace {{
+struct Elements {{  // a range of them, to go through
+  const callgate::elementwise::Layout<{count}>& _layout;
+  int64_t _first, _last;
+{lines(2, (f"{pointer};" for pointer in bound.pointers))}
+  template <class Each>
+  CALLGATE_INLINE void operator()(const Each& _each) const {{
+    _layout.rows(_first, _last, [&](int64_t _start, int64_t _count,
+                                    const int64_t* _offsets) CALLGATE_INLINE {{
+{lines(6, rows)}
+      CALLGATE_VECTORIZE
+      for (int64_t _j = 0; _j < _count; ++_j) {{
+{lines(8, element(bound, arguments, "_row_{}[_j]"))}
+      }}
+    }});
+  }}
+}};
+
+void elementwise_kernel({", ".join(params)}, cg::Context& _context) {{
+  using namespace callgate::elementwise;
+  const Layout<{count}> _layout(shape_of({code.outputs[0].name}), {{{shapes}Shape{{}}}});
+  _layout.check({{{flags}false}});
+  _layout.split(_context, [&](int64_t _first, int64_t _last) {{
+    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){raws});
+  }});
+}}
+}}  // namespace
+
+CALLGATE_KERNEL(elementwise_kernel{"".join(f", {p.name}" for p in (*code.inputs, *code.outputs))},
+                _context);
+"""
+
+
+def lines(indent: int, texts: Iterable[str]) -> str:
+  return "\n".join(" " * indent + text for text in texts)
 
 
 def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
@@ -233,7 +234,6 @@ def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
 
 def _literals(text: str, bound: Bound) -> str:
   """Floating literals are float's, as a Python scalar is, unless a double is anywhere near."""
-  dtypes = {dtype.name for dtype in bound.dtypes}
-  if not dtypes.isdisjoint({"float64", "complex128"}) or "double" in words(text):
+  if not bound.dtypes.isdisjoint({"float64", "complex128"}) or "double" in words(text):
     return text
   return _FLOATS.sub(lambda m: f"{m[0]}f" if m[0][0].isdigit() or m[0][0] == "." else m[0], text)

@@ -6,12 +6,13 @@ function's file, has neither, and knows no functions without a file: those of a 
 """
 
 # The inside of Numba's compiler has no types.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import hashlib
 import pickle
 import platform
@@ -54,7 +55,17 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
   seen.add(id(function))
   codes = list(_codes(function.__code__))
   for code in codes:
-    yield from _text(code)
+    # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
+    yield repr((
+      code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount,
+      code.co_flags, code.co_firstlineno, code.co_names, code.co_varnames, code.co_freevars,
+      code.co_cellvars, code.co_code, code.co_linetable,
+    ))  # fmt: skip
+    for constant in code.co_consts:
+      if isinstance(constant, frozenset):
+        yield repr(sorted(map(repr, cast("frozenset[Any]", constant))))
+      elif not isinstance(constant, types.CodeType):
+        yield repr(constant)
   names = sorted({name for code in codes for name in code.co_names})
   yield from _value(function.__defaults__, names, seen)
   yield from _value(sorted((function.__kwdefaults__ or {}).items()), names, seen)
@@ -81,20 +92,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
       yield from _codes(constant)
 
 
-def _text(code: types.CodeType) -> Iterator[str]:
-  # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
-  yield repr((
-    code.co_name, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags,
-    code.co_firstlineno, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
-    code.co_code, code.co_linetable,
-  ))  # fmt: skip
-  for constant in code.co_consts:
-    if isinstance(constant, frozenset):
-      yield repr(sorted(map(repr, cast("frozenset[Any]", constant))))
-    elif not isinstance(constant, types.CodeType):
-      yield repr(constant)
-
-
 def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
   """The text of what a function reads; `names` are the attributes that it may ask modules for."""
   if isinstance(value, (*_PLAIN, np.generic, np.dtype)):
@@ -110,7 +107,13 @@ def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
     yield f"{value.dtype!r} {value.shape} {value.strides}"
     yield hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
   elif isinstance(value, types.ModuleType):
-    yield from _module(value, names, seen)
+    version = _version(value.__name__)
+    yield f"module {value.__name__} {version}"
+    if id(value) not in seen and not version:
+      seen.add(id(value))
+      for name in (name for name in names if hasattr(value, name)):
+        yield name
+        yield from _value(getattr(value, name), names, seen)
   elif hasattr(value, "py_func") and hasattr(value, "targetoptions"):  # a dispatcher
     yield repr(sorted((k, repr(v)) for k, v in value.targetoptions.items()))
     yield from _function(value.py_func, seen)
@@ -131,17 +134,6 @@ def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
     raise UnknownIdentityError
 
 
-def _module(module: types.ModuleType, names: list[str], seen: set[int]) -> Iterator[str]:
-  yield f"module {module.__name__} {_version(module.__name__)}"
-  if id(module) in seen or _version(module.__name__):
-    return
-  seen.add(id(module))
-  for name in names:
-    if hasattr(module, name):
-      yield name
-      yield from _value(getattr(module, name), names, seen)
-
-
 def _version(module: str) -> str:
   """The version of the package that a module belongs to; "" for code that has none."""
   top = module.partition(".")[0]
@@ -150,29 +142,28 @@ def _version(module: str) -> str:
   return str(getattr(sys.modules.get(top), "__version__", ""))
 
 
+# -- the disk ------------------------------------------------------------------------------------
 _FORMAT = 2  # of what is kept on disk, and of the code that is generated
 
 
-# -- the disk ------------------------------------------------------------------------------------
 def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
   source = identity(request.function)
   if source is None:
     return None
-  settings = numba.config
-  parts = [
-    _FORMAT,
-    _callgate.KERNEL_ABI,
-    source,
-    sorted((key, repr(value)) for key, value in request.options.items()),
-    repr(request.slots),
-    repr(request.types),
-    request.cast,
-    [str(type) for type in argument_types],
-    [repr(getattr(settings, name, None)) for name in ("OPT", "BOUNDSCHECK")],
-    [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
-    cpu_target.target_context.codegen().magic_tuple(),
-  ]
-  return digest(parts)
+  return digest(
+    [
+      _FORMAT,
+      _callgate.KERNEL_ABI,
+      source,
+      sorted((key, repr(value)) for key, value in request.options.items()),
+      repr((request.slots, request.types)),
+      request.cast,
+      [str(type) for type in argument_types],
+      [repr(getattr(numba.config, name, None)) for name in ("OPT", "BOUNDSCHECK")],
+      [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
+      cpu_target.target_context.codegen().magic_tuple(),
+    ]
+  )
 
 
 class Kept:
@@ -183,7 +174,12 @@ class Kept:
 
   def __init__(self, key: str | None) -> None:
     self._key = key
-    self.content = None if key is None else _loaded(key)
+    self.content: Any = None  # the entry, if it is there and whole
+    if key is not None:
+      with contextlib.suppress(OSError):
+        kept = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+          self.content = _loaded(kept[32:])
 
   def load_overload(self, signature: Any, context: Any) -> Any:
     """Numba's question: the compiled function, or None."""
@@ -198,26 +194,17 @@ class Kept:
       return  # it holds addresses of this process
     # What starts the threads of parallel loops: Numba leaves it out for cfuncs.
     compiled = compiled._replace(reload_init=list(compiled.library._reload_init))
-    try:
+    with contextlib.suppress(OSError, pickle.PicklingError, TypeError):  # it works as well without
       content = dumps(compiled._reduce())
       path = files.made_folder("numba", key[:2], quiet=True) / f"{key}.bin"
       files.write(path, hashlib.sha256(content).digest() + content)
-    except (OSError, pickle.PicklingError, TypeError):
-      return  # it works as well without
 
 
-def _loaded(key: str) -> Any:
-  """The entry, if it is there and whole."""
-  try:
-    content = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
-  except OSError:
-    return None
-  if hashlib.sha256(content[32:]).digest() != content[:32]:
-    return None
+def _loaded(content: bytes) -> Any:
   try:
     entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
     context = cpu_target.target_context
     context.refresh()
-    return CompileResultCacheImpl.rebuild(None, context, pickle.loads(content[32:]))
+    return CompileResultCacheImpl.rebuild(None, context, pickle.loads(content))
   except Exception:  # noqa: BLE001 - a module that it names is gone: it is compiled again
     return None

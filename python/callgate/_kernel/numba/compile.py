@@ -7,8 +7,8 @@ so that its machine code can be kept on disk. This module alone imports Numba.
 """
 
 # The inside of Numba's compiler has no types.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from numba.np import numpy_support
 from callgate import _callgate
 from callgate._core.errors import GateDefinitionError, ResultShapeError
 from callgate._kernel.numba.cache import Kept, digest_of
-from callgate._kernel.numba.entry import make_entry
+from callgate._kernel.numba.entry import make_entry, operand_type, result_type
 from callgate._kernel.numba.parallel import kernel_loops
 from callgate._kernel.numba.request import Request
-from callgate._kernel.numba.types import operand_type, result_type
 from callgate._kernel.variants import Function, Type
 
 
@@ -59,7 +58,13 @@ def compile_function(request: Request) -> Function:
   if kept.content is None:
     placeholder.__globals__["run"] = _build(request, argument_types, name)
   _compile(request, argument_types, compiled.compile)
-  shared = _shared()
+  # The mutex is for a threading layer of Numba's that one thread at a time may use.
+  try:
+    alone = numba.threading_layer() == "workqueue"
+  except ValueError:
+    alone = False  # no parallel loop so far
+  mutex = ctypes.addressof(_mutex()) if alone else 0
+  shared = (ctypes.c_void_p * 2)(_callgate.take_python_error_address(), mutex)
   return Function(
     compiled.address, request.parameters, (compiled, shared), user_data=ctypes.addressof(shared)
   )
@@ -67,6 +72,13 @@ def compile_function(request: Request) -> Function:
 
 _ENTRY = types.int32(types.voidptr)
 _unkept = itertools.count()
+
+
+@functools.cache  # called under Numba's lock
+def _mutex() -> ctypes.Array[ctypes.c_char]:
+  mutex = ctypes.create_string_buffer(128)  # larger than any platform's pthread_mutex_t
+  ctypes.CDLL(None).pthread_mutex_init(mutex, None)
+  return mutex
 
 
 def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
@@ -82,8 +94,7 @@ def _build(request: Request, argument_types: tuple[Any, ...], name: str) -> Any:
   dispatcher: Any = numba.njit(**request.options)(function)
   if not isinstance(dispatcher, Dispatcher):
     raise GateDefinitionError(
-      f"{request.label}: expected Numba's compiler, got none: it is switched off "
-      "(NUMBA_DISABLE_JIT)"
+      f"{request.label}: expected Numba's compiler, which NUMBA_DISABLE_JIT switches off; got none"
     )
   _compile(request, argument_types, lambda: dispatcher.compile(argument_types))
   compiled = dispatcher.overloads[argument_types]
@@ -98,7 +109,7 @@ def _compile(request: Request, argument_types: tuple[Any, ...], compile: Any) ->
   except (numba_errors.NumbaError, NotImplementedError) as error:
     shown = ", ".join(map(str, argument_types))
     raise GateDefinitionError(
-      f"{request.label}: Numba can't compile '{request.name}' for ({shown}):\n{error}"
+      f"{request.label}: Numba can't compile '{request.function.__name__}' for ({shown}):\n{error}"
     ) from error
 
 
@@ -110,97 +121,81 @@ def _argument_types(request: Request) -> tuple[Any, ...]:
   operands = [operand_type(type) for type in request.types.operands]
   results = [result_type(type) for type in request.types.results]
   found: list[Any] = []
-  for slot in request.slots:
-    if slot.kind == "out":
+  for kind, indices, value in request.slots:
+    if kind == "out":
       found.append(results[0] if len(results) == 1 else types.BaseTuple.from_types(results))
-    elif slot.kind == "operand":
-      found.append(operands[slot.indices[0]])
-    elif slot.kind == "rest":
-      found.append(types.BaseTuple.from_types([operands[i] for i in slot.indices]))
+    elif kind == "operand":
+      found.append(operands[indices[0]])
+    elif kind == "rest":
+      found.append(types.BaseTuple.from_types([operands[i] for i in indices]))
     else:
-      found.append(types.Omitted(slot.value))
+      found.append(types.Omitted(value))
   return tuple(found)
 
 
 def _stores(request: Request, returned: Any) -> list[Any]:
   """What copies each returned value into its result; raises where they don't fit."""
-  wanted = request.types.results
-  if not request.returns:
+  if any(slot.kind in ("out", "result") for slot in request.slots):
     return []
+  what, wanted = f"'{request.function.__name__}' returns", request.types.results
   nothing = isinstance(returned, types.NoneType)
   got = list(returned) if isinstance(returned, types.BaseTuple) else [] if nothing else [returned]
   if len(got) != len(wanted):
-    raise GateDefinitionError(
-      f"{request.label}: '{request.name}' returns {len(got)} values, expected {len(wanted)}"
-    )
+    raise GateDefinitionError(f"{request.label}: {what} {len(got)} values, expected {len(wanted)}")
   stores: list[Any] = []
   for index, (type, (dtype, rank)) in enumerate(zip(got, wanted, strict=True)):
     type = types.unliteral(type)
-    have = _returned(type)
+    is_array = isinstance(type, types.Array)
+    have = None
+    if is_array or isinstance(type, (types.Number, types.Boolean)):
+      have = numpy_support.as_dtype(type.dtype if is_array else type), type.ndim if is_array else 0
     ranks_fit = have is not None and have[1] == rank
     castable = request.cast and have is not None and np.can_cast(have[0], dtype, "same_kind")
     if not ranks_fit or not (have == (dtype, rank) or castable):
       shown = type if have is None else f"{have[0].name} of rank {have[1]}"
       hint = "; results are never cast silently: see cast=True" if ranks_fit else ""
+      expected = f"expected {dtype.name} of rank {rank}"
       raise GateDefinitionError(
-        f"{request.label}: result {index}: expected {dtype.name} of rank {rank}, but "
-        f"'{request.name}' returns {shown}{hint}"
+        f"{request.label}: result {index}: {expected}, but {what} {shown}{hint}"
       )
-    store = _store_array(index) if isinstance(type, types.Array) else _store_number()
+    store = _store(index if is_array else None)
     signature = (result_type((dtype, rank)), type)
     store.compile(signature)
     stores.append(store.overloads[signature])
   return stores
 
 
-def _returned(type: Any) -> Type | None:
-  if isinstance(type, types.Array):
-    return numpy_support.as_dtype(type.dtype), type.ndim
-  if isinstance(type, (types.Number, types.Boolean)):
-    return numpy_support.as_dtype(type), 0
-  return None
-
-
 @functools.cache
-def _store_array(index: int) -> Any:
+def _store(index: int | None) -> Any:
+  """What stores an array as the result of an index, or a number."""
 
-  @numba.njit
-  def store(out: Any, value: Any) -> None:
+  def array(out: Any, value: Any) -> None:
     if out.shape != value.shape:
       raise ResultShapeError(index, out.shape, value.shape)
     out[...] = value
 
-  return store
-
-
-@functools.cache
-def _store_number() -> Any:
-  @numba.njit
-  def store(out: Any, value: Any) -> None:
+  def number(out: Any, value: Any) -> None:
     out[()] = value
 
-  return store
+  return numba.njit(number if index is None else array)
 
 
-# -- what it is in this process ------------------------------------------------------------------
-class _Shared(ctypes.Structure):
-  """What a call's user data points to; `make_entry` reads it by position."""
-
-  _fields_ = (("take_error", ctypes.c_void_p), ("mutex", ctypes.c_void_p))
-
-
-@functools.cache  # called under Numba's lock
-def _mutex() -> ctypes.Array[ctypes.c_char]:
-  mutex = ctypes.create_string_buffer(128)  # larger than any platform's pthread_mutex_t
-  ctypes.CDLL(None).pthread_mutex_init(mutex, None)
-  return mutex
+# -- what it is asked before ---------------------------------------------------------------------
+def made_with(function: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None] | None:
+  """The options of an `@njit` function or a `@cfunc`, and the types of the latter's parameters."""
+  if isinstance(function, CFunc):
+    return dict(function._compiler.targetoptions), tuple(function._sig.args)
+  if isinstance(function, Dispatcher):
+    return {k: v for k, v in function.targetoptions.items() if k != "nopython"}, None
+  return None
 
 
-def _shared() -> _Shared:
-  """With the mutex where Numba's threading layer may be used by one thread at a time only."""
-  try:
-    alone = numba.threading_layer() == "workqueue"
-  except ValueError:
-    alone = False  # no parallel loop so far
-  mutex = ctypes.addressof(_mutex()) if alone else None
-  return _Shared(_callgate.take_python_error_address(), mutex)
+def pointer_text(declared: Any, have: Type) -> str | None:
+  """What a cfunc's parameter of a type takes, for a message; None if it takes this array."""
+  if isinstance(declared, types.RawPointer):
+    return None
+  if isinstance(declared, types.CPointer):
+    element = numpy_support.as_dtype(declared.dtype)
+    return None if element == have[0] else f"{element.name} of any rank"
+  number = numpy_support.as_dtype(declared)
+  return None if (number, 0) == have else f"{number.name} of rank 0"

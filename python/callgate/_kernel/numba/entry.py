@@ -5,21 +5,23 @@ after an exception only.
 """
 
 # The inside of Numba's compiler has no types.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false, reportArgumentType=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core import errors as numba_errors
 from numba.core.extending import intrinsic
+from numba.np import numpy_support
 from numba.np.arrayobj import populate_array
 
-from callgate._kernel.numba.request import Request
-from callgate._kernel.numba.types import result_type
+from callgate._kernel.numba.request import Request, Slot
+from callgate._kernel.variants import Type
 
 _I8P = ir.IntType(8).as_pointer()
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -35,62 +37,72 @@ def make_entry(request: Request, compiled: Any, stores: Sequence[Any], keep: Any
   `compiled` is Numba's result for the user's function, `stores` are those for what copies each
   returned value, none where it works in place. `keep` lives as long as the intrinsic.
   """
-  emitter = _Emitter(request, compiled, stores, keep)
 
   @intrinsic
   def run(typing: Any, call: Any) -> Any:
     del typing
-    return types.int32(call), emitter.emit
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+      del signature
+      emitter = _Emitter(context, builder, args[0])
+      return emitter.emit(request, compiled, stores)
+
+    emit.keep = keep  # type: ignore[attr-defined]
+    return types.int32(call), emit
 
   return run
 
 
 class _Emitter:
-  def __init__(self, request: Request, compiled: Any, stores: Sequence[Any], keep: Any) -> None:
-    self.request, self.compiled, self.stores, self.keep = request, compiled, stores, keep
-
-  def emit(self, context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """The whole call."""
-    del signature
+  def __init__(self, context: Any, builder: Any, call: Any) -> None:
     self.context, self.builder = context, builder
-    self.call = builder.bitcast(args[0], _I8P.as_pointer())
+    self.call = builder.bitcast(call, _I8P.as_pointer())
     self.failed = cgutils.alloca_once_value(builder, _I32(0))
-    result_types = map(result_type, self.request.types.results)
+
+  def emit(self, request: Request, compiled: Any, stores: Sequence[Any]) -> Any:
+    """The whole call."""
+    context, builder = self.context, self.builder
+    result_types = map(result_type, request.types.results)
     results = [self._array(_RESULTS, i, type) for i, type in enumerate(result_types)]
-    values = self._arguments(results)
-    in_parallel = "numba_parallel_for" in str(self.compiled.library.get_llvm_str())
+    values = [
+      self._argument(slot, type, results)
+      for slot, type in zip(request.slots, compiled.signature.args, strict=True)
+    ]
+    in_parallel = "numba_parallel_for" in str(compiled.library.get_llvm_str())
     mutex = self._shared(_MUTEX) if in_parallel else None  # of a layer that takes one thread
-    if mutex is not None:
-      self._mutex_call("pthread_mutex_lock", mutex)
-    status, returned = self._invoke(self.compiled, values)
+    self._mutex_call("pthread_mutex_lock", mutex)
+    status, returned = self._invoke(compiled, values)
+    type = compiled.signature.return_type
+    is_tuple = isinstance(type, types.BaseTuple)
     with builder.if_then(builder.not_(status.is_error)):
-      self._store(results, returned)
-    if mutex is not None:
-      self._mutex_call("pthread_mutex_unlock", mutex)
+      for index, store in enumerate(stores):  # copies what the function has returned
+        value = builder.extract_value(returned, index) if is_tuple else returned
+        declared = type[index] if is_tuple else type
+        value = context.cast(builder, value, declared, store.signature.args[1])
+        with builder.if_then(builder.icmp_unsigned("==", builder.load(self.failed), _I32(0))):
+          self._invoke(store, [results[index], value])
+      if context.enable_nrt:
+        context.nrt.decref(builder, type, returned)
+    self._mutex_call("pthread_mutex_unlock", mutex)
     return builder.load(self.failed)
 
   # -- arguments ---------------------------------------------------------------------------------
-  def _arguments(self, results: list[Any]) -> list[Any]:
+  def _argument(self, slot: Slot, type: Any, results: list[Any]) -> Any:
+    """What a parameter of the user's function is passed."""
     context, builder = self.context, self.builder
-    values: list[Any] = []
-    for slot, type in zip(self.request.slots, self.compiled.signature.args, strict=True):
-      if slot.kind == "out" and len(results) == 1:
-        values.append(results[0])
-      elif slot.kind == "out":
-        values.append(context.make_tuple(builder, type, results))
-      elif slot.kind == "rest":
-        rest = [self._operand(i, part) for i, part in zip(slot.indices, type, strict=True)]
-        values.append(context.make_tuple(builder, type, rest))
-      elif slot.kind == "operand":
-        values.append(self._operand(slot.indices[0], type))
-      elif slot.kind == "result":
-        data, _ = self._data(_RESULTS, slot.indices[0])
-        values.append(builder.bitcast(data, context.get_value_type(type)))
-      elif isinstance(type, types.Omitted):
-        values.append(None)
-      else:
-        values.append(context.get_constant_generic(builder, type, slot.value))
-    return values
+    if slot.kind == "out":
+      return results[0] if len(results) == 1 else context.make_tuple(builder, type, results)
+    if slot.kind == "rest":
+      rest = [self._operand(i, part) for i, part in zip(slot.indices, type, strict=True)]
+      return context.make_tuple(builder, type, rest)
+    if slot.kind == "operand":
+      return self._operand(slot.indices[0], type)
+    if slot.kind == "result":
+      data, _ = self._data(_RESULTS, slot.indices[0])
+      return builder.bitcast(data, context.get_value_type(type))
+    if isinstance(type, types.Omitted):
+      return None
+    return context.get_constant_generic(builder, type, slot.value)
 
   def _operand(self, index: int, type: Any) -> Any:
     if isinstance(type, types.Array):
@@ -106,8 +118,7 @@ class _Emitter:
     builder = self.builder
     arrays = builder.load(builder.gep(self.call, [_I32(side)]))
     one = builder.gep(builder.bitcast(arrays, _ARRAY.as_pointer()), [_I64(index)])
-    fields = (builder.gep(one, [_I32(0), _I32(field)]) for field in (0, 1))
-    data, dims = map(builder.load, fields)
+    data, dims = (builder.load(builder.gep(one, [_I32(0), _I32(field)])) for field in (0, 1))
     return data, dims
 
   def _array(self, side: int, index: int, type: Any) -> Any:
@@ -128,40 +139,22 @@ class _Emitter:
 
   # -- the call ----------------------------------------------------------------------------------
   def _invoke(self, compiled: Any, values: Sequence[Any]) -> tuple[Any, Any]:
+    """Calls a function; sets its exception and has the runtime take it, under the GIL."""
     context, builder = self.context, self.builder
     context.active_code_library.add_linking_library(compiled.library)
     status, returned = context.call_internal_no_propagate(
       builder, compiled.fndesc, compiled.signature, values
     )
     with builder.if_then(status.is_error, likely=False):
-      self._report(status)
+      python = context.get_python_api(builder)
+      gil = python.gil_ensure()
+      context.call_conv.raise_error(builder, python, status)
+      function = ir.FunctionType(ir.VoidType(), [_I8P]).as_pointer()
+      take = builder.bitcast(self._shared(_TAKE_ERROR), function)
+      builder.call(take, [builder.bitcast(self.call, _I8P)])
+      python.gil_release(gil)
       builder.store(_I32(1), self.failed)
     return status, returned
-
-  def _store(self, results: list[Any], returned: Any) -> None:
-    """Copies what the function has returned, then drops it."""
-    context, builder = self.context, self.builder
-    type = self.compiled.signature.return_type
-    is_tuple = isinstance(type, types.BaseTuple)
-    for index, store in enumerate(self.stores):
-      value = builder.extract_value(returned, index) if is_tuple else returned
-      declared = type[index] if is_tuple else type
-      value = context.cast(builder, value, declared, store.signature.args[1])
-      with builder.if_then(builder.icmp_unsigned("==", builder.load(self.failed), _I32(0))):
-        self._invoke(store, [results[index], value])
-    if context.enable_nrt:
-      context.nrt.decref(builder, type, returned)
-
-  def _report(self, status: Any) -> None:
-    """Sets the exception and has the runtime take it, under the GIL."""
-    context, builder = self.context, self.builder
-    python = context.get_python_api(builder)
-    gil = python.gil_ensure()
-    context.call_conv.raise_error(builder, python, status)
-    function = ir.FunctionType(ir.VoidType(), [_I8P]).as_pointer()
-    take = builder.bitcast(self._shared(_TAKE_ERROR), function)
-    builder.call(take, [builder.bitcast(self.call, _I8P)])
-    python.gil_release(gil)
 
   def _shared(self, field: int) -> Any:
     builder = self.builder
@@ -170,6 +163,30 @@ class _Emitter:
 
   def _mutex_call(self, name: str, mutex: Any) -> None:
     builder = self.builder
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, [_I8P]), name)
-    with builder.if_then(cgutils.is_not_null(builder, mutex)):
-      builder.call(function, [mutex])
+    if mutex is not None:
+      callee = ir.FunctionType(_I32, [_I8P])
+      function = cgutils.get_or_insert_function(builder.module, callee, name)
+      with builder.if_then(cgutils.is_not_null(builder, mutex)):
+        builder.call(function, [mutex])
+
+
+# -- types ---------------------------------------------------------------------------------------
+def element_type(dtype: np.dtype[Any]) -> Any:
+  """Numba's type for elements of a dtype; None where it has none on the CPU."""
+  if dtype.name == "float16":
+    return None  # a type of CUDA's alone
+  try:
+    return numpy_support.from_dtype(dtype)
+  except numba_errors.NumbaNotImplementedError:
+    return None
+
+
+def operand_type(operand: Type) -> Any:
+  """An argument: a read-only array, or a number for rank 0."""
+  dtype, rank = operand
+  element = element_type(dtype)
+  return types.Array(element, rank, "C", readonly=True) if rank else element
+
+
+def result_type(result: Type) -> Any:
+  return types.Array(element_type(result[0]), result[1], "C")

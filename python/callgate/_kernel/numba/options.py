@@ -43,8 +43,6 @@ class NumbaOptions(KernelOptions):
 
   def of_numba(self) -> dict[str, Any]:
     """Those of Numba's compilation that are not its defaults."""
-    given = {"parallel": self.parallel, "fastmath": self.fastmath, "boundscheck": self.boundscheck}
-    found: dict[str, Any] = {name: value for name, value in given.items() if value}
-    if self.error_model != "python":
-      found["error_model"] = self.error_model
-    return found
+    defaults = {"parallel": False, "fastmath": False, "boundscheck": False, "error_model": "python"}
+    given = {name: getattr(self, name) for name in defaults}
+    return {name: v for name, v in given.items() if v and v != defaults[name]}

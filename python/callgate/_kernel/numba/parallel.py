@@ -10,8 +10,7 @@ This replaces three functions of Numba's compiler, while its own lock is held.
 """
 
 # The inside of Numba's compiler has no types.
-# pyright: reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
-# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
 
 from __future__ import annotations
 

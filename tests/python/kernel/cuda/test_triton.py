@@ -216,12 +216,11 @@ def test_without_a_device_the_first_configuration_is_taken_and_a_warning_says_so
 
 
 def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: Any) -> None:
-  from callgate._kernel.cuda import triton_configs
-
+  triton_compile = compiler()
   monkeypatch.setenv("CALLGATE_CACHE_DIR", str(tmp_path))
-  function = compiler().base_function(tuned_kernel)
+  function = triton_compile.base_function(tuned_kernel)
   arguments = {"x_ptr": struct((1024,)), "n": 1024}
-  found = triton_configs.candidates("kernel 'k'", tuned_kernel, arguments, {})
+  found = triton_compile.candidates("kernel 'k'", tuned_kernel, arguments, {})
   assert [s["BLOCK"] for s in found] == [128, 512]
   assert [s["EVEN"] for s in found] == [True, True]
   times = {128: 2.0, 512: 1.0}
@@ -231,7 +230,7 @@ def test_the_fastest_configuration_is_kept_on_disk(tmp_path: Any, monkeypatch: A
     measured.append(settings["BLOCK"])
     return times[settings["BLOCK"]]
 
-  pick = lambda measure: triton_configs.chosen(
+  pick = lambda measure: triton_compile.chosen(
     "k", tuned_kernel, function, found, arguments, measure
   )
   assert pick(measure)["BLOCK"] == 512

@@ -22,9 +22,7 @@ import callgate as cg
 from callgate import _callgate
 from callgate._build import nvrtc
 from callgate._kernel.elementwise import cuda
-from callgate._kernel.elementwise import layout as _layout
-from callgate._kernel.elementwise.cuda import entry_of
-from callgate._kernel.elementwise.layout import Layout, collapsed
+from callgate._kernel.elementwise.cuda import Layout, collapsed, entry_of
 from callgate._kernel.program import CudaCall
 
 DTYPES = (
@@ -246,9 +244,7 @@ def test_where_programs_run_on_gpus_no_compiler_for_the_cpu_is_needed(monkeypatc
 
 
 def test_shapes_alike_share_a_variant_and_lanes_that_may_lie_unaligned_take_no_vectors() -> None:
-  layout = lambda kernel, *xs: _layout.layout_of(
-    kernel.user_code, [x.shape for x in xs], [x.dtype for x in xs], call_of(kernel, xs).results
-  )
+  layout = lambda kernel, *xs: cuda.layout_of(kernel.user_code, xs, call_of(kernel, xs).results)
   plain = cg.elementwise("T x, T y", "T z", "z = x + y")
   a, b = np.zeros((3, 5), np.float32), np.zeros((7,), np.float32)
   assert layout(plain, a, a) == layout(plain, b, b) == Layout("ff", 0, 4, False, ())
