@@ -19,8 +19,7 @@ import numpy as np
 
 from callgate._core import extras
 from callgate._sharding.tiles import Part, shard_of
-from callgate._tap import padding
-from callgate._tap.delivery import REPEATED, ROLES
+from callgate._tap.delivery import REPEATED, ROLES, SizeError, cut
 
 _FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
 
@@ -178,8 +177,8 @@ class Source:
         values = selected[: self.values]
         sizes = selected[self.values : self.value_leaves]
         try:
-          padding.cut(values, self.padded, sizes, self.parts or None, shard)
-        except padding.SizeError:  # the writer has counted it as lost
+          cut(values, self.padded, sizes, self.parts or None, shard)
+        except SizeError:  # the writer has counted it as lost
           continue
         yield lane, dict(zip(self.paths, values, strict=True))
 
