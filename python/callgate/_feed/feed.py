@@ -13,14 +13,12 @@ axes that it is mapped over, and its call then takes an item for each lane.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
-import numpy as np
 from jax.interpreters import batching, mlir
 
 from callgate import _callgate
@@ -38,18 +36,14 @@ from callgate._jax.tracing import Primitive
 from callgate._runtime import config
 
 
-class _Missing(enum.Enum):
+class _Missing:
   """Stands for an option that was not given, where None is an item like any other."""
-
-  MISSING = enum.auto()
 
   def __repr__(self) -> str:
     return "<none>"
 
 
-_MISSING: Final = _Missing.MISSING
-_CLOSE_SECONDS = 5.0
-_WHOLE = "an integer of 1 or more"
+_MISSING = _Missing()
 
 
 class Feed:
@@ -64,44 +58,42 @@ class Feed:
   """
 
   def __init__(
-    self,
-    iterable: Iterable[Any],
-    *,
-    prefetch: int = 2,
-    shape: Any = None,
-    default: Any = _MISSING,
-    name: str | None = None,
+    self, iterable: Iterable[Any], prefetch: int, shape: Any, default: Any, name: str | None
   ) -> None:
-    name = options.name("feed", name)
     # An unnamed one is called as the generator function or the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
-    self.name = registry.unique_name(named) if name is None else name
-    self.prefetch = options.count(
-      f"feed '{self.name}'", "prefetch", prefetch, least=1, most=2**31 - 1, what=_WHOLE
-    )
-    types = items.from_structs(self.name, shape) if shape is not None else None
-    iterator = _iterator(self.name, iterable)
-    self._producer = _producer.Producer(self.name, iterator, self.prefetch)
+    self.name = name = options.name("feed", name) or registry.unique_name(named)
+    whole = "an integer of 1 or more"
+    limits = {"least": 1, "most": 2**31 - 1}
+    self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, what=whole, **limits)
+    types = items.from_structs(name, shape) if shape is not None else None
+    self._producer = _producer.Producer(name, _iterator(name, iterable), self.prefetch)
     try:
-      if types is None:
-        types = _types_of_first(self._producer, default)
-      self._start(types, default)
+      if types is not None:
+        pass
+      elif self._producer.wait_for_first():
+        types = items.from_item(name, self._producer.first)
+      elif default is not _MISSING:
+        types = items.from_item(name, default, "default")
+      else:
+        raise GateDefinitionError(
+          f"feed '{name}': the iterable is empty, so the items' types are not known; expected an "
+          "item, shape= or default="
+        )
+      structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
+      self._tree = types.tree
+      self.shape = jax.tree.unflatten(types.tree, structs)
+      take = _Take(self._producer, len(structs[0].shape))
+      weakref.finalize(take, self._producer.release).atexit = False
+      made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
+      self._gate = _FeedGate(take, made)
+      nothing, flat = jax.tree.structure(((), {})), jax.tree.structure(structs)
+      self._site = CallSite(nothing, flat, static=(), results=types.types)
+      after = None if default is _MISSING else types.broadcast(default)
+      self._producer.serve(types.convert, after)
     except BaseException:  # Ctrl-C while the first item is made, too
       self._producer.release()
       raise
-
-  def _start(self, types: items.ItemTypes, default: Any) -> None:
-    self._types = types
-    self.shape = types.structs()
-    take = _Take(self._producer, len(types.types[0][0]))
-    weakref.finalize(take, self._producer.release).atexit = False
-    flat = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types.types)
-    options = GateOptions(out=flat, name=self.name, effect="ordered", style="inplace")
-    self._gate = _FeedGate(take, options)
-    self._site = CallSite(
-      jax.tree.structure(((), {})), jax.tree.structure(flat), static=(), results=types.types
-    )
-    self._producer.serve(types.convert, None if default is _MISSING else types.broadcast(default))
 
   def __repr__(self) -> str:
     return f"<feed '{self.name}'>"
@@ -123,7 +115,7 @@ class Feed:
     raise_deferred()
     self._producer.check()
     flat = next_p.bind(gate=self._gate, site=self._site, lead=(), engine=config.engine())
-    return jax.tree.unflatten(self._types.tree, flat)
+    return jax.tree.unflatten(self._tree, flat)
 
   def stats(self) -> dict[str, int]:
     """What has happened so far.
@@ -135,7 +127,7 @@ class Feed:
     """
     return self._producer.stats()
 
-  def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
+  def close(self, timeout: float = 5.0) -> bool:
     """Stops the iterator's thread; a program that asks for an item from here on fails.
 
     Args:
@@ -200,7 +192,7 @@ def feed(
     ValueError: the name is taken by another live feed or gate.
     BaseException: what the iterator raised in the place of its first item, if `shape` is None.
   """
-  return Feed(iterable, prefetch=prefetch, shape=shape, default=default, name=name)
+  return Feed(iterable, prefetch, shape, default, name)
 
 
 class _FeedGate(Gate):
@@ -227,17 +219,10 @@ class _Take:
       for lane in range(lanes):
         self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
       return
-    if not batch:
-      _write(outs, self._producer.take())
-      return
     rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
     for lane in range(lanes):
-      _write([row[lane, ...] for row in rows], self._producer.take())
-
-
-def _write(outs: Sequence[np.ndarray[Any, Any]], item: _producer.Item) -> None:
-  for out, array in zip(outs, item, strict=True):
-    out[...] = array
+      for row, array in zip(rows, self._producer.take(), strict=True):
+        row[lane, ...] = array
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -253,17 +238,6 @@ def _iterator(name: str, iterable: Any) -> Iterator[Any]:
     raise GateDefinitionError(
       f"feed '{name}': iterable: expected an iterable of items, got {type(iterable).__name__}{hint}"
     ) from error
-
-
-def _types_of_first(producer: _producer.Producer, default: Any) -> items.ItemTypes:
-  if producer.wait_for_first():
-    return items.from_item(producer.name, producer.first)
-  if default is _MISSING:
-    raise GateDefinitionError(
-      f"feed '{producer.name}': the iterable is empty, so the items' types are not known; expected "
-      "an item, shape= or default="
-    )
-  return items.from_item(producer.name, default, "default")
 
 
 # -- the primitive ---------------------------------------------------------------------------------

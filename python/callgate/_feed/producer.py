@@ -4,9 +4,9 @@ A `Producer` is shared by its thread, which puts items in, and by whoever takes 
 gate, on XLA's threads, or on the main thread outside of compiled code. The thread holds no lock
 while user code runs, so an iterator may itself run JAX programs and read other feeds.
 
-Who ends the thread: `close()`, the end of the data, the garbage collector once neither a Feed nor a
-program can take items any more (feed.py), or the end of the process. It is a daemon thread, since
-Python can't interrupt an iterator that doesn't return; whoever closes it waits for a bounded time.
+The thread ends by `close()`, the end of the data, the garbage collector once nobody can take items
+any more (feed.py), or the end of the process. It is a daemon thread, since Python can't interrupt
+an iterator that doesn't return; whoever closes it waits for a bounded time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from callgate import _callgate
@@ -58,7 +58,7 @@ class Producer:
     self._default: Item | None = None
     self._has_first = False
     self._over = False
-    self._failure: tuple[BaseException, TracebackType | None] | None = None
+    self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
     self._gpu: int | None = None  # the number of the GPU whose program asked last
     self._patience: float | None = None  # how long to wait for an item, while the process ends
@@ -74,21 +74,23 @@ class Producer:
   # -- the producer thread -----------------------------------------------------------------------
   def _run(self, holder: list[Iterator[Any]]) -> None:
     iterator = holder.pop()
-    number = 0
+    failure = None
     try:
-      while self._wait_for_room():
+      for number in itertools.count():
+        if not self._wait_for_room():
+          break
         try:
           item = next(iterator)
         except StopIteration:
           break
         if not self._put(item, number):
           break
-        number += 1
         del item  # not kept while the next one is made
     except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
-      self._end((error, error.__traceback__))
-    else:
-      self._end(None)
+      failure = error, error.__traceback__
+    with self._changed:
+      self._over, self._failure = True, failure
+      self._changed.notify_all()
 
   def _wait_for_room(self) -> bool:
     while True:
@@ -114,41 +116,26 @@ class Producer:
     return next((entry for entry in self._queue if not entry.tried), None)
 
   def _put(self, item: Any, number: int) -> bool:
-    if number == 0 and not self._offer_first(item):
+    if number == 0:  # shown to the thread that makes the feed, which takes the types from it
+      with self._changed:
+        self._has_first, self.first = True, item
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._closed or self._convert is not None)
+        self.first = None
+    if self._closed or self._convert is None:
       return False
-    assert self._convert is not None
-    flat = self._convert(item, number)
+    entry = _Entry(self._convert(item, number))
     with self._changed:
       if self._closed:
         return False
-      self._queue.append(_Entry(flat))
+      self._queue.append(entry)
       self._produced += 1
       self._changed.notify_all()
     return True
 
-  def _offer_first(self, item: Any) -> bool:
-    """Shows the first item to the thread that makes the feed, which takes the types from it."""
-    with self._changed:
-      self._has_first = True
-      self.first = item
-      self._changed.notify_all()
-      self._changed.wait_for(lambda: self._closed or self._convert is not None)
-      self.first = None
-      return not self._closed
-
-  def _end(self, failure: tuple[BaseException, TracebackType | None] | None) -> None:
-    with self._changed:
-      self._over = True
-      self._failure = failure
-      self._changed.notify_all()
-
   # -- the thread that makes the feed ------------------------------------------------------------
   def wait_for_first(self) -> bool:
-    """Waits until there is a first item, and says whether there is one.
-
-    Raises:
-      BaseException: what the iterator raised instead.
-    """
+    """Waits until there is a first item, and says whether there is one; or raises instead."""
     with self._changed:
       self._changed.wait_for(lambda: self._has_first or self._over)
       if not self._has_first and self._failure is not None:
@@ -162,8 +149,7 @@ class Producer:
     the end of the data is an error.
     """
     with self._changed:
-      self._default = default
-      self._convert = convert
+      self._default, self._convert = default, convert
       self._changed.notify_all()
 
   # -- threads that take items -------------------------------------------------------------------
@@ -187,35 +173,28 @@ class Producer:
     with self._changed:
       if not (self._queue or self._over or self._closed):
         self._waited += 1
-        self._wait_for_item()
+      while not (self._queue or self._over or self._closed):
+        # Woken without an item when the process ends: from then on patience is limited.
+        if not self._changed.wait(self._patience) and self._patience is not None:
+          none = f"the process is ending, and no item came within {self._patience:g} s"
+          raise GateError(f"feed '{self.name}': {none}")
       self.check()
-      if not self._queue:
-        return self._after_the_last()
-      entry = self._queue.popleft()
-      self._served += 1
-      if len(self._queue) <= self._refill:
-        self._changed.notify_all()
-      return entry
-
-  def _wait_for_item(self) -> None:
-    while not (self._queue or self._over or self._closed):
-      # Woken without an item when the process ends: from then on patience is limited.
-      if not self._changed.wait(self._patience) and self._patience is not None:
-        raise GateError(
-          f"feed '{self.name}': the process is ending, and no item came within {self._patience:g} s"
+      if self._queue:
+        entry = self._queue.popleft()
+        if len(self._queue) <= self._refill:
+          self._changed.notify_all()
+      elif self._failure is not None:
+        # Without the frames of those who got it before.
+        raise self._failure[0].with_traceback(self._failure[1])
+      elif self._default is not None:
+        entry = _Entry(self._default)
+      else:
+        raise EndOfFeed(
+          f"feed '{self.name}' ended after {self._produced} item(s); expected more data, or a "
+          "default= to serve from then on"
         )
-
-  def _after_the_last(self) -> _Entry:
-    if self._failure is not None:
-      # Without the frames of those who got it before.
-      raise self._failure[0].with_traceback(self._failure[1])
-    if self._default is None:
-      raise EndOfFeed(
-        f"feed '{self.name}' ended after {self._produced} item(s); expected more data, or a "
-        "default= to serve from then on"
-      )
-    self._served += 1
-    return _Entry(self._default)
+      self._served += 1
+      return entry
 
   def check(self) -> None:
     """Raises GateError when items can't be taken: the feed is closed, or of another process."""
@@ -230,12 +209,8 @@ class Producer:
   def stats(self) -> dict[str, int]:
     # A fork's child may find the lock taken for ever.
     with self._changed if os.getpid() == self._process else contextlib.nullcontext():
-      return {
-        "produced": self._produced,
-        "served": self._served,
-        "waited": self._waited,
-        "queued": len(self._queue),
-      }
+      counts = {name: getattr(self, f"_{name}") for name in ("produced", "served", "waited")}
+      return {**counts, "queued": len(self._queue)}
 
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:

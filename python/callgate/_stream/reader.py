@@ -11,7 +11,7 @@ import contextlib
 import glob
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,14 +50,12 @@ class _Input:
       if not read:
         return False
       for whole in read:
-        self.ready.extend(self._source(whole[0]).records(whole))
+        fields = whole[0]
+        if id(fields) not in self._sources:
+          self._sources[id(fields)] = fields, Source(fields)
+        self.ready.extend(self._sources[id(fields)][1].records(whole))
       self.ready.reverse()
     return True
-
-  def _source(self, fields: Mapping[str, Any]) -> Source:
-    if id(fields) not in self._sources:
-      self._sources[id(fields)] = fields, Source(fields)
-    return self._sources[id(fields)][1]
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""

@@ -19,8 +19,7 @@ import numpy as np
 
 from callgate._core import extras
 from callgate._sharding.tiles import Part, shard_of
-from callgate._tap import padding
-from callgate._tap.delivery import REPEATED, ROLES
+from callgate._tap.delivery import REPEATED, ROLES, SizeError, cut
 
 _FREE_LANES = 1 << 20  # kFreeLanes of include/callgate/stream.h
 
@@ -136,11 +135,7 @@ class Source:
       ) from error
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
-    """The records of the lanes that were sent, from what the native reader gives.
-
-    Raises:
-      ValueError: the description of the tap is none that a tap makes.
-    """
+    """The records of the lanes that were sent, from what the native reader gives."""
     with self._sensible("its shards and lanes"):
       return list(self._records(whole))
 
@@ -176,10 +171,9 @@ class Source:
           place = tuple(i + start for i, start in zip(index, starts, strict=True))
           lane = int(np.ravel_multi_index(place, self.all_sizes))
         values = selected[: self.values]
-        sizes = selected[self.values : self.value_leaves]
         try:
-          padding.cut(values, self.padded, sizes, self.parts or None, shard)
-        except padding.SizeError:  # the writer has counted it as lost
+          cut(values, self.padded, selected[self.values : self.value_leaves], self.parts, shard)
+        except SizeError:  # the writer has counted it as lost
           continue
         yield lane, dict(zip(self.paths, values, strict=True))
 
@@ -235,10 +229,8 @@ def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
       f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
       f"column: expected one dtype and shape, got {what}"
     )
-  column = np.empty((len(arrays), *records[0].leaves[path].shape), records[0].leaves[path].dtype)
-  for row, array in enumerate(arrays):
-    column[row] = array
-  return column
+  first = records[0].leaves[path]
+  return np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)
 
 
 def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def add_tail(subparsers: Subparsers) -> None:
   """Adds `tail`: prints the last records of a stream, and those that follow."""
   parser = subparsers.add_parser("tail", help="print the last records of a stream, and follow it")
-  parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
-                      help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
-  parser.add_argument("-n", "--lines", type=integer("a number of records", most=sys.maxsize),
-                      default=10, metavar="N",
-                      help="records of files to begin with (default: 10)")  # fmt: skip
-  parser.add_argument("-f", "--follow", action="store_true",
-                      help="wait for more, until the writer closes the stream")  # fmt: skip
-  parser.add_argument("--name", help="only the records of this tap")
-  parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+  add = parser.add_argument
+  add("where", metavar="PATH_OR_ADDRESS", nargs="+",
+      help="a file, a pattern of files, unix:PATH or tcp://HOST:PORT")  # fmt: skip
+  add("-n", "--lines", type=integer("a number of records", most=sys.maxsize), default=10,
+      metavar="N", help="records of files to begin with (default: 10)")  # fmt: skip
+  add("-f", "--follow", action="store_true",
+      help="wait for more, until the writer closes the stream")  # fmt: skip
+  add("--name", help="only the records of this tap")
+  add("--json", action="store_true", help="print one JSON object a line")
   parser.set_defaults(run=_tail)
 
 

@@ -11,8 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
@@ -23,13 +22,13 @@ from callgate._runtime import lifecycle
 from callgate._runtime.barrier import wait_for_programs
 from callgate._tap import consumers as _consumers
 from callgate._tap import target
-from callgate._tap.consumers import Adapted, check_not_forked
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_open: dict[str, Channel] = {}
-_opening: set[str] = set()  # names of channels whose sinks are being opened
+_open: dict[str, Channel | None] = {}  # None while its sinks are being opened
 _lock = threading.Lock()
 
 
@@ -41,45 +40,52 @@ class Channel:
   """
 
   def __init__(
-    self,
-    name: str,
-    *,
-    capacity: str | int = "64MiB",
-    on_full: OnFull = "block",
-    rate: float = 100.0,
-    to: Any = (),
-    batch: int | bool | None = None,
+    self, name: str, capacity: str | int, on_full: OnFull, rate: float, to: Any, batch: int | None
   ) -> None:
-    self.name = _check_name(name)
+    expected = "a line of text"
+    name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
+    if name == target.DEFAULT:
+      raise GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
+    self.name = name
+    self._label = label = f"channel '{name}'"
     self._batch = batch is not None and batch is not False
-    self._limit = _check_batch(self._label, batch)
-    self._consumers: list[Adapted] = []
-    given = list(to) if isinstance(to, (list, tuple)) else [to]
-    adapted = [self._adapt(one) for one in given]
+    self._limit = None
+    if batch is not None and not isinstance(batch, bool):
+      what = "a number of rows or True"
+      self._limit = options.count(label, "batch", batch, least=1, what=what)
+    self._consumers: list[tuple[Attached, _callgate.Consumer]] = []
+    adapted = [self._adapt(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
-    options.choice(self._label, "on_full", on_full, get_args(OnFull), what=what)
-    rate = options.number(self._label, "rate", rate, above=0, what="records a second, above 0")
-    size = parse_capacity(self._label, capacity)
+    options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
+    rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
+    size = _bytes_of(label, capacity)
     check_not_forked()
     self._closed = False
-    # Sinks first: with one that can't be opened there is no channel, and the records that wait for
-    # one of this name wait on.
-    with _reserved(name):
-      _consumers.open_sinks(name, given)
-      try:
-        self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=float(rate))
-        # Programs that were exported, or loaded from a cache, find the channel by this callee.
-        self.tap = target.of_channel(name)
-      except BaseException:
-        _consumers.close_sinks(given)
-        raise
-      with _lock:
-        _open[name] = self
+    with _lock:
+      if name in _open:
+        raise ValueError(
+          f"callgate: a channel named '{name}' is open already; close it first, or give this one "
+          "another name"
+        )
+      _open[name] = None
+    opened: list[Any] = []
+    try:
+      # Sinks first: with one that can't be opened there is no channel, and the records that wait
+      # for one of this name wait on.
+      for attached, _ in adapted:
+        self._open_sink(attached.given)
+        opened.append(attached.given)
+      self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=rate)
+      # Programs that were exported, or loaded from a cache, find the channel by this callee.
+      self.tap = target.of_channel(name)
+    except BaseException:
+      for sink in filter(_consumers.is_sink, opened):
+        with contextlib.suppress(Exception):
+          sink.close()
+      del _open[name]
+      raise
+    _open[name] = self
     self._attach(adapted)
-
-  @property
-  def _label(self) -> str:
-    return f"channel '{self.name}'"
 
   def __repr__(self) -> str:
     return f"<{self._label}{' (closed)' if self._closed else ''}>"
@@ -87,16 +93,10 @@ class Channel:
   def __enter__(self) -> Channel:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
-    if error is not None or _callgate.channels_abandoned():
+  def __exit__(self, kind: object, *exception: object) -> None:
+    if kind is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
       return
-
     wait_for_programs(None)
     _callgate.drain_devices(LONG_SECONDS)  # what GPUs have sent is on its way
     self.close()
@@ -108,7 +108,7 @@ class Channel:
     if self._closed:
       raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
     adapted = self._adapt(consumer)
-    _consumers.open_sinks(self.name, [consumer])
+    self._open_sink(consumer)
     self._attach([adapted])
 
   def remove(self, consumer: Any) -> None:
@@ -121,24 +121,28 @@ class Channel:
       GateDefinitionError: it is not a consumer of this channel.
     """
     check_not_forked()
-    for index, one in enumerate(self._consumers):
-      if one.given is consumer or one.given == consumer:
+    for index, (attached, native) in enumerate(self._consumers):
+      if attached.given is consumer or attached.given == consumer:
         del self._consumers[index]
-        one.presence.ended = True
-        self._handle.remove(one.native)
+        attached.left = True
+        self._handle.remove(native)
         if hasattr(consumer, "close"):
           consumer.close()
         return
     raise GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _attach(self, consumers: Sequence[Adapted]) -> None:
-    """Adds consumers at once: all get the same records."""
-    self._consumers.extend(consumers)
-    if consumers:
-      self._handle.add([one.native for one in consumers])
-
-  def _adapt(self, consumer: Any) -> Adapted:
+  def _adapt(self, consumer: Any) -> tuple[Attached, _callgate.Consumer]:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
+
+  def _open_sink(self, consumer: Any) -> None:
+    if _consumers.is_sink(consumer):
+      consumer.open(self.name)
+
+  def _attach(self, consumers: Sequence[tuple[Attached, _callgate.Consumer]]) -> None:
+    """Adds consumers at once: all get the same records."""
+    self._consumers += consumers
+    if consumers:
+      self._handle.add([native for _, native in consumers])
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
@@ -146,7 +150,12 @@ class Channel:
     Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
     consumer.
     """
-    return _consumers.Records(self, closed=self._closed)
+    records = _consumers.Records()
+    if self._closed:
+      records.close()
+    else:
+      self.add(records)
+    return records
 
   # -- state -------------------------------------------------------------------------------------
   def stats(self) -> dict[str, int]:
@@ -206,31 +215,14 @@ class Channel:
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
-    given = [one.given for one in self._consumers]
+    given = [attached.given for attached, _ in self._consumers]
     for one in given:
       if isinstance(one, _consumers.Records):
-        one.end_soon()
+        one.close(ended=False)
     try:
       return self._handle.close(timeout)
     finally:
       _consumers.leave(given)
-
-
-@contextlib.contextmanager
-def _reserved(name: str) -> Generator[None]:
-  """The name is taken while a channel is made; ValueError where it is already."""
-  with _lock:
-    if name in _open or name in _opening:
-      raise ValueError(
-        f"callgate: a channel named '{name}' is open already; close it first, or give this one "
-        "another name"
-      )
-    _opening.add(name)
-  try:
-    yield
-  finally:
-    with _lock:
-      _opening.discard(name)
 
 
 def channel(
@@ -276,31 +268,22 @@ def channel(
     GateDefinitionError: an option is wrong.
     ValueError: a channel of that name is open already.
   """
-  return Channel(name, capacity=capacity, on_full=on_full, rate=rate, to=to, batch=batch)
+  return Channel(name, capacity, on_full, rate, to, batch)
 
 
-def parse_capacity(label: str, capacity: str | int) -> int:
-  """Bytes of a capacity as users write it."""
-  if isinstance(capacity, str):
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if not 1 <= size < 2**63:
-      options.refuse(label, "capacity", _BYTES, capacity)
-    return size
-  return options.count(label, "capacity", capacity, least=1, what=_BYTES)
-
-
-_BYTES = "bytes, as 65536 or '64MiB'"
+def _bytes_of(label: str, capacity: str | int) -> int:
+  """A capacity as users write it."""
+  what = "bytes, as 65536 or '64MiB'"
+  if not isinstance(capacity, str):
+    return options.count(label, "capacity", capacity, least=1, what=what)
+  match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", capacity.lower())
+  size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+  return size if 1 <= size < 2**63 else options.refuse(label, "capacity", what, capacity)
 
 
 def open_channels() -> dict[str, Channel]:
   """The channels that are open now, by name."""
-  return dict(_open)
-
-
-def _pending(stats: dict[str, Any]) -> str:
-  count = stats["pending"]
-  return f"{count} record(s)" if count else "a consumer's close() has not ended"
+  return {name: one for name, one in dict(_open).items() if one is not None}
 
 
 def close_all(seconds: float) -> None:
@@ -314,32 +297,18 @@ def close_all(seconds: float) -> None:
   def rest() -> float:
     return max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))
 
-  left: list[str] = []
+  left: list[tuple[str, int]] = []  # and how many records there are
   for one in open_channels().values():
     if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
-      left.append(f"channel '{one.name}': {_pending(one.stats())}")
-  for name, handle in list(target.own_channels()):
+      left.append((f"channel '{one.name}'", one.stats()["pending"]))
+  for name, handle in target.own_channels():
     if not handle.close(rest()):
       what = "taps to functions" if name == target.DEFAULT else name
-      left.append(f"{what}: {_pending(handle.stats())}")
+      left.append((what, handle.stats()["pending"]))
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
-      left.append(f"channel '{name}', which was not open: {stats['pending']} record(s)")
-  for line in left:
-    print(f"callgate: not delivered at the end of the program: {line}", file=sys.stderr)
+      left.append((f"channel '{name}', which was not open", stats["pending"]))
+  for what, count in left:
+    pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
+    print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
   raise_consumer_errors()
-
-
-def _check_name(name: Any) -> str:
-  if name is None:
-    options.refuse("channel", "name", "a line of text", name)
-  name = str(options.name("channel", name))
-  if name == target.DEFAULT:
-    raise GateDefinitionError(f"channel: the name '{target.DEFAULT}' is that of taps to functions")
-  return name
-
-
-def _check_batch(label: str, batch: int | bool | None) -> int | None:
-  if batch is None or isinstance(batch, bool):
-    return None
-  return options.count(label, "batch", batch, least=1, what="a number of rows or True")

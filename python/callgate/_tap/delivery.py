@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +23,11 @@ import numpy as np
 
 from callgate._core import encoding
 from callgate._core.dtypes import dtype_named
+from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import keep_consumer_error
 from callgate._core.signatures import signature_of, wants_info
 from callgate._jax import dispatch
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
-from callgate._tap import padding
 from callgate._tap.records import BatchInfo, Record, TapInfo
 
 ROLES = ("primal", "tangent", "cotangent")
@@ -34,7 +35,9 @@ REPEATED = 1  # kRepeated in src/channel/record.h
 # (id, name, role, description, has lanes), and (lane, seq, time_ns, device, run, flags, arrays)
 _RawSource = tuple[int, str, int, str, bool]
 _Row = tuple[int, int, int, int, int, int, tuple[Any, ...]]
-_Transforms = tuple[tuple[str, dict[str, Any]], ...]
+# Asked once: programs ran before, so the backend is there.
+_process_index = functools.cache(jax.process_index)
+import_buffer = jax.dlpack.from_dlpack  # of a Buffer that owns its memory, which the array shares
 
 
 class Description:
@@ -43,60 +46,52 @@ class Description:
   def __init__(self, text: str) -> None:
     code = json.loads(text)
     args, _ = encoding.Signature(code["spec"]).arguments(range(code["values"]))
-    self._tree = jax.tree.structure(args[0])
-    self._is_leaf = self._tree == jax.tree.structure(0)
+    tree = jax.tree.structure(args[0])
+    self._unflatten: Callable[[Sequence[Any]], Any] = (
+      operator.itemgetter(0)
+      if tree == jax.tree.structure(0)
+      else functools.partial(jax.tree.unflatten, tree)
+    )
     self.values: int = code["values"]
     self.sizes: tuple[int, ...] = tuple(code["sizes"])
     self.dtypes: list[str | None] = code["dtypes"]
     self.logical: list[int] = code["logical"]
-    self.transforms: _Transforms = tuple((name, dict(how)) for name, how in code["transforms"])
+    self.transforms = tuple((name, dict(how)) for name, how in code["transforms"])
     self._plain = not self.logical and not any(self.dtypes)
     self.on_device: bool = code.get("on_device", False)
     shards = code.get("shards")
     self._parts = [Part(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
 
-  def value(self, arrays: Sequence[np.ndarray], shard: int = -1) -> Any:
-    """The tapped pytree of one record: of its leaves, then their logical sizes."""
+  def value(self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False) -> Any:
+    """The tapped pytree of one record, or of stacked ones whose values have one shape.
+
+    `arrays` are its leaves, then their logical sizes. The dtypes that had to travel as others are
+    restored, and the padding is cut off.
+    """
     if not self._plain:
-      arrays = self._restored(arrays, self.logical_shapes(arrays), shard)
-    return arrays[0] if self._is_leaf else jax.tree.unflatten(self._tree, arrays)
+      sizes = self.logical_shapes(arrays)
+      arrays = list(arrays[: self.values])
+      cut(arrays, self.logical, [n[0] for n in sizes] if stacked else sizes, self._parts, shard)
+      for index, name in enumerate(self.dtypes):
+        if name is not None:
+          arrays[index] = arrays[index].astype(dtype_named(name))
+    return self._unflatten(arrays)
 
-  def stacked(self, arrays: Sequence[np.ndarray], shard: int) -> Any:
-    """The tapped pytree of stacked arrays, of rows with the same shape."""
-    sizes = [own[0] for own in self.logical_shapes(arrays)]
-    return self._unflatten(self._restored(arrays, sizes, shard))
-
-  def _unflatten(self, leaves: Sequence[Any]) -> Any:
-    return leaves[0] if self._is_leaf else jax.tree.unflatten(self._tree, leaves)
-
-  def _restored(
-    self, arrays: Sequence[np.ndarray], sizes: Sequence[np.ndarray], shard: int
-  ) -> list[np.ndarray]:
-    """The dtypes that had to travel as others, and arrays without their padding."""
-    values = list(arrays[: self.values])
-    padding.cut(values, self.logical, sizes, self._parts, shard)
-    for index, name in enumerate(self.dtypes):
-      if name is not None:
-        values[index] = values[index].astype(dtype_named(name))
-    return values
-
-  def logical_shapes(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+  def logical_shapes(self, arrays: Sequence[Any]) -> list[np.ndarray]:
     """The logical sizes that came with a record, for each leaf that has them."""
     return [np.asarray(array) for array in arrays[self.values :]]
 
-  def same_shapes(self, arrays: Sequence[np.ndarray], shard: np.ndarray) -> list[slice]:
+  def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
     """The runs of rows whose values have one shape, without padding: all rows where there is none.
 
     `arrays` are the leaves and their logical sizes, `shard` the number of each row's shard.
     """
-    total = len(shard)
     if not self.logical:
-      return [slice(0, total)]
+      return [slice(0, len(shard))]
     sizes = np.concatenate([*self.logical_shapes(arrays), shard[:, None]], axis=1)
     changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
-    bounds = [0, *changes.tolist(), total]
-    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+    return [slice(*pair) for pair in itertools.pairwise([0, *changes.tolist(), len(shard)])]
 
   def lane(self, index: int, shard: int = -1) -> tuple[int, ...]:
     """A lane's index in each level, of all devices' lanes."""
@@ -126,9 +121,7 @@ class Description:
   @functools.cached_property
   def shapes(self) -> Any:
     """The shape of the whole value's leaves; None where they are not known."""
-    if self._parts is None:
-      return None
-    return self._unflatten([part.shape for part in self._parts])
+    return None if self._parts is None else self._unflatten([part.shape for part in self._parts])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,38 +130,39 @@ def description(text: str) -> Description:
   return Description(text)
 
 
-@functools.cache
-def process_index() -> int:
-  """This process's index, asked once: programs ran before, so the backend is there."""
-  return jax.process_index()
+class SizeError(ValueError):
+  """A size of `logical_shape` is negative, or more than the array has."""
 
 
-def info_of(source: _RawSource, row: _Row) -> TapInfo:
-  """The `TapInfo` of a row."""
-  about = description(source[3])
-  lane, seq, time_ns, device, run, flags, _ = row
-  shard = shard_of(flags)
-  return TapInfo(
-    source[1],
-    seq,
-    time_ns,
-    process_index(),
-    device,
-    run,
-    about.shard(shard),
-    about.lane(lane, shard),
-    ROLES[source[2]],
-    about.transforms,
-    bool(flags & REPEATED),
-    about.shapes if shard >= 0 else None,
-  )
+def cut(
+  values: list[Any],
+  padded: Sequence[int],
+  sizes: Sequence[np.ndarray],
+  parts: Sequence[Part] | None,
+  shard: int,
+) -> None:
+  """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
 
-
-@dataclasses.dataclass
-class Presence:
-  """Whether a consumer still is with its channel: one that leaves has had its last call."""
-
-  ended: bool = False
+  `sizes` are, for each of these, the sizes that count, one a dimension; those of several lanes at
+  once (`TapSite.whole`) are left to the consumer. `parts` says where the shards of each leaf lie,
+  and `shard` which one they are: -1 for whole arrays. Native sinks do it in src/channel/record.cc.
+  """
+  for index, own in zip(padded, sizes, strict=True):
+    if own.ndim != 1:
+      continue
+    value = values[index]
+    lead = value.ndim - len(own)  # lanes that stay together come first
+    shape = value.shape[lead:]
+    part = parts[index] if parts and shard >= 0 else None
+    for axis, (size, extent) in enumerate(zip(own, part.shape if part else shape, strict=True)):
+      if not 0 <= size <= extent:
+        raise SizeError(
+          f"logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to {extent}, "
+          f"got {size}"
+        )
+    if part:  # how much of it counts, by the sizes of the whole
+      own = np.clip(own - [one.start for one in part.slices(shard)], 0, shape)
+    values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
 # Told the newest scalar of each tap, once a batch: progress bars show it.
@@ -181,46 +175,50 @@ def listen(listener: Callable[[str, Any], None]) -> None:
   _listener = listener
 
 
-def _tell(source: _RawSource, arrays: Sequence[np.ndarray]) -> None:
-  if _listener is None or len(arrays) != 1 or source[2] != 0 or isinstance(arrays[0], tuple):
-    return
-  if arrays[0].ndim == 0:
+def _tell(source: _RawSource, arrays: Sequence[Any]) -> None:
+  if _listener and len(arrays) == 1 and source[2] == 0 and getattr(arrays[0], "ndim", 1) == 0:
     _listener(source[1], arrays[0].item())
 
 
-def takes_values(function: Callable[..., Any]) -> bool:
-  """Whether a function can be called with a value, or with a value and what is known of it."""
+def check_takes_values(label: str, function: Callable[..., Any]) -> None:
+  """Raises unless a consumer can be called with (value), or with (value, info)."""
   signature = signature_of(function)
-  if signature is None:
-    return True  # it does not say
   try:
-    signature.bind(*(None,) * (2 if wants_info(function) else 1))
+    if signature is not None:
+      signature.bind(*(None,) * (2 if wants_info(function) else 1))
   except TypeError:
-    return False
-  return True
+    raise GateDefinitionError(
+      f"{label}: to: expected a function of (value) or of (value, info), got {function!r}"
+    ) from None
 
 
-def rows_to_function(
-  function: Callable[..., Any], presence: Presence | None = None
-) -> Callable[..., int]:
+@dataclasses.dataclass(eq=False)
+class Attached:
+  """A consumer, as the user gave it, with its channel: one that has left has had its last call."""
+
+  given: Any
+  left: bool = False
+
+
+def rows_to_function(attached: Attached) -> Callable[..., int]:
   """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
-  presence = presence or Presence()
+  function = attached.given
   with_info = wants_info(function)
 
   def consume(source: _RawSource, rows: list[_Row]) -> int:
     about = description(source[3])
     value_of = about.value
     _tell(source, rows[-1][6])
-    convert = Converter() if about.on_device else None
+    convert = _converter() if about.on_device else None
     lost = 0
     for row in rows:
-      if presence.ended:
+      if attached.left:
         break
       try:
         if convert is not None:
           row = convert(row)
         if with_info:
-          function(value_of(row[6], shard_of(row[5])), info_of(source, row))
+          function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
         else:
           function(value_of(row[6], shard_of(row[5])))
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
@@ -231,32 +229,30 @@ def rows_to_function(
   return consume
 
 
-def rows_to_records(
-  write: Callable[[list[Record]], Any], owner: object, presence: Presence
-) -> Callable[..., int]:
-  """A consumer of rows that calls `write(records)` with all that are there."""
+def rows_to_records(attached: Attached) -> Callable[..., int]:
+  """A consumer of rows that calls a sink's `write(records)` with all that are there."""
+  sink = attached.given
 
   def consume(source: _RawSource, rows: list[_Row]) -> int:
-    if presence.ended:
+    if attached.left:
       return 0
     about = description(source[3])
-    value_of = about.value
     _tell(source, rows[-1][6])
     lost = 0
     try:
       if about.on_device:
-        rows = list(map(Converter(), rows))
+        rows = list(map(_converter(), rows))
       records: list[Record] = []
       for row in rows:
         try:
-          records.append(Record(value_of(row[6], shard_of(row[5])), info_of(source, row)))
-        except padding.SizeError as error:  # the others are written all the same
-          keep_consumer_error(error, _where(owner, source, row))
+          records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
+        except SizeError as error:  # the others are written all the same
+          keep_consumer_error(error, _where(sink, source, row))
           lost += 1
       if records:
-        write(records)
+        sink.write(records)
     except BaseException as error:  # noqa: BLE001 - as above
-      keep_consumer_error(error, _where(owner, source, rows[0], last=rows[-1]))
+      keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
       # A SinkError knows.
       return min(lost + getattr(error, "lost", len(rows)), len(rows))
     return lost
@@ -264,10 +260,9 @@ def rows_to_records(
   return consume
 
 
-def stacks_to_function(
-  function: Callable[..., Any], limit: int | None, presence: Presence
-) -> Callable[..., int]:
+def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., int]:
   """A consumer of stacked arrays, with at most `limit` rows a call."""
+  function = attached.given
   with_info = wants_info(function)
 
   def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
@@ -278,11 +273,11 @@ def stacks_to_function(
     for run in about.same_shapes(arrays, shard):
       step = limit or run.stop - run.start
       for start in range(run.start, run.stop, step):
-        if presence.ended:
+        if attached.left:
           break
         part = slice(start, min(start + step, run.stop))
         try:
-          value = about.stacked([array[part] for array in arrays], int(shard[start]))
+          value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
           if with_info:
             function(value, _batch_info(source, about, [n[part] for n in numbers], shard[part]))
           else:
@@ -296,23 +291,25 @@ def stacks_to_function(
   return consume
 
 
+def _info_of(source: _RawSource, row: _Row) -> TapInfo:
+  about = description(source[3])
+  lane, seq, time_ns, device, run, flags, _ = row
+  shard = shard_of(flags)
+  return TapInfo(
+    source[1], seq, time_ns, _process_index(), device, run, about.shard(shard),
+    about.lane(lane, shard), ROLES[source[2]], about.transforms, bool(flags & REPEATED),
+    about.shapes if shard >= 0 else None,
+  )  # fmt: skip
+
+
 def _batch_info(
   source: _RawSource, about: Description, numbers: Sequence[Any], shard: np.ndarray
 ) -> BatchInfo:
   lane, seq, time_ns, device, run, flags = numbers
   return BatchInfo(
-    source[1],
-    ROLES[source[2]],
-    about.transforms,
-    seq,
-    time_ns,
-    device,
-    run,
-    about.lanes(lane, shard),
-    (flags & REPEATED) != 0,
-    process_index(),
-    shard,
-  )
+    source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
+    about.lanes(lane, shard), (flags & REPEATED) != 0, _process_index(), shard,
+  )  # fmt: skip
 
 
 def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
@@ -324,36 +321,24 @@ def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> 
   return f"{who}, record {row[1]}" + (f", lane {lanes}" if lanes else "")
 
 
-class Converter:
-  """Makes jax.Arrays of the arrays of rows; those of one record's lanes share its array."""
+def _converter() -> Callable[[Any], Any]:
+  """Puts jax.Arrays into rows, in place of what the runtime handed over.
 
-  def __init__(self) -> None:
-    # Of each leaf: the Buffer that was converted last, and its array.
-    self._whole: dict[int, tuple[Any, Any]] = {}
+  The lanes of one record share its array.
+  """
+  known: dict[int, tuple[Any, jax.Array]] = {}  # of each leaf: the last Buffer, and its array
 
-  def __call__(self, row: Any) -> Any:
-    """The row, with jax.Arrays in place of what the runtime handed over."""
-    *about, arrays = row
-    device = row[3]
-    return (*about, tuple(self._array(i, array, device) for i, array in enumerate(arrays)))
-
-  def _array(self, index: int, array: Any, device: int) -> jax.Array:
+  def made(index: int, array: Any, device: int) -> jax.Array:
     if isinstance(array, np.ndarray):
       return jax.device_put(array, _cpu(device))
     buffer, start, shape = array
-    known = self._whole.get(index)
-    if known is None or known[0] is not buffer:
-      known = self._whole[index] = (buffer, import_buffer(buffer))
-    whole = known[1]
-    if whole.shape == shape:
-      return whole
+    if index not in known or known[index][0] is not buffer:
+      known[index] = buffer, import_buffer(buffer)
+    whole = known[index][1]
     size = math.prod(shape)
-    return _sliced(whole, start // size if size else 0, shape)
+    return whole if whole.shape == shape else _sliced(whole, start // size if size else 0, shape)
 
-
-def import_buffer(buffer: Any) -> jax.Array:
-  """A runtime's Buffer that owns its memory, as a jax.Array over the same memory."""
-  return jax.dlpack.from_dlpack(buffer)
+  return lambda row: (*row[:-1], tuple(made(i, array, row[3]) for i, array in enumerate(row[-1])))
 
 
 @functools.partial(jax.jit, static_argnums=2)

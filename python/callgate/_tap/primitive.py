@@ -15,11 +15,13 @@ Parameters of both, all hashable:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -58,7 +60,8 @@ def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
 
 
 @cotangent_p.def_impl
-def _cotangent_impl(*operands: Any, **_: Any) -> Sequence[Any]:
+@cotangent_p.def_abstract_eval
+def _same(*operands: Any, **_: Any) -> Sequence[Any]:
   return operands
 
 
@@ -82,12 +85,12 @@ def _order_of(site: TapSite) -> Any:
   return WHOLE_TAP_EFFECT if site.whole else ORDERED_GATE_EFFECT
 
 
-@cotangent_p.def_abstract_eval
-def _cotangent_abstract_eval(*avals: Any, **_: Any) -> Sequence[Any]:
-  return avals
-
-
 # -- jvp -----------------------------------------------------------------------------------------
+def _met(params: Any, transform: str, *details: Any, **changed: Any) -> dict[str, Any]:
+  """The parameters of a tap that has met one more transformation."""
+  return {**params, "transforms": (*params["transforms"], (transform, details)), **changed}
+
+
 def _dense(tangent: Any, primal: Any) -> Any:
   """A tangent as an array: zeros for none, in the primal's own dtype where tangents are float0."""
   if type(tangent) is ad.Zero or getattr(tangent, "dtype", None) == jax.dtypes.float0:
@@ -97,49 +100,37 @@ def _dense(tangent: Any, primal: Any) -> Any:
 
 def _where_inexact(primals: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
   """Tangents: the new ones of primals that have any, else what came."""
-  return [
-    tangent if dtypes.is_inexact(jnp.result_type(primal)) else before
-    for primal, tangent, before in zip(primals, new, old, strict=True)
-  ]
+  inexact = [dtypes.is_inexact(jnp.result_type(primal)) for primal in primals]
+  return [n if flag else o for flag, n, o in zip(inexact, new, old, strict=True)]
 
 
-def _jvp(
-  primals: Sequence[Any],
-  tangents: Sequence[Any],
-  *,
-  site: TapSite,
-  role: str,
-  transforms: Transforms,
-  **params: Any,
-) -> tuple[Any, Any]:
-  results = tap_p.bind(*primals, site=site, role=role, transforms=transforms, **params)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+  site: TapSite = params["site"]
+  results = tap_p.bind(*primals, **params)
   tail = len(primals) - site.untapped
-  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+  dense = list(map(_dense, tangents, primals))
   # What passes through passes its tangents, too, so that the tap lives as long as one is used.
   operands = [*dense[: site.values], *primals[site.values : tail], *dense[tail:]]
-  tangent_params = {"site": site, "transforms": (*transforms, ("jvp", ())), **params}
-  if site.effect != "dataflow":
-    if "tangent" in site.roles:
-      tap_p.bind(*operands, role="tangent", **tangent_params)
-    return results, []
+  params = _met(params, "jvp", role="tangent")
   out = _returned(site, dense)
   if "tangent" in site.roles:
-    out = tap_p.bind(*operands, role="tangent", **tangent_params)
-  elif "cotangent" in site.roles:
-    out = _returned(site, cotangent_p.bind(*operands, role="tangent", **tangent_params))
+    out = tap_p.bind(*operands, **params)
+  elif "cotangent" in site.roles and site.effect == "dataflow":
+    out = _returned(site, cotangent_p.bind(*operands, **params))
+  if site.effect != "dataflow":
+    return results, []
   return results, _where_inexact(_returned(site, primals), out, _returned(site, tangents))
 
 
 def _cotangent_jvp(
-  primals: Sequence[Any], tangents: Sequence[Any], *, transforms: Transforms, **params: Any
+  primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
-  results = cotangent_p.bind(*primals, transforms=transforms, **params)
+  results = cotangent_p.bind(*primals, **params)
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
   values = params["site"].values
-  dense = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
-  operands = [*dense[:values], *primals[values:]]  # logical sizes stay
-  out = cotangent_p.bind(*operands, transforms=(*transforms, ("jvp", ())), **params)
+  operands = [*map(_dense, tangents[:values], primals), *primals[values:]]  # logical sizes stay
+  out = cotangent_p.bind(*operands, **_met(params, "jvp"))
   return results, _where_inexact(primals, out, tangents)
 
 
@@ -148,62 +139,40 @@ ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 
 
 # -- transpose -----------------------------------------------------------------------------------
-def _transpose(
-  cotangents: Sequence[Any],
-  *operands: Any,
-  site: TapSite,
-  role: str,
-  transforms: Transforms,
-  **params: Any,
-) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
   """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
   if not cotangents:
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
-  middle = operands[site.values : len(operands) - site.untapped]
+  site: TapSite = params["site"]
+  values = site.values
+  middle = operands[values : len(operands) - site.untapped]
   passing = _returned(site, operands)
-  dense = _sendable([ad.instantiate_zeros(ct) for ct in cotangents], passing)
+  dense = list(map(_sendable, cotangents, passing))
   if "cotangent" in site.roles:
-    dense = tap_p.bind(
-      *dense[: site.values],
-      *middle,
-      *dense[site.values :],
-      site=site,
-      role="cotangent",
-      transforms=(*transforms, ("transpose", ())),
-      **params,
-    )
-  out = _of_undefined(dense, passing)
-  return [*out[: site.values], *([None] * len(middle)), *out[site.values :]]
+    params = _met(params, "transpose", role="cotangent")
+    dense = tap_p.bind(*dense[:values], *middle, *dense[values:], **params)
+  out = list(map(_of_undefined, dense, passing))
+  return [*out[:values], *([None] * len(middle)), *out[values:]]
 
 
-def _sendable(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-  """Cotangents as arrays: zeros in the operand's own dtype where they are float0."""
-  avals = [x.aval if ad.is_undefined_primal(x) else x for x in operands]
-  return [
-    jnp.zeros(aval.shape, aval.dtype) if ct.dtype == jax.dtypes.float0 else ct
-    for ct, aval in zip(cotangents, avals, strict=True)
-  ]
+def _sendable(cotangent: Any, operand: Any) -> Any:
+  """A cotangent as an array: zeros in the operand's own dtype where it is float0."""
+  dense = ad.instantiate_zeros(cotangent)
+  aval = operand.aval if ad.is_undefined_primal(operand) else operand
+  return jnp.zeros(aval.shape, aval.dtype) if dense.dtype == jax.dtypes.float0 else dense
 
 
-def _of_undefined(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-  return [
-    ct if ad.is_undefined_primal(x) else None for ct, x in zip(cotangents, operands, strict=True)
-  ]
+def _of_undefined(cotangent: Any, operand: Any) -> Any:
+  return cotangent if ad.is_undefined_primal(operand) else None
 
 
-def _cotangent_transpose(
-  cotangents: Sequence[Any], *operands: Any, site: TapSite, transforms: Transforms, **params: Any
-) -> list[Any]:
-  dense = [ad.instantiate_zeros(ct) for ct in cotangents]
-  sent = _sendable(dense, operands)
+def _cotangent_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+  site: TapSite = params["site"]
+  sent = list(map(_sendable, cotangents, operands))
   sent[site.values :] = operands[site.values :]  # logical sizes
-  results = tap_p.bind(
-    *sent,
-    site=site,
-    **{**params, "role": "cotangent"},
-    transforms=(*transforms, ("transpose", ())),
-  )
-  return _of_undefined(results if site.effect == "dataflow" else dense, operands)
+  results = tap_p.bind(*sent, **_met(params, "transpose", role="cotangent"))
+  passed = results if site.effect == "dataflow" else map(ad.instantiate_zeros, cotangents)
+  return list(map(_of_undefined, passed, operands))
 
 
 ad.primitive_transposes[tap_p] = _transpose
@@ -211,37 +180,27 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
 
 # -- batching ------------------------------------------------------------------------------------
-def _batcher(primitive: Any) -> Any:
-  def batch(
-    operands: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    site: TapSite,
-    levels: tuple[Level, ...],
-    transforms: Transforms,
-    **params: Any,
-  ) -> tuple[Sequence[Any], Sequence[Any]]:
-    moved = dims
-    if not site.whole or site.logical:  # the latter are for the last axes
-      operands = [
-        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
-      ]
-      moved = [None if dim is None else 0 for dim in dims]
-    tapped = _returned(site, moved if site.whole else dims)
-    transforms = (*transforms, ("batch", (("batch_dims", tuple(tapped)),)))
-    if not site.whole:
-      mask = tuple(dim is not None for dim in dims)
-      size: int = next(x.shape[0] for x, flag in zip(operands, mask, strict=True) if flag)
-      levels = ((size, mask), *levels)
-    results = primitive.bind(*operands, site=site, levels=levels, transforms=transforms, **params)
-    out = moved if primitive is cotangent_p else _returned(site, moved)
-    return results, list(out)[: len(results)]
-
-  return batch
+def _batch(
+  primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[Sequence[Any], Sequence[Any]]:
+  site: TapSite = params["site"]
+  moved = dims
+  if not site.whole or site.logical:  # the latter are for the last axes
+    pairs = zip(operands, dims, strict=True)
+    operands = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in pairs]
+    moved = [None if dim is None else 0 for dim in dims]
+  tapped = tuple(_returned(site, moved if site.whole else dims))
+  params = _met(params, "batch", ("batch_dims", tapped))
+  if not site.whole:
+    mask = tuple(dim is not None for dim in dims)
+    params["levels"] = ((operands[mask.index(True)].shape[0], mask), *params["levels"])
+  results = primitive.bind(*operands, **params)
+  out = moved if primitive is cotangent_p else _returned(site, moved)
+  return results, list(out)[: len(results)]
 
 
-batching.primitive_batchers[tap_p] = _batcher(tap_p)
-batching.primitive_batchers[cotangent_p] = _batcher(cotangent_p)
+batching.primitive_batchers[tap_p] = functools.partial(_batch, tap_p)
+batching.primitive_batchers[cotangent_p] = functools.partial(_batch, cotangent_p)
 
 
 # -- partial evaluation --------------------------------------------------------------------------
@@ -283,13 +242,13 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   on_host = not served or config.engine() == "jax"
   on_host = on_host or (site.whole and lowering.is_automatic(context))
-  returned = site.values if site.effect == "dataflow" and not on_host else 0
+  dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
+  returned = site.values if dataflow and not on_host else 0
   held = _site.encode(site, transforms, levels, role, repeated, returned)
   if on_host:
     return _lower_by_jax(context, operands, tap, site, levels, held)
   dispatch.keep_with_program(context, tap)
-  ordered = site.effect == "ordered"
-  token = lowering.token_before(context, _order_of(site)) if ordered else None
+  passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   results, after = emit(
     context,
     operands,
@@ -299,8 +258,8 @@ def _lower(
     attributes=held,
     levels=levels,
     has_side_effect=True,
-    token=token,
-    aliases=_aliases(site, len(operands)),
+    token=lowering.token_before(context, _order_of(site)) if ordered else None,
+    aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
     sharded=calls.of_tap(context, site, levels),
@@ -308,12 +267,6 @@ def _lower(
   if ordered:
     lowering.set_token_after(context, _order_of(site), after)
   return results
-
-
-def _aliases(site: TapSite, count: int) -> dict[int, int]:
-  if site.effect != "dataflow":
-    return {}
-  return {operand: result for result, operand in enumerate(_returned(site, range(count)))}
 
 
 def _lower_by_jax(
@@ -336,7 +289,8 @@ def _lower_by_jax(
   key = repr((held["spec"], held["tap"], levels))
 
   def send(*arrays: Any) -> None:
-    _site.send_from_host(tap, key, held, count, arrays)
+    # Copies, never views.
+    tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[:count]])
 
   def call(*args: Any) -> Sequence[Any]:
     io_callback(send, None, *args, ordered=ordered)
@@ -347,13 +301,9 @@ def _lower_by_jax(
   return mlir.lower_fun(call, multiple_results=True)(context, *operands)
 
 
-def _cotangent_lower(_: Any, *operands: Any, **__: Any) -> Sequence[Any]:
-  return operands
-
-
 # Not cached: a cached rule would know the source line of no more than one of its call sites.
 mlir.register_lowering(tap_p, _lower, cacheable=False)
-mlir.register_lowering(cotangent_p, _cotangent_lower)
+mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------
@@ -371,11 +321,8 @@ def holds_whole_dataflow_tap(eqn: Any) -> bool:
 
 
 def _holds_tap(jaxpr: Any, whole: bool) -> bool:
-  for eqn in jaxpr.eqns:
-    if eqn.primitive is tap_p:
-      site = eqn.params["site"]
-      if site.effect == "dataflow" and site.whole == whole:
-        return True
-    elif any(_holds_tap(inner, whole) for inner in tracing.subjaxprs(eqn)):
-      return True
-  return False
+  found = ("dataflow", whole)
+  sites = [eqn.params["site"] for eqn in jaxpr.eqns if eqn.primitive is tap_p]
+  return any((site.effect, site.whole) == found for site in sites) or any(
+    _holds_tap(inner, whole) for eqn in jaxpr.eqns for inner in tracing.subjaxprs(eqn)
+  )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import string
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ from callgate._core.failures import raise_deferred
 from callgate._tap import target
 from callgate._tap.site import TapSite
 from callgate._tap.tap import bind
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def print(
@@ -51,9 +52,8 @@ def print(
   """
   raise_deferred()
   options.text("print", "fmt", fmt, "text")
-  options.booleans(
-    "print", ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check
-  )
+  flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
+  options.booleans("print", **flags)
   has_fields = any(field is not None for _, field, _, _ in string.Formatter().parse(fmt))
   if not skip_format_check:
     _Checker().vformat(fmt, args, kwargs)
@@ -62,17 +62,32 @@ def print(
       f"print: values by name ({sorted(kwargs)}) need fields in fmt, got {fmt!r}"
     )
   leaves, tree = jax.tree.flatten((args, kwargs))
-  dynamic = [leaf for leaf in leaves if _is_array(leaf)]
-  static = {i: leaf for i, leaf in enumerate(leaves) if not _is_array(leaf)}
-  printer = _Printer(fmt, has_fields, tree, static)
-  carried = [dtypes.carried(jax.numpy.asarray(leaf)) for leaf in dynamic]
+  static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)}
+  arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
+  carried = [dtypes.carried(array) for array in arrays]
+  print_options = np.get_printoptions()
+
+  def write(arrays: Sequence[Any]) -> None:
+    rest = iter(arrays)
+    places = range(tree.num_leaves)
+    values = jax.tree.unflatten(tree, [static[i] if i in static else next(rest) for i in places])
+    args = [_shown(value, fmt) for value in values[0]]
+    kwargs = {name: _shown(value, fmt) for name, value in values[1].items()}
+    with np.printoptions(**print_options):
+      if has_fields:
+        text = fmt.format(*args, **kwargs)
+      else:
+        text = " ".join((fmt, *map(str, args)))
+    sys.stdout.write(text + "\n")
+
+  write.__name__ = write.__qualname__ = "print"
   site = TapSite(
     tree=jax.tree.structure([0] * len(carried)),
     name="print",
     effect="ordered" if ordered else "io",
     dtypes=tuple(name for _, name in carried),
   )
-  bind(target.of_function(printer), site, [x for x, _ in carried])
+  bind(target.of_function(write), site, [x for x, _ in carried])
 
 
 class _Checker(string.Formatter):
@@ -91,41 +106,11 @@ class _Checker(string.Formatter):
       raise ValueError(f"callgate.print: values without a field in fmt: {', '.join(unused)}")
 
 
-def _is_array(leaf: Any) -> bool:
-  return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
-
-
-@dataclasses.dataclass(eq=False)
-class _Printer:
-  """The consumer of one print: puts static values back in their places, formats, writes."""
-
-  fmt: str
-  has_fields: bool
-  tree: Any
-  static: dict[int, Any]
-  options: Any = dataclasses.field(default_factory=np.get_printoptions)
-
-  __name__ = "print"
-
-  def __call__(self, arrays: Sequence[Any]) -> None:
-    values = iter(arrays)
-    places = range(self.tree.num_leaves)
-    leaves = [self.static[i] if i in self.static else next(values) for i in places]
-    args, kwargs = jax.tree.unflatten(self.tree, leaves)
-    args = [self._shown(value) for value in args]
-    kwargs = {name: self._shown(value) for name, value in kwargs.items()}
-    with np.printoptions(**self.options):
-      if self.has_fields:
-        text = self.fmt.format(*args, **kwargs)
-      else:
-        text = " ".join((self.fmt, *map(str, args)))
-    sys.stdout.write(text + "\n")
-
-  def _shown(self, value: Any) -> Any:
-    """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
-    bare = isinstance(value, (np.ndarray, np.generic))
-    if (bare and "!r" not in self.fmt) or not jax.tree.leaves(value):
-      return value
-    return jax.tree.map(
-      lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
-    )
+def _shown(value: Any, fmt: str) -> Any:
+  """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
+  bare = isinstance(value, (np.ndarray, np.generic))
+  if (bare and "!r" not in fmt) or not jax.tree.leaves(value):
+    return value
+  return jax.tree.map(
+    lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
+  )

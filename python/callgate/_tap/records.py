@@ -103,17 +103,14 @@ def columns(record: Record) -> dict[str, np.ndarray]:
     ValueError: two leaves have the same name, as in `{"a": {"b": x}, "a/b": y}`.
   """
   root = tap_key(record.info)
-  leaves, tree = jax.tree.flatten(record.value)
-  paths = [path for _, path in leaf_paths(tree)]
-  named = {
-    f"{root}/{path}" if path else root: np.asarray(leaf)
-    for path, leaf in zip(paths, leaves, strict=True)
-  }
-  if len(named) != len(leaves):
-    twice = next(path for path in paths if paths.count(path) > 1)
-    raise ValueError(
-      f"expected leaves of the tap {root!r} with names of their own, got two leaves {twice!r}"
-    )
+  named: dict[str, np.ndarray] = {}
+  for path, leaf in named_leaves(record.value):
+    name = f"{root}/{path}" if path else root
+    if name in named:
+      raise ValueError(
+        f"expected leaves of the tap {root!r} with names of their own, got two leaves {path!r}"
+      )
+    named[name] = np.asarray(leaf)
   return named
 
 
@@ -131,3 +128,9 @@ def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
     (jax.tree_util.keystr(path), jax.tree_util.keystr(path, simple=True, separator="/"))
     for path in paths
   )
+
+
+def named_leaves(value: Any) -> list[tuple[str, Any]]:
+  """The leaves of a value, each with its path in the plain form."""
+  leaves, tree = jax.tree.flatten(value)
+  return [(path, leaf) for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 
 from callgate._core import attributes, encoding
 from callgate._core.encoding import Level
-from callgate._tap.target import Tap
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -60,15 +59,9 @@ def encode(
   repeated: bool,
   returned: int = 0,
 ) -> dict[str, Any]:
-  """What a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
+  """What a program holds of a tap that met `transforms` (`TapSpec::of` in src/channel/tap.h).
 
-  Args:
-    site: the tap's static description.
-    transforms: that it met.
-    levels: its batch levels.
-    role: "primal", "tangent" or "cotangent".
-    repeated: it runs again in the backward pass.
-    returned: values that are results, too.
+  `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
   """
   leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
   paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -104,11 +97,3 @@ def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> 
   if site.on_device:
     description["on_device"] = True
   return json.dumps(description, separators=(",", ":"))
-
-
-def send_from_host(
-  tap: Tap, key: str, held: Mapping[str, Any], count: int, arrays: Sequence[Any]
-) -> None:
-  """Sends a record, the first `count` arrays, from Python: for programs without the runtime."""
-  contiguous = [np.array(array, order="C") for array in arrays[:count]]  # copies, never views
-  tap.handle.send(key, dict(held), -1, contiguous)

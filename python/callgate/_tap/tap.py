@@ -108,27 +108,44 @@ def tap(
   """
   raise_deferred()
   check_not_forked()
-  target = target_of(to)
-  name = _name(to, name)
+  target = _target_of(to)
+  if name is None and isinstance(to, (str, Channel)):
+    name = to if isinstance(to, str) else to.name
+  else:
+    name = name if name is not None else getattr(to, "__name__", None) or type(to).__name__
+    name = str(options.name("tap", name))
   label = f"tap '{name}'"
   options.choice(label, "effect", effect, get_args(Effect), what="'io' or 'dataflow'")
   options.booleans(label, ordered=ordered, on_device=on_device)
   if ordered and effect == "dataflow":
     expected = "False with effect='dataflow', whose order is that of the data"
     options.refuse(label, "ordered", expected, ordered)
-  options.or_none(
-    options.count, label, "every", every, least=1, most=2**31 - 1, what="a positive int"
+  if every is not None:
+    options.count(label, "every", every, least=1, most=_MOST, what="a positive int")
+  given: Any = roles
+  are_roles = isinstance(given, (list, tuple, set, frozenset)) and all(
+    isinstance(role, str) and role in delivery.ROLES for role in cast("Iterable[Any]", given)
   )
-  if not _are_roles(roles):
+  if not are_roles or "primal" not in roles:
     options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
-  _check_sharding(label, sharding)
+  named = sharding in rules.BY_NAME if isinstance(sharding, str) else callable(sharding)
+  # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
+  if not named and (not isinstance(sharding, str) or not sharding or sharding.isidentifier()):
+    expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
+    options.refuse(label, "sharding", expected, sharding)
   options.choice(label, "replicas", replicas, ("once", "all"), what="'once' or 'all'")
   leaves, tree = jax.tree.flatten(value)
   arrays = [_as_array(label, leaf, index) for index, leaf in enumerate(leaves)]
   carried = [dtypes.carried(x) for x in arrays]
-  if isinstance(sharding, str) and sharding not in rules.BY_NAME:  # raises, if the rule doesn't fit
-    rules.parse(label, sharding, tuple(x.shape for x, _ in carried), (), tap=True)
+  operands = [x for x, _ in carried]
+  if isinstance(sharding, str) and not named:  # raises, if the rule doesn't fit
+    rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
+  extra = [size for _, size in sizes]
+  if where is not None:
+    extra.append(_predicate(label, where))
+  if not operands:
+    return value
   site = TapSite(
     tree=tree,
     name=name,
@@ -142,12 +159,6 @@ def tap(
     replicas=replicas,
     on_device=on_device,
   )
-  extra = [size for _, size in sizes]
-  if where is not None:
-    extra.append(_predicate(label, where))
-  operands = [x for x, _ in carried]
-  if not operands:
-    return value
   results = bind(target, site, operands, extra)
   if effect == "io" and "cotangent" not in roles:
     return value
@@ -166,13 +177,8 @@ def bind(
   `extra` are logical sizes, the predicate and untapped arrays, as `site` says; `transforms` count
   as met before all others.
   """
-  params = {
-    "tap": target,
-    "levels": (),
-    "transforms": transforms,
-    "role": "primal",
-    "repeated": False,
-  }
+  params: dict[str, Any] = {"tap": target, "levels": (), "transforms": transforms}
+  params |= {"role": "primal", "repeated": False}
   results = tap_p.bind(*operands, *extra, site=site, **params)
   if site.effect == "dataflow":
     return results
@@ -183,50 +189,17 @@ def bind(
   return cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
 
 
-def target_of(to: Any) -> Tap:
-  """Where records for `to` go."""
+def _target_of(to: Any) -> Tap:
   if isinstance(to, Channel):
     return to.tap
   if isinstance(to, str):
     if not to or "\n" in to or to == DEFAULT:
-      raise GateDefinitionError(f"tap: to: expected a channel's name, got {to!r}")
+      options.refuse("tap", "to", "a channel's name", to)
     return _target.of_channel(options.text("tap", "to", to))
   if not callable(to):
-    raise GateDefinitionError(
-      f"tap: to: expected a function, a channel or a channel's name, got {to!r}"
-    )
-  if not delivery.takes_values(to):
-    raise GateDefinitionError(
-      f"tap: to: expected a function of (value) or of (value, info), got {to!r}"
-    )
+    options.refuse("tap", "to", "a function, a channel or a channel's name", to)
+  delivery.check_takes_values("tap", to)
   return _target.of_function(to)
-
-
-def _name(to: Any, name: str | None) -> str:
-  if name is None:
-    if isinstance(to, str):
-      return to
-    if isinstance(to, Channel):
-      return to.name
-    name = getattr(to, "__name__", None) or type(to).__name__
-  return str(options.name("tap", name))
-
-
-def _check_sharding(label: str, sharding: Any) -> None:
-  # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
-  named = isinstance(sharding, str) and sharding.isidentifier()
-  text = isinstance(sharding, str) and sharding and (not named or sharding in rules.BY_NAME)
-  if not text and not callable(sharding):
-    expected = "'shard', 'gather' or a rule such as 'i [j]' or a function"
-    options.refuse(label, "sharding", expected, sharding)
-
-
-def _are_roles(roles: Any) -> bool:
-  if not isinstance(roles, (list, tuple, set, frozenset)):
-    return False
-  items = list(cast("Iterable[Any]", roles))
-  known = all(isinstance(role, str) and role in delivery.ROLES for role in items)
-  return known and "primal" in items
 
 
 def _as_array(label: str, leaf: Any, index: int) -> Any:
@@ -241,15 +214,14 @@ def _as_array(label: str, leaf: Any, index: int) -> Any:
 
 
 def _predicate(label: str, where: Any) -> Any:
+  expected = "a bool of shape ()"
   try:
     predicate = jnp.asarray(where)
   except (TypeError, ValueError, OverflowError):
-    options.refuse(label, "where", "a bool of shape ()", where)
+    options.refuse(label, "where", expected, where)
   if predicate.shape != () or predicate.dtype != jnp.bool_:
-    raise GateDefinitionError(
-      f"{label}: where: expected a bool of shape (), got {predicate.dtype.name}"
-      f"{list(predicate.shape)}"
-    )
+    got = dtypes.type_text(predicate.dtype, predicate.shape)
+    raise GateDefinitionError(f"{label}: where: expected {expected}, got {got}")
   return jax.lax.stop_gradient(predicate)
 
 
@@ -259,10 +231,16 @@ def logical_sizes(
   """(leaf index, vector of sizes) of each leaf that has logical sizes."""
   if logical_shape is None:
     return []
-  lone = jax.tree.structure(value) == jax.tree.structure(0)
-  if lone and not isinstance(logical_shape, (tuple, list)):
+  tree = jax.tree.structure(value)
+  if tree != jax.tree.structure(0):
+    try:
+      shapes: list[Any] = tree.flatten_up_to(logical_shape)
+    except (TypeError, ValueError):  # containers of other types than the value's
+      shapes = jax.tree.leaves(logical_shape, is_leaf=lambda x: x is None or isinstance(x, tuple))
+  elif isinstance(logical_shape, (tuple, list)):
+    shapes = [logical_shape]
+  else:
     options.refuse(label, "logical_shape", "a tuple of sizes", logical_shape)
-  shapes = [logical_shape] if lone else _of_leaves(logical_shape, jax.tree.structure(value))
   if len(shapes) != len(arrays):
     raise GateDefinitionError(
       f"{label}: logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
@@ -277,7 +255,7 @@ def logical_sizes(
     if len(shape) != array.ndim:
       raise GateDefinitionError(
         f"{label}: logical_shape of leaf {index}: expected {array.ndim} sizes for "
-        f"{array.dtype.name}{list(array.shape)}, got {len(shape)}"
+        f"{dtypes.type_text(array.dtype, array.shape)}, got {len(shape)}"
       )
     if not all(size is None or _is_size(size) for size in shape):
       options.refuse(label, "logical_shape", "integers, traced or not", shape)
@@ -299,9 +277,7 @@ def _as_size(size: Any) -> Any:
     size = jnp.asarray(size)
     limits = jnp.iinfo(size.dtype)
     if limits.max > _MOST:
-      size = jnp.minimum(size, size.dtype.type(_MOST))
-    if limits.min < -_MOST - 1:
-      size = jnp.maximum(size, size.dtype.type(-_MOST - 1))
+      size = jnp.clip(size, max(int(limits.min), -_MOST - 1), _MOST)
   return jnp.asarray(size, jnp.int32)
 
 
@@ -310,14 +286,6 @@ def _is_size(value: Any) -> bool:
   if dtype is not None:
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.shape(value) == ()
   return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _of_leaves(shapes: Any, tree: Any) -> list[Any]:
-  """What is said of each leaf; containers may be of other types than the value's."""
-  try:
-    return tree.flatten_up_to(shapes)
-  except (TypeError, ValueError):
-    return jax.tree.leaves(shapes, is_leaf=lambda one: one is None or isinstance(one, tuple))
 
 
 _MOST = 2**31 - 1  # of int32

@@ -24,11 +24,11 @@ class Tap:
   """
 
   def __init__(
-    self, name: str, channel_name: str, consumer: Any = None, eager: Eager | None = None
+    self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None
   ) -> None:
     self.name = name
     self.eager = eager  # called in the caller's thread where no program is compiled
-    self.handle = _callgate.Tap(name, channel=channel_name, consumer=consumer)
+    self.handle = _callgate.Tap(name, channel=channel, consumer=consumer)
 
   def __repr__(self) -> str:
     return f"<tap '{self.name}'>"
@@ -50,7 +50,8 @@ def of_function(function: Callable[..., Any]) -> Tap:
   start_channel(DEFAULT)
 
   def make() -> Tap:
-    consumer = _callgate.python_consumer(delivery.rows_to_function(function))
+    rows = delivery.rows_to_function(delivery.Attached(function))
+    consumer = _callgate.python_consumer(rows)
     return Tap(registry.unique_name(function, prefix="tap:"), DEFAULT, consumer)
 
   return shared(_taps, ("function", function), make)

@@ -1,8 +1,7 @@
-"""`python -m callgate watch`: serves a live page of streams on loopback.
+"""`python -m callgate watch`: serves a live page of streams on loopback, by Bokeh.
 
-The page is a Bokeh server's, whose scripts come with its wheel. It reads streams as any other
-reader does: the program that writes them serves nothing for it. Feeds read on threads of their own;
-the server has the main thread.
+It reads streams as any other reader does: the program that writes them serves nothing for it. Feeds
+read on threads of their own; the server has the main thread.
 """
 
 from __future__ import annotations
@@ -32,28 +31,21 @@ _PERIOD_MS = 400  # between two looks at the model
 def add_watch(subparsers: Subparsers) -> None:
   """Adds `watch`: a live page of streams, on loopback."""
   parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
-  parser.add_argument("where", metavar="PATH_OR_ADDRESS", nargs="+",
-                      help="a file, unix:PATH or tcp://HOST:PORT")  # fmt: skip
-  parser.add_argument("--port", type=integer("a port from 0 to 65535", most=65535), default=5007,
-                      metavar="N",
-                      help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
-  parser.add_argument("--points", type=integer("2 points or more", least=2), default=1000,
-                      metavar="N",
-                      help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
-  parser.add_argument("--plots", type=integer("1 plot or more", least=1), default=12, metavar="N",
-                      help="plots to begin with, at most (default: 12)")  # fmt: skip
-  parser.add_argument("--wait", action="store_true",
-                      help="wait for files and addresses that are not there yet")  # fmt: skip
-  parser.add_argument("--no-browser", action="store_true", help="open no browser")
+  add = parser.add_argument
+  add("where", metavar="PATH_OR_ADDRESS", nargs="+", help="a file, unix:PATH or tcp://HOST:PORT")
+  add("--port", type=integer("a port from 0 to 65535", most=65535), default=5007, metavar="N",
+      help="port of the page; 0 is any free one (default: 5007)")  # fmt: skip
+  add("--points", type=integer("2 points or more", least=2), default=1000, metavar="N",
+      help="points a curve is drawn with, at most (default: 1000)")  # fmt: skip
+  add("--plots", type=integer("1 plot or more", least=1), default=12, metavar="N",
+      help="plots to begin with, at most (default: 12)")  # fmt: skip
+  add("--wait", action="store_true", help="wait for files and addresses that are not there yet")
+  add("--no-browser", action="store_true", help="open no browser")
   parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-  """Serves the page until an interrupt, or until the process is asked to terminate.
-
-  Returns:
-    The exit status: 1 where Bokeh is missing.
-  """
+  """Serves the page until an interrupt or SIGTERM; returns the exit status, 1 without Bokeh."""
   try:
     extras.library("bokeh.server.server", "Bokeh", "watch", by="python -m callgate watch:")
   except GateDefinitionError as error:
@@ -61,9 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
   model = Model(arguments.points)
   feeds = [Feed(where, model, index) for index, where in enumerate(arguments.where)]
-  if not arguments.wait:
-    for feed in feeds:
-      feed.connect()
+  for feed in () if arguments.wait else feeds:
+    feed.connect()
   for feed in feeds:
     feed.start()
   try:
@@ -82,7 +73,9 @@ async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace)
   logging.getLogger("bokeh.server.views.ws").setLevel(logging.ERROR)  # a closed tab is no news
   address = f"http://127.0.0.1:{port}/"
   print(f"callgate watch: {address} (Ctrl-C ends it)", flush=True)
-  if not arguments.no_browser and _has_display():
+  # A browser that would be a window: not one in the terminal that shows the address.
+  displays = map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))
+  if not arguments.no_browser and (sys.platform == "darwin" or any(displays)):
     webbrowser.open(address)
   try:
     await ended.wait()
@@ -106,8 +99,8 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   from callgate._watch.page import Page
 
   def fill(document: Any) -> None:
-    page = Page(document, model, lambda: [f"{one.where}: {one.state}" for one in feeds], plots)
-    document.add_periodic_callback(page.update, _PERIOD_MS)
+    shown = Page(document, model, lambda: [f"{one.where}: {one.state}" for one in feeds], plots)
+    document.add_periodic_callback(shown.update, _PERIOD_MS)
 
   try:
     listener = socket.create_server(("127.0.0.1", port))
@@ -117,14 +110,8 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   port = listener.getsockname()[1]
   # Pages of other servers, on this machine too, must not talk to this one.
   origins = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in HOSTS]
-  tornado = GuardedTornado(
-    {"/": Application(FunctionHandler(fill))}, extra_websocket_origins=origins
-  )
+  page = {"/": Application(FunctionHandler(fill))}
+  tornado = GuardedTornado(page, extra_websocket_origins=origins)
   http = HTTPServer(tornado)
   http.add_sockets([listener])
   return BaseServer(IOLoop.current(), tornado, http), port
-
-
-def _has_display() -> bool:
-  """Whether a browser would be a window: not one in the terminal that shows the address."""
-  return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -6,7 +6,6 @@ Plain data, used under the model's lock.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import Any, Literal
 
 import numpy as np
@@ -51,17 +50,9 @@ class Curve:
     """The points as `record`, `seconds`, `low`, `mean`, `high`, a NaN between two sessions."""
     points = self._whole if window == "whole" else self._recent
     gaps = np.flatnonzero(np.diff(points[_SESSION])) + 1
-    points = np.insert(points, gaps, np.nan, axis=1)
-    count = points[_COUNT]
-    mean = np.full_like(count, np.nan)
-    np.divide(points[_SUM], count, out=mean, where=count > 0)
-    return {
-      "record": points[_X],
-      "seconds": points[_SECONDS],
-      "low": points[_LOW],
-      "mean": mean,
-      "high": points[_HIGH],
-    }
+    x, seconds, _, low, high, total, count, _ = np.insert(points, gaps, np.nan, axis=1)
+    mean = np.divide(total, count, out=np.full_like(count, np.nan), where=count > 0)
+    return {"record": x, "seconds": seconds, "low": low, "mean": mean, "high": high}
 
 
 def _append(points: _Array, added: _Array) -> _Array:
@@ -76,10 +67,8 @@ def _merge(points: _Array) -> _Array:
   if len(starts) == points.shape[1]:
     return points
   merged = points[:, starts]
-  merged[_LOW] = np.fmin.reduceat(points[_LOW], starts)
-  merged[_HIGH] = np.fmax.reduceat(points[_HIGH], starts)
-  merged[_SUM] = np.add.reduceat(points[_SUM], starts)
-  merged[_COUNT] = np.add.reduceat(points[_COUNT], starts)
+  for row, ufunc in ((_LOW, np.fmin), (_HIGH, np.fmax), (_SUM, np.add), (_COUNT, np.add)):
+    merged[row] = ufunc.reduceat(points[row], starts)
   return merged
 
 
@@ -95,16 +84,15 @@ class Lanes:
 
   def add(self, device: int, seconds: _Array) -> None:
     """Counts records by their seconds since the first; one before it counts as at it."""
-    counts = self._counts.setdefault(device, np.zeros(self.BUCKETS, np.int64))
+    self._counts.setdefault(device, np.zeros(self.BUCKETS, np.int64))
     seconds = np.maximum(seconds, 0)
     while seconds.max() >= self.width * self.BUCKETS:
       self.width *= 2
       for one, held in self._counts.items():
         self._counts[one] = np.pad(held.reshape(-1, 2).sum(1), (0, self.BUCKETS // 2))
       self._used = -(-self._used // 2)
-      counts = self._counts[device]
     bucket = (seconds / self.width).astype(np.int64)
-    counts += np.bincount(bucket, minlength=self.BUCKETS)
+    self._counts[device] += np.bincount(bucket, minlength=self.BUCKETS)
     self._used = max(self._used, int(bucket.max()) + 1)
 
   def counts(self) -> dict[int, _Array]:
@@ -112,44 +100,35 @@ class Lanes:
     return {device: held[: self._used].copy() for device, held in sorted(self._counts.items())}
 
 
-_RECENT_SECONDS = 10.0  # what "records per second" looks back over
-
-
 class Rate:
   """Records a second, looking back over the last seconds of the stream's own time."""
 
+  SECONDS = 10.0
+
   def __init__(self) -> None:
-    self._marks: collections.deque[tuple[float, int]] = collections.deque()
+    self._marks: collections.deque[tuple[float, int]] = collections.deque()  # time and count by it
     self._count = 0
 
-  def add(self, seconds: np.ndarray[Any, Any]) -> None:
+  def add(self, seconds: _Array) -> None:
     """Counts records by their times."""
     last = float(seconds.max())
-    older = int((seconds < last - _RECENT_SECONDS).sum())
+    begin = last - self.SECONDS
+    older = int((seconds < begin).sum())
     if older:
-      self._marks.append((last - _RECENT_SECONDS, self._count + older))
+      self._marks.append((begin, self._count + older))
     elif not self._marks:
       self._marks.append((float(seconds.min()), 1))  # the rate is that of the ones behind it
     self._count += len(seconds)
     self._marks.append((last, self._count))
-    while len(self._marks) > 2 and self._marks[1][0] <= last - _RECENT_SECONDS:
+    while len(self._marks) > 2 and self._marks[1][0] <= begin:
       self._marks.popleft()
 
   @property
   def value(self) -> float:
-    if len(self._marks) < 2:
+    if not self._marks:
       return 0.0
     (before, count_before), (after, count_after) = self._marks[0], self._marks[-1]
     return (count_after - count_before) / (after - before) if after > before else 0.0
-
-
-@dataclasses.dataclass(slots=True)
-class _Span:
-  """The numbers of one device's records: the first, the highest, and how many there were."""
-
-  first: int
-  last: int
-  distinct: int = 1
 
 
 class Source:
@@ -157,20 +136,13 @@ class Source:
 
   def __init__(self) -> None:
     self.session = 0
-    self.base = 0  # of the session, so that it begins where the one before ended
-    self.top = 0  # the first position behind all that came
-    self.missing_before = 0
     self.is_new_session = False  # whether the next record is another writer's
+    self._base = 0  # of the session, so that it begins where the one before ended
+    self._top = 0  # the first position behind all that came
+    self._missing_before = 0
     self._descriptions: dict[int, Any] = {}  # by id, which holding them keeps their own
-    self._spans: dict[int, _Span] = {}  # by device, in this session
-
-  def _begin_session(self) -> None:
-    self.is_new_session = False
-    self.missing_before = self.missing
-    self.session += 1
-    self.base = self.top
-    self._descriptions.clear()
-    self._spans.clear()
+    # By device, in this session: the first number, the highest, and how many there were.
+    self._spans: dict[int, tuple[int, int, int]] = {}
 
   def position(self, record: StreamRecord) -> int:
     """Where a record lies on the record axis.
@@ -178,22 +150,22 @@ class Source:
     A writer describes each tap once: a new description with a number that the device has passed
     is from another writer.
     """
-    seq, span = record.seq, self._spans.get(record.device)
-    is_described = id(record.description) in self._descriptions
-    passed = span is not None and seq <= span.last
-    if self.is_new_session or (passed and not is_described):
-      self._begin_session()
-      span = None
-    self._descriptions[id(record.description)] = record.description
-    if span is None:
-      self._spans[record.device] = _Span(seq, seq)
-    else:
-      span.distinct += seq != span.last
-      span.last = max(span.last, seq)
-    self.top = max(self.top, self.base + seq + 1)
-    return self.base + seq
+    seq, device, about = record.seq, record.device, record.description
+    passed = device in self._spans and seq <= self._spans[device][1]
+    if self.is_new_session or (passed and id(about) not in self._descriptions):
+      self.is_new_session = False
+      self._missing_before = self.missing
+      self.session += 1
+      self._base = self._top
+      self._descriptions.clear()
+      self._spans.clear()
+    self._descriptions[id(about)] = about
+    first, last, distinct = self._spans.get(device, (seq, seq, 1))
+    self._spans[device] = first, max(last, seq), distinct + (seq != last)
+    self._top = max(self._top, self._base + seq + 1)
+    return self._base + seq
 
   @property
   def missing(self) -> int:
-    missing = sum(s.last - s.first + 1 - s.distinct for s in self._spans.values())
-    return self.missing_before + max(0, missing)
+    missing = sum(last - first + 1 - distinct for first, last, distinct in self._spans.values())
+    return self._missing_before + max(0, missing)

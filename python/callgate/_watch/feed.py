@@ -1,8 +1,7 @@
 """Reads streams for the live page: a thread for each, which waits, follows and comes back.
 
 A feed hands what it reads to a `Model`. It survives its writer: a file that a new writer continues
-or replaces, a socket that is served again. It ends only when it is told to, or when a file is
-damaged.
+or replaces, a socket that is served again. It ends when it is told to, or when a file is damaged.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Feed:
     self._thread = threading.Thread(target=self._run, name=f"callgate-watch-{source}", daemon=True)
     self._reader: StreamReader | None = None
 
-  def connect(self) -> None:
+  def connect(self) -> StreamReader:
     """Opens the stream now, so that the caller gets the error.
 
     Raises:
@@ -45,7 +44,7 @@ class Feed:
       reader = open_stream(self.where, follow=True)
       if _inode(self.where) == self._inode:
         self._reader = reader
-        return
+        return reader
       reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
 
   def start(self) -> None:
@@ -60,10 +59,7 @@ class Feed:
   def _run(self) -> None:
     while not self._stop.is_set():
       try:
-        if self._reader is None:
-          self.connect()
-        assert self._reader is not None
-        with self._reader as reader:
+        with self._reader or self.connect() as reader:
           self._follow(reader)
       except ConnectionError as error:
         self.state = f"{error}; trying again"
@@ -80,9 +76,15 @@ class Feed:
   def _follow(self, reader: StreamReader) -> None:
     """Reads until the stream has to be opened anew."""
     while not self._stop.is_set():
-      before = time.monotonic()
-      chunk = self._chunk(reader)
-      self._model.add(chunk, self._source)
+      deadline = time.monotonic() + _PATIENCE
+      chunk: list[StreamRecord] = []
+      try:
+        while len(chunk) < _CHUNK and (left := deadline - time.monotonic()) > 0:
+          if (record := reader.read(left)) is None:
+            break
+          chunk.append(record)
+      finally:  # what came before damage, too
+        self._model.add(chunk, self._source)
       if chunk:
         self.state = "following"
         continue
@@ -94,21 +96,7 @@ class Feed:
         self.state = "following"
       if not is_address(self.where) and _inode(self.where) not in (0, self._inode):
         return  # replaced by another file
-      self._stop.wait(max(0.0, before + _PATIENCE - time.monotonic()))
-
-  def _chunk(self, reader: StreamReader) -> list[StreamRecord]:
-    chunk: list[StreamRecord] = []
-    deadline = time.monotonic() + _PATIENCE
-    try:
-      while len(chunk) < _CHUNK and (left := deadline - time.monotonic()) > 0:
-        record = reader.read(left)
-        if record is None:
-          break
-        chunk.append(record)
-    except (OSError, ValueError):
-      self._model.add(chunk, self._source)  # what came before the damage
-      raise
-    return chunk
+      self._stop.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _inode(where: str) -> int:

@@ -39,10 +39,10 @@ class GuardedTornado(BokehTornado):
   def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
     """What answers a request."""
     if host_of(request.headers.get("Host", "")) not in HOSTS:
-      return self.get_handler_delegate(request, _Refusal)
+      return self.get_handler_delegate(request, _Refusal, {"status": 403})
     found = super().find_handler(request, **kwargs)
     if not issubclass(found.handler_class, _SERVED):
-      return self.get_handler_delegate(request, _Nothing)
+      return self.get_handler_delegate(request, _Refusal, {"status": 404})
     found.handler_class = _guarded(found.handler_class)
     return found
 
@@ -74,17 +74,18 @@ class _Guarded(RequestHandler):
 
 
 class _Refusal(_Guarded):
-  """The answer to whoever asks for another machine."""
+  """The answer to whoever asks for another machine, or for something else."""
+
+  def initialize(self, status: int) -> None:
+    self._status = status
 
   def prepare(self) -> None:
+    if self._status == 404:
+      self.send_error(404)
+      return
     self.set_status(403)
     self.set_header("Content-Type", "text/plain")
     self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
-
-
-class _Nothing(_Guarded):
-  def prepare(self) -> None:
-    self.send_error(404)
 
 
 class _Page(_Guarded):

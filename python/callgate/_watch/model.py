@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,9 +130,15 @@ class Model:
       self._extend(key, device, np.array(added, np.float64).T)
     for key, array in arrays.items():
       panel = self._panels[key]
-      panel.latest = _spread(as_float(array).reshape(-1))
+      flat = as_float(array).reshape(-1)
+      kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
+      panel.latest = flat if flat.size <= _LATEST else flat[kept]
       panel.kind = f"{array.dtype}{list(array.shape)}"
-    self._count(times, len(records), max(record.time_ns for record in records))
+    for device, seconds in times.items():
+      self._lanes.add(device, np.asarray(seconds))
+    self._rate.add(np.concatenate([*map(np.asarray, times.values())]))
+    self._records += len(records)
+    self._latest_ns = max(self._latest_ns, *(record.time_ns for record in records))
 
   def _extend(self, key: Key, device: int, rows: np.ndarray[Any, Any]) -> None:
     panel = self._panels.setdefault(key, Panel(self._points))
@@ -144,13 +150,6 @@ class Model:
     panel.nonfinite += int((elements - finite).sum())
     panel.rate.add(rows[1])
     panel.version += 1
-
-  def _count(self, times: Mapping[int, Sequence[float]], records: int, latest_ns: int) -> None:
-    for device, seconds in times.items():
-      self._lanes.add(device, np.asarray(seconds))
-    self._records += records
-    self._latest_ns = max(self._latest_ns, latest_ns)
-    self._rate.add(np.concatenate([np.asarray(seconds) for seconds in times.values()]))
 
   # -- what the page shows -----------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:
@@ -191,17 +190,21 @@ class Model:
     """Columns with a row for each leaf: what the page's table shows."""
     with self._lock:
       panels = self._panels.items()
-      return {
-        "tap": [key.name for key, _ in panels],
-        "leaf": [key.leaf for key, _ in panels],
-        "role": [key.role for key, _ in panels],
-        "kind": [panel.kind for _, panel in panels],
-        "devices": [", ".join(map(str, sorted(panel.curves))) for _, panel in panels],
-        "records": [panel.records for _, panel in panels],
-        "per_second": [round(panel.rate.value, 1) for _, panel in panels],
-        "last": [f"{panel.last:.6g}" for _, panel in panels],
-        "nonfinite": [panel.nonfinite for _, panel in panels],
-      }
+      return {name: [show(*panel) for panel in panels] for name, (_, show) in COLUMNS.items()}
+
+
+# Of the table: the title, and what it has of a leaf.
+COLUMNS: dict[str, tuple[str, Callable[[Key, Panel], Any]]] = {
+  "tap": ("tap", lambda key, panel: key.name),
+  "leaf": ("leaf", lambda key, panel: key.leaf),
+  "role": ("role", lambda key, panel: key.role),
+  "kind": ("latest value's type", lambda key, panel: panel.kind),
+  "devices": ("devices", lambda key, panel: ", ".join(map(str, sorted(panel.curves)))),
+  "records": ("records", lambda key, panel: panel.records),
+  "per_second": ("records/s", lambda key, panel: round(panel.rate.value, 1)),
+  "last": ("last value or mean", lambda key, panel: f"{panel.last:.6g}"),
+  "nonfinite": ("NaN, inf", lambda key, panel: panel.nonfinite),
+}
 
 
 def as_float(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -220,9 +223,3 @@ def _summary(array: np.ndarray[Any, Any]) -> tuple[float, float, float, int, int
   if not kept.size:
     return np.nan, np.nan, 0.0, 0, array.size
   return float(kept.min()), float(kept.max()), float(kept.sum()), kept.size, array.size
-
-
-def _spread(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-  if flat.size <= _LATEST:
-    return flat
-  return flat[np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)]

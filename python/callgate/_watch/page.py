@@ -15,42 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from bokeh import models
 from bokeh.document import Document
 from bokeh.layouts import column, row
-from bokeh.models import (
-  ColorBar,
-  ColumnDataSource,
-  DataTable,
-  Div,
-  FactorRange,
-  LinearColorMapper,
-  MultiChoice,
-  PlainText,
-  RadioButtonGroup,
-  TableColumn,
-  Title,
-)
+from bokeh.models import ColumnDataSource
 from bokeh.palettes import Blues9, Category10_10
 from bokeh.plotting import figure
 
 from callgate._watch.curves import Window
-from callgate._watch.model import Key, Model
+from callgate._watch.model import COLUMNS, Key, Model
 
 _WINDOWS: tuple[Window, ...] = ("whole", "recent")
 _AXES = ("record", "seconds")
 _DEVICES = 10  # curves in one plot, at most
 _DOTS = 100  # points up to which a curve shows each of them
-_COLUMNS = {
-  "tap": "tap",
-  "leaf": "leaf",
-  "role": "role",
-  "kind": "latest value's type",
-  "devices": "devices",
-  "records": "records",
-  "per_second": "records/s",
-  "last": "last value or mean",
-  "nonfinite": "NaN, inf",
-}
 
 
 def _choice_of(label: str, number: int) -> str:
@@ -63,7 +41,7 @@ def _choice_of(label: str, number: int) -> str:
 
 def _figure(text: str, *, name: str) -> Any:
   # A title looks for TeX between dollars and in parentheses with backslashes.
-  title = Title(text=PlainText(text=text) if set(text) & {"$", "\\"} else text)
+  title = models.Title(text=models.PlainText(text=text) if set(text) & {"$", "\\"} else text)
   made: Any = figure(title=title, name=name, width=440, height=270, min_border_left=62)
   made.toolbar.autohide = True
   return made
@@ -126,20 +104,19 @@ class Page:
     self._plots: dict[str, _Plot] = {}
     self._chosen = False
     self._following = False  # whether the choice of leaves is being made here, not by the user
-    self._make_controls()
+    controls = self._make_controls()
     self._make_lanes()
-    self._table: Any = ColumnDataSource({name: [] for name in _COLUMNS})
-    table: Any = DataTable(
+    self._table: Any = ColumnDataSource({name: [] for name in COLUMNS})
+    table: Any = models.DataTable(
       source=self._table,
-      columns=[TableColumn(field=name, title=title) for name, title in _COLUMNS.items()],
+      columns=[models.TableColumn(field=name, title=title) for name, (title, _) in COLUMNS.items()],
       name="table", index_position=None, sizing_mode="stretch_width", height=260,
     )  # fmt: skip
-    self._head: Any = Div(name="head", sizing_mode="stretch_width", disable_math=True)
-    self._nothing: Any = Div(name="nothing", text="nothing to show yet")
+    self._head: Any = models.Div(name="head", sizing_mode="stretch_width", disable_math=True)
+    self._nothing: Any = models.Div(name="nothing", text="nothing to show yet")
     self._area: Any = row(
       self._nothing, name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}
     )
-    controls = row(self._window, self._axis, self._view, sizing_mode="stretch_width")
     document.title = "callgate watch"
     document.add_root(
       column(
@@ -149,22 +126,23 @@ class Page:
     )  # fmt: skip
     self.update()
 
-  def _make_controls(self) -> None:
+  def _make_controls(self) -> Any:
     def group(name: str, labels: list[str]) -> Any:
-      made: Any = RadioButtonGroup(name=name, labels=labels, active=0)
+      made: Any = models.RadioButtonGroup(name=name, labels=labels, active=0)
       made.on_change("active", lambda attr, old, new: self.update())
       return made
 
     self._window = group("window", ["whole run", "recent"])
     self._axis = group("axis", ["by record", "by seconds"])
     self._view = group("view", ["curves", "latest values of arrays"])
-    self._choice: Any = MultiChoice(
+    self._choice: Any = models.MultiChoice(
       name="choice", title="shown", options=[], value=[], sizing_mode="stretch_width"
     )
     self._choice.on_change("value", self._on_choice)
+    return row(self._window, self._axis, self._view, sizing_mode="stretch_width")
 
   def _make_lanes(self) -> None:
-    self._devices: Any = FactorRange()
+    self._devices: Any = models.FactorRange()
     self._lanes: Any = figure(
       name="lanes", title="records per second, by device", y_range=self._devices, height=150,
       sizing_mode="stretch_width", tools="hover", toolbar_location=None, x_axis_label="seconds",
@@ -172,12 +150,12 @@ class Page:
     )  # fmt: skip
     self._lanes.x_range.start = 0
     self._rates: Any = ColumnDataSource({n: [] for n in ("device", "left", "right", "rate")})
-    self._colors: Any = LinearColorMapper(palette=Blues9[7::-1], low=0, high=1)
+    self._colors: Any = models.LinearColorMapper(palette=Blues9[7::-1], low=0, high=1)
     self._lanes.hbar(
       y="device", left="left", right="right", height=0.8, source=self._rates, line_color=None,
       fill_color={"field": "rate", "transform": self._colors},
     )  # fmt: skip
-    self._lanes.add_layout(ColorBar(color_mapper=self._colors, width=8), "right")
+    self._lanes.add_layout(models.ColorBar(color_mapper=self._colors, width=8), "right")
 
   def _on_choice(self, attr: str, old: Any, new: Any) -> None:
     if not self._following:
@@ -213,17 +191,14 @@ class Page:
         label += "'"
       self._labels[_choice_of(label, len(self._keys))] = label
       self._keys[label] = key
-    if not added:
-      return
-    self._following = True
-    values = sorted(self._labels, key=self._labels.__getitem__)
-    self._choice.options = [
-      value if value == (shown := html.escape(self._labels[value])) else (value, shown)
-      for value in values
-    ]
-    if not self._chosen:
-      self._choice.value = list(self._labels)[: self._limit]
-    self._following = False
+    if added:
+      self._following = True
+      shown = {value: html.escape(label) for value, label in self._labels.items()}
+      values = sorted(self._labels, key=self._labels.__getitem__)
+      self._choice.options = [v if v == shown[v] else (v, shown[v]) for v in values]
+      if not self._chosen:
+        self._choice.value = list(self._labels)[: self._limit]
+      self._following = False
 
   def _update_lanes(self) -> None:
     width, counts = self._model.lanes()

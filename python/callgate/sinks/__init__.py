@@ -9,11 +9,10 @@ its name, and `pip install 'callgate[sinks]'` brings them all. A sink of your ow
 from __future__ import annotations
 
 from callgate._tap.records import Record, TapInfo, columns
-from callgate.sinks._arrays import HDF5, Zarr
 from callgate.sinks._base import Sink, SinkError
 from callgate.sinks._native import JSONL, Npy, Stats, Stream
-from callgate.sinks._parquet import Parquet
 from callgate.sinks._plot import Plot
+from callgate.sinks._tables import HDF5, Parquet, Zarr
 from callgate.sinks._text import CSV, Print
 from callgate.sinks._trackers import MLflow, TensorBoard
 

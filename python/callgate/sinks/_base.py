@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -96,12 +97,13 @@ class OwnedSink(Sink):
   def __repr__(self) -> str:
     return f"{type(self).__name__}({self._target!r})"
 
+  def _error(self, what: str, *, lost: int = 0) -> SinkError:
+    return SinkError(f"callgate.sinks.{self!r}: {what}", lost=lost)
+
   def open(self, channel: str) -> None:
     if self._channel is not None:
-      raise SinkError(
-        f"callgate.sinks.{self!r}: expected a sink of one channel, got {channel!r} while"
-        f" {self._channel!r} has it open"
-      )
+      one = f"expected a sink of one channel, got {channel!r} while {self._channel!r} has it open"
+      raise self._error(one)
     self._begin()
     self._channel = channel
 
@@ -112,16 +114,13 @@ class OwnedSink(Sink):
   def _check(self, records: Sequence[Any]) -> None:
     """Raises SinkError in a fork's child of the opening process, and for what is no record."""
     if os.getpid() != self._process:
-      raise SinkError(
-        f"callgate.sinks.{self!r}: expected to be written to by process {self._process}, which has "
-        f"it open, got process {os.getpid()}, which was forked from it"
+      raise self._error(
+        f"expected to be written to by process {self._process}, which has it open, got process "
+        f"{os.getpid()}, which was forked from it"
       )
     for record in records:
       if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SinkError(
-          f"callgate.sinks.{self!r}: expected records, each a Record(value, TapInfo(...)), got "
-          f"{record!r}"
-        )
+        raise self._error(f"expected records, each a Record(value, TapInfo(...)), got {record!r}")
 
 
 class LibrarySink(OwnedSink):
@@ -136,6 +135,11 @@ class LibrarySink(OwnedSink):
     super().__init__(target)
     self._lost = 0
 
+  def _library(self, module: str, extra: str) -> Any:
+    """Imports what the sink is made of; the extra of callgate that brings it, for the message."""
+    by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
+    return extras.library(module, title, extra, by=by, error=ImportError)
+
   def _begin(self) -> None:
     with self._naming("cannot be opened"):
       self._target = group.fill_index(self._target)
@@ -146,25 +150,25 @@ class LibrarySink(OwnedSink):
     if self._channel is None:
       self.open("")
     self._check(records)
-    first: SinkError | None = None
-    lost = 0
+    errors: list[SinkError] = []
     for record in records:
+      info = record.info
       try:
-        with self._naming(_where(record.info)):
+        with self._naming(f"tap {info.name!r}, record {info.seq} of device {info.device}"):
           self._take(record)
       except SinkError as error:
-        first = first or error
-        lost += error.lost or 1
+        error.lost = error.lost or 1
+        errors.append(error)
     try:
       with self._naming("cannot write"):
         self._commit()
     except SinkError as error:
-      first = first or error
-      lost += error.lost
-    if first is not None:
+      errors.append(error)
+    if errors:
+      lost = sum(error.lost for error in errors)
       self._lost += lost
-      first.count(lost, self._lost)
-      raise first
+      errors[0].count(lost, self._lost)
+      raise errors[0]
 
   def flush(self) -> None:
     if self._channel is not None and os.getpid() == self._process:
@@ -172,13 +176,10 @@ class LibrarySink(OwnedSink):
         self._flush()
 
   def close(self) -> None:
-    if self._channel is None:
-      return
-    self._channel = None
-    if os.getpid() != self._process:
-      return  # the parent's files: a fork's child writes nothing to them
-    with self._naming("cannot be closed properly"):
-      self._stop()
+    opened, self._channel = self._channel, None
+    if opened is not None and os.getpid() == self._process:  # in a fork's child: the parent's
+      with self._naming("cannot be closed properly"):
+        self._stop()
 
   @contextlib.contextmanager
   def _naming(self, what: str) -> Generator[None]:
@@ -188,16 +189,13 @@ class LibrarySink(OwnedSink):
     except SinkError:
       raise
     except Exception as error:
-      where = f"callgate.sinks.{self!r}: {what}"
-      raise SinkError(f"{where}: {type(error).__name__}: {error}") from error
+      raise self._error(f"{what}: {type(error).__name__}: {error}") from error
 
   def _start(self) -> None:
     """Opens files; those that this sink wrote to before are continued."""
-    raise NotImplementedError
 
   def _take(self, record: Record) -> None:
     """Checks one record and takes it, or raises and takes nothing of it."""
-    raise NotImplementedError
 
   def _commit(self) -> None:
     """Called after each batch."""
@@ -207,17 +205,16 @@ class LibrarySink(OwnedSink):
 
   def _stop(self) -> None:
     """Writes out and releases, also when writing fails."""
-    raise NotImplementedError
 
 
 class FilesSink(LibrarySink):
   """A sink of a file, or of several that are opened as their first records come."""
 
-  def __init__(self, path: StrPath, *, append: bool) -> None:
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
     label = f"sinks.{type(self).__name__}"
     super().__init__(options.path(label, "path", path))
     self._append = options.boolean(label, "append", append)
-    self._tables: dict[pathlib.Path, Any] = {}  # the open ones
+    self._tables: dict[Any, Any] = {}  # the open ones, by path
     self._made: set[pathlib.Path] = set()
     self._refused: set[pathlib.Path] = set()
 
@@ -251,24 +248,14 @@ class FilesSink(LibrarySink):
 
 def each(actions: Iterable[Callable[[], None]]) -> None:
   """Does all, then raises the first error."""
-  first: Exception | None = None
+  errors: list[Exception] = []
   for action in actions:
     try:
       action()
     except Exception as error:  # noqa: BLE001 - the others are done all the same
-      first = first or error
-  if first is not None:
-    raise first
-
-
-def _where(info: TapInfo) -> str:
-  return f"tap {info.name!r}, record {info.seq} of device {info.device}"
-
-
-def library(module: str, *, sink: str, extra: str) -> Any:
-  """Imports what a sink is made of; the extra of callgate that brings it, for the message."""
-  title = module.partition(".")[0]
-  return extras.library(module, title, extra, by=f"callgate.sinks.{sink}", error=ImportError)
+      errors.append(error)
+  if errors:
+    raise errors[0]
 
 
 def plain(leaf: Any) -> np.ndarray:
@@ -279,12 +266,9 @@ def plain(leaf: Any) -> np.ndarray:
   array = np.asarray(leaf)
   if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
     return array
-  if array.dtype.name.startswith("int"):
-    return array.astype(np.int8)
-  if array.dtype.name.startswith("uint"):
-    return array.astype(np.uint8)
+  wider = {"int": np.int8, "uin": np.uint8}.get(array.dtype.name[:3], np.float32)
   with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
-    return array.astype(np.float32)
+    return array.astype(wider)
 
 
 def scalar(name: str, array: np.ndarray) -> np.ndarray:
@@ -304,9 +288,7 @@ def file_for(path: str, name: str) -> pathlib.Path:
 
   Characters that do not belong into a file's name become "_".
   """
-  part = "".join("_" if c in '/\\:*?"<>|' or ord(c) < 32 else c for c in name)
-  if part.startswith("."):
-    part = "_" + part[1:]
+  part = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.', "_", name)
   file = pathlib.Path(path.replace("{name}", part))
   file.parent.mkdir(parents=True, exist_ok=True)
   return file

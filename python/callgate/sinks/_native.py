@@ -20,9 +20,13 @@ from callgate._core.masked import is_masked, shown
 from callgate._process import group
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
-from callgate.sinks._base import OwnedSink, SinkError, StrPath
+from callgate.sinks._base import OwnedSink, StrPath
 
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
+_PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
+_TYPES = (
+  "expected a TapInfo of texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
+)
 
 
 class NativeSink(OwnedSink):
@@ -41,45 +45,31 @@ class NativeSink(OwnedSink):
 
   def write(self, records: Sequence[Record]) -> None:
     self._check(records)
-    first: SinkError | None = None
+    first: tuple[str, Exception] | None = None
     for record in records:
-      where = f"callgate.sinks.{self!r}: tap {record.info.name!r}, record {record.info.seq}"
+      info = record.info
       try:
-        self._write_one(record)
-      except ValueError as error:
-        first = first or SinkError(f"{where}: {error}")
-      except TypeError as error:
-        said = SinkError(
-          f"{where}: expected a TapInfo of texts that UTF-8 can hold, and of integers of 64 bits "
-          f"(`seq` from 0), got {record.info}"
+        if info.role not in ROLES:
+          raise ValueError(f"expected a role of {', '.join(ROLES)}, got {info.role!r}")
+        leaves, tree = jax.tree.flatten(record.value)
+        paths = [path for path, _ in leaf_paths(tree)]
+        self._writer.write(
+          role=ROLES.index(info.role),
+          leaves=[_leaf(path, leaf) for path, leaf in zip(paths, leaves, strict=True)],
+          lane=list(info.lane),
+          **{name: getattr(info, name) for name in _PLAIN},
         )
-        said.__cause__ = error
-        first = first or said
+      except (ValueError, TypeError) as error:
+        said = str(error) if isinstance(error, ValueError) else f"{_TYPES}, got {info}"
+        first = first or (f"tap {info.name!r}, record {info.seq}: {said}", error)
     if first is not None:
-      raise first
-
-  def _write_one(self, record: Record) -> None:
-    info = record.info
-    if info.role not in ROLES:
-      raise ValueError(f"expected a role of {', '.join(ROLES)}, got {info.role!r}")
-    leaves, tree = jax.tree.flatten(record.value)
-    self._writer.write(
-      name=info.name,
-      role=ROLES.index(info.role),
-      leaves=[_leaf(path, leaf) for (path, _), leaf in zip(leaf_paths(tree), leaves, strict=True)],
-      seq=info.seq,
-      time_ns=info.time_ns,
-      run=info.run,
-      device=info.device,
-      repeated=info.repeated,
-      lane=list(info.lane),
-    )
+      raise self._error(first[0]) from first[1]
 
   def _begin(self) -> None:
     try:
       self._writer.open()
     except ValueError as error:
-      raise SinkError(f"callgate.sinks.{self!r}: {error}") from None
+      raise self._error(str(error)) from None
 
   def left(self) -> None:
     """The channel has closed `native`; the sink is free for another."""
@@ -135,17 +125,6 @@ class Npy(NativeSink):
     super().__init__(_callgate.npy_sink(path, append), path)
 
 
-def _edges(bins: Any) -> list[float]:
-  expected = "edges of bins, increasing numbers, or None"
-  several = isinstance(bins, (Sequence, np.ndarray)) and np.ndim(cast("Any", bins)) == 1
-  if not several or isinstance(bins, (str, bytes, bytearray)):
-    options.refuse("sinks.Stats", "bins", expected, bins)
-  edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
-  if not edges:
-    raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
-  return edges
-
-
 class Stats(NativeSink):
   """Running statistics of each leaf, in constant memory, to be read at any time with `result`.
 
@@ -155,7 +134,16 @@ class Stats(NativeSink):
 
   def __init__(self, bins: Sequence[float] | np.ndarray | None = None) -> None:
     self._trim = bins is None
-    edges = [] if bins is None else _edges(bins)
+    expected = "edges of bins, increasing numbers, or None"
+    edges: list[float] = []
+    if bins is not None:
+      given: Any = bins
+      several = isinstance(given, (Sequence, np.ndarray)) and np.ndim(cast("Any", given)) == 1
+      if not several or isinstance(given, (str, bytes, bytearray)):
+        options.refuse("sinks.Stats", "bins", expected, bins)
+      edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
+      if not edges:
+        raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
     native, self._reader = _callgate.stats_sink(edges)
     super().__init__(native, "")
 
@@ -180,29 +168,17 @@ class Stats(NativeSink):
   def _readable(self, summary: dict[str, Any]) -> dict[str, Any]:
     some = summary["count"] > 0
     edges, counts = np.array(summary["edges"]), np.array(summary["counts"], np.uint64)
-    if self._trim and some:
-      used = np.flatnonzero(counts)
-      counts = counts[used[0] : used[-1] + 1]
-      edges = edges[used[0] : used[-1] + 2]
-    elif self._trim:
-      edges, counts = edges[:0], counts[:0]
-    moments = {key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")}
+    if self._trim:
+      used = np.flatnonzero(counts)[[0, -1]] if some else (0, -1)
+      counts = counts[used[0] : used[1] + 1]
+      edges = edges[used[0] : used[1] + 2] if some else edges[:0]
+    outside = {key: summary[key] for key in ("below", "above")}
     return {
       **{key: summary[key] for key in ("records", "count", "nan", "inf")},
-      **moments,
+      **{key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")},
       "last": np.array(summary["last"]).reshape(summary["last_shape"]),
-      "histogram": {
-        "edges": edges,
-        "counts": counts,
-        "below": summary["below"],
-        "above": summary["above"],
-      },
+      "histogram": {"edges": edges, "counts": counts, **outside},
     }
-
-
-@functools.cache
-def _codes() -> dict[str, int]:
-  return {name: code for code, name in _callgate.dtype_codes()}
 
 
 def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
@@ -210,21 +186,24 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   if is_masked(leaf):
     raise ValueError(f"expected an array of the leaf {path!r}, got {shown(leaf)}")
   array = np.asarray(leaf)
-  code = _codes().get(array.dtype.name)
+  name = array.dtype.name
+  code = _codes().get(name)
   if code is None:
     raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
   if not array.dtype.isnative:
     array = array.astype(array.dtype.newbyteorder("="))
-  bits = _PACKED_BITS.get(array.dtype.name)
-  data = array.tobytes() if bits is None else _pack(array, bits)
-  return path, code, list(array.shape), data
-
-
-def _pack(array: np.ndarray, bits: int) -> bytes:
-  """Sub-byte elements as XLA has them: the first in the low bits of a byte."""
+  if name not in _PACKED_BITS:
+    return path, code, list(array.shape), array.tobytes()
+  # As XLA has them: the first element in the low bits of a byte.
   raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-  spread = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, :bits]
-  return np.packbits(spread.reshape(-1), bitorder="little").tobytes()
+  bits = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, : _PACKED_BITS[name]]
+  packed = np.packbits(bits.reshape(-1), bitorder="little")
+  return path, code, list(array.shape), packed.tobytes()
+
+
+@functools.cache
+def _codes() -> dict[str, int]:
+  return {name: code for code, name in _callgate.dtype_codes()}
 
 
 class Stream(NativeSink):

@@ -6,7 +6,6 @@ program has chosen. A drawing replaces the file at once, so a viewer never sees 
 
 from __future__ import annotations
 
-import array
 import pathlib
 import time
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from callgate._core import options
 from callgate._core.paths import replaced
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, library, plain
+from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, plain
 
 
 class Plot(LibrarySink):
@@ -46,7 +45,7 @@ class Plot(LibrarySink):
   ) -> None:
     label = "sinks.Plot"
     super().__init__(options.path(label, "path", path))
-    self._figure: Any = library("matplotlib.figure", sink="Plot", extra="plot").Figure
+    self._figure: Any = self._library("matplotlib.figure", "plot").Figure
     self._max_points = options.count(label, "max_points", max_points, least=2)
     self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
     self._title = options.or_none(options.text, label, "title", title)
@@ -64,26 +63,23 @@ class Plot(LibrarySink):
   def _take(self, record: Record) -> None:
     for name, leaf in columns(record).items():
       value = plain(leaf)
-      if value.ndim != 0:
-        continue
-      name += lane_suffix(record.info.lane)
-      curve = self._curves.setdefault(name, _Curve(self._max_points))
-      number = abs(complex(value)) if value.dtype.kind == "c" else float(value)
-      curve.add(record.info.seq, number)
-      self._changed = True
+      if value.ndim == 0:
+        name += lane_suffix(record.info.lane)
+        curve = self._curves.setdefault(name, _Curve(self._max_points))
+        number = abs(complex(value)) if value.dtype.kind == "c" else float(value)
+        curve.add(record.info.seq, number)
+        self._changed = True
 
   def _commit(self) -> None:
-    if self._changed and time.monotonic() >= self._next_drawing:
-      self._draw()
-
-  def _flush(self) -> None:
-    if self._changed:
-      self._draw()
+    if time.monotonic() >= self._next_drawing:
+      self._flush()
 
   def _stop(self) -> None:
     self._flush()
 
-  def _draw(self) -> None:
+  def _flush(self) -> None:
+    if not self._changed:
+      return
     figure = self._figure(figsize=self._size, layout="constrained")
     axes = figure.add_subplot(xlabel="record", title=self._title or "")
     if self._log:
@@ -101,31 +97,29 @@ class Plot(LibrarySink):
 
 
 class _Curve:
-  """Points of a curve in bounded memory."""
+  """Points of a curve in bounded memory: of those that came each `_stride`-th, and the last."""
 
   def __init__(self, max_points: int) -> None:
     self._max_points = max_points
-    self._stride = 1  # of the points that came, each stride-th is kept
+    self._stride = 1
     self._count = 0
     self._last = (0.0, 0.0)
-    self._steps, self._values = array.array("d"), array.array("d")
+    self._points: list[tuple[float, float]] = []
 
   def add(self, step: int, value: float) -> None:
     """Adds a point to the right end."""
     self._last = (step, value)
+    if self._count % self._stride == 0 and len(self._points) >= self._max_points:
+      del self._points[1::2]
+      self._stride *= 2
     if self._count % self._stride == 0:
-      if len(self._steps) >= self._max_points:
-        self._steps, self._values = self._steps[::2], self._values[::2]
-        self._stride *= 2
-      if self._count % self._stride == 0:
-        self._steps.append(step)
-        self._values.append(value)
+      self._points.append(self._last)
     self._count += 1
 
   @property
   def steps(self) -> np.ndarray:
-    return np.append(np.array(self._steps), self._last[0])
+    return np.array([step for step, _ in [*self._points, self._last]])
 
   @property
   def values(self) -> np.ndarray:
-    return np.append(np.array(self._values), self._last[1])
+    return np.array([value for _, value in [*self._points, self._last]])

@@ -19,17 +19,9 @@ import numpy as np
 from callgate import _callgate
 from callgate._core import options
 from callgate._core.errors import GateDefinitionError
-from callgate._tap.records import Record, columns, leaf_paths, tap_key
-from callgate.sinks._base import (
-  FilesSink,
-  LibrarySink,
-  SinkError,
-  StrPath,
-  file_for,
-  lane_suffix,
-  plain,
-  scalar,
-)
+from callgate._tap.records import Record, columns, named_leaves, tap_key
+from callgate.sinks import _base
+from callgate.sinks._base import FilesSink, LibrarySink, SinkError, StrPath
 
 
 class Print(LibrarySink):
@@ -46,28 +38,22 @@ class Print(LibrarySink):
     self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
   ) -> None:
     options.or_none(options.writable, "sinks.Print", "file", file)
-    if not callable(format):
-      _check_format(options.or_none(options.text, "sinks.Print", "format", format) or "")
+    text = None if callable(format) else format
+    _check_format(options.or_none(options.text, "sinks.Print", "format", text) or "")
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
     self._file = file
-    self._format = format
+    self._shown: Callable[[Record], str] = format if callable(format) else _line
+    if text is not None:
+      self._shown = lambda record: text.format(**_fields(record))
     self._lines: list[str] = []
 
-  def _start(self) -> None:
-    pass
-
   def _take(self, record: Record) -> None:
-    if self._format is None:
-      line = _line(record)
-    elif callable(self._format):
-      line = self._format(record)
-    else:
-      line = self._format.format(**_fields(record))
-    self._lines.append(line + "\n")
+    self._lines.append(self._shown(record) + "\n")
 
   def _commit(self) -> None:
     lines, self._lines = self._lines, []
-    out, first, lost = self._out(), None, 0
+    out = self._out()
+    errors: list[UnicodeEncodeError] = []
     try:
       out.write("".join(lines))
     except UnicodeEncodeError:  # of one of them: the others are printed all the same
@@ -75,14 +61,12 @@ class Print(LibrarySink):
         try:
           out.write(line)
         except UnicodeEncodeError as error:
-          first, lost = first or error, lost + 1
-    if first is not None:
-      raise SinkError(f"callgate.sinks.{self!r}: cannot print: {first}", lost=lost) from first
+          errors.append(error)
+    if errors:
+      raise self._error(f"cannot print: {errors[0]}", lost=len(errors)) from errors[0]
 
   def _flush(self) -> None:
-    flush = getattr(self._out(), "flush", None)
-    if flush is not None:
-      flush()
+    getattr(self._out(), "flush", lambda: None)()
 
   def _stop(self) -> None:
     if not getattr(self._out(), "closed", False):  # its owner may have been faster
@@ -115,13 +99,9 @@ _FIELDS = frozenset(
 
 
 def _line(record: Record) -> str:
-  leaves, tree = jax.tree.flatten(record.value)
-  texts = [
-    f"{path}={_value(leaf)!s}" if path else str(_value(leaf))
-    for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)
-  ]
-  info = record.info
-  head = f"{tap_key(info)}{lane_suffix(info.lane)} #{info.seq}:"
+  info, leaves = record.info, named_leaves(record.value)
+  texts = [f"{path}={_value(leaf)!s}" if path else str(_value(leaf)) for path, leaf in leaves]
+  head = f"{tap_key(info)}{_base.lane_suffix(info.lane)} #{info.seq}:"
   return ("\n" if any("\n" in text for text in texts) else " ").join([head, *texts])
 
 
@@ -158,8 +138,8 @@ class CSV(FilesSink):
     self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
   ) -> None:
     super().__init__(path, append=append)
-    self._columns = options.or_none(options.strings, "sinks.CSV", "columns", columns)
-    if self._columns is not None and len(set(self._columns)) < len(self._columns):
+    self._columns = options.or_none(options.strings, "sinks.CSV", "columns", columns) or ()
+    if len(set(self._columns)) < len(self._columns):
       options.refuse("sinks.CSV", "columns", "a name once", columns)
 
   def _start(self) -> None:
@@ -167,22 +147,22 @@ class CSV(FilesSink):
       self._table("")  # a path that cannot be written is an error now
 
   def _table(self, tap: str) -> _Table:
-    file = file_for(self._target, tap)
+    file = _base.file_for(self._target, tap)
     return self._open_table(file, functools.partial(_Table, file))
 
   def _take(self, record: Record) -> None:
     info = record.info
-    row = {name: str(scalar(name, plain(leaf))[()]) for name, leaf in columns(record).items()}
+    found = {name: _base.plain(leaf) for name, leaf in columns(record).items()}
+    row = {name: str(_base.scalar(name, array)[()]) for name, array in found.items()}
     for text in (*row, *row.values()):
       text.encode()  # a record that the file can't hold must not take others along
     table = self._table(tap_key(info))
     table.begin([*self._META, *(self._columns or row)])
-    for name in row:
-      if name not in table.header:
-        raise ValueError(
-          f"expected the columns {', '.join(table.header)} of {str(table.path)!r}, got {name!r};"
-          ' name all with columns=, or put "{name}" in the path for a file each tap'
-        )
+    if (new := next((name for name in row if name not in table.header), None)) is not None:
+      raise ValueError(
+        f"expected the columns {', '.join(table.header)} of {str(table.path)!r}, got {new!r};"
+        ' name all with columns=, or put "{name}" in the path for a file each tap'
+      )
     meta = (info.seq, info.time_ns, info.device, ";".join(map(str, info.lane)))
     table.write({**dict(zip(self._META, meta, strict=True)), **row})
 
@@ -218,18 +198,17 @@ class _Table:
   def flush(self) -> None:
     """Writes the rows out, as far as there is room; an error counts the rest, which is lost."""
     rows, self._rows = self._rows, []
+    heads, self._heads = self._heads, False
     if not rows:
       return
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     written, problem = self._file.append(text.getvalue())
-    heads, self._heads = self._heads, False
-    lost = len(rows) - written
-    if heads and written == 0:  # the next records bring it along again
+    without = heads and written == 0  # the next records bring the header along again
+    if without:
       self.header = []
-      lost -= 1
     if problem:
-      raise SinkError(problem, lost=lost)
+      raise SinkError(problem, lost=len(rows) - written - without)
 
   def close(self) -> None:
     try:

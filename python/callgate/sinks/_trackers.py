@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 
 from callgate._core import options
 from callgate._tap.records import Record, columns
-from callgate.sinks._base import LibrarySink, StrPath, library, plain, scalar
+from callgate.sinks._base import LibrarySink, StrPath, plain, scalar
 
 
-def _step_and_columns(record: Record, leaf: str | None) -> tuple[int, dict[str, np.ndarray]]:
-  """The record's columns, and its step: its number, or the column that says it, taken out."""
-  named = {name: plain(value) for name, value in columns(record).items()}
-  if leaf is None:
-    return record.info.seq, named
-  for name in named:
-    if name == leaf or name.partition("/")[2] == leaf:
-      array = named.pop(name)
-      if array.ndim != 0 or array.dtype.kind not in "iu":
-        raise ValueError(
-          f"expected the step {name!r} to be an integer, got {array.dtype}{list(array.shape)}"
-        )
-      return int(array), named
-  raise ValueError(f"expected a leaf {leaf!r} for the step, got {', '.join(named) or 'none'}")
+def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
+  """The record's step, and its other columns by names that tell lanes apart.
 
-
-def _curves(record: Record, name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
-  """A column as real ones, two of a complex one, each by a name that tells lanes apart.
-
-  The names' characters are such that both trackers take.
+  The step is the record's number, or the column that says it. Complex columns come as two. The
+  names' characters are such that both trackers take.
   """
-  lane = record.info.lane
-  name += f"/lane_{'.'.join(map(str, lane))}" if lane else ""
-  if array.dtype.kind != "c":
-    return [(name, array)]
-  return [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
+  named = {name: plain(value) for name, value in columns(record).items()}
+  step, lane = record.info.seq, record.info.lane
+  if leaf is not None:
+    name = next((name for name in named if leaf in (name, name.partition("/")[2])), None)
+    if name is None:
+      raise ValueError(f"expected a leaf {leaf!r} for the step, got {', '.join(named) or 'none'}")
+    array = named.pop(name)
+    if array.ndim != 0 or array.dtype.kind not in "iu":
+      got = f"{array.dtype}{list(array.shape)}"
+      raise ValueError(f"expected the step {name!r} to be an integer, got {got}")
+    step = int(array)
+  curves: list[tuple[str, np.ndarray]] = []
+  for name, array in named.items():
+    name += f"/lane_{'.'.join(map(str, lane))}" if lane else ""
+    if array.dtype.kind == "c":
+      curves += [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
+    else:
+      curves.append((name, array))
+  return step, curves
 
 
 class TensorBoard(LibrarySink):
@@ -56,25 +53,24 @@ class TensorBoard(LibrarySink):
   def __init__(self, logdir: StrPath, *, step: str | None = None) -> None:
     super().__init__(options.path("sinks.TensorBoard", "logdir", logdir))
     options.optional_texts("sinks.TensorBoard", step=step)
-    self._library = library("tensorboardX", sink="TensorBoard", extra="tensorboard")
+    self._tensorboard = self._library("tensorboardX", "tensorboard")
     self._step = step
     self._writer: Any = None
 
   def _start(self) -> None:
-    self._writer = self._library.SummaryWriter(self._target)
+    self._writer = self._tensorboard.SummaryWriter(self._target)
 
   def _take(self, record: Record) -> None:
-    step, named = _step_and_columns(record, self._step)
+    step, curves = _curves(record, self._step)
     seconds = record.info.time_ns * 1e-9
-    for name, array in named.items():
-      for tag, part in _curves(record, name, array):
-        if part.ndim == 0:
-          self._writer.add_scalar(tag, float(part), step, walltime=seconds)
-          continue
-        values = np.asarray(part, np.float64).reshape(-1)
-        values = values[np.isfinite(values)]  # bins have no place for the others
-        if values.size:
-          self._writer.add_histogram(tag, values, step, walltime=seconds)
+    for tag, array in curves:
+      if array.ndim == 0:
+        self._writer.add_scalar(tag, float(array), step, walltime=seconds)
+        continue
+      values = np.asarray(array, np.float64).reshape(-1)
+      values = values[np.isfinite(values)]  # bins have no place for the others
+      if values.size:
+        self._writer.add_histogram(tag, values, step, walltime=seconds)
 
   def _flush(self) -> None:
     self._writer.flush()
@@ -112,14 +108,21 @@ class MLflow(LibrarySink):
     options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    library("mlflow", sink="MLflow", extra="mlflow")
-    tracking = library("mlflow.tracking", sink="MLflow", extra="mlflow")
-    self._metric = library("mlflow.entities", sink="MLflow", extra="mlflow").Metric
+    self._library("mlflow", "mlflow")
+    tracking = self._library("mlflow.tracking", "mlflow")
+    self._metric = self._library("mlflow.entities", "mlflow").Metric
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(uri).absolute().as_uri()
-    with _file_store_allowed():
+    # MLflow opens a store in a folder, which the sink is for, only where this is asked for.
+    before = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    try:
       self._client: Any = tracking.MlflowClient(tracking_uri=uri)
+    finally:
+      del os.environ["MLFLOW_ALLOW_FILE_STORE"]
+      if before is not None:
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = before
     self._run_name = run_name
     self._step = step
     self._waiting: list[Any] = []
@@ -135,13 +138,12 @@ class MLflow(LibrarySink):
     self.run_id = run.info.run_id
 
   def _take(self, record: Record) -> None:
-    step, named = _step_and_columns(record, self._step)
+    step, curves = _curves(record, self._step)
     milliseconds = record.info.time_ns // 1_000_000
     self._waiting += [
       # MLflow's names hold letters, digits and these marks.
-      self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(part), milliseconds, step)
-      for name, array in named.items()
-      for tag, part in _curves(record, name, scalar(name, array))
+      self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(scalar(tag, x)), milliseconds, step)
+      for tag, x in curves
     ]
 
   def _commit(self) -> None:
@@ -151,18 +153,3 @@ class MLflow(LibrarySink):
 
   def _stop(self) -> None:
     self._client.set_terminated(self.run_id)
-
-
-@contextlib.contextmanager
-def _file_store_allowed() -> Generator[None]:
-  """MLflow opens a store in a folder, which the sink is for, only where this is asked for."""
-  name = "MLFLOW_ALLOW_FILE_STORE"
-  before = os.environ.get(name)
-  os.environ[name] = "true"
-  try:
-    yield
-  finally:
-    if before is None:
-      del os.environ[name]
-    else:
-      os.environ[name] = before

@@ -1,0 +1,371 @@
+"""Sinks of columns: Zarr and HDF5, where arrays grow, and Parquet, over pyarrow.
+
+A tap has an array or a column for each field, which are in step. In Zarr and HDF5 they are
+`loss/seq`, `loss/time_ns`, `loss/process`, `loss/device`, `loss/value` of the tap "loss"; a pytree
+has `grad/value/w/0` and so on. Each batch of a channel is one append to each array: the slower the
+storage, the larger the batches. A Parquet file is readable once its footer is written, at close:
+until then the rows are in a file beside it, which then takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from callgate import _callgate
+from callgate._tap.records import Record, named_leaves, tap_key
+from callgate.sinks._base import FilesSink, SinkError, StrPath, each, file_for, plain
+
+_META = {"seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32}
+_CHUNK_BYTES = 1 << 20
+_GROUP_ROWS, _GROUP_BYTES = 1 << 16, 1 << 26
+
+
+# -- rows ------------------------------------------------------------------------------------------
+class Field(NamedTuple):
+  """A column: the shape and dtype of a row."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+
+class _Rows:
+  """Rows of one tap, all with the fields of its first record."""
+
+  def __init__(self, first: Record) -> None:
+    self.fields = _fields(_row(first))
+    self._taken: list[dict[str, np.ndarray]] = []
+    self.nbytes = 0
+
+  def __len__(self) -> int:
+    return len(self._taken)
+
+  def add(self, record: Record) -> None:
+    row = _row(record)
+    got, fields = _fields(row), self.fields
+    if got != fields:
+      raise ValueError(f"expected {_text(fields)} as in the first record, got {_text(got)}")
+    self._taken.append(row)
+    self.nbytes += sum(array.nbytes for array in row.values())
+
+  def take(self) -> dict[str, np.ndarray]:
+    """All rows since the last call, a stacked array for each field."""
+    taken, self._taken, self.nbytes = self._taken, [], 0
+    return {
+      name: np.asarray([row[name] for row in taken], dtype).reshape(len(taken), *shape)
+      for name, (shape, dtype) in self.fields.items()
+    }
+
+
+def _row(record: Record) -> dict[str, np.ndarray]:
+  """A record by field: numbers, `lane` under `vmap`, `value` or "value/w/0" for each leaf."""
+  row = {name: np.asarray(getattr(record.info, name), dtype) for name, dtype in _META.items()}
+  if record.info.lane:
+    row["lane"] = np.asarray(record.info.lane, np.int64)
+  for path, leaf in named_leaves(record.value):
+    name = f"value/{path}" if path else "value"
+    if name in row:
+      raise ValueError(f"expected leaves with names of their own, got two leaves {path!r}")
+    row[name] = plain(leaf)
+    if row[name].dtype.kind not in "biufc":
+      raise ValueError(f"expected a dtype that JAX has, got {row[name].dtype} of {name}")
+  return row
+
+
+def _fields(row: dict[str, np.ndarray]) -> dict[str, Field]:
+  return {name: Field(array.shape, array.dtype) for name, array in row.items()}
+
+
+def _text(fields: dict[str, Field]) -> str:
+  shown = [f"{name} {f.dtype}{list(f.shape)}" for name, f in fields.items() if name not in _META]
+  return ", ".join(shown) or "no leaf"
+
+
+# -- arrays that grow ------------------------------------------------------------------------------
+class _GrowingArrays(FilesSink):
+  """What Zarr and HDF5 share; their arrays have `shape` and take slices alike."""
+
+  _root: Any = None
+  _claimed: Any = None  # keeps other writers away until the sink is closed; its error names them
+
+  def _start(self) -> None:
+    path = pathlib.Path(self._target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._claimed = _callgate.FileClaim(type(self).__name__, str(self._claim(path)))
+    try:
+      self._root = self._open_root(path, "a" if self._append else "w")
+    except BaseException:
+      self._claimed.close()
+      raise
+    self._append = True  # opened anew, it goes on
+    self._tables.clear()  # the rows and arrays of each tap
+
+  def _take(self, record: Record) -> None:
+    tap = tap_key(record.info)
+    if tap not in self._tables:
+      rows = _Rows(record)
+      self._tables[tap] = rows, self._arrays_of(tap, rows.fields)
+    self._tables[tap][0].add(record)
+
+  def _arrays_of(self, tap: str, fields: dict[str, Field]) -> dict[str, Any]:
+    """The arrays of a tap: existing ones, which must fit, or new ones."""
+    group = self._root.require_group(tap)
+    existing = {name: group[name] for name in fields if name in group}
+    for name, array in existing.items():
+      found = Field(tuple(array.shape[1:]), np.dtype(array.dtype))
+      if found != fields[name]:
+        raise ValueError(f"expected {name} to be {found} as in the file, got {fields[name]}")
+    if not existing:
+      return {name: self._create(group, name, field) for name, field in fields.items()}
+    if len(existing) != len(fields):
+      missing = ", ".join(sorted(set(fields) - set(existing)))
+      raise ValueError(f"expected the arrays of the file, got also {missing}")
+    length = min(array.shape[0] for array in existing.values())
+    for array in existing.values():
+      array.resize((length, *array.shape[1:]))  # a crash may have left some ahead of others
+    return existing
+
+  def _commit(self) -> None:
+    for tap, (rows, arrays) in self._tables.items():
+      if len(rows) == 0:
+        continue
+      with self._naming(f"tap {tap!r} cannot be written"):
+        for name, values in rows.take().items():
+          array = arrays[name]
+          start = array.shape[0]
+          array.resize((start + len(values), *array.shape[1:]))
+          array[start:] = values
+
+  def _claim(self, path: pathlib.Path) -> pathlib.Path:
+    """What is claimed for the path."""
+    return path
+
+  def _open_root(self, path: pathlib.Path, mode: str) -> Any:
+    raise NotImplementedError
+
+  def _create(self, group: Any, name: str, field: Field) -> Any:
+    raise NotImplementedError
+
+
+class Zarr(_GrowingArrays):
+  """A Zarr group on disk: https://zarr.readthedocs.io
+
+  Args:
+    path: the store's folder. It is emptied when the sink is opened, unless `append`.
+    append: continue an existing store.
+  """
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    super().__init__(path, append=append)
+    self._zarr = self._library("zarr", "zarr")
+
+  def _claim(self, path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}.writing")  # beside the store: Zarr makes its folder anew
+
+  def _open_root(self, path: pathlib.Path, mode: str) -> Any:
+    return self._zarr.open_group(str(path), mode=mode)
+
+  def _create(self, group: Any, name: str, field: Field) -> Any:
+    shape = (0, *field.shape)
+    return group.create_array(name, shape=shape, dtype=field.dtype, chunks=_chunks(field))
+
+  def _stop(self) -> None:
+    self._root = None  # every append is complete in itself
+    self._tables.clear()
+    self._claimed.remove()
+
+
+class HDF5(_GrowingArrays):
+  """An HDF5 file of resizable datasets: https://docs.h5py.org
+
+  A process that is killed may leave a file that HDF5 cannot read: `flush` it now and then.
+
+  Args:
+    path: the file. It is emptied when the sink is opened, unless `append`.
+    append: continue an existing file.
+  """
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    super().__init__(path, append=append)
+    self._h5py = self._library("h5py", "hdf5")
+
+  def _open_root(self, path: pathlib.Path, mode: str) -> Any:
+    return self._h5py.File(str(path), mode if path.stat().st_size else "w")  # claimed, so it exists
+
+  def _create(self, group: Any, name: str, field: Field) -> Any:
+    # HDF5 has chunks of at least one element, and none beyond an extent that is fixed.
+    limits = (None, *(extent or None for extent in field.shape))
+    options = {"maxshape": limits, "dtype": field.dtype, "chunks": _chunks(field)}
+    return group.create_dataset(name, shape=(0, *field.shape), **options)
+
+  def _flush(self) -> None:
+    self._root.flush()
+
+  def _stop(self) -> None:
+    root, self._root = self._root, None
+    self._tables.clear()
+    try:
+      root.close()
+    finally:
+      self._claimed.close()
+
+
+def _chunks(field: Field) -> tuple[int, ...]:
+  """Chunks of about a mebibyte, of whole rows where they fit, else of a part of one."""
+  chunk = [max(1, extent) for extent in field.shape]
+  size = field.dtype.itemsize
+  for axis in range(len(chunk)):
+    while math.prod(chunk) * size > _CHUNK_BYTES and chunk[axis] > 1:
+      chunk[axis] = (chunk[axis] + 1) // 2
+  rows = _CHUNK_BYTES // max(1, math.prod(chunk) * size)
+  return (min(max(1, rows), 8192), *chunk)
+
+
+# -- Parquet ---------------------------------------------------------------------------------------
+class Parquet(FilesSink):
+  """A Parquet table for each tap: https://arrow.apache.org/docs/python/parquet.html
+
+  Its columns are `seq`, `time_ns`, `process`, `device`, `lane` under `vmap`, and `value`, or a
+  column for each leaf, as "w/0" ("value/seq" for one that is called as the others are). Arrays are
+  nested lists, complex numbers structs of `re` and `im`.
+
+  Args:
+    path: the file, which appears when the sink is closed; with "{name}" in it, a file for each tap,
+      needed where there is more than one. Folders are made.
+    append: keep the rows of existing files; they are copied.
+  """
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    super().__init__(path, append=append)
+    self._arrow = self._library("pyarrow", "parquet")
+    self._parquet = self._library("pyarrow.parquet", "parquet")
+
+  def _start(self) -> None:
+    file_for(self._target, "_")  # the folder
+
+  def _take(self, record: Record) -> None:
+    tap = tap_key(record.info)
+    path = pathlib.Path(os.path.realpath(file_for(self._target, tap)))
+    if path.exists() and not path.is_file():
+      raise ValueError(f"expected a regular file, got {str(path)!r}")
+    table = self._open_table(path, functools.partial(self._table, path, record))
+    if table.tap != tap:
+      raise ValueError(
+        f'expected the tap {table.tap!r} alone in {str(path)!r}, got {tap!r}; put "{{name}}" in the'
+        " path for a file each tap"
+      )
+    table.rows.add(record)
+
+  def _table(self, path: pathlib.Path, record: Record, keep: bool) -> _Table:
+    rows = _Rows(record)
+    schema = self._to_arrow(rows.take()).schema
+    partial = path.with_name(path.name + ".writing")
+    claimed = _callgate.FileClaim("Parquet", str(partial))
+    writer = self._parquet.ParquetWriter(str(partial), schema)
+    table = _Table(tap_key(record.info), rows, writer, partial, path, claimed)
+    if keep and path.exists():
+      try:
+        with self._parquet.ParquetFile(str(path)) as old:
+          for group in range(old.num_row_groups):
+            writer.write_table(old.read_row_group(group))
+      except BaseException:
+        table.discard()
+        raise
+    return table
+
+  def _commit(self) -> None:
+    for table in self._tables.values():
+      if len(table.rows) >= _GROUP_ROWS or table.rows.nbytes >= _GROUP_BYTES:
+        self._write_group(table)
+
+  def _flush(self) -> None:
+    each(functools.partial(self._write_group, table) for table in self._tables.values())
+
+  def _stop(self) -> None:
+    try:
+      self._flush()
+    finally:
+      super()._stop()
+
+  def _write_group(self, table: _Table) -> None:
+    count = len(table.rows)
+    if count == 0:
+      return
+    rows = self._to_arrow(table.rows.take())
+    try:
+      if table.broken is None:
+        table.writer.write_table(rows)
+        table.written += count
+        return
+    except Exception as error:  # noqa: BLE001 - the library's file is of no use from here on
+      table.broken = error
+    said = f"tap {table.tap!r} cannot be written: {table.broken}"
+    raise self._error(said, lost=count) from table.broken
+
+  def _to_arrow(self, columns: dict[str, np.ndarray]) -> Any:
+    table: dict[str, Any] = {}
+    for name, array in columns.items():
+      short = name.removeprefix("value/")  # unless a column of the record's own is called so
+      table[name if short in columns else short] = self._column(array)
+    return self._arrow.table(table)
+
+  def _column(self, array: np.ndarray) -> Any:
+    """Rows as an Arrow array: nested fixed-size lists for the axes after the first."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if array.dtype.kind == "c":
+      parts = [self._arrow.array(part) for part in (np.real(flat).copy(), np.imag(flat).copy())]
+      column = self._arrow.StructArray.from_arrays(parts, ["re", "im"])
+    else:
+      column = self._arrow.array(flat)
+    for axis in range(array.ndim - 1, 0, -1):
+      if size := array.shape[axis]:
+        column = self._arrow.FixedSizeListArray.from_arrays(column, size)
+      else:
+        offsets = self._arrow.array(np.zeros(math.prod(array.shape[:axis]) + 1, np.int32))
+        column = self._arrow.ListArray.from_arrays(offsets, column)
+    return column
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class _Table:
+  """The file of one tap, being written beside the path that it will have."""
+
+  tap: str
+  rows: _Rows
+  writer: Any
+  partial: pathlib.Path
+  path: pathlib.Path
+  claimed: Any  # keeps other processes away
+  broken: Exception | None = None  # why nothing more can be written
+  written: int = 0  # rows
+
+  def close(self) -> None:
+    """Puts the file in its place; where it can't be finished, the one that is there stays."""
+    try:
+      if self.broken is None:
+        self.writer.close()
+        os.replace(self.partial, self.path)
+    except Exception as error:  # noqa: BLE001 - said below
+      self.broken = error
+    if self.broken is None:
+      self.claimed.close()
+      return
+    self.discard()
+    raise SinkError(
+      f"callgate.sinks.Parquet: tap {self.tap!r}: {str(self.path)!r} cannot be finished, and is "
+      f"as it was: {self.broken}",
+      lost=self.written,
+    ) from self.broken
+
+  def discard(self) -> None:
+    with contextlib.suppress(Exception):  # it has failed before
+      self.writer.close()
+    self.partial.unlink(missing_ok=True)
+    self.claimed.close()
