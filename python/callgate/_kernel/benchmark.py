@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from callgate._call import derivatives
+
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkResult:
@@ -36,52 +38,36 @@ class BenchmarkResult:
 
 
 def benchmark(
-  kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float
+  kernel: Any, operands: tuple[Any, ...], static: tuple[tuple[str, Any], ...], seconds: float
 ) -> BenchmarkResult:
   """See `Kernel.benchmark`."""
-  operands, static = kernel.split_call(args, kwargs)
   operands = jax.tree.map(jax.numpy.asarray, operands)
-  calls: list[Callable[[], Any]] = [_call(lambda *xs: kernel.call_split(xs, static), operands)]
+  jitted = [jax.jit(lambda *xs: derivatives.apply(kernel, kernel.rules, xs, {}, static))]
   if kernel.like is not None:
-    calls.append(_call(lambda *xs: kernel.call_rule(kernel.like, (), xs, {}, static), operands))
-  results = [jax.block_until_ready(call()) for call in calls]  # compiles
+    jitted.append(jax.jit(lambda *xs: kernel.call_rule(kernel.like, (), xs, {}, static)))
+  results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles
   moved = sum(x.nbytes for x in jax.tree.leaves((operands, results[0])))
-  times = _fastest(calls, seconds)
-  result = BenchmarkResult(times[0], moved, times[1] if len(times) > 1 else None)
+
+  def measured(function: Callable[..., Any], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+      jax.block_until_ready(function(*operands))
+    return (time.perf_counter() - start) / times
+
+  batches = [max(1, int(1e-4 / max(measured(function, 1), 1e-9))) for function in jitted]
+  fastest = [float("inf")] * len(jitted)
+  end = time.perf_counter() + seconds
+  while True:  # they take turns, so that a busy moment hits all
+    for i, (function, batch) in enumerate(zip(jitted, batches, strict=True)):
+      fastest[i] = min(fastest[i], measured(function, batch))
+    if time.perf_counter() > end:
+      break
+  result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
   ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"
+  units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+  unit, scale = next((u for u in units if fastest[0] >= u[1]), units[-1])
   print(
-    f"{kernel.label}: {_duration(result.seconds)} a call, "
+    f"{kernel.label}: {fastest[0] / scale:.3g} {unit} a call, "
     f"{result.gigabytes_per_second:.3g} GB/s{ratio}"
   )
   return result
-
-
-def _call(function: Callable[..., Any], operands: Any) -> Callable[[], Any]:
-  jitted = jax.jit(function)
-  return lambda: jitted(*operands)
-
-
-def _fastest(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
-  """The shortest time of one call of each; they take turns, so that a busy moment hits all."""
-  batches = [max(1, int(1e-4 / max(_seconds(call, 1), 1e-9))) for call in calls]
-  fastest = [float("inf")] * len(calls)
-  end = time.perf_counter() + seconds
-  while True:
-    for i, (call, batch) in enumerate(zip(calls, batches, strict=True)):
-      fastest[i] = min(fastest[i], _seconds(call, batch) / batch)
-    if time.perf_counter() > end:
-      return fastest
-
-
-def _seconds(call: Callable[[], Any], times: int) -> float:
-  start = time.perf_counter()
-  for _ in range(times):
-    jax.block_until_ready(call())
-  return time.perf_counter() - start
-
-
-def _duration(seconds: float) -> str:
-  for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-    if seconds >= scale:
-      return f"{seconds / scale:.3g} {unit}"
-  return f"{seconds / 1e-9:.3g} ns"

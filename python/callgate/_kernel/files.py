@@ -14,16 +14,14 @@ import json
 import os
 import platform
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 from callgate import _callgate
-from callgate._build import toolchain
-from callgate._build.files import kept_folder, made_folder, private_folder, read, write
-from callgate._core import errors, options, registry
-from callgate._core.errors import GateDefinitionError, GateError, KernelFileError
+from callgate._build import files, toolchain
+from callgate._core import options, registry
+from callgate._core.errors import CompileError, GateDefinitionError, GateError, KernelFileError
 from callgate._core.paths import replaced
 from callgate._kernel.kernel import Kernel
 
@@ -55,30 +53,26 @@ def no_new_calls(name: str) -> Callable[..., Any]:
 def compiled_form(libraries: Mapping[str, Path], *, native: bool) -> dict[str, Any]:
   """The form of a kernel's shared libraries, by the instance of its template that each has.
 
-  Args:
-    libraries: the files. One that is gone, of a cache that was emptied, is left out.
-    native: they were compiled for this machine's CPU, not for its architecture.
+  `native`: they were compiled for this machine's CPU, not for its architecture.
   """
   contents: dict[str, bytes] = {}
   for instance, path in libraries.items():
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # gone, with a cache that was emptied
       contents[instance] = path.read_bytes()
-  machine = _machine(native=native)
-  return {"libraries": contents, "machine": machine, "abi": _callgate.KERNEL_ABI}
+  return {"libraries": contents, "machine": _machine(native), "abi": _callgate.KERNEL_ABI}
 
 
 def installed(compiled: Mapping[str, Any]) -> dict[str, Path]:
   """The libraries of a `compiled_form` as files, by instance; none where they don't fit."""
-  fits = compiled["machine"] in (_machine(native=True), _machine(native=False))
+  fits = compiled["machine"] in map(_machine, (True, False))
   if not fits or compiled["abi"] != _callgate.KERNEL_ABI:
     return {}
   return {instance: _install(content) for instance, content in compiled["libraries"].items()}
 
 
-def _machine(*, native: bool) -> str:
-  if not native:
-    return platform.machine()
-  return f"{platform.machine()} {hashlib.sha256(toolchain.cpu().encode()).hexdigest()}"
+def _machine(native: bool) -> str:
+  cpu = f" {hashlib.sha256(toolchain.cpu().encode()).hexdigest()}" if native else ""
+  return f"{platform.machine()}{cpu}"
 
 
 def _install(library: bytes) -> Path:
@@ -86,21 +80,19 @@ def _install(library: bytes) -> Path:
   digest = hashlib.sha256(library).hexdigest()
   names, file = ("loaded", digest[:2]), f"{digest}.so"
   with contextlib.suppress(OSError):
-    kept = kept_folder(*names) / file
-    if hashlib.sha256(read(kept)).hexdigest() == digest:
+    kept = files.kept_folder(*names) / file
+    if hashlib.sha256(files.read(kept)).hexdigest() == digest:
       return kept
-  path = made_folder(*names, quiet=True) / file
+  path = files.made_folder(*names, quiet=True) / file
   try:
-    write(path, library)
+    files.write(path, library)
   except OSError as error:
-    path = private_folder(error, *names, quiet=True) / file
-    write(path, library)
+    path = files.private_folder(error, *names, quiet=True) / file
+    files.write(path, library)
   return path
 
 
 # --- Saving -----------------------------------------------------------------------------------
-
-
 def save_kernels(
   path: str | os.PathLike[str], kernels: Iterable[Kernel] | Kernel | None = None
 ) -> None:
@@ -137,40 +129,34 @@ def save_kernels(
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
-  if isinstance(kernels, Kernel):
-    kernels = [kernels]
-  elif kernels is not None:
-    if isinstance(kernels, str):
-      options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-    try:
-      kernels = list(dict.fromkeys(kernels))
-    except TypeError:  # no iterable, or one of something else
-      options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-  chosen = list(kernels) if kernels is not None else _travelling()
+  given: Any = [kernels] if isinstance(kernels, Kernel) else kernels
+  if given is None:
+    live = [kernel for _, kernel in sorted(registry.operations())]
+    given = [k for k in live if isinstance(k, Kernel) and k.saved_form() is not None]
+  try:
+    chosen: dict[Any, None] = dict.fromkeys(given)
+  except TypeError:  # no iterable, or one of something else
+    options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
+  if isinstance(kernels, str):
+    options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
   forms: list[dict[str, Any]] = []
+  members: dict[str, bytes] = {}
   for kernel in chosen:
-    form = kernel.saved_form() if isinstance(kernel, Kernel) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    form = kernel.saved_form() if isinstance(kernel, Kernel) else None
     if form is None:
       raise GateDefinitionError(
         f"callgate.save_kernels: kernels: expected kernels that callgate.cpp or "
         f"callgate.numba made, got {kernel!r}, whose code is not callgate's to copy; make it "
         "anew, under the same name, where the program is loaded"
       )
-    forms.append(form)
-  members: dict[str, bytes] = {}
-  manifest = {
-    "format": _FORMAT,
-    "version": _VERSION,
-    "kernels": [_without_bytes(form, members) for form in forms],
-  }
-  text = json.dumps(manifest, indent=1)
+    forms.append(_without_bytes(form, members))
+  manifest = {"format": _FORMAT, "version": _VERSION, "kernels": forms}
+  contents: dict[str, str | bytes] = {_MANIFEST: json.dumps(manifest, indent=1)}
+  contents |= {f"bytes/{digest}": content for digest, content in members.items()}
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
-    _write(archive, text, members)
-
-
-def _travelling() -> list[Kernel]:
-  live = [kernel for _, kernel in sorted(registry.operations()) if isinstance(kernel, Kernel)]
-  return [kernel for kernel in live if kernel.saved_form() is not None]
+    for name, content in contents.items():
+      # A ZipInfo has a fixed date: the same kernels make the same file.
+      archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
 def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
@@ -187,17 +173,7 @@ def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
   return value
 
 
-def _write(archive: zipfile.ZipFile, manifest: str, members: Mapping[str, bytes]) -> None:
-  contents: dict[str, Any] = {_MANIFEST: manifest}
-  contents.update((f"bytes/{digest}", content) for digest, content in members.items())
-  for name, content in contents.items():
-    # A ZipInfo has a fixed date: the same kernels make the same file.
-    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-
-
 # --- Loading ----------------------------------------------------------------------------------
-
-
 class LoadedKernels:
   """The kernels that `load_kernels` has loaded; a context manager.
 
@@ -208,9 +184,9 @@ class LoadedKernels:
     names: of the kernels.
   """
 
-  def __init__(self, kernels: Iterable[Kernel]) -> None:
-    self._kernels = list(kernels)
-    self.names = tuple(kernel.name for kernel in self._kernels)
+  def __init__(self, kernels: list[Kernel]) -> None:
+    self._kernels = kernels
+    self.names = tuple(kernel.name for kernel in kernels)
     _open.add(self)
 
   def close(self) -> None:
@@ -221,12 +197,7 @@ class LoadedKernels:
   def __enter__(self) -> LoadedKernels:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
   def __repr__(self) -> str:
@@ -264,17 +235,8 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     FileNotFoundError: there is no such file.
   """
   forms = _read_archive(Path(options.path("load_kernels", "path", path)))
-  known = {form["name"]: _known(path, form) for form in forms}
-  kernels: list[Kernel] = []
-  for form in forms:
-    kernel = known[form["name"]]
-    if kernel is None:
-      kernel = _restored(path, form)
-    else:
-      with _taking(path, form):
-        kernel.take_compiled(form.get("compiled"))
-    kernels.append(kernel)
-  return LoadedKernels(kernels)
+  known = [_known(path, form) for form in forms]  # before any is made
+  return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
 def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
@@ -283,7 +245,9 @@ def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
   if live is None:
     return None
   own = live.saved_form() if isinstance(live, Kernel) else None
-  if own is None or _definition(own) != _definition(form):
+  # What tells kernels apart, the same before and after it was in a file.
+  own, other = ({**_without_bytes(each, {}), "compiled": None} for each in (own or {}, form))
+  if own != other:
     raise ValueError(
       f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
       f"{getattr(live, 'kind', 'gate')} of this process has; expected the file's names to be free, "
@@ -292,34 +256,25 @@ def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
   return live
 
 
-def _definition(form: dict[str, Any]) -> dict[str, Any]:
-  """What tells kernels apart, the same for a form before and after it was in a file."""
-  return _without_bytes({key: value for key, value in form.items() if key != "compiled"}, {})
-
-
-def _restored(path: Any, form: dict[str, Any]) -> Kernel:
-  restore = _kinds.get(form["kind"])
-  if restore is None:
+def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
+  """The kernel of a form. What one of the wrong shape makes fail is the file's fault."""
+  place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
+  if known is None and form["kind"] not in _kinds:
+    kinds = ", ".join(sorted(_kinds))
     raise KernelFileError(
-      f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected a kind that this "
-      f"callgate knows ({', '.join(sorted(_kinds))}), got '{form['kind']}'"
+      f"{place}: expected a kind that this callgate knows ({kinds}), got '{form['kind']}'"
     )
-  with _taking(path, form):
-    return restore(form)
-
-
-@contextlib.contextmanager
-def _taking(path: Any, form: dict[str, Any]) -> Generator[None]:
-  """What a form of the wrong shape makes fail is the file's fault."""
   try:
-    yield
-  except (errors.CompileError, KernelFileError):
+    if known is None:
+      return _kinds[form["kind"]](form)
+    known.take_compiled(form.get("compiled"))
+    return known
+  except (CompileError, KernelFileError):
     raise
   except (AttributeError, LookupError, TypeError, ValueError, RecursionError, GateError) as error:
     problem = f"no {error} in it" if isinstance(error, KeyError) else error
     raise KernelFileError(
-      f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected what "
-      f"callgate.save_kernels wrote, got something damaged: {problem}"
+      f"{place}: expected what callgate.save_kernels wrote, got something damaged: {problem}"
     ) from error
 
 
@@ -328,8 +283,18 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
   try:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
       manifest = json.loads(archive.read(_MANIFEST))
-      _check_version(path, manifest)
-      return [_checked_form(_with_bytes(form, archive)) for form in manifest["kernels"]]
+      if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']!r}")
+      if manifest["version"] != _VERSION:
+        raise KernelFileError(
+          f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
+          f"{manifest['version']}; save the kernels again with this version of callgate"
+        )
+      forms = [_with_bytes(form, archive) for form in manifest["kernels"]]
+      for form in forms:
+        if not (isinstance(form["name"], str) and isinstance(form["kind"], str)):
+          raise ValueError(f"a kernel is called {form['name']!r}, and of kind {form['kind']!r}")
+      return forms
   except KernelFileError:
     raise
   except Exception as error:  # any bytes: each compression and each field has errors of its own
@@ -337,23 +302,6 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
       f"which is damaged or something else: {error}"
     ) from error
-
-
-def _checked_form(form: Any) -> dict[str, Any]:
-  for key in ("name", "kind"):
-    if not isinstance(form[key], str):
-      raise ValueError(f"a kernel's {key} is {form[key]!r}")
-  return form
-
-
-def _check_version(path: Path, manifest: Any) -> None:
-  if manifest["format"] != _FORMAT:
-    raise ValueError(f"its format is {manifest['format']!r}")
-  if manifest["version"] != _VERSION:
-    raise KernelFileError(
-      f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
-      f"{manifest['version']}; save the kernels again with this version of callgate"
-    )
 
 
 def _with_bytes(value: Any, archive: zipfile.ZipFile) -> Any:

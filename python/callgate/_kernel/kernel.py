@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from callgate import _callgate
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
@@ -22,18 +21,11 @@ from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
+from callgate._kernel import parameters as _parameters
 from callgate._kernel import program
 from callgate._kernel.benchmark import BenchmarkResult, benchmark
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import (
-  Parameter,
-  as_operand,
-  check_argument,
-  inout_aliases,
-  leaves_of,
-  linear_operands,
-  named_arguments,
-)
+from callgate._kernel.parameters import Parameter
 from callgate._kernel.variants import Static
 
 
@@ -59,11 +51,8 @@ class Kernel(Operation):
   ) -> None:
     """See the functions that make kernels.
 
-    Args:
-      name: unique among the live operations of the process.
-      signature: the parameters as far as they are known before a call; None for a function that
-        takes any number of arrays, and static values by any keyword.
-      options: see `KernelOptions`; its `name` is not looked at.
+    `signature` are the parameters as far as they are known before a call; None for a function that
+    takes any number of arrays, and static values by any keyword. `options.name` is not looked at.
     """
     check.name("kernel", name)
     if "[" in name or "]" in name:
@@ -73,14 +62,12 @@ class Kernel(Operation):
     super().__init__(name, options.checked(f"kernel '{name}'", grid=True))
     self.thread_safe = check.boolean(self.label, "thread_safe", options.thread_safe)
     self.signature = None if signature is None else tuple(signature)
-    self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
     self.defining = threading.RLock()
     if self.signature is not None:
       self.parameters = tuple(p.name for p in self.signature if p.is_operand)
-      self.aliases.update(inout_aliases(self.label, self.signature))
-      self.linear = linear_operands(self.label, self.linear, self.signature)
-    taken = registry.get(name)
-    if taken is not None:
+      self.aliases.update(_parameters.inout_aliases(self.label, self.signature))
+      self.linear = _parameters.linear_operands(self.label, self.linear, self.signature)
+    if registry.get(name) is not None:
       raise ValueError(
         f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
         "name=, or drop the other one and the programs that call it"
@@ -91,20 +78,16 @@ class Kernel(Operation):
   def backend(self, platform: str) -> Backend:
     if platform == "cuda" and self.cuda is not None:
       return functools.partial(program.emission, self, self.cuda)
-    raise self.no_code(platform)
-
-  def no_code(self, platform: str) -> GateDefinitionError:
-    """The error for a program for a platform that the kernel has no code for."""
+    only = f"{self.label}: expected a program for %s, which is all that the kernel has code for;"
     if platform == "cuda":
-      return GateDefinitionError(
-        f"{self.label}: expected a program for the CPU, which is all that the kernel has code for; "
-        "got one for CUDA. callgate.cuda makes kernels for CUDA, and callgate.cpp ones for both "
-        "with cuda_source="
+      raise GateDefinitionError(
+        f"{only % 'the CPU'} got one for CUDA. callgate.cuda makes kernels for CUDA, and "
+        "callgate.cpp ones for both with cuda_source="
       )
-    return GateDefinitionError(
-      f"{self.label}: expected a program for platform cuda, which is all that the kernel has code "
-      f"for; got one for platform {platform}. callgate.cpp(source, cuda_source=...) makes kernels "
-      "for both, and jax.lax.platform_dependent chooses between functions"
+    raise GateDefinitionError(
+      f"{only % 'platform cuda'} got one for platform {platform}. callgate.cpp(source, "
+      "cuda_source=...) makes kernels for both, and jax.lax.platform_dependent chooses between "
+      "functions"
     )
 
   def define_variant(self, key: str) -> bool:
@@ -133,10 +116,9 @@ class Kernel(Operation):
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    The form holds "kind", which names a function given to `kernel_files.register_kind` that makes
-    the kernel again, "name", and whatever that function needs: JSON's types, tuples and bytes.
-    What spares it work, compiled code, is under "compiled"; forms that differ in nothing else are
-    those of one kernel.
+    "kind" names a function given to `files.register_kind` that makes the kernel again, of "name"
+    and whatever it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is
+    under "compiled"; forms that differ in nothing else are those of one kernel.
     """
     return None
 
@@ -156,30 +138,22 @@ class Kernel(Operation):
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
-    return self.call_split(*self.split_call(args, kwargs))
-
-  def call_split(self, operands: tuple[Any, ...], static: Static) -> Any:
-    """Calls it with what `split_call` gave."""
+    operands, static = self._arguments(args, kwargs)
     return derivatives.apply(self, self.rules, operands, {}, static)
-
-  def split_call(
-    self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
-    """A call's operands, in the order of the parameters, and its static values, frozen."""
-    return self._arguments(args, dict(kwargs))
 
   def _arguments(
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[tuple[Any, ...], Static]:
+    """A call's operands, in the order of the parameters, and its static values, frozen."""
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays)[0], static
     given = [p for p in self.signature if p.is_given]
-    values = named_arguments(self.label, given, args, kwargs)
-    operands = [as_operand(self.label, p, values[p.name]) for p in given if p.is_operand]
-    for parameter, value in zip((p for p in given if p.is_operand), operands, strict=True):
-      for leaf in leaves_of(self.label, parameter, value):
-        check_argument(self, parameter, leaf)
+    values = _parameters.named_arguments(self.label, given, args, kwargs)
+    arrays = [p for p in given if p.is_operand]
+    operands = [_parameters.as_operand(self.label, p, values[p.name]) for p in arrays]
+    for parameter, value in zip(arrays, operands, strict=True):
+      _parameters.check_operand(self.label, parameter, value)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
 
@@ -196,11 +170,10 @@ class Kernel(Operation):
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
     ordered = [p for p in self.signature or () if p.is_given]
-    if values and not known and len(positional) == len(ordered) > len(args):
-      operands = iter(args)
-      args = [next(operands) if p.is_operand else values[p.name] for p in ordered]
-      return function(*lead, *args, **kwargs)
     placed, rest = list[Any](), list(args)
+    if values and not known and len(positional) == len(ordered) > len(args):
+      placed = [rest.pop(0) if p.is_operand else values[p.name] for p in ordered]
+      return function(*lead, *placed, **kwargs)
     for name in positional:
       if not rest:
         break
@@ -209,7 +182,7 @@ class Kernel(Operation):
 
   def reference(self, *args: Any, **kwargs: Any) -> Any:
     assert self.like is not None
-    operands, static = self.split_call(args, kwargs)
+    operands, static = self._arguments(args, kwargs)
     return self.call_rule(self.like, (), operands, {}, static)
 
   def benchmark(self, *args: Any, seconds: float = 0.5, **kwargs: Any) -> BenchmarkResult:
@@ -238,7 +211,7 @@ class Kernel(Operation):
     Returns:
       What was measured, also as numbers.
     """
-    return benchmark(self, args, kwargs, seconds)
+    return benchmark(self, *self._arguments(args, kwargs), seconds)
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    raise self.no_code("cpu")
+    self.backend("cpu")  # raises: kernels with code for the CPU have an `on_host`
