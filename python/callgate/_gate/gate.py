@@ -42,8 +42,7 @@ class Gate(Operation):
   one_calls_for_all = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
-    name = _options.name("gate", options.name)
-    name = name if name is not None else registry.unique_name(function)
+    name = _options.name("gate", options.name) or registry.unique_name(function)
     options = options.checked(f"{self.kind} '{name}'")
     super().__init__(name, options)
     _options.function(self.label, "fn", function)
@@ -87,9 +86,9 @@ class Gate(Operation):
     if self.copy and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
     emission = self._emission(call)
-    if self.command_buffer:
-      emission = dataclasses.replace(emission, target=targets.GRAPH_TARGET)
-    return emission
+    if not self.command_buffer:
+      return emission
+    return dataclasses.replace(emission, target=targets.GRAPH_TARGET)
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""

@@ -49,6 +49,7 @@ class Role(enum.Enum):
 ARRAYS = (Role.IN, Role.COPY, Role.OUT, Role.INOUT)
 OPERANDS = (Role.IN, Role.COPY, Role.INOUT)
 RESULTS = (Role.OUT, Role.INOUT)
+_WRITTEN = (*RESULTS, Role.SCRATCH, Role.INFO, Role.STATUS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +92,9 @@ class Binding:
     known = self.arrays.keys() | self.statics.keys()
     return list(dict.fromkeys(a.name for a in mentions if a.name in known))
 
-  @property
-  def operands(self) -> list[Array]:
-    return [a for a in self.arrays.values() if a.role in OPERANDS]
-
-  @property
-  def results(self) -> list[Array]:
-    return [a for a in self.arrays.values() if a.role in RESULTS]
+  def having(self, roles: Collection[Role]) -> list[Array]:
+    """Its operands, say, in order."""
+    return [a for a in self.arrays.values() if a.role in roles]
 
 
 def default_text(declaration: Declaration) -> str:
@@ -125,7 +122,14 @@ def read(
       f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
       f"'{declaration}', got {len(items)}: {', '.join(items) or 'none'}"
     )
-  arguments = _resolve_numbers([_item(label, item, pointers) for item in items])
+  arguments = [_item(label, item, pointers) for item in items]
+  # Names that stand for a dimension or a static value are expressions.
+  dims = [extent for argument in arguments for extent in argument.dims or ()]
+  numbers = {a.name for a in arguments if a.role is Role.STATIC} | {d.symbol for d in dims}
+  for i, argument in enumerate(arguments):
+    if argument.role is Role.IN and argument.dims is None and argument.name in numbers:
+      value = _expressions.parse(argument.name)
+      arguments[i] = Argument(argument.text, Role.VALUE, value=value)
   returned = _returned(label, after.strip() if arrow else "", declaration, loop)
   mentions = list(zip(arguments, declaration.parameters, strict=True))
   for argument, parameter in mentions:
@@ -139,9 +143,26 @@ def read(
       old = arrays.get(new.name)
       arrays[new.name] = new if old is None else _joined(label, old, new)
   statics = {a.name: p.type for a, p in mentions if a.role is Role.STATIC}
-  binding = Binding(tuple(arguments), returned, arrays, statics, _symbols(arrays, statics))
-  _check_names(label, binding)
-  return binding
+  symbols: dict[str, tuple[str, int]] = {}
+  for array in arrays.values():
+    for axis, extent in enumerate(array.dims or ()):
+      if array.role in OPERANDS and extent.symbol not in (None, *statics):
+        symbols.setdefault(extent.symbol, (array.name, axis))
+  clash = sorted((arrays.keys() | statics.keys()) & symbols.keys())
+  clash += sorted(arrays.keys() & statics.keys())
+  if clash:
+    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+  known = symbols.keys() | {name for name, kind in statics.items() if kind.is_integer}
+  values = [argument.value for argument in arguments if argument.value is not None]
+  dims = [extent for array in arrays.values() for extent in array.dims or ()]
+  for expression in (*values, *dims):
+    unknown = sorted(expression.names - known) + sorted(expression.arrays - arrays.keys())
+    if unknown:
+      raise GateDefinitionError(
+        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
+        "an operand (n of x[n]), an integer that is 'static', or an array"
+      )
+  return Binding(tuple(arguments), returned, arrays, statics, symbols)
 
 
 # -- items -----------------------------------------------------------------------------------------
@@ -179,40 +200,25 @@ def _expression(label: str, item: str, text: str) -> Expression:
 
 
 def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
-  if declaration.result.is_void:
+  where, result = f"{label}: args: '-> {text}':", declaration.result
+  if result.is_void:
     if text:
-      raise GateDefinitionError(
-        f"{label}: args: '-> {text}': '{declaration}' returns nothing; expected no '->'"
-      )
+      raise GateDefinitionError(f"{where} '{declaration}' returns nothing; expected no '->'")
     return None
   if not text and loop:
     text = "out result"
-  ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
-  what = f"what becomes of what '{declaration}' returns: {ways}"
-  if not text:
-    raise GateDefinitionError(f"{label}: args: expected at its end {what}")
   if text in ("status", "info", "ignored"):
-    dtype = declaration.result.dtype
-    if text != "ignored" and (dtype is None or dtype.kind not in "iub"):
-      raise GateDefinitionError(f"{label}: args: '-> {text}': expected a function of an integer")
+    if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
+      raise GateDefinitionError(f"{where} expected a function of an integer")
     return Argument(text, Role[text.upper()])
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
-  if out is None or declaration.result.pointer:
-    raise GateDefinitionError(f"{label}: args: '-> {text}': expected {what}")
+  if out is None or result.pointer:
+    start = f"'-> {text}': expected" if text else "expected at its end"
+    raise GateDefinitionError(
+      f"{label}: args: {start} what becomes of what '{declaration}' returns: '-> out name' (a "
+      "result of rank 0), '-> status' (0 for success) or '-> ignored'"
+    )
   return Argument(text, Role.OUT, out.group(1), None if loop else ())
-
-
-def _resolve_numbers(arguments: list[Argument]) -> list[Argument]:
-  """Names that stand for a dimension or a static value become expressions."""
-  numbers = {a.name for a in arguments if a.role is Role.STATIC}
-  for argument in arguments:
-    numbers.update(d.symbol for d in argument.dims or () if d.symbol is not None)
-  return [
-    Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
-    if a.role is Role.IN and a.dims is None and a.name in numbers
-    else a
-    for a in arguments
-  ]
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -223,9 +229,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
   expected = ""
   if loop and (role in in_loop or argument.dims is not None):
     expected = "x, out x, static x or a value: a loop passes single elements"
-  elif role in (Role.OUT, Role.INOUT, Role.SCRATCH, Role.INFO, Role.STATUS) and (
-    not kind.pointer or kind.const or kind.opaque
-  ):
+  elif role in _WRITTEN and (not kind.pointer or kind.const or kind.opaque):
     expected = "a parameter of C that points to what it writes"
   elif role in (Role.COPY, Role.ADDRESS, Role.NULL) and not kind.pointer:
     expected = "a pointer in C"
@@ -237,7 +241,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
     expected = "a parameter of C that is a number, or points to one"
   elif loop and role in (Role.IN, Role.OUT) and kind.dtype is None:
     expected = "a parameter of C with a type of elements"
-  elif role in (Role.INFO, Role.STATUS) and (kind.dtype is None or kind.dtype.kind not in "iu"):
+  elif role in (Role.INFO, Role.STATUS) and not kind.is_integer:
     expected = "a parameter of C that points to an integer"
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
@@ -249,14 +253,14 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
 
 def _literal_fits(value: Any, kind: CType) -> str:
   """What is expected instead; "" where the literal fits."""
-  byte = kind.dtype is not None and kind.dtype.itemsize == 1 and kind.dtype.kind in "iu"
+  byte = kind.is_integer and kind.dtype is not None and kind.dtype.itemsize == 1
   if isinstance(value, str):
     if kind.pointer and (byte or (kind.dtype is None and not kind.opaque)):
       return ""
     return "" if byte and len(value.encode()) == 1 else "a number, since C takes no text"
   if kind.dtype is None:
     return "an array, NULL or a name of pointers="
-  if type(value) is int and kind.dtype.kind in "iu":
+  if type(value) is int and kind.is_integer:
     limits = np.iinfo(kind.dtype)
     return "" if limits.min <= value <= limits.max else f"at most {limits.max}"
   order = "biufc"
@@ -278,36 +282,3 @@ def _joined(label: str, a: Array, b: Array) -> Array:
       f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
     )
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)
-
-
-def _symbols(arrays: dict[str, Array], statics: Collection[str]) -> dict[str, tuple[str, int]]:
-  """Where the dimensions that have a name are found; static values have theirs already."""
-  symbols: dict[str, tuple[str, int]] = {}
-  for array in arrays.values():
-    for axis, extent in enumerate(array.dims or ()):
-      if array.role in OPERANDS and extent.symbol not in (None, *statics):
-        symbols.setdefault(extent.symbol, (array.name, axis))
-  return symbols
-
-
-def _check_names(label: str, binding: Binding) -> None:
-  """Raises for a name in an expression that nothing gives a value to."""
-  statics = {name for name, kind in binding.statics.items() if _is_integer(kind)}
-  known = statics | binding.symbols.keys()
-  clash = sorted((binding.arrays.keys() | binding.statics.keys()) & binding.symbols.keys())
-  clash += sorted(binding.arrays.keys() & binding.statics.keys())
-  if clash:
-    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
-  values = [argument.value for argument in binding.arguments if argument.value is not None]
-  dims = [extent for array in binding.arrays.values() for extent in array.dims or ()]
-  for expression in (*values, *dims):
-    unknown = sorted(expression.names - known) + sorted(expression.arrays - binding.arrays.keys())
-    if unknown:
-      raise GateDefinitionError(
-        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
-        "an operand (n of x[n]), an integer that is 'static', or an array"
-      )
-
-
-def _is_integer(kind: CType) -> bool:
-  return kind.dtype is not None and kind.dtype.kind in "iu"

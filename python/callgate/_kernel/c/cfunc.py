@@ -13,10 +13,9 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.c import arguments, functions
 from callgate._kernel.c.arguments import Array
-from callgate._kernel.c.functions import CFunction
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.c.kernel import CKernel
-from callgate._kernel.c.options import COptions, Errors
+from callgate._kernel.c.options import COptions
 from callgate._kernel.kernel import Kernel
 
 
@@ -76,7 +75,12 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   if name is None:
     name = registry.free_name(f"{caller_module()}.{short}")
   label = f"kernel '{name}'"
-  is_loop = _is_loop(found, args) if options.loop is None else options.loop
+  # By default one that takes numbers by value and returns one.
+  types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
+  by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
+  is_loop = options.loop
+  if is_loop is None:
+    is_loop = args is None and len(types) > 1 and by_value
   if args is None:
     if not is_loop:
       raise GateDefinitionError(
@@ -85,9 +89,8 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
       )
     args = arguments.default_text(found.declaration)
   given = check.named(label, "pointers", options.pointers)
-  addresses = [functions.address_of(label, key, value) for key, value in given.items()]
   binding = arguments.read(label, args, found.declaration, loop=is_loop, pointers=given)
-  if is_loop and not binding.results:
+  if is_loop and not binding.having(arguments.RESULTS):
     raise GateDefinitionError(f"{label}: args: expected a result, 'out x' or '-> out x', got none")
   glue = Glue(
     declaration=found.declaration,
@@ -98,43 +101,26 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     pointers=tuple(given),
     parallel=options.thread_safe and is_loop,
   )
-  return CKernel(name, found, glue, options, addresses=addresses, keep=tuple(given.values()))
-
-
-def _is_loop(function: CFunction, args: str | None) -> bool:
-  """Whether it takes numbers by value and returns one."""
-  declaration = function.declaration
-  if args is not None or not declaration.parameters or declaration.result.dtype is None:
-    return False
-  return not declaration.result.pointer and not any(p.type.pointer for p in declaration.parameters)
+  return CKernel(name, found, glue, options, given)
 
 
 def _columns_first(label: str, order: Any, arrays: Mapping[str, Array]) -> frozenset[str]:
-  if isinstance(order, Mapping):
-    orders = check.named(label, "order", order)
-  else:
-    orders = dict.fromkeys(arrays, order)
+  by_name = isinstance(order, Mapping)
+  orders = check.named(label, "order", order) if by_name else dict.fromkeys(arrays, order)
   for key, value in orders.items():
     if not isinstance(value, str) or value not in ("C", "F") or key not in arrays:
-      raise GateDefinitionError(
-        f"{label}: order: expected 'C' or 'F', or these by names of {', '.join(arrays)}; got "
-        f"{order!r}"
-      )
+      expected = f"'C' or 'F', or these by names of {', '.join(arrays)}"
+      raise GateDefinitionError(f"{label}: order: expected {expected}; got {order!r}")
   return frozenset(key for key, value in orders.items() if value == "F")
 
 
-def _messages(label: str, errors: Errors | None) -> tuple[tuple[int | str, str], ...]:
+def _messages(label: str, errors: Any) -> tuple[tuple[int | str, str], ...]:
   """By number first, then by sign, then for all."""
-  if errors is None:
-    return ()
-  if not isinstance(errors, (str, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+  table: Any = {"else": errors} if isinstance(errors, str) else {} if errors is None else errors
+  keys = ("else",) if isinstance(errors, str) else (">0", "<0")
+  if not isinstance(table, Mapping) or not all(
+    (isinstance(key, (int, np.integer)) or key in keys) and isinstance(text, str)
+    for key, text in table.items()
+  ):
     check.refuse(label, "errors", "a text, or texts by numbers, '>0' and '<0'", errors)
-  table: dict[Any, Any] = {"else": errors} if isinstance(errors, str) else dict(errors)
-  for key, text in table.items():
-    is_number = isinstance(key, (int, np.integer))
-    known = is_number or key in (">0", "<0") or isinstance(errors, str)
-    if not known or not isinstance(text, str):
-      raise GateDefinitionError(
-        f"{label}: errors: expected a text, or texts by numbers, '>0' and '<0'; got {errors!r}"
-      )
   return tuple(sorted(table.items(), key=lambda item: isinstance(item[0], str)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate._kernel.c.arguments import RESULTS, Argument, Array, Binding, Role
+from callgate._kernel.c.arguments import OPERANDS, RESULTS, Argument, Array, Binding, Role
 from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.types import CType, Declaration
 from callgate._kernel.parameters import Kind
@@ -33,14 +33,15 @@ class Glue:
   pointers: tuple[str, ...]  # names of the addresses after the function's
   parallel: bool  # whether a loop may run on several threads
 
-  def source(self, dtypes: Mapping[str, np.dtype[Any]]) -> str:
-    """The C++ for arrays of these dtypes."""
-    return _Writer(self, dtypes).write()
-
 
 def element(dtype: np.dtype[Any]) -> str:
   """The C++ type of an array's elements: complex numbers are pairs, see glue.h."""
   return cpp_type(dtype).replace("std::complex<", "pair<")
+
+
+def source(glue: Glue, dtypes: Mapping[str, np.dtype[Any]]) -> str:
+  """The C++ for arrays of these dtypes."""
+  return _Writer(glue, dtypes).write()
 
 
 class _Writer:
@@ -54,15 +55,20 @@ class _Writer:
   def __init__(self, glue: Glue, dtypes: Mapping[str, np.dtype[Any]]) -> None:
     self.glue, self.binding, self.dtypes = glue, glue.binding, dtypes
     self.before, self.after, self.pointers = list[str](), list[str](), set[str]()
+    self._prefix = f"{glue.declaration.name}: " if glue.declaration.name else ""
+    self.index = "i" if glue.loop else "-1"  # of the element that messages name
+    self.at = "[i]" if glue.loop else "[0]"  # the element of a result that the call writes
 
   def write(self) -> str:
     helpers = (Path(__file__).parent / "glue.h").read_text().replace("#pragma once\n", "")
-    head = [self._parameter(name) for name in self.binding.names]
-    names = [*self.binding.names, "context"]
-    call = self._call()
+    head = [*map(self._parameter, self.binding.names), "cg::Context& context"]
+    names = ", ".join([*self.binding.names, "context"])
+    declaration, call = self.glue.declaration, self._call()
+    types = ", ".join(p.type.cpp for p in declaration.all_parameters)
+    kind = f"{declaration.result.cpp} (*)({types})"
     body = [
       "void* const* user_data = static_cast<void* const*>(context.user_data());",
-      f"const auto function = reinterpret_cast<{self._function_type()}>(user_data[0]);",
+      f"const auto function = reinterpret_cast<{kind}>(user_data[0]);",
       *(f"const int64_t n_{s} = extent(v_{a}, {i});" for s, (a, i) in self.binding.symbols.items()),
       *(self._loop(call) if self.glue.loop else call),
     ]
@@ -70,9 +76,8 @@ class _Writer:
     return (
       f"{helpers}\n"
       f"namespace {{\n{self._checks()}"
-      f"void glue({', '.join([*head, 'cg::Context& context'])}) {{\n{lines}\n}}\n"
-      "callgate_kernel callgate_made = ::callgate::detail::describe<&glue>"
-      f'("glue, {", ".join(names)}");\n'
+      f"void glue({', '.join(head)}) {{\n{lines}\n}}\n"
+      f'callgate_kernel callgate_made = ::callgate::detail::describe<&glue>("glue, {names}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made);\n}\n"
     )
 
@@ -89,16 +94,11 @@ class _Writer:
       return f"{of} v_{name}"
     return f"cg::{kind.cpp}<{of}, {rank(array, self.glue.loop)}> v_{name}"
 
-  def _function_type(self) -> str:
-    declaration = self.glue.declaration
-    types = [p.type.cpp for p in declaration.all_parameters]
-    return f"{declaration.result.cpp} (*)({', '.join(types)})"
-
   def _expression(self, expression: Expression) -> str:
-    def number(name: str) -> str:
-      return f"int64_t(s_{name}.value())" if name in self.binding.statics else f"n_{name}"
-
-    return expression.cpp(number, lambda name: f"v_{name}")
+    return expression.cpp(
+      lambda name: f"int64_t(s_{name}.value())" if name in self.binding.statics else f"n_{name}",
+      "v_{}".format,
+    )
 
   def _value(self, argument: Argument, kind: CType) -> str:
     """An argument that is a number, as C's type."""
@@ -107,41 +107,28 @@ class _Writer:
     if argument.value is not None:
       return f"static_cast<{kind.element}>({self._expression(argument.value)})"
     literal = argument.literal
-    if isinstance(literal, str):
-      return f"static_cast<{kind.element}>({literal.encode()[0]})"
     if isinstance(literal, complex):
       return f"load<{kind.element}>(pair<double>{{{literal.real!r}, {literal.imag!r}}})"
     if type(literal) is int and literal >= 2**63:
       return f"{kind.element}({literal}u)"
-    text = str(literal).lower() if isinstance(literal, bool) else repr(literal)
-    return f"static_cast<{kind.element}>({text})"
+    if isinstance(literal, (bool, str)):
+      literal = literal.encode()[0] if isinstance(literal, str) else int(literal)
+    return f"static_cast<{kind.element}>({literal!r})"
 
   # -- the call ----------------------------------------------------------------------------------
   def _call(self) -> list[str]:
     """The call of the function, for one element in a loop."""
-    passed: list[str] = []
     given = iter(self.binding.arguments)
-    for parameter in self.glue.declaration.all_parameters:
-      passed.append(
-        parameter.fixed or self._passed(next(given), parameter.type, f"c_{len(passed)}")
-      )
+    passed = [
+      parameter.fixed or self._passed(next(given), parameter.type, f"c_{i}")
+      for i, parameter in enumerate(self.glue.declaration.all_parameters)
+    ]
     call, returned = f"function({', '.join(passed)})", self.binding.returned
-    if returned is None or returned.role is Role.IGNORED:
-      call = f"{call};"
-    elif returned.role is Role.OUT:
-      call = f"store({self._element(returned.name)}, {call});"
-    else:
-      call = f"check_{returned.role.name.lower()}({call}, {self._index});"
-    return [*self.before, call, *self.after]
-
-  @property
-  def _index(self) -> str:
-    """Of the element that messages name."""
-    return "i" if self.glue.loop else "-1"
-
-  def _element(self, name: str) -> str:
-    """The one element of a result that the call writes."""
-    return f"v_{name}.data()[i]" if self.glue.loop else f"*v_{name}.data()"
+    if returned is not None and returned.role is Role.OUT:
+      call = f"store(v_{returned.name}.data(){self.at}, {call})"
+    elif returned is not None and returned.role is not Role.IGNORED:
+      call = f"check_{returned.role.name.lower()}({call}, {self.index})"
+    return [*self.before, f"{call};", *self.after]
 
   def _passed(self, argument: Argument, kind: CType, name: str) -> str:
     """What is passed for an argument, as C++; `name` is free for a variable."""
@@ -151,7 +138,7 @@ class _Writer:
       return self._array(argument, kind)
     if argument.role is Role.OUT:
       self.before.append(f"{kind.element} {name} = {{}};")
-      self.after.append(f"store({self._element(argument.name)}, {name});")
+      self.after.append(f"store(v_{argument.name}.data(){self.at}, {name});")
       return f"&{name}"
     value = f"load<{kind.element}>(v_{argument.name}.data()[i_{argument.name}])"
     return self._by_address(kind, name, value) if kind.pointer else value
@@ -162,21 +149,21 @@ class _Writer:
 
   def _array(self, argument: Argument, kind: CType) -> str:
     array = self.binding.arrays[argument.name]
-    view = f"v_{array.name}"
+    view, pointer = f"v_{array.name}", f"p_{array.name}"
     if not kind.pointer:
       return f"load<{kind.element}>({view})"
     if array.name not in self.pointers:
       self.pointers.add(array.name)
-      self.before.append(f"auto* p_{array.name} = {self._memory(array, view)};")
-    return f"pointer<{kind.element}>(p_{array.name})"
-
-  def _memory(self, array: Array, view: str) -> str:
-    ordered = array.name in self.glue.columns_first and rank(array, loop=False) not in (0, 1)
-    if not ordered:
-      return f"copied(context, {view}, false)" if array.role is Role.COPY else f"{view}.data()"
-    if array.role in RESULTS:
-      self.after.append(f"put_back(context, p_{array.name}, {view});")
-    return f"like(context, {view})" if array.role is Role.OUT else f"copied(context, {view}, true)"
+      ordered = array.name in self.glue.columns_first and rank(array, loop=False) not in (0, 1)
+      memory = f"copied(context, {view}, {str(ordered).lower()})"
+      if ordered and array.role in RESULTS:
+        self.after.append(f"put_back(context, {pointer}, {view});")
+      if ordered and array.role is Role.OUT:
+        memory = f"like(context, {view})"
+      elif not ordered and array.role is not Role.COPY:
+        memory = f"{view}.data()"
+      self.before.append(f"auto* {pointer} = {memory};")
+    return f"pointer<{kind.element}>({pointer})"
 
   def _other(self, argument: Argument, kind: CType, name: str) -> str:
     """An argument that is no array."""
@@ -191,7 +178,7 @@ class _Writer:
       of = kind.element if kind.dtype is not None else "char"
       return f"context.scratch<{of}>({self._expression(argument.value)})"
     if role in (Role.INFO, Role.STATUS):
-      self.after.insert(0, f"check_{role.name.lower()}({name}, {self._index});")
+      self.after.insert(0, f"check_{role.name.lower()}({name}, {self.index});")
       return self._by_address(kind, name, "0")
     if isinstance(argument.literal, str) and kind.pointer:
       content = ", ".join(str(byte) for byte in (*argument.literal.encode(), 0))
@@ -202,13 +189,11 @@ class _Writer:
 
   def _loop(self, call: list[str]) -> list[str]:
     """A loop of calls over the elements of the results."""
-    operands = [array.name for array in self.binding.operands]
-    first = self.binding.results[0].name
-    run = (
-      f"context.parallel_ranges(0, v_{first}.size(), 1024, range);"
-      if self.glue.parallel
-      else f"range(0, v_{first}.size());"
-    )
+    operands = [array.name for array in self.binding.having(OPERANDS)]
+    first = self.binding.having(RESULTS)[0].name
+    run = f"range(0, v_{first}.size());"
+    if self.glue.parallel:
+      run = f"context.parallel_ranges(0, v_{first}.size(), 1024, range);"
     return [
       f"const int64_t* dims = v_{first}.extents();",
       f"const int rank = v_{first}.rank();",
@@ -229,40 +214,37 @@ class _Writer:
 
   # -- failures ----------------------------------------------------------------------------------
   def _checks(self) -> str:
+    """For `info` and `status` the function that throws for another number than 0."""
     arguments = (*self.binding.arguments, self.binding.returned)
-    roles = {a.role for a in arguments if a is not None}
-    return "".join(self._check(role) for role in (Role.INFO, Role.STATUS) if role in roles)
-
-  def _check(self, role: Role) -> str:
-    """The function that throws for another number than 0."""
-    word = role.name.lower()
-    lines = [self._throw(key, text) for key, text in self.glue.errors]
-    if role is Role.INFO:
-      invalid = f"{self._prefix()}info = %lld: argument %lld of C, '%s', is not valid%s"
-      items = ", ".join(_quoted(a.text) for a in self.binding.arguments)
-      lines += [
-        f"static const char* const kArguments[] = {{{items}}};",
-        f"if (number < 0 && number >= -{len(self.binding.arguments)})",
-        f"  throw cg::Error({_quoted(invalid)}, number, -number, kArguments[-number - 1], where);",
-      ]
-    lines.append(self._throw("else", "info = {info}" if role is Role.INFO else "status {info}"))
-    body = "".join(f"  {line}\n" for line in lines)
-    return (
-      f"[[noreturn]] void fail_{word}(long long number, const char* where) {{\n{body}}}\n"
-      f"void check_{word}(long long number, int64_t index) {{\n"
-      "  if (number == 0) [[likely]] return;\n"
-      '  char where[40] = "";\n'
-      "  if (index >= 0)\n"
-      '    std::snprintf(where, sizeof where, " at element %lld", (long long)index);\n'
-      f"  fail_{word}(number, where);\n}}\n"
-    )
-
-  def _prefix(self) -> str:
-    return f"{name}: " if (name := self.glue.declaration.name) else ""
+    used = {a.role for a in arguments if a is not None}
+    checks = ""
+    for role in (r for r in (Role.INFO, Role.STATUS) if r in used):
+      word = role.name.lower()
+      lines = [self._throw(key, text) for key, text in self.glue.errors]
+      if role is Role.INFO:
+        items = ", ".join(_quoted(a.text) for a in self.binding.arguments)
+        form = _quoted(f"{self._prefix}info = %lld: argument %lld of C, '%s', is not valid%s")
+        lines += [
+          f"static const char* const kArguments[] = {{{items}}};",
+          f"if (number < 0 && number >= -{len(self.binding.arguments)})",
+          f"  throw cg::Error({form}, number, -number, kArguments[-number - 1], where);",
+        ]
+      lines.append(self._throw("else", "info = {info}" if role is Role.INFO else "status {info}"))
+      body = "".join(f"  {line}\n" for line in lines)
+      checks += (
+        f"[[noreturn]] void fail_{word}(long long number, const char* where) {{\n{body}}}\n"
+        f"void check_{word}(long long number, int64_t index) {{\n"
+        "  if (number == 0) [[likely]] return;\n"
+        '  char where[40] = "";\n'
+        "  if (index >= 0)\n"
+        '    std::snprintf(where, sizeof where, " at element %lld", (long long)index);\n'
+        f"  fail_{word}(number, where);\n}}\n"
+      )
+    return checks
 
   def _throw(self, key: int | str, text: str) -> str:
     """Throws for the numbers that a key of `errors=` stands for."""
-    parts = f"{self._prefix()}{text}".split("{info}")
+    parts = f"{self._prefix}{text}".split("{info}")
     form = "%lld".join(part.replace("%", "%%") for part in parts) + "%s"
     values = ["number"] * (len(parts) - 1)
     thrown = f"throw cg::Error({', '.join([_quoted(form), *values, 'where'])});"

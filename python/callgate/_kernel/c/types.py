@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import re
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -22,28 +21,20 @@ _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
 _INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
 _WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
+_64 = ("ssize_t", "ptrdiff_t", "intptr_t", "Py_ssize_t", "Py_hash_t", "npy_intp")
 # By their words in alphabetical order.
 _NAMED = {
   "bool": "bool",
   "_Bool": "bool",
+  "_Float16": "float16",
   "float": "float32",
   "double": "float64",
-  "complex float": "complex64",
-  "_Complex float": "complex64",
-  "complex double": "complex128",
-  "_Complex double": "complex128",
-  **{f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
   "size_t": "uint64",
-  "ssize_t": "int64",
-  "ptrdiff_t": "int64",
-  "intptr_t": "int64",
   "uintptr_t": "uint64",
-  "Py_ssize_t": "int64",
-  "Py_hash_t": "int64",
-  "_Float16": "float16",
-  "npy_intp": "int64",
-  "__pyx_t_float_complex": "complex64",
-  "__pyx_t_double_complex": "complex128",
+  **dict.fromkeys(("complex float", "_Complex float", "__pyx_t_float_complex"), "complex64"),
+  **dict.fromkeys(("complex double", "_Complex double", "__pyx_t_double_complex"), "complex128"),
+  **{f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+  **dict.fromkeys(_64, "int64"),
 }
 # Cython writes its typedefs with the module they are from: `d` of scipy.linalg.cython_lapack is
 # __pyx_t_5scipy_6linalg_13cython_lapack_d.
@@ -76,6 +67,10 @@ class CType:
   @property
   def is_void(self) -> bool:
     return self.dtype is None and not self.pointer
+
+  @property
+  def is_integer(self) -> bool:
+    return self.dtype is not None and self.dtype.kind in "iu"
 
   @property
   def element(self) -> str:
@@ -111,16 +106,12 @@ class Declaration:
     return tuple(p for p in self.all_parameters if not p.fixed)
 
   def __str__(self) -> str:
-    text = ", ".join(_written(p) for p in self.parameters)
-    result = self.result.text
-    return f"{result}{'' if result.endswith('*') else ' '}{self.name}({text or 'void'})"
+    def named(text: str, name: str) -> str:
+      return f"{text}{'' if text.endswith('*') else ' '}{name}"
 
-
-def _written(parameter: CParameter) -> str:
-  text, name = parameter.type.text, parameter.name
-  if not name or "(" in text:
-    return text
-  return f"{text}{name}" if text.endswith("*") else f"{text} {name}"
+    types = [(p.type.text, p.name) for p in self.parameters]
+    given = [named(*each) if each[1] and "(" not in each[0] else each[0] for each in types]
+    return f"{named(self.result.text, self.name)}({', '.join(given) or 'void'})"
 
 
 def c_name(dtype: np.dtype[Any]) -> str:
@@ -129,11 +120,7 @@ def c_name(dtype: np.dtype[Any]) -> str:
 
 
 def parse(text: str) -> Declaration:
-  """Reads a declaration.
-
-  Raises:
-    GateDefinitionError: it isn't one, or one of a function with a variable number of arguments.
-  """
+  """Reads a declaration of a function with a fixed number of arguments."""
   text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL).strip().rstrip(";").strip()
   opening = text.find("(")
   if opening < 0 or not text.endswith(")"):
@@ -174,14 +161,11 @@ def _parameter(text: str) -> CParameter:
   words = re.findall(r"\w+|\*", text[: array.start()] if array else text)
   stars = words.count("*") + (array is not None)
   name, kind = "", list[str]()
-  tagged = False
+  tags = ("struct", "enum", "union")
   for word in words:
     if word == "*" or word in _NOT_OF_TYPES:
       continue
-    if word in ("struct", "enum", "union"):
-      tagged = True
-      kind.append(word)
-    elif word in _WORDS or not kind or (tagged and len(kind) == 1):
+    if word in _WORDS or word in tags or not kind or kind[-1] in tags:
       kind.append(word)
     else:
       name = word
@@ -196,12 +180,13 @@ def _parameter(text: str) -> CParameter:
 
 
 def _type(kind: str, stars: int, text: str, const: bool) -> CType:
-  text = _readable(kind, text)
+  dtype = _dtype(kind)
+  if dtype is not None and "__pyx" in kind:  # as C writes it
+    text = text.replace(kind, c_name(dtype).replace("_C", "c"))
   if stars > 1:
     return CType(text, pointer=True, opaque=True)
   if kind == "void":
     return CType(text, pointer=stars == 1, const=const)
-  dtype = _dtype(kind)
   if dtype is None and stars == 0:
     raise GateDefinitionError(
       f"{text!r}: no array has elements of that type, so it can't be passed or returned by value; "
@@ -209,12 +194,6 @@ def _type(kind: str, stars: int, text: str, const: bool) -> CType:
       "pointer"
     )
   return CType(text, dtype, stars == 1, const, opaque=dtype is None)
-
-
-def _readable(kind: str, text: str) -> str:
-  """The type as C writes it, for Cython's names."""
-  dtype = _dtype(kind) if "__pyx" in kind else None
-  return text if dtype is None else text.replace(kind, c_name(dtype).replace("_C", "c"))
 
 
 def _dtype(kind: str) -> np.dtype[Any] | None:
@@ -225,7 +204,12 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
   if words[0] in ("struct", "union"):
     return None
   if set(words) <= _INTEGERS:
-    return _integer(Counter(words))
+    size = ctypes.c_int
+    if "char" in words or "short" in words:
+      size = ctypes.c_byte if "char" in words else ctypes.c_short
+    elif "long" in words:
+      size = ctypes.c_long if words.count("long") == 1 else ctypes.c_longlong
+    return np.dtype(f"{'u' if 'unsigned' in words else ''}int{8 * ctypes.sizeof(size)}")
   if known := _NAMED.get(" ".join(sorted(words))):
     return np.dtype(known)
   if match := _LAPACK.fullmatch(kind):
@@ -233,11 +217,3 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
   if (match := _NUMPY.fullmatch(kind)) and match.group(1) in np.sctypeDict:
     return np.dtype(np.sctypeDict[match.group(1)])
   return None
-
-
-def _integer(words: Counter[str]) -> np.dtype[Any]:
-  kinds = {"char": ctypes.c_byte, "short": ctypes.c_short}
-  kind: Any = next((kinds[w] for w in kinds if words[w]), ctypes.c_int)
-  if words["long"]:
-    kind = ctypes.c_long if words["long"] == 1 else ctypes.c_longlong
-  return np.dtype(f"{'u' if words['unsigned'] else ''}int{8 * ctypes.sizeof(kind)}")

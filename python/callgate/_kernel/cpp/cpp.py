@@ -51,8 +51,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   known = _source.find("cpp" if name is None else f"kernel '{name}'", source, function)
   label = f"kernel '{name or known.name}'"
   build_options = options.building(label)
-  launches = (options.grid, options.block, cuda_kernel)
-  if cuda_source is None and any(x is not None for x in launches):
+  if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
     raise GateDefinitionError(
       f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
     )
