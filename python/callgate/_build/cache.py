@@ -1,15 +1,13 @@
 """The cache on disk of compiled kernels.
 
-In the cache's folder `kernels`, a *key* stands for all that is known before the compiler runs:
-source, flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key,
-each with its checksum and with the checksums of the files that the compiler read beside the source,
-the user's headers; so a header that changes makes another library, and one that changes back finds
-the first.
+In the folder `kernels`, a *key* stands for all that is known before the compiler runs: source,
+flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key, with their
+checksums and those of the user's headers that the compiler read: a header that changes makes
+another library, and one that changes back finds the first.
 
-Any number of processes may read and build at once. Readers take no lock: manifests and libraries
-come into being by renaming, and what is missing, damaged or out of date counts as not there. One
-process at a time builds a key, under a file lock that dies with it; what a killed one left behind
-is removed by the next. Who may have written what is there, `_build/files.py` looks at.
+Any number of processes may read and build at once. Readers take no lock: files come into being by
+renaming, and what is missing, damaged or out of date counts as not there. One process at a time
+builds a key, under a file lock that dies with it; what a killed one left is removed by the next.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Where compiled code is kept on disk, and who may have written it: what is there is run.
 
-Every cache of callgate's is a folder below `cache_dir()` and comes here for its files. Such a
-folder belongs to this user, or to root, and nobody else can write to it; so do the files in it,
-which are opened without following a link. What isn't so is not used: a folder is refused with a
-warning that says what to do, and the process keeps its kernels in a private one; a file is made
-again. What is made here is for its owner alone, whatever the umask.
-
-All functions may be called from any thread. What they raise is an OSError.
+Every cache of callgate's is a folder below `cache_dir()`. Such a folder belongs to this user, or to
+root, and nobody else can write to it; so do its files, which are opened without following a link.
+A folder that isn't so is refused with a warning that says what to do, and the process keeps its
+kernels in a private one; a file is made again. What is made here is for its owner alone, whatever
+the umask. All functions may be called from any thread; what they raise is an OSError.
 """
 
 from __future__ import annotations

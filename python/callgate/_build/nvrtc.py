@@ -6,7 +6,6 @@ and a kernel that is there costs no compilation. Needs no device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import glob
 import importlib.util
@@ -14,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from callgate import _callgate
 from callgate._build import cache, toolchain
@@ -33,8 +33,7 @@ _HEADERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
+class Compiler(NamedTuple):
   """NVRTC, loaded."""
 
   nvrtc: _callgate.Nvrtc  # the runtime's handle
@@ -43,11 +42,7 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's.
-
-  Raises:
-    CompileError: there is none.
-  """
+  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's."""
   toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
   usual = next((path for path in _TOOLKITS if os.path.isdir(path)), "")
   return _compiler(os.environ.get("CALLGATE_NVRTC", ""), toolkit or usual)
@@ -108,16 +103,14 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
 
 
 # -- compiling -----------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Image:
+class Image(NamedTuple):
   """Machine code, or PTX for the driver to compile."""
 
   code: bytes  # a cubin, or PTX as text that ends in a zero byte
   capability: int  # the compute capability that a cubin is for, as 90; 0 for PTX
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Built:
+class Built(NamedTuple):
   """What became of a kernel; `entry` is the function's name in the image."""
 
   image: Image
@@ -139,9 +132,6 @@ def build(
   Machine code is for `capability`, as 90, or PTX where the compiler doesn't know that; 0 is for PTX
   that every device runs. `expression` is the function as C++ names it: "scale<float, 4>"; messages
   say `label` for the kernel and `name` for its source.
-
-  Raises:
-    CompileError: the compiler refuses it, or there is none.
   """
   used = compiler()
   folders = [os.path.abspath(d) for d in include_dirs]

@@ -63,8 +63,7 @@ def compiler() -> list[str]:
     commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
   except ValueError as error:
     raise CompileError(
-      f"environment variable CXX: expected a compiler's command as a shell has it, got {given!r}: "
-      f"{error}"
+      f"environment variable CXX: expected a command as a shell has it, got {given!r}: {error}"
     ) from None
   for command in commands:
     if found := shutil.which(command[0]):
@@ -80,15 +79,11 @@ def compiler() -> list[str]:
 @functools.cache
 def cpu() -> str:
   """What `-march=native` stands for on this machine."""
-  fields: dict[str, str] = {}
-  with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-    for line in file:
-      key, _, value = (part.strip() for part in line.partition(":"))
-      if not key:
-        break  # the first processor's are enough
-      if key in ("model name", "flags", "Features", "CPU part"):
-        fields[key] = value
-  return f"{platform.machine()} {sorted(fields.items()) or platform.processor()}"
+  fields: list[tuple[str, str]] = []
+  with contextlib.suppress(OSError):
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor's do
+    fields = re.findall(r"^(model name|flags|Features|CPU part)\s*: (.*\S)", first, re.MULTILINE)
+  return f"{platform.machine()} {sorted(fields) or platform.processor()}"
 
 
 def build(
@@ -103,11 +98,7 @@ def build(
   """The shared library of a C++ source, from the cache where it is there.
 
   Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
-  the library's run path, too. Messages say `what` for the kernel, and the lines of the source's own
-  `#line` directives.
-
-  Raises:
-    CompileError: the compiler refuses it.
+  the library's run path, too. Messages say `what` for the kernel, and the source's `#line`s.
   """
   folders = [os.path.abspath(d) for d in library_dirs]
   command = compiler()

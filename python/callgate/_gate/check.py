@@ -44,8 +44,8 @@ class Check(Gate):
     super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
     self.guard = _callgate.Check(unique, self.callee)
 
-  def _emission(self, call: Call) -> Emission:
-    return dataclasses.replace(super()._emission(call), callee=self.guard)
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
@@ -78,8 +78,8 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   Raises:
     GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the message has
       a field that is not among the values, or a format that arrays of their types don't have.
-    CheckError: from `callgate.errors()`, `callgate.barrier()` or `callgate.last_error()`, when the
-      program has stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
+    CheckError: from `callgate.errors()`, `barrier()` or `last_error()`, when the program has
+      stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
   """
   raise_deferred()
   options.text("check", "message", message)
@@ -94,8 +94,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   for field in fields:
     if field.split(".")[0].split("[")[0] not in values:
       raise GateDefinitionError(
-        f"check: message: the field {{{field}}} is not among the values; expected one of "
-        f"{sorted(values)}"
+        f"check: message: the field {{{field}}} is not among the values, {sorted(values)}"
       )
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
@@ -103,9 +102,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
       f"check: predicate: expected a bool of shape (), got {ok.dtype.name}{list(ok.shape)}"
     )
   with _lock:
-    gate = _checks.get(message)
-    if gate is None:
-      gate = _checks[message] = Check(message)
+    gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():
     for leaf in jax.tree.leaves(value):
       try:

@@ -16,7 +16,7 @@ from callgate._core.failures import raise_kept
 from callgate._kernel import program
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Parameter, check_types, refuse_packed
+from callgate._kernel.parameters import Signature, check_types, refuse_packed
 from callgate._kernel.variants import CallTypes, Function, Static, Type, Variant
 from callgate._runtime import targets
 
@@ -24,9 +24,7 @@ from callgate._runtime import targets
 class CpuKernel(Kernel):
   """A kernel that is compiled, or found, for the types of a call; see `Kernel`."""
 
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: KernelOptions
-  ) -> None:
+  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
     super().__init__(name, signature, options)
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
@@ -93,23 +91,15 @@ class CpuKernel(Kernel):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     refuse_packed(self.label, structs, results)
     variant = self.variant(self.types_of(structs, results, site.static))
-    self._check_types(variant.parameters, site, structs, results)
+    check_types(self, variant.parameters, site, structs, results)
+    self._check_shapes(site, structs, results)
     values = dict(site.static)
     for parameter in variant.parameters:
       if parameter.is_static and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
-  def _check_types(
-    self,
-    parameters: Sequence[Parameter],
-    site: CallSite,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    *,
-    whole: bool = False,
-  ) -> None:
-    """Raises unless the arrays are what these parameters take; see `parameters.check_types`."""
-    check_types(self, parameters, site, operands, results, whole=whole)
+  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Raises unless arrays whose types fit have shapes that do."""
 
   # -- programs ----------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
@@ -119,10 +109,10 @@ class CpuKernel(Kernel):
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     site = call.site
-    core, results = program.lane(call, call.levels)
+    core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.variant(self.types_of(core, results, site.static))
-    whole = [len(r.shape) for r in results] != [len(shape) for shape, _ in site.results]
-    self._check_types(variant.parameters, site, core, results, whole=whole)
+    check_types(self, variant.parameters, site, core, results)
+    self._check_shapes(site, core, results)
     attributes: dict[str, Any] = {
       "signature": variant.callee.signature,
       "groups": np.array(variant.groups(len(core), len(results)), np.int64),

@@ -16,7 +16,7 @@ import platform
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from callgate import _callgate
 from callgate._build import files, toolchain
@@ -43,8 +43,7 @@ def no_new_calls(name: str) -> Callable[..., Any]:
   def out(*args: Any, **kwargs: Any) -> Any:
     del args, kwargs
     raise GateDefinitionError(
-      f"kernel '{name}' was loaded from a file, for programs that were traced elsewhere; expected "
-      "it to be defined here for new calls"
+      f"kernel '{name}' was loaded from a file; expected it to be defined here for new calls"
     )
 
   return out
@@ -115,17 +114,14 @@ def save_kernels(
 
   A process that loads the file with `load_kernels` can call the program, without the code that
   defined the kernels. It holds their sources and what has been compiled of them: where the CPU is
-  the same no compiler is needed. Derivative rules, `out` and the like stay behind: a program holds
-  what it needs of them.
+  the same no compiler is needed. Derivative rules, `out` and the like stay behind.
 
   Args:
     path: of the file, which is replaced in one step.
-    kernels: a kernel or several; None for all that are alive and can travel: those that
-      `callgate.cpp` and `callgate.numba` made.
+    kernels: a kernel or several; None for all that are alive and can travel.
 
   Raises:
-    GateDefinitionError: a kernel that was given can't travel: a library of yours, or C code at an
-      address.
+    GateDefinitionError: a kernel can't travel: a library of yours, or C code at an address.
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
@@ -134,54 +130,45 @@ def save_kernels(
     live = [kernel for _, kernel in sorted(registry.operations())]
     given = [k for k in live if isinstance(k, Kernel) and k.saved_form() is not None]
   try:
+    if isinstance(kernels, str):
+      raise TypeError
     chosen: dict[Any, None] = dict.fromkeys(given)
   except TypeError:  # no iterable, or one of something else
     options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-  if isinstance(kernels, str):
-    options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
   forms: list[dict[str, Any]] = []
-  members: dict[str, bytes] = {}
   for kernel in chosen:
     form = kernel.saved_form() if isinstance(kernel, Kernel) else None
     if form is None:
       raise GateDefinitionError(
-        f"callgate.save_kernels: kernels: expected kernels that callgate.cpp or "
-        f"callgate.numba made, got {kernel!r}, whose code is not callgate's to copy; make it "
-        "anew, under the same name, where the program is loaded"
+        "callgate.save_kernels: kernels: expected kernels that callgate.cpp or callgate.numba made"
+        f", got {kernel!r}, whose code is not callgate's to copy; make it anew, under the same name"
       )
-    forms.append(_without_bytes(form, members))
-  manifest = {"format": _FORMAT, "version": _VERSION, "kernels": forms}
-  contents: dict[str, str | bytes] = {_MANIFEST: json.dumps(manifest, indent=1)}
-  contents |= {f"bytes/{digest}": content for digest, content in members.items()}
+    forms.append(form)
+  text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": forms})
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
-    for name, content in contents.items():
+    for name, content in [(_MANIFEST, text), *members.items()]:
       # A ZipInfo has a fixed date: the same kernels make the same file.
       archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
-def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
-  """The value as JSON has it; bytes go to the archive's members."""
-  if isinstance(value, bytes):
-    digest = hashlib.sha256(value).hexdigest()
-    members[digest] = value
+def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
+  """The value as JSON, and its bytes, which go to the archive's members."""
+  members: dict[str, bytes] = {}
+
+  def member(content: bytes) -> dict[str, str]:
+    digest = hashlib.sha256(content).hexdigest()
+    members[f"bytes/{digest}"] = content
     return {"$bytes": digest}
-  if isinstance(value, dict):
-    entries = cast("dict[str, Any]", value)
-    return {key: _without_bytes(entry, members) for key, entry in entries.items()}
-  if isinstance(value, (list, tuple)):
-    return [_without_bytes(entry, members) for entry in cast("list[Any]", value)]
-  return value
+
+  return json.dumps(value, default=member, indent=1, sort_keys=True), members
 
 
 # --- Loading ----------------------------------------------------------------------------------
 class LoadedKernels:
-  """The kernels that `load_kernels` has loaded; a context manager.
+  """The kernels, of `names`, that `load_kernels` has loaded; a context manager.
 
   They stay until `close()`, whether or not this object is kept; programs that were loaded before
   keep what they call beyond that.
-
-  Attributes:
-    names: of the kernels.
   """
 
   def __init__(self, kernels: list[Kernel]) -> None:
@@ -229,8 +216,7 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
 
   Raises:
     KernelFileError: the file is damaged, of another version, or no file of kernels.
-    ValueError: a name is taken by another live gate or kernel. (The same kernel, defined or loaded
-      before, is used as it is.)
+    ValueError: a name is taken by another gate or kernel. (The same kernel is used as it is.)
     CompileError: the source had to be compiled, and there is no compiler or it refuses it.
     FileNotFoundError: there is no such file.
   """
@@ -246,12 +232,10 @@ def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
     return None
   own = live.saved_form() if isinstance(live, Kernel) else None
   # What tells kernels apart, the same before and after it was in a file.
-  own, other = ({**_without_bytes(each, {}), "compiled": None} for each in (own or {}, form))
-  if own != other:
+  if own is None or _packed({**own, "compiled": 0}) != _packed({**form, "compiled": 0}):
     raise ValueError(
       f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
-      f"{getattr(live, 'kind', 'gate')} of this process has; expected the file's names to be free, "
-      "or to be those of the same kernels"
+      f"{getattr(live, 'kind', 'gate')} has; expected it to be free, or the same kernel's"
     )
   return live
 
@@ -282,7 +266,8 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
   content = path.read_bytes()
   try:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-      manifest = json.loads(archive.read(_MANIFEST))
+      text = archive.read(_MANIFEST)
+      manifest = json.loads(text)
       if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']!r}")
       if manifest["version"] != _VERSION:
@@ -290,7 +275,16 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
           f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
           f"{manifest['version']}; save the kernels again with this version of callgate"
         )
-      forms = [_with_bytes(form, archive) for form in manifest["kernels"]]
+
+      def unpacked(entries: dict[str, Any]) -> Any:
+        if "$bytes" not in entries:
+          return entries
+        content = archive.read(f"bytes/{entries['$bytes']}")
+        if hashlib.sha256(content).hexdigest() != entries["$bytes"]:
+          raise ValueError(f"the checksum of 'bytes/{entries['$bytes']}' differs")
+        return content
+
+      forms = json.loads(text, object_hook=unpacked)["kernels"]
       for form in forms:
         if not (isinstance(form["name"], str) and isinstance(form["kind"], str)):
           raise ValueError(f"a kernel is called {form['name']!r}, and of kind {form['kind']!r}")
@@ -302,17 +296,3 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
       f"which is damaged or something else: {error}"
     ) from error
-
-
-def _with_bytes(value: Any, archive: zipfile.ZipFile) -> Any:
-  if isinstance(value, list):
-    return [_with_bytes(entry, archive) for entry in cast("list[Any]", value)]
-  if not isinstance(value, dict):
-    return value
-  entries = cast("dict[str, Any]", value)
-  if "$bytes" not in entries:
-    return {key: _with_bytes(entry, archive) for key, entry in entries.items()}
-  content = archive.read(f"bytes/{entries['$bytes']}")
-  if hashlib.sha256(content).hexdigest() != entries["$bytes"]:
-    raise ValueError(f"the checksum of 'bytes/{entries['$bytes']}' differs")
-  return content

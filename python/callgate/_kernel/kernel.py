@@ -1,16 +1,20 @@
 """Kernels: native functions that compiled JAX programs call, with no Python at run time.
 
-`Kernel` is what `callgate.cpp`, `library`, `cfunc`, `numba` and `elementwise` return. A kernel is
-one native function, or a family of them: templates and Numba functions are compiled for the types
-of a call, as *variants* that programs name.
+A kernel is one native function, or a family of them: templates and Numba functions are compiled for
+the types of a call, as *variants* that programs name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
@@ -23,10 +27,36 @@ from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
 from callgate._kernel import parameters as _parameters
 from callgate._kernel import program
-from callgate._kernel.benchmark import BenchmarkResult, benchmark
+from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Parameter
-from callgate._kernel.variants import Static
+from callgate._kernel.parameters import Kind, Signature
+from callgate._kernel.variants import Given, Static
+from callgate._runtime import targets
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkResult:
+  """What `Kernel.benchmark` measured.
+
+  Attributes:
+    seconds: of one call of the jitted kernel, JAX's dispatch included.
+    bytes: of its operands and results.
+    like_seconds: of one call of the jitted reference; None without one.
+  """
+
+  seconds: float
+  bytes: int
+  like_seconds: float | None
+
+  @property
+  def gigabytes_per_second(self) -> float:
+    """Operands and results per time, 1e9 bytes a second."""
+    return self.bytes / self.seconds / 1e9
+
+  @property
+  def ratio(self) -> float | None:
+    """The reference's time by the kernel's: above 1 where the kernel is faster; None without."""
+    return None if self.like_seconds is None else self.like_seconds / self.seconds
 
 
 class Kernel(Operation):
@@ -46,14 +76,9 @@ class Kernel(Operation):
   # What runs it on CUDA devices, for kernels that have code for them.
   cuda: program.CudaPart | None = None
 
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: KernelOptions
-  ) -> None:
-    """See the functions that make kernels.
-
-    `signature` are the parameters as far as they are known before a call; None for a function that
-    takes any number of arrays, and static values by any keyword. `options.name` is not looked at.
-    """
+  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
+    # `signature`: the parameters, as far as they are known before a call; None for a function that
+    # takes any number of arrays, and static values by any keyword. `options.name` does not count.
     check.name("kernel", name)
     if "[" in name or "]" in name:
       raise GateDefinitionError(
@@ -64,8 +89,13 @@ class Kernel(Operation):
     self.signature = None if signature is None else tuple(signature)
     self.defining = threading.RLock()
     if self.signature is not None:
-      self.parameters = tuple(p.name for p in self.signature if p.is_operand)
-      self.aliases.update(_parameters.inout_aliases(self.label, self.signature))
+      inouts = [p for p in self.signature if p.kind is Kind.INOUT]
+      if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
+        raise GateDefinitionError(f"{self.label}: expected no InOut beside Ins or Outs, got both")
+      operands = [p for p in self.signature if p.is_operand]
+      results = [p for p in self.signature if p.is_result]
+      self.parameters = tuple(p.name for p in operands)
+      self.aliases.update({operands.index(p): results.index(p) for p in inouts})
       self.linear = _parameters.linear_operands(self.label, self.linear, self.signature)
     if registry.get(name) is not None:
       raise ValueError(
@@ -78,23 +108,27 @@ class Kernel(Operation):
   def backend(self, platform: str) -> Backend:
     if platform == "cuda" and self.cuda is not None:
       return functools.partial(program.emission, self, self.cuda)
-    only = f"{self.label}: expected a program for %s, which is all that the kernel has code for;"
-    if platform == "cuda":
-      raise GateDefinitionError(
-        f"{only % 'the CPU'} got one for CUDA. callgate.cuda makes kernels for CUDA, and "
-        "callgate.cpp ones for both with cuda_source="
-      )
+    own, got = (
+      ("the CPU", "CUDA") if platform == "cuda" else ("platform cuda", f"platform {platform}")
+    )
     raise GateDefinitionError(
-      f"{only % 'platform cuda'} got one for platform {platform}. callgate.cpp(source, "
-      "cuda_source=...) makes kernels for both, and jax.lax.platform_dependent chooses between "
-      "functions"
+      f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
+      f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
+      "for both, and jax.lax.platform_dependent chooses between functions"
     )
 
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
-    if self.cuda is None or not key.startswith(program.PREFIX):
+    part = self.cuda
+    if part is None or not key.startswith(program.PREFIX):
       return False
-    return program.define(self, self.cuda, key.removeprefix(program.PREFIX))
+    key = key.removeprefix(program.PREFIX)
+    if key not in part.cuda_variants:
+      images = part.images(key, program.capabilities(part))
+      if images is None:
+        return False
+      program.variant(self, part, key, images)
+    return True
 
   def retile(
     self,
@@ -104,9 +138,24 @@ class Kernel(Operation):
     results: Sequence[tuple[tuple[int, ...], Any]],
     target: str,
   ) -> str:
-    """What XLA's partitioner asks of a call on CUDA, whose grid depends on shapes."""
-    assert self.cuda is not None  # which made the call
-    return program.retile(self, self.cuda, held, lanes, operands, results, target)
+    """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
+
+    `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
+    have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
+    """
+    part, about = self.cuda, json.loads(held["tiles"])
+    assert part is not None  # which made the call
+    batch = results[0][0][len(lanes)] if about["grid"] else None
+    lanes = [*lanes, *(["1" * len(operands)] if about["grid"] else [])]
+    tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
+    types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    static = {name: program.decoded(value) for name, value in about["static"].items()}
+    call = program.CudaCall(*types, static, batch, program.capabilities(part))
+    plan = program.planned(self, part, call)
+    held["plan"] = encode(self.label, plan)
+    held["name"] = program.variant(self, part, plan.key, plan.images).name
+    # What not all devices run reads its number, and no graph may.
+    return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
     del site, mask, lanes
@@ -141,19 +190,14 @@ class Kernel(Operation):
     operands, static = self._arguments(args, kwargs)
     return derivatives.apply(self, self.rules, operands, {}, static)
 
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays)[0], static
     given = [p for p in self.signature if p.is_given]
     values = _parameters.named_arguments(self.label, given, args, kwargs)
-    arrays = [p for p in given if p.is_operand]
-    operands = [_parameters.as_operand(self.label, p, values[p.name]) for p in arrays]
-    for parameter, value in zip(arrays, operands, strict=True):
-      _parameters.check_operand(self.label, parameter, value)
+    operands = _parameters.as_operands(self.label, given, values)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
 
@@ -204,14 +248,40 @@ class Kernel(Operation):
     the reference's calls take turns, and the fastest of each counts.
 
     Args:
-      *args: as for a call.
+      *args, **kwargs: as for a call.
       seconds: how long to measure, about.
-      **kwargs: as for a call.
 
     Returns:
       What was measured, also as numbers.
     """
-    return benchmark(self, *self._arguments(args, kwargs), seconds)
+    given, static = self._arguments(args, kwargs)
+    operands, like = jax.tree.map(jax.numpy.asarray, given), self.like
+    jitted = [jax.jit(lambda *xs: derivatives.apply(self, self.rules, xs, {}, static))]
+    if like is not None:
+      jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
+    results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles
+    moved = sum(x.nbytes for x in jax.tree.leaves((operands, results[0])))
+
+    def measured(function: Callable[..., Any], times: int) -> float:
+      start = time.perf_counter()
+      for _ in range(times):
+        jax.block_until_ready(function(*operands))
+      return (time.perf_counter() - start) / times
+
+    batches = [max(1, int(1e-4 / max(measured(function, 1), 1e-9))) for function in jitted]
+    fastest = [float("inf")] * len(jitted)
+    end = time.perf_counter() + seconds
+    while fastest[-1] == float("inf") or time.perf_counter() <= end:
+      # They take turns, so that a busy moment hits all.
+      for i, (function, batch) in enumerate(zip(jitted, batches, strict=True)):
+        fastest[i] = min(fastest[i], measured(function, batch))
+    result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
+    ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+    unit, scale = next((u for u in units if fastest[0] >= u[1]), units[-1])
+    duration = f"{fastest[0] / scale:.3g} {unit} a call"
+    print(f"{self.label}: {duration}, {result.gigabytes_per_second:.3g} GB/s{ratio}")
+    return result
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
     self.backend("cpu")  # raises: kernels with code for the CPU have an `on_host`

@@ -1,7 +1,7 @@
 """What a call of a CUDA kernel launches: functions of a compiled image with their parameters.
 
-Worked out when the call is lowered, from the shapes of one lane and the static arguments, and held
-by the program as plain numbers: the runtime fills in addresses and launches, without Python.
+Worked out when the call is lowered, from the shapes of one lane and the static arguments. Programs
+hold plain numbers: the runtime fills in addresses and launches, without Python.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ class Address:
   index: int  # which of them, counted flat
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
   """One parameter of a kernel, by value, as it lies in memory."""
 
   data: bytes
@@ -50,8 +49,7 @@ class Parameter:
     return Parameter(bytes(8))
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
   """One launch; extents are along x, y and z."""
 
   entry: str  # the function's name in the image, mangled if it is
@@ -62,8 +60,7 @@ class Launch:
   cluster: Extent | None = None  # blocks of a cluster
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
   """All that one call of a kernel does on the device."""
 
   key: str  # names the images among the kernel's variants; the same in every process

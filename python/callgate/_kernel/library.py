@@ -1,7 +1,6 @@
 """`callgate.library`: kernels from a user's own shared library, built with callgate/kernel.h.
 
-The library exports a table of its kernels and their parameters, which is read once. A library stays
-loaded until the process ends; one that was built again meanwhile is loaded anew.
+A library stays loaded until the process ends; one that was built again meanwhile is loaded anew.
 """
 
 from __future__ import annotations
@@ -75,19 +74,12 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter]) -> Cal
 
 
 class LibraryKernel(CpuKernel):
-  """A kernel of a shared library; see `callgate.library`.
-
-  Attributes:
-    library: where it is from.
-    function: its name there.
-  """
+  """A kernel of a shared library; see `callgate.library`."""
 
   def __init__(
     self, name: str, library: Library, function: str, native: Function, options: KernelOptions
   ) -> None:
-    self.library = library
-    self.function = function
-    self._native = native
+    self.library, self.function, self._native = library, function, native
     if options.out is None and options.like is None:
       out = _inferred(f"kernel '{name}'", function, native.parameters)
       options = dataclasses.replace(options, out=out)
@@ -114,10 +106,7 @@ class Library:
   """
 
   def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
-    """See `library`."""
-    self.name = name
-    self.path = path
-    self.cdll = loaded
+    self.name, self.path, self.cdll = name, path, loaded
     self._functions = _functions(path, loaded)
     self._kernels: dict[str, Kernel] = {}
 
@@ -133,8 +122,7 @@ class Library:
 
     Args:
       function: its name in the library.
-      out: the results, as for `callgate.cpp`. Default: what the parameters tell; see
-        `callgate.library`.
+      out: the results. Default: what the parameters tell; see `callgate.library`.
       name: what programs call it by. Default: the library's name, a dot and the function's, with a
         number from the second one on.
       thread_safe: calls may run at once, on several devices and in several programs, and so may the
@@ -203,8 +191,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   shape. For any other result, and where this is not what the kernel means, give `out`: see
   `Library.kernel`.
 
-  Opening a library again gives the same object while it is in use. A library that was built again
-  meanwhile is loaded anew; kernels made before go on with the code that they had.
+  Opening a library again gives the same object while it is in use; one that was built again
+  meanwhile is loaded anew, and kernels made before go on with the code that they had.
 
   Args:
     path: the file. Its constructors run, as when any library is loaded.
@@ -234,10 +222,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
       names = (f"{stem}#{number}" if number else stem for number in itertools.count())
       name = next(name for name in names if name not in _libraries)
     elif name in _libraries:
-      raise ValueError(
-        f"callgate.library: the name '{name}' is taken by the library "
-        f"'{_libraries[name].path}'; choose another name="
-      )
+      taken = f"callgate.library: the name '{name}' is taken by the library"
+      raise ValueError(f"{taken} '{_libraries[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
     return opened
 
@@ -270,9 +256,8 @@ def _functions(file: str, loaded: ctypes.CDLL) -> dict[str, Function]:
   """The table that the library exports."""
   if not hasattr(loaded, "callgate_kernels"):
     raise GateDefinitionError(
-      f"callgate.library: '{file}' is no library of kernels: expected the symbol "
-      "callgate_kernels, which including callgate/kernel.h and CALLGATE_KERNEL(function) in one of "
-      "its sources make, found none"
+      f"callgate.library: '{file}' is no library of kernels: expected the symbol callgate_kernels, "
+      "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
     )
   try:
     table = exported(file, loaded)

@@ -73,8 +73,7 @@ class CompilerOptions:
     libraries: names for `-l`, or paths of libraries.
     library_dirs: folders where they are, now and at run time.
     debug: "-O0 -g" and bounds checks of every index instead of the flags above.
-    cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4",
-      "-lineinfo".
+    cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4".
     arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
       or several. Default: PTX, which any device runs.
   """

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,9 @@ class Parameter:
     return freeze(label, self.name, value, self.dtype)
 
 
+Signature = Sequence[Parameter] | None
+
+
 def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[Parameter]:
   """Parameters as the runtime describes them."""
   return [
@@ -113,31 +116,35 @@ def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
-def as_operand(label: str, parameter: Parameter, value: Any) -> Any:
-  """Python's scalars get the parameter's dtype where it holds them, as literals do in C++."""
-  dtype = parameter.dtype
-  if dtype is None or not isinstance(value, (bool, int, float, complex)):
-    return value
-  if _is_wide(dtype):
-    raise GateDefinitionError(
-      f"{label}: argument '{parameter.name}': {dtype.name} needs jax_enable_x64; a static value "
-      "does not (cg::Attr in C++)"
-    )
-  number = static_values.number(label, parameter.name, value, dtype, what="argument")
-  return jnp.asarray(number.value)
+def as_operands(label: str, given: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:
+  """The arrays of a call; raises where it is known before the results' types that one doesn't fit.
 
-
-def check_operand(label: str, parameter: Parameter, value: Any) -> None:
-  """Raises where it is known before the results' types are that an argument doesn't fit."""
-  for leaf in leaves_of(label, parameter, value):
+  Python's scalars get the parameter's dtype where it holds them, as literals do in C++.
+  """
+  operands: list[Any] = []
+  parameters = [p for p in given if p.is_operand]
+  for name, dtype in ((p.name, p.dtype) for p in parameters):
+    operands.append(values[name])
+    if dtype is None or not isinstance(operands[-1], (bool, int, float, complex)):
+      continue
+    if _is_wide(dtype):
+      raise GateDefinitionError(
+        f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
+        "(cg::Attr in C++)"
+      )
+    number = static_values.number(label, name, operands[-1], dtype, what="argument")
+    operands[-1] = jnp.asarray(number.value)
+  for parameter, value in zip(parameters, operands, strict=True):
     where = f"{label}: argument '{parameter.name}'"
-    if isinstance(leaf, (str, bytes)):
-      raise GateDefinitionError(f"{where}: expected an array, got {leaf!r}")
-    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    if isinstance(dtype, np.dtype) and shape is not None:  # else becomes an array first
-      dtype = tracing.canonical_dtype(dtype)
-      if not fits(parameter, dtype, len(shape)):
-        _refuse(where, parameter, dtype, shape)
+    for leaf in leaves_of(label, parameter, value):
+      if isinstance(leaf, (str, bytes)):
+        raise GateDefinitionError(f"{where}: expected an array, got {leaf!r}")
+      dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+      if isinstance(dtype, np.dtype) and shape is not None:  # else becomes an array first
+        dtype = tracing.canonical_dtype(dtype)
+        if not fits(parameter, dtype, len(shape)):
+          raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
+  return operands
 
 
 def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
@@ -173,16 +180,6 @@ def named_arguments(
   return values
 
 
-def inout_aliases(label: str, signature: Sequence[Parameter]) -> dict[int, int]:
-  """An InOut is an operand and a result in one memory: the positions of the one and the other."""
-  inouts = [p for p in signature if p.kind is Kind.INOUT]
-  if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in signature):
-    raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
-  operands = [p for p in signature if p.is_operand]
-  results = [p for p in signature if p.is_result]
-  return {operands.index(p): results.index(p) for p in inouts}
-
-
 def linear_operands(
   label: str, linear: bool | tuple[int, ...], signature: Sequence[Parameter]
 ) -> bool | tuple[int, ...]:
@@ -194,10 +191,8 @@ def linear_operands(
   for position in linear:
     if not 0 <= position < len(given) or not given[position].is_operand:
       arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
-      raise GateDefinitionError(
-        f"{label}: linear: expected positions of arguments that are arrays, {arrays}; got "
-        f"{position}"
-      )
+      expected = f"expected positions of arguments that are arrays, {arrays}"
+      raise GateDefinitionError(f"{label}: linear: {expected}; got {position}")
   return tuple(operands.index(given[position]) for position in linear)
 
 
@@ -218,51 +213,42 @@ def check_types(
   site: CallSite,
   operands: Sequence[Any],
   results: Sequence[Any],
-  *,
-  whole: bool = False,
 ) -> None:
-  """Raises unless each array, or type of one, fits its parameter, and each parameter has one.
-
-  `whole`: batched arrays have their leading axis here.
-  """
+  """Raises unless each array, or type of one, fits its parameter, and each parameter has one."""
   source = f" from {'out' if kernel.out is not None else 'like'}"
   for side, given in (("argument", operands), ("result", results)):
-    have = [p for p in parameters if (p.is_operand if side == "argument" else p.is_result)]
+    is_result = side == "result"
+    have = [p for p in parameters if (p.is_result if is_result else p.is_operand)]
     variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in have]
     extra = len(given) - len(have)
-    origin = source if side == "result" else ""
     if sum(variadic) > 1 or (extra < -1 if any(variadic) else extra):
       names = ", ".join(p.name for p in have)
+      got = f"{len(given)}{source if is_result else ''}"
       raise GateDefinitionError(
-        f"{kernel.label}: expected {len(have)} {side}s ({names}), got {len(given)}{origin}"
+        f"{kernel.label}: expected {len(have)} {side}s ({names}), got {got}"
       )
     each = [p for p, many in zip(have, variadic, strict=True) for _ in range(extra * many + 1)]
     for index, (parameter, value) in enumerate(zip(each, given, strict=True)):
       if fits(parameter, value.dtype, len(value.shape)):
         continue
       named = f"{index} ('{parameter.name}')"
-      if side == "argument":
+      if not is_result:
         named = registry.argument(kernel.name, site.spec, index)
-      where = f"{kernel.label}: {side} {named}"
-      _refuse(where, parameter, value.dtype, value.shape, origin, whole=whole)
+      # Under vmap='whole' batched arrays have their leading axis here.
+      ranks = zip(results, site.results, strict=True)
+      whole = any(len(r.shape) != len(shape) for r, (shape, _) in ranks)
+      problem = _misfit(parameter, value.dtype, value.shape, source if is_result else "", whole)
+      raise GateDefinitionError(f"{kernel.label}: {side} {named}: {problem}")
 
 
-def _refuse(
-  where: str,
-  parameter: Parameter,
-  dtype: Any,
-  shape: Sequence[int],
-  origin: str = "",
-  *,
-  whole: bool = False,
-) -> NoReturn:
-  """Raises for an array that doesn't fit, with what may have gone wrong."""
+def _misfit(
+  parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "", whole: bool = False
+) -> str:
+  """What is said of an array that doesn't fit, with what may have gone wrong."""
   hint = f" ({parameter.dtype} needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
   if whole and len(shape) == parameter.rank + 1:
     hint = (
       "; under vmap='whole' and 'broadcast' batched arrays have a leading axis more, so the rank "
       "is cg::dynamic or a template parameter"
     )
-  raise GateDefinitionError(
-    f"{where}: expected {expected_text(parameter)}, got {type_text(dtype, shape)}{origin}{hint}"
-  )
+  return f"expected {expected_text(parameter)}, got {type_text(dtype, shape)}{source}{hint}"

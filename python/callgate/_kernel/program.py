@@ -3,8 +3,8 @@
 A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as text, and the
 name of a variant of the kernel, "name[cuda:key]", which stands for the images that the plan's
 functions are in. The runtime's handle on a variant lives as long as the kernel. Plans depend on
-shapes: where XLA's partitioner cuts a call's arrays into tiles, `retile` works out the tiles' plan,
-from what the call holds and the kernel of its name.
+shapes: where XLA's partitioner cuts a call's arrays into tiles, `Kernel.retile` makes one for a
+tile from what the call holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from callgate._call.site import Call, Callee, Emission
 from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
-from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.launch import Plan, encode
 from callgate._runtime import targets
@@ -57,12 +56,7 @@ class CudaPart(abc.ABC):
 
   @abc.abstractmethod
   def plan(self, call: CudaCall) -> Plan:
-    """What a call launches.
-
-    Raises:
-      GateDefinitionError: it can't take the call, or its grid or block is outside CUDA's limits.
-      CompileError: its source can't be compiled.
-    """
+    """What a call launches; raises where it can't take it, or can't be compiled."""
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     """The images that a plan of this key has, for a program from another process.
@@ -108,74 +102,61 @@ def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
 
 
 # -- variants ------------------------------------------------------------------------------------
-def define(kernel: Callee, part: CudaPart, key: str) -> bool:
-  """Makes the variant that a program from elsewhere names; False where the kernel has none."""
-  images = () if key in part.cuda_variants else part.images(key, capabilities(part))
-  if images:
-    _variant(kernel, part, key, images)
-  return images is not None
-
-
-def _variant(
+def variant(
   kernel: Callee, part: CudaPart, key: str, images: Sequence[Image]
 ) -> _callgate.CudaKernel:
+  """The runtime's handle on the variant of a kernel that has these images."""
   with _lock:  # threads that lower at once get the same variant
     if key not in part.cuda_variants:
       pairs = [(image.code, image.capability) for image in images]
-      name = f"{kernel.name}[{PREFIX}{key}]"
-      part.cuda_variants[key] = _callgate.CudaKernel(name, pairs)
+      part.cuda_variants[key] = _callgate.CudaKernel(f"{kernel.name}[{PREFIX}{key}]", pairs)
     return part.cuda_variants[key]
 
 
 # -- lowering ------------------------------------------------------------------------------------
+def lane(
+  operands: Sequence[Any], results: Sequence[Any], masks: Sequence[Sequence[bool]]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+  """The types of a call's operands and results without the batch axes that the masks are of."""
+  inner = (
+    jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for mask in masks) :], aval.dtype)
+    for i, aval in enumerate(operands)
+  )
+  return tuple(inner), tuple(jax.ShapeDtypeStruct(r.shape[len(masks) :], r.dtype) for r in results)
+
+
 def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
   """What a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
   in_grid = call.whole if kernel.vmap == "grid" else None
   axes = call.levels if in_grid is None else (*call.levels, in_grid)
-  operands, results = lane(call, axes)
+  types = lane(call.operands, call.results, [mask for _, mask in axes])
   batch = None if in_grid is None else in_grid[0]
   static = {name: static_values.thaw(value) for name, value in call.site.static}
-  plan = _planned(kernel, part, operands, results, static, batch)
+  plan = planned(kernel, part, CudaCall(*types, static, batch, capabilities(part)))
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
-  if call.devices > 1:  # what `retile` has to know beside shapes
+  if call.devices > 1:  # what `Kernel.retile` has to know beside shapes
     held = {k: _encoded(kernel.label, k, v) for k, v in sorted(static.items())}
     about = {"grid": in_grid is not None, "static": held}
     attributes["tiles"] = json.dumps(about, separators=(",", ":"))
   # Calls with scratch memory are not captured in graphs, whose replays would not have it.
   target = targets.KERNEL_SCRATCH_TARGET if plan.scratch else targets.KERNEL_TARGET
-  return Emission(_variant(kernel, part, plan.key, plan.images), target, attributes, call)
+  return Emission(variant(kernel, part, plan.key, plan.images), target, attributes, call)
 
 
-def _planned(
-  kernel: Callee,
-  part: CudaPart,
-  operands: Sequence[Any],
-  results: Sequence[Any],
-  static: Mapping[str, Any],
-  batch: int | None,
-) -> Plan:
+def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:
   """The plan of a call, checked."""
-  grid = f"{kernel.label}: vmap='grid': expected"
+  batch, grid = call.batch, f"{kernel.label}: vmap='grid': expected"
   if batch is not None and batch > _MAX_BATCH:
     raise GateDefinitionError(
       f"{grid} at most {_MAX_BATCH} lanes, as many as a grid has blocks along z; got {batch}"
     )
-  plan = part.plan(CudaCall(tuple(operands), tuple(results), static, batch, capabilities(part)))
+  plan = part.plan(call)
   for launch in plan.launches:
     if batch is not None and launch.grid[2] not in (batch, 0):
       raise GateDefinitionError(
         f"{grid} a grid whose z is free for the {batch} lanes, got {launch.grid}"
       )
   return plan
-
-
-def lane(call: Call, levels: Sequence[Level]) -> tuple[list[Any], list[Any]]:
-  """The types of a call's operands and results without the batch axes of `levels`."""
-  operands = [
-    jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for _, mask in levels) :], aval.dtype)
-    for i, aval in enumerate(call.operands)
-  ]
-  return operands, [jax.ShapeDtypeStruct(r.shape[len(levels) :], r.dtype) for r in call.results]
 
 
 # -- partitioned programs ------------------------------------------------------------------------
@@ -193,52 +174,20 @@ def _encoded(label: str, name: str, value: Any) -> Any:
   try:
     return {"dtype": np.dtype(value).name}
   except TypeError:
-    raise GateDefinitionError(
-      f"{label}: static argument '{name}': expected a number, a string, a dtype or a tuple "
-      f"of these in a program over several devices, got {value!r}"
-    ) from None
+    what = "a number, a string, a dtype or a tuple of these in a program over several devices"
+    check.refuse(label, f"static argument '{name}'", what, value)
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+  """A static value as `emission` has held it."""
   match value:
     case {"float": str(text)}:
       return float.fromhex(text)
     case {"complex": [real, imag]}:
       return complex(float.fromhex(real), float.fromhex(imag))
     case {"tuple": [*items]}:
-      return tuple(map(_decoded, items))
+      return tuple(map(decoded, items))
     case {"dtype": str(name)}:
       return dtype_named(name)
     case _:
       return value
-
-
-def retile(
-  kernel: Callee,
-  part: CudaPart,
-  held: dict[str, Any],
-  lanes: Sequence[str],
-  operands: Sequence[tuple[tuple[int, ...], Any]],
-  results: Sequence[tuple[tuple[int, ...], Any]],
-  target: str,
-) -> str:
-  """Gives a call's attributes, `held`, the plan for its tiles.
-
-  `lanes` are the masks of the batch levels that the runtime loops over, outermost first; `operands`
-  and `results` are shape and dtype of each tile, batch axes included; `target` is the call's on
-  whole arrays. Returns the target: what not all devices run reads its number, and no graph may.
-  """
-  about = json.loads(held["tiles"])
-  batch = results[0][0][len(lanes)] if about["grid"] else None
-  if about["grid"]:
-    lanes = [*lanes, "1" * len(operands)]
-  inner = [
-    jax.ShapeDtypeStruct(shape[sum(mask[i] == "1" for mask in lanes) :], dtype)
-    for i, (shape, dtype) in enumerate(operands)
-  ]
-  outer = [jax.ShapeDtypeStruct(shape[len(lanes) :], dtype) for shape, dtype in results]
-  static = {name: _decoded(value) for name, value in about["static"].items()}
-  plan = _planned(kernel, part, inner, outer, static, batch)
-  held["plan"] = encode(kernel.label, plan)
-  held["name"] = _variant(kernel, part, plan.key, plan.images).name
-  return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target

@@ -1,16 +1,14 @@
 """What callgate reads in C++ text before the compiler does: names and template parameters.
 
-The compiler's own reading of the function's types is what counts; see `callgate.cpp`. Here are the
-parameters' names, which C++ types don't have, how a template's parameters follow from a call, and
-what C++ calls the types of elements.
+The compiler's own reading of the function's types is what counts. Here are the parameters' names,
+how a template's parameters follow from a call, and what C++ calls the types of elements.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +20,7 @@ _VIEW = re.compile(
   r"(?:^|\s)(?:(?:::)?\s*(?:cg|callgate)\s*::\s*)?(\w+)\s*(<.*>)?\s*(?:const)?\s*&{0,2}$", re.DOTALL
 )
 _FUNCTION = re.compile(r"\bvoid\s+(\w+)\s*\(")
+_BODY = re.compile(r"\s*(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{")
 _SKIPPED = re.compile(
   r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\'',
   re.DOTALL,
@@ -37,8 +36,7 @@ _INTEGERS = re.compile(
 _OPEN, _CLOSE = "(<[{", ")>]}"
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceParameter:
+class SourceParameter(NamedTuple):
   """A function's parameter as its source writes it."""
 
   name: str
@@ -47,8 +45,7 @@ class SourceParameter:
   rank: str  # the text of its rank; "" where it is left out
 
 
-@dataclasses.dataclass(frozen=True)
-class TemplateParameter:
+class TemplateParameter(NamedTuple):
   """A template's parameter."""
 
   name: str
@@ -56,14 +53,13 @@ class TemplateParameter:
   default: str = ""  # the text of its default; "" where it has none
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceFunction:
+class SourceFunction(NamedTuple):
   """A kernel's function in a source."""
 
   name: str
   qualified: str  # with its namespaces, as C++ outside of them names it
   template: tuple[TemplateParameter, ...] = ()  # its parameters; none for a plain function
-  parameters: tuple[SourceParameter, ...] | None = None  # None where the source doesn't show them
+  parameters: tuple[SourceParameter, ...] = ()  # none where the source doesn't show them
 
 
 class WrittenArray(Protocol):
@@ -80,15 +76,15 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
   text = without_comments(source)
   found: list[SourceFunction] = []
   for match in _FUNCTION.finditer(text):
-    function = _function(text, match)
-    if function is None:
+    before, end = text[: match.start()], closing(text, match.end() - 1)
+    if end < 0 or not _BODY.match(text, end + 1):  # a declaration
       continue
-    if name is not None:
-      chosen = f"::{function.qualified}".endswith(f"::{name.removeprefix('::')}")
-    else:
-      chosen = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in function.parameters or ())
-    if chosen:
-      found.append(function)
+    qualified = "::".join([*scopes(before), match[1]])
+    parameters = tuple(map(_parameter, split_arguments(text[match.end() : end])))
+    views = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in parameters)
+    named = f"::{qualified}".endswith(f"::{(name or '').removeprefix('::')}")
+    if views if name is None else named:
+      found.append(SourceFunction(match[1], qualified, template(before), parameters))
   if len(found) == 1:
     return found[0]
   if name is None and found:
@@ -118,20 +114,6 @@ def blank(match: re.Match[str]) -> str:
   return re.sub(r"[^\n]", " ", match.group())
 
 
-def _function(text: str, match: re.Match[str]) -> SourceFunction | None:
-  """The definition that begins at a match; None for a declaration."""
-  end = closing(text, match.end() - 1)
-  after = text[end + 1 :].lstrip()
-  if end < 0 or not re.match(r"(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{", after):
-    return None
-  return SourceFunction(
-    match.group(1),
-    "::".join([*scopes(text[: match.start()]), match.group(1)]),
-    template(text[: match.start()]),
-    tuple(_parameter(part) for part in split_arguments(text[match.end() : end])),
-  )
-
-
 def scopes(before: str) -> list[str]:
   """Namespaces and classes that are open at the end of a text."""
   opened: list[str] = []
@@ -157,15 +139,17 @@ def closing(text: str, opening: int, pair: str = "()") -> int:
   return -1
 
 
-def split_arguments(text: str) -> list[str]:
-  """Parts between commas that are in no brackets."""
-  parts, depth, start = list[str](), 0, 0
-  for i, char in enumerate(text):
-    depth += (char in _OPEN) - (char in _CLOSE)
-    if char == "," and depth == 0:
-      parts.append(text[start:i])
-      start = i + 1
-  parts.append(text[start:])
+def split_arguments(text: str, quotes: str = "") -> list[str]:
+  """Parts between commas that are in no brackets, and between none of the quotes."""
+  parts, depth, quote = [""], 0, ""
+  for char in text:
+    if char in quotes and quote in ("", char):
+      quote = "" if quote else char
+    depth += 0 if quote else (char in _OPEN) - (char in _CLOSE)
+    if char == "," and depth == 0 and not quote:
+      parts.append("")
+    else:
+      parts[-1] += char
   return [part.strip() for part in parts if part.strip()]
 
 
@@ -201,10 +185,7 @@ def template(before: str) -> tuple[TemplateParameter, ...]:
 def deduced(
   wanted: TemplateParameter, arrays: Iterable[tuple[WrittenArray, np.dtype[Any], int]]
 ) -> np.dtype[Any] | int | None:
-  """A template parameter from a call's arrays, an element type or a rank; None where none tells.
-
-  `arrays` has with each function parameter the dtype and the rank of the array that it takes.
-  """
+  """A template parameter from a call's arrays, an element type or a rank; None where none tells."""
   for written, dtype, rank in arrays:
     element = written.element.replace(" ", "")
     if wanted.is_type and element == wanted.name:
@@ -220,27 +201,19 @@ _SMALL = (
   "float16 bfloat16 float8_e5m2 float8_e4m3 float8_e3m4 float8_e4m3fn float8_e4m3b11fnuz "
   "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 )
-TYPES = {
-  "bool": "bool",
-  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-  "float32": "float",
-  "float64": "double",
-  "complex64": "std::complex<float>",
-  "complex128": "std::complex<double>",
-  **{name: f"cg::{name}" for name in _SMALL.split()},
-}
-DTYPES = {
-  **{text: name for name, text in TYPES.items()},
-  **{f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")},
-  "int": "int32",
-  "short": "int16",
-  "long": "int64",
-  "long long": "int64",
-  "size_t": "uint64",
-  "unsigned": "uint32",
-  "unsigned int": "uint32",
-  "unsigned long": "uint64",
-}
+TYPES = (
+  {"bool": "bool"}
+  | {f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+  | {"float32": "float", "float64": "double"}
+  | {"complex64": "std::complex<float>", "complex128": "std::complex<double>"}
+  | {name: f"cg::{name}" for name in _SMALL.split()}
+)
+DTYPES = (
+  {text: name for name, text in TYPES.items()}
+  | {f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")}
+  | {"int": "int32", "short": "int16", "long": "int64", "long long": "int64"}
+  | {"unsigned": "uint32", "unsigned int": "uint32", "unsigned long": "uint64", "size_t": "uint64"}
+)
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:

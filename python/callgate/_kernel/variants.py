@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from callgate import _callgate
 from callgate._kernel.parameters import Kind, Parameter, from_codes
 
 Static = tuple[tuple[str, Any], ...]
+Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
 Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
 
 
@@ -26,8 +27,7 @@ class CallTypes:
   static: Static
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Variant:
+class Variant(NamedTuple):
   """One compiled function of a kernel."""
 
   callee: _callgate.Kernel  # the runtime's handle, which programs call by its name
@@ -46,8 +46,7 @@ class Variant:
     return {name: form(value, dtypes[name]) for name, value in static if name in dtypes}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Function:
+class Function(NamedTuple):
   """A native function of the form of kernel.h."""
 
   address: int

@@ -1,31 +1,27 @@
 """How a C function's arguments follow from a call's arrays: the text `args=` of `callgate.cfunc`.
 
-`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. `read` takes it
-apart, by itself and beside the function's declaration; what it returns is what the glue is written
-from (`_kernel/c/glue.py`) and what calls are checked against.
+`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. The glue is
+written from what `read` makes of it, and calls are checked against that.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import enum
 import re
 from collections.abc import Collection
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.c import expressions as _expressions
 from callgate._kernel.c.expressions import Expression
-from callgate._kernel.c.types import CParameter, CType, Declaration, split
+from callgate._kernel.c.types import CParameter, CType, Declaration
+from callgate._kernel.source import split_arguments
 
-_MODE = re.compile(r"(\w*)\s*(.*)", re.DOTALL)
+_MODED = re.compile(r"(out|inout|copy|static)\b\s*(.*)", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)\s*(?:\[(.*)\])?", re.DOTALL)
 _SCRATCH = re.compile(r"scratch\s*\((.*)\)", re.DOTALL)
-_MODES = ("out", "inout", "copy", "static")
-_RESERVED = (*_MODES, "scratch", "info", "status", "ignored", "NULL")
+_RESERVED = ["out", "inout", "copy", "static", "scratch", "info", "status", "ignored", "NULL"]
 
 
 class Role(enum.Enum):
@@ -52,8 +48,7 @@ RESULTS = (Role.OUT, Role.INOUT)
 _WRITTEN = (*RESULTS, Role.SCRATCH, Role.INFO, Role.STATUS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
   """One item of `args`."""
 
   text: str  # as given
@@ -64,8 +59,7 @@ class Argument:
   literal: Any = None  # of LITERAL
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
   """An operand or result, all its mentions together."""
 
   name: str
@@ -74,8 +68,7 @@ class Array:
   type: CType
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Binding:
+class Binding(NamedTuple):
   """What `args` says."""
 
   arguments: tuple[Argument, ...]  # one for each parameter of the declaration
@@ -99,37 +92,31 @@ class Binding:
 
 def default_text(declaration: Declaration) -> str:
   """The `args` of a function that is called for each element, when none are given."""
-  items: list[str] = []
-  for i, parameter in enumerate(declaration.parameters):
-    name = parameter.name if parameter.name not in ("", *_RESERVED) else f"x{i}"
-    written = parameter.type.pointer and not parameter.type.const
-    items.append(f"out {name}" if written else name)
-  return ", ".join(items)
+  return ", ".join(
+    ("out " if p.type.pointer and not p.type.const else "")
+    + (p.name if p.name not in ("", *_RESERVED) else f"x{i}")
+    for i, p in enumerate(declaration.parameters)
+  )
 
 
 def read(
   label: str, text: str, declaration: Declaration, *, loop: bool, pointers: Collection[str]
 ) -> Binding:
-  """Reads `args`, and checks it against the declaration.
-
-  Raises:
-    GateDefinitionError: an item that is none, or that C's parameter can't take.
-  """
+  """Reads `args`, and checks it against the declaration."""
   before, arrow, after = " ".join(text.split()).rpartition("->")
-  items = split(before if arrow else after)
-  if len(items) != len(declaration.parameters):
+  items = split_arguments(before if arrow else after, quotes="'\"")
+  if len(items) != (count := len(declaration.parameters)):
     raise GateDefinitionError(
-      f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
-      f"'{declaration}', got {len(items)}: {', '.join(items) or 'none'}"
+      f"{label}: args: expected {count} items, one for each argument of '{declaration}', got "
+      f"{len(items)}: {', '.join(items) or 'none'}"
     )
   arguments = [_item(label, item, pointers) for item in items]
   # Names that stand for a dimension or a static value are expressions.
-  dims = [extent for argument in arguments for extent in argument.dims or ()]
-  numbers = {a.name for a in arguments if a.role is Role.STATIC} | {d.symbol for d in dims}
-  for i, argument in enumerate(arguments):
-    if argument.role is Role.IN and argument.dims is None and argument.name in numbers:
-      value = _expressions.parse(argument.name)
-      arguments[i] = Argument(argument.text, Role.VALUE, value=value)
+  numbers = {a.name for a in arguments if a.role is Role.STATIC}
+  numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
+  for i, a in enumerate(arguments):
+    if a.role is Role.IN and a.dims is None and a.name in numbers:
+      arguments[i] = Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
   returned = _returned(label, after.strip() if arrow else "", declaration, loop)
   mentions = list(zip(arguments, declaration.parameters, strict=True))
   for argument, parameter in mentions:
@@ -152,7 +139,7 @@ def read(
   clash += sorted(arrays.keys() & statics.keys())
   if clash:
     raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
-  known = symbols.keys() | {name for name, kind in statics.items() if kind.is_integer}
+  known = symbols.keys() | {name for name, kind in statics.items() if kind.limits is not None}
   values = [argument.value for argument in arguments if argument.value is not None]
   dims = [extent for array in arrays.values() for extent in array.dims or ()]
   for expression in (*values, *dims):
@@ -167,18 +154,19 @@ def read(
 
 # -- items -----------------------------------------------------------------------------------------
 def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
-  mode, rest = _MODE.fullmatch(text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-  has_mode = mode in _MODES
-  array = _ARRAY.fullmatch(rest if has_mode else text)
-  if has_mode and array is None:
+  moded = _MODED.fullmatch(text)
+  mode, rest = moded.groups() if moded else ("", text)
+  array = _ARRAY.fullmatch(rest)
+  if mode and array is None:
     raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode}'")
-  if array is not None and (has_mode or array.group(1) not in _RESERVED):
+  if array is not None and (mode or array[1] not in _RESERVED):
     name, inside = array.groups()
-    if not has_mode and name in pointers:
+    if not mode and name in pointers:
       return Argument(text, Role.ADDRESS, name)
-    parts = None if inside is None else split(inside)
-    dims = None if parts is None else tuple(_expression(label, text, part) for part in parts)
-    return Argument(text, Role[mode.upper()] if has_mode else Role.IN, name, dims)
+    parts = split_arguments(inside or "", quotes="'\"")
+    dims = tuple(_expression(label, text, part) for part in parts)
+    role = Role[mode.upper()] if mode else Role.IN
+    return Argument(text, role, name, None if inside is None else dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
   if scratch := _SCRATCH.fullmatch(text):
@@ -201,7 +189,7 @@ def _expression(label: str, item: str, text: str) -> Expression:
 
 def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
   where, result = f"{label}: args: '-> {text}':", declaration.result
-  if result.is_void:
+  if result.dtype is None and not result.pointer:
     if text:
       raise GateDefinitionError(f"{where} '{declaration}' returns nothing; expected no '->'")
     return None
@@ -241,7 +229,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
     expected = "a parameter of C that is a number, or points to one"
   elif loop and role in (Role.IN, Role.OUT) and kind.dtype is None:
     expected = "a parameter of C with a type of elements"
-  elif role in (Role.INFO, Role.STATUS) and not kind.is_integer:
+  elif role in (Role.INFO, Role.STATUS) and kind.limits is None:
     expected = "a parameter of C that points to an integer"
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
@@ -253,15 +241,15 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
 
 def _literal_fits(value: Any, kind: CType) -> str:
   """What is expected instead; "" where the literal fits."""
-  byte = kind.is_integer and kind.dtype is not None and kind.dtype.itemsize == 1
+  limits = kind.limits
+  byte = limits is not None and limits.bits == 8
   if isinstance(value, str):
     if kind.pointer and (byte or (kind.dtype is None and not kind.opaque)):
       return ""
     return "" if byte and len(value.encode()) == 1 else "a number, since C takes no text"
   if kind.dtype is None:
     return "an array, NULL or a name of pointers="
-  if type(value) is int and kind.is_integer:
-    limits = np.iinfo(kind.dtype)
+  if type(value) is int and limits is not None:
     return "" if limits.min <= value <= limits.max else f"at most {limits.max}"
   order = "biufc"
   have = {bool: "b", int: "i", float: "f", complex: "c"}[type(value)]

@@ -6,9 +6,8 @@ ctypes' function pointers, cffi's functions, capsules of Cython modules, plain a
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,21 +25,16 @@ _capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
   ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_SIMPLE = {
-  "c": "char",
-  "b": "int8_t",
-  "B": "uint8_t",
-  "?": "_Bool",
-  "f": "float",
-  "d": "double",
-  "F": "float complex",
-  "D": "double complex",
-}
+_NUMBERS = (
+  {"c": "char", "b": "int8_t", "B": "uint8_t", "?": "_Bool"}
+  | {"f": "float", "d": "double", "F": "float complex", "D": "double complex"}
+  | dict.fromkeys("hilq", "int{}_t")
+  | dict.fromkeys("HILQ", "uint{}_t")
+)
 _POINTERS = {"P": "void *", "z": "const char *", "O": "PyObject *", "Z": "const wchar_t *"}
 
 
-@dataclasses.dataclass(frozen=True)
-class CFunction:
+class CFunction(NamedTuple):
   """A C function that can be called."""
 
   address: int  # where it is
@@ -113,11 +107,10 @@ def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   if function._flags_ & _WITH_THE_GIL:
     raise GateDefinitionError(
-      f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; kernels run without it: make "
-      "a gate of it (callgate.gate)"
+      f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; make it a gate (callgate.gate)"
     )
   if given is not None:
-    return dataclasses.replace(given, name=given.name or name)
+    return given._replace(name=given.name or name)
   if function.argtypes is None:
     raise GateDefinitionError(
       f"cfunc: the ctypes function '{name}' doesn't say what it takes; expected its argtypes and "
@@ -142,16 +135,13 @@ def _ctypes_type(name: str, kind: Any) -> CType:
     code = getattr(kind, "_type_", None)
     if code in _POINTERS or not issubclass(kind, _NUMBER):
       return CType(f"{kind.__name__} *", pointer=True, opaque=True)
-  known = {**_SIMPLE, **_POINTERS}.get(code) if isinstance(code, str) else None
-  if isinstance(code, str) and code in "hHiIlLqQ":
-    known = f"{'u' if code.isupper() else ''}int{8 * ctypes.sizeof(kind)}_t"
+  known = (_NUMBERS | _POINTERS).get(code) if isinstance(code, str) else None
   if known is None:
     raise GateDefinitionError(
       f"cfunc: '{name}': expected types that arrays can have, got "
-      f"{getattr(kind, '__name__', kind)}; pass pointers to what no array can hold as POINTER(...) "
-      "and by pointers="
+      f"{getattr(kind, '__name__', kind)}; pass pointers to others as POINTER(...) and by pointers="
     )
-  return _spelled(f"{known}{star}")
+  return _spelled(f"{known.format(8 * ctypes.sizeof(kind))}{star}")
 
 
 def _spelled(text: str) -> CType:
@@ -176,7 +166,7 @@ def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   name = name if name.isidentifier() else ""
   if given is not None:
-    return dataclasses.replace(given, name=given.name or name)
+    return given._replace(name=given.name or name)
   if kind.ellipsis:
     raise GateDefinitionError(f"cfunc: '{kind.cname}': functions with '...' can't be called")
   types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)

@@ -6,63 +6,56 @@ addresses of `pointers=` follow it; so the compiled glue can be kept on disk.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Argument, Array, Binding, Role
-from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.types import CType, Declaration
-from callgate._kernel.parameters import Kind
+from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import cpp_type
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Glue:
+class Glue(NamedTuple):
   """All that the source follows from."""
 
   declaration: Declaration  # of the C function
   binding: Binding  # where its arguments come from
   loop: bool  # whether it is called for each element
+  cast: bool  # whether its numbers convert as C converts
   columns_first: frozenset[str]  # arrays that C gets in column-major order
   errors: tuple[tuple[int | str, str], ...]  # texts for numbers of `info` and `status`
   pointers: tuple[str, ...]  # names of the addresses after the function's
   parallel: bool  # whether a loop may run on several threads
 
 
-def element(dtype: np.dtype[Any]) -> str:
-  """The C++ type of an array's elements: complex numbers are pairs, see glue.h."""
-  return cpp_type(dtype).replace("std::complex<", "pair<")
-
-
-def source(glue: Glue, dtypes: Mapping[str, np.dtype[Any]]) -> str:
-  """The C++ for arrays of these dtypes."""
-  return _Writer(glue, dtypes).write()
+def source(glue: Glue, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
+  """The C++ of a kernel with these parameters, whose arrays have these dtypes."""
+  return _Writer(glue).write(parameters, dtypes)
 
 
 class _Writer:
-  """One source. C++ names: v_x views, s_k static values, n_n dimensions, c_i arguments.
+  """One source. C++ names: v_x views, s_k static values, n_n dimensions, c_i arguments."""
 
-  Attributes:
-    before, after: statements around the call of the function.
-    pointers: arrays that have a pointer by now.
-  """
-
-  def __init__(self, glue: Glue, dtypes: Mapping[str, np.dtype[Any]]) -> None:
-    self.glue, self.binding, self.dtypes = glue, glue.binding, dtypes
-    self.before, self.after, self.pointers = list[str](), list[str](), set[str]()
+  def __init__(self, glue: Glue) -> None:
+    self.glue, self.binding = glue, glue.binding
+    self.before, self.after = list[str](), list[str]()  # statements around the call
+    self.pointers = set[str]()  # arrays that have a pointer by now
     self._prefix = f"{glue.declaration.name}: " if glue.declaration.name else ""
     self.index = "i" if glue.loop else "-1"  # of the element that messages name
     self.at = "[i]" if glue.loop else "[0]"  # the element of a result that the call writes
 
-  def write(self) -> str:
+  def write(self, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
     helpers = (Path(__file__).parent / "glue.h").read_text().replace("#pragma once\n", "")
-    head = [*map(self._parameter, self.binding.names), "cg::Context& context"]
-    names = ", ".join([*self.binding.names, "context"])
+    head, names = list[str](), ", ".join([*(p.name for p in parameters), "context"])
+    for p in parameters:
+      # Complex numbers are pairs, see glue.h.
+      of = cpp_type(dtypes.get(p.name, p.dtype)).replace("std::complex<", "pair<")
+      view = "" if p.kind is Kind.NUMBER else f", {p.rank}"
+      kind = of if p.kind is Kind.SCALAR else f"cg::{p.kind.cpp}<{of}{view}>"
+      head.append(f"{kind} {'s' if p.kind is Kind.NUMBER else 'v'}_{p.name}")
+    head.append("cg::Context& context")
     declaration, call = self.glue.declaration, self._call()
     types = ", ".join(p.type.cpp for p in declaration.all_parameters)
     kind = f"{declaration.result.cpp} (*)({types})"
@@ -81,40 +74,6 @@ class _Writer:
       "const ::callgate::detail::Registration callgate_registration(callgate_made);\n}\n"
     )
 
-  # -- types and values --------------------------------------------------------------------------
-  def _parameter(self, name: str) -> str:
-    """Of the kernel, as C++ declares it."""
-    array = self.binding.arrays.get(name)
-    if array is None:
-      dtype = self.binding.statics[name].dtype
-      assert dtype is not None
-      return f"cg::Attr<{element(dtype)}> s_{name}"
-    of, kind = element(self.dtypes[name]), kind_of(array, self.glue.loop)
-    if kind is Kind.SCALAR:
-      return f"{of} v_{name}"
-    return f"cg::{kind.cpp}<{of}, {rank(array, self.glue.loop)}> v_{name}"
-
-  def _expression(self, expression: Expression) -> str:
-    return expression.cpp(
-      lambda name: f"int64_t(s_{name}.value())" if name in self.binding.statics else f"n_{name}",
-      "v_{}".format,
-    )
-
-  def _value(self, argument: Argument, kind: CType) -> str:
-    """An argument that is a number, as C's type."""
-    if argument.role is Role.STATIC:
-      return f"load<{kind.element}>(s_{argument.name}.value())"
-    if argument.value is not None:
-      return f"static_cast<{kind.element}>({self._expression(argument.value)})"
-    literal = argument.literal
-    if isinstance(literal, complex):
-      return f"load<{kind.element}>(pair<double>{{{literal.real!r}, {literal.imag!r}}})"
-    if type(literal) is int and literal >= 2**63:
-      return f"{kind.element}({literal}u)"
-    if isinstance(literal, (bool, str)):
-      literal = literal.encode()[0] if isinstance(literal, str) else int(literal)
-    return f"static_cast<{kind.element}>({literal!r})"
-
   # -- the call ----------------------------------------------------------------------------------
   def _call(self) -> list[str]:
     """The call of the function, for one element in a loop."""
@@ -132,29 +91,56 @@ class _Writer:
 
   def _passed(self, argument: Argument, kind: CType, name: str) -> str:
     """What is passed for an argument, as C++; `name` is free for a variable."""
-    if argument.name not in self.binding.arrays:
-      return self._other(argument, kind, name)
-    if not self.glue.loop:
-      return self._array(argument, kind)
-    if argument.role is Role.OUT:
-      self.before.append(f"{kind.element} {name} = {{}};")
-      self.after.append(f"store(v_{argument.name}.data(){self.at}, {name});")
-      return f"&{name}"
-    value = f"load<{kind.element}>(v_{argument.name}.data()[i_{argument.name}])"
-    return self._by_address(kind, name, value) if kind.pointer else value
-
-  def _by_address(self, kind: CType, name: str, value: str) -> str:
-    self.before.append(f"{kind.element} {name} = {value};")
+    of, literal, value = kind.element, argument.literal, ""
+    if argument.value is not None:
+      statics = self.binding.statics
+      value = argument.value.cpp(lambda n: f"int64_t(s_{n}.value())" if n in statics else f"n_{n}")
+    if argument.name in self.binding.arrays and not self.glue.loop:
+      return self._array(self.binding.arrays[argument.name], kind)
+    match argument.role:
+      case Role.NULL:
+        return "nullptr"
+      case Role.ADDRESS:
+        return f"static_cast<{of}*>(user_data[{1 + self.glue.pointers.index(argument.name)}])"
+      case Role.SCRATCH:
+        return f"context.scratch<{'char' if kind.dtype is None else of}>({value})"
+      case Role.LITERAL if isinstance(literal, str) and kind.pointer:
+        content = ", ".join(map(str, (*literal.encode(), 0)))
+        self.before.append(f"unsigned char {name}[] = {{{content}}};")
+        return f"pointer<{of}>(&{name}[0])"
+      case Role.LITERAL if isinstance(literal, complex):
+        value = f"load<{of}>(pair<double>{{{literal.real!r}, {literal.imag!r}}})"
+      case Role.LITERAL if isinstance(literal, int) and literal >= 2**63:
+        value = f"{of}({literal}u)"
+      case Role.LITERAL:
+        number = literal.encode()[0] if isinstance(literal, str) else literal
+        value = f"static_cast<{of}>({int(number) if isinstance(number, bool) else number!r})"
+      case Role.VALUE:
+        value = f"static_cast<{of}>({value})"
+      case Role.STATIC:
+        value = f"load<{of}>(s_{argument.name}.value())"
+      case Role.INFO | Role.STATUS:
+        value = "0"
+        self.after.insert(0, f"check_{argument.role.name.lower()}({name}, {self.index});")
+      case Role.OUT:
+        value = "{}"
+        self.after.append(f"store(v_{argument.name}.data(){self.at}, {name});")
+      case _:  # an element of an operand
+        value = f"load<{of}>(v_{argument.name}.data()[i_{argument.name}])"
+    if not kind.pointer:
+      return value
+    self.before.append(f"{of} {name} = {value};")
     return f"&{name}"
 
-  def _array(self, argument: Argument, kind: CType) -> str:
-    array = self.binding.arrays[argument.name]
+  def _array(self, array: Array, kind: CType) -> str:
     view, pointer = f"v_{array.name}", f"p_{array.name}"
     if not kind.pointer:
       return f"load<{kind.element}>({view})"
     if array.name not in self.pointers:
       self.pointers.add(array.name)
-      ordered = array.name in self.glue.columns_first and rank(array, loop=False) not in (0, 1)
+      ordered = array.name in self.glue.columns_first and (
+        array.dims is None or len(array.dims) > 1
+      )
       memory = f"copied(context, {view}, {str(ordered).lower()})"
       if ordered and array.role in RESULTS:
         self.after.append(f"put_back(context, {pointer}, {view});")
@@ -164,28 +150,6 @@ class _Writer:
         memory = f"{view}.data()"
       self.before.append(f"auto* {pointer} = {memory};")
     return f"pointer<{kind.element}>({pointer})"
-
-  def _other(self, argument: Argument, kind: CType, name: str) -> str:
-    """An argument that is no array."""
-    role = argument.role
-    if role is Role.NULL:
-      return "nullptr"
-    if role is Role.ADDRESS:
-      index = 1 + self.glue.pointers.index(argument.name)
-      return f"static_cast<{kind.element}*>(user_data[{index}])"
-    if role is Role.SCRATCH:
-      assert argument.value is not None
-      of = kind.element if kind.dtype is not None else "char"
-      return f"context.scratch<{of}>({self._expression(argument.value)})"
-    if role in (Role.INFO, Role.STATUS):
-      self.after.insert(0, f"check_{role.name.lower()}({name}, {self.index});")
-      return self._by_address(kind, name, "0")
-    if isinstance(argument.literal, str) and kind.pointer:
-      content = ", ".join(str(byte) for byte in (*argument.literal.encode(), 0))
-      self.before.append(f"unsigned char {name}[] = {{{content}}};")
-      return f"pointer<{kind.element}>(&{name}[0])"
-    value = self._value(argument, kind)
-    return self._by_address(kind, name, value) if kind.pointer else value
 
   def _loop(self, call: list[str]) -> list[str]:
     """A loop of calls over the elements of the results."""
@@ -215,8 +179,7 @@ class _Writer:
   # -- failures ----------------------------------------------------------------------------------
   def _checks(self) -> str:
     """For `info` and `status` the function that throws for another number than 0."""
-    arguments = (*self.binding.arguments, self.binding.returned)
-    used = {a.role for a in arguments if a is not None}
+    used = {a.role for a in (*self.binding.arguments, self.binding.returned) if a is not None}
     checks = ""
     for role in (r for r in (Role.INFO, Role.STATUS) if r in used):
       word = role.name.lower()
@@ -250,21 +213,6 @@ class _Writer:
     thrown = f"throw cg::Error({', '.join([_quoted(form), *values, 'where'])});"
     conditions = {">0": "if (number > 0) ", "<0": "if (number < 0) ", "else": ""}
     return f"{conditions.get(str(key), f'if (number == {key}) ')}{thrown}"
-
-
-def kind_of(array: Array, loop: bool) -> Kind:
-  if array.role in RESULTS:
-    return Kind.OUT if array.role is Role.OUT else Kind.INOUT
-  return Kind.IN if loop or array.type.pointer else Kind.SCALAR
-
-
-def rank(array: Array, loop: bool) -> int:
-  """Of the kernel's parameter; -1 for any."""
-  if loop:
-    return -1
-  if not array.type.pointer:
-    return 0
-  return -1 if array.dims is None else len(array.dims)
 
 
 def _quoted(text: str) -> str:

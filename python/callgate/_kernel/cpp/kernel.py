@@ -23,7 +23,7 @@ from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import SourceParameter, TemplateParameter
-from callgate._kernel.variants import CallTypes, Function, Static
+from callgate._kernel.variants import CallTypes, Function, Given
 
 # What kernels of one source, which is one library, take turns by; and those that link libraries,
 # which may be the same ones.
@@ -58,7 +58,7 @@ class CppKernel(CpuKernel):
       signature = list(self._plain.parameters)
     else:  # kinds and names, before it is compiled for a call
       signature = list[Parameter]()
-      for i, p in enumerate(self.cpp_function.parameters or ()):
+      for i, p in enumerate(self.cpp_function.parameters):
         rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
         known = _source.DTYPES.get(p.element)
         dtype = dtype_named(known) if known else None
@@ -66,13 +66,10 @@ class CppKernel(CpuKernel):
     super().__init__(name, signature, options)
     if self._turn is not None:
       with _turns_lock:
-        key = "" if build_options["libraries"] else source
-        self._turn = _turns.setdefault(key, self._turn)
+        self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
   # -- calls -------------------------------------------------------------------------------------
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     given = [(p, kwargs.pop(p.name)) for p in self.cpp_function.template if p.name in kwargs]
     operands, static = super()._arguments(args, kwargs)
     bound = {p.name: _template_value(self.label, p, value) for p, value in given}
@@ -100,7 +97,7 @@ class CppKernel(CpuKernel):
 
   def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, np.dtype[Any], int]]:
     """Parameters with the dtype and rank of an array that they take, operands first."""
-    parameters = self.cpp_function.parameters or ()
+    parameters = self.cpp_function.parameters
     for kinds, arrays in (
       ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
       ((Kind.OUT, Kind.INOUT, Kind.OUTS), types.results),
@@ -133,8 +130,7 @@ class CppKernel(CpuKernel):
       if read.kind is not real.kind:
         raise GateDefinitionError(
           f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
-          "<...>: callgate reads the kinds of a template's parameters before it is compiled, and "
-          "does not know other names of them"
+          "<...>, which in a template callgate has to know before it is compiled"
         )
     return function
 
@@ -172,7 +168,7 @@ class CppKernel(CpuKernel):
   def _unit(self, instance: str) -> str:
     """The source with what makes a library of it; no part of it is the kernel's own name."""
     function = self.cpp_function
-    names = [p.name or str(i) for i, p in enumerate(function.parameters or ())]
+    names = [p.name or str(i) for i, p in enumerate(function.parameters)]
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
     return (
       f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
