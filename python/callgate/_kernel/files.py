@@ -235,7 +235,7 @@ def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
   if own is None or _packed({**own, "compiled": 0}) != _packed({**form, "compiled": 0}):
     raise ValueError(
       f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
-      f"{getattr(live, 'kind', 'gate')} has; expected it to be free, or the same kernel's"
+      f"{getattr(live, 'kind', 'gate')} of this process has; expected it to be free, or the same"
     )
   return live
 
