@@ -1,15 +1,13 @@
 """The cache on disk of compiled kernels.
 
-In the cache's folder `kernels`, a *key* stands for all that is known before the compiler runs:
-source, flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key,
-each with its checksum and with the checksums of the files that the compiler read beside the source,
-the user's headers; so a header that changes makes another library, and one that changes back finds
-the first.
+In the folder `kernels`, a *key* stands for all that is known before the compiler runs: source,
+flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key, with their
+checksums and those of the user's headers that the compiler read: a header that changes makes
+another library, and one that changes back finds the first.
 
-Any number of processes may read and build at once. Readers take no lock: manifests and libraries
-come into being by renaming, and what is missing, damaged or out of date counts as not there. One
-process at a time builds a key, under a file lock that dies with it; what a killed one left behind
-is removed by the next. Who may have written what is there, `_build/files.py` looks at.
+Any number of processes may read and build at once. Readers take no lock: files come into being by
+renaming, and what is missing, damaged or out of date counts as not there. One process at a time
+builds a key, under a file lock that dies with it; what a killed one left is removed by the next.
 """
 
 from __future__ import annotations
@@ -22,24 +20,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from callgate._build.files import (
-  checksum,
-  kept_folder,
-  locked,
-  made_folder,
-  move,
-  private_folder,
-  read,
-  usable_folder,
-  write,
-)
+from callgate._build import files
 
 _OLDER = 7  # libraries of a key that are kept beside the newest
-_UNKNOWN = "changed"  # no checksum: a file that changed while the compiler read it
 
 
 def digest(parts: Any) -> str:
@@ -50,11 +37,11 @@ def digest(parts: Any) -> str:
 def remembered(name: str, make: Callable[[], str]) -> str:
   """A text that is kept in the cache, made where it is not there."""
   with contextlib.suppress(OSError, UnicodeDecodeError):
-    if known := read(kept_folder("compilers") / name).decode():
+    if known := files.read(files.kept_folder("compilers") / name).decode():
       return known
   made = make()
   with contextlib.suppress(OSError):
-    write(usable_folder("compilers") / name, made.encode())
+    files.write(files.usable_folder("compilers") / name, made.encode())
   return made
 
 
@@ -65,10 +52,17 @@ Make = Callable[[Path], tuple[Path, Iterable[str]]]
 
 def find_or_make(key: str, make: Make) -> Path:
   """The library of a key; see the module."""
+  names = ("kernels", key[:2])
   with contextlib.suppress(OSError):
-    if found := _find(kept_folder("kernels", key[:2]), key):
+    if found := _find(files.kept_folder(*names), key):
       return found
-  with _writable(key) as place:
+  place = files.made_folder(*names)
+  with contextlib.ExitStack() as stack:
+    try:
+      stack.enter_context(files.locked(place / f"{key}.lock"))
+    except OSError as error:
+      place = files.private_folder(error, *names)
+      stack.enter_context(files.locked(place / f"{key}.lock"))
     return _find(place, key) or _make(place, key, make)  # another process may have made it
 
 
@@ -77,16 +71,18 @@ def _make(folder: Path, key: str, make: Make) -> Path:
     shutil.rmtree(rest, ignore_errors=True)
   with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}.build-") as building:
     started = time.time_ns()
-    made, files = make(Path(building))
-    dependencies = {file: _checksum_since(file, started) for file in files}
-    name = f"{key}-{digest(sorted(dependencies.items()))[:16]}.so"
-    entry = {"library": name, "checksum": checksum(made), "dependencies": dependencies}
-    move(made, folder / name)
+    made, read = make(Path(building))
+    # No checksum for what changed while the compiler read it.
+    changed = {f: os.stat(f).st_mtime_ns > started or not os.path.isfile(f) for f in read}
+    known = {f: "changed" if late else files.checksum(f) for f, late in changed.items()}
+    name = f"{key}-{digest(sorted(known.items()))[:16]}.so"
+    entry = {"library": name, "checksum": files.checksum(made), "dependencies": known}
+    files.move(made, folder / name)
   others = [e for e in _manifest(folder, key) if e["library"] != name]
   for dropped in others[:-_OLDER]:
     with contextlib.suppress(OSError):
       (folder / dropped["library"]).unlink()
-  write(folder / f"{key}.json", json.dumps([*others[-_OLDER:], entry]).encode())
+  files.write(folder / f"{key}.json", json.dumps([*others[-_OLDER:], entry]).encode())
   return folder / name
 
 
@@ -95,46 +91,23 @@ def _find(folder: Path, key: str) -> Path | None:
   for entry in reversed(_manifest(folder, key)):
     library = folder / entry["library"]
     with contextlib.suppress(OSError):
-      unchanged = all(checksum(f) == known for f, known in entry["dependencies"].items())
-      if unchanged and hashlib.sha256(read(library)).hexdigest() == entry["checksum"]:
+      unchanged = all(files.checksum(f) == known for f, known in entry["dependencies"].items())
+      if unchanged and hashlib.sha256(files.read(library)).hexdigest() == entry["checksum"]:
         return library
   return None
 
 
 def _manifest(folder: Path, key: str) -> list[dict[str, Any]]:
+  library = re.compile(rf"{key}-[0-9a-f]+\.so")
   try:
-    return [_entry(key, entry) for entry in json.loads(read(folder / f"{key}.json"))]
+    return [
+      {
+        "library": entry["library"],
+        "checksum": str(entry["checksum"]),
+        "dependencies": {str(f): str(known) for f, known in entry["dependencies"].items()},
+      }
+      for entry in json.loads(files.read(folder / f"{key}.json"))
+      if library.fullmatch(entry["library"])
+    ]
   except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
     return []  # not there, or damaged: any bytes may be
-
-
-def _entry(key: str, entry: Any) -> dict[str, Any]:
-  library = entry["library"]
-  if not re.fullmatch(rf"{key}-[0-9a-f]+\.so", library):
-    raise ValueError(f"a library of the name {library!r}")
-  return {
-    "library": library,
-    "checksum": str(entry["checksum"]),
-    "dependencies": {str(f): str(known) for f, known in entry["dependencies"].items()},
-  }
-
-
-def _checksum_since(file: str, started: int) -> str:
-  """The checksum of a file as the compiler saw it, where that is known."""
-  if os.stat(file).st_mtime_ns > started or not os.path.isfile(file):
-    return _UNKNOWN
-  return checksum(file)
-
-
-@contextlib.contextmanager
-def _writable(key: str) -> Generator[Path]:
-  """A folder to build in, locked for the key: the cache's, or a private one of this process."""
-  with contextlib.ExitStack() as stack:
-    names = ("kernels", key[:2])
-    place = made_folder(*names)
-    try:
-      stack.enter_context(locked(place / f"{key}.lock"))
-    except OSError as error:
-      place = private_folder(error, *names)
-      stack.enter_context(locked(place / f"{key}.lock"))
-    yield place

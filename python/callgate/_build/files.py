@@ -1,12 +1,10 @@
 """Where compiled code is kept on disk, and who may have written it: what is there is run.
 
-Every cache of callgate's is a folder below `cache_dir()` and comes here for its files. Such a
-folder belongs to this user, or to root, and nobody else can write to it; so do the files in it,
-which are opened without following a link. What isn't so is not used: a folder is refused with a
-warning that says what to do, and the process keeps its kernels in a private one; a file is made
-again. What is made here is for its owner alone, whatever the umask.
-
-All functions may be called from any thread. What they raise is an OSError.
+Every cache of callgate's is a folder below `cache_dir()`. Such a folder belongs to this user, or to
+root, and nobody else can write to it; so do its files, which are opened without following a link.
+A folder that isn't so is refused with a warning that says what to do, and the process keeps its
+kernels in a private one; a file is made again. What is made here is for its owner alone, whatever
+the umask. All functions may be called from any thread; what they raise is an OSError.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class UntrustedError(PermissionError):
 
 def cache_dir() -> Path:
   """Where compiled kernels are kept: `CALLGATE_CACHE_DIR`, or callgate below the user's caches."""
-  given = os.environ.get("CALLGATE_CACHE_DIR")
-  if given:
+  if given := os.environ.get("CALLGATE_CACHE_DIR"):
     return Path(given).absolute()
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
   return Path(base).absolute() / "callgate"
@@ -46,35 +43,40 @@ def cache_dir() -> Path:
 
 # -- folders -------------------------------------------------------------------------------------
 def kept_folder(*names: str) -> Path:
-  """A folder of the cache, which need not be there.
-
-  Raises:
-    UntrustedError: others can write to one that is there.
-  """
+  """A folder of the cache, which need not be there; raises where others can write to it."""
   folder = cache_dir()
-  _check_above(folder)
+  for path in folder.resolve().parents:
+    # Who can rename a folder can exchange it: that is all who write to the one that it lies in.
+    with contextlib.suppress(FileNotFoundError):
+      mode = path.stat().st_mode
+      if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise _refusal(path, _mode(mode), f"make it yours alone: chmod go-w '{path}'")
   for name in ("", *names):
     folder = folder / name
     try:
-      _check_folder(folder, may_be_link=not name)  # users move their caches to larger disks
+      found = folder.lstat()
+      if stat.S_ISLNK(found.st_mode):
+        if name or found.st_uid not in (os.geteuid(), 0):  # users move caches to larger disks
+          raise _refusal(folder, "is a link", "remove it")
+        found = folder.stat()
     except FileNotFoundError:
       break
+    if not stat.S_ISDIR(found.st_mode):
+      raise NotADirectoryError(20, f"{folder} is not a folder")
+    _check_owner(folder, found)
   return cache_dir().joinpath(*names)
 
 
 def usable_folder(*names: str) -> Path:
   """A folder of the cache, made where it is not there; raises where it can't be used."""
-  folder = kept_folder(*names)
-  _make_folders(folder)
+  _make_folders(kept_folder(*names))
   return kept_folder(*names)  # meanwhile somebody else may have made one
 
 
 def made_folder(*names: str, quiet: bool = False) -> Path:
   """A folder of the cache; one of this process, with a warning, where that can't be used.
 
-  Args:
-    names: of the folders below the cache.
-    quiet: without a warning, unless somebody else may have written what is there.
+  `quiet`: without the warning, unless somebody else may have written what is there.
   """
   try:
     return usable_folder(*names)
@@ -92,7 +94,8 @@ def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
     if say:
       _told.add(cache)
   if known is None:
-    atexit.register(_remove, folder, os.getpid())
+    owner = os.getpid()  # not a fork's child
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
   _make_folders(folder.joinpath(*names))
   if say:
     warnings.warn(
@@ -105,37 +108,12 @@ def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
   return folder.joinpath(*names)
 
 
-def _remove(folder: Path, process: int) -> None:
-  if os.getpid() == process:  # not a fork's child
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _make_folders(folder: Path) -> None:
   for path in (*reversed(folder.parents), folder):
     with contextlib.suppress(FileExistsError):
       if not path.is_dir():
         path.mkdir(mode=0o700)
         path.chmod(0o700)  # a umask may have taken something from the owner as well
-
-
-def _check_folder(folder: Path, *, may_be_link: bool) -> None:
-  found = folder.lstat()
-  if stat.S_ISLNK(found.st_mode):
-    if not may_be_link or found.st_uid not in (os.geteuid(), 0):
-      raise _refusal(folder, "is a link", "remove it")
-    found = folder.stat()
-  if not stat.S_ISDIR(found.st_mode):
-    raise NotADirectoryError(20, f"{folder} is not a folder")
-  _check_owner(folder, found)
-
-
-def _check_above(folder: Path) -> None:
-  """Who can rename a folder can exchange it: that is all who write to the one that it lies in."""
-  for path in folder.resolve().parents:
-    with contextlib.suppress(FileNotFoundError):
-      mode = path.stat().st_mode
-      if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise _refusal(path, _mode(mode), f"make it yours alone: chmod go-w '{path}'")
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -162,11 +140,7 @@ def checksum(path: str | os.PathLike[str]) -> str:
 
 
 def read(path: Path) -> bytes:
-  """The content of a file in a folder that one of the above gave.
-
-  Raises:
-    OSError: it is not there, is no regular file, or others can write to it.
-  """
+  """The content of a file in a folder of the above; raises where others can write to it."""
   with _opened(path, os.O_RDONLY) as file:
     _check_owner(path, os.fstat(file.fileno()))
     return file.read()

@@ -6,7 +6,6 @@ and a kernel that is there costs no compilation. Needs no device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import glob
 import importlib.util
@@ -14,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from callgate import _callgate
 from callgate._build import cache, toolchain
@@ -33,8 +33,7 @@ _HEADERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
+class Compiler(NamedTuple):
   """NVRTC, loaded."""
 
   nvrtc: _callgate.Nvrtc  # the runtime's handle
@@ -43,11 +42,7 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's.
-
-  Raises:
-    CompileError: there is none.
-  """
+  """The compiler: `CALLGATE_NVRTC`, a package nvidia-cuda-nvrtc, a toolkit, the loader's."""
   toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
   usual = next((path for path in _TOOLKITS if os.path.isdir(path)), "")
   return _compiler(os.environ.get("CALLGATE_NVRTC", ""), toolkit or usual)
@@ -55,18 +50,17 @@ def compiler() -> Compiler:
 
 @functools.cache
 def _compiler(given: str, toolkit: str) -> Compiler:
-  looked: list[str] = []
+  found = ""
   for path in (given,) if given else _candidates(toolkit):
     try:
       nvrtc = _callgate.Nvrtc.open(path)
     except ValueError as error:
-      looked.append(str(error))
+      found += f"\n{error}"
       continue
     real = os.path.realpath(path)
     stamp = os.path.getmtime(real) if os.path.exists(real) else 0
     return Compiler(nvrtc, tuple(_cuda_headers(path, toolkit)), (real, stamp, nvrtc.version))
   named = f"CALLGATE_NVRTC={given}" if given else "packages, toolkits and the loader's folders"
-  found = "".join(f"\n{line}" for line in looked)
   raise CompileError(
     f"CUDA's run-time compiler, libnvrtc, was not found (looked for {named}). Kernels in CUDA C++ "
     "need it: pip install 'callgate[cuda]' brings it as the package nvidia-cuda-nvrtc, CUDA's "
@@ -86,23 +80,19 @@ def _candidates(toolkit: str) -> Iterator[str]:
 
 def _newest(*patterns: str) -> list[str]:
   """Libraries, the best first: JAX's CUDA plugin goes with one major version."""
-  found = {path for pattern in patterns for path in glob.glob(pattern)}
   plugins = [n for n in (12, 13) if importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None]
-
-  def rank(path: str) -> tuple[bool, int]:
-    major = int(re.findall(r"\.so\.(\d+)", path)[0])
-    return major in plugins, major
-
-  return sorted(found, key=rank, reverse=True)
+  found = {path for pattern in patterns for path in glob.glob(pattern)}
+  majors = {path: int(re.findall(r"\.so\.(\d+)", path)[0]) for path in found}
+  return sorted(found, key=lambda path: (majors[path] in plugins, majors[path]), reverse=True)
 
 
 def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
   """Folders of CUDA's headers beside a library of the same toolkit."""
   library = Path(path)
   if library.is_absolute():
-    near = [library.parents[1] / "include", library.parents[1] / "targets/x86_64-linux/include"]
-    if library.parents[1].name == "cuda_nvrtc":
-      packages = library.parents[2]
+    _, root, packages, *_ = library.parents
+    near = [root / "include", root / "targets/x86_64-linux/include"]
+    if root.name == "cuda_nvrtc":
       near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
     folders = [*near, Path(toolkit) / "include"] if toolkit else near
   else:
@@ -113,16 +103,14 @@ def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
 
 
 # -- compiling -----------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Image:
+class Image(NamedTuple):
   """Machine code, or PTX for the driver to compile."""
 
   code: bytes  # a cubin, or PTX as text that ends in a zero byte
   capability: int  # the compute capability that a cubin is for, as 90; 0 for PTX
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Built:
+class Built(NamedTuple):
   """What became of a kernel; `entry` is the function's name in the image."""
 
   image: Image
@@ -144,9 +132,6 @@ def build(
   Machine code is for `capability`, as 90, or PTX where the compiler doesn't know that; 0 is for PTX
   that every device runs. `expression` is the function as C++ names it: "scale<float, 4>"; messages
   say `label` for the kernel and `name` for its source.
-
-  Raises:
-    CompileError: the compiler refuses it, or there is none.
   """
   used = compiler()
   folders = [os.path.abspath(d) for d in include_dirs]
@@ -158,7 +143,9 @@ def build(
     *(f"--include-path={d}" for d in (*folders, *used.include_dirs)),
     *options,
   ]
-  unit = _unit(name, source, expression)
+  includes = [i for pattern, i in _HEADERS if pattern.search(f"{source}\n{expression}")]
+  includes = "".join(f"#include <{i}>\n" for i in includes)  # the source's lines keep their numbers
+  unit = f'{includes}#include "callgate/kernel_device.h"\n#line 1 "{name}"\n{source}\n'
   headers = toolchain.headers_digest("kernel_device.h")
   key = cache.digest(["nvrtc", unit, expression, arguments, used.identity, headers])
 
@@ -177,35 +164,23 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
     if match := _ARCHITECTURE.match(option):
       return [], 0 if "compute_" in option else int(match[1])
   known = used.nvrtc.architectures
-  if capability in known and _output() == "cubin":
-    return [f"--gpu-architecture=sm_{capability}"], capability
+  if capability in known:  # a choice: machine code, or PTX for the driver to compile
+    output = os.environ.get("CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
+    if output not in ("cubin", "ptx"):
+      raise CompileError(
+        f"environment variable CALLGATE_NVRTC_OUTPUT: expected 'cubin' or 'ptx', got {output!r}"
+      )
+    if output == "cubin":
+      return [f"--gpu-architecture=sm_{capability}"], capability
   older = [each for each in known if each <= (capability or max(_LOWEST, known[0]))]
   return [f"--gpu-architecture=compute_{max(older, default=known[0])}"], 0
 
 
-def _output() -> str:
-  """What the user wants where there is a choice: machine code, or PTX for the driver to compile."""
-  given = os.environ.get("CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
-  if given not in ("cubin", "ptx"):
-    raise CompileError(
-      f"environment variable CALLGATE_NVRTC_OUTPUT: expected 'cubin' or 'ptx', got {given!r}"
-    )
-  return given
-
-
-def _unit(name: str, source: str, expression: str) -> str:
-  """The source with the headers that it needs; its lines keep their numbers."""
-  text = f"{source}\n{expression}"
-  headers = [header for pattern, header in _HEADERS if pattern.search(text)]
-  includes = "".join(f"#include <{header}>\n" for header in headers)
-  return f'{includes}#include "callgate/kernel_device.h"\n#line 1 "{name}"\n{source}\n'
-
-
 def _compile(
-  label: str, used: Compiler, unit: str, name: str, expression: str, arguments: Sequence[str]
+  label: str, used: Compiler, unit: str, name: str, expression: str, arguments: list[str]
 ) -> bytes:
   """The function's name in the code, a line, and the code."""
-  ok, code, names, log = used.nvrtc.compile(unit, name, list(arguments), [], [expression])
+  ok, code, names, log = used.nvrtc.compile(unit, name, arguments, [], [expression])
   output = log.decode(errors="replace").strip()
   if not ok:
     version = f"{used.nvrtc.version // 1000}.{used.nvrtc.version % 1000 // 10}"
@@ -217,15 +192,12 @@ def _compile(
 def _included(source: str, folders: Sequence[str]) -> list[str]:
   """The user's headers that a source includes, directly or not: NVRTC doesn't tell."""
   found: list[str] = []
-  texts = [(source, "")]
+  texts = [(source, list(folders))]
   while texts:
-    text, own = texts.pop()
+    text, near = texts.pop()
     for name in _INCLUDE.findall(text):
-      for folder in ([own] if own else []) + list(folders):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-          if path not in found:
-            found.append(path)
-            texts.append((Path(path).read_text(errors="replace"), os.path.dirname(path)))
-          break
+      path = next(filter(os.path.isfile, (os.path.join(folder, name) for folder in near)), None)
+      if path is not None and path not in found:
+        found.append(path)
+        texts.append((Path(path).read_text(errors="replace"), [os.path.dirname(path), *folders]))
   return found

@@ -38,20 +38,15 @@ _loaded: dict[str, ctypes.CDLL] = {}
 _c = ctypes.CDLL(None)
 
 
-def include_dir() -> Path:
-  """The folder that holds `callgate/kernel.h`."""
-  return _shipped("include")
+def include_dir(folder: str = "include") -> Path:
+  """The folder that holds `callgate/kernel.h`, of the installed package or of a source tree."""
+  installed = ROOT / folder
+  return installed if installed.exists() else ROOT.parents[1] / folder
 
 
 def cmake_dir() -> Path:
   """The folder that holds `callgateConfig.cmake`, for CMake's find_package."""
-  return _shipped("cmake")
-
-
-def _shipped(folder: str) -> Path:
-  """Of the installed package, or else of a source tree."""
-  installed = ROOT / folder
-  return installed if installed.exists() else ROOT.parents[1] / folder
+  return include_dir("cmake")
 
 
 @functools.cache
@@ -64,9 +59,14 @@ def headers_digest(*patterns: str) -> str:
 def compiler() -> list[str]:
   """The C++ compiler's command: `CXX`, which may have arguments, then c++, g++, clang++."""
   given = os.environ.get("CXX", "").strip()
-  for command in (_words(given),) if given else ([name] for name in _COMPILERS):
-    found = shutil.which(command[0])
-    if found:
+  try:
+    commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
+  except ValueError as error:
+    raise CompileError(
+      f"environment variable CXX: expected a command as a shell has it, got {given!r}: {error}"
+    ) from None
+  for command in commands:
+    if found := shutil.which(command[0]):
       return [found, *command[1:]]
   looked = f"CXX={given}" if given else ", ".join(_COMPILERS)
   raise CompileError(
@@ -76,28 +76,14 @@ def compiler() -> list[str]:
   )
 
 
-def _words(command: str) -> list[str]:
-  try:
-    return shlex.split(command)
-  except ValueError as error:
-    raise CompileError(
-      f"environment variable CXX: expected a compiler's command as a shell has it, got "
-      f"{command!r}: {error}"
-    ) from None
-
-
 @functools.cache
 def cpu() -> str:
   """What `-march=native` stands for on this machine."""
-  fields: dict[str, str] = {}
-  with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-    for line in file:
-      key, _, value = (part.strip() for part in line.partition(":"))
-      if not key:
-        break  # the first processor's are enough
-      if key in ("model name", "flags", "Features", "CPU part"):
-        fields[key] = value
-  return f"{platform.machine()} {sorted(fields.items()) or platform.processor()}"
+  fields: list[tuple[str, str]] = []
+  with contextlib.suppress(OSError):
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]  # the first processor's do
+    fields = re.findall(r"^(model name|flags|Features|CPU part)\s*: (.*\S)", first, re.MULTILINE)
+  return f"{platform.machine()} {sorted(fields) or platform.processor()}"
 
 
 def build(
@@ -112,40 +98,32 @@ def build(
   """The shared library of a C++ source, from the cache where it is there.
 
   Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
-  the library's run path, too. Messages say `what` for the kernel, and the lines of the source's own
-  `#line` directives.
-
-  Raises:
-    CompileError: the compiler refuses it.
+  the library's run path, too. Messages say `what` for the kernel, and the source's `#line`s.
   """
   folders = [os.path.abspath(d) for d in library_dirs]
   command = compiler()
-  arguments = [
-    *_ALWAYS,
-    f"-I{include_dir()}",
-    *(f"-I{os.path.abspath(d)}" for d in include_dirs),
-    *flags,
+  headers = [f"-I{include_dir()}", *(f"-I{os.path.abspath(d)}" for d in include_dirs)]
+  arguments = [*_ALWAYS, *headers, *flags]
+  paths = [os.path.abspath(name) if os.sep in name else "" for name in libraries]
+  found = [*folders, *(os.path.dirname(path) for path in paths if path)]
+  links = [
+    *(f"-L{d}" for d in folders),
+    *(f"-Wl,-rpath,{d}" for d in dict.fromkeys(found)),
+    *(path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)),
   ]
-  links = _links(libraries, folders)
   here = os.getcwd() if any(flag.startswith(_PATH_FLAGS) for flag in flags) else ""
-  key = cache.digest(
-    [
-      source,
-      arguments,
-      links,
-      here,
-      [os.environ.get(name, "") for name in _ENVIRONMENT],
-      _identity(tuple(command)),
-      cpu(),
-      # Stands for callgate's version: nothing else of it is in the library.
-      headers_digest("kernel*.h", "elementwise*.h"),
-      _callgate.KERNEL_ABI,
-    ]
-  )
+  environment = [os.environ.get(name, "") for name in _ENVIRONMENT]
+  # The headers stand for callgate's version: nothing else of it is in the library.
+  own = [headers_digest("kernel*.h", "elementwise*.h"), _callgate.KERNEL_ABI]
+  version = _identity(tuple(command))
+  key = cache.digest([source, arguments, links, here, environment, version, cpu(), *own])
 
   def make(folder: Path) -> tuple[Path, list[str]]:
     made, read = _compile(what, source, [*command, *arguments], links, folder)
-    return made, [*read, *_archives(libraries, folders)]
+    # Libraries that become part of the kernel's own: a change of one must be noticed.
+    archives = [os.path.join(d, f"lib{name}.a") for name in libraries for d in folders]
+    archives += [path for path in paths if path.endswith((".a", ".o"))]
+    return made, [*read, *filter(os.path.exists, archives)]
 
   return cache.find_or_make(key, make)
 
@@ -180,23 +158,6 @@ def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
     return _loaded[key]
 
 
-def _links(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
-  paths = [os.path.abspath(name) if os.sep in name else "" for name in libraries]
-  found = [*folders, *(os.path.dirname(path) for path in paths if path)]
-  return [
-    *(f"-L{d}" for d in folders),
-    *(f"-Wl,-rpath,{d}" for d in dict.fromkeys(found)),
-    *(path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)),
-  ]
-
-
-def _archives(libraries: Sequence[str], folders: Sequence[str]) -> list[str]:
-  """Libraries that become part of the kernel's own: a change of one must be noticed."""
-  near = [os.path.join(d, f"lib{name}.a") for name in libraries for d in folders]
-  given = [os.path.abspath(n) for n in libraries if os.sep in n and n.endswith((".a", ".o"))]
-  return [path for path in (*near, *given) if os.path.exists(path)]
-
-
 def _identity(command: tuple[str, ...]) -> str:
   """The compiler's version, asked for once for each state of its program's file."""
   files = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
@@ -206,21 +167,14 @@ def _identity(command: tuple[str, ...]) -> str:
 
 @functools.cache
 def _version(command: tuple[str, ...], state: str) -> str:
-  def ask() -> str:
-    return _run([*command, "--version"], "its version").stdout.strip() or "unknown"
-
-  return cache.remembered(state, ask)
+  ask = [*command, "--version"]
+  return cache.remembered(state, lambda: _run(ask, "its version").stdout.strip() or "unknown")
 
 
 def _run(command: Sequence[str], what: str) -> subprocess.CompletedProcess[str]:
   try:
     return subprocess.run(
-      command,
-      capture_output=True,
-      text=True,
-      errors="replace",
-      check=False,
-      stdin=subprocess.DEVNULL,
+      command, capture_output=True, errors="replace", check=False, stdin=subprocess.DEVNULL
     )
   except OSError as error:
     raise CompileError(f"{what}: the C++ compiler {command[0]} can't be run: {error}") from None
@@ -239,13 +193,9 @@ def _compile(
     said = output or f"exit status {result.returncode}, without a message"
     raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
   own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
-  return made, [f for f in _dependencies(read) if not f.startswith(own)]
-
-
-def _dependencies(path: Path) -> list[str]:
-  """The files that a Makefile rule, as compilers write it, says a target depends on."""
-  if not path.exists():
-    return []
-  text = path.read_text(encoding="utf-8", errors="surrogateescape").replace("\\\n", " ")
-  words = re.findall(r"(?:\\[ #]|[^\s])+", text.partition(": ")[2].partition("\n")[0])
-  return [os.path.abspath(re.sub(r"\\([ #])", r"\1", word).replace("$$", "$")) for word in words]
+  # A Makefile rule, as compilers write it.
+  text = read.read_text("utf-8", "surrogateescape") if read.exists() else ""
+  rule = text.replace("\\\n", " ").partition(": ")[2].partition("\n")[0]
+  words = [re.sub(r"\\([ #])", r"\1", word) for word in re.findall(r"(?:\\[ #]|[^\s])+", rule)]
+  files = [os.path.abspath(word.replace("$$", "$")) for word in words]
+  return made, [file for file in files if not file.startswith(own)]

@@ -31,16 +31,21 @@ class Check(Gate):
 
   def __init__(self, message: str) -> None:
     def fail(ok: Any, /, **values: Any) -> tuple[()]:
-      if not ok:  # of several lanes, those that fail
-        raise CheckError(_formatted(message, values), values)
-      return ()
+      if ok:  # of several lanes, one that has not failed
+        return ()
+      try:
+        text = _format(message, values)
+      except Exception as error:  # noqa: BLE001 - the check has failed, and says so
+        why = f"{type(error).__name__}: {error}"
+        text = f"{message} (the values below can't be formatted: {why})"
+      raise CheckError(text, values)
 
     unique = registry.free_name("check")
     super().__init__(fail, GateOptions(out=(), name=f"{unique}!failed", effect="io"))
     self.guard = _callgate.Check(unique, self.callee)
 
-  def _emission(self, call: Call) -> Emission:
-    return dataclasses.replace(super()._emission(call), callee=self.guard)
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    return dataclasses.replace(super()._emission(call, on_cuda=on_cuda), callee=self.guard)
 
 
 _checks: weakref.WeakValueDictionary[str, Check] = weakref.WeakValueDictionary()
@@ -73,21 +78,31 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   Raises:
     GateDefinitionError: while tracing: the predicate is not a bool of shape (), or the message has
       a field that is not among the values, or a format that arrays of their types don't have.
-    CheckError: from `callgate.errors()`, `callgate.barrier()` or `callgate.last_error()`, when the
-      program has stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
+    CheckError: from `callgate.errors()`, `barrier()` or `last_error()`, when the program has
+      stopped; by itself the program raises `jax.errors.JaxRuntimeError` with its text.
   """
   raise_deferred()
   options.text("check", "message", message)
-  _check_fields(message, values)
+  try:
+    fields = [
+      field or "" for _, field, _, _ in string.Formatter().parse(message) if field is not None
+    ]
+  except ValueError as error:
+    raise GateDefinitionError(
+      f"check: message: expected a format string, got {message!r}: {error}"
+    ) from error
+  for field in fields:
+    if field.split(".")[0].split("[")[0] not in values:
+      raise GateDefinitionError(
+        f"check: message: the field {{{field}}} is not among the values, {sorted(values)}"
+      )
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
     raise GateDefinitionError(
       f"check: predicate: expected a bool of shape (), got {ok.dtype.name}{list(ok.shape)}"
     )
   with _lock:
-    gate = _checks.get(message)
-    if gate is None:
-      gate = _checks[message] = Check(message)
+    gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():
     for leaf in jax.tree.leaves(value):
       try:
@@ -104,37 +119,15 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   primitive.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
 
 
-def _check_fields(message: str, values: dict[str, Any]) -> None:
-  try:
-    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
-  except ValueError as error:
-    raise GateDefinitionError(
-      f"check: message: expected a format string, got {message!r}: {error}"
-    ) from error
-  for field in fields:
-    name = field.split(".")[0].split("[")[0] if field is not None else None
-    if name is not None and name not in values:
-      raise GateDefinitionError(
-        f"check: message: the field {{{field}}} is not among the values; expected one of "
-        f"{sorted(values)}"
-      )
-
-
 def _check_format(message: str, values: dict[str, Any]) -> None:
   """Raises where arrays of these types can't be formatted, whatever they hold."""
-
-  def zeros(array: Any) -> np.ndarray[Any, Any]:
-    return np.broadcast_to(np.zeros((), array.dtype), array.shape)  # of any size in no memory
-
-  types = jax.tree.map(zeros, values)
+  # Zeros, of any size in no memory.
+  types = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), values)
   try:
     _format(message, types)
   except Exception as error:
-    shown = ", ".join(
-      f"{name}: {array.dtype.name}{list(array.shape)}"
-      for name, value in types.items()
-      for array in jax.tree.leaves(value)
-    )
+    arrays = [(name, array) for name, value in types.items() for array in jax.tree.leaves(value)]
+    shown = ", ".join(f"{name}: {array.dtype.name}{list(array.shape)}" for name, array in arrays)
     raise GateDefinitionError(
       f"check: message: expected a format for the values ({shown}), got {message!r}: "
       f"{type(error).__name__}: {error}"
@@ -144,11 +137,3 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
 def _format(message: str, values: dict[str, Any]) -> str:
   with np.printoptions(threshold=100):
     return message.format(**values)
-
-
-def _formatted(message: str, values: dict[str, Any]) -> str:
-  """The message with its values; as it is, where these can't be formatted."""
-  try:
-    return _format(message, values)
-  except Exception as error:  # noqa: BLE001 - the check has failed, and says so
-    return f"{message} (the values below can't be formatted: {type(error).__name__}: {error})"

@@ -1,7 +1,6 @@
 """Gates: Python callables that compiled JAX programs call.
 
-`gate` makes one, `call` uses a callable once. What a gate is at run time lives in C++
-(src/bindings/gate/gate.cc); here is what a user sees: options, shapes, rules.
+What a gate is at run time lives in C++ (src/bindings/gate/gate.cc); here is what a user sees.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from callgate._gate.options import GateOptions, no_copy
 from callgate._jax import tracing
 from callgate._runtime import targets
 
-_LEADING_PARAMETERS = {"return": 0, "inplace": 1, "context": 2}
-
 
 class Gate(Operation):
   """A Python callable as a JAX function; made by `callgate.gate`, called like any JAX function.
@@ -42,8 +39,7 @@ class Gate(Operation):
   one_calls_for_all = True
 
   def __init__(self, function: Callable[..., Any], options: GateOptions) -> None:
-    name = _options.name("gate", options.name)
-    name = name if name is not None else registry.unique_name(function)
+    name = _options.name("gate", options.name) or registry.unique_name(function)
     options = options.checked(f"{self.kind} '{name}'")
     super().__init__(name, options)
     _options.function(self.label, "fn", function)
@@ -52,7 +48,7 @@ class Gate(Operation):
     self.timeout = options.timeout or 0.0
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
-    leading = _LEADING_PARAMETERS[self.style]
+    leading = {"return": 0, "inplace": 1, "context": 2}[self.style]
     self.parameters = signatures.parameters_of(function, leading)
     self.callee = _callgate.Callee(
       self.name,
@@ -78,18 +74,13 @@ class Gate(Operation):
     return self.function(*args, **kwargs)
 
   def backend(self, platform: str) -> Backend:
-    return self._on_cuda if platform == "cuda" else self._emission
+    return functools.partial(self._emission, on_cuda=platform == "cuda")
 
-  def _emission(self, call: Call) -> Emission:
-    return Emission(self.callee, targets.GATE_TARGET, {"spec": call.site.spec}, call)
-
-  def _on_cuda(self, call: Call) -> Emission:
-    if self.copy and bind.is_native(self.arrays):
+  def _emission(self, call: Call, *, on_cuda: bool) -> Emission:
+    if on_cuda and self.copy and bind.is_native(self.arrays):
       raise no_copy(self.label, self.arrays)
-    emission = self._emission(call)
-    if self.command_buffer:
-      emission = dataclasses.replace(emission, target=targets.GRAPH_TARGET)
-    return emission
+    target = targets.GRAPH_TARGET if on_cuda and self.command_buffer else targets.GATE_TARGET
+    return Emission(self.callee, target, {"spec": call.site.spec}, call)
 
   def stats(self) -> dict[str, int]:
     """The runtime's counters of this gate; see `callgate.stats`."""
@@ -116,11 +107,11 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   - "buffer", "cupy", "torch" and "numba" arrays are the GPU's own memory, without a copy; "cupy"
     and "numba" exist there alone. Their contents are those of XLA's stream when it has come that
     far. CuPy's and PyTorch's current stream is XLA's, so that plain code of theirs is right. Numba
-    has no current stream: a kernel takes `x.stream` of any of the arrays, and one that takes none
-    runs on the default stream, which the runtime orders between XLA's work before and after the
-    call. With "buffer", consumers of DLPack and of CUDA's array interface make their stream wait
-    for XLA's, and XLA's waits for CUDA's default streams when the call ends; for any other stream
-    the callable has to make XLA's wait.
+    has none: a kernel takes `x.stream` of any of the arrays, and one that takes none runs on the
+    default stream, which the runtime orders between XLA's work before and after the call. With
+    "buffer", consumers of DLPack and of CUDA's array interface make their stream wait for XLA's,
+    and XLA's waits for CUDA's default streams when the call ends; for any other stream the callable
+    has to make XLA's wait.
   - Nobody waits for the GPU, and the callable need not. None of these libraries has read-only
     arrays: do not write to inputs. `config(check_writes=True)` finds who does, and waits for the
     GPU to do so (not with `command_buffer`).
@@ -131,21 +122,20 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   - An array that outlives the call is an error, as on the CPU. But its memory is XLA's again: a
     Buffer then refuses to be used, a jax.Array is deleted, a torch tensor gets a copy, and arrays
     of other libraries must not be used any more.
-  - "numpy" and "jax" arrays are copies in the host's memory (of "jax": on JAX's CPU device, since a
-    callable must not wait for the device whose program waits for it), through pinned memory. XLA's
-    thread waits for the inputs and runs the callable; with thread="own" the stream waits instead,
-    XLA's thread goes on, and a failure is kept for `callgate.errors()`, while the results are NaN,
-    or zero in integers.
+  - "numpy" and "jax" arrays are copies in the host's memory (of "jax": on JAX's CPU device, since
+    nobody may wait for the device whose program waits for the callable), through pinned memory.
+    XLA's thread waits for the inputs and runs the callable; with thread="own" the stream waits
+    instead, and a failure is kept for `callgate.errors()`, while the results are NaN, or zero in
+    integers.
   - thread="own" and `timeout` are for calls on the host's memory: with the GPU's own arrays the
     callable runs on XLA's thread, and has no timeout.
   - With command_buffer=True the callable runs whenever XLA records its program's graph (once for
-    each set of addresses that the program's arrays get), and not when the graph is replayed; a
-    program whose graph XLA does not want calls it each time. So: launch the same work whatever the
-    arrays hold; read nothing on the host, wait for nothing, allocate nothing but from a pool that
-    works under capture; stay on XLA's stream, or fork from it and join it again by events; keep
-    what the launches use alive for as long as the program. What breaks a recording raises
-    `CaptureError`. It needs arrays that stay on the GPU, style="inplace" or "context", and
-    effect="pure".
+    each set of addresses that the program's arrays get), not when the graph is replayed; a program
+    whose graph XLA does not want calls it each time. So: launch the same work whatever the arrays
+    hold; read nothing on the host, wait for nothing, allocate from a pool that works under capture
+    alone; stay on XLA's stream, or fork from it and join it again by events; keep what the launches
+    use alive as long as the program. What breaks a recording raises `CaptureError`. It needs arrays
+    that stay on the GPU, style="inplace" or "context", and effect="pure".
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.
@@ -179,9 +169,8 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   Returns:
     The results, as `Gate.__call__`.
   """
-  known = {field.name for field in dataclasses.fields(GateOptions)}
-  gate_options = tuple((key, options[key]) for key in sorted(options) if key in known)
-  static = {key: value for key, value in options.items() if key not in known}
+  known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
+  gate_options = tuple((key, options.pop(key)) for key in sorted(known))
   if not callable(out) or shapes.is_type(out):
     out = jax.tree.map(
       lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), out, is_leaf=shapes.is_type
@@ -190,8 +179,8 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
   try:
     hash((fn, tuple(leaves), gate_options))
   except TypeError:
-    return gate(fn, out=out, **dict(gate_options))(*args, **static)
-  return _gate_for(fn, tuple(leaves), tree, gate_options)(*args, **static)
+    return gate(fn, out=out, **dict(gate_options))(*args, **options)
+  return _gate_for(fn, tuple(leaves), tree, gate_options)(*args, **options)
 
 
 # Outside compiled code the same call comes again and again: one gate serves, so that JAX's caches

@@ -51,15 +51,10 @@ class GateOptions(CallOptions):
   command_buffer: bool = False
 
   def checked(self, label: str, *, grid: bool = False) -> "GateOptions":
+    flags = ("cast", "copy", "collective", "command_buffer")
     made = dataclasses.replace(
       super().checked(label, grid=grid),
-      **check.booleans(
-        label,
-        cast=self.cast,
-        copy=self.copy,
-        collective=self.collective,
-        command_buffer=self.command_buffer,
-      ),
+      **check.booleans(label, **{name: getattr(self, name) for name in flags}),
       timeout=check.timeout(label, self.timeout),
     )
     check.choice(label, "style", made.style, bind.STYLES)
@@ -67,8 +62,25 @@ class GateOptions(CallOptions):
     check.choice(label, "thread", made.thread, ("xla", "own"))
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
       raise no_copy(label, made.arrays)
-    if made.command_buffer:
-      _check_command_buffer(label, made)
+    problem = ""
+    if not bind.is_native(made.arrays):
+      kinds = ", ".join(map(repr, gpu.KINDS))
+      problem = (
+        f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}, whose copies the host "
+        "would have to wait for"
+      )
+    elif made.style == "return":
+      problem = (
+        "style='inplace' or 'context', got style='return', whose results are gone when their "
+        "copying is replayed"
+      )
+    elif made.effect != "pure":
+      problem = (
+        f"effect='pure', got effect={made.effect!r}: a graph that is replayed does not call the "
+        "callable, so its own effects would not happen once per execution"
+      )
+    if made.command_buffer and problem:
+      raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
     return made
 
 
@@ -78,23 +90,3 @@ def no_copy(label: str, arrays: str) -> GateDefinitionError:
     f"'buffer' and 'torch' in programs for the CPU), got arrays={arrays!r} on a GPU, which "
     "are XLA's own"
   )
-
-
-def _check_command_buffer(label: str, options: GateOptions) -> None:
-  where = f"{label}: command_buffer=True: expected"
-  if not bind.is_native(options.arrays):
-    kinds = ", ".join(map(repr, gpu.KINDS))
-    raise GateDefinitionError(
-      f"{where} arrays that stay on the GPU ({kinds}), got arrays={options.arrays!r}, whose copies "
-      "the host would have to wait for"
-    )
-  if options.style == "return":
-    raise GateDefinitionError(
-      f"{where} style='inplace' or 'context', got style='return', whose results are gone when "
-      "their copying is replayed"
-    )
-  if options.effect != "pure":
-    raise GateDefinitionError(
-      f"{where} effect='pure', got effect={options.effect!r}: a graph that is replayed does not "
-      "call the callable, so its own effects would not happen once per execution"
-    )

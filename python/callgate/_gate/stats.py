@@ -22,17 +22,12 @@ def stats() -> dict[str, dict[str, float]]:
     callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
   live = [(name, gate) for name, gate in sorted(registry.operations()) if isinstance(gate, Gate)]
-  return {name: _readable(gate.stats()) for name, gate in live}
-
-
-def _readable(counters: dict[str, int]) -> dict[str, float]:
-  return {
-    "calls": counters["calls"],
-    "errors": counters["errors"],
-    "bytes": counters["bytes"],
-    "python_seconds": counters["python_ns"] * 1e-9,
-    "gil_wait_seconds": counters["gil_wait_ns"] * 1e-9,
-  }
+  counted: dict[str, dict[str, float]] = {}
+  for name, gate in live:
+    counters = gate.stats()
+    seconds = {f"{what}_seconds": counters[f"{what}_ns"] * 1e-9 for what in ("python", "gil_wait")}
+    counted[name] = {what: counters[what] for what in ("calls", "errors", "bytes")} | seconds
+  return counted
 
 
 @contextlib.contextmanager
@@ -55,22 +50,11 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
 
 
 def _chrome(events: list[tuple[str, int, int, int, int]]) -> list[dict[str, Any]]:
-  process = os.getpid()
   out: list[dict[str, Any]] = []
   for gate, thread, start, wait, duration in events:
-    common = {"pid": process, "tid": thread, "ph": "X"}
-    out.append(
-      {
-        **common,
-        "name": gate,
-        "cat": "gate",
-        "ts": start / 1e3,
-        "dur": duration / 1e3,
-        "args": {"gil_wait_us": wait / 1e3},
-      }
-    )
+    common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
+    call = {"name": gate, "cat": "gate", "dur": duration / 1e3}
+    out.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})
     if wait > 1000:
-      out.append(
-        {**common, "name": "wait for the GIL", "cat": "gil", "ts": start / 1e3, "dur": wait / 1e3}
-      )
+      out.append({**common, "name": "wait for the GIL", "cat": "gil", "dur": wait / 1e3})
   return out

@@ -16,17 +16,15 @@ from callgate._core.failures import raise_kept
 from callgate._kernel import program
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Parameter, check_types, refuse_packed
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.parameters import Signature, check_types, refuse_packed
+from callgate._kernel.variants import CallTypes, Function, Static, Type, Variant
 from callgate._runtime import targets
 
 
 class CpuKernel(Kernel):
   """A kernel that is compiled, or found, for the types of a call; see `Kernel`."""
 
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: KernelOptions
-  ) -> None:
+  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
     super().__init__(name, signature, options)
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
@@ -34,18 +32,14 @@ class CpuKernel(Kernel):
   # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
     """What a call's variant is chosen by, from its arrays, or their types, and static values."""
-    return CallTypes(
-      tuple((np.dtype(x.dtype), len(x.shape)) for x in operands),
-      tuple((np.dtype(x.dtype), len(x.shape)) for x in results),
-      static,
-    )
+
+    def types(arrays: Sequence[Any]) -> tuple[Type, ...]:
+      return tuple((np.dtype(x.dtype), len(x.shape)) for x in arrays)
+
+    return CallTypes(types(operands), types(results), static)
 
   def compile(self, types: CallTypes) -> Function:
-    """The function for a call.
-
-    Raises:
-      GateDefinitionError: the kernel can't take these types.
-    """
+    """The function for a call; raises a GateDefinitionError for types that can't be."""
     raise NotImplementedError
 
   def variant_key(self, types: CallTypes) -> str:
@@ -61,8 +55,7 @@ class CpuKernel(Kernel):
   def variant(self, types: CallTypes) -> Variant:
     """The variant for a call, compiled at its first use."""
     key = self.variant_key(types)
-    known = self._variants.get(key)
-    return known if known is not None else self._define(key, types)
+    return self._variants.get(key) or self._define(key, types)
 
   def define_variant(self, key: str) -> bool:
     if key.startswith(program.PREFIX):
@@ -74,22 +67,20 @@ class CpuKernel(Kernel):
   def _define(self, key: str, types: CallTypes) -> Variant:
     with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
-        self._variants[key] = self._defined(key, self.compile(types))
+        function = self.compile(types)
+        callee = _callgate.Kernel(
+          f"{self.name}[{key}]" if key else self.name,
+          function.address,
+          [p.code for p in function.parameters],
+          [p.name for p in function.parameters],
+          user_data=function.user_data,
+          thread_safe=self.thread_safe,
+          repeatable=self.effect == "pure",
+          keep=function.keep,
+          turn=None if self.thread_safe else self.turn(function),
+        )
+        self._variants[key] = Variant(callee, function.parameters)
       return self._variants[key]
-
-  def _defined(self, key: str, function: Function) -> Variant:
-    callee = _callgate.Kernel(
-      f"{self.name}[{key}]" if key else self.name,
-      function.address,
-      [p.code for p in function.parameters],
-      [p.name for p in function.parameters],
-      user_data=function.user_data,
-      thread_safe=self.thread_safe,
-      repeatable=self.effect == "pure",
-      keep=function.keep,
-      turn=None if self.thread_safe else self.turn(function),
-    )
-    return Variant(callee, function.parameters)
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     """What calls take one at a time unless the kernel is thread-safe; its variants share it."""
@@ -97,27 +88,18 @@ class CpuKernel(Kernel):
     return self._turn
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    """Raises unless the call's arrays are what the kernel takes."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     refuse_packed(self.label, structs, results)
     variant = self.variant(self.types_of(structs, results, site.static))
-    self._check_types(variant.parameters, site, structs, results)
+    check_types(self, variant.parameters, site, structs, results)
+    self._check_shapes(site, structs, results)
     values = dict(site.static)
     for parameter in variant.parameters:
       if parameter.is_static and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
-  def _check_types(
-    self,
-    parameters: Sequence[Parameter],
-    site: CallSite,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    *,
-    whole: bool = False,
-  ) -> None:
-    """Raises unless the arrays are what these parameters take; see `parameters.check_types`."""
-    check_types(self, parameters, site, operands, results, whole=whole)
+  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Raises unless arrays whose types fit have shapes that do."""
 
   # -- programs ----------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
@@ -126,26 +108,16 @@ class CpuKernel(Kernel):
   def _emission(self, call: Call) -> Emission:
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
-    site, levels = call.site, call.levels
-    core = [
-      jax.ShapeDtypeStruct(aval.shape[sum(mask[i] for _, mask in levels) :], aval.dtype)
-      for i, aval in enumerate(call.operands)
-    ]
-    results = [jax.ShapeDtypeStruct(aval.shape[len(levels) :], aval.dtype) for aval in call.results]
+    site = call.site
+    core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.variant(self.types_of(core, results, site.static))
-    whole = tuple(len(r.shape) for r in results) != tuple(len(shape) for shape, _ in site.results)
-    self._check_types(variant.parameters, site, core, results, whole=whole)
-    declared = {p.name: p for p in variant.parameters}
+    check_types(self, variant.parameters, site, core, results)
+    self._check_shapes(site, core, results)
     attributes: dict[str, Any] = {
       "signature": variant.callee.signature,
       "groups": np.array(variant.groups(len(core), len(results)), np.int64),
     }
-    held = {
-      name: static_values.for_program(value, declared[name].dtype)
-      for name, value in site.static
-      if name in declared
-    }
-    if held:
+    if held := variant.held(site.static, static_values.for_program):
       attributes["attributes"] = held
     return Emission(variant.callee, targets.KERNEL_TARGET, attributes, call)
 
@@ -153,12 +125,7 @@ class CpuKernel(Kernel):
     operands, results = jax.tree.leaves(args), jax.tree.leaves(out)
     values = tuple(sorted(static.items()))
     variant = self.variant(self.types_of(operands, results, values))
-    declared = {p.name: p for p in variant.parameters}
-    held = {
-      name: static_values.for_runtime(value, declared[name].dtype)
-      for name, value in values
-      if name in declared
-    }
+    held = variant.held(values, static_values.for_runtime)
     arrays = [np.ascontiguousarray(x).reshape(np.shape(x)) for x in operands]
     try:
       variant.callee.call(arrays, results, variant.groups(len(arrays), len(results)), held)

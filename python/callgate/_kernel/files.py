@@ -14,16 +14,14 @@ import json
 import os
 import platform
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from callgate import _callgate
-from callgate._build import toolchain
-from callgate._build.files import kept_folder, made_folder, private_folder, read, write
-from callgate._core import errors, options, registry
-from callgate._core.errors import GateDefinitionError, GateError, KernelFileError
+from callgate._build import files, toolchain
+from callgate._core import options, registry
+from callgate._core.errors import CompileError, GateDefinitionError, GateError, KernelFileError
 from callgate._core.paths import replaced
 from callgate._kernel.kernel import Kernel
 
@@ -45,8 +43,7 @@ def no_new_calls(name: str) -> Callable[..., Any]:
   def out(*args: Any, **kwargs: Any) -> Any:
     del args, kwargs
     raise GateDefinitionError(
-      f"kernel '{name}' was loaded from a file, for programs that were traced elsewhere; expected "
-      "it to be defined here for new calls"
+      f"kernel '{name}' was loaded from a file; expected it to be defined here for new calls"
     )
 
   return out
@@ -55,30 +52,26 @@ def no_new_calls(name: str) -> Callable[..., Any]:
 def compiled_form(libraries: Mapping[str, Path], *, native: bool) -> dict[str, Any]:
   """The form of a kernel's shared libraries, by the instance of its template that each has.
 
-  Args:
-    libraries: the files. One that is gone, of a cache that was emptied, is left out.
-    native: they were compiled for this machine's CPU, not for its architecture.
+  `native`: they were compiled for this machine's CPU, not for its architecture.
   """
   contents: dict[str, bytes] = {}
   for instance, path in libraries.items():
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # gone, with a cache that was emptied
       contents[instance] = path.read_bytes()
-  machine = _machine(native=native)
-  return {"libraries": contents, "machine": machine, "abi": _callgate.KERNEL_ABI}
+  return {"libraries": contents, "machine": _machine(native), "abi": _callgate.KERNEL_ABI}
 
 
 def installed(compiled: Mapping[str, Any]) -> dict[str, Path]:
   """The libraries of a `compiled_form` as files, by instance; none where they don't fit."""
-  fits = compiled["machine"] in (_machine(native=True), _machine(native=False))
+  fits = compiled["machine"] in map(_machine, (True, False))
   if not fits or compiled["abi"] != _callgate.KERNEL_ABI:
     return {}
   return {instance: _install(content) for instance, content in compiled["libraries"].items()}
 
 
-def _machine(*, native: bool) -> str:
-  if not native:
-    return platform.machine()
-  return f"{platform.machine()} {hashlib.sha256(toolchain.cpu().encode()).hexdigest()}"
+def _machine(native: bool) -> str:
+  cpu = f" {hashlib.sha256(toolchain.cpu().encode()).hexdigest()}" if native else ""
+  return f"{platform.machine()}{cpu}"
 
 
 def _install(library: bytes) -> Path:
@@ -86,21 +79,19 @@ def _install(library: bytes) -> Path:
   digest = hashlib.sha256(library).hexdigest()
   names, file = ("loaded", digest[:2]), f"{digest}.so"
   with contextlib.suppress(OSError):
-    kept = kept_folder(*names) / file
-    if hashlib.sha256(read(kept)).hexdigest() == digest:
+    kept = files.kept_folder(*names) / file
+    if hashlib.sha256(files.read(kept)).hexdigest() == digest:
       return kept
-  path = made_folder(*names, quiet=True) / file
+  path = files.made_folder(*names, quiet=True) / file
   try:
-    write(path, library)
+    files.write(path, library)
   except OSError as error:
-    path = private_folder(error, *names, quiet=True) / file
-    write(path, library)
+    path = files.private_folder(error, *names, quiet=True) / file
+    files.write(path, library)
   return path
 
 
 # --- Saving -----------------------------------------------------------------------------------
-
-
 def save_kernels(
   path: str | os.PathLike[str], kernels: Iterable[Kernel] | Kernel | None = None
 ) -> None:
@@ -123,94 +114,66 @@ def save_kernels(
 
   A process that loads the file with `load_kernels` can call the program, without the code that
   defined the kernels. It holds their sources and what has been compiled of them: where the CPU is
-  the same no compiler is needed. Derivative rules, `out` and the like stay behind: a program holds
-  what it needs of them.
+  the same no compiler is needed. Derivative rules, `out` and the like stay behind.
 
   Args:
     path: of the file, which is replaced in one step.
-    kernels: a kernel or several; None for all that are alive and can travel: those that
-      `callgate.cpp` and `callgate.numba` made.
+    kernels: a kernel or several; None for all that are alive and can travel.
 
   Raises:
-    GateDefinitionError: a kernel that was given can't travel: a library of yours, or C code at an
-      address.
+    GateDefinitionError: a kernel can't travel: a library of yours, or C code at an address.
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
-  if isinstance(kernels, Kernel):
-    kernels = [kernels]
-  elif kernels is not None:
+  given: Any = [kernels] if isinstance(kernels, Kernel) else kernels
+  if given is None:
+    live = [kernel for _, kernel in sorted(registry.operations())]
+    given = [k for k in live if isinstance(k, Kernel) and k.saved_form() is not None]
+  try:
     if isinstance(kernels, str):
-      options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-    try:
-      kernels = list(dict.fromkeys(kernels))
-    except TypeError:  # no iterable, or one of something else
-      options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-  chosen = list(kernels) if kernels is not None else _travelling()
+      raise TypeError
+    chosen: dict[Any, None] = dict.fromkeys(given)
+  except TypeError:  # no iterable, or one of something else
+    options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
   forms: list[dict[str, Any]] = []
   for kernel in chosen:
-    form = kernel.saved_form() if isinstance(kernel, Kernel) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    form = kernel.saved_form() if isinstance(kernel, Kernel) else None
     if form is None:
       raise GateDefinitionError(
-        f"callgate.save_kernels: kernels: expected kernels that callgate.cpp or "
-        f"callgate.numba made, got {kernel!r}, whose code is not callgate's to copy; make it "
-        "anew, under the same name, where the program is loaded"
+        "callgate.save_kernels: kernels: expected kernels that callgate.cpp or callgate.numba made"
+        f", got {kernel!r}, whose code is not callgate's to copy; make it anew, under the same name"
       )
     forms.append(form)
-  members: dict[str, bytes] = {}
-  manifest = {
-    "format": _FORMAT,
-    "version": _VERSION,
-    "kernels": [_without_bytes(form, members) for form in forms],
-  }
-  text = json.dumps(manifest, indent=1)
+  text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": forms})
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
-    _write(archive, text, members)
+    for name, content in [(_MANIFEST, text), *members.items()]:
+      # A ZipInfo has a fixed date: the same kernels make the same file.
+      archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
 
 
-def _travelling() -> list[Kernel]:
-  live = [kernel for _, kernel in sorted(registry.operations()) if isinstance(kernel, Kernel)]
-  return [kernel for kernel in live if kernel.saved_form() is not None]
+def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
+  """The value as JSON, and its bytes, which go to the archive's members."""
+  members: dict[str, bytes] = {}
 
-
-def _without_bytes(value: Any, members: dict[str, bytes]) -> Any:
-  """The value as JSON has it; bytes go to the archive's members."""
-  if isinstance(value, bytes):
-    digest = hashlib.sha256(value).hexdigest()
-    members[digest] = value
+  def member(content: bytes) -> dict[str, str]:
+    digest = hashlib.sha256(content).hexdigest()
+    members[f"bytes/{digest}"] = content
     return {"$bytes": digest}
-  if isinstance(value, dict):
-    entries = cast("dict[str, Any]", value)
-    return {key: _without_bytes(entry, members) for key, entry in entries.items()}
-  if isinstance(value, (list, tuple)):
-    return [_without_bytes(entry, members) for entry in cast("list[Any]", value)]
-  return value
 
-
-def _write(archive: zipfile.ZipFile, manifest: str, members: Mapping[str, bytes]) -> None:
-  contents: dict[str, Any] = {_MANIFEST: manifest}
-  contents.update((f"bytes/{digest}", content) for digest, content in members.items())
-  for name, content in contents.items():
-    # A ZipInfo has a fixed date: the same kernels make the same file.
-    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+  return json.dumps(value, default=member, indent=1, sort_keys=True), members
 
 
 # --- Loading ----------------------------------------------------------------------------------
-
-
 class LoadedKernels:
-  """The kernels that `load_kernels` has loaded; a context manager.
+  """The kernels, of `names`, that `load_kernels` has loaded; a context manager.
 
   They stay until `close()`, whether or not this object is kept; programs that were loaded before
   keep what they call beyond that.
-
-  Attributes:
-    names: of the kernels.
   """
 
-  def __init__(self, kernels: Iterable[Kernel]) -> None:
-    self._kernels = list(kernels)
-    self.names = tuple(kernel.name for kernel in self._kernels)
+  def __init__(self, kernels: list[Kernel]) -> None:
+    self._kernels = kernels
+    self.names = tuple(kernel.name for kernel in kernels)
     _open.add(self)
 
   def close(self) -> None:
@@ -221,12 +184,7 @@ class LoadedKernels:
   def __enter__(self) -> LoadedKernels:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
   def __repr__(self) -> str:
@@ -258,23 +216,13 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
 
   Raises:
     KernelFileError: the file is damaged, of another version, or no file of kernels.
-    ValueError: a name is taken by another live gate or kernel. (The same kernel, defined or loaded
-      before, is used as it is.)
+    ValueError: a name is taken by another gate or kernel. (The same kernel is used as it is.)
     CompileError: the source had to be compiled, and there is no compiler or it refuses it.
     FileNotFoundError: there is no such file.
   """
   forms = _read_archive(Path(options.path("load_kernels", "path", path)))
-  known = {form["name"]: _known(path, form) for form in forms}
-  kernels: list[Kernel] = []
-  for form in forms:
-    kernel = known[form["name"]]
-    if kernel is None:
-      kernel = _restored(path, form)
-    else:
-      with _taking(path, form):
-        kernel.take_compiled(form.get("compiled"))
-    kernels.append(kernel)
-  return LoadedKernels(kernels)
+  known = [_known(path, form) for form in forms]  # before any is made
+  return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
 def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
@@ -283,43 +231,34 @@ def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
   if live is None:
     return None
   own = live.saved_form() if isinstance(live, Kernel) else None
-  if own is None or _definition(own) != _definition(form):
+  # What tells kernels apart, the same before and after it was in a file.
+  if own is None or _packed({**own, "compiled": 0}) != _packed({**form, "compiled": 0}):
     raise ValueError(
       f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
-      f"{getattr(live, 'kind', 'gate')} of this process has; expected the file's names to be free, "
-      "or to be those of the same kernels"
+      f"{getattr(live, 'kind', 'gate')} of this process has; expected it to be free, or the same"
     )
   return live
 
 
-def _definition(form: dict[str, Any]) -> dict[str, Any]:
-  """What tells kernels apart, the same for a form before and after it was in a file."""
-  return _without_bytes({key: value for key, value in form.items() if key != "compiled"}, {})
-
-
-def _restored(path: Any, form: dict[str, Any]) -> Kernel:
-  restore = _kinds.get(form["kind"])
-  if restore is None:
+def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
+  """The kernel of a form. What one of the wrong shape makes fail is the file's fault."""
+  place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
+  if known is None and form["kind"] not in _kinds:
+    kinds = ", ".join(sorted(_kinds))
     raise KernelFileError(
-      f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected a kind that this "
-      f"callgate knows ({', '.join(sorted(_kinds))}), got '{form['kind']}'"
+      f"{place}: expected a kind that this callgate knows ({kinds}), got '{form['kind']}'"
     )
-  with _taking(path, form):
-    return restore(form)
-
-
-@contextlib.contextmanager
-def _taking(path: Any, form: dict[str, Any]) -> Generator[None]:
-  """What a form of the wrong shape makes fail is the file's fault."""
   try:
-    yield
-  except (errors.CompileError, KernelFileError):
+    if known is None:
+      return _kinds[form["kind"]](form)
+    known.take_compiled(form.get("compiled"))
+    return known
+  except (CompileError, KernelFileError):
     raise
   except (AttributeError, LookupError, TypeError, ValueError, RecursionError, GateError) as error:
     problem = f"no {error} in it" if isinstance(error, KeyError) else error
     raise KernelFileError(
-      f"callgate.load_kernels: '{path}', kernel '{form['name']}': expected what "
-      f"callgate.save_kernels wrote, got something damaged: {problem}"
+      f"{place}: expected what callgate.save_kernels wrote, got something damaged: {problem}"
     ) from error
 
 
@@ -327,9 +266,29 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
   content = path.read_bytes()
   try:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-      manifest = json.loads(archive.read(_MANIFEST))
-      _check_version(path, manifest)
-      return [_checked_form(_with_bytes(form, archive)) for form in manifest["kernels"]]
+      text = archive.read(_MANIFEST)
+      manifest = json.loads(text)
+      if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']!r}")
+      if manifest["version"] != _VERSION:
+        raise KernelFileError(
+          f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
+          f"{manifest['version']}; save the kernels again with this version of callgate"
+        )
+
+      def unpacked(entries: dict[str, Any]) -> Any:
+        if "$bytes" not in entries:
+          return entries
+        content = archive.read(f"bytes/{entries['$bytes']}")
+        if hashlib.sha256(content).hexdigest() != entries["$bytes"]:
+          raise ValueError(f"the checksum of 'bytes/{entries['$bytes']}' differs")
+        return content
+
+      forms = json.loads(text, object_hook=unpacked)["kernels"]
+      for form in forms:
+        if not (isinstance(form["name"], str) and isinstance(form["kind"], str)):
+          raise ValueError(f"a kernel is called {form['name']!r}, and of kind {form['kind']!r}")
+      return forms
   except KernelFileError:
     raise
   except Exception as error:  # any bytes: each compression and each field has errors of its own
@@ -337,34 +296,3 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
       f"which is damaged or something else: {error}"
     ) from error
-
-
-def _checked_form(form: Any) -> dict[str, Any]:
-  for key in ("name", "kind"):
-    if not isinstance(form[key], str):
-      raise ValueError(f"a kernel's {key} is {form[key]!r}")
-  return form
-
-
-def _check_version(path: Path, manifest: Any) -> None:
-  if manifest["format"] != _FORMAT:
-    raise ValueError(f"its format is {manifest['format']!r}")
-  if manifest["version"] != _VERSION:
-    raise KernelFileError(
-      f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
-      f"{manifest['version']}; save the kernels again with this version of callgate"
-    )
-
-
-def _with_bytes(value: Any, archive: zipfile.ZipFile) -> Any:
-  if isinstance(value, list):
-    return [_with_bytes(entry, archive) for entry in cast("list[Any]", value)]
-  if not isinstance(value, dict):
-    return value
-  entries = cast("dict[str, Any]", value)
-  if "$bytes" not in entries:
-    return {key: _with_bytes(entry, archive) for key, entry in entries.items()}
-  content = archive.read(f"bytes/{entries['$bytes']}")
-  if hashlib.sha256(content).hexdigest() != entries["$bytes"]:
-    raise ValueError(f"the checksum of 'bytes/{entries['$bytes']}' differs")
-  return content

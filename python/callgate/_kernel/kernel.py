@@ -1,18 +1,21 @@
 """Kernels: native functions that compiled JAX programs call, with no Python at run time.
 
-`Kernel` is what `callgate.cpp`, `library`, `cfunc`, `numba` and `elementwise` return. A kernel is
-one native function, or a family of them: templates and Numba functions are compiled for the types
-of a call, as *variants* that programs name.
+A kernel is one native function, or a family of them: templates and Numba functions are compiled for
+the types of a call, as *variants* that programs name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from callgate import _callgate
+import jax
+
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
@@ -22,19 +25,38 @@ from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
+from callgate._kernel import parameters as _parameters
 from callgate._kernel import program
-from callgate._kernel.benchmark import BenchmarkResult, benchmark
+from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import (
-  Parameter,
-  as_operand,
-  check_argument,
-  inout_aliases,
-  leaves_of,
-  linear_operands,
-  named_arguments,
-)
-from callgate._kernel.variants import Static
+from callgate._kernel.parameters import Kind, Signature
+from callgate._kernel.variants import Given, Static
+from callgate._runtime import targets
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkResult:
+  """What `Kernel.benchmark` measured.
+
+  Attributes:
+    seconds: of one call of the jitted kernel, JAX's dispatch included.
+    bytes: of its operands and results.
+    like_seconds: of one call of the jitted reference; None without one.
+  """
+
+  seconds: float
+  bytes: int
+  like_seconds: float | None
+
+  @property
+  def gigabytes_per_second(self) -> float:
+    """Operands and results per time, 1e9 bytes a second."""
+    return self.bytes / self.seconds / 1e9
+
+  @property
+  def ratio(self) -> float | None:
+    """The reference's time by the kernel's: above 1 where the kernel is faster; None without."""
+    return None if self.like_seconds is None else self.like_seconds / self.seconds
 
 
 class Kernel(Operation):
@@ -54,17 +76,9 @@ class Kernel(Operation):
   # What runs it on CUDA devices, for kernels that have code for them.
   cuda: program.CudaPart | None = None
 
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: KernelOptions
-  ) -> None:
-    """See the functions that make kernels.
-
-    Args:
-      name: unique among the live operations of the process.
-      signature: the parameters as far as they are known before a call; None for a function that
-        takes any number of arrays, and static values by any keyword.
-      options: see `KernelOptions`; its `name` is not looked at.
-    """
+  def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
+    # `signature`: the parameters, as far as they are known before a call; None for a function that
+    # takes any number of arrays, and static values by any keyword. `options.name` does not count.
     check.name("kernel", name)
     if "[" in name or "]" in name:
       raise GateDefinitionError(
@@ -73,14 +87,17 @@ class Kernel(Operation):
     super().__init__(name, options.checked(f"kernel '{name}'", grid=True))
     self.thread_safe = check.boolean(self.label, "thread_safe", options.thread_safe)
     self.signature = None if signature is None else tuple(signature)
-    self.cuda_variants: dict[str, _callgate.CudaKernel] = {}
     self.defining = threading.RLock()
     if self.signature is not None:
-      self.parameters = tuple(p.name for p in self.signature if p.is_operand)
-      self.aliases.update(inout_aliases(self.label, self.signature))
-      self.linear = linear_operands(self.label, self.linear, self.signature)
-    taken = registry.get(name)
-    if taken is not None:
+      inouts = [p for p in self.signature if p.kind is Kind.INOUT]
+      if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
+        raise GateDefinitionError(f"{self.label}: expected no InOut beside Ins or Outs, got both")
+      operands = [p for p in self.signature if p.is_operand]
+      results = [p for p in self.signature if p.is_result]
+      self.parameters = tuple(p.name for p in operands)
+      self.aliases.update({operands.index(p): results.index(p) for p in inouts})
+      self.linear = _parameters.linear_operands(self.label, self.linear, self.signature)
+    if registry.get(name) is not None:
       raise ValueError(
         f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
         "name=, or drop the other one and the programs that call it"
@@ -91,27 +108,27 @@ class Kernel(Operation):
   def backend(self, platform: str) -> Backend:
     if platform == "cuda" and self.cuda is not None:
       return functools.partial(program.emission, self, self.cuda)
-    raise self.no_code(platform)
-
-  def no_code(self, platform: str) -> GateDefinitionError:
-    """The error for a program for a platform that the kernel has no code for."""
-    if platform == "cuda":
-      return GateDefinitionError(
-        f"{self.label}: expected a program for the CPU, which is all that the kernel has code for; "
-        "got one for CUDA. callgate.cuda makes kernels for CUDA, and callgate.cpp ones for both "
-        "with cuda_source="
-      )
-    return GateDefinitionError(
-      f"{self.label}: expected a program for platform cuda, which is all that the kernel has code "
-      f"for; got one for platform {platform}. callgate.cpp(source, cuda_source=...) makes kernels "
+    own, got = (
+      ("the CPU", "CUDA") if platform == "cuda" else ("platform cuda", f"platform {platform}")
+    )
+    raise GateDefinitionError(
+      f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
+      f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
       "for both, and jax.lax.platform_dependent chooses between functions"
     )
 
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
-    if self.cuda is None or not key.startswith(program.PREFIX):
+    part = self.cuda
+    if part is None or not key.startswith(program.PREFIX):
       return False
-    return program.define(self, self.cuda, key.removeprefix(program.PREFIX))
+    key = key.removeprefix(program.PREFIX)
+    if key not in part.cuda_variants:
+      images = part.images(key, program.capabilities(part))
+      if images is None:
+        return False
+      program.variant(self, part, key, images)
+    return True
 
   def retile(
     self,
@@ -121,9 +138,24 @@ class Kernel(Operation):
     results: Sequence[tuple[tuple[int, ...], Any]],
     target: str,
   ) -> str:
-    """What XLA's partitioner asks of a call on CUDA, whose grid depends on shapes."""
-    assert self.cuda is not None  # which made the call
-    return program.retile(self, self.cuda, held, lanes, operands, results, target)
+    """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
+
+    `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
+    have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
+    """
+    part, about = self.cuda, json.loads(held["tiles"])
+    assert part is not None  # which made the call
+    batch = results[0][0][len(lanes)] if about["grid"] else None
+    lanes = [*lanes, *(["1" * len(operands)] if about["grid"] else [])]
+    tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
+    types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    static = {name: program.decoded(value) for name, value in about["static"].items()}
+    call = program.CudaCall(*types, static, batch, program.capabilities(part))
+    plan = program.planned(self, part, call)
+    held["plan"] = encode(self.label, plan)
+    held["name"] = program.variant(self, part, plan.key, plan.images).name
+    # What not all devices run reads its number, and no graph may.
+    return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
     del site, mask, lanes
@@ -133,10 +165,9 @@ class Kernel(Operation):
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    The form holds "kind", which names a function given to `kernel_files.register_kind` that makes
-    the kernel again, "name", and whatever that function needs: JSON's types, tuples and bytes.
-    What spares it work, compiled code, is under "compiled"; forms that differ in nothing else are
-    those of one kernel.
+    "kind" names a function given to `files.register_kind` that makes the kernel again, of "name"
+    and whatever it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is
+    under "compiled"; forms that differ in nothing else are those of one kernel.
     """
     return None
 
@@ -156,30 +187,17 @@ class Kernel(Operation):
       The pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
-    return self.call_split(*self.split_call(args, kwargs))
-
-  def call_split(self, operands: tuple[Any, ...], static: Static) -> Any:
-    """Calls it with what `split_call` gave."""
+    operands, static = self._arguments(args, kwargs)
     return derivatives.apply(self, self.rules, operands, {}, static)
 
-  def split_call(
-    self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
-    return self._arguments(args, dict(kwargs))
-
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays)[0], static
     given = [p for p in self.signature if p.is_given]
-    values = named_arguments(self.label, given, args, kwargs)
-    operands = [as_operand(self.label, p, values[p.name]) for p in given if p.is_operand]
-    for parameter, value in zip((p for p in given if p.is_operand), operands, strict=True):
-      for leaf in leaves_of(self.label, parameter, value):
-        check_argument(self, parameter, leaf)
+    values = _parameters.named_arguments(self.label, given, args, kwargs)
+    operands = _parameters.as_operands(self.label, given, values)
     static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
     return tuple(operands), tuple(sorted(static))
 
@@ -196,11 +214,10 @@ class Kernel(Operation):
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
     ordered = [p for p in self.signature or () if p.is_given]
-    if values and not known and len(positional) == len(ordered) > len(args):
-      operands = iter(args)
-      args = [next(operands) if p.is_operand else values[p.name] for p in ordered]
-      return function(*lead, *args, **kwargs)
     placed, rest = list[Any](), list(args)
+    if values and not known and len(positional) == len(ordered) > len(args):
+      placed = [rest.pop(0) if p.is_operand else values[p.name] for p in ordered]
+      return function(*lead, *placed, **kwargs)
     for name in positional:
       if not rest:
         break
@@ -209,7 +226,7 @@ class Kernel(Operation):
 
   def reference(self, *args: Any, **kwargs: Any) -> Any:
     assert self.like is not None
-    operands, static = self.split_call(args, kwargs)
+    operands, static = self._arguments(args, kwargs)
     return self.call_rule(self.like, (), operands, {}, static)
 
   def benchmark(self, *args: Any, seconds: float = 0.5, **kwargs: Any) -> BenchmarkResult:
@@ -231,14 +248,40 @@ class Kernel(Operation):
     the reference's calls take turns, and the fastest of each counts.
 
     Args:
-      *args: as for a call.
+      *args, **kwargs: as for a call.
       seconds: how long to measure, about.
-      **kwargs: as for a call.
 
     Returns:
       What was measured, also as numbers.
     """
-    return benchmark(self, args, kwargs, seconds)
+    given, static = self._arguments(args, kwargs)
+    operands, like = jax.tree.map(jax.numpy.asarray, given), self.like
+    jitted = [jax.jit(lambda *xs: derivatives.apply(self, self.rules, xs, {}, static))]
+    if like is not None:
+      jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
+    results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles
+    moved = sum(x.nbytes for x in jax.tree.leaves((operands, results[0])))
+
+    def measured(function: Callable[..., Any], times: int) -> float:
+      start = time.perf_counter()
+      for _ in range(times):
+        jax.block_until_ready(function(*operands))
+      return (time.perf_counter() - start) / times
+
+    batches = [max(1, int(1e-4 / max(measured(function, 1), 1e-9))) for function in jitted]
+    fastest = [float("inf")] * len(jitted)
+    end = time.perf_counter() + seconds
+    while fastest[-1] == float("inf") or time.perf_counter() <= end:
+      # They take turns, so that a busy moment hits all.
+      for i, (function, batch) in enumerate(zip(jitted, batches, strict=True)):
+        fastest[i] = min(fastest[i], measured(function, batch))
+    result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
+    ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+    unit, scale = next((u for u in units if fastest[0] >= u[1]), units[-1])
+    duration = f"{fastest[0] / scale:.3g} {unit} a call"
+    print(f"{self.label}: {duration}, {result.gigabytes_per_second:.3g} GB/s{ratio}")
+    return result
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    raise self.no_code("cpu")
+    self.backend("cpu")  # raises: kernels with code for the CPU have an `on_host`

@@ -1,17 +1,17 @@
 """`callgate.library`: kernels from a user's own shared library, built with callgate/kernel.h.
 
-The library exports a table of its kernels and their parameters, which is read once. A library stays
-loaded until the process ends; one that was built again meanwhile is loaded anew.
+A library stays loaded until the process ends; one that was built again meanwhile is loaded anew.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,87 +25,64 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, expected_text, fits, from_codes
-from callgate._kernel.variants import CallTypes, Function
+from callgate._kernel.parameters import Kind, Parameter, expected_text, fits
+from callgate._kernel.variants import CallTypes, Function, exported
 
 _lock = threading.Lock()
 _loaded: dict[str, list[tuple[tuple[int, ...], ctypes.CDLL]]] = {}
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Inferred:
+def _inferred(label: str, function: str, parameters: Sequence[Parameter]) -> Callable[..., Any]:
   """The results of a kernel as far as its parameters tell them; see `library`."""
 
-  label: str
-  function: str
-  parameters: tuple[Parameter, ...]
-
-  def __call__(self, *args: Any) -> Any:
-    given = dict(zip((p for p in self.parameters if p.is_operand), args, strict=False))
-    arrays = {p: jax.tree.leaves(value) for p, value in given.items()}
-    if not all(fits(p, x.dtype, len(x.shape)) for p, values in arrays.items() for x in values):
-      # The call is refused for that argument in a moment; any result of the right type will do.
-      results = [_of_any_shape(p) for p in self.parameters if p.is_result]
-    else:
-      results = [self._result(p, arrays) for p in self.parameters if p.is_result]
+  def out(*args: Any) -> Any:
+    given = zip((p for p in parameters if p.is_operand), args, strict=False)
+    arrays = {p: jax.tree.leaves(value) for p, value in given}
+    fit = all(fits(p, x.dtype, len(x.shape)) for p, values in arrays.items() for x in values)
+    results = [result(p, arrays, fit) for p in parameters if p.is_result]
     return results[0] if len(results) == 1 else tuple(results)
 
-  def _result(self, result: Parameter, arrays: Mapping[Parameter, Sequence[Any]]) -> Any:
-    if result.kind is Kind.INOUT:
-      (value,) = arrays[result]
-      return value
-    if result.rank == 0:
-      return jax.ShapeDtypeStruct((), result.dtype)
+  def result(wanted: Parameter, arrays: Mapping[Parameter, Sequence[Any]], fit: bool) -> Any:
+    if not fit or wanted.rank == 0:
+      # The call is refused for an argument in a moment; any result of the right type will do.
+      return jax.ShapeDtypeStruct((0,) * max(wanted.rank, 0), wanted.dtype)
+    if wanted.kind is Kind.INOUT:
+      return arrays[wanted][0]
     alike = {
       f"{p.name}[{i}]" if p.kind is Kind.INS else p.name: value
       for p, values in arrays.items()
       for i, value in enumerate(values)
-      if p.kind is not Kind.SCALAR and (p.dtype, p.rank) == (result.dtype, result.rank)
+      if p.kind is not Kind.SCALAR and (p.dtype, p.rank) == (wanted.dtype, wanted.rank)
     }
     shapes = {tuple(value.shape) for value in alike.values()}
-    if result.kind is Kind.OUTS or len(shapes) != 1:
-      raise GateDefinitionError(self._unknown(result, alike))
-    return jax.ShapeDtypeStruct(shapes.pop(), result.dtype)
-
-  def _unknown(self, result: Parameter, alike: Mapping[str, Any]) -> str:
-    if result.kind is Kind.OUTS:
+    if wanted.kind is not Kind.OUTS and len(shapes) == 1:
+      return jax.ShapeDtypeStruct(shapes.pop(), wanted.dtype)
+    shown = ", ".join(f"'{name}' is {type_text(x.dtype, x.shape)}" for name, x in alike.items())
+    why = f"the arguments of that type differ: {shown}" if alike else "no argument has that type"
+    if wanted.kind is Kind.OUTS:
       why = "it stands for any number of results"
-    elif alike:
-      shown = (f"'{name}' is {type_text(x.dtype, x.shape)}" for name, x in alike.items())
-      why = f"the arguments of that type differ: {', '.join(shown)}"
-    else:
-      why = "no argument has that type"
-    operands = [p.name for p in self.parameters if p.is_operand]
+    operands = [p.name for p in parameters if p.is_operand]
     names = ", ".join(operands) if all(map(str.isidentifier, operands)) else "*args"
-    return (
-      f"{self.label}: the shape of result '{result.name}' ({expected_text(result)}) does not "
-      f"follow from the arguments, since {why}; expected out=, as in "
-      f"library.kernel('{self.function}', out=lambda {names}: ...)"
+    raise GateDefinitionError(
+      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not follow "
+      f"from the arguments, since {why}; expected out=, as in library.kernel('{function}', "
+      f"out=lambda {names}: ...)"
     )
 
-
-def _of_any_shape(parameter: Parameter) -> Any:
-  return jax.ShapeDtypeStruct((0,) * max(parameter.rank, 0), parameter.dtype)
+  return out
 
 
 class LibraryKernel(CpuKernel):
-  """A kernel of a shared library; see `callgate.library`.
-
-  Attributes:
-    library: where it is from.
-    function: its name there.
-  """
+  """A kernel of a shared library; see `callgate.library`."""
 
   def __init__(
     self, name: str, library: Library, function: str, native: Function, options: KernelOptions
   ) -> None:
-    self.library = library
-    self.function = function
-    self._native = native
+    self.library, self.function, self._native = library, function, native
     if options.out is None and options.like is None:
-      inferred = _Inferred(f"kernel '{name}'", function, native.parameters)
-      options = dataclasses.replace(options, out=inferred)
+      out = _inferred(f"kernel '{name}'", function, native.parameters)
+      options = dataclasses.replace(options, out=out)
     super().__init__(name, native.parameters, options)
 
   def compile(self, types: CallTypes) -> Function:
@@ -129,10 +106,7 @@ class Library:
   """
 
   def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
-    """See `library`."""
-    self.name = name
-    self.path = path
-    self.cdll = loaded
+    self.name, self.path, self.cdll = name, path, loaded
     self._functions = _functions(path, loaded)
     self._kernels: dict[str, Kernel] = {}
 
@@ -148,8 +122,7 @@ class Library:
 
     Args:
       function: its name in the library.
-      out: the results, as for `callgate.cpp`. Default: what the parameters tell; see
-        `callgate.library`.
+      out: the results. Default: what the parameters tell; see `callgate.library`.
       name: what programs call it by. Default: the library's name, a dot and the function's, with a
         number from the second one on.
       thread_safe: calls may run at once, on several devices and in several programs, and so may the
@@ -165,15 +138,12 @@ class Library:
       ValueError: the name is taken.
     """
     if function not in self._functions:
-      raise AttributeError(
-        f"library '{self.path}' has no kernel '{function}'; it has "
-        f"{', '.join(self._functions) or 'none'}",
-        name=function,
-        obj=self,
-      )
+      known = ", ".join(self._functions) or "none"
+      text = f"library '{self.path}' has no kernel '{function}'; it has {known}"
+      raise AttributeError(text, name=function, obj=self)
     name = options.name
-    if name is None:
-      name = _unused(f"{self.name}.{function}")
+    while name is None or (options.name is None and _is_live(name)):
+      name = registry.free_name(f"{self.name}.{function}")  # the next run gives the same ones
     return LibraryKernel(name, self, function, self._functions[function], options)
 
   def __getitem__(self, function: str) -> Kernel:
@@ -221,8 +191,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   shape. For any other result, and where this is not what the kernel means, give `out`: see
   `Library.kernel`.
 
-  Opening a library again gives the same object while it is in use. A library that was built again
-  meanwhile is loaded anew; kernels made before go on with the code that they had.
+  Opening a library again gives the same object while it is in use; one that was built again
+  meanwhile is loaded anew, and kernels made before go on with the code that they had.
 
   Args:
     path: the file. Its constructors run, as when any library is loaded.
@@ -249,29 +219,17 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
         return known
     if name is None:
       stem = os.path.basename(file).split(".")[0].removeprefix("lib")
-      name, number = stem, 0
-      while name in _libraries:
-        number += 1
-        name = f"{stem}#{number}"
+      names = (f"{stem}#{number}" if number else stem for number in itertools.count())
+      name = next(name for name in names if name not in _libraries)
     elif name in _libraries:
-      raise ValueError(
-        f"callgate.library: the name '{name}' is taken by the library "
-        f"'{_libraries[name].path}'; choose another name="
-      )
+      taken = f"callgate.library: the name '{name}' is taken by the library"
+      raise ValueError(f"{taken} '{_libraries[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
     return opened
 
 
 def _is_live(name: str) -> bool:
   return registry.get(name) is not None or name in _callgate.registered_names()
-
-
-def _unused(base: str) -> str:
-  """A name for a kernel; numbers count, so that the next run gives the same ones."""
-  name = registry.free_name(base)
-  while _is_live(name):
-    name = registry.free_name(base)
-  return name
 
 
 def _load(file: str) -> ctypes.CDLL:
@@ -296,31 +254,24 @@ def _load(file: str) -> ctypes.CDLL:
 
 def _functions(file: str, loaded: ctypes.CDLL) -> dict[str, Function]:
   """The table that the library exports."""
-  table = getattr(loaded, "callgate_kernels", None)
-  address = ctypes.cast(table, ctypes.c_void_p).value if table is not None else None
-  if address is None:
+  if not hasattr(loaded, "callgate_kernels"):
     raise GateDefinitionError(
-      f"callgate.library: '{file}' is no library of kernels: expected the symbol "
-      "callgate_kernels, which including callgate/kernel.h and CALLGATE_KERNEL(function) in one of "
-      "its sources make, found none"
+      f"callgate.library: '{file}' is no library of kernels: expected the symbol callgate_kernels, "
+      "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
     )
   try:
-    kernels = _callgate.read_library(file, address)
+    table = exported(file, loaded)
   except ValueError as error:
     raise GateDefinitionError(f"callgate.library: {error}") from error
   functions: dict[str, Function] = {}
-  for name, function, codes, names in kernels:
+  for name, function in table:
     if name in functions:
       raise GateDefinitionError(
         f"callgate.library: '{file}' exports two kernels '{name}'; expected one "
         "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
       )
-    functions[name] = Function(function, tuple(from_codes(codes, names)), keep=loaded)
+    functions[name] = function
   return functions
-
-
-_WORDS = {Kind.SCALAR: "", Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}
-_VIEWS = (Kind.IN, Kind.OUT, Kind.INOUT, Kind.INS, Kind.OUTS)
 
 
 def _declared(function: Function) -> str:
@@ -328,9 +279,9 @@ def _declared(function: Function) -> str:
   shown: list[str] = []
   for p in function.parameters:
     types = [] if p.dtype is None else [p.dtype.name]
-    if p.kind in _VIEWS:
+    if p.kind is not Kind.SCALAR and not p.is_static and p.kind is not Kind.CONTEXT:
       types.append("*" if p.rank < 0 else str(p.rank))
-    word, inside = _WORDS.get(p.kind, p.kind.name.capitalize()), ",".join(types)
+    word, inside = "" if p.kind is Kind.SCALAR else p.kind.cpp, ",".join(types)
     shown.append(f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}")
   return ", ".join(shown)
 

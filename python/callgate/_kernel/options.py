@@ -56,12 +56,11 @@ class LaunchOptions:
 
   def launching(self, label: str) -> "LaunchOptions":
     """These, checked as far as they can be before a call."""
-    zeroed = check.positions(label, "zeroed", self.zeroed, what="flat positions of results")
-    scratch = check.named(label, "scratch", self.scratch)
     return LaunchOptions(
-      grid=self.grid, block=self.block, shared=self.shared, cluster=self.cluster, zeroed=zeroed,
-      scratch=scratch,
-    )  # fmt: skip
+      **{name: getattr(self, name) for name in ("grid", "block", "shared", "cluster")},
+      zeroed=check.positions(label, "zeroed", self.zeroed, what="flat positions of results"),
+      scratch=check.named(label, "scratch", self.scratch),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -74,8 +73,7 @@ class CompilerOptions:
     libraries: names for `-l`, or paths of libraries.
     library_dirs: folders where they are, now and at run time.
     debug: "-O0 -g" and bounds checks of every index instead of the flags above.
-    cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4",
-      "-lineinfo".
+    cuda_options: for CUDA's run-time compiler, after callgate's own: "--use_fast_math", "-DN=4".
     arch: what to compile for, in programs for CUDA, where the process has no device: "sm_90", 90,
       or several. Default: PTX, which any device runs.
   """
@@ -91,9 +89,6 @@ class CompilerOptions:
   def building(self, label: str, *flags: str) -> dict[str, tuple[str, ...]]:
     """What `toolchain.build` takes, with more flags in front of the user's."""
     defaults = toolchain.DEBUG_FLAGS if self.debug else toolchain.DEFAULT_FLAGS
-    return {
-      "flags": (*defaults, *flags, *check.strings(label, "flags", self.flags)),
-      "include_dirs": check.strings(label, "include_dirs", self.include_dirs),
-      "libraries": check.strings(label, "libraries", self.libraries),
-      "library_dirs": check.strings(label, "library_dirs", self.library_dirs),
-    }
+    names = ("flags", "include_dirs", "libraries", "library_dirs")
+    given = {name: check.strings(label, name, getattr(self, name)) for name in names}
+    return given | {"flags": (*defaults, *flags, *given["flags"])}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,10 +39,7 @@ class Kind(enum.IntEnum):
   @property
   def cpp(self) -> str:
     """Its name in callgate/kernel.h, without its namespace."""
-    return {
-      Kind.INOUT: "InOut",
-      Kind.NUMBER: "Attr",
-    }.get(self, self.name.capitalize())
+    return {Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}.get(self, self.name.capitalize())
 
 
 _OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
@@ -52,19 +49,12 @@ _STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-  """One parameter of a kernel.
+  """One parameter of a kernel."""
 
-  Attributes:
-    name: as in the source; its position where the source gives none.
-    kind: what it takes.
-    dtype: of its elements; None where any will do.
-    rank: of its arrays; -1 where any will do.
-  """
-
-  name: str
+  name: str  # as in the source; its position where the source gives none
   kind: Kind
-  dtype: np.dtype[Any] | None = None
-  rank: int = -1
+  dtype: np.dtype[Any] | None = None  # of its elements; None where any will do
+  rank: int = -1  # of its arrays; -1 where any will do
 
   @property
   def is_operand(self) -> bool:
@@ -98,6 +88,9 @@ class Parameter:
     return freeze(label, self.name, value, self.dtype)
 
 
+Signature = Sequence[Parameter] | None
+
+
 def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[Parameter]:
   """Parameters as the runtime describes them."""
   return [
@@ -108,10 +101,14 @@ def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> l
 
 def expected_text(parameter: Parameter) -> str:
   """What a parameter takes, for messages."""
-  dtype = parameter.dtype.name if parameter.dtype is not None else "any dtype"
-  if parameter.dtype is not None and tracing.canonical_dtype(parameter.dtype) != parameter.dtype:
-    dtype += " (which needs jax_enable_x64)"
-  return f"{dtype} of rank {parameter.rank}" if parameter.rank >= 0 else f"{dtype} of any rank"
+  dtype = "any dtype" if parameter.dtype is None else parameter.dtype.name
+  wide = " (which needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
+  return f"{dtype}{wide} of {f'rank {parameter.rank}' if parameter.rank >= 0 else 'any rank'}"
+
+
+def _is_wide(dtype: np.dtype[Any] | None) -> bool:
+  """Whether JAX has arrays of it with jax_enable_x64 alone, which is off."""
+  return dtype is not None and tracing.canonical_dtype(dtype) != dtype
 
 
 def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
@@ -119,18 +116,35 @@ def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
-def as_operand(label: str, parameter: Parameter, value: Any) -> Any:
-  """Python's scalars get the parameter's dtype where it holds them, as literals do in C++."""
-  dtype = parameter.dtype
-  if dtype is None or not isinstance(value, (bool, int, float, complex)):
-    return value
-  if tracing.canonical_dtype(dtype) != dtype:
-    raise GateDefinitionError(
-      f"{label}: argument '{parameter.name}': {dtype.name} needs jax_enable_x64; a "
-      "static value does not (cg::Attr in C++)"
-    )
-  frozen = static_values.number(label, parameter.name, value, dtype, what="argument")
-  return jnp.asarray(frozen.value)
+def as_operands(label: str, given: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:
+  """The arrays of a call; raises where it is known before the results' types that one doesn't fit.
+
+  Python's scalars get the parameter's dtype where it holds them, as literals do in C++.
+  """
+  operands: list[Any] = []
+  parameters = [p for p in given if p.is_operand]
+  for name, dtype in ((p.name, p.dtype) for p in parameters):
+    operands.append(values[name])
+    if dtype is None or not isinstance(operands[-1], (bool, int, float, complex)):
+      continue
+    if _is_wide(dtype):
+      raise GateDefinitionError(
+        f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
+        "(cg::Attr in C++)"
+      )
+    number = static_values.number(label, name, operands[-1], dtype, what="argument")
+    operands[-1] = jnp.asarray(number.value)
+  for parameter, value in zip(parameters, operands, strict=True):
+    where = f"{label}: argument '{parameter.name}'"
+    for leaf in leaves_of(label, parameter, value):
+      if isinstance(leaf, (str, bytes)):
+        raise GateDefinitionError(f"{where}: expected an array, got {leaf!r}")
+      dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+      if isinstance(dtype, np.dtype) and shape is not None:  # else becomes an array first
+        dtype = tracing.canonical_dtype(dtype)
+        if not fits(parameter, dtype, len(shape)):
+          raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
+  return operands
 
 
 def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
@@ -147,36 +161,23 @@ def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
 def named_arguments(
   label: str, given: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-  """The values of a call by the names of the parameters that it gives.
-
-  Raises:
-    GateDefinitionError: there are more or fewer, or one is given twice.
-  """
-  expected = ", ".join(p.name for p in given)
+  """The values of a call by the names of the parameters that it gives, each once."""
+  names = [p.name for p in given]
+  expected = ", ".join(names)
   if len(args) > len(given):
     raise GateDefinitionError(
       f"{label}: expected {len(given)} arguments ({expected}), got {len(args)}"
     )
-  values = dict(zip((p.name for p in given), args, strict=False))
+  values = dict(zip(names, args, strict=False))
   for name, value in kwargs.items():
-    if name in values or name not in {p.name for p in given}:
+    if name in values or name not in names:
       what = "twice" if name in values else "which it doesn't have"
       raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {expected}")
     values[name] = value
-  missing = [p.name for p in given if p.name not in values]
-  if missing:
-    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
+  for name in names:
+    if name not in values:
+      raise GateDefinitionError(f"{label}: expected argument '{name}', got none")
   return values
-
-
-def inout_aliases(label: str, signature: Sequence[Parameter]) -> dict[int, int]:
-  """An InOut is an operand and a result in one memory: the positions of the one and the other."""
-  inouts = [p for p in signature if p.kind is Kind.INOUT]
-  if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in signature):
-    raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
-  operands = [p for p in signature if p.is_operand]
-  results = [p for p in signature if p.is_result]
-  return {operands.index(p): results.index(p) for p in inouts}
 
 
 def linear_operands(
@@ -190,10 +191,8 @@ def linear_operands(
   for position in linear:
     if not 0 <= position < len(given) or not given[position].is_operand:
       arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
-      raise GateDefinitionError(
-        f"{label}: linear: expected positions of arguments that are arrays, {arrays}; got "
-        f"{position}"
-      )
+      expected = f"expected positions of arguments that are arrays, {arrays}"
+      raise GateDefinitionError(f"{label}: linear: {expected}; got {position}")
   return tuple(operands.index(given[position]) for position in linear)
 
 
@@ -214,81 +213,42 @@ def check_types(
   site: CallSite,
   operands: Sequence[Any],
   results: Sequence[Any],
-  *,
-  whole: bool = False,
 ) -> None:
-  """Raises unless each array fits its parameter, and each parameter has one.
-
-  Args:
-    kernel: the Kernel, for messages.
-    parameters: of the function that is to be called.
-    site: the call.
-    operands: types of what goes in.
-    results: types of what comes out.
-    whole: batched arrays have their leading axis here.
-  """
-  ins = _expand([p for p in parameters if p.is_operand], len(operands))
-  outs = _expand([p for p in parameters if p.is_result], len(results))
-  source = "out" if kernel.out is not None else "like"
-  if ins is None or outs is None:
-    side, have = ("arguments", len(operands)) if ins is None else ("results", len(results))
-    want = [p.name for p in parameters if (p.is_operand if ins is None else p.is_result)]
-    hint = "" if ins is None else f" from {source}"
-    raise GateDefinitionError(
-      f"{kernel.label}: expected {len(want)} {side} ({', '.join(want)}), got {have}{hint}"
-    )
-  for index, (parameter, value) in enumerate(zip(ins, operands, strict=True)):
-    if not fits(parameter, value.dtype, len(value.shape)):
+  """Raises unless each array, or type of one, fits its parameter, and each parameter has one."""
+  source = f" from {'out' if kernel.out is not None else 'like'}"
+  for side, given in (("argument", operands), ("result", results)):
+    is_result = side == "result"
+    have = [p for p in parameters if (p.is_result if is_result else p.is_operand)]
+    variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in have]
+    extra = len(given) - len(have)
+    if sum(variadic) > 1 or (extra < -1 if any(variadic) else extra):
+      names = ", ".join(p.name for p in have)
+      got = f"{len(given)}{source if is_result else ''}"
       raise GateDefinitionError(
-        f"{kernel.label}: argument {registry.argument(kernel.name, site.spec, index)}: expected "
-        f"{expected_text(parameter)}, got {type_text(value.dtype, value.shape)}"
-        f"{_hint(parameter, value, whole)}"
+        f"{kernel.label}: expected {len(have)} {side}s ({names}), got {got}"
       )
-  for index, (parameter, value) in enumerate(zip(outs, results, strict=True)):
-    if not fits(parameter, value.dtype, len(value.shape)):
-      raise GateDefinitionError(
-        f"{kernel.label}: result {index} ('{parameter.name}'): expected "
-        f"{expected_text(parameter)}, got {type_text(value.dtype, value.shape)} from "
-        f"{source}{_hint(parameter, value, whole)}"
-      )
+    each = [p for p, many in zip(have, variadic, strict=True) for _ in range(extra * many + 1)]
+    for index, (parameter, value) in enumerate(zip(each, given, strict=True)):
+      if fits(parameter, value.dtype, len(value.shape)):
+        continue
+      named = f"{index} ('{parameter.name}')"
+      if not is_result:
+        named = registry.argument(kernel.name, site.spec, index)
+      # Under vmap='whole' batched arrays have their leading axis here.
+      ranks = zip(results, site.results, strict=True)
+      whole = any(len(r.shape) != len(shape) for r, (shape, _) in ranks)
+      problem = _misfit(parameter, value.dtype, value.shape, source if is_result else "", whole)
+      raise GateDefinitionError(f"{kernel.label}: {side} {named}: {problem}")
 
 
-def check_argument(kernel: Callee, parameter: Parameter, value: Any) -> None:
-  """Raises where it is known before the results' types are that an array doesn't fit."""
-  if isinstance(value, (str, bytes)):
-    raise GateDefinitionError(
-      f"{kernel.label}: argument '{parameter.name}': expected an array, got {value!r}"
-    )
-  dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-  if not isinstance(dtype, np.dtype) or shape is None:
-    return  # becomes an array first
-  dtype = tracing.canonical_dtype(dtype)
-  if not fits(parameter, dtype, len(shape)):
-    raise GateDefinitionError(
-      f"{kernel.label}: argument '{parameter.name}': expected {expected_text(parameter)}, got "
-      f"{type_text(dtype, shape)}{_hint(parameter, value, whole=False)}"
-    )
-
-
-def _hint(parameter: Parameter, value: Any, whole: bool) -> str:
-  """What may have gone wrong with an array that doesn't fit."""
-  if whole and len(value.shape) == parameter.rank + 1:
-    return (
+def _misfit(
+  parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "", whole: bool = False
+) -> str:
+  """What is said of an array that doesn't fit, with what may have gone wrong."""
+  hint = f" ({parameter.dtype} needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
+  if whole and len(shape) == parameter.rank + 1:
+    hint = (
       "; under vmap='whole' and 'broadcast' batched arrays have a leading axis more, so the rank "
       "is cg::dynamic or a template parameter"
     )
-  wide = parameter.dtype is not None and tracing.canonical_dtype(parameter.dtype) != parameter.dtype
-  return f" ({parameter.dtype} needs jax_enable_x64)" if wide else ""
-
-
-def _expand(parameters: Sequence[Parameter], count: int) -> list[Parameter] | None:
-  """One parameter for each of `count` arrays; None where they don't fit."""
-  variadic = sum(p.kind in (Kind.INS, Kind.OUTS) for p in parameters)
-  extra = count - len(parameters)
-  if variadic > 1 or (variadic == 0 and extra != 0) or (variadic == 1 and extra < -1):
-    return None
-  expanded: list[Parameter] = []
-  for parameter in parameters:
-    times = extra + 1 if parameter.kind in (Kind.INS, Kind.OUTS) else 1
-    expanded.extend([parameter] * times)
-  return expanded
+  return f"expected {expected_text(parameter)}, got {type_text(dtype, shape)}{source}{hint}"

@@ -1,38 +1,26 @@
 """What callgate reads in C++ text before the compiler does: names and template parameters.
 
-The compiler's own reading of the function's types is what counts; see `callgate.cpp`. Here are the
-parameters' names, which C++ types don't have, how a template's parameters follow from a call, and
-what C++ calls the types of elements.
+The compiler's own reading of the function's types is what counts. Here are the parameters' names,
+how a template's parameters follow from a call, and what C++ calls the types of elements.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.parameters import Kind
 
-_KINDS = {
-  "In": Kind.IN,
-  "Out": Kind.OUT,
-  "InOut": Kind.INOUT,
-  "Ins": Kind.INS,
-  "Outs": Kind.OUTS,
-  "Attr": Kind.NUMBER,
-  "String": Kind.STRING,
-  "Numbers": Kind.NUMBERS,
-  "Dict": Kind.DICT,
-  "Context": Kind.CONTEXT,
-}
+_KINDS = {kind.cpp: kind for kind in Kind if kind is not Kind.SCALAR}
 _VIEW = re.compile(
   r"(?:^|\s)(?:(?:::)?\s*(?:cg|callgate)\s*::\s*)?(\w+)\s*(<.*>)?\s*(?:const)?\s*&{0,2}$", re.DOTALL
 )
 _FUNCTION = re.compile(r"\bvoid\s+(\w+)\s*\(")
+_BODY = re.compile(r"\s*(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{")
 _SKIPPED = re.compile(
   r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\'',
   re.DOTALL,
@@ -48,53 +36,30 @@ _INTEGERS = re.compile(
 _OPEN, _CLOSE = "(<[{", ")>]}"
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceParameter:
-  """A function's parameter as its source writes it.
-
-  Attributes:
-    name: of the parameter.
-    kind: by its type.
-    element: the text of its element type; "" where it has none.
-    rank: the text of its rank; "" where it is left out.
-  """
+class SourceParameter(NamedTuple):
+  """A function's parameter as its source writes it."""
 
   name: str
-  kind: Kind
-  element: str
-  rank: str
+  kind: Kind  # by its type
+  element: str  # the text of its element type; "" where it has none
+  rank: str  # the text of its rank; "" where it is left out
 
 
-@dataclasses.dataclass(frozen=True)
-class TemplateParameter:
-  """A template's parameter.
-
-  Attributes:
-    name: of the parameter.
-    is_type: an element type, not a number.
-    default: the text of its default; "" where it has none.
-  """
+class TemplateParameter(NamedTuple):
+  """A template's parameter."""
 
   name: str
-  is_type: bool
-  default: str = ""
+  is_type: bool  # an element type, not a number
+  default: str = ""  # the text of its default; "" where it has none
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceFunction:
-  """A kernel's function in a source.
-
-  Attributes:
-    name: of the function.
-    qualified: with its namespaces, as C++ outside of them names it.
-    template: the template's parameters; none for a plain function.
-    parameters: in order; None where the source doesn't show them.
-  """
+class SourceFunction(NamedTuple):
+  """A kernel's function in a source."""
 
   name: str
-  qualified: str
-  template: tuple[TemplateParameter, ...] = ()
-  parameters: tuple[SourceParameter, ...] | None = None
+  qualified: str  # with its namespaces, as C++ outside of them names it
+  template: tuple[TemplateParameter, ...] = ()  # its parameters; none for a plain function
+  parameters: tuple[SourceParameter, ...] = ()  # none where the source doesn't show them
 
 
 class WrittenArray(Protocol):
@@ -109,45 +74,34 @@ class WrittenArray(Protocol):
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
   text = without_comments(source)
-  last = None if name is None else name.rsplit("::", 1)[-1]
   found: list[SourceFunction] = []
   for match in _FUNCTION.finditer(text):
-    if last is not None and match.group(1) != last:
+    before, end = text[: match.start()], closing(text, match.end() - 1)
+    if end < 0 or not _BODY.match(text, end + 1):  # a declaration
       continue
-    function = _function(text, match)
-    if function is None or (name is not None and not _is_named(function, name)):
-      continue
-    views = [p for p in function.parameters or () if p.kind not in (Kind.SCALAR, Kind.CONTEXT)]
-    if views or name is not None:
-      found.append(function)
+    qualified = "::".join([*scopes(before), match[1]])
+    parameters = tuple(map(_parameter, split_arguments(text[match.end() : end])))
+    views = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in parameters)
+    named = f"::{qualified}".endswith(f"::{(name or '').removeprefix('::')}")
+    if views if name is None else named:
+      found.append(SourceFunction(match[1], qualified, template(before), parameters))
   if len(found) == 1:
     return found[0]
-  return _not_one(label, source, name, found)
-
-
-def _not_one(
-  label: str, source: str, name: str | None, found: list[SourceFunction]
-) -> SourceFunction:
-  if name is not None and found:
-    raise GateDefinitionError(
-      f"{label}: expected one function '{name}', found {len(found)} in the source; give each its "
-      "own name"
+  if name is None and found:
+    names = ", ".join(f.qualified for f in found)
+    problem = f"function=, since the source has several that take callgate's views: {names}"
+  elif name is None:
+    problem = (
+      "a function `void name(cg::In<float, 1> x, cg::Out<float, 1> y) { … }` in the source, found "
+      "none that takes callgate's views"
     )
-  if name is not None:
-    if re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
-      return SourceFunction(name.rsplit("::", 1)[-1], name)
-    raise GateDefinitionError(
-      f"{label}: expected a function `void {name}(...)` in the source, found none of that name"
-    )
-  if not found:
-    raise GateDefinitionError(
-      f"{label}: expected a function `void name(cg::In<float, 1> x, cg::Out<float, 1> y) {{ … }}` "
-      "in the source, found none that takes callgate's views"
-    )
-  raise GateDefinitionError(
-    f"{label}: expected function=, since the source has several that take callgate's views: "
-    f"{', '.join(f.qualified for f in found)}"
-  )
+  elif found:
+    problem = f"one function '{name}', found {len(found)} in the source; give each its own name"
+  elif re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
+    return SourceFunction(name.rsplit("::", 1)[-1], name)
+  else:
+    problem = f"a function `void {name}(...)` in the source, found none of that name"
+  raise GateDefinitionError(f"{label}: expected {problem}")
 
 
 def without_comments(source: str) -> str:
@@ -158,24 +112,6 @@ def without_comments(source: str) -> str:
 def blank(match: re.Match[str]) -> str:
   """Spaces for a match; lines stay lines."""
   return re.sub(r"[^\n]", " ", match.group())
-
-
-def _is_named(function: SourceFunction, name: str) -> bool:
-  return f"::{function.qualified}".endswith(f"::{name.removeprefix('::')}")
-
-
-def _function(text: str, match: re.Match[str]) -> SourceFunction | None:
-  """The definition that begins at a match; None for a declaration."""
-  end = closing(text, match.end() - 1)
-  after = text[end + 1 :].lstrip()
-  if end < 0 or not re.match(r"(?:noexcept\b\s*(?:\([^;{}]*\)\s*)?)?\{", after):
-    return None
-  return SourceFunction(
-    match.group(1),
-    "::".join([*scopes(text[: match.start()]), match.group(1)]),
-    template(text[: match.start()]),
-    tuple(_parameter(part) for part in split_arguments(text[match.end() : end])),
-  )
 
 
 def scopes(before: str) -> list[str]:
@@ -193,78 +129,63 @@ def scopes(before: str) -> list[str]:
   return [name for name in opened if name]
 
 
-def closing(text: str, opening: int) -> int:
+def closing(text: str, opening: int, pair: str = "()") -> int:
   """Where the bracket that opens at a position closes; -1 for nowhere."""
   depth = 0
   for i in range(opening, len(text)):
-    depth += (text[i] == "(") - (text[i] == ")")
+    depth += (text[i] == pair[0]) - (text[i] == pair[1])
     if depth == 0:
       return i
   return -1
 
 
-def split_arguments(text: str) -> list[str]:
-  """Parts between commas that are in no brackets."""
-  parts, depth, start = list[str](), 0, 0
-  for i, char in enumerate(text):
-    depth += (char in _OPEN) - (char in _CLOSE)
-    if char == "," and depth == 0:
-      parts.append(text[start:i])
-      start = i + 1
-  parts.append(text[start:])
+def split_arguments(text: str, quotes: str = "") -> list[str]:
+  """Parts between commas that are in no brackets, and between none of the quotes."""
+  parts, depth, quote = [""], 0, ""
+  for char in text:
+    if char in quotes and quote in ("", char):
+      quote = "" if quote else char
+    depth += 0 if quote else (char in _OPEN) - (char in _CLOSE)
+    if char == "," and depth == 0 and not quote:
+      parts.append("")
+    else:
+      parts[-1] += char
   return [part.strip() for part in parts if part.strip()]
 
 
 def _parameter(text: str) -> SourceParameter:
   text = text.split("=", 1)[0].strip()
   match = re.search(r"(\w+)$", text)
-  name, kind_text = (match.group(1), text[: match.start()].strip()) if match else ("", text)
-  if match and not kind_text:  # a type without a name
-    name, kind_text = "", text
-  view = _VIEW.search(kind_text)
-  if view is None or view.group(1) not in _KINDS:
+  name, kind = (match[1], text[: match.start()].strip()) if match else ("", text)
+  if not kind:  # a type without a name
+    name, kind = "", text
+  view = _VIEW.search(kind)
+  if view is None or view[1] not in _KINDS:
     # A number by value, or another name of a view: the compiler will tell.
-    element = re.sub(r"\bconst\b|&", "", kind_text).strip()
-    return SourceParameter(name, Kind.SCALAR, element, "")
-  arguments = split_arguments(view.group(2)[1:-1]) if view.group(2) else []
-  element = arguments[0] if arguments else ""
-  return SourceParameter(
-    name, _KINDS[view.group(1)], element, arguments[1] if len(arguments) > 1 else ""
-  )
+    return SourceParameter(name, Kind.SCALAR, re.sub(r"\bconst\b|&", "", kind).strip(), "")
+  element, rank, *_ = *split_arguments((view[2] or "<>")[1:-1]), "", ""
+  return SourceParameter(name, _KINDS[view[1]], element, rank)
 
 
 def template(before: str) -> tuple[TemplateParameter, ...]:
   """The parameters of the `template <…>` that ends just before a function."""
   heads = list(re.finditer(r"\btemplate\s*(?=<)", before))
-  if not heads:
-    return ()
-  rest = before[heads[-1].end() :]
-  depth, end = 0, -1
-  for i, char in enumerate(rest):
-    depth += (char == "<") - (char == ">")
-    if depth == 0:
-      end = i
-      break
+  rest = before[heads[-1].end() :] if heads else ""
+  end = closing(rest, 0, "<>")
   if end < 0 or re.search(r"[;{}]", rest[end:]):
     return ()
-  return tuple(_template_parameter(part) for part in split_arguments(rest[1:end]))
-
-
-def _template_parameter(text: str) -> TemplateParameter:
-  declared, _, default = (part.strip() for part in text.partition("="))
-  kind, _, name = declared.rpartition(" ")
-  return TemplateParameter(name, _INTEGERS.match(kind.strip()) is None, default)
+  parameters: list[TemplateParameter] = []
+  for part in split_arguments(rest[1:end]):
+    declared, _, default = (text.strip() for text in part.partition("="))
+    kind, _, name = declared.rpartition(" ")
+    parameters.append(TemplateParameter(name, _INTEGERS.match(kind.strip()) is None, default))
+  return tuple(parameters)
 
 
 def deduced(
   wanted: TemplateParameter, arrays: Iterable[tuple[WrittenArray, np.dtype[Any], int]]
 ) -> np.dtype[Any] | int | None:
-  """A template parameter from a call's arrays, an element type or a rank; None where none tells.
-
-  Args:
-    wanted: the parameter.
-    arrays: with each function parameter the dtype and the rank of the array that it takes.
-  """
+  """A template parameter from a call's arrays, an element type or a rank; None where none tells."""
   for written, dtype, rank in arrays:
     element = written.element.replace(" ", "")
     if wanted.is_type and element == wanted.name:
@@ -276,33 +197,23 @@ def deduced(
   return None
 
 
-TYPES = {
-  "bool": "bool",
-  **{f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-  "float32": "float",
-  "float64": "double",
-  "complex64": "std::complex<float>",
-  "complex128": "std::complex<double>",
-  **{
-    name: f"cg::{name}"
-    for name in (
-      *("float16", "bfloat16", "float8_e5m2", "float8_e4m3", "float8_e3m4", "float8_e4m3fn"),
-      *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-  },
-}
-DTYPES = {
-  **{text: name for name, text in TYPES.items()},
-  **{f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")},
-  "int": "int32",
-  "unsigned": "uint32",
-  "unsigned int": "uint32",
-  "short": "int16",
-  "long": "int64",
-  "long long": "int64",
-  "unsigned long": "uint64",
-  "size_t": "uint64",
-}
+_SMALL = (
+  "float16 bfloat16 float8_e5m2 float8_e4m3 float8_e3m4 float8_e4m3fn float8_e4m3b11fnuz "
+  "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+)
+TYPES = (
+  {"bool": "bool"}
+  | {f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+  | {"float32": "float", "float64": "double"}
+  | {"complex64": "std::complex<float>", "complex128": "std::complex<double>"}
+  | {name: f"cg::{name}" for name in _SMALL.split()}
+)
+DTYPES = (
+  {text: name for name, text in TYPES.items()}
+  | {f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")}
+  | {"int": "int32", "short": "int16", "long": "int64", "long long": "int64"}
+  | {"unsigned": "uint32", "unsigned int": "uint32", "unsigned long": "uint64", "size_t": "uint64"}
+)
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:

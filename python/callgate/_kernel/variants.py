@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from callgate import _callgate
 from callgate._kernel.parameters import Kind, Parameter, from_codes
 
 Static = tuple[tuple[str, Any], ...]
+Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
 Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
 
 
@@ -25,49 +27,43 @@ class CallTypes:
   static: Static
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Variant:
-  """One compiled function of a kernel.
+class Variant(NamedTuple):
+  """One compiled function of a kernel."""
 
-  Attributes:
-    callee: the runtime's handle, which programs call by its name.
-    parameters: of the function.
-  """
-
-  callee: _callgate.Kernel
+  callee: _callgate.Kernel  # the runtime's handle, which programs call by its name
   parameters: tuple[Parameter, ...]
 
   def groups(self, operands: int, results: int) -> list[int]:
     """How many arrays each variadic parameter takes."""
-    sizes: list[int] = []
-    for parameter in self.parameters:
-      if parameter.kind is Kind.INS:
-        sizes.append(operands - sum(p.is_operand for p in self.parameters) + 1)
-      if parameter.kind is Kind.OUTS:
-        sizes.append(results - sum(p.is_result for p in self.parameters) + 1)
-    return sizes
+    ins = operands - sum(p.is_operand for p in self.parameters) + 1
+    outs = results - sum(p.is_result for p in self.parameters) + 1
+    sizes = {Kind.INS: ins, Kind.OUTS: outs}
+    return [sizes[p.kind] for p in self.parameters if p.kind in sizes]
+
+  def held(self, static: Static, form: Callable[..., Any]) -> dict[str, Any]:
+    """The static values that the function takes, each in a form that `static_values` has."""
+    dtypes = {p.name: p.dtype for p in self.parameters}
+    return {name: form(value, dtypes[name]) for name, value in static if name in dtypes}
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Function:
-  """A native function of the form of kernel.h.
-
-  Attributes:
-    address: of the function.
-    parameters: what it takes.
-    keep: what keeps it loaded.
-    user_data: an address that its context hands out.
-  """
+class Function(NamedTuple):
+  """A native function of the form of kernel.h."""
 
   address: int
   parameters: tuple[Parameter, ...]
-  keep: Any = None
-  user_data: int = 0
+  keep: Any = None  # what keeps it loaded
+  user_data: int = 0  # an address that its context hands out
 
   @classmethod
   def built(cls, library: Path, loaded: ctypes.CDLL) -> Function:
     """The function that a library was compiled for: the last one, behind a source's own."""
-    table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value
-    assert table is not None
-    *_, (_, address, codes, names) = _callgate.read_library(str(library), table)
-    return cls(address, tuple(from_codes(codes, names)), keep=loaded)
+    return exported(str(library), loaded)[-1][1]
+
+
+def exported(path: str, loaded: ctypes.CDLL) -> list[tuple[str, Function]]:
+  """The kernels in the table that a library exports, by name."""
+  table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value or 0
+  return [
+    (name, Function(address, tuple(from_codes(codes, names)), keep=loaded))
+    for name, address, codes, names in _callgate.read_library(path, table)
+  ]

@@ -1,31 +1,27 @@
 """How a C function's arguments follow from a call's arrays: the text `args=` of `callgate.cfunc`.
 
-`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. `read` takes it
-apart, by itself and beside the function's declaration; what it returns is what the glue is written
-from (`_kernel/c/glue.py`) and what calls are checked against.
+`"n, a, x[n], 1, inout y[n], 1"` has one item for each argument of C, in C's order. The glue is
+written from what `read` makes of it, and calls are checked against that.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import enum
 import re
 from collections.abc import Collection
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.c import expressions as _expressions
 from callgate._kernel.c.expressions import Expression
-from callgate._kernel.c.types import CParameter, CType, Declaration, split
+from callgate._kernel.c.types import CParameter, CType, Declaration
+from callgate._kernel.source import split_arguments
 
-_MODE = re.compile(r"(\w*)\s*(.*)", re.DOTALL)
+_MODED = re.compile(r"(out|inout|copy|static)\b\s*(.*)", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)\s*(?:\[(.*)\])?", re.DOTALL)
 _SCRATCH = re.compile(r"scratch\s*\((.*)\)", re.DOTALL)
-_MODES = ("out", "inout", "copy", "static")
-_RESERVED = (*_MODES, "scratch", "info", "status", "ignored", "NULL")
+_RESERVED = ["out", "inout", "copy", "static", "scratch", "info", "status", "ignored", "NULL"]
 
 
 class Role(enum.Enum):
@@ -49,10 +45,10 @@ class Role(enum.Enum):
 ARRAYS = (Role.IN, Role.COPY, Role.OUT, Role.INOUT)
 OPERANDS = (Role.IN, Role.COPY, Role.INOUT)
 RESULTS = (Role.OUT, Role.INOUT)
+_WRITTEN = (*RESULTS, Role.SCRATCH, Role.INFO, Role.STATUS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
   """One item of `args`."""
 
   text: str  # as given
@@ -63,8 +59,7 @@ class Argument:
   literal: Any = None  # of LITERAL
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
   """An operand or result, all its mentions together."""
 
   name: str
@@ -73,8 +68,7 @@ class Array:
   type: CType
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Binding:
+class Binding(NamedTuple):
   """What `args` says."""
 
   arguments: tuple[Argument, ...]  # one for each parameter of the declaration
@@ -91,41 +85,38 @@ class Binding:
     known = self.arrays.keys() | self.statics.keys()
     return list(dict.fromkeys(a.name for a in mentions if a.name in known))
 
-  @property
-  def operands(self) -> list[Array]:
-    return [a for a in self.arrays.values() if a.role in OPERANDS]
-
-  @property
-  def results(self) -> list[Array]:
-    return [a for a in self.arrays.values() if a.role in RESULTS]
+  def having(self, roles: Collection[Role]) -> list[Array]:
+    """Its operands, say, in order."""
+    return [a for a in self.arrays.values() if a.role in roles]
 
 
 def default_text(declaration: Declaration) -> str:
   """The `args` of a function that is called for each element, when none are given."""
-  items: list[str] = []
-  for i, parameter in enumerate(declaration.parameters):
-    name = parameter.name if parameter.name not in ("", *_RESERVED) else f"x{i}"
-    written = parameter.type.pointer and not parameter.type.const
-    items.append(f"out {name}" if written else name)
-  return ", ".join(items)
+  return ", ".join(
+    ("out " if p.type.pointer and not p.type.const else "")
+    + (p.name if p.name not in ("", *_RESERVED) else f"x{i}")
+    for i, p in enumerate(declaration.parameters)
+  )
 
 
 def read(
   label: str, text: str, declaration: Declaration, *, loop: bool, pointers: Collection[str]
 ) -> Binding:
-  """Reads `args`, and checks it against the declaration.
-
-  Raises:
-    GateDefinitionError: an item that is none, or that C's parameter can't take.
-  """
+  """Reads `args`, and checks it against the declaration."""
   before, arrow, after = " ".join(text.split()).rpartition("->")
-  items = split(before if arrow else after)
-  if len(items) != len(declaration.parameters):
+  items = split_arguments(before if arrow else after, quotes="'\"")
+  if len(items) != (count := len(declaration.parameters)):
     raise GateDefinitionError(
-      f"{label}: args: expected {len(declaration.parameters)} items, one for each argument of "
-      f"'{declaration}', got {len(items)}: {', '.join(items) or 'none'}"
+      f"{label}: args: expected {count} items, one for each argument of '{declaration}', got "
+      f"{len(items)}: {', '.join(items) or 'none'}"
     )
-  arguments = _resolve_numbers([_item(label, item, pointers) for item in items])
+  arguments = [_item(label, item, pointers) for item in items]
+  # Names that stand for a dimension or a static value are expressions.
+  numbers = {a.name for a in arguments if a.role is Role.STATIC}
+  numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
+  for i, a in enumerate(arguments):
+    if a.role is Role.IN and a.dims is None and a.name in numbers:
+      arguments[i] = Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
   returned = _returned(label, after.strip() if arrow else "", declaration, loop)
   mentions = list(zip(arguments, declaration.parameters, strict=True))
   for argument, parameter in mentions:
@@ -139,25 +130,43 @@ def read(
       old = arrays.get(new.name)
       arrays[new.name] = new if old is None else _joined(label, old, new)
   statics = {a.name: p.type for a, p in mentions if a.role is Role.STATIC}
-  binding = Binding(tuple(arguments), returned, arrays, statics, _symbols(arrays, statics))
-  _check_names(label, binding)
-  return binding
+  symbols: dict[str, tuple[str, int]] = {}
+  for array in arrays.values():
+    for axis, extent in enumerate(array.dims or ()):
+      if array.role in OPERANDS and extent.symbol not in (None, *statics):
+        symbols.setdefault(extent.symbol, (array.name, axis))
+  clash = sorted((arrays.keys() | statics.keys()) & symbols.keys())
+  clash += sorted(arrays.keys() & statics.keys())
+  if clash:
+    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+  known = symbols.keys() | {name for name, kind in statics.items() if kind.limits is not None}
+  values = [argument.value for argument in arguments if argument.value is not None]
+  dims = [extent for array in arrays.values() for extent in array.dims or ()]
+  for expression in (*values, *dims):
+    unknown = sorted(expression.names - known) + sorted(expression.arrays - arrays.keys())
+    if unknown:
+      raise GateDefinitionError(
+        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
+        "an operand (n of x[n]), an integer that is 'static', or an array"
+      )
+  return Binding(tuple(arguments), returned, arrays, statics, symbols)
 
 
 # -- items -----------------------------------------------------------------------------------------
 def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
-  mode, rest = _MODE.fullmatch(text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-  has_mode = mode in _MODES
-  array = _ARRAY.fullmatch(rest if has_mode else text)
-  if has_mode and array is None:
+  moded = _MODED.fullmatch(text)
+  mode, rest = moded.groups() if moded else ("", text)
+  array = _ARRAY.fullmatch(rest)
+  if mode and array is None:
     raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode}'")
-  if array is not None and (has_mode or array.group(1) not in _RESERVED):
+  if array is not None and (mode or array[1] not in _RESERVED):
     name, inside = array.groups()
-    if not has_mode and name in pointers:
+    if not mode and name in pointers:
       return Argument(text, Role.ADDRESS, name)
-    parts = None if inside is None else split(inside)
-    dims = None if parts is None else tuple(_expression(label, text, part) for part in parts)
-    return Argument(text, Role[mode.upper()] if has_mode else Role.IN, name, dims)
+    parts = split_arguments(inside or "", quotes="'\"")
+    dims = tuple(_expression(label, text, part) for part in parts)
+    role = Role[mode.upper()] if mode else Role.IN
+    return Argument(text, role, name, None if inside is None else dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
   if scratch := _SCRATCH.fullmatch(text):
@@ -179,40 +188,25 @@ def _expression(label: str, item: str, text: str) -> Expression:
 
 
 def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
-  if declaration.result.is_void:
+  where, result = f"{label}: args: '-> {text}':", declaration.result
+  if result.dtype is None and not result.pointer:
     if text:
-      raise GateDefinitionError(
-        f"{label}: args: '-> {text}': '{declaration}' returns nothing; expected no '->'"
-      )
+      raise GateDefinitionError(f"{where} '{declaration}' returns nothing; expected no '->'")
     return None
   if not text and loop:
     text = "out result"
-  ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
-  what = f"what becomes of what '{declaration}' returns: {ways}"
-  if not text:
-    raise GateDefinitionError(f"{label}: args: expected at its end {what}")
   if text in ("status", "info", "ignored"):
-    dtype = declaration.result.dtype
-    if text != "ignored" and (dtype is None or dtype.kind not in "iub"):
-      raise GateDefinitionError(f"{label}: args: '-> {text}': expected a function of an integer")
+    if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
+      raise GateDefinitionError(f"{where} expected a function of an integer")
     return Argument(text, Role[text.upper()])
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
-  if out is None or declaration.result.pointer:
-    raise GateDefinitionError(f"{label}: args: '-> {text}': expected {what}")
+  if out is None or result.pointer:
+    start = f"'-> {text}': expected" if text else "expected at its end"
+    raise GateDefinitionError(
+      f"{label}: args: {start} what becomes of what '{declaration}' returns: '-> out name' (a "
+      "result of rank 0), '-> status' (0 for success) or '-> ignored'"
+    )
   return Argument(text, Role.OUT, out.group(1), None if loop else ())
-
-
-def _resolve_numbers(arguments: list[Argument]) -> list[Argument]:
-  """Names that stand for a dimension or a static value become expressions."""
-  numbers = {a.name for a in arguments if a.role is Role.STATIC}
-  for argument in arguments:
-    numbers.update(d.symbol for d in argument.dims or () if d.symbol is not None)
-  return [
-    Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
-    if a.role is Role.IN and a.dims is None and a.name in numbers
-    else a
-    for a in arguments
-  ]
 
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -223,9 +217,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
   expected = ""
   if loop and (role in in_loop or argument.dims is not None):
     expected = "x, out x, static x or a value: a loop passes single elements"
-  elif role in (Role.OUT, Role.INOUT, Role.SCRATCH, Role.INFO, Role.STATUS) and (
-    not kind.pointer or kind.const or kind.opaque
-  ):
+  elif role in _WRITTEN and (not kind.pointer or kind.const or kind.opaque):
     expected = "a parameter of C that points to what it writes"
   elif role in (Role.COPY, Role.ADDRESS, Role.NULL) and not kind.pointer:
     expected = "a pointer in C"
@@ -237,7 +229,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
     expected = "a parameter of C that is a number, or points to one"
   elif loop and role in (Role.IN, Role.OUT) and kind.dtype is None:
     expected = "a parameter of C with a type of elements"
-  elif role in (Role.INFO, Role.STATUS) and (kind.dtype is None or kind.dtype.kind not in "iu"):
+  elif role in (Role.INFO, Role.STATUS) and kind.limits is None:
     expected = "a parameter of C that points to an integer"
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
@@ -249,15 +241,15 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
 
 def _literal_fits(value: Any, kind: CType) -> str:
   """What is expected instead; "" where the literal fits."""
-  byte = kind.dtype is not None and kind.dtype.itemsize == 1 and kind.dtype.kind in "iu"
+  limits = kind.limits
+  byte = limits is not None and limits.bits == 8
   if isinstance(value, str):
     if kind.pointer and (byte or (kind.dtype is None and not kind.opaque)):
       return ""
     return "" if byte and len(value.encode()) == 1 else "a number, since C takes no text"
   if kind.dtype is None:
     return "an array, NULL or a name of pointers="
-  if type(value) is int and kind.dtype.kind in "iu":
-    limits = np.iinfo(kind.dtype)
+  if type(value) is int and limits is not None:
     return "" if limits.min <= value <= limits.max else f"at most {limits.max}"
   order = "biufc"
   have = {bool: "b", int: "i", float: "f", complex: "c"}[type(value)]
@@ -278,36 +270,3 @@ def _joined(label: str, a: Array, b: Array) -> Array:
       f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
     )
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)
-
-
-def _symbols(arrays: dict[str, Array], statics: Collection[str]) -> dict[str, tuple[str, int]]:
-  """Where the dimensions that have a name are found; static values have theirs already."""
-  symbols: dict[str, tuple[str, int]] = {}
-  for array in arrays.values():
-    for axis, extent in enumerate(array.dims or ()):
-      if array.role in OPERANDS and extent.symbol not in (None, *statics):
-        symbols.setdefault(extent.symbol, (array.name, axis))
-  return symbols
-
-
-def _check_names(label: str, binding: Binding) -> None:
-  """Raises for a name in an expression that nothing gives a value to."""
-  statics = {name for name, kind in binding.statics.items() if _is_integer(kind)}
-  known = statics | binding.symbols.keys()
-  clash = sorted((binding.arrays.keys() | binding.statics.keys()) & binding.symbols.keys())
-  clash += sorted(binding.arrays.keys() & binding.statics.keys())
-  if clash:
-    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
-  values = [argument.value for argument in binding.arguments if argument.value is not None]
-  dims = [extent for array in binding.arrays.values() for extent in array.dims or ()]
-  for expression in (*values, *dims):
-    unknown = sorted(expression.names - known) + sorted(expression.arrays - binding.arrays.keys())
-    if unknown:
-      raise GateDefinitionError(
-        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
-        "an operand (n of x[n]), an integer that is 'static', or an array"
-      )
-
-
-def _is_integer(kind: CType) -> bool:
-  return kind.dtype is not None and kind.dtype.kind in "iu"

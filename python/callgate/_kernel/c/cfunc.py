@@ -1,23 +1,62 @@
 """`callgate.cfunc`: kernels from C functions of libraries that are there already."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
+from callgate._call.options import Vmap, shared
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._core.registry import caller_module
 from callgate._kernel.c import arguments, functions
 from callgate._kernel.c.arguments import Array
-from callgate._kernel.c.functions import CFunction
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.c.kernel import CKernel
-from callgate._kernel.c.options import COptions, Errors
 from callgate._kernel.kernel import Kernel
+from callgate._kernel.options import KernelOptions
+
+Order = Literal["C", "F"]
+Errors = str | Mapping[int | str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class COptions(KernelOptions):
+  """The options of `callgate.cfunc`.
+
+  Attributes:
+    signature: the function's declaration in C, where it doesn't know its own or that one is wrong.
+    args: what C's arguments are, see above. Left out for functions of single numbers.
+    loop: the function takes single numbers, and is called for each element of the arguments, which
+      are broadcast as NumPy does. Default: True for functions that take numbers by value and return
+      one, without `args`.
+    order: "F" for column-major arrays in C (as Fortran's libraries have them), for all or by name;
+      they are transposed on the way in and out.
+    cast: arguments that C takes by value may have another dtype of the same or a lesser kind, and
+      convert as in C. A loop's results then are no wider than its arguments.
+    errors: the message for a non-zero `info` or `status`, or messages by number, with ">0" and "<0"
+      for all others. `{info}` in it becomes the number.
+    pointers: addresses that C gets by name: integers, objects of ctypes or cffi, capsules. They
+      live as long as the kernel.
+    vmap: "each", "whole", "broadcast" or a rule, as for `callgate.gate`. Default: "each"; all lanes
+      in one call for a loop.
+    thread_safe: the function may run on several threads at once: for calls on several devices and
+      in several programs, for lanes and for elements. By default calls take turns, with those of
+      all other kernels of the same shared library that are not thread-safe.
+  """
+
+  signature: str | None = None
+  args: str | None = None
+  vmap: Vmap | Callable[..., Any] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+  loop: bool | None = None
+  order: Order | Mapping[str, Order] = "C"
+  cast: bool = False
+  errors: Errors | None = None
+  pointers: Mapping[str, Any] | None = None
 
 
 @factories.of_two(COptions)
@@ -72,69 +111,54 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   check.booleans("cfunc", cast=options.cast, thread_safe=options.thread_safe)
   args = options.args
   found = functions.resolve(function, signature)
-  short = found.declaration.name or "cfunc"
   if name is None:
-    name = registry.free_name(f"{caller_module()}.{short}")
+    name = registry.free_name(f"{caller_module()}.{found.declaration.name or 'cfunc'}")
   label = f"kernel '{name}'"
-  is_loop = _is_loop(found, args) if options.loop is None else options.loop
+  # By default one that takes numbers by value and returns one.
+  types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
+  by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
+  by_default = args is None and len(types) > 1 and by_value
+  is_loop = by_default if options.loop is None else options.loop
+  if args is None and not is_loop:
+    raise GateDefinitionError(
+      f"{label}: expected args=, an item for each argument of '{found.declaration}', such as "
+      "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
+    )
   if args is None:
-    if not is_loop:
-      raise GateDefinitionError(
-        f"{label}: expected args=, an item for each argument of '{found.declaration}', such as "
-        "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
-      )
     args = arguments.default_text(found.declaration)
   given = check.named(label, "pointers", options.pointers)
-  addresses = [functions.address_of(label, key, value) for key, value in given.items()]
   binding = arguments.read(label, args, found.declaration, loop=is_loop, pointers=given)
-  if is_loop and not binding.results:
+  if is_loop and not binding.having(arguments.RESULTS):
     raise GateDefinitionError(f"{label}: args: expected a result, 'out x' or '-> out x', got none")
+  columns_first = _columns_first(label, options.order, binding.arrays)
+  errors, parallel = _messages(label, options.errors), options.thread_safe and is_loop
   glue = Glue(
-    declaration=found.declaration,
-    binding=binding,
-    loop=is_loop,
-    columns_first=_columns_first(label, options.order, binding.arrays),
-    errors=_messages(label, options.errors),
-    pointers=tuple(given),
-    parallel=options.thread_safe and is_loop,
+    found.declaration, binding, is_loop, options.cast, columns_first, errors, tuple(given), parallel
   )
-  return CKernel(name, found, glue, options, addresses=addresses, keep=tuple(given.values()))
-
-
-def _is_loop(function: CFunction, args: str | None) -> bool:
-  """Whether it takes numbers by value and returns one."""
-  declaration = function.declaration
-  if args is not None or not declaration.parameters or declaration.result.dtype is None:
-    return False
-  return not declaration.result.pointer and not any(p.type.pointer for p in declaration.parameters)
+  vmap = "each" if options.vmap is None else options.vmap
+  made = CKernel(name, found, glue, shared(KernelOptions, options, vmap=vmap), given)
+  if is_loop and options.vmap is None:
+    made.defvmap(made.batch_loop)
+  return made
 
 
 def _columns_first(label: str, order: Any, arrays: Mapping[str, Array]) -> frozenset[str]:
-  if isinstance(order, Mapping):
-    orders = check.named(label, "order", order)
-  else:
-    orders = dict.fromkeys(arrays, order)
+  by_name = isinstance(order, Mapping)
+  orders = check.named(label, "order", order) if by_name else dict.fromkeys(arrays, order)
   for key, value in orders.items():
     if not isinstance(value, str) or value not in ("C", "F") or key not in arrays:
-      raise GateDefinitionError(
-        f"{label}: order: expected 'C' or 'F', or these by names of {', '.join(arrays)}; got "
-        f"{order!r}"
-      )
+      expected = f"'C' or 'F', or these by names of {', '.join(arrays)}"
+      raise GateDefinitionError(f"{label}: order: expected {expected}; got {order!r}")
   return frozenset(key for key, value in orders.items() if value == "F")
 
 
-def _messages(label: str, errors: Errors | None) -> tuple[tuple[int | str, str], ...]:
+def _messages(label: str, errors: Any) -> tuple[tuple[int | str, str], ...]:
   """By number first, then by sign, then for all."""
-  if errors is None:
-    return ()
-  if not isinstance(errors, (str, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
+  table: Any = {"else": errors} if isinstance(errors, str) else {} if errors is None else errors
+  keys = ("else",) if isinstance(errors, str) else (">0", "<0")
+  if not isinstance(table, Mapping) or not all(
+    (isinstance(key, (int, np.integer)) or key in keys) and isinstance(text, str)
+    for key, text in table.items()
+  ):
     check.refuse(label, "errors", "a text, or texts by numbers, '>0' and '<0'", errors)
-  table: dict[Any, Any] = {"else": errors} if isinstance(errors, str) else dict(errors)
-  for key, text in table.items():
-    is_number = isinstance(key, (int, np.integer))
-    known = is_number or key in (">0", "<0") or isinstance(errors, str)
-    if not known or not isinstance(text, str):
-      raise GateDefinitionError(
-        f"{label}: errors: expected a text, or texts by numbers, '>0' and '<0'; got {errors!r}"
-      )
   return tuple(sorted(table.items(), key=lambda item: isinstance(item[0], str)))

@@ -1,18 +1,17 @@
 """Integer expressions over shapes, as `args=` of `callgate.cfunc` has them.
 
-`max(1, n) * x.shape[0]` is read with Python's own parser. Python evaluates it while a call is
-traced, for checks; C++ evaluates it while the kernel runs.
+They are read with Python's own parser. Python evaluates them while a call is traced, for checks;
+C++ evaluates them while the kernel runs.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # An operation in Python and in C++, whose functions are those of glue.h.
 _OPERATIONS: dict[str, tuple[Callable[[int, int], int], str]] = {
@@ -26,8 +25,7 @@ _OPERATIONS: dict[str, tuple[Callable[[int, int], int], str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Expression:
+class Expression(NamedTuple):
   """An expression that `parse` has read."""
 
   text: str  # as given
@@ -41,12 +39,7 @@ class Expression:
     return self.tree.id if isinstance(self.tree, ast.Name) else None
 
   def evaluate(self, numbers: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Its value.
-
-    Raises:
-      IndexError: an axis that the array doesn't have.
-      ZeroDivisionError: a division by 0.
-    """
+    """Its value; an IndexError for an axis that the array doesn't have."""
 
     def extent(array: str, axis: int) -> int:
       shape = shapes[array]
@@ -63,30 +56,24 @@ class Expression:
     }
     return _fold(self.tree, leaves, lambda name: _OPERATIONS[name][0])
 
-  def cpp(self, number: Callable[[str], str], array: Callable[[str], str]) -> str:
-    """C++ of type int64_t, from the names that numbers and views have there."""
+  def cpp(self, number: Callable[[str], str]) -> str:
+    """C++ of type int64_t, from the names that numbers have there; those of views are v_x."""
     leaves: dict[str, Callable[..., str]] = {
       "integer": "int64_t{{{}}}".format,
       "number": number,
-      "size": lambda name: f"{array(name)}.size()",
-      "ndim": lambda name: f"int64_t{{{array(name)}.rank()}}",
-      "shape": lambda name, axis: f"extent({array(name)}, {axis})",
+      "size": "v_{}.size()".format,
+      "ndim": "int64_t{{v_{}.rank()}}".format,
+      "shape": "extent(v_{}, {})".format,
     }
     return _fold(self.tree, leaves, lambda name: _OPERATIONS[name][1].format)
 
 
 def parse(text: str) -> Expression:
-  """Reads an expression.
-
-  Raises:
-    SyntaxError: it is none; the message says what can stand there.
-  """
+  """Reads an expression; a SyntaxError says what can stand there."""
   tree = ast.parse(text.strip(), mode="eval").body
   names, arrays = set[str](), set[str]()
-  leaves: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("size", "ndim", "shape"), lambda array, *_: arrays.add(array)
-  )
-  leaves |= {"integer": int, "number": names.add}
+  leaves: dict[str, Callable[..., Any]] = {"integer": int, "number": names.add}
+  leaves |= dict.fromkeys(("size", "ndim", "shape"), lambda array, *_: arrays.add(array))
   _fold(tree, leaves, lambda _: lambda *_: None)
   return Expression(text.strip(), tree, frozenset(names), frozenset(arrays))
 

@@ -6,9 +6,8 @@ ctypes' function pointers, cffi's functions, capsules of Cython modules, plain a
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,21 +25,16 @@ _capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
   ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
-_SIMPLE = {
-  "c": "char",
-  "b": "int8_t",
-  "B": "uint8_t",
-  "?": "_Bool",
-  "f": "float",
-  "d": "double",
-  "F": "float complex",
-  "D": "double complex",
-}
+_NUMBERS = (
+  {"c": "char", "b": "int8_t", "B": "uint8_t", "?": "_Bool"}
+  | {"f": "float", "d": "double", "F": "float complex", "D": "double complex"}
+  | dict.fromkeys("hilq", "int{}_t")
+  | dict.fromkeys("HILQ", "uint{}_t")
+)
 _POINTERS = {"P": "void *", "z": "const char *", "O": "PyObject *", "Z": "const wchar_t *"}
 
 
-@dataclasses.dataclass(frozen=True)
-class CFunction:
+class CFunction(NamedTuple):
   """A C function that can be called."""
 
   address: int  # where it is
@@ -49,14 +43,9 @@ class CFunction:
 
 
 def resolve(function: Any, signature: str | None) -> CFunction:
-  """The address and type of a C function.
+  """The address and type of a C function: from ctypes or cffi, a capsule, or an address.
 
-  Args:
-    function: from ctypes or cffi, a capsule, or an address.
-    signature: a C declaration that counts instead of what the function says of itself.
-
-  Raises:
-    GateDefinitionError: it is no C function, or its type is not known.
+  `signature` is a C declaration that counts instead of what the function says of itself.
   """
   given = parse(signature) if signature is not None else None
   if isinstance(function, _FUNCTION_POINTER):
@@ -65,7 +54,7 @@ def resolve(function: Any, signature: str | None) -> CFunction:
     declaration = given or parse((_capsule_name(function) or b"").decode())
   elif _is_cffi(function):
     declaration = _from_cffi(function, given)
-  elif isinstance(function, (int, np.integer)) and not isinstance(function, bool):
+  elif _is_address(function):
     if given is None:
       raise GateDefinitionError(
         "cfunc: an address says nothing of the function's type; expected signature=, a C "
@@ -83,16 +72,23 @@ def resolve(function: Any, signature: str | None) -> CFunction:
   return CFunction(address, declaration, function)
 
 
+def _is_address(value: Any) -> bool:
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def address_of(label: str, name: str, value: Any) -> int:
   """The address that an object of ctypes or cffi, a capsule or an integer stands for."""
   if value is None:
     return 0
-  if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+  if _is_address(value):
     return int(value)
   if isinstance(value, _CAPSULE):
     return _capsule_pointer(value, _capsule_name(value)) or 0
   if _is_cffi(value):
-    return _cffi_address(value)
+    ffi = sys.modules["_cffi_backend"].FFI()
+    if not isinstance(value, ffi.CData):  # a function of a module that cffi has compiled
+      value = ffi.addressof(value.__self__, value.__name__)
+    return int(ffi.cast("uintptr_t", value))
   if isinstance(value, (ctypes.Structure, ctypes.Union, ctypes.Array)):
     return ctypes.addressof(value)
   try:
@@ -111,11 +107,10 @@ def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   if function._flags_ & _WITH_THE_GIL:
     raise GateDefinitionError(
-      f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; kernels run without it: make "
-      "a gate of it (callgate.gate)"
+      f"cfunc: '{name}' is from a ctypes.PyDLL, so it needs the GIL; make it a gate (callgate.gate)"
     )
   if given is not None:
-    return dataclasses.replace(given, name=given.name or name)
+    return given._replace(name=given.name or name)
   if function.argtypes is None:
     raise GateDefinitionError(
       f"cfunc: the ctypes function '{name}' doesn't say what it takes; expected its argtypes and "
@@ -132,28 +127,21 @@ def _ctypes_type(name: str, kind: Any) -> CType:
     if kind._dtype_ is None:
       return CType("void *", pointer=True)
     return CType(f"{kind._dtype_.name} *", np.dtype(kind._dtype_), pointer=True)
-  if isinstance(kind, type) and issubclass(kind, (_POINTER, ctypes.Array)):
-    inner: Any = kind._type_
-    if getattr(inner, "_type_", None) in _POINTERS or not issubclass(inner, _NUMBER):
-      return CType(f"{inner.__name__} *", pointer=True, opaque=True)
-    return _spelled(f"{_ctypes_text(name, inner)} *")
+  code, star = getattr(kind, "_type_", None), ""
   if isinstance(kind, type) and issubclass(kind, _FUNCTION_POINTER):
     return CType(kind.__name__, pointer=True, opaque=True)
-  code = getattr(kind, "_type_", None)
-  pointer = _POINTERS.get(code) if isinstance(code, str) else None
-  return _spelled(pointer or _ctypes_text(name, kind))
-
-
-def _ctypes_text(name: str, kind: Any) -> str:
-  code = getattr(kind, "_type_", None)
-  if isinstance(code, str) and code in _SIMPLE:
-    return _SIMPLE[code]
-  if isinstance(code, str) and code in "hHiIlLqQ":
-    return f"{'u' if code.isupper() else ''}int{8 * ctypes.sizeof(kind)}_t"
-  raise GateDefinitionError(
-    f"cfunc: '{name}': expected types that arrays can have, got {getattr(kind, '__name__', kind)}; "
-    "pass pointers to what no array can hold as POINTER(...) and by pointers="
-  )
+  if isinstance(kind, type) and issubclass(kind, (_POINTER, ctypes.Array)):
+    kind, star = code, " *"
+    code = getattr(kind, "_type_", None)
+    if code in _POINTERS or not issubclass(kind, _NUMBER):
+      return CType(f"{kind.__name__} *", pointer=True, opaque=True)
+  known = (_NUMBERS | _POINTERS).get(code) if isinstance(code, str) else None
+  if known is None:
+    raise GateDefinitionError(
+      f"cfunc: '{name}': expected types that arrays can have, got "
+      f"{getattr(kind, '__name__', kind)}; pass pointers to others as POINTER(...) and by pointers="
+    )
+  return _spelled(f"{known.format(8 * ctypes.sizeof(kind))}{star}")
 
 
 def _spelled(text: str) -> CType:
@@ -169,12 +157,8 @@ def _is_cffi(value: Any) -> bool:
   )
 
 
-def _ffi() -> Any:
-  return sys.modules["_cffi_backend"].FFI()
-
-
 def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
-  kind = whole = _ffi().typeof(function)
+  kind = whole = sys.modules["_cffi_backend"].FFI().typeof(function)
   if kind.kind == "pointer":
     kind = kind.item
   if kind.kind != "function":
@@ -182,15 +166,8 @@ def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   name = name if name.isidentifier() else ""
   if given is not None:
-    return dataclasses.replace(given, name=given.name or name)
+    return given._replace(name=given.name or name)
   if kind.ellipsis:
     raise GateDefinitionError(f"cfunc: '{kind.cname}': functions with '...' can't be called")
   types = tuple(CParameter(_spelled(argument.cname)) for argument in kind.args)
   return Declaration(name, _spelled(kind.result.cname), types)
-
-
-def _cffi_address(value: Any) -> int:
-  ffi = _ffi()
-  if not isinstance(value, ffi.CData):  # a function of a module that cffi has compiled
-    value = ffi.addressof(value.__self__, value.__name__)
-  return int(ffi.cast("uintptr_t", value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,100 +14,69 @@ import numpy as np
 from callgate import _callgate
 from callgate._build import toolchain
 from callgate._call import shapes as _shapes
-from callgate._call.options import shared
 from callgate._call.site import CallSite
 from callgate._core import static_values
-from callgate._core.dtypes import dtype_named, type_text
+from callgate._core.dtypes import dtype_named, is_inexact, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax.tracing import canonical_dtype
-from callgate._kernel.c.arguments import Array, Role
+from callgate._kernel.c import functions
+from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
 from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.functions import CFunction
-from callgate._kernel.c.glue import Glue, kind_of, rank
-from callgate._kernel.c.options import COptions
+from callgate._kernel.c.glue import Glue, source
 from callgate._kernel.c.types import CType
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.variants import CallTypes, Function, Static
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Known:
-  """What expressions of `args=` follow from in a call."""
-
-  label: str
-  numbers: Mapping[str, int]
-  shapes: Mapping[str, tuple[int, ...]]
-
-  def value(self, expression: Expression) -> int:
-    try:
-      return expression.evaluate(self.numbers, self.shapes)
-    except (IndexError, KeyError, ZeroDivisionError) as error:
-      raise GateDefinitionError(
-        f"{self.label}: args: '{expression.text}' has no value: {error.args[0]}"
-      ) from None
+from callgate._kernel.parameters import Kind, Parameter, check_types
+from callgate._kernel.variants import CallTypes, Function, Static, Type
 
 
 class CKernel(CpuKernel):
-  """A kernel that calls a C function; see `callgate.cfunc`.
-
-  Attributes:
-    declaration: of the C function, as text.
-    loop: whether it is called for each element.
-  """
+  """A kernel that calls a C function; see `callgate.cfunc`."""
 
   def __init__(
     self,
     name: str,
     function: CFunction,
     glue: Glue,
-    options: COptions,
-    *,
-    addresses: Sequence[int],
-    keep: Any,
+    options: KernelOptions,
+    pointers: dict[str, Any],
   ) -> None:
-    self.declaration = str(function.declaration)
-    self.loop = glue.loop
-    self._glue = glue
-    self._cast_scalars = options.cast
-    self._binding = glue.binding
-    self._operands, self._results = glue.binding.operands, glue.binding.results
+    self.declaration, self.loop = str(function.declaration), glue.loop
+    self._glue, self._binding, self._cast_scalars = glue, glue.binding, glue.cast
+    self._operands, self._results = map(glue.binding.having, (OPERANDS, RESULTS))
     self._open = [array for array in glue.binding.arrays.values() if self._is_open(array)]
+    label = f"kernel '{name}'"
+    addresses = [functions.address_of(label, key, value) for key, value in pointers.items()]
     self._addresses = (ctypes.c_void_p * (1 + len(addresses)))(function.address, *addresses)
-    self._keep = (function.keep, keep, self._addresses)
+    self._keep = (function.keep, tuple(pointers.values()), self._addresses)
     out = options.out
     if out is None:
-      unknown = next((a for a in self._results if not self.loop and not _is_known(a)), None)
+      inferred = [a for a in self._results if a.role is not Role.INOUT and not self.loop]
+      unknown = next((a for a in inferred if a.dims is None or a.type.dtype is None), None)
       if unknown is None:
         out = self._infer
       elif options.like is None:
         raise GateDefinitionError(
-          f"kernel '{name}': the type of result '{unknown.name}' ('{unknown.type.text}') is not "
-          f"known; expected extents, as in 'out {unknown.name}[n]', or out= (a pytree of "
-          "ShapeDtypeStructs, or a function from the arguments' ShapeDtypeStructs to one)"
+          f"{label}: the type of result '{unknown.name}' ('{unknown.type.text}') is not known; "
+          f"expected extents, as in 'out {unknown.name}[n]', or out=, as for callgate.gate"
         )
-    vmap = "each" if options.vmap is None else options.vmap
-    super().__init__(
-      name,
-      [self._parameter(n) for n in self._binding.names],
-      shared(KernelOptions, options, out=out, vmap=vmap),
-    )
-    if self.loop and options.vmap is None:
-      self.defvmap(self._batch_loop)
+    own = dataclasses.replace(options, out=out)
+    super().__init__(name, [self._parameter(n) for n in self._binding.names], own)
 
-  # -- parameters --------------------------------------------------------------------------------
   def _parameter(self, name: str) -> Parameter:
-    kind = self._binding.statics.get(name)
-    if kind is not None:
-      return Parameter(name, Kind.NUMBER, kind.dtype)
+    if name in self._binding.statics:
+      return Parameter(name, Kind.NUMBER, self._binding.statics[name].dtype)
     array = self._binding.arrays[name]
-    dtype = None if self._is_open(array) else array.type.dtype
-    return Parameter(name, kind_of(array, self.loop), dtype, rank(array, self.loop))
+    rank = -1 if self.loop or array.dims is None else len(array.dims)
+    kind = {Role.OUT: Kind.OUT, Role.INOUT: Kind.INOUT}.get(array.role, Kind.IN)
+    if not self.loop and not array.type.pointer:
+      rank, kind = 0, Kind.SCALAR if kind is Kind.IN else kind
+    return Parameter(name, kind, None if self._is_open(array) else array.type.dtype, rank)
 
   def _is_open(self, array: Array) -> bool:
     """Whether the dtype is the call's matter: void *, or converted as C does."""
-    by_value = self.loop or kind_of(array, self.loop) is Kind.SCALAR
+    by_value = self.loop or not (array.type.pointer or array.role in RESULTS)
     return array.type.dtype is None or (self._cast_scalars and by_value)
 
   # -- variants ----------------------------------------------------------------------------------
@@ -117,26 +86,33 @@ class CKernel(CpuKernel):
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
   def types_of_key(self, key: str) -> CallTypes:
-    dtypes = self._dtypes(key)
-    operands, results = (
-      tuple((dtypes[array.name], rank(array, self.loop)) for array in side)
-      for side in (self._operands, self._results)
-    )
-    return CallTypes(operands, results, ())
+    dtypes = self._dtypes(key)  # which are all that `compile` asks for
+
+    def types(side: Sequence[Array]) -> tuple[Type, ...]:
+      return tuple((dtypes[array.name], -1) for array in side)
+
+    return CallTypes(types(self._operands), types(self._results), ())
 
   def _dtypes(self, key: str) -> dict[str, np.dtype[Any]]:
     """The arrays' dtypes; a variant's key has those that are the call's matter."""
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
     names = itertools.chain(key.split(","), itertools.repeat(""))
-    return dtypes | {a.name: _dtype(self.label, n) for a, n in zip(self._open, names, strict=False)}
+    for array, name in zip(self._open, names, strict=False):
+      try:
+        dtypes[array.name] = dtype_named(name)
+      except TypeError:
+        raise GateDefinitionError(
+          f"{self.label}: a program calls a variant for '{name}', which is no dtype"
+        ) from None
+    return dtypes
 
   def compile(self, types: CallTypes) -> Function:
-    source = self._glue.source(self._dtypes(self.variant_key(types)))
-    library = toolchain.build(self.label, source, flags=toolchain.DEFAULT_FLAGS)
+    assert self.signature is not None
+    text = source(self._glue, self.signature, self._dtypes(self.variant_key(types)))
+    library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
-    return dataclasses.replace(
-      made, keep=(made.keep, self._keep), user_data=ctypes.addressof(self._addresses)
-    )
+    keep = (made.keep, self._keep)
+    return made._replace(keep=keep, user_data=ctypes.addressof(self._addresses))
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     # Of the C function itself, which may be of a library with others.
@@ -147,77 +123,79 @@ class CKernel(CpuKernel):
     """The results' types, from `args=` and C's types."""
     structs = dict(zip(self.parameters, jax.tree.leaves(args), strict=True))
     if self.loop:
-      shape = self._broadcast([s.shape for s in structs.values()])
-      results = [
-        jax.ShapeDtypeStruct(shape, self._loop_dtype(array.type, list(structs.values())))
-        for array in self._results
-      ]
+      shape, given = self._broadcast(structs), [s.dtype for s in structs.values()]
+      dtypes = [self._loop_dtype(array.type, given) for array in self._results]
+      results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
     else:
-      known = self._known(structs, static)
+      _, value = self._known(structs, static)
       results = [
         structs[array.name]
         if array.role is Role.INOUT
-        else jax.ShapeDtypeStruct(tuple(map(known.value, array.dims or ())), array.type.dtype)
+        else jax.ShapeDtypeStruct(tuple(map(value, array.dims or ())), array.type.dtype)
         for array in self._results
       ]
     return results[0] if len(results) == 1 else tuple(results)
 
-  def _loop_dtype(self, kind: CType, operands: Sequence[Any]) -> np.dtype[Any]:
+  def _loop_dtype(self, kind: CType, operands: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
     """C's own; with cast=True no wider than the arguments."""
     assert kind.dtype is not None
-    if not self._cast_scalars:
-      return kind.dtype
-    inexact = [s.dtype for s in operands if jax.numpy.issubdtype(s.dtype, jax.numpy.inexact)]
-    own = canonical_dtype(kind.dtype)
-    if not inexact or not jax.numpy.issubdtype(own, jax.numpy.inexact):
+    own = canonical_dtype(kind.dtype) if self._cast_scalars else kind.dtype
+    inexact = list(filter(is_inexact, operands))
+    if not self._cast_scalars or not inexact or not is_inexact(own):
       return own
     widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
     if jax.numpy.finfo(own).bits <= widest.itemsize * 8:
       return own
     return np.dtype(np.complex64 if own.kind == "c" else widest)
 
-  def _broadcast(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+  def _broadcast(self, structs: Mapping[str, Any]) -> tuple[int, ...]:
     try:
-      return np.broadcast_shapes(*shapes)
+      return np.broadcast_shapes(*(tuple(s.shape) for s in structs.values()))
     except ValueError:
-      given = ", ".join(f"'{n}' {list(s)}" for n, s in zip(self.parameters, shapes, strict=True))
+      given = ", ".join(f"'{name}' {list(s.shape)}" for name, s in structs.items())
       raise GateDefinitionError(
         f"{self.label}: expected arguments that broadcast to one shape, got {given}"
       ) from None
 
   # -- checks ------------------------------------------------------------------------------------
-  def _known(self, structs: Mapping[str, Any], static: Mapping[str, Any]) -> _Known:
+  def _known(
+    self, structs: Mapping[str, Any], static: Mapping[str, Any]
+  ) -> tuple[dict[str, int], Callable[[Expression], int]]:
+    """A call's dimensions and static integers, and what tells expressions of `args=` in it."""
     shapes = {name: tuple(struct.shape) for name, struct in structs.items()}
     given = {name: static_values.thaw(static.get(name)) for name in self._binding.statics}
     numbers = {n: int(value) for n, value in given.items() if isinstance(value, (int, np.integer))}
     for symbol, (array, axis) in self._binding.symbols.items():
       if axis < len(shapes[array]):
         numbers[symbol] = shapes[array][axis]
-    return _Known(self.label, numbers, shapes)
+
+    def value(expression: Expression) -> int:
+      try:
+        return expression.evaluate(numbers, shapes)
+      except (IndexError, KeyError, ZeroDivisionError) as error:
+        raise GateDefinitionError(
+          f"{self.label}: args: '{expression.text}' has no value: {error.args[0]}"
+        ) from None
+
+    return numbers, value
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     # Before a variant is compiled for it.
     assert self.signature is not None
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    self._check_types(self.signature, site, structs, results)
+    check_types(self, self.signature, site, structs, results)
+    self._check_shapes(site, structs, results)
     super().check_call(site, structs)
 
-  def _check_types(
-    self,
-    parameters: Sequence[Parameter],
-    site: CallSite,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    *,
-    whole: bool = False,
-  ) -> None:
-    super()._check_types(parameters, site, operands, results, whole=whole)
+  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
+    arrays = [("argument", *item) for item in structs.items()]
+    arrays += [("result", *item) for item in outs.items()]
     if self._cast_scalars:
-      self._check_casts(structs, outs)
+      self._check_casts(arrays)
     if self.loop:
-      shape = self._broadcast([tuple(s.shape) for s in structs.values()])
+      shape = self._broadcast(structs)
       for name, struct in outs.items():
         if tuple(struct.shape) != shape:
           raise GateDefinitionError(
@@ -225,69 +203,53 @@ class CKernel(CpuKernel):
             f"{list(shape)}, got {type_text(struct.dtype, struct.shape)}"
           )
       return
-    known = self._known({**outs, **structs}, dict(site.static))
-    for what, side in (("argument", structs), ("result", outs)):
-      for name, struct in side.items():
-        self._check_extents(what, name, struct, known)
-    self._check_values(known)
-
-  def _check_extents(self, what: str, name: str, struct: Any, known: _Known) -> None:
-    dims = self._binding.arrays[name].dims or ()
-    if dims and tuple(map(known.value, dims)) != tuple(struct.shape):
-      where = {s: f" from '{a}'" for s, (a, _) in self._binding.symbols.items()}
-      used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in known.numbers)
-      values = ", ".join(f"{n} = {known.numbers[n]}{where.get(n, '')}" for n in used)
-      wanted = ", ".join(d.text for d in dims)
-      raise GateDefinitionError(
-        f"{self.label}: {what} '{name}': expected {struct.dtype.name}[{wanted}]"
-        f"{' with ' if values else ''}{values}, got {type_text(struct.dtype, struct.shape)}"
-      )
-
-  def _check_values(self, known: _Known) -> None:
-    pairs = zip(self._binding.arguments, self._glue.declaration.parameters, strict=True)
-    for argument, parameter in pairs:
+    numbers, value = self._known({**outs, **structs}, dict(site.static))
+    for what, name, struct in arrays:
+      dims = self._binding.arrays[name].dims or ()
+      if dims and tuple(map(value, dims)) != tuple(struct.shape):
+        where = {s: f" from '{a}'" for s, (a, _) in self._binding.symbols.items()}
+        used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in numbers)
+        values = ", ".join(f"{n} = {numbers[n]}{where.get(n, '')}" for n in used)
+        wanted = ", ".join(d.text for d in dims)
+        raise GateDefinitionError(
+          f"{self.label}: {what} '{name}': expected {struct.dtype.name}[{wanted}]"
+          f"{' with ' if values else ''}{values}, got {type_text(struct.dtype, struct.shape)}"
+        )
+    types = (parameter.type for parameter in self._glue.declaration.parameters)
+    for argument, kind in zip(self._binding.arguments, types, strict=True):
       if argument.value is None:
         continue
-      value = known.value(argument.value)
-      if argument.role is Role.SCRATCH and value < 0:
-        raise GateDefinitionError(
-          f"{self.label}: args: '{argument.text}': expected a size of 0 or more, got {value}"
-        )
-      dtype = parameter.type.dtype
-      if argument.role is Role.VALUE and dtype is not None and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if not limits.min <= value <= limits.max:
-          raise GateDefinitionError(
-            f"{self.label}: args: '{argument.text}' is {value}, more than C's "
-            f"'{parameter.type.text}' holds"
-          )
+      where, number = f"{self.label}: args: '{argument.text}'", value(argument.value)
+      if argument.role is Role.SCRATCH and number < 0:
+        raise GateDefinitionError(f"{where}: expected a size of 0 or more, got {number}")
+      limits = kind.limits if argument.role is Role.VALUE else None
+      if limits is not None and not limits.min <= number <= limits.max:
+        raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
 
-  def _check_casts(self, structs: Mapping[str, Any], outs: Mapping[str, Any]) -> None:
+  def _check_casts(self, arrays: Sequence[tuple[str, str, Any]]) -> None:
     """Arguments convert as C converts, but to their own kind or a wider one."""
-    for name, struct in {**structs, **outs}.items():
-      array = self._binding.arrays[name]
-      own = array.type.dtype
-      if own is None or not self._is_open(array):
+    order = {"b": 0, "i": 1, "u": 1, "c": 3}  # floating: 2
+    for what, name, struct in arrays:
+      own = self._binding.arrays[name].type.dtype
+      if own is None or not self._is_open(self._binding.arrays[name]):
         continue
-      what = "argument" if name in structs else "result"
-      a, b = (struct.dtype, own) if name in structs else (own, struct.dtype)
-      if _kind(a) > _kind(b):
+      kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
+      if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
         raise GateDefinitionError(
           f"{self.label}: {what} '{name}': expected {own.name} or what C converts to it without "
           f"loss of kind, got {type_text(struct.dtype, struct.shape)}"
         )
 
   # -- vmap --------------------------------------------------------------------------------------
-  def _batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
+  def batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
     """One call for all lanes: a loop has no use for lanes."""
-    lanes = [
-      jax.ShapeDtypeStruct(x.shape[flag:], x.dtype) for x, flag in zip(args, batched, strict=True)
-    ]
+    shapes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
+    lanes = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, args, strict=True)]
     # The batch axis stands before all others, so operands of fewer axes get some of extent 1.
-    most = max(len(lane.shape) for lane in lanes)
+    most = max(map(len, shapes))
     moved = [
-      x.reshape((size, *(1,) * (most - len(lane.shape)), *lane.shape)) if flag else x
-      for x, lane, flag in zip(args, lanes, batched, strict=True)
+      x.reshape((size, *(1,) * (most - len(shape)), *shape)) if flag else x
+      for x, shape, flag in zip(args, shapes, batched, strict=True)
     ]
     given = [p for p in self.signature or () if p.is_static]
     held: Static = tuple(sorted((p.name, p.freeze(self.label, static[p.name])) for p in given))
@@ -296,21 +258,3 @@ class CKernel(CpuKernel):
     results = tuple(((size, *shape), dtype) for shape, dtype in types)
     out = self.bind(CallSite(tree, out_tree, held, results), moved)
     return out, jax.tree.map(lambda _: True, out)
-
-
-def _is_known(array: Array) -> bool:
-  return array.role is Role.INOUT or (array.dims is not None and array.type.dtype is not None)
-
-
-def _kind(dtype: np.dtype[Any]) -> int:
-  """Bool, integer, floating, complex."""
-  return {"b": 0, "i": 1, "u": 1, "c": 3}.get(dtype.kind, 2)
-
-
-def _dtype(label: str, name: str) -> np.dtype[Any]:
-  try:
-    return dtype_named(name)
-  except TypeError:
-    raise GateDefinitionError(
-      f"{label}: a program calls a variant for '{name}', which is no dtype"
-    ) from None

@@ -1,60 +1,40 @@
 """C's types and declarations, as far as `callgate.cfunc` reads them.
 
-`parse` reads one declaration, `double norm(int n, const double *x)`; the function's and the
-parameters' names may be left out. Cython's names of types, which capsules of its modules hold, are
-known. What no array can hold (structs, functions, pointers to pointers) is opaque: it is passed as
-an address alone.
+Cython's names of types, which capsules of its modules hold, are known. What no array can hold
+(structs, functions, pointers to pointers) is opaque: it is passed as an address alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import re
-from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from callgate._core.errors import GateDefinitionError
+from callgate._kernel.source import split_arguments
 
 _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
 _INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
 _WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
 # By their words in alphabetical order.
-_NAMED = {
-  "bool": "bool",
-  "_Bool": "bool",
-  "float": "float32",
-  "double": "float64",
-  "complex float": "complex64",
-  "_Complex float": "complex64",
-  "complex double": "complex128",
-  "_Complex double": "complex128",
-  **{f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-  "size_t": "uint64",
-  "ssize_t": "int64",
-  "ptrdiff_t": "int64",
-  "intptr_t": "int64",
-  "uintptr_t": "uint64",
-  "Py_ssize_t": "int64",
-  "Py_hash_t": "int64",
-  "_Float16": "float16",
-  "npy_intp": "int64",
-  "__pyx_t_float_complex": "complex64",
-  "__pyx_t_double_complex": "complex128",
-}
+_NAMED = (
+  {"bool": "bool", "_Bool": "bool", "_Float16": "float16", "float": "float32", "double": "float64"}
+  | dict.fromkeys(("complex float", "_Complex float", "__pyx_t_float_complex"), "complex64")
+  | dict.fromkeys(("complex double", "_Complex double", "__pyx_t_double_complex"), "complex128")
+  | {f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+  | dict.fromkeys(("size_t", "uintptr_t"), "uint64")
+  | dict.fromkeys(("ssize_t", "ptrdiff_t", "intptr_t", "npy_intp"), "int64")
+  | dict.fromkeys(("Py_ssize_t", "Py_hash_t"), "int64")
+)
 # Cython writes its typedefs with the module they are from: `d` of scipy.linalg.cython_lapack is
 # __pyx_t_5scipy_6linalg_13cython_lapack_d.
 _LAPACK = re.compile(r"__pyx_t_\w+cython_(?:lapack|blas)_([sdcz])")
 _LETTERS = {"s": "float32", "d": "float64", "c": "complex64", "z": "complex128"}
 _NUMPY = re.compile(r"(?:__pyx_t_5numpy_|npy_)(\w+?)(?:_t)?")
-_CPP = {
-  "bool": "bool",
-  "float16": "_Float16",
-  "float32": "float",
-  "float64": "double",
+_CPP = {"bool": "bool", "float16": "_Float16", "float32": "float", "float64": "double"} | {
   "complex64": "float _Complex",
   "complex128": "double _Complex",
 }
@@ -62,8 +42,7 @@ _CPP = {
 _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 
-@dataclasses.dataclass(frozen=True)
-class CType:
+class CType(NamedTuple):
   """A type of C."""
 
   text: str  # as C writes it, for messages
@@ -74,13 +53,14 @@ class CType:
   opaque: bool = False  # True for what can only be passed as an address
 
   @property
-  def is_void(self) -> bool:
-    return self.dtype is None and not self.pointer
+  def limits(self) -> Any:
+    """NumPy's of an integer; None for another type."""
+    return np.iinfo(self.dtype) if self.dtype is not None and self.dtype.kind in "iu" else None
 
   @property
   def element(self) -> str:
     """C++'s spelling of the value, or of what a pointer points to."""
-    return "void" if self.dtype is None else c_name(self.dtype)
+    return "void" if self.dtype is None else _c_name(self.dtype)
 
   @property
   def cpp(self) -> str:
@@ -88,8 +68,7 @@ class CType:
     return f"{self.element} *" if self.pointer else self.element
 
 
-@dataclasses.dataclass(frozen=True)
-class CParameter:
+class CParameter(NamedTuple):
   """A parameter of a C function."""
 
   type: CType
@@ -97,8 +76,7 @@ class CParameter:
   fixed: str = ""  # what is always passed, in C++; "" for what the caller passes
 
 
-@dataclasses.dataclass(frozen=True)
-class Declaration:
+class Declaration(NamedTuple):
   """A C function's type."""
 
   name: str  # "" where it is not known
@@ -111,29 +89,20 @@ class Declaration:
     return tuple(p for p in self.all_parameters if not p.fixed)
 
   def __str__(self) -> str:
-    text = ", ".join(_written(p) for p in self.parameters)
-    result = self.result.text
-    return f"{result}{'' if result.endswith('*') else ' '}{self.name}({text or 'void'})"
+    def named(text: str, name: str) -> str:
+      return f"{text}{'' if text.endswith('*') else ' '}{name}"
+
+    types = [(p.type.text, p.name) for p in self.parameters]
+    given = [named(*each) if each[1] and "(" not in each[0] else each[0] for each in types]
+    return f"{named(self.result.text, self.name)}({', '.join(given) or 'void'})"
 
 
-def _written(parameter: CParameter) -> str:
-  text, name = parameter.type.text, parameter.name
-  if not name or "(" in text:
-    return text
-  return f"{text}{name}" if text.endswith("*") else f"{text} {name}"
-
-
-def c_name(dtype: np.dtype[Any]) -> str:
-  """C++'s name of a value as C passes it."""
+def _c_name(dtype: np.dtype[Any]) -> str:
   return _CPP.get(dtype.name, f"{dtype.name}_t")
 
 
 def parse(text: str) -> Declaration:
-  """Reads a declaration.
-
-  Raises:
-    GateDefinitionError: it isn't one, or one of a function with a variable number of arguments.
-  """
+  """Reads a declaration of a function with a fixed number of arguments."""
   text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL).strip().rstrip(";").strip()
   opening = text.find("(")
   if opening < 0 or not text.endswith(")"):
@@ -141,28 +110,12 @@ def parse(text: str) -> Declaration:
       f"expected a C declaration such as 'double norm(int n, const double *x)', got {text!r}"
     )
   result = _parameter(text[:opening].strip())
-  inside = split(text[opening + 1 : -1])
+  inside = split_arguments(text[opening + 1 : -1])
   if inside == ["void"]:
     inside = []
   if "..." in inside:
     raise GateDefinitionError(f"{text!r}: functions with '...' can't be called")
   return Declaration(result.name, result.type, tuple(_parameter(part) for part in inside))
-
-
-def split(text: str) -> list[str]:
-  """Parts between commas that are in no brackets and no quotes."""
-  parts, depth, quote = [""], 0, ""
-  for char in text:
-    if quote:
-      quote = "" if char == quote else quote
-    elif char in "'\"":
-      quote = char
-    elif char == "," and depth == 0:
-      parts.append("")
-      continue
-    depth += 0 if quote else (char in "([") - (char in ")]")
-    parts[-1] += char
-  return [part.strip() for part in parts if part.strip()]
 
 
 def _parameter(text: str) -> CParameter:
@@ -173,48 +126,34 @@ def _parameter(text: str) -> CParameter:
   array = re.search(r"\[[^\]]*\]\s*$", text)
   words = re.findall(r"\w+|\*", text[: array.start()] if array else text)
   stars = words.count("*") + (array is not None)
-  name, kind = "", list[str]()
-  tagged = False
+  name, kinds = "", list[str]()
+  tags = ("struct", "enum", "union")
   for word in words:
     if word == "*" or word in _NOT_OF_TYPES:
       continue
-    if word in ("struct", "enum", "union"):
-      tagged = True
-      kind.append(word)
-    elif word in _WORDS or not kind or (tagged and len(kind) == 1):
-      kind.append(word)
+    if word in _WORDS or word in tags or not kinds or kinds[-1] in tags:
+      kinds.append(word)
     else:
       name = word
-  if not kind or re.search(r"[^\w\s*\[\]]", text):
+  if not kinds or re.search(r"[^\w\s*\[\]]", text):
     raise GateDefinitionError(f"expected a C type, got {text!r}")
   spelled = text[: array.start()].strip() if array else text
   if name:
     spelled = re.sub(rf"\b{re.escape(name)}$", "", spelled).strip()
   spelled += " *" if array else ""
-  fixed = _HIDDEN.get(name, "")
-  return CParameter(_type(" ".join(kind), stars, spelled, "const" in words), name, fixed)
-
-
-def _type(kind: str, stars: int, text: str, const: bool) -> CType:
-  text = _readable(kind, text)
-  if stars > 1:
-    return CType(text, pointer=True, opaque=True)
-  if kind == "void":
-    return CType(text, pointer=stars == 1, const=const)
+  kind = " ".join(kinds)
   dtype = _dtype(kind)
-  if dtype is None and stars == 0:
+  if dtype is not None and "__pyx" in kind:  # as C writes it
+    spelled = spelled.replace(kind, _c_name(dtype).replace("_C", "c"))
+  if stars == 0 and dtype is None and kind != "void":
     raise GateDefinitionError(
-      f"{text!r}: no array has elements of that type, so it can't be passed or returned by value; "
-      "expected C's numbers (char to long long, float, double, their complex kinds, bool) or a "
-      "pointer"
+      f"{spelled!r}: no array has elements of that type, so it can't be passed or returned by "
+      "value; expected a number (char to long long, float, double, complex, bool) or a pointer"
     )
-  return CType(text, dtype, stars == 1, const, opaque=dtype is None)
-
-
-def _readable(kind: str, text: str) -> str:
-  """The type as C writes it, for Cython's names."""
-  dtype = _dtype(kind) if "__pyx" in kind else None
-  return text if dtype is None else text.replace(kind, c_name(dtype).replace("_C", "c"))
+  opaque = stars > 1 or (dtype is None and kind != "void")
+  const = "const" in words and stars < 2
+  found = CType(spelled, None if opaque else dtype, stars > 0, const, opaque)
+  return CParameter(found, name, _HIDDEN.get(name, ""))
 
 
 def _dtype(kind: str) -> np.dtype[Any] | None:
@@ -225,7 +164,12 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
   if words[0] in ("struct", "union"):
     return None
   if set(words) <= _INTEGERS:
-    return _integer(Counter(words))
+    size = ctypes.c_int
+    if "char" in words or "short" in words:
+      size = ctypes.c_byte if "char" in words else ctypes.c_short
+    elif "long" in words:
+      size = ctypes.c_long if words.count("long") == 1 else ctypes.c_longlong
+    return np.dtype(f"{'u' if 'unsigned' in words else ''}int{8 * ctypes.sizeof(size)}")
   if known := _NAMED.get(" ".join(sorted(words))):
     return np.dtype(known)
   if match := _LAPACK.fullmatch(kind):
@@ -233,11 +177,3 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
   if (match := _NUMPY.fullmatch(kind)) and match.group(1) in np.sctypeDict:
     return np.dtype(np.sctypeDict[match.group(1)])
   return None
-
-
-def _integer(words: Counter[str]) -> np.dtype[Any]:
-  kinds = {"char": ctypes.c_byte, "short": ctypes.c_short}
-  kind: Any = next((kinds[w] for w in kinds if words[w]), ctypes.c_int)
-  if words["long"]:
-    kind = ctypes.c_long if words["long"] == 1 else ctypes.c_longlong
-  return np.dtype(f"{'u' if words['unsigned'] else ''}int{8 * ctypes.sizeof(kind)}")

@@ -1,6 +1,8 @@
 """`callgate.cpp`: kernels from C++ source, compiled by the system's compiler when they are made."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
+
+import dataclasses
 
 from callgate._core import factories, registry
 from callgate._core import options as check
@@ -9,9 +11,28 @@ from callgate._core.registry import caller_module
 from callgate._kernel import program
 from callgate._kernel import source as _source
 from callgate._kernel.cpp.kernel import CppKernel
-from callgate._kernel.cpp.options import CppOptions
 from callgate._kernel.cuda import part
 from callgate._kernel.kernel import Kernel
+from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CppOptions(CompilerOptions, LaunchOptions, KernelOptions):
+  """The options of `callgate.cpp`; those of a launch are for `cuda_source`.
+
+  Attributes:
+    thread_safe: calls may run at once, on several devices and in several programs, and so may the
+      lanes of `vmap="each"`. By default they take turns, with those of all such kernels of the same
+      source, or, with `libraries`, of all that link some.
+    cuda_source: CUDA C++ with the same kernel, which runs in programs for CUDA. Its arrays are
+      those of the C++ function, in the same order: pointers or views, `const T*` also where that
+      takes a number by value; its numbers by value are the C++ function's `cg::Attr` of the same
+      names.
+    cuda_kernel: which kernel of it, where it has several.
+  """
+
+  cuda_source: str | None = None
+  cuda_kernel: str | None = None
 
 
 @factories.of_two(CppOptions)
@@ -51,8 +72,7 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   known = _source.find("cpp" if name is None else f"kernel '{name}'", source, function)
   label = f"kernel '{name or known.name}'"
   build_options = options.building(label)
-  launches = (options.grid, options.block, cuda_kernel)
-  if cuda_source is None and any(x is not None for x in launches):
+  if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
     raise GateDefinitionError(
       f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
     )

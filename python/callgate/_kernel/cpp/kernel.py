@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 import weakref
@@ -15,24 +14,16 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._build import toolchain
-from callgate._core import errors
 from callgate._core.dtypes import dtype_named
-from callgate._core.errors import GateDefinitionError
+from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import source as _source
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.source import (
-  DTYPES,
-  TYPES,
-  SourceFunction,
-  SourceParameter,
-  TemplateParameter,
-  cpp_type,
-)
-from callgate._kernel.variants import CallTypes, Function, Static
+from callgate._kernel.source import SourceParameter, TemplateParameter
+from callgate._kernel.variants import CallTypes, Function, Given
 
 # What kernels of one source, which is one library, take turns by; and those that link libraries,
 # which may be the same ones.
@@ -41,12 +32,7 @@ _turns_lock = threading.Lock()
 
 
 class CppKernel(CpuKernel):
-  """A kernel from C++ source; see `callgate.cpp`.
-
-  Attributes:
-    source: as given.
-    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
-  """
+  """A kernel from C++ source; see `callgate.cpp`."""
 
   def __init__(
     self,
@@ -69,35 +55,35 @@ class CppKernel(CpuKernel):
     self._plain: Function | None = None
     if not self.cpp_function.template:
       self._plain = self._build(label, "")
-    signature = self._plain.parameters if self._plain else _signature(self.cpp_function)
+      signature = list(self._plain.parameters)
+    else:  # kinds and names, before it is compiled for a call
+      signature = list[Parameter]()
+      for i, p in enumerate(self.cpp_function.parameters):
+        rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
+        known = _source.DTYPES.get(p.element)
+        dtype = dtype_named(known) if known else None
+        signature.append(Parameter(p.name or str(i), p.kind, dtype, rank))
     super().__init__(name, signature, options)
     if self._turn is not None:
       with _turns_lock:
-        key = "" if build_options["libraries"] else source
-        self._turn = _turns.setdefault(key, self._turn)
+        self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
   # -- calls -------------------------------------------------------------------------------------
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
-    template = {p.name: p for p in self.cpp_function.template}
-    given = {name: kwargs.pop(name) for name in template if name in kwargs}
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    given = [(p, kwargs.pop(p.name)) for p in self.cpp_function.template if p.name in kwargs]
     operands, static = super()._arguments(args, kwargs)
-    if not given:
-      return operands, static
-    bound = {
-      name: _template_value(self.label, template[name], value) for name, value in given.items()
-    }
-    return operands, tuple(sorted({**dict(static), **bound}.items()))
+    bound = {p.name: _template_value(self.label, p, value) for p, value in given}
+    return operands, tuple(sorted({**dict(static), **bound}.items())) if bound else static
 
   # -- variants ----------------------------------------------------------------------------------
   def variant_key(self, types: CallTypes) -> str:
     given, parts = dict(types.static), list[str]()
     for parameter in self.cpp_function.template:
-      if parameter.name in given:
-        parts.append(f"{parameter.name}={given[parameter.name]}")
-      elif (found := _source.deduced(parameter, self._arrays(types))) is not None:
-        parts.append(f"{parameter.name}={found}")
+      value = given.get(parameter.name)
+      if value is None:
+        value = _source.deduced(parameter, self._arrays(types))
+      if value is not None:
+        parts.append(f"{parameter.name}={value}")
       elif not parameter.default:
         kind = "typename" if parameter.is_type else "int"
         raise GateDefinitionError(
@@ -111,7 +97,7 @@ class CppKernel(CpuKernel):
 
   def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, np.dtype[Any], int]]:
     """Parameters with the dtype and rank of an array that they take, operands first."""
-    parameters = self.cpp_function.parameters or ()
+    parameters = self.cpp_function.parameters
     for kinds, arrays in (
       ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
       ((Kind.OUT, Kind.INOUT, Kind.OUTS), types.results),
@@ -131,11 +117,11 @@ class CppKernel(CpuKernel):
     for parameter in self.cpp_function.template:
       value = bound.get(parameter.name, parameter.default)
       if parameter.is_type and parameter.name in bound:
-        value = cpp_type(dtype_named(value))
+        value = _source.cpp_type(dtype_named(value))
         if not value:
           raise GateDefinitionError(
             f"{self.label}: {parameter.name}: C++ kernels have no type for "
-            f"{bound[parameter.name]}; expected one of {', '.join(TYPES)}"
+            f"{bound[parameter.name]}; expected one of {', '.join(_source.TYPES)}"
           )
       arguments.append(value)
     function = self._build(self.label, f"<{', '.join(arguments)}>")
@@ -144,33 +130,27 @@ class CppKernel(CpuKernel):
       if read.kind is not real.kind:
         raise GateDefinitionError(
           f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
-          "<...>: callgate reads the kinds of a template's parameters before it is compiled, and "
-          "does not know other names of them"
+          "<...>, which in a template callgate has to know before it is compiled"
         )
     return function
 
   def _build(self, label: str, instance: str) -> Function:
-    library, loaded = self._open(label, instance)
+    """The function of one instance: as it came in a file, or compiled here."""
+    library, loaded = self._from_files.get(instance), None
+    if library is not None:
+      with contextlib.suppress(CompileError):  # an older C library here, say: compiling may do
+        loaded = toolchain.load(library, label)
+    if library is None or loaded is None:
+      what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+      library = toolchain.build(what, self._unit(instance), **self.build_options)
+      loaded = toolchain.load(library, label)
     self._libraries[instance] = library
     return Function.built(library, loaded)
-
-  def _open(self, label: str, instance: str) -> tuple[Path, ctypes.CDLL]:
-    """The library of one instance: as it came in a file, or compiled here."""
-    came = self._from_files.get(instance)
-    if came is not None:
-      with contextlib.suppress(
-        errors.CompileError
-      ):  # an older C library here, say: compiling may do
-        return came, toolchain.load(came, label)
-    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
-    library = toolchain.build(what, self._unit(instance), **self.build_options)
-    return library, toolchain.load(library, label)
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
     native = any("native" in flag for flag in self.build_options["flags"])
     libraries = {**self._from_files, **self._libraries}
-    cuda = self.cuda if isinstance(self.cuda, _part.SourcePart) else None
     return {
       "kind": "cpp",
       "name": self.name,
@@ -178,7 +158,7 @@ class CppKernel(CpuKernel):
       "function": self._given_function,
       "build_options": self.build_options,
       "thread_safe": self.thread_safe,
-      "cuda": None if cuda is None else _part.saved(cuda),
+      "cuda": _part.saved(self.cuda) if isinstance(self.cuda, _part.SourcePart) else None,
       "compiled": compiled_form(libraries, native=native),
     }
 
@@ -188,46 +168,30 @@ class CppKernel(CpuKernel):
   def _unit(self, instance: str) -> str:
     """The source with what makes a library of it; no part of it is the kernel's own name."""
     function = self.cpp_function
-    parameters = function.parameters or ()
-    names = ", ".join(p.name or str(i) for i, p in enumerate(parameters))
+    names = [p.name or str(i) for i, p in enumerate(function.parameters)]
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
     return (
       f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
       f'#line 1 "{function.name}"\n{self.source}\n#line 1 "callgate"\n'
       "namespace { callgate_kernel callgate_made = "
       f"::callgate::detail::describe<&::{function.qualified}{instance}>"
-      f'("{function.name}{", " if names else ""}{names}");\n'
+      f'("{", ".join([function.name, *names])}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
     )
 
 
 def _bound(key: str) -> dict[str, str]:
   """The template arguments that a variant's key holds."""
-  pairs = (part.partition("=") for part in key.split(",") if part)
-  return {name: value for name, _, value in pairs}
-
-
-def _signature(function: SourceFunction) -> list[Parameter]:
-  """A template's parameters before it is compiled for a call: kinds and names."""
-  parameters: list[Parameter] = []
-  for i, p in enumerate(function.parameters or ()):
-    rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
-    known = DTYPES.get(p.element)
-    dtype = dtype_named(known) if known else None
-    parameters.append(Parameter(p.name or str(i), p.kind, dtype, rank))
-  return parameters
+  return dict(part.split("=", 1) for part in key.split(",") if "=" in part)
 
 
 def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str:
-  if not parameter.is_type:
-    if isinstance(value, (bool, int, np.integer)):
-      return str(int(value))
-    what = "an integer"
-  else:
-    what = "a dtype"
-    if not isinstance(value, (bool, int, float)) and value is not None:
-      with contextlib.suppress(TypeError, AttributeError):
-        return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
+  if not parameter.is_type and isinstance(value, (bool, int, np.integer)):
+    return str(int(value))
+  if parameter.is_type and not isinstance(value, (bool, int, float)) and value is not None:
+    with contextlib.suppress(TypeError, AttributeError):
+      return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
+  what = "a dtype" if parameter.is_type else "an integer"
   raise GateDefinitionError(
     f"{label}: template parameter '{parameter.name}': expected {what}, got {value!r}"
   )

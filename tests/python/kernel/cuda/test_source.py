@@ -683,7 +683,7 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
     "f": float("inf"),
   }
   held = {name: _program._encoded(None, name, value) for name, value in values.items()}
-  back = {name: _program._decoded(value) for name, value in json.loads(json.dumps(held)).items()}
+  back = {name: _program.decoded(value) for name, value in json.loads(json.dumps(held)).items()}
   assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
 
 
