@@ -12,6 +12,8 @@
 #   make jax-suites JAX_TESTS=/path/to/jax/tests
 #                  JAX's own tests of callbacks without and with callgate.install(): what differs
 #   make gpu-test  the tests that need a CUDA device, into build/gpu; make gpu-bench its benchmarks
+#   make virtual-gpu-test
+#                  what is about CUDA, on XLA's own plugin over a GPU that is made of software
 #
 # Variables: PYTHON (the interpreter of a new $(VENV)), VENV, JAX (a version, such as 0.11.2),
 # WHEEL (install this wheel instead of building), PRESET (of CMakePresets.json), PYTEST_ARGS,
@@ -55,6 +57,7 @@ SOURCES := $(shell find src include python cmake -not -path '*__pycache__*' -not
 
 .PHONY: help demo test quick soak fuzz cpp-build cpp-test python-test environment package examples lint \
   lint-python lint-types lint-cpp format bench docs wheel matrix jax-suites gpu-test gpu-bench \
+  virtual-gpu-test virtual-gpu-quick \
   asan-python system-packages clean
 
 help:
@@ -186,6 +189,33 @@ gpu-test: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
 
 gpu-bench: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
 	$(PY) tools/gpu.py bench $(GPU_ARGS)
+
+# XLA's CUDA plugin over tests/virtual_gpu, in a folder of the build: nothing goes into $(VENV).
+# Twice, so that each JAX is tried: `make virtual-gpu-test VENV=.venv-newest PYTHON=python3.13`.
+VIRTUAL_GPU := $(PY) tools/virtual_gpu.py
+VIRTUAL_GPU_EXTRAS ?= triton numba-cuda
+VIRTUAL_GPU_PYTEST := run -m pytest -q -p no:cacheprovider -o faulthandler_timeout=120
+# Tests of the CPU that say the same of GPUs, and run on the default devices.
+VIRTUAL_GPU_SUITES := tests/python/sharding/test_partitioner.py tests/python/tap/test_shards.py \
+  tests/python/tap/test_transformations.py tests/python/call/test_derivatives.py \
+  tests/python/call/test_batching.py tests/python/gate/test_results.py
+
+# What .ci/run takes: a minute and a half once it is built.
+virtual-gpu-quick: package
+	$(VIRTUAL_GPU) build
+	VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) \
+	  -m gpu tests/python/gpu
+
+virtual-gpu-test: package
+	$(VIRTUAL_GPU) build --tests --extras $(VIRTUAL_GPU_EXTRAS)
+	ctest --test-dir build/virtual-gpu/cmake --output-on-failure
+	$(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) tests/virtual_gpu/tests
+	for delay in 0 3000; do \
+	  VIRTUAL_GPU_DELAY=$$delay VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 \
+	    $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) -m gpu tests/python/gpu tests/python/project/test_docs.py; \
+	done
+	VIRTUAL_GPU_DEVICES=8 $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SUITES) \
+	  --deselect tests/python/sharding/test_partitioner.py::test_a_pure_program_whose_result_nobody_keeps_is_waited_for
 
 # One wheel for the stable ABI, built once against the oldest JAX's headers, run on every JAX that
 # its Python can have.
