@@ -139,8 +139,10 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
     }
     auto take = [&](std::vector<std::string>& labels) {
       start = static_cast<std::int32_t>(labels.size());
-      for (std::int32_t k = 0; k < count; ++k)
-        labels.push_back(kind.variadic ? label + "[" + std::to_string(k) + "]" : label);
+      for (std::int32_t k = 0; k < count; ++k) {
+        labels.push_back(label);
+        if (kind.variadic) labels.back().append("[").append(std::to_string(k)).append("]");
+      }
     };
     if (kind.operands) take(operand_labels_);
     if (kind.results) take(result_labels_);

@@ -140,8 +140,7 @@ class Promise : Immovable {
 // it calls `keep`. It takes no GIL itself.
 using Settle = std::function<bool(const std::string& text, const std::function<void()>& keep)>;
 
-inline constexpr auto kPatience = std::chrono::milliseconds(500);
-
+// A call that has run longer than its timeout.
 struct OverdueCall {
   std::shared_ptr<const CallSite> site;
   std::string described;
@@ -157,12 +156,10 @@ struct OverdueCall {
            "' called with " + described +
            " has run longer than its timeout; where Python's threads stand can't be told: " + why;
   }
-  std::string report() const {
-    try {
-      return site->callee->stall_report(described, /*timed_out=*/true);
-    } catch (const std::exception& error) {
-      return without_report(error.what());
-    }
+  std::string report() const try {
+    return site->callee->stall_report(described, /*timed_out=*/true);
+  } catch (const std::exception& error) {
+    return without_report(error.what());
   }
   void defer(const std::string& text) const {
     if (deferred) site->callee->defer(Error::verbatim(ErrorCode::kDeadlineExceeded, text));
@@ -170,30 +167,27 @@ struct OverdueCall {
 };
 
 // False where no thread is to be had.
-inline bool try_submit(WorkerPool::Job job) {
-  try {
-    return WorkerPool::instance().submit(std::move(job));
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
-inline void fail_without_report(const std::shared_ptr<OverdueCall>& call) {
-  std::string text = call->without_report("one of them holds the GIL");
-  // Release: who finds the call settled by it sees the flag.
-  call->failed_without.store(true, std::memory_order_release);
-  if (!call->settle(text, [] {})) return;
-  (void)try_submit([call, text] { call->defer(text); });  // it needs the GIL
+inline bool try_submit(WorkerPool::Job job) try {
+  return WorkerPool::instance().submit(std::move(job));
+} catch (const std::exception&) {
+  return false;
 }
 
 // On the watchdog's thread, for a call with arguments `described` of the site. A failure that XLA
 // is not told of is `deferred` to the callee. A report that comes too late goes to stderr.
 inline void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, bool deferred,
                          Settle settle) {
+  constexpr auto kPatience = std::chrono::milliseconds(500);
   auto call = std::make_shared<OverdueCall>(std::move(site), std::move(described), deferred,
                                             std::move(settle));
-  Watchdog::Ticket ticket =
-      Watchdog::instance().arm(kPatience, [call] { fail_without_report(call); });
+  auto fail_without_report = [call] {
+    std::string text = call->without_report("one of them holds the GIL");
+    // Release: who finds the call settled by it sees the flag.
+    call->failed_without.store(true, std::memory_order_release);
+    if (!call->settle(text, [] {})) return;
+    (void)try_submit([call, text] { call->defer(text); });  // it needs the GIL
+  };
+  Watchdog::Ticket ticket = Watchdog::instance().arm(kPatience, fail_without_report);
   bool taken = try_submit([call, ticket] {
     std::string text = call->report();
     Watchdog::instance().disarm(ticket);
@@ -203,7 +197,7 @@ inline void fail_overdue(std::shared_ptr<const CallSite> site, std::string descr
   });
   if (taken) return;
   Watchdog::instance().disarm(ticket);
-  fail_without_report(call);
+  fail_without_report();
 }
 
 // Has a worker run `work`, and the watchdog's thread `late` where it takes longer than `timeout`; 0
@@ -243,26 +237,19 @@ struct WatchedCall {
   std::atomic<unsigned long> thread{0};  // Python's number of the worker; 0 until it begins
 };
 
-inline constexpr auto kInterval = std::chrono::seconds(1);
-
-void watch_for_self_wait(const std::weak_ptr<WatchedCall>& call);
-
-// On a worker, since it takes the GIL.
-inline void look(const std::weak_ptr<WatchedCall>& watched) {
-  std::shared_ptr<WatchedCall> call = watched.lock();
-  if (call == nullptr) return;
-  // Relaxed: a number. Who comes too early looks again.
-  unsigned long thread = call->thread.load(std::memory_order_relaxed);
-  std::string text = thread == 0 ? "" : call->site->callee->self_wait(thread);
-  if (!text.empty()) return call->fail_self_wait(text);
-  watch_for_self_wait(watched);
-}
-
-// As long as the call lives.
-inline void watch_for_self_wait(const std::weak_ptr<WatchedCall>& call) {
-  Watchdog::instance().arm(kInterval, [call] {
-    if (call.expired()) return;
-    (void)WorkerPool::instance().submit([call] { look(call); });  // not while the process ends
+// As long as the call lives. A worker looks, since it takes the GIL.
+inline void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched) {
+  auto look = [watched] {
+    std::shared_ptr<WatchedCall> call = watched.lock();
+    if (call == nullptr) return;
+    // Relaxed: a number. Who comes too early looks again.
+    unsigned long thread = call->thread.load(std::memory_order_relaxed);
+    std::string text = thread == 0 ? "" : call->site->callee->self_wait(thread);
+    if (!text.empty()) return call->fail_self_wait(text);
+    watch_for_self_wait(watched);
+  };
+  Watchdog::instance().arm(std::chrono::seconds(1), [watched, look] {
+    if (!watched.expired()) (void)WorkerPool::instance().submit(look);  // not while it is ending
   });
 }
 
