@@ -232,7 +232,7 @@ struct SignalStack {
 
 const KernelRecord* running_kernel() noexcept { return current; }
 
-RunningKernel::RunningKernel(const KernelRecord* record) noexcept : before_(current), slot_(0) {
+RunningKernel::RunningKernel(const KernelRecord* record) noexcept : before_(current) {
   static thread_local SignalStack stack;
   (void)stack;
   current = record;
