@@ -9,7 +9,6 @@
 #include "bindings/bind.h"
 #include "bindings/python/gil.h"
 #include "core/lifetime.h"
-#include "core/progress_callee.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {

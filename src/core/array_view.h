@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
@@ -40,7 +41,16 @@ struct ArrayView {
 // Views with extents of their own, so that they may outlive those that they were made of.
 class OwnedViews {
  public:
-  explicit OwnedViews(std::span<const ArrayView> views);
+  explicit OwnedViews(std::span<const ArrayView> views) : views_(views.begin(), views.end()) {
+    std::size_t rank = 0;
+    for (const ArrayView& view : views) rank += view.shape().size();
+    dims_.reserve(rank);  // views point into it
+    for (ArrayView& view : views_) {
+      std::int64_t* own = dims_.data() + dims_.size();
+      dims_.insert(dims_.end(), view.shape().begin(), view.shape().end());
+      view.dims = own;
+    }
+  }
   OwnedViews(OwnedViews&&) = default;
   OwnedViews& operator=(OwnedViews&&) = default;
 
@@ -55,20 +65,43 @@ class OwnedViews {
   std::vector<std::int64_t> dims_;
 };
 
-// What a failed call leaves where it can't be an error: NaN in every floating format that has one,
-// zero in integers and booleans.
-void poison(std::span<const ArrayView> views) noexcept;
+// Every byte of it. A view without elements may have no memory.
+inline void fill(const ArrayView& view, int byte) noexcept {
+  if (view.nbytes() != 0) std::memset(view.data, byte, view.nbytes());
+}
+
+// What a failed call leaves where it can't be an error: NaN, which is all bits set, in every
+// floating format that has one, zero in integers and booleans.
+inline void poison(std::span<const ArrayView> views) noexcept {
+  for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
+}
 
 // All zeros.
-void clear(std::span<const ArrayView> views) noexcept;
+inline void clear(std::span<const ArrayView> views) noexcept {
+  for (const ArrayView& view : views) fill(view, 0);
+}
 
 // From memory of the view's size, which may overlap it.
-void copy_to(const ArrayView& view, const void* from) noexcept;
+inline void copy_to(const ArrayView& view, const void* from) noexcept {
+  if (view.data != from && view.nbytes() != 0) std::memmove(view.data, from, view.nbytes());
+}
 
 // "float32[3,4]": as JAX writes an abstract value.
-std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape);
-std::string to_string(const ArrayView& view);
+inline std::string type_text(std::string_view dtype, std::span<const std::int64_t> shape) {
+  std::string text = std::string(dtype) + '[';
+  for (std::size_t axis = 0; axis < shape.size(); ++axis)
+    text.append(axis == 0 ? "" : ",").append(std::to_string(shape[axis]));
+  return text + ']';
+}
+inline std::string to_string(const ArrayView& view) {
+  return type_text(name(view.dtype), view.shape());
+}
 // "(float32[3], int32[])"
-std::string to_string(std::span<const ArrayView> views);
+inline std::string to_string(std::span<const ArrayView> views) {
+  std::string text = "(";
+  for (const ArrayView& view : views)
+    text.append(text.size() > 1 ? ", " : "").append(to_string(view));
+  return text + ')';
+}
 
 }  // namespace callgate

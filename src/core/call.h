@@ -44,7 +44,21 @@ struct Mesh {
   std::vector<std::pair<std::string, std::int64_t>> axes;  // none where the program tells none
 
   // As programs hold it: devices, and in order `names` and `sizes`. Throws Error for another form.
-  static Mesh of(const Attributes& held);
+  static Mesh of(const Attributes& held) {
+    Mesh mesh{held.integer("devices", 1), {}};
+    const Attributes& names = held.dictionary("names");
+    const auto places = names.places();
+    const auto sizes = held.integers("sizes");
+    if (sizes.size() != places.size()) {
+      throw Error("a program's mesh", "a size for each axis",
+                  std::to_string(sizes.size()) + " for " + std::to_string(places.size()));
+    }
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      if (sizes[i] <= 0) throw Error("a mesh axis's size", "devices", std::to_string(sizes[i]));
+      mesh.axes.emplace_back(names.text(places[i]), sizes[i]);
+    }
+    return mesh;
+  }
 };
 
 // The static description of a call site, as its attributes in the program state it.

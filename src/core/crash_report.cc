@@ -25,17 +25,24 @@
 namespace callgate {
 namespace {
 
-constexpr std::array<int, 5> kSignals = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-constexpr std::array<const char*, 5> kSignalNames = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL",
-                                                     "SIGABRT"};
+// A signal, and who handled it before us.
+struct Handled {
+  int number;
+  const char* name;
+  bool chained = false;  // our handler was installed and may still be called
+  struct sigaction before{};
+};
+constinit std::array<Handled, 5> handled = {{{SIGSEGV, "SIGSEGV"},
+                                             {SIGBUS, "SIGBUS"},
+                                             {SIGFPE, "SIGFPE"},
+                                             {SIGILL, "SIGILL"},
+                                             {SIGABRT, "SIGABRT"}}};
 
 CALLGATE_STATIC_TLS thread_local const KernelRecord* current = nullptr;
 
 // Calls that run now, for crashes on threads that a kernel started itself. One without a free slot
 // is only known to its own thread.
-constexpr std::size_t kSlots = 64;
-constexpr std::size_t kNoSlot = kSlots;
-std::array<std::atomic<const KernelRecord*>, kSlots> slots{};
+std::array<std::atomic<const KernelRecord*>, 64> slots{};
 
 // --- The text --------------------------------------------------------------------------------
 
@@ -86,8 +93,7 @@ void write_arrays(Writer& out, const char* side, std::span<const ArrayView> view
     for (std::int32_t axis = 0; axis < views[i].rank; ++axis)
       (axis == 0 ? out : out << ",") << static_cast<std::uint64_t>(views[i].dims[axis]);
     auto data = reinterpret_cast<std::uintptr_t>(views[i].data);
-    out << "] at ";
-    out.hex(data) << "-";
+    (out << "] at ").hex(data) << "-";
     out.hex(data + views[i].nbytes()) << "\n";
   }
 }
@@ -98,9 +104,9 @@ void write_place(Writer& out, std::uintptr_t address, const char* side,
   constexpr std::uintptr_t kClose = std::uintptr_t{1} << 20;
   for (std::size_t i = 0; i < views.size(); ++i) {
     auto first = reinterpret_cast<std::uintptr_t>(views[i].data), last = first + views[i].nbytes();
-    bool before = address < first && first - address <= kClose;
-    bool after = address >= last && address - last < kClose;
-    if (views[i].data == nullptr || (address < first && !before) || (address >= last && !after))
+    bool before = address < first, after = address >= last;
+    if (views[i].data == nullptr || (before && first - address > kClose) ||
+        (after && address - last >= kClose))
       continue;
     out << "  the address is ";
     if (before) out << std::uint64_t{first - address} << " bytes before the start of ";
@@ -142,22 +148,17 @@ void write_report(const char* signal, const siginfo_t* info) noexcept {
     }
     return;
   }
-  bool any = false;
   const KernelRecord* shown = nullptr;
   for (const auto& slot : slots) {
     const KernelRecord* record = slot.load(std::memory_order_acquire);  // see RunningKernel
     if (record == nullptr || record == shown) continue;  // each thread of a kernel has a slot
+    if (shown == nullptr) head(" on a thread that callgate did not start, while there ran\n");
     shown = record;
-    if (!any) head(" on a thread that callgate did not start, while there ran\n");
-    any = true;
     write_record(out, *record);
   }
 }
 
 // --- The handlers ----------------------------------------------------------------------------
-
-std::array<struct sigaction, kSignals.size()> before;
-bool chained[kSignals.size()] = {};  // our handler was installed and may still be called
 
 void on_signal(int number, siginfo_t* info, void* context);
 
@@ -170,9 +171,7 @@ void leave_to_default(int number, const siginfo_t* info) noexcept {
 }
 
 // Whoever handled the signal before, as if we were not there.
-void chain(int number, siginfo_t* info, void* context) noexcept {
-  auto index = static_cast<std::size_t>(std::ranges::find(kSignals, number) - kSignals.begin());
-  const struct sigaction& previous = before[index];
+void chain(const struct sigaction& previous, int number, siginfo_t* info, void* context) noexcept {
   if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(number, info, context);
   if (previous.sa_handler == SIG_DFL) return leave_to_default(number, info);
   if (previous.sa_handler != SIG_IGN) return previous.sa_handler(number);
@@ -199,11 +198,9 @@ void on_signal(int number, siginfo_t* info, void* context) {
     leave_to_default(number, info);  // a crash in the handlers, or handlers that call each other
   } else {
     inside = true;
-    if (kernel_mode(KernelMode::kCrashReport)) {
-      auto index = static_cast<std::size_t>(std::ranges::find(kSignals, number) - kSignals.begin());
-      write_report(kSignalNames[index], info);
-    }
-    chain(number, info, context);
+    const Handled& signal = *std::ranges::find(handled, number, &Handled::number);
+    if (kernel_mode(KernelMode::kCrashReport)) write_report(signal.name, info);
+    chain(signal.before, number, info, context);
     if (is_passed_back(number)) leave_to_default(number, info);
     inside = false;
   }
@@ -211,75 +208,65 @@ void on_signal(int number, siginfo_t* info, void* context) {
 }
 
 // A stack for the handler of a thread that has overflown its own.
-class SignalStack {
- public:
-  static void ensure() noexcept { static thread_local SignalStack stack; }
-
- private:
-  static constexpr std::size_t kBytes = std::size_t{64} << 10;
-
+struct SignalStack {
   SignalStack() noexcept {
     stack_t now{};
     if (::sigaltstack(nullptr, &now) != 0 || (now.ss_flags & SS_DISABLE) == 0) return;
-    memory_ = std::malloc(kBytes);
-    stack_t ours{};
-    ours.ss_sp = memory_;
-    ours.ss_size = kBytes;
-    if (memory_ != nullptr) ::sigaltstack(&ours, nullptr);
+    constexpr std::size_t kBytes = std::size_t{64} << 10;
+    memory = std::malloc(kBytes);
+    stack_t ours{.ss_sp = memory, .ss_flags = 0, .ss_size = kBytes};
+    if (memory != nullptr) ::sigaltstack(&ours, nullptr);
   }
   ~SignalStack() {
     stack_t now{};
-    if (memory_ == nullptr || ::sigaltstack(nullptr, &now) != 0) return;
-    if (now.ss_sp == memory_) {
-      stack_t none{};
-      none.ss_flags = SS_DISABLE;
-      ::sigaltstack(&none, nullptr);
-    }
-    std::free(memory_);
+    if (memory == nullptr || ::sigaltstack(nullptr, &now) != 0) return;
+    stack_t none{.ss_sp = nullptr, .ss_flags = SS_DISABLE, .ss_size = 0};
+    if (now.ss_sp == memory) ::sigaltstack(&none, nullptr);
+    std::free(memory);
   }
 
-  void* memory_ = nullptr;
+  void* memory = nullptr;
 };
 
 }  // namespace
 
 const KernelRecord* running_kernel() noexcept { return current; }
 
-RunningKernel::RunningKernel(const KernelRecord* record) noexcept
-    : before_(current), slot_(kNoSlot) {
-  SignalStack::ensure();
+RunningKernel::RunningKernel(const KernelRecord* record) noexcept : before_(current) {
+  static thread_local SignalStack stack;
+  (void)stack;
   current = record;
-  for (std::size_t i = 0; i < kSlots && slot_ == kNoSlot; ++i) {
+  for (; slot_ < slots.size(); ++slot_) {
     const KernelRecord* free = nullptr;
     // Release: a handler on another thread that sees the record sees what is in it.
-    if (slots[i].compare_exchange_strong(free, record, std::memory_order_release,
-                                         std::memory_order_relaxed))
-      slot_ = i;
+    if (slots[slot_].compare_exchange_strong(free, record, std::memory_order_release,
+                                             std::memory_order_relaxed))
+      return;
   }
 }
 
 RunningKernel::~RunningKernel() {
-  if (slot_ != kNoSlot) slots[slot_].store(nullptr, std::memory_order_relaxed);
+  if (slot_ < slots.size()) slots[slot_].store(nullptr, std::memory_order_relaxed);
   current = before_;
 }
 
 void set_crash_report(bool on) {
   set_kernel_mode(KernelMode::kCrashReport, on);
-  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+  for (Handled& signal : handled) {
     struct sigaction now{};
-    ::sigaction(kSignals[i], nullptr, &now);
+    ::sigaction(signal.number, nullptr, &now);
     if (on && !is_ours(now)) {
       struct sigaction ours{};
       ours.sa_sigaction = &on_signal;
       ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
       sigemptyset(&ours.sa_mask);
-      before[i] = now;
-      chained[i] = true;
-      ::sigaction(kSignals[i], &ours, nullptr);
-    } else if (!on && chained[i] && is_ours(now)) {
+      signal.before = now;
+      signal.chained = true;
+      ::sigaction(signal.number, &ours, nullptr);
+    } else if (!on && signal.chained && is_ours(now)) {
       // Where another handler came after ours, and may call it, ours stays and only passes on.
-      chained[i] = false;
-      ::sigaction(kSignals[i], &before[i], nullptr);
+      signal.chained = false;
+      ::sigaction(signal.number, &signal.before, nullptr);
     }
   }
 }

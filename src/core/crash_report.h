@@ -35,7 +35,7 @@ class RunningKernel : Immovable {
 
  private:
   const KernelRecord* before_;
-  std::size_t slot_;
+  std::size_t slot_ = 0;
 };
 
 // Installs the handlers of SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT, or puts those of before

@@ -1,5 +1,5 @@
 // The one way in which set-up and calls fail: an `Error` is thrown, and says what was expected,
-// what came and where. Handlers make XLA's errors of it (xla/guard.h).
+// what came and where. Handlers make XLA's errors of it (xla/ffi.h).
 #pragma once
 
 #include <stdexcept>

@@ -4,12 +4,18 @@
 // a note: nothing that Python would raise can end the program. So a handler of ours stands before
 // Python's and counts. Runs that have called callgate before the last interrupt are refused at
 // their next call, where it is to end programs; those that begin later, such as a last
-// checkpoint's, are not. Lock-free on the call's side.
+// checkpoint's, are not. Lock-free on the call's side. All state is constant-initialised: the
+// handler may run at any time.
 #pragma once
 
 #include <array>
 #include <atomic>
+#include <csignal>
 #include <cstdint>
+#include <ctime>
+#include <mutex>
+
+#include "core/lifecycle.h"
 
 namespace callgate {
 
@@ -18,17 +24,34 @@ class Interrupts {
   // Asked once an interrupt, on any thread that makes a call: does it end programs? Not where the
   // user's own handler takes it for a request to stop soon.
   using Judge = bool (*)();
-  static void set_judge(Judge judge) noexcept;
+  static void set_judge(Judge judge) noexcept {
+    judge_.store(judge, std::memory_order_release);  // whoever reads it may call it
+  }
 
   // Puts the handler before the one that is there, unless the signal is ignored or ends the
   // process. The first one found is the only one that ours ever calls: whoever comes between later
   // may call ours, and the two would call each other for ever. So ours is put back only when that
   // first one stands alone again. Any thread.
-  static void watch() noexcept;
+  static void watch() noexcept {
+    static constinit std::mutex mutex;
+    static constinit bool found = false;
+    std::lock_guard lock(mutex);
+    struct sigaction now;
+    if (sigaction(SIGINT, nullptr, &now) != 0) return;
+    bool with_info = (now.sa_flags & SA_SIGINFO) != 0;
+    if (with_info && now.sa_sigaction == &on_signal) return;
+    if (found && !same(now, before_)) return;
+    if (!with_info && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) return;
+    if (!found) before_ = now;
+    found = true;
+    now.sa_flags |= SA_SIGINFO;
+    now.sa_sigaction = &on_signal;
+    sigaction(SIGINT, &now, nullptr);
+  }
 
   // Whether the call of this run (XLA's number of it, -1 for none) is to end its program.
   static bool ends(std::int64_t run) noexcept {
-    Slot& slot = slot_of(run);
+    Slot& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
     // Acquire: the epoch is that of this run. Relaxed: a late look costs one more call.
     if (slot.run.load(std::memory_order_acquire) == run &&
         slot.epoch.load(std::memory_order_relaxed) == epoch_.load(std::memory_order_relaxed))
@@ -38,11 +61,20 @@ class Interrupts {
   }
 
   // Whether one came within the last second.
-  static bool recent() noexcept;
+  static bool recent() noexcept {
+    std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
+    return came != 0 && steady_ns() - came < 1'000'000'000;
+  }
 
   // At the end of the process, after an interrupt: every call is to end its program, until `false`,
   // after which that holds for runs that have begun.
-  static void end_all(bool on) noexcept;
+  static void end_all(bool on) noexcept {
+    // Sequentially consistent: who sees the epoch sees the rest.
+    all_.store(on, std::memory_order_seq_cst);
+    std::uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    verdict_.store(std::uint64_t{epoch} * 2 + 1, std::memory_order_seq_cst);
+    epoch_.store(epoch, std::memory_order_seq_cst);
+  }
 
  private:
   // When a run made its first call: after how many interrupts. A run that loses its slot to another
@@ -51,18 +83,57 @@ class Interrupts {
     std::atomic<std::int64_t> run{-1};
     std::atomic<std::uint32_t> epoch{0};
   };
-  static constexpr std::size_t kSlots = 256;
 
-  static Slot& slot_of(std::int64_t run) noexcept {
-    return slots_[static_cast<std::uint64_t>(run) % kSlots];
+  static std::int64_t steady_ns() noexcept {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
+    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
   }
-  static bool decide(Slot& slot, std::int64_t run) noexcept;
-  static void came() noexcept;
 
-  static std::array<Slot, kSlots> slots_;
-  static std::atomic<std::uint32_t> epoch_;  // interrupts so far
+  static bool same(const struct sigaction& a, const struct sigaction& b) noexcept {
+    bool with_info = (a.sa_flags & SA_SIGINFO) != 0;
+    if (with_info != ((b.sa_flags & SA_SIGINFO) != 0)) return false;
+    return with_info ? a.sa_sigaction == b.sa_sigaction : a.sa_handler == b.sa_handler;
+  }
 
-  friend struct InterruptHandler;
+  static void on_signal(int number, siginfo_t* info, void* context) {
+    came_ns_.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
+    epoch_.fetch_add(1, std::memory_order_relaxed);          // likewise
+    if ((before_.sa_flags & SA_SIGINFO) != 0) return before_.sa_sigaction(number, info, context);
+    before_.sa_handler(number);
+  }
+
+  static bool decide(Slot& slot, std::int64_t run) noexcept {
+    std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
+    if (all_.load(std::memory_order_seq_cst)) return true;
+    if (slot.run.load(std::memory_order_acquire) != run) {  // see ends()
+      slot.epoch.store(epoch, std::memory_order_relaxed);
+      slot.run.store(run, std::memory_order_release);  // see ends()
+      return false;
+    }
+    // Relaxed: a verdict says all in one number, and to judge twice does no harm.
+    std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);
+    if (verdict / 2 != epoch) {
+      Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
+      ActiveCall active;
+      bool ends = judge != nullptr && active.entered() && judge();
+      verdict = std::uint64_t{epoch} * 2 + (ends ? 1 : 0);
+      verdict_.store(verdict, std::memory_order_relaxed);  // as above
+    }
+    if (verdict % 2 == 0) slot.epoch.store(epoch, std::memory_order_relaxed);  // it goes on
+    return verdict % 2 != 0;
+  }
+
+  static std::array<Slot, 256> slots_;
+  static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
+  static inline constinit std::atomic<Judge> judge_{nullptr};
+  static inline constinit std::atomic<std::int64_t> came_ns_{0};  // by the steady clock; 0: never
+  static inline constinit std::atomic<bool> all_{false};
+  // The last epoch that was judged, times two, and whether it ends programs.
+  static inline constinit std::atomic<std::uint64_t> verdict_{0};
+  static inline struct sigaction before_;  // written once, before the handler is there
 };
+
+inline constinit std::array<Interrupts::Slot, 256> Interrupts::slots_{};
 
 }  // namespace callgate

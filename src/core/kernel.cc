@@ -19,34 +19,33 @@
 namespace callgate {
 namespace {
 
-constexpr std::array<const char*, 11> kKindNames = {
-    "In", "Out", "InOut", "", "Ins", "Outs", "Attr", "String", "Numbers", "Dict", "Context"};
+// What a parameter of a kind takes, by the kind's number.
+struct ParameterKind {
+  const char* name;
+  bool operands = false, results = false, variadic = false;
+};
+constexpr std::array<ParameterKind, 11> kParameterKinds = {{{"In", true},
+                                                            {"Out", false, true},
+                                                            {"InOut", true, true},
+                                                            {"", true},
+                                                            {"Ins", true, false, true},
+                                                            {"Outs", false, true, true},
+                                                            {"Attr"},
+                                                            {"String"},
+                                                            {"Numbers"},
+                                                            {"Dict"},
+                                                            {"Context"}}};
 
-bool variadic(const callgate_parameter& parameter) {
-  return parameter.kind == CALLGATE_INS || parameter.kind == CALLGATE_OUTS;
-}
-bool takes_operands(const callgate_parameter& parameter) {
-  return parameter.kind == CALLGATE_IN || parameter.kind == CALLGATE_INOUT ||
-         parameter.kind == CALLGATE_SCALAR || parameter.kind == CALLGATE_INS;
-}
-bool takes_results(const callgate_parameter& parameter) {
-  return parameter.kind == CALLGATE_OUT || parameter.kind == CALLGATE_INOUT ||
-         parameter.kind == CALLGATE_OUTS;
-}
-bool takes_attribute(const callgate_parameter& parameter) {
-  return parameter.kind >= CALLGATE_ATTR_NUMBER && parameter.kind <= CALLGATE_ATTR_DICTIONARY;
+const ParameterKind& kind_of(const callgate_parameter& parameter) {
+  return kParameterKinds[static_cast<std::size_t>(parameter.kind)];
 }
 
-std::string_view dtype_name(std::int32_t code) {
-  return name(dtype_from_code(code).value_or(DType::kInvalid));
-}
-
+// The parts between commas, without the spaces around them; empty ones are left out.
 std::vector<std::string> split(std::string_view text) {
   std::vector<std::string> parts;
   while (!text.empty()) {
-    std::size_t comma = std::min(text.find(','), text.size());
-    std::string_view part = text.substr(0, comma);
-    text.remove_prefix(std::min(comma + 1, text.size()));
+    std::string_view part = text.substr(0, text.find(','));
+    text.remove_prefix(std::min(part.size() + 1, text.size()));
     std::size_t first = part.find_first_not_of(" \t\n");
     if (first == std::string_view::npos) continue;
     parts.emplace_back(part.substr(first, part.find_last_not_of(" \t\n") + 1 - first));
@@ -60,15 +59,16 @@ std::string signature(const KernelInfo& kernel) {
   std::string text;
   for (const callgate_parameter& p : kernel.parameters) {
     if (!text.empty()) text += ',';
-    std::string dtype = p.dtype != 0 ? std::string(dtype_name(p.dtype)) : std::string();
-    text += kKindNames[static_cast<std::size_t>(p.kind)];
-    if (p.kind == CALLGATE_SCALAR) {
+    const ParameterKind& kind = kind_of(p);
+    std::string dtype;
+    if (p.dtype != 0) dtype = name(dtype_from_code(p.dtype).value_or(DType::kInvalid));
+    text += kind.name;
+    if (p.kind == CALLGATE_SCALAR)
       text += dtype;
-    } else if (takes_operands(p) || takes_results(p)) {
+    else if (kind.operands || kind.results)
       text += '<' + dtype + ',' + (p.rank < 0 ? "*" : std::to_string(p.rank)) + '>';
-    } else if (!dtype.empty()) {
+    else if (!dtype.empty())
       text += '<' + dtype + '>';
-    }
   }
   return text;
 }
@@ -126,30 +126,34 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
                 "the parameters (" + spec.signature + ")", "(" + have + ")");
   }
   auto group = spec.groups.begin();
-  std::int32_t operands = 0, results = 0;
   for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
     const callgate_parameter& parameter = kernel.parameters[i];
+    const ParameterKind& kind = kind_of(parameter);
+    const std::string label = parameter_name(kernel, i);
     std::int32_t start = 0, count = 1;
-    if (variadic(parameter)) {
+    if (kind.variadic) {
       const std::int64_t given = group != spec.groups.end() ? *group++ : -1;
-      if (given < 0 || !std::in_range<std::int32_t>(given)) {
-        throw Error(where + ", parameter " + parameter_name(kernel, i), "its number of arrays",
-                    std::to_string(given));
-      }
+      if (given < 0 || !std::in_range<std::int32_t>(given))
+        throw Error(where + ", parameter " + label, "its number of arrays", std::to_string(given));
       count = static_cast<std::int32_t>(given);
     }
-    if (takes_operands(parameter)) start = std::exchange(operands, operands + count);
-    if (takes_results(parameter)) start = std::exchange(results, results + count);
-    if (takes_attribute(parameter)) {
+    auto take = [&](std::vector<std::string>& labels) {
+      start = static_cast<std::int32_t>(labels.size());
+      for (std::int32_t k = 0; k < count; ++k) {
+        labels.push_back(label);
+        if (kind.variadic) labels.back().append("[").append(std::to_string(k)).append("]");
+      }
+    };
+    if (kind.operands) take(operand_labels_);
+    if (kind.results) take(result_labels_);
+    updated_.resize(result_labels_.size(), parameter.kind == CALLGATE_INOUT ? 1 : 0);
+    if (parameter.kind >= CALLGATE_ATTR_NUMBER && parameter.kind <= CALLGATE_ATTR_DICTIONARY) {
       start = static_cast<std::int32_t>(ordered_.size());
       bind_attribute(i);
     }
     starts_.push_back(start);
     counts_.push_back(count);
   }
-  operand_count_ = static_cast<std::size_t>(operands);
-  result_count_ = static_cast<std::size_t>(results);
-  label_arrays();
   bound_.attributes = ordered_.data();
   bound_.starts = starts_.data();
   bound_.counts = counts_.data();
@@ -165,37 +169,21 @@ void KernelSite::bind_attribute(std::size_t index) {
   int kind = parameter.kind - CALLGATE_ATTR_NUMBER;
   if (value == nullptr || value->kind != kind ||
       (parameter.dtype != 0 && value->dtype != parameter.dtype)) {
-    throw Error(
-        "kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
-        std::string("an attribute for ") + kKindNames[static_cast<std::size_t>(parameter.kind)],
-        value == nullptr ? "none" : "one of another type");
+    throw Error("kernel '" + kernel.name + "', parameter " + parameter_name(kernel, index),
+                std::string("an attribute for ") + kind_of(parameter).name,
+                value == nullptr ? "none" : "one of another type");
   }
   ordered_.push_back(*value);
 }
 
-// "'x'", "'xs'[1]", or the parameter's number where it has no name.
-void KernelSite::label_arrays() {
-  const KernelInfo& kernel = callee_->info();
-  for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
-    const callgate_parameter& parameter = kernel.parameters[i];
-    for (std::int32_t k = 0; k < counts_[i]; ++k) {
-      std::string label = parameter_name(kernel, i);
-      if (variadic(parameter)) label.append("[").append(std::to_string(k)).append("]");
-      if (takes_operands(parameter)) operand_labels_.push_back(label);
-      if (!takes_results(parameter)) continue;
-      result_labels_.push_back(label);
-      updated_.push_back(parameter.kind == CALLGATE_INOUT ? 1 : 0);
-    }
-  }
-}
-
 void KernelSite::run(const Call& call, Executor* executor) {
   // A program that was made by hand, or damaged: a kernel would read what is not there.
-  if (call.operands.size() != operand_count_ || call.results.size() != result_count_) [[unlikely]] {
+  if (call.operands.size() != operand_labels_.size() ||
+      call.results.size() != result_labels_.size()) [[unlikely]] {
     auto text = [](std::size_t operands, std::size_t results) {
       return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
     };
-    fail("expected " + text(operand_count_, result_count_) + ", got " +
+    fail("expected " + text(operand_labels_.size(), result_labels_.size()) + ", got " +
          text(call.operands.size(), call.results.size()));
   }
   if (std::int64_t delay = kernel_stall_ns(); delay != 0) [[unlikely]]
@@ -207,8 +195,7 @@ void KernelSite::run(const Call& call, Executor* executor) {
 
 // The call itself.
 void KernelSite::run_in_turn(const Call& call, Executor* executor) {
-  if (lanes_.empty()) return run_lane(call, executor);
-  run_lanes(call, executor);
+  lanes_.empty() ? run_lane(call, executor) : run_lanes(call, executor);
 }
 
 // Also says of a call that it waits for its turn.
@@ -230,8 +217,17 @@ void KernelSite::run_reported(const Call& call, Executor* executor,
 void KernelSite::run_lane(const Call& call, Executor* executor) {
   if (!any_kernel_mode()) [[likely]]
     return invoke(call, executor, /*scratch=*/nullptr);
-  if (kernel_mode(KernelMode::kCheckMemory)) return run_checked(call, executor);
-  run_recorded(call, executor, /*scratch=*/nullptr);
+  auto recorded = [&](const Call& made, ScratchSource* scratch) {
+    if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
+    KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), operand_labels_,
+                        result_labels_,          made.operands, made.results};
+    RunningKernel running(&record);
+    invoke(made, executor, scratch);
+  };
+  if (!kernel_mode(KernelMode::kCheckMemory)) return recorded(call, /*scratch=*/nullptr);
+  std::string found = check_memory(
+      {operand_labels_, result_labels_, updated_, callee_->info().repeatable}, call, recorded);
+  if (!found.empty()) fail(found);
 }
 
 inline void KernelSite::invoke(const Call& call, Executor* executor, ScratchSource* scratch) {
@@ -241,21 +237,6 @@ inline void KernelSite::invoke(const Call& call, Executor* executor, ScratchSour
   KernelFrame frame(filled, executor, scratch);
   if (callee_->info().function(&frame) != 0) [[unlikely]]
     fail(frame.message());
-}
-
-void KernelSite::run_recorded(const Call& call, Executor* executor, ScratchSource* scratch) {
-  if (!kernel_mode(KernelMode::kCrashReport)) return invoke(call, executor, scratch);
-  KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), operand_labels_,
-                      result_labels_,          call.operands, call.results};
-  RunningKernel running(&record);
-  invoke(call, executor, scratch);
-}
-
-void KernelSite::run_checked(const Call& call, Executor* executor) {
-  MemoryCheck check({operand_labels_, result_labels_, updated_, callee_->info().repeatable}, call);
-  std::string found = check.run(
-      [&](const Call& copies, ScratchSource* scratch) { run_recorded(copies, executor, scratch); });
-  if (!found.empty()) fail(found);
 }
 
 void KernelSite::fail(const std::string& message) const {
@@ -294,11 +275,10 @@ void KernelSite::run_lanes(const Call& call, Executor* executor) {
       state.error = std::current_exception();
     }
   };
-  if (callee_->info().thread_safe) {
+  if (callee_->info().thread_safe)
     parallel_for(executor, 0, lanes_.count(), 1, body, &shared);
-  } else {
+  else
     body(&shared, 0, lanes_.count());
-  }
   if (shared.error != nullptr) std::rethrow_exception(shared.error);
 }
 

@@ -6,9 +6,14 @@
 // worked out then, so that a call fills in six pointers and jumps.
 #pragma once
 
+#include <dlfcn.h>
+
+#include <array>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,13 +21,47 @@
 
 #include "callgate/kernel_abi.h"
 #include "core/attributes.h"
-#include "core/executor.h"
 #include "core/kernel_callee.h"
 #include "core/kernel_frame.h"
-#include "core/kernel_turn.h"
 #include "core/lifetime.h"
+#include "core/process.h"
 
 namespace callgate {
+
+// Calls that must not run at once: those of a kernel that doesn't say that it is thread-safe, and
+// of all such kernels of one shared library, whose functions may share what they keep.
+//
+// A call has its turn from before its first lane to behind its last one. It may call others of the
+// same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
+// a turn with the GIL, which the kernel that has it may need.
+class KernelTurn {
+ public:
+  using Hold = std::unique_lock<std::recursive_mutex>;
+
+  // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.
+  [[nodiscard]] Hold take() { return Hold(mutexes_[process_.here() ? 0 : 1]); }
+
+ private:
+  OfProcess process_;
+  std::array<std::recursive_mutex, 2> mutexes_;
+};
+
+// The turn of the kernels whose code is in the same shared library as this address; null for code
+// that is in none. Any thread.
+inline std::shared_ptr<KernelTurn> turn_of_library(const void* address) {
+  struct Turns {
+    std::mutex mutex;
+    std::map<const void*, std::weak_ptr<KernelTurn>> by_library;
+  };
+  auto& turns = immortal<Turns>();  // kernels may be made as long as the process lives
+  Dl_info info{};
+  if (dladdr(address, &info) == 0 || info.dli_fbase == nullptr) return nullptr;
+  std::scoped_lock lock(turns.mutex);
+  std::weak_ptr<KernelTurn>& known = turns.by_library[info.dli_fbase];
+  std::shared_ptr<KernelTurn> turn = known.lock();
+  if (turn == nullptr) known = turn = std::make_shared<KernelTurn>();
+  return turn;
+}
 
 // A kernel as it was defined.
 struct KernelInfo {
@@ -74,12 +113,9 @@ class KernelSite : Immovable {
   void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
   void run_lane(const Call& call, Executor* executor);
   void run_lanes(const Call& call, Executor* executor);
-  void run_checked(const Call& call, Executor* executor);
-  void run_recorded(const Call& call, Executor* executor, ScratchSource* scratch);
   void invoke(const Call& call, Executor* executor, ScratchSource* scratch);
   [[noreturn]] void fail(const std::string& message) const;
   void bind_attribute(std::size_t index);
-  void label_arrays();
 
   std::shared_ptr<KernelCallee> callee_;
   std::string site_;
@@ -88,9 +124,9 @@ class KernelSite : Immovable {
   std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
   std::vector<std::int32_t> starts_, counts_;
   callgate_call bound_{};  // what is the same in every call
-  std::size_t operand_count_ = 0, result_count_ = 0;
-  std::vector<std::string> operand_labels_, result_labels_;  // as messages name them
-  std::vector<std::uint8_t> updated_;                        // 1 for results that are InOut
+  // Of each array, as messages name it: "'x'", "'xs'[1]", or the parameter's number.
+  std::vector<std::string> operand_labels_, result_labels_;
+  std::vector<std::uint8_t> updated_;  // 1 for results that are InOut
 };
 
 class KernelCallee final : public KernelCalleeBase,
@@ -98,11 +134,10 @@ class KernelCallee final : public KernelCalleeBase,
  public:
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
       : KernelCalleeBase(std::move(describe)), info_(std::move(info)), keep_(std::move(keep)) {
-    if (info_.thread_safe) {
+    if (info_.thread_safe)
       info_.turn = nullptr;
-    } else if (info_.turn == nullptr) {
+    else if (info_.turn == nullptr)
       info_.turn = std::make_shared<KernelTurn>();
-    }
   }
 
   std::unique_ptr<KernelSite> bind(KernelSpec spec) {

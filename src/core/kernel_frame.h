@@ -1,18 +1,198 @@
-// A call as a kernel sees it, and what its services need. On the stack of the call; making one
-// allocates nothing.
+// What a kernel's call has: threads, working memory, and the services that hand them out.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
 #include <memory>
+#include <new>
 #include <string>
+#include <utility>
 
 #include "callgate/kernel_abi.h"
-#include "core/executor.h"
+#include "core/crash_report.h"
 #include "core/lifetime.h"
-#include "core/scratch.h"
 
 namespace callgate {
+
+// What whoever runs a call lends to it: threads, and loops that are split over them.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  // Threads that tasks may run on, the calling one included.
+  virtual int threads() const noexcept = 0;
+
+  // Runs the task soon, on any thread; false when it can't. The task must not throw.
+  virtual bool schedule(std::function<void()> task) noexcept = 0;
+
+  // The global number of the device that the call runs on; -1 where it has none.
+  virtual std::int64_t device() const noexcept { return -1; }
+};
+
+// A loop's state is shared: a helper that starts late finds nothing left to do.
+struct ParallelLoop {
+  std::int64_t end;
+  std::int64_t part;
+  void (*body)(void*, std::int64_t, std::int64_t);
+  void* data;
+  std::atomic<std::int64_t> next;
+  std::atomic<std::int64_t> left;  // of the elements that are not done
+
+  // Takes parts until none is left. `body` and `data` are touched only while a part is held.
+  void work() {
+    for (;;) {
+      // Order between parts is nobody's business; `left` publishes what they wrote.
+      std::int64_t first = next.fetch_add(part, std::memory_order_relaxed);
+      if (first >= end) return;
+      std::int64_t last = std::min(end, first + part);
+      body(data, first, last);
+      if (left.fetch_sub(last - first, std::memory_order_acq_rel) == last - first)
+        left.notify_all();
+    }
+  }
+};
+
+// Runs body(data, first, last) on parts of [begin, end), each of at least `grain` but the last, on
+// the calling thread and as many others of `executor` (null for none) as are free. Returns when all
+// parts are done. Never waits for a thread that has not started, so that loops inside loops, and
+// on a pool whose threads are all busy, come to an end. `body` must not throw.
+inline void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end,
+                         std::int64_t grain, void (*body)(void*, std::int64_t, std::int64_t),
+                         void* data) {
+  // Enough parts to even out threads of unlike speed, few enough that taking one costs nothing.
+  constexpr std::int64_t kPartsAThread = 4;
+  std::int64_t count = end - begin;
+  if (count <= 0) return;
+  grain = std::max<std::int64_t>(grain, 1);
+  std::int64_t threads = executor == nullptr ? 1 : std::max(executor->threads(), 1);
+  std::int64_t helpers = std::min(threads, (count - 1) / grain + 1) - 1;
+  if (helpers <= 0) return body(data, begin, end);
+  std::int64_t parts = (helpers + 1) * kPartsAThread;
+  // Both counters are published by schedule().
+  auto loop = std::make_shared<ParallelLoop>(end, std::max(grain, (count + parts - 1) / parts),
+                                             body, data, begin, count);
+  for (std::int64_t i = 0; i < helpers; ++i)
+    if (!executor->schedule([loop] { loop->work(); })) break;
+  loop->work();
+  for (std::int64_t left; (left = loop->left.load(std::memory_order_acquire)) != 0;)
+    loop->left.wait(left, std::memory_order_acquire);
+}
+
+// Working memory of kernels, for one call.
+//
+// Blocks of a finished call are kept by the thread that made it, up to kScratchKept bytes a thread:
+// large ones would else come from the system anew at every call, and their page faults cost more
+// than most kernels' work on them. A block's description lies before its memory, so that a call's
+// list of them needs no memory of its own.
+inline constexpr std::size_t kScratchKept = std::size_t{64} << 20;
+inline constexpr std::size_t kScratchAlignment = 64;  // as XLA's own buffers
+
+struct alignas(kScratchAlignment) ScratchBlock {
+  ScratchBlock* next;
+  std::size_t bytes;  // that follow this description
+  void* memory;       // to give back to the system
+};
+
+// Free blocks of one thread, and what they take.
+class ScratchCache {
+ public:
+  using Block = ScratchBlock;
+
+  static ScratchCache& instance() noexcept {
+    static thread_local ScratchCache cache;
+    return cache;
+  }
+  ~ScratchCache() {
+    for (Block* block : blocks_)
+      if (block != nullptr) std::free(block->memory);
+  }
+
+  // The smallest block that is large enough and not more than twice as large.
+  Block* take(std::size_t bytes) noexcept {
+    Block** best = nullptr;
+    for (Block*& block : blocks_) {
+      if (block == nullptr || block->bytes < bytes || block->bytes / 2 > bytes) continue;
+      if (best == nullptr || block->bytes < (*best)->bytes) best = &block;
+    }
+    if (best == nullptr) return nullptr;
+    kept_ -= (*best)->bytes;
+    return std::exchange(*best, nullptr);
+  }
+
+  // Makes room by giving up the oldest; a block that is too large alone is given up itself.
+  void keep(Block* block) noexcept {
+    if (block->bytes > kScratchKept) return std::free(block->memory);
+    while (kept_ + block->bytes > kScratchKept || blocks_[next_] != nullptr) {
+      if (Block* old = std::exchange(blocks_[next_], nullptr)) {
+        kept_ -= old->bytes;
+        std::free(old->memory);
+      }
+      if (kept_ + block->bytes > kScratchKept) next_ = (next_ + 1) % blocks_.size();
+    }
+    kept_ += block->bytes;
+    blocks_[next_] = block;
+    next_ = (next_ + 1) % blocks_.size();
+  }
+
+ private:
+  std::array<Block*, 8> blocks_{};
+  std::size_t next_ = 0;
+  std::size_t kept_ = 0;
+};
+
+// The blocks of one call. Any thread may take one; destroyed when none of them uses any.
+class Scratch : Immovable {
+ public:
+  ~Scratch() {
+    // Whoever took a block is done, and what it did happened before.
+    if (blocks_.load(std::memory_order_relaxed) != nullptr) [[unlikely]]
+      release();
+  }
+
+  // Uninitialised memory of at least `bytes`, aligned to 64 or more; null where there is none.
+  void* take(std::size_t bytes, std::size_t alignment) noexcept {
+    alignment = std::max(alignment, kScratchAlignment);
+    if (bytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) return nullptr;
+    bool usual = alignment == kScratchAlignment;
+    ScratchBlock* block = usual ? ScratchCache::instance().take(bytes) : nullptr;
+    if (block == nullptr) {
+      // The description takes a whole step of the alignment, so that the memory behind it has it.
+      std::size_t size = (bytes / alignment + 1) * alignment;
+      auto* memory = static_cast<std::byte*>(std::aligned_alloc(alignment, alignment + size));
+      if (memory == nullptr) return nullptr;
+      std::byte* place = memory + alignment - sizeof(ScratchBlock);
+      block = ::new (place) ScratchBlock{nullptr, size, memory};
+    }
+    // Only ever pushed to while the call runs, so there is no ABA; release() comes after all
+    // pushes.
+    block->next = blocks_.load(std::memory_order_relaxed);
+    while (!blocks_.compare_exchange_weak(block->next, block, std::memory_order_release,
+                                          std::memory_order_relaxed)) {
+    }
+    return block + 1;
+  }
+
+ private:
+  void release() noexcept {
+    // Sees the descriptions that other threads have pushed.
+    ScratchBlock* block = blocks_.exchange(nullptr, std::memory_order_acquire);
+    while (block != nullptr) {
+      ScratchBlock* next = block->next;
+      if (block->memory == block)
+        ScratchCache::instance().keep(block);
+      else
+        std::free(block->memory);  // of a larger alignment: rare
+      block = next;
+    }
+  }
+
+  std::atomic<ScratchBlock*> blocks_{nullptr};
+};
 
 // Takes the place of the call's scratch memory, to see what becomes of it.
 class ScratchSource {
@@ -21,11 +201,14 @@ class ScratchSource {
   virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
 };
 
+// A call as a kernel sees it. On the stack of the call; making one allocates nothing.
 class KernelFrame : public callgate_call, Immovable {
  public:
   // `executor` and `scratch` may be null. The frame's `services` are its own, whatever `call` has.
   KernelFrame(const callgate_call& call, Executor* executor, ScratchSource* scratch) noexcept
       : callgate_call(call), executor_(executor), source_(scratch) {
+    static constexpr callgate_services kServices = {&run_parallel, &allocate, &threads, &device,
+                                                    &fail};
     services = &kServices;
   }
   ~KernelFrame() {
@@ -44,14 +227,45 @@ class KernelFrame : public callgate_call, Immovable {
   static KernelFrame& of(const callgate_call* call) noexcept {
     return *static_cast<KernelFrame*>(const_cast<callgate_call*>(call));
   }
+
+  using Body = void (*)(void* data, std::int64_t first, std::int64_t last);
   static void run_parallel(const callgate_call* call, std::int64_t begin, std::int64_t end,
-                           std::int64_t grain, void (*body)(void*, std::int64_t, std::int64_t),
-                           void* data);
-  static void* allocate(const callgate_call* call, std::size_t bytes, std::size_t alignment);
-  static std::int32_t threads(const callgate_call* call);
-  static std::int64_t device(const callgate_call* call);
-  static void fail(const callgate_call* call, const char* message);
-  static const callgate_services kServices;
+                           std::int64_t grain, Body body, void* data) {
+    const KernelRecord* record = running_kernel();
+    if (record == nullptr) [[likely]]
+      return parallel_for(of(call).executor_, begin, end, grain, body, data);
+    // The helpers' crashes are this kernel's.
+    struct Recorded {
+      const KernelRecord* record;
+      Body body;
+      void* data;
+    } recorded{record, body, data};
+    auto run = [](void* all, std::int64_t first, std::int64_t last) {
+      const auto& part = *static_cast<Recorded*>(all);
+      RunningKernel running(part.record);
+      part.body(part.data, first, last);
+    };
+    parallel_for(of(call).executor_, begin, end, grain, run, &recorded);
+  }
+
+  static void* allocate(const callgate_call* call, std::size_t bytes, std::size_t alignment) {
+    if (of(call).source_ != nullptr) return of(call).source_->take(bytes, alignment);
+    return of(call).scratch_.take(bytes, alignment);
+  }
+  static std::int32_t threads(const callgate_call* call) {
+    return of(call).executor_ == nullptr ? 1 : of(call).executor_->threads();
+  }
+  static std::int64_t device(const callgate_call* call) {
+    return of(call).executor_ == nullptr ? -1 : of(call).executor_->device();
+  }
+  static void fail(const callgate_call* call, const char* message) {
+    auto kept = std::make_unique<std::string>(message);
+    std::string* none = nullptr;
+    // The first one counts; release publishes its text to the thread that reads it.
+    if (of(call).message_.compare_exchange_strong(none, kept.get(), std::memory_order_release,
+                                                  std::memory_order_relaxed))
+      kept.release();  // NOLINT: the frame's now
+  }
 
   Executor* executor_;
   ScratchSource* source_;

@@ -1,4 +1,5 @@
 // What is on for all kernels of the process, and is off by default: one relaxed load a call.
+// Relaxed throughout: a call that starts while a mode changes may see either.
 #pragma once
 
 #include <atomic>
@@ -16,26 +17,20 @@ inline constinit std::atomic<std::uint32_t> kernel_modes{0};
 inline constinit std::atomic<std::int64_t> kernel_stall_ns{0};
 }  // namespace detail
 
-// Relaxed: a call that starts while a mode changes may see either.
 inline bool any_kernel_mode() noexcept {
   return detail::kernel_modes.load(std::memory_order_relaxed) != 0;
 }
-
 inline bool kernel_mode(KernelMode mode) noexcept {
-  return (detail::kernel_modes.load(std::memory_order_relaxed) &
-          static_cast<std::uint32_t>(mode)) != 0;
+  auto bit = static_cast<std::uint32_t>(mode);
+  return (detail::kernel_modes.load(std::memory_order_relaxed) & bit) != 0;
 }
-
 inline void set_kernel_mode(KernelMode mode, bool on) noexcept {
   auto bit = static_cast<std::uint32_t>(mode);
-  if (on) {
-    detail::kernel_modes.fetch_or(bit, std::memory_order_relaxed);
-  } else {
-    detail::kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
-  }
+  if (on) detail::kernel_modes.fetch_or(bit, std::memory_order_relaxed);
+  if (!on) detail::kernel_modes.fetch_and(~bit, std::memory_order_relaxed);
 }
 
-// After this long a call is reported on stderr, and goes on; 0 for never. Relaxed, as above.
+// After this long a call is reported on stderr, and goes on; 0 for never.
 inline std::int64_t kernel_stall_ns() noexcept {
   return detail::kernel_stall_ns.load(std::memory_order_relaxed);
 }

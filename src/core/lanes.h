@@ -9,26 +9,54 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/array_view.h"
 #include "core/attributes.h"
+#include "core/error.h"
 
 namespace callgate {
 
+// Immutable; any thread.
 class Lanes {
  public:
   Lanes() = default;
 
   // `sizes`: the extent of each level. `masks`: for each level, one 0 or 1 per operand, level after
   // level; its length is sizes.size() times the number of operands. Throws Error otherwise.
-  Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks);
+  Lanes(std::vector<std::int64_t> sizes, std::span<const std::int64_t> masks)
+      : sizes_(std::move(sizes)), masks_(masks.begin(), masks.end()) {
+    if (sizes_.empty() ? !masks_.empty() : masks_.size() % sizes_.size() != 0) {
+      throw Error("batch levels", "a mask of one entry per level and operand",
+                  std::to_string(masks_.size()) + " entries for " + std::to_string(sizes_.size()) +
+                      " levels");
+    }
+    for (std::int64_t mask : masks)
+      if (mask != 0 && mask != 1)
+        throw Error("batch levels", "masks of 0 and 1", std::to_string(mask));
+    for (std::int64_t size : sizes_) {
+      if (size < 0) throw Error("batch levels", "extents", std::to_string(size));
+      if (__builtin_mul_overflow(count_, size, &count_))
+        throw Error("batch levels", "fewer than 2^63 lanes", "more");
+    }
+  }
 
   // As programs hold them: arrays `sizes` and `masks`. Throws Error as above.
-  static Lanes of(const Attributes& held);
+  static Lanes of(const Attributes& held) {
+    std::span<const std::int64_t> sizes = held.integers("sizes");
+    return Lanes({sizes.begin(), sizes.end()}, held.integers("masks"));
+  }
 
   // "3:10;4:11": for each level its extent and its mask, a digit per operand. Streams hold this.
-  std::string text() const;
+  std::string text() const {
+    std::string text;
+    for (std::size_t level = 0; level < sizes_.size(); ++level) {
+      text.append(level == 0 ? "" : ";").append(std::to_string(sizes_[level])).append(":");
+      for (std::size_t i = 0; i < operand_count(); ++i) text += batched(level, i) ? '1' : '0';
+    }
+    return text;
+  }
 
   bool empty() const noexcept { return sizes_.empty(); }
 
@@ -41,15 +69,70 @@ class Lanes {
   // The views of one lane. `lane` and `whole` have the same length; the extents that the lanes'
   // views point to are those of `whole`.
   void select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
-                       std::span<ArrayView> lane) const noexcept;
+                       std::span<ArrayView> lane) const noexcept {
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      // Walk the levels from the innermost: `rest` holds the outer levels' index, `position` grows
+      // by the levels that this operand has.
+      std::int64_t rest = lane_index, position = 0, stride = 1;
+      std::int32_t levels = 0;
+      for (std::size_t level = sizes_.size(); level-- > 0;) {
+        std::int64_t index = rest % sizes_[level];
+        rest /= sizes_[level];
+        if (!batched(level, i)) continue;
+        position += index * stride;
+        stride *= sizes_[level];
+        ++levels;
+      }
+      lane[i] = slab(whole[i], levels, position);
+    }
+  }
   void select_results(std::int64_t lane_index, std::span<const ArrayView> whole,
-                      std::span<ArrayView> lane) const noexcept;
+                      std::span<ArrayView> lane) const noexcept {
+    auto levels = static_cast<std::int32_t>(sizes_.size());
+    for (std::size_t i = 0; i < whole.size(); ++i) lane[i] = slab(whole[i], levels, lane_index);
+  }
 
   // Throws Error unless every operand and result has the leading axes that the levels imply, and
   // lanes that start at a byte.
-  void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const;
+  void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
+    if (empty()) return;
+    if (operands.size() != operand_count()) {
+      throw Error("batched call", std::to_string(operand_count()) + " operands",
+                  std::to_string(operands.size()));
+    }
+    for (std::size_t i = 0; i < operands.size(); ++i)
+      check_axes("operand", i, operands[i], [&](std::size_t level) { return batched(level, i); });
+    for (std::size_t i = 0; i < results.size(); ++i)
+      check_axes("result", i, results[i], [](std::size_t /*level*/) { return true; });
+  }
 
  private:
+  // `whole` without its first `levels` axes, at the `position`-th of the slabs these axes make.
+  static ArrayView slab(const ArrayView& whole, std::int32_t levels,
+                        std::int64_t position) noexcept {
+    ArrayView view{whole.data, whole.dims + levels, whole.rank - levels, whole.dtype};
+    view.data = static_cast<char*>(whole.data) + static_cast<std::size_t>(position) * view.nbytes();
+    return view;
+  }
+
+  template <typename Has>
+  void check_axes(const char* what, std::size_t index, const ArrayView& view, Has&& has) const {
+    auto fail = [&](const char* expected) {
+      throw Error(std::string(what) + " " + std::to_string(index), expected, to_string(view));
+    };
+    std::int32_t axis = 0;
+    for (std::size_t level = 0; level < sizes_.size(); ++level) {
+      if (!has(level)) continue;
+      if (axis >= view.rank || view.dims[axis] != sizes_[level])
+        fail("leading axes for the batch levels");
+      ++axis;
+    }
+    // A lane of a packed type must not start within a byte.
+    ArrayView lane{view.data, view.dims + axis, view.rank - axis, view.dtype};
+    if (axis > 0 && lane.size() * static_cast<std::size_t>(bits(lane.dtype)) % 8 != 0)
+      fail("lanes of whole bytes");
+  }
+
   std::size_t operand_count() const noexcept {
     return sizes_.empty() ? 0 : masks_.size() / sizes_.size();
   }

@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "core/lifetime.h"
@@ -19,18 +20,43 @@ namespace callgate {
 
 class Lifecycle {
  public:
-  static Lifecycle& instance();
+  // Constant-initialised, so that calls pay for no guard.
+  static Lifecycle& instance() {
+    static constinit Lifecycle lifecycle;
+    return lifecycle;
+  }
 
   // False once closed; the caller must then not call user code, nor leave().
-  bool enter() noexcept;
-  void leave() noexcept;
+  bool enter() noexcept {
+    // Acquire: what close() did before it set the bit is seen by whoever is refused.
+    if ((state_.fetch_add(1, std::memory_order_acquire) & kClosed) == 0) return true;
+    leave();
+    return false;
+  }
+  void leave() noexcept {
+    // Release: the call's effects are seen by close() when it reads the count.
+    state_.fetch_sub(1, std::memory_order_release);
+  }
 
   // Refuses new calls, then waits until those inside have left. False when the time ran out.
-  bool close(std::chrono::nanoseconds wait);
-  bool closed() const noexcept;
+  bool close(std::chrono::nanoseconds wait) {
+    // Both ways: later calls see the bit, and this thread sees what earlier calls did.
+    state_.fetch_or(kClosed, std::memory_order_acq_rel);
+    auto deadline = std::chrono::steady_clock::now() + wait;
+    while (active() != 0) {
+      if (std::chrono::steady_clock::now() >= deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  }
+  bool closed() const noexcept {
+    return (state_.load(std::memory_order_acquire) & kClosed) != 0;  // pairs with close()
+  }
 
   // Calls inside now.
-  std::int64_t active() const noexcept;
+  std::int64_t active() const noexcept {
+    return state_.load(std::memory_order_acquire) & ~kClosed;  // pairs with leave()
+  }
 
  private:
   // Bit 62 marks closed, the bits below count the calls inside: one atomic, so that no call can
@@ -58,20 +84,28 @@ class LateCalls {
  public:
   static LateCalls& instance() { return immortal<LateCalls>(); }
 
-  void add(const std::string& callee) noexcept;
-  std::map<std::string, std::uint64_t> all() const;  // by the callee's name
+  void add(const std::string& callee) noexcept {
+    try {
+      std::lock_guard lock(mutex_);
+      ++counts_[callee];
+    } catch (...) {  // NOLINT(bugprone-empty-catch): no memory to count with
+    }
+  }
+  std::map<std::string, std::uint64_t> all() const {  // by the callee's name
+    std::lock_guard lock(mutex_);
+    return counts_;
+  }
 
  private:
   mutable std::mutex mutex_;
   std::map<std::string, std::uint64_t> counts_;
 };
 
-// What a thread of callgate's does last.
+// What a thread of callgate's does last; end_thread() calls it once.
 //
 // Layers above may leave something on a thread that they run on: the bindings, a Python thread
 // state. To take it away they may have to wait for others, which a thread's own destructors must
 // not: who joins the thread may hold what they wait for.
-// Of this thread; end_thread() calls it once.
 inline thread_local void (*at_thread_end)() noexcept = nullptr;
 
 // Called by threads of ours that end before the process does, with nothing locked.

@@ -3,7 +3,7 @@
 // times.
 //
 // Each copy lies between two guards. Results, scratch memory and guards are filled with patterns
-// that kernels hardly ever write, guards with one of their own for each array (guard_pattern.h).
+// that kernels hardly ever write, guards with one of their own for each array.
 // What is found:
 //
 //   - a byte of a guard has changed: a write before or after an array;
@@ -17,18 +17,12 @@
 // XLA's own memory is written once, when all is well.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <list>
-#include <memory>
-#include <mutex>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "core/call.h"
-#include "core/guard_pattern.h"
 #include "core/kernel_frame.h"
 
 namespace callgate {
@@ -41,64 +35,9 @@ struct CheckedSite {
   bool repeatable = false;  // the kernel has no effects
 };
 
-class MemoryCheck final : public ScratchSource {
- public:
-  MemoryCheck(const CheckedSite& site, const Call& call);
-
-  // Runs the kernel by `run`, which gets the copies and this as the source of scratch memory. The
-  // message of what was found, "" when nothing was. What `run` throws comes out of it, and nothing
-  // is looked at.
-  std::string run(const std::function<void(const Call&, ScratchSource*)>& run);
-
-  void* take(std::size_t bytes, std::size_t alignment) noexcept override;
-
- private:
-  using Fill = GuardPattern::Fill;
-  // The pattern that all results start with. It is no guard's: a result made of what lies outside
-  // is not one that was left as it was.
-  static constexpr std::size_t kResults = 0;
-
-  // Memory between two guards, all of the pattern `number`; a result's inside is of kResults.
-  struct Guarded {
-    Guarded(std::size_t bytes, std::size_t alignment, DType dtype, std::size_t number, bool result);
-    void fill(Fill fill) noexcept;
-    // How far outside, in bytes, the first write was; the side; how many bytes have changed.
-    // `others`: the patterns of the call's arrays. An element that is another's has changed as a
-    // whole, though patterns may have some bytes in common.
-    std::string damage(Fill fill, std::size_t element_bytes,
-                       std::span<const GuardPattern> others) const;
-
-    std::unique_ptr<std::byte, void (*)(void*)> memory;
-    std::byte* data = nullptr;
-    std::size_t bytes, guard, after;  // of the array, before it, and after it
-    DType dtype;
-    std::size_t number;
-    bool result;
-  };
-
-  void prepare(Fill fill);
-  std::vector<GuardPattern> patterns(Fill fill) const;
-  void inspect(Fill fill);
-  void find_unwritten(bool repeated);
-  bool same_results() const;
-  void find_dependence();
-  void publish() const;
-  std::vector<std::vector<std::byte>> snapshot() const;
-  std::string subject(const char* side, std::size_t index, const ArrayView& view,
-                      std::span<const std::string> labels) const;
-
-  CheckedSite site_;
-  Call original_;
-  Fill fill_ = Fill::kRare;
-  std::vector<Guarded> operand_copies_, result_copies_;  // an operand that is a result has none
-  std::vector<std::ptrdiff_t> alias_;                    // of each operand: its result, or -1
-  std::vector<bool> starts_filled_;                      // of each result
-  std::vector<ArrayView> operands_, results_;
-  std::vector<std::vector<std::byte>> first_;  // the results of the first run
-  std::size_t arrays_ = 0;                     // that have guards of their own, but for scratch_
-  std::mutex mutex_;                           // guards scratch_, which a kernel's threads take
-  std::list<Guarded> scratch_;
-  std::vector<std::string> findings_;
-};
+// Runs the kernel by `run`, which gets the copies and the source of scratch memory. The message of
+// what was found, "" when nothing was. What `run` throws comes out of it, and nothing is looked at.
+std::string check_memory(const CheckedSite& site, const Call& call,
+                         const std::function<void(const Call&, ScratchSource*)>& run);
 
 }  // namespace callgate

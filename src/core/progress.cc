@@ -2,7 +2,11 @@
 #include "core/progress.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <utility>
+
+#include "core/error.h"
 
 namespace callgate {
 namespace {
@@ -30,12 +34,9 @@ std::int64_t next_chunk(std::int64_t steps, std::int64_t elapsed_ns) noexcept {
 
 }  // namespace
 
-ProgressBoard::ProgressBoard(Clock clock) : clock_(std::move(clock)) {}
-
 std::int64_t ProgressBoard::now() const {
-  if (clock_) return clock_().count();
-  auto since_start = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+  using std::chrono::nanoseconds, std::chrono::steady_clock;
+  return (clock_ ? clock_() : nanoseconds(steady_clock::now().time_since_epoch())).count();
 }
 
 ProgressBoard::Slot* ProgressBoard::find(std::int32_t handle) noexcept {
@@ -48,9 +49,8 @@ ProgressBoard::Slot* ProgressBoard::find(std::int32_t handle) noexcept {
 // One device of a run draws; a run without an id, or with one device, always does.
 bool ProgressBoard::owns(const CallContext& context) {
   if (context.run == kNoRun) return true;
-  for (const Owner& owner : owners_) {
+  for (const Owner& owner : owners_)
     if (owner.run == context.run) return owner.device == context.device;
-  }
   owners_[next_owner_] = {context.run, context.device};
   next_owner_ = (next_owner_ + 1) % kOwners;
   return true;
@@ -63,12 +63,9 @@ ProgressBoard::Slot* ProgressBoard::take(const ProgressStart& start, const CallC
   for (Slot& slot : slots_) {
     // Relaxed: phases change to live or free under the lock alone.
     Phase phase = slot.phase.load(std::memory_order_relaxed);
-    if (phase == Phase::kLive) continue;
-    if (phase == Phase::kFree) {
-      if (found == nullptr) found = &slot;
-      continue;
-    }
     if (phase == Phase::kEnded && slot.run == context.run && slot.site == start.site) return &slot;
+    if (phase == Phase::kFree && found == nullptr) found = &slot;
+    if (phase == Phase::kLive || phase == Phase::kFree) continue;
     if (oldest == nullptr || slot.bar < oldest->bar) oldest = &slot;
   }
   if (found == nullptr) found = oldest;
@@ -79,7 +76,7 @@ ProgressBoard::Slot* ProgressBoard::take(const ProgressStart& start, const CallC
 std::int32_t ProgressBoard::begin(const std::string& spec, const ProgressStart& start,
                                   const CallContext& context) {
   std::int32_t handle = 0;
-  bool first = false;
+  std::function<void()> wake;
   {
     std::lock_guard lock(mutex_);
     if (!owns(context)) return 0;
@@ -99,19 +96,10 @@ std::int32_t ProgressBoard::begin(const std::string& spec, const ProgressStart& 
     slot->updated_ns.store(slot->began_ns, std::memory_order_relaxed);
     slot->phase.store(Phase::kLive, std::memory_order_relaxed);
     slot->handle.store(handle, std::memory_order_release);
-    first = !std::exchange(drawn_, true);
-  }
-  if (first) wake();
-  return handle;
-}
-
-void ProgressBoard::wake() {
-  std::function<void()> wake;
-  {
-    std::lock_guard lock(mutex_);
-    wake = wake_;
+    if (!std::exchange(drawn_, true)) wake = wake_;
   }
   if (wake) wake();
+  return handle;
 }
 
 void ProgressBoard::store_count(Slot& slot, std::uint32_t count) noexcept {
@@ -124,9 +112,8 @@ void ProgressBoard::store_count(Slot& slot, std::uint32_t count) noexcept {
 std::int32_t ProgressBoard::update(std::int32_t handle, std::uint32_t count) noexcept {
   Slot* slot = find(handle);
   // Relaxed: see store_count().
-  if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive) {
+  if (slot == nullptr || slot->phase.load(std::memory_order_relaxed) != Phase::kLive)
     return static_cast<std::int32_t>(kMostSteps);
-  }
   std::int64_t before = slot->count.load(std::memory_order_relaxed);
   store_count(*slot, count);
   std::int64_t every = slot->every.load(std::memory_order_relaxed);
@@ -190,18 +177,11 @@ std::vector<ProgressState> ProgressBoard::poll() const {
     // Acquire: pairs with end(), so that an ended bar has its last count.
     Phase phase = slot.phase.load(std::memory_order_acquire);
     if (phase == Phase::kFree) continue;
-    std::int64_t time = now();
-    std::int64_t until =
-        phase == Phase::kLive ? time : slot.updated_ns.load(std::memory_order_relaxed);
-    states.push_back({.handle = slot.handle.load(std::memory_order_relaxed),
-                      .bar = slot.bar,
-                      .spec = slot.spec,
-                      .run = slot.run,
-                      .total = slot.total,
-                      .count = slot.count.load(std::memory_order_relaxed),
-                      .age_ns = time - slot.began_ns,
-                      .elapsed_ns = until - slot.began_ns,
-                      .phase = phase});
+    std::int64_t time = now(), until = time;
+    if (phase != Phase::kLive) until = slot.updated_ns.load(std::memory_order_relaxed);
+    states.push_back({slot.handle.load(std::memory_order_relaxed), slot.bar, slot.spec, slot.run,
+                      slot.total, slot.count.load(std::memory_order_relaxed), time - slot.began_ns,
+                      until - slot.began_ns, phase});
   }
   return states;
 }
@@ -215,11 +195,6 @@ void ProgressBoard::release(std::int32_t handle) noexcept {
   slot->phase.store(Phase::kFree, std::memory_order_relaxed);
 }
 
-void ProgressBoard::set_wake(std::function<void()> wake) {
-  std::lock_guard lock(mutex_);
-  wake_ = std::move(wake);
-}
-
 bool ProgressBoard::retire() {
   std::lock_guard lock(mutex_);
   bool empty = std::ranges::all_of(slots_, [](const Slot& slot) {
@@ -228,6 +203,76 @@ bool ProgressBoard::retire() {
   });
   if (empty) drawn_ = false;
   return empty;
+}
+
+// --- The callee: a call reads one or two scalars and writes one
+// ------------------------------------
+
+namespace {
+
+enum class Kind : std::uint8_t { kBegin, kBeginOf, kUpdate, kEnd, kStep };
+
+// By kind, with the number of operands that are read; what follows are anchors.
+constexpr std::array<std::pair<std::string_view, std::size_t>, 5> kKinds{
+    {{"begin", 0}, {"begin_of", 1}, {"update", 2}, {"end", 2}, {"step", 0}}};
+
+class ProgressSite final : public Site {
+ public:
+  ProgressSite(ProgressBoard& board, Kind kind, ProgressStart start, std::string text)
+      : board_(board), kind_(kind), start_(start), text_(std::move(text)) {}
+
+  void run(const Call& call) override {
+    auto is_scalar = [](const ArrayView& view) {
+      return view.dtype == DType::kS32 && view.rank == 0;
+    };
+    std::size_t scalars = kKinds[static_cast<std::size_t>(kind_)].second;
+    if (call.operands.size() < scalars ||
+        !std::ranges::all_of(call.operands.first(scalars), is_scalar) ||
+        !std::ranges::all_of(call.results, is_scalar))
+      throw Error(ErrorCode::kInvalidArgument, "progress: expected s32 scalars");
+    std::int32_t result = answer(call);
+    if (!call.results.empty()) *static_cast<std::int32_t*>(call.results[0].data) = result;
+  }
+
+ private:
+  std::int32_t answer(const Call& call) {
+    auto scalar = [&](std::size_t i) {
+      return *static_cast<const std::int32_t*>(call.operands[i].data);
+    };
+    auto count = [&] { return static_cast<std::uint32_t>(scalar(1)); };
+    ProgressStart start = start_;
+    switch (kind_) {
+      case Kind::kBeginOf: start.total = std::max(scalar(0), 0); [[fallthrough]];
+      case Kind::kBegin: return board_.begin(text_, start, call.context);
+      case Kind::kUpdate: return board_.update(scalar(0), count());
+      case Kind::kEnd: board_.end(scalar(0), count()); break;
+      case Kind::kStep: board_.step(text_, start, call.context); break;
+    }
+    return 0;
+  }
+
+  ProgressBoard& board_;
+  Kind kind_;
+  ProgressStart start_;
+  std::string text_;
+};
+
+}  // namespace
+
+std::shared_ptr<Site> ProgressCallee::specialise(SiteSpec spec) {
+  static std::atomic<std::int64_t> sites{0};
+  const Attributes& held = spec.held.dictionary("progress");
+  const std::string_view kind = held.text("kind");
+  const auto* known = std::ranges::find(kKinds, kind, &decltype(kKinds)::value_type::first);
+  if (known == kKinds.end()) {
+    throw Error("a progress bar's call", "begin, begin_of, update, end or step",
+                "'" + std::string(kind) + "'");
+  }
+  // Relaxed: any distinct numbers will do.
+  const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
+  return std::make_shared<ProgressSite>(
+      board_, static_cast<Kind>(known - kKinds.begin()),
+      ProgressStart{site, held.integer("every"), held.integer("total", -1)}, std::move(spec.spec));
 }
 
 }  // namespace callgate

@@ -1,7 +1,7 @@
 // Progress bars as programs feed them: numbers in slots, which somebody else draws.
 //
 // A program that runs a loop begins a bar, updates it now and then, and ends it
-// (progress_callee.h). That stores numbers in a slot of the process's `ProgressBoard`. Who draws (a
+// (ProgressCallee). That stores numbers in a slot of the process's `ProgressBoard`. Who draws (a
 // Python thread) polls the board, and releases what it has drawn for the last time.
 //
 // An update is lock-free, on any XLA thread. Beginning takes a lock, once a loop. The board owns
@@ -15,6 +15,8 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/call.h"
@@ -50,7 +52,7 @@ class ProgressBoard {
   static ProgressBoard& instance() { return immortal<ProgressBoard>(); }
 
   using Clock = std::function<std::chrono::nanoseconds()>;
-  explicit ProgressBoard(Clock clock = {});
+  explicit ProgressBoard(Clock clock = {}) : clock_(std::move(clock)) {}
 
   // The bar's handle, or 0 for none: another device of the run draws, or there are too many bars.
   std::int32_t begin(const std::string& spec, const ProgressStart& start,
@@ -75,7 +77,10 @@ class ProgressBoard {
   void release(std::int32_t handle) noexcept;
 
   // `wake` is called, without a lock held, by the first bar that begins while nobody draws.
-  void set_wake(std::function<void()> wake);
+  void set_wake(std::function<void()> wake) {
+    std::lock_guard lock(mutex_);
+    wake_ = std::move(wake);
+  }
 
   // Whoever draws stops, if there are no bars; false when there are.
   bool retire();
@@ -91,12 +96,7 @@ class ProgressBoard {
     std::atomic<std::int64_t> updated_ns{0};  // or ended
     // The rest changes under the lock, before `handle` does.
     std::atomic<std::int64_t> every{0};  // read by updates, so atomic
-    std::int64_t began_ns = 0;
-    std::int64_t bar = 0;
-    std::int64_t site = 0;
-    std::int64_t run = -1;
-    std::int64_t device = -1;
-    std::int64_t total = -1;
+    std::int64_t began_ns = 0, bar = 0, site = 0, run = -1, device = -1, total = -1;
     std::string spec;
   };
 
@@ -105,7 +105,6 @@ class ProgressBoard {
   bool owns(const CallContext& context);
   void store_count(Slot& slot, std::uint32_t count) noexcept;
   std::int64_t now() const;
-  void wake();
 
   Clock clock_;
   mutable std::mutex mutex_;
@@ -121,6 +120,28 @@ class ProgressBoard {
   std::int64_t next_bar_ = 1;
   bool drawn_ = false;
   std::function<void()> wake_;
+};
+
+// What programs call, by name, to feed all bars of a process. Runs on any XLA thread, without the
+// GIL; the board is borrowed and outlives every site. A call holds a dictionary `progress` of kind,
+// every and total, and as its spec the text that the board keeps. Kinds are
+//   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
+//   update (handle, count) -> steps until the next update
+//   end (handle, count, anchors...) -> 0      step (anchors...) -> 0
+// all s32 scalars. Anchors are whatever the call has to wait for; nobody looks at them.
+class ProgressCallee final : public Callee {
+ public:
+  static constexpr std::string_view kName = "callgate.progress";
+
+  explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
+
+  // Throws Error(kInvalidArgument) for any other kind.
+  std::shared_ptr<Site> specialise(SiteSpec spec) override;
+  const std::string& name() const noexcept override { return name_; }
+
+ private:
+  ProgressBoard& board_;
+  std::string name_{kName};
 };
 
 }  // namespace callgate

@@ -15,7 +15,7 @@
 #include "cuda/completions.h"
 #include "cuda/driver.h"
 #include "xla/cuda_call.h"
-#include "xla/guard.h"
+#include "xla/ffi.h"
 #include "xla/owned_call.h"
 
 namespace callgate::xla_ffi {
@@ -25,40 +25,34 @@ namespace {
 // longer than one on the device would.
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
-// A bound on what waits for its way to the host.
+// A share of what may wait for its way to the host.
 //
 // Programs are given to a stream long before it runs them, so the copies of their taps could take
-// any amount of pinned memory. Beyond kMost the program's thread waits.
-class Backlog {
+// any amount of pinned memory. Beyond kMost the program's thread waits; a call that is larger than
+// all of it waits until it is alone.
+class Room : Immovable {
  public:
-  static constexpr std::size_t kMost = std::size_t{512} << 20;
-
-  // A share of the bound; a call that is larger than all of it waits until it is alone.
-  class Room : Immovable {
-   public:
-    explicit Room(std::size_t bytes) : bytes_(bytes) {
-      Backlog& all = instance();
-      std::unique_lock lock(all.mutex_);
-      all.freed_.wait(lock, [&] { return all.taken_ == 0 || all.taken_ + bytes_ <= kMost; });
-      all.taken_ += bytes_;
-    }
-    ~Room() {
-      Backlog& all = instance();
-      std::lock_guard lock(all.mutex_);
-      all.taken_ -= bytes_;
-      all.freed_.notify_all();
-    }
-
-   private:
-    std::size_t bytes_;
-  };
+  explicit Room(std::size_t bytes) : bytes_(bytes) {
+    std::unique_lock lock(all_.mutex);
+    all_.freed.wait(lock, [&] { return all_.taken == 0 || all_.taken + bytes_ <= kMost; });
+    all_.taken += bytes_;
+  }
+  ~Room() {
+    std::lock_guard lock(all_.mutex);
+    all_.taken -= bytes_;
+    all_.freed.notify_all();
+  }
 
  private:
-  static Backlog& instance() { return immortal<Backlog>(); }
+  static constexpr std::size_t kMost = std::size_t{512} << 20;
+  struct Backlog {
+    std::mutex mutex;
+    std::condition_variable freed;
+    std::size_t taken = 0;
+  };
 
-  std::mutex mutex_;
-  std::condition_variable freed_;
-  std::size_t taken_ = 0;
+  std::size_t bytes_;
+  Backlog& all_ = immortal<Backlog>();
 };
 
 // The host's part: `body` makes the copied call. Nothing is thrown.
@@ -98,31 +92,29 @@ class CapturedCall {
   // In a host function, which may neither call CUDA nor wait: the site takes the call at once where
   // nothing of this device is before it, or gets copies on the completion thread.
   void replay() {
-    guarded([this] { run(); },
-            [this](const Error& error) {
-              auto keep = [site = copied_.site, error] { keep_failure(*site->callee, error); };
-              guarded([&] { completions_.later(keep); }, [&](const Error&) { keep(); });
-            });
-  }
-
- private:
-  void run() {
-    ActiveCall active;
-    if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
-    Call call = copied_.call();
-    if (!copied_.runs()) return;
-    if (completions_.pending() == 0 && copied_.site->site->run_replayed(call)) return;
-    auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
-    completions_.later([site = copied_.site, owned] {
-      auto deferred = [&] {
-        ActiveCall still;
-        if (!still.entered()) return refuse_at_exit(*site->callee);
-        if (!site->site->run_replayed(owned->call())) site->site->run_deferred(owned->call());
-      };
-      guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
+    auto run = [this] {
+      ActiveCall active;
+      if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
+      Call call = copied_.call();
+      if (!copied_.runs()) return;
+      if (completions_.pending() == 0 && copied_.site->site->run_replayed(call)) return;
+      auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
+      completions_.later([site = copied_.site, owned] {
+        auto deferred = [&] {
+          ActiveCall still;
+          if (!still.entered()) return refuse_at_exit(*site->callee);
+          if (!site->site->run_replayed(owned->call())) site->site->run_deferred(owned->call());
+        };
+        guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
+      });
+    };
+    guarded(run, [this](const Error& error) {
+      auto keep = [site = copied_.site, error] { keep_failure(*site->callee, error); };
+      guarded([&] { completions_.later(keep); }, [&](const Error&) { keep(); });
     });
   }
 
+ private:
   CopiedCall copied_;
   cuda::Completions& completions_;
 };
@@ -148,7 +140,7 @@ std::size_t nbytes(std::span<const ArrayView> views) {
 // `to_keep` go to the site as copies on the device, where it wants any.
 void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const ArrayView> sent) {
   std::size_t bytes = nbytes(sent) + call.number.nbytes();
-  auto room = std::make_shared<Backlog::Room>(bytes + nbytes(to_keep));
+  auto room = std::make_shared<Room>(bytes + nbytes(to_keep));
   std::shared_ptr<cuda::KeptCopies> kept;
   if (!to_keep.empty())
     kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);

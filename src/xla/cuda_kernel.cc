@@ -11,28 +11,23 @@
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "xla/attributes.h"
-#include "xla/cuda_shards.h"
+#include "xla/cuda_call.h"
 #include "xla/decode.h"
-#include "xla/guard.h"
+#include "xla/ffi.h"
 #include "xla/handlers.h"
-#include "xla/state.h"
 
 namespace callgate::xla_ffi {
 namespace {
 
-namespace ffi = ::xla::ffi;
-
 // One call site of one executable. CUDA's plugin has a registry of types of its own.
 struct CudaKernelState {
-  static ffi::TypeId id;
+  static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.cuda_kernel_state";
   std::unique_ptr<cuda::LaunchSite> site;
-  bool poison_on_error = false;  // see settled() in guard.h
+  bool poison_on_error = false;  // see settled() in ffi.h
   Shards shards;
   DeviceShards numbers;
 };
-
-ffi::TypeId CudaKernelState::id = {};
 
 // Throws.
 std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& attrs) {
@@ -88,10 +83,8 @@ class ScratchBlocks : Immovable {
                                             kAlignment,
                                             nullptr};
     if (XLA_FFI_Error* error = frame_.api->XLA_FFI_DeviceMemory_Allocate(&args)) {
-      std::string message = ffi::internal::GetErrorMessage(frame_.api, error);
-      ffi::internal::DestroyError(frame_.api, error);
       throw Error(ErrorCode::kInternal, "a kernel's scratch memory",
-                  std::to_string(bytes) + " bytes on the device", message);
+                  std::to_string(bytes) + " bytes on the device", take_message(frame_.api, error));
     }
     return reinterpret_cast<cuda::DevicePointer>(args.data);
   }

@@ -11,38 +11,24 @@
 #include "core/progress.h"
 #include "xla/call_site.h"
 #include "xla/decode.h"
-#include "xla/future.h"
-#include "xla/guard.h"
+#include "xla/ffi.h"
 #include "xla/handlers.h"
-#include "xla/overdue.h"
 #include "xla/owned_call.h"
-#include "xla/state.h"
 
 namespace callgate::xla_ffi {
 namespace {
 
-namespace ffi = ::xla::ffi;
-
 // What XLA owns for the site.
 struct GateState {
-  static ffi::TypeId id;
+  static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.gate_state";
   std::shared_ptr<CallSite> call_site;
 };
-
-ffi::TypeId GateState::id = {};
 
 // XLA has 32 programs of a device under way at once, and then makes the next wait. Calls within
 // each other, each in a program that the one before runs, must not need more.
 constexpr int kMostWithin = 24;
 thread_local int t_within = 0;  // such calls around what this worker runs
-
-// Throws.
-std::unique_ptr<GateState> instantiate_gate(const XLA_FFI_Attrs& attrs) {
-  auto state = std::make_unique<GateState>();
-  state->call_site = make_call_site(attrs);
-  return state;
-}
 
 // A call on a thread of its own, shared by the worker that runs it, the watchdog that gives it up
 // and the one that looks whether it waits for itself. The first of them settles it.
@@ -77,11 +63,10 @@ struct OwnThreadCall final : WatchedCall {
     ActiveCall active;
     auto body = [&] {
       t_within = within;
-      if (active.entered()) {
+      if (active.entered())
         site->site->run(call.call());
-      } else {
+      else
         refuse_at_exit(*site->callee);
-      }
       t_within = 0;  // the program goes on here; its calls are not within this one
       promise.succeed([&] { call.publish(); });
     };
@@ -166,11 +151,10 @@ void execute_gate(XLA_FFI_CallFrame* frame) {
     return site->site->skip(Call{decoded.operands(), decoded.results(), {}});
   bool own_thread = site->callee->own_thread();
   CallContext context;
-  if (site->reads_context || own_thread) {
+  if (site->reads_context || own_thread)
     context = decode_context(*frame);
-  } else {
+  else
     context.run = decode_run(*frame);
-  }
   context.shard = shard;
   try {
     run_call(frame, site, {decoded.operands(), decoded.results(), context}, own_thread);
@@ -183,7 +167,9 @@ void execute_gate(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame) {
-  return StateOf<GateState>::instantiate(frame, instantiate_gate);
+  return StateOf<GateState>::instantiate(frame, [](const XLA_FFI_Attrs& attributes) {
+    return std::make_unique<GateState>(make_call_site(attributes));
+  });
 }
 
 XLA_FFI_Error* gate_execute(XLA_FFI_CallFrame* frame) {

@@ -1,34 +1,32 @@
 // Kernels for the CPU. Reads the raw frame: what a call costs beside the kernel itself is here.
 #include "core/kernel.h"
 
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "core/interrupt.h"
+#include "core/kernel_frame.h"
 #include "core/registry.h"
 #include "xla/attributes.h"
 #include "xla/call_site.h"
 #include "xla/decode.h"
-#include "xla/executor.h"
-#include "xla/guard.h"
+#include "xla/ffi.h"
 #include "xla/handlers.h"
 #include "xla/kernel_cache.h"
-#include "xla/state.h"
 
 namespace callgate::xla_ffi {
 namespace {
 
-namespace ffi = ::xla::ffi;
-
 // One call site of one executable.
 struct KernelState {
-  static ffi::TypeId id;
+  static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.kernel_state";
   std::shared_ptr<BoundKernel> bound;
 };
-
-ffi::TypeId KernelState::id = {};
 
 // Throws.
 std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
@@ -56,6 +54,47 @@ std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
   });
   return state;
 }
+
+// XLA's own threads, for one call. Borrows the frame, which lives until the handler returns.
+class XlaExecutor final : public Executor {
+ public:
+  explicit XlaExecutor(const XLA_FFI_CallFrame& frame) noexcept
+      : api_(frame.api), context_(frame.ctx) {}
+
+  int threads() const noexcept override {
+    std::int64_t count = 1;
+    XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr,
+                                            context_, &count};
+    bool told = succeeded(api_, api_->XLA_FFI_ThreadPool_NumThreads(&args));
+    return told ? static_cast<int>(count) : 1;
+  }
+
+  bool schedule(std::function<void()> task) noexcept override {
+    using Task = std::function<void()>;
+    std::unique_ptr<Task> owned(new (std::nothrow) Task(std::move(task)));
+    if (owned == nullptr) return false;
+    XLA_FFI_Task* run = [](void* data) {
+      std::unique_ptr<Task> mine(static_cast<Task*>(data));
+      (*mine)();
+    };
+    XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr,
+                                          context_, run, owned.get()};
+    if (!succeeded(api_, api_->XLA_FFI_ThreadPool_Schedule(&args))) return false;
+    owned.release();  // NOLINT: the task deletes itself
+    return true;
+  }
+
+  std::int64_t device() const noexcept override {
+    XLA_FFI_DeviceOrdinal_Get_Args args{XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr,
+                                        context_, -1};
+    bool told = succeeded(api_, api_->XLA_FFI_DeviceOrdinal_Get(&args));
+    return told ? args.device_ordinal : -1;
+  }
+
+ private:
+  const XLA_FFI_Api* api_;
+  XLA_FFI_ExecutionContext* context_;
+};
 
 void execute_kernel(XLA_FFI_CallFrame* frame) {
   BoundKernel& bound = RecentKernels::find(

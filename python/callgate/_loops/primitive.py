@@ -27,7 +27,7 @@ from callgate._core.effects import PROGRESS_EFFECT, ProgressEffect
 from callgate._jax import lowering, tracing
 from callgate._jax.tracing import Primitive
 
-CALLEE = "callgate.progress"  # as src/core/progress_callee.h registers it
+CALLEE = "callgate.progress"  # as src/core/progress.h registers it
 UNKNOWN = -1
 NEVER = 1 << 30  # steps until an update that need not come
 

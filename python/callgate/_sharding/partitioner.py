@@ -4,7 +4,7 @@ A call in a program over several devices holds, besides what every call holds, t
 (`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
 partitioner calls `_partition` with the arrays' shapes and shardings. It answers with the shardings
 that the call needs and a module in which every device makes the same call on its tiles, with its
-position in the program as one more operand (src/xla/shards.h). Nothing here runs when the program
+position in the program as one more operand (xla/call_site.h). Nothing here runs when the program
 does.
 
 XLA gives what it found by the rule, but holds nobody to it: an operand may come split along a

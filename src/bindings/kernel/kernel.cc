@@ -21,7 +21,6 @@
 #include "core/crash_report.h"
 #include "core/kernel.h"
 #include "core/kernel_mode.h"
-#include "core/kernel_turn.h"
 #include "core/utf8.h"
 
 namespace callgate::bindings {
@@ -52,7 +51,7 @@ std::vector<ArrayView> views(const nb::list& arrays) {
   return views;
 }
 
-// The Python object `KernelTurn`; see core/kernel_turn.h.
+// The Python object `KernelTurn`; see core/kernel.h.
 struct TurnHandle {
   std::shared_ptr<KernelTurn> turn;
 };

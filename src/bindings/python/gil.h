@@ -22,7 +22,7 @@ namespace callgate::bindings {
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
 // would drop references, and release the GIL, without having it; so the thread stops here for good,
-// as in Python 3.14 (see also xla/guard.h).
+// as in Python 3.14 (see also xla/ffi.h).
 template <typename Body>
 auto running_python(Body&& body) {
   try {

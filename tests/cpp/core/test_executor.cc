@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/executor.h"
+#include "core/kernel_frame.h"
 #include "fake_executor.h"
 
 namespace callgate {

@@ -17,7 +17,6 @@
 
 #include "core/kernel.h"
 #include "core/kernel_mode.h"
-#include "core/kernel_turn.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"

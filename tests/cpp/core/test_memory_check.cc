@@ -116,7 +116,7 @@ std::string outside(std::size_t bytes, std::size_t distance, const char* side) {
 TEST_F(MemoryCheckTest, WhatIsCopiedFromOneGuardToAnotherIsSeenInEveryType) {
 #define X(identifier, code, name, bits)                                                    \
   if (constexpr std::size_t width = (bits) / 8; width != 0) {                              \
-    constexpr DType type = DType::identifier;                                              \
+    constexpr DType type = DType::k##identifier;                                           \
     EXPECT_EQ(copied(type, width, 0), "") << name;                                         \
     for (bool repeatable : {true, false}) {                                                \
       EXPECT_THAT(copied(type, width, width, 0, 0, repeatable),                            \
@@ -416,10 +416,10 @@ TEST_F(MemoryCheckTest, ItIsOffAgainAfterwards) {
 
 TEST_F(MemoryCheckTest, EveryTypeIsToldWrittenFromUnwritten) {
 #define X(identifier, code, name, bits)                                                       \
-  if (!is_packed(DType::identifier)) {                                                        \
+  if (!is_packed(DType::k##identifier)) {                                                     \
     std::vector<std::uint8_t> memory(3 * (bits) / 8);                                         \
     Arrays none, out;                                                                         \
-    out.add(DType::identifier, memory, {3});                                                  \
+    out.add(DType::k##identifier, memory, {3});                                               \
     auto zero = [](const callgate_call* call) {                                               \
       std::memset(call->results[0].data, 0, 3 * (bits) / 8);                                  \
       return std::int32_t{0};                                                                 \

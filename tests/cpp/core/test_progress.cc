@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "core/progress.h"
-#include "core/progress_callee.h"
 #include "fake_attributes.h"
 
 namespace callgate {

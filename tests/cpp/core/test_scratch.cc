@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/scratch.h"
+#include "core/kernel_frame.h"
 
 namespace callgate {
 namespace {

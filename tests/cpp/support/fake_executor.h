@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/executor.h"
+#include "core/kernel_frame.h"
 
 namespace callgate::fake {
 

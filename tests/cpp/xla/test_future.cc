@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fake_xla.h"
-#include "xla/future.h"
+#include "xla/owned_call.h"
 
 namespace callgate::xla_ffi {
 namespace {
