@@ -132,7 +132,6 @@ NB_MODULE(_callgate, module) {
   bind_buffer(module);
   bind_interrupt(module);
   bind_channel(module);
-  bind_record_writer(module);
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);

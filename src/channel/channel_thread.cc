@@ -232,9 +232,8 @@ void Channel::rest() {
   if (closing_ || no_memory_.load(std::memory_order_relaxed) > 1) return;  // see report_no_memory()
   if (!flushes_.empty()) {
     // If it is not due yet, a sender is about to publish.
-    if (!settled_.covers(flushes_.front().moment)) {
+    if (!settled_.covers(flushes_.front().moment))
       work_.wait_for(lock, std::chrono::microseconds(200));
-    }
     return;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;

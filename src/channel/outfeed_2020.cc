@@ -12,8 +12,7 @@
 #include <iterator>
 #include <utility>
 
-#include "channel/file_lock.h"
-#include "channel/sinks/consume_each.h"
+#include "channel/consumer.h"
 #include "channel/sinks/file.h"
 #include "core/error.h"
 
@@ -136,12 +135,11 @@ std::string encode_metadata(std::span<const ArrayType> arrays) {
   put_array(out, arrays.size());
   for (const ArrayType& array : arrays) {
     std::optional<std::uint32_t> code = code_of(array.dtype);
-    if (!code) {
+    if (!code)
       refuse(
           "a dtype of int8 to int64, uint8 to uint64, float16 to float64, bfloat16, bool or "
           "complex",
           std::string(name(array.dtype)));
-    }
     put_array(out, 2);
     put_number(out, *code);
     put_array(out, array.dims.size());

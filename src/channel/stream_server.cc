@@ -40,10 +40,9 @@ StreamServer::StreamServer(StreamAddress address, Limits limits, std::string pre
       listener_(listen_stream(address_)),
       preamble_(std::make_shared<const std::string>(std::move(preamble))) {
   std::array<int, 2> ends{};
-  if (pipe(ends.data()) != 0) {
+  if (pipe(ends.data()) != 0)
     throw Error(ErrorCode::kInternal,
                 "stream at '" + address_.text() + "': making a pipe: " + std::strerror(errno));
-  }
   wake_read_ = UniqueFd(ends[0]);
   wake_write_ = UniqueFd(ends[1]);
   make_nonblocking(ends[0]);

@@ -41,10 +41,9 @@ Padded padded_of(const Attributes& held) {
     const auto one = rest.first(whole.size());
     padded.starts.emplace_back(one.begin(), one.end());
   }
-  for (std::int64_t number : starts)
-    if (number < 0) refuse("'padded'", "counts", std::to_string(number));
-  for (std::int64_t number : whole)
-    if (number < 0) refuse("'padded'", "counts", std::to_string(number));
+  for (auto numbers : {starts, whole})
+    for (std::int64_t number : numbers)
+      if (number < 0) refuse("'padded'", "counts", std::to_string(number));
   return padded;
 }
 

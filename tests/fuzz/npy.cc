@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "channel/sinks/npy_header.h"
 #include "core/error.h"
 #include "targets.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "channel/stream_file.h"
+#include "channel/stream_sink.h"
 #include "core/error.h"
 #include "stream_reading.h"
 #include "targets.h"

@@ -31,9 +31,8 @@ inline nb::object taken(PyObject* made) {
   return nb::steal(made);
 }
 
-void bind_channel(nb::module_& module);        // `Consumer`, `Channel`, `Tap`: before the others
-void bind_record_writer(nb::module_& module);  // `RecordWriter`
-void bind_sinks(nb::module_& module);          // `jsonl_sink`, `npy_sink`, `stats_sink`, ...
-void bind_stream(nb::module_& module);         // `stream_sink`, `StreamReader`, outfeeds of 2020
+void bind_channel(nb::module_& module);  // `Consumer`, `Channel`, `Tap`: before the others
+void bind_sinks(nb::module_& module);    // `jsonl_sink`, ..., `RecordWriter`
+void bind_stream(nb::module_& module);   // `stream_sink`, `StreamReader`, outfeeds of 2020
 
 }  // namespace callgate::bindings

@@ -75,10 +75,9 @@ nb::list rows_of(const Source& source, std::span<const Record> records) {
     }
     views.each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView> leaves) {
       nb::list arrays;
-      for (std::size_t i = 0; i < leaves.size(); ++i) {
+      for (std::size_t i = 0; i < leaves.size(); ++i)
         arrays.append(source.kept == nullptr ? own_array(leaves[i], source, lent)
                                              : part_of(buffers[i], whole[i], leaves[i]));
-      }
       rows.append(nb::make_tuple(lane, record.seq, record.time_ns, record.device, record.run,
                                  record.flags, nb::tuple(arrays)));
     });

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "channel/sinks/consume_each.h"
+#include "channel/consumer.h"
 #include "channel/sinks/elements.h"
 #include "channel/sinks/names.h"
 
@@ -40,9 +40,8 @@ void append_number(std::string& out, T value) {
   auto [end, error] = std::to_chars(text.data(), text.data() + text.size(), value);
   std::string_view digits(text.data(), end);
   out += digits;
-  if (std::is_floating_point_v<T> && digits.find_first_of(".e") == std::string_view::npos) {
+  if (std::is_floating_point_v<T> && digits.find_first_of(".e") == std::string_view::npos)
     out += ".0";
-  }
 }
 
 template <typename T>

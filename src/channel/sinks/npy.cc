@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "channel/sinks/consume_each.h"
+#include "channel/consumer.h"
 #include "channel/sinks/elements.h"
 #include "channel/sinks/names.h"
 #include "core/error.h"
@@ -68,9 +68,8 @@ class NpySink::Column {
       : name_(leaf.name),
         tap_(leaf.tap),
         file_("Npy", path, mode, Place::kAlone, /*appends=*/false) {
-    if (!file_.regular()) {
+    if (!file_.regular())
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "a regular file", "'" + path + "'");
-    }
     header_.descr = npy_descr(leaf.dtype);
     header_.row.assign(leaf.row.begin(), leaf.row.end());
     row_bytes_ = std::stoul(header_.descr.substr(2));
@@ -233,10 +232,9 @@ void NpySink::resolve(Layout& layout, const Source& source, std::span<const Arra
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     const std::string name = column_name(source, source.leaves[i]);
     Column* next = &column({name, source.name, leaves[i].dtype, leaves[i].shape()});
-    if (std::find(columns.begin(), columns.end(), next) != columns.end()) {
+    if (std::find(columns.begin(), columns.end(), next) != columns.end())
       throw Error(ErrorCode::kInvalidArgument, "the sink Npy", "leaves with names of their own",
                   "two leaves '" + name + "'");
-    }
     columns.push_back(next);
   }
   layout.columns = std::move(columns);

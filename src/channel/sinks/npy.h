@@ -3,12 +3,13 @@
 // The header's first extent is rewritten in place after the rows that it counts are in the file, at
 // the end of each batch: np.load reads the file at any time, also after a crash, and rows that the
 // header does not count yet are written over. Where there is room for a part of a batch alone, the
-// files have the same first rows of it. A file is written by one sink at a time (file_lock.h).
-// dtypes that NumPy lacks are widened (npy_header.h).
+// files have the same first rows of it. A file is written by one sink at a time (FileLock).
+// dtypes that NumPy lacks are widened (npy_descr).
 //
 // Runs on its channel's thread, without the GIL; other threads may use it as well.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -16,14 +17,44 @@
 #include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "channel/consumer.h"
 #include "channel/sinks/file.h"
-#include "channel/sinks/npy_header.h"
+#include "core/dtype.h"
 
 namespace callgate {
+
+// The header of a .npy file whose first axis grows: see NpyHeader.
+// https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
+
+// NumPy's name of the element type of a column: "<f4". A dtype that NumPy lacks is stored as the
+// smallest of NumPy's that holds all its values: float32 for bfloat16 and smaller floats, int8 and
+// uint8 for packed integers.
+std::string npy_descr(DType dtype);
+
+// True where a column holds the elements as they are in memory.
+bool npy_stores_as_is(DType dtype) noexcept;
+
+struct NpyHeader {
+  std::string descr;
+  std::vector<std::int64_t> row;  // extents of a row: the array's without the first
+  std::uint64_t rows = 0;
+  std::size_t bytes = 0;  // of the header, from the start of the file to the first element
+
+  // The text, padded to `bytes`, or, where that is 0, to a multiple of 64 with room for any number
+  // of rows. Throws Error where `bytes` is too few.
+  std::string text() const;
+
+  // Reads the start of a file; throws Error naming `path` unless a growing C-ordered array is
+  // there.
+  static NpyHeader parse(std::string_view file, const std::string& path);
+};
+
+// The most bytes of a file that NpyHeader::parse needs.
+inline constexpr std::size_t kNpyHeaderLimit = 10 + 65535;
 
 class NpySink final : public Consumer {
  public:

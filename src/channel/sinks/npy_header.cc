@@ -1,10 +1,9 @@
 // Version 1.0 of the format: a magic, the length of a Python dict's text in two bytes, the text.
-#include "channel/sinks/npy_header.h"
-
 #include <bit>
 #include <charconv>
 #include <optional>
 
+#include "channel/sinks/npy.h"
 #include "core/error.h"
 
 namespace callgate {
@@ -44,23 +43,8 @@ std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
 }  // namespace
 
 bool npy_stores_as_is(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::kPred:
-    case DType::kS8:
-    case DType::kS16:
-    case DType::kS32:
-    case DType::kS64:
-    case DType::kU8:
-    case DType::kU16:
-    case DType::kU32:
-    case DType::kU64:
-    case DType::kF16:
-    case DType::kF32:
-    case DType::kF64:
-    case DType::kC64:
-    case DType::kC128: return true;
-    default: return false;
-  }
+  const std::string_view text = name(dtype);
+  return bits(dtype) >= 8 && !text.starts_with("float8") && !text.starts_with("bfloat");
 }
 
 std::string npy_descr(DType dtype) {
@@ -87,10 +71,9 @@ std::string NpyHeader::text() const {
     total = kPrefix + dict.size() + kRowDigits + 1;
     total = (total + kAlignment - 1) / kAlignment * kAlignment;
   }
-  if (total < kPrefix + dict.size() + 1 || total > kNpyHeaderLimit) {
+  if (total < kPrefix + dict.size() + 1 || total > kNpyHeaderLimit)
     throw Error(ErrorCode::kInvalidArgument, "a .npy header", std::to_string(total) + " bytes",
                 dict);
-  }
   dict.resize(total - kPrefix - 1, ' ');
   const std::size_t length = dict.size() + 1;
   std::string out(kMagic);

@@ -8,7 +8,7 @@
 #include <ranges>
 #include <utility>
 
-#include "channel/sinks/consume_each.h"
+#include "channel/consumer.h"
 #include "channel/sinks/elements.h"
 #include "channel/sinks/names.h"
 #include "core/error.h"
@@ -52,9 +52,8 @@ std::string quoted(const std::string& name) {
 
 Histogram Histogram::powers_of_two() {
   std::vector<double> positive;
-  for (int exponent = kSmallestValue; exponent <= kGreatest; ++exponent) {
+  for (int exponent = kSmallestValue; exponent <= kGreatest; ++exponent)
     positive.push_back(std::ldexp(1.0, exponent));
-  }
   positive.push_back(std::numeric_limits<double>::infinity());
   std::vector<double> edges;
   for (double edge : std::views::reverse(positive)) edges.push_back(-edge);
@@ -65,11 +64,10 @@ Histogram Histogram::powers_of_two() {
 Histogram Histogram::of(std::vector<double> edges) {
   bool ordered = edges.size() >= 2;
   for (std::size_t i = 1; i < edges.size(); ++i) ordered = ordered && edges[i - 1] < edges[i];
-  if (!ordered) {
+  if (!ordered)
     throw Error(ErrorCode::kInvalidArgument, "the sink Stats",
                 "bins with two edges or more, each greater than the one before",
                 std::to_string(edges.size()) + " edges that are not");
-  }
   Histogram histogram;
   histogram.counts.assign(edges.size() - 1, 0);
   histogram.edges = std::move(edges);

@@ -17,7 +17,7 @@
 #include "callgate/stream.h"
 #include "channel/channel.h"
 #include "channel/outfeed_2020.h"
-#include "channel/sinks/npy_header.h"
+#include "channel/sinks/npy.h"
 #include "channel/sinks/stats.h"
 #include "channel/stream_address.h"
 #include "channel/stream_sink.h"

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "channel/stream_file.h"
 #include "channel/stream_sink.h"
 #include "core/error.h"
 #include "fake_records.h"
