@@ -24,27 +24,11 @@ from callgate import _callgate
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's Py_TPFLAGS
 _WORD = np.dtype(np.intp).itemsize
 # Modules of C types that hold objects, never an address inside of one, but for the exceptions.
-_PLAIN_MODULES = frozenset(
-  {
-    "_asyncio",
-    "_collections",
-    "_contextvars",
-    "_functools",
-    "_operator",
-    "_queue",
-    "_thread",
-    "_typing",
-    "_weakref",
-    "builtins",
-    "collections",
-    "functools",
-    "itertools",
-    "operator",
-    "types",
-    "typing",
-    "weakref",
-  }
-)
+_PLAIN_MODULES = frozenset({
+  "_asyncio", "_collections", "_contextvars", "_functools", "_operator", "_queue", "_thread",
+  "_typing", "_weakref", "builtins", "collections", "functools", "itertools", "operator", "types",
+  "typing", "weakref",
+})  # fmt: skip
 _ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
 # What these hold is repointed with them.
 _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})

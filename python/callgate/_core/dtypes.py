@@ -50,17 +50,12 @@ def is_complex(dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
+_PACKED = frozenset({"int4", "uint4", "int2", "uint2", "int1", "uint1", "float4_e2m1fn"})
+
+
 def is_packed(dtype: Any) -> bool:
   """True for dtypes of which XLA keeps several elements in a byte."""
-  return np.dtype(dtype).name in (
-    "int4",
-    "uint4",
-    "int2",
-    "uint2",
-    "int1",
-    "uint1",
-    "float4_e2m1fn",
-  )
+  return np.dtype(dtype).name in _PACKED
 
 
 def dtype_of(code: int) -> np.dtype[Any]:

@@ -14,7 +14,6 @@ import ast
 import functools
 import hashlib
 import json
-import math
 import pickle
 from collections.abc import Sequence
 from typing import Any, cast
@@ -32,10 +31,10 @@ _table: dict[str, Any] = {}
 
 def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any], ...]) -> str:
   """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`."""
-  if not static and in_tree == _flat_tree(in_tree.num_leaves):
-    if out_tree == _leaf_tree():
+  if not static and in_tree == _tree_of(in_tree.num_leaves, flat=True):
+    if out_tree == jax.tree.structure(0):
       return ""
-    if out_tree == _tuple_tree(out_tree.num_leaves):
+    if out_tree == _tree_of(out_tree.num_leaves, flat=False):
       return "*"
   spec = {
     "in": _encode_tree(in_tree),
@@ -46,18 +45,10 @@ def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any
 
 
 @functools.cache
-def _leaf_tree() -> PyTreeDef:
-  return jax.tree.structure(0)
-
-
-@functools.cache
-def _tuple_tree(count: int) -> PyTreeDef:
-  return jax.tree.structure((0,) * count)
-
-
-@functools.cache
-def _flat_tree(count: int) -> PyTreeDef:
-  return jax.tree.structure(((0,) * count, {}))
+def _tree_of(count: int, *, flat: bool) -> PyTreeDef:
+  """Of a tuple, or of the arguments of a call that has these alone."""
+  leaves = (0,) * count
+  return jax.tree.structure((leaves, {}) if flat else leaves)
 
 
 def _encode_tree(tree: PyTreeDef) -> Json:
@@ -172,27 +163,21 @@ def signature(spec: str) -> Signature:
 
 def result_path(spec: str, index: int) -> str:
   """The path of a flat result in its pytree; "" for a single result."""
-  if spec in ("", "*"):
-    return ""
-  return _path(signature(spec).out_tree, index)
+  return "" if spec in ("", "*") else jax.tree_util.keystr(_path(signature(spec).out_tree, index))
 
 
 def argument_path(spec: str, index: int) -> tuple[int, str, str | None]:
   """(position, path inside it, keyword or None) of a flat argument."""
   if spec in ("", "*"):
     return index, "", None
-  tree = signature(spec).in_tree
-  paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-  path = paths[index][0]
+  path = _path(signature(spec).in_tree, index)
   inner = jax.tree_util.keystr(path[2:])
-  if path[0].idx == 1:
-    return 0, inner, path[1].key
-  return path[1].idx, inner, None
+  return (0, inner, path[1].key) if path[0].idx == 1 else (path[1].idx, inner, None)
 
 
-def _path(tree: PyTreeDef, index: int) -> str:
-  paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-  return jax.tree_util.keystr(paths[index][0])
+def _path(tree: PyTreeDef, index: int) -> Any:
+  full = jax.tree.unflatten(tree, range(tree.num_leaves))
+  return jax.tree_util.tree_flatten_with_path(full)[0][index][0]
 
 
 def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
@@ -209,16 +194,11 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
 def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
   """For each lane, row-major, the index of each of `count` operands into its leading axes."""
   sizes = [size for size, _ in levels]
-  out: list[list[tuple[int, ...]]] = []
-  for lane in range(math.prod(sizes)):
-    index = np.unravel_index(lane, sizes) if sizes else ()
-    out.append(
-      [
-        tuple(int(i) for i, (_, mask) in zip(index, levels, strict=True) if mask[k])
-        for k in range(count)
-      ]
-    )
-  return out
+  masks = [mask for _, mask in levels]
+  return [
+    [tuple(int(i) for i, mask in zip(index, masks, strict=True) if mask[k]) for k in range(count)]
+    for index in np.ndindex(*sizes)
+  ]
 
 
 # A batch level: its extent and, for each operand, whether it has that axis.

@@ -6,6 +6,7 @@ end of the process, where one would hide what the program did.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -23,12 +24,9 @@ def seconds(name: str, default: float) -> float:
   given = os.environ.get(name, "").strip()
   if not given:
     return default
-  try:
-    value = float(given)
-  except ValueError:
-    value = -1.0
-  if 0 <= value <= _MOST:
-    return value
+  with contextlib.suppress(ValueError):
+    if 0 <= (value := float(given)) <= _MOST:
+      return value
   _tell(name, given, default)
   return default
 

@@ -54,12 +54,16 @@ def count(
   what: str | None = None,
 ) -> int:
   """An integer; `what` says it in the option's own words, here and below."""
-  whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+  whole = _is_whole(value)
   if not whole or not least <= value <= most:
     what = what or f"an integer of at least {least}"
     too_large = whole and value > most
     refuse(label, option, f"{what}, at most {most}" if too_large else what, value)
   return int(value)
+
+
+def _is_whole(value: Any) -> bool:
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def number(
@@ -155,25 +159,20 @@ def positions(
   """Several positions."""
   if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
     refuse(label, option, what, value)
-  found: list[int] = []
-  for item in cast("Sequence[Any]", value):
-    whole = isinstance(item, (int, np.integer)) and not isinstance(item, bool)
-    if not whole or not 0 <= item <= _MOST:
-      refuse(label, option, what, value)
-    found.append(int(item))
-  return tuple(found)
+  items = cast("Sequence[Any]", value)
+  if not all(_is_whole(item) and 0 <= item <= _MOST for item in items):
+    refuse(label, option, what, value)
+  return tuple(map(int, items))
 
 
 def named(label: str, option: str, value: Any) -> dict[str, Any]:
   """A mapping whose keys are names; {} for None."""
   if value is None:
     return {}
-  if not isinstance(value, Mapping):
+  items = cast("Mapping[Any, Any]", value)
+  if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in items):
     refuse(label, option, "a mapping by name", value)
-  items = dict(cast("Mapping[Any, Any]", value))
-  if not all(isinstance(key, str) for key in items):
-    refuse(label, option, "a mapping by name", value)
-  return items
+  return dict(items)
 
 
 def linear(label: str, value: Any) -> bool | tuple[int, ...]:
@@ -190,13 +189,11 @@ def aliases(label: str, value: Any) -> dict[int, int]:
   """Input positions to output positions; {} for None."""
   if value is None:
     return {}
-  if not isinstance(value, Mapping):
-    refuse(label, "aliases", "a mapping of input positions to output positions", value)
   pairs = cast("Mapping[Any, Any]", value)
-  for pair in pairs.items():
-    whole = (isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in pair)
-    if not all(whole) or min(pair) < 0:
-      refuse(label, "aliases", "a mapping of input positions to output positions", value)
+  if not isinstance(value, Mapping) or not all(
+    _is_whole(i) and i >= 0 for pair in pairs.items() for i in pair
+  ):
+    refuse(label, "aliases", "a mapping of input positions to output positions", value)
   return {int(operand): int(result) for operand, result in pairs.items()}
 
 
@@ -214,9 +211,8 @@ def vmap_method(label: str, value: Any, *, grid: bool = False) -> Any:
 
 
 def sharding(label: str, value: Any) -> Any:
-  if value is None or callable(value) or (isinstance(value, str) and "->" in value):
-    return value
-  if isinstance(value, str) and value in ("shard", "gather"):
+  known = isinstance(value, str) and (value in ("shard", "gather") or "->" in value)
+  if known or value is None or callable(value):
     return value
   raise GateDefinitionError(
     f"{label}: sharding: expected None, 'shard', 'gather', a rule such as 'i j, j k -> i k', or a "

@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import jax
@@ -100,13 +100,8 @@ def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str
   base = f"{prefix}{_name_of(function)}"
   with _naming:
     taken = set(_callgate.registered_names())
-    yield next(name for name in _numbered(base) if name not in taken)
-
-
-def _numbered(base: str) -> Iterator[str]:
-  yield base
-  for number in itertools.count(1):
-    yield f"{base}#{number}"
+    numbered = (f"{base}#{number}" if number else base for number in itertools.count())
+    yield next(name for name in numbered if name not in taken)
 
 
 def free_name(base: str) -> str:

@@ -52,22 +52,21 @@ def number(
   label: str, name: str, value: Any, dtype: np.dtype[Any] | None, what: str = "attribute"
 ) -> Frozen:
   """A number attribute of the declared dtype, exactly; None where it is not known yet."""
-  array = _array(value)
-  if array is None or array.ndim != 0 or not _fits(array, dtype):
-    kind = "a number" if dtype is None else f"a number that {dtype.name} holds"
-    raise GateDefinitionError(f"{label}: {what} '{name}': expected {kind}, got {_shown(value)}")
-  return _frozen(_cast(array, dtype))
+  kind = "a number" if dtype is None else f"a number that {dtype.name} holds"
+  return _declared(f"{label}: {what} '{name}'", kind, value, dtype, 0)
 
 
 def numbers(label: str, name: str, value: Any, dtype: np.dtype[Any] | None) -> Frozen:
   """An array attribute of the declared dtype, exactly; None where it is not known yet."""
+  kind = "numbers" if dtype is None else f"numbers that {dtype.name} holds"
+  kind = f"a one-dimensional array of {kind}"
+  return _declared(f"{label}: attribute '{name}'", kind, value, dtype, 1)
+
+
+def _declared(where: str, kind: str, value: Any, dtype: np.dtype[Any] | None, rank: int) -> Frozen:
   array = _array(value)
-  if array is None or array.ndim != 1 or not _fits(array, dtype):
-    what = "numbers" if dtype is None else f"numbers that {dtype.name} holds"
-    raise GateDefinitionError(
-      f"{label}: attribute '{name}': expected a one-dimensional array of {what}, got "
-      f"{_shown(value)}"
-    )
+  if array is None or array.ndim != rank or not _fits(array, dtype):
+    raise GateDefinitionError(f"{where}: expected {kind}, got {_shown(value)}")
   return _frozen(_cast(array, dtype))
 
 
