@@ -17,9 +17,7 @@ _engine = tracing.define_enum(
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
 )
 _fast_dispatch = tracing.define_bool(
-  "callgate_fast_dispatch",
-  False,
-  "Dispatch programs with io gates through JAX's C++ path.",
+  "callgate_fast_dispatch", False, "Dispatch programs with io gates through JAX's C++ path."
 )
 _values: dict[str, Any] = {
   "check_writes": False,

@@ -123,12 +123,7 @@ def io_callback(
     [2.0]
   """
   return _jax_io_callback(
-    OnCallgate(callback),
-    result_shape_dtypes,
-    *args,
-    sharding=sharding,
-    ordered=ordered,
-    **kwargs,
+    OnCallgate(callback), result_shape_dtypes, *args, sharding=sharding, ordered=ordered, **kwargs
   )
 
 
