@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import functools
 from typing import Any, Literal
 
 from callgate import _callgate
@@ -17,18 +17,17 @@ _engine = tracing.define_enum(
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
 )
 _fast_dispatch = tracing.define_bool(
-  "callgate_fast_dispatch",
-  False,
-  "Dispatch programs with io gates through JAX's C++ path.",
+  "callgate_fast_dispatch", False, "Dispatch programs with io gates through JAX's C++ path."
 )
-_values: dict[str, Any] = {
-  "check_writes": False,
-  "check_memory": False,
-  "crash_report": False,
-  "timing": False,
-  "stall_seconds": 0.0,
-}
-_filtered = False
+_installed = tracing.define_bool(
+  "callgate_install",
+  False,
+  "Run jax.pure_callback, io_callback and debug.callback on callgate's engine (callgate.install).",
+)
+_in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch}
+# The others, which `_callgate` has a setter for.
+_values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
+_values |= {"timing": False, "stall_seconds": 0.0}
 
 
 def engine() -> str:
@@ -36,9 +35,14 @@ def engine() -> str:
   return _engine.value
 
 
-def fast_dispatch() -> bool:
-  """Whether effects of io gates are hidden from JAX's dispatch."""
-  return _fast_dispatch.value
+def installed() -> bool:
+  """Whether JAX's own callbacks, where they are traced now, run on callgate's engine."""
+  return bool(_installed.value)
+
+
+def switch_installed(on: bool) -> None:
+  """For what is traced from now on."""
+  tracing.update_option("callgate_install", on)
 
 
 class config:
@@ -82,83 +86,48 @@ class config:
     timing: bool | None = None,
     stall_seconds: float | None = None,
   ) -> None:
-    given = {
-      "engine": engine,
-      "fast_dispatch": fast_dispatch,
-      "check_writes": check_writes,
-      "check_memory": check_memory,
-      "crash_report": crash_report,
-      "timing": timing,
-      "stall_seconds": stall_seconds,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    _check(changes)
-    self._before = {name: _current(name) for name in changes}
-    _apply(changes)
+    given: dict[str, Any] = {
+      "fast_dispatch": fast_dispatch, "check_writes": check_writes, "check_memory": check_memory,
+      "crash_report": crash_report, "timing": timing,
+    }  # fmt: skip
+    given = {k: options.boolean("config", k, v) for k, v in given.items() if v is not None}
+    if engine is not None:
+      given["engine"] = options.choice("config", "engine", engine, ("callgate", "jax"))
+    if stall_seconds is not None:
+      seconds = options.seconds("config", "stall_seconds", stall_seconds, zero=True)
+      given["stall_seconds"] = seconds
+    self._before = {k: _in_jax[k].value if k in _in_jax else _values[k] for k in given}
+    _apply(given)
 
   def __enter__(self) -> config:
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     _apply(self._before)
-
-
-def _check(changes: dict[str, Any]) -> None:
-  options.choice("config", "engine", changes.get("engine", "jax"), ("callgate", "jax"))
-  for name in ("fast_dispatch", "check_writes", "check_memory", "crash_report", "timing"):
-    if name in changes:
-      changes[name] = options.boolean("config", name, changes[name])  # NumPy's are bools, too
-  options.seconds("config", "stall_seconds", changes.get("stall_seconds", 0.0), zero=True)
-
-
-def _current(name: str) -> Any:
-  if name == "engine":
-    return _engine.value
-  if name == "fast_dispatch":
-    return _fast_dispatch.value
-  return _values[name]
-
-
-def start() -> None:
-  """Puts fast_dispatch's filter in place once it is on; at import by CALLGATE_FAST_DISPATCH=1."""
-  if fast_dispatch():
-    filter_dispatch()
-
-
-def filter_dispatch() -> None:
-  """Puts the filter of dispatch effects in place, once for the process."""
-  global _filtered
-  if not _filtered:
-    _filtered = True
-    dispatch.filter_dispatch_effects(_keeps_dispatch_slow)
 
 
 def _apply(changes: dict[str, Any]) -> None:
   for name, value in changes.items():
-    if name == "engine":
-      tracing.update_option("callgate_engine", value)
-    elif name == "fast_dispatch":
-      tracing.update_option("callgate_fast_dispatch", value)
+    if name in _in_jax:
+      tracing.update_option(f"callgate_{name}", value)
       start()
     else:
       _values[name] = value
-      _set = {
-        "check_writes": _callgate.set_check_writes,
-        "check_memory": _callgate.set_check_memory,
-        "crash_report": _callgate.set_crash_report,
-        "timing": _callgate.set_timing,
-        "stall_seconds": _callgate.set_stall_seconds,
-      }[name]
-      _set(value)
+      getattr(_callgate, f"set_{name}")(value)
 
 
-def _keeps_dispatch_slow(effect: Any) -> bool:
+def start() -> None:
+  """Puts fast_dispatch's filter in place once it is on; at import by CALLGATE_FAST_DISPATCH=1."""
+  if _fast_dispatch.value:
+    filter_dispatch()
 
-  if isinstance(effect, ProgressEffect):
-    return False
-  return not (fast_dispatch() and isinstance(effect, GateEffect))
+
+@functools.cache  # once for the process
+def filter_dispatch() -> None:
+  """Puts the filter of dispatch effects in place."""
+  dispatch.filter_dispatch_effects(
+    lambda effect: (
+      not isinstance(effect, ProgressEffect)
+      and not (_fast_dispatch.value and isinstance(effect, GateEffect))
+    )
+  )

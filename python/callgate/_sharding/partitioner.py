@@ -84,10 +84,7 @@ def _propagate(sharding: Any, *_: Any) -> Any:
 
 
 def _infer(
-  operand_shapes: Sequence[Any],
-  operand_shardings: Sequence[Any],
-  result_shape: Any,
-  config: bytes,
+  operand_shapes: Sequence[Any], operand_shardings: Sequence[Any], result_shape: Any, config: bytes
 ) -> Any:
   """The results' shardings from the operands': asked for by XLA's older propagation alone."""
   is_tuple = result_shape.is_tuple()

@@ -241,12 +241,7 @@ def of_tap(label: str, sharding: str, leaves: Sequence[Shape]) -> Rule:
   return parse(label, sharding, tuple(leaves), (), tap=True)
 
 
-def of_call(
-  label: str,
-  sharding: Any,
-  operands: Sequence[Shape],
-  results: Sequence[Shape],
-) -> Rule:
+def of_call(label: str, sharding: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
   """The rule of one lane's call.
 
   Args:

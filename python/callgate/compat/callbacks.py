@@ -20,23 +20,14 @@ from typing import Any
 import jax
 from jax.experimental import io_callback as _jax_io_callback
 
-from callgate._call.lowering import emit
 from callgate._callgate import Callee
 from callgate._core import registry
 from callgate._core.failures import JAX_CALLBACK
 from callgate._jax import callbacks, dispatch, lowering, tracing
+from callgate._runtime import config
 from callgate._tap.print import print as cg_print
-from callgate.compat._callbacks import debug
-from callgate.compat._callbacks.engine import (
-  OnCallgate,
-  can_serve,
-  carrier,
-  convert,
-  end_before_dispatch_returns,
-  host_function,
-  replace_lowering,
-)
-from callgate.compat._callbacks.option import installed
+from callgate.compat._callbacks import debug, engine
+from callgate.compat._callbacks.engine import OnCallgate
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
 
@@ -76,14 +67,8 @@ def pure_callback(
     >>> jax.jit(lambda x: pure_callback(np.square, x, x))(x)
     Array([0., 1., 4.], dtype=float32)
   """
-  return jax.pure_callback(
-    OnCallgate(callback),
-    result_shape_dtypes,
-    *args,
-    sharding=sharding,
-    vmap_method=vmap_method,
-    **kwargs,
-  )
+  kwargs |= {"sharding": sharding, "vmap_method": vmap_method}
+  return jax.pure_callback(OnCallgate(callback), result_shape_dtypes, *args, **kwargs)
 
 
 def io_callback(
@@ -122,14 +107,8 @@ def io_callback(
     >>> seen
     [2.0]
   """
-  return _jax_io_callback(
-    OnCallgate(callback),
-    result_shape_dtypes,
-    *args,
-    sharding=sharding,
-    ordered=ordered,
-    **kwargs,
-  )
+  kwargs |= {"sharding": sharding, "ordered": ordered}
+  return _jax_io_callback(OnCallgate(callback), result_shape_dtypes, *args, **kwargs)
 
 
 def debug_callback(
@@ -167,12 +146,9 @@ def debug_callback(
   two_calls = jax.debug.callback(ordered=ordered, partitioned=partitioned)
 
   def call(callback: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    marked = OnCallgate(callback) if callable(callback) else callback
-    two_calls(marked, *args, **kwargs)
+    two_calls(OnCallgate(callback) if callable(callback) else callback, *args, **kwargs)
 
-  if callback is None:
-    return call
-  return call(callback, *args, **kwargs)
+  return call if callback is None else call(callback, *args, **kwargs)
 
 
 def debug_print(
@@ -201,79 +177,54 @@ def debug_print(
     x = 2.0
   """
   cg_print(
-    fmt,
-    *args,
-    ordered=ordered,
-    partitioned=partitioned,
-    skip_format_check=skip_format_check,
+    fmt, *args, ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check,
     **kwargs,
-  )
+  )  # fmt: skip
 
 
-def _is_ours(ctx: Any, callback: Any) -> bool:
-  return can_serve(ctx) and (installed() or isinstance(callback.callback_func, OnCallgate))
-
-
-def _pure_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  rule = _lower if _is_ours(ctx, params["callback"]) else callbacks.pure_callback_lowering
-  return rule(ctx, *operands, **params)
-
-
-def _io_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  if not _is_ours(ctx, params["callback"]):
-    return callbacks.io_callback_lowering(ctx, *operands, **params)
-  return _lower(ctx, *operands, api="io_callback", **params)
-
-
-def _lower(
+def _lowering(
+  api: str,
+  jax_rule: Callable[..., Any],
   ctx: Any,
   *operands: Any,
   callback: Any,
   sharding: Any,
-  ordered: bool = False,
-  api: str = "pure_callback",
-  **_params: Any,
+  **params: Any,
 ) -> Sequence[Any]:
-  """Emits the call of a new callee around `callback`."""
+  """Emits the call of a new callee around `callback`, if it is ours."""
+  function, is_io, ordered = callback.callback_func, api == "io_callback", params.get("ordered")
+  is_marked = isinstance(function, OnCallgate)
+  if not (engine.can_serve(ctx) and (is_marked or config.installed())):
+    return jax_rule(ctx, *operands, callback=callback, sharding=sharding, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
-  inputs = [carrier(aval) for aval in ctx.avals_in]
-  outputs = [carrier(aval) for aval in ctx.avals_out]
-  function = callback.callback_func
-  if isinstance(function, OnCallgate):
+  ins, outs = ([engine.carrier(aval) for aval in side] for side in (ctx.avals_in, ctx.avals_out))
+  if is_marked:
     function = function.function
-  if api == "io_callback":
-    end_before_dispatch_returns(ctx)
+  if is_io:
+    engine.end_before_dispatch_returns(ctx)
   elif "cpu" not in ctx.module_context.platforms:
     # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
     dispatch.mark_host_callbacks(ctx)
-  run = host_function(function, callback.in_tree, inputs, outputs, api=api)
+  run = engine.host_function(function, callback.in_tree, ins, outs, api=api)
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
-  effect = tracing.ordered_io_effect
-  token = lowering.token_before(ctx, effect) if ordered else None
-  results, token = emit(
-    ctx,
-    [convert(ctx, value, it.aval) for value, it in zip(operands, inputs, strict=True)],
-    [it.aval for it in inputs],
-    [it.aval for it in outputs],
-    name=callee.name,
-    has_side_effect=api == "io_callback",
-    token=token,
-    sharding=callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=ordered),
-    on_error="return",
-  )
-  if ordered:
-    lowering.set_token_after(ctx, effect, token)
-  return [convert(ctx, value, aval) for value, aval in zip(results, ctx.avals_out, strict=True)]
+  where = callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=bool(ordered))
+  return engine.emit_carried(
+    ctx, operands, ins, outs, tracing.ordered_io_effect if ordered else None, name=callee.name,
+    has_side_effect=is_io, sharding=where, on_error="return",
+  )  # fmt: skip
 
 
 @functools.cache
 def register() -> None:
   """Puts our lowerings before JAX's, once."""
-  replace_lowering(callbacks.pure_callback_p, _pure_callback_lowering)
-  replace_lowering(callbacks.io_callback_p, _io_callback_lowering)
+  for api, primitive, rule in (
+    ("pure_callback", callbacks.pure_callback_p, callbacks.pure_callback_lowering),
+    ("io_callback", callbacks.io_callback_p, callbacks.io_callback_lowering),
+  ):
+    engine.replace_lowering(primitive, functools.partial(_lowering, api, rule))
   debug.register()
 
 

@@ -179,12 +179,7 @@ _unknown_consumer = _unknown_testing_consumer  # its first name
 
 
 def id_print(
-  arg: Any,
-  *,
-  result: Any = None,
-  output_stream: Any = None,
-  threshold: int = 1024,
-  **kwargs: Any,
+  arg: Any, *, result: Any = None, output_stream: Any = None, threshold: int = 1024, **kwargs: Any
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 

@@ -19,7 +19,7 @@ from interpreters import output_of, printed_by
 from jax.experimental import io_callback
 
 import callgate as cg
-from callgate.compat._callbacks.option import installed
+from callgate._runtime.config import installed
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
+from callgate._call.lowering import emit
 from callgate._core import dtypes
 from callgate._jax import callbacks, dispatch, lowering, tracing
 from callgate._runtime import config
@@ -51,16 +52,15 @@ def can_serve(ctx: Any) -> bool:
 
 
 class Carrier(NamedTuple):
-  """How one array crosses between program and Python: `aval` is its type in the program's call."""
+  """How one array crosses between program and Python: `aval` is its type in the program's call.
+
+  It `is_wider` for sub-byte types, which XLA packs: the program hands them over as wider ones.
+  """
 
   aval: Any
   shape: tuple[int, ...]
   dtype: np.dtype[Any]  # what the callback sees
-
-  @property
-  def is_wider(self) -> bool:
-    """True for sub-byte types, which XLA packs: the program hands them over as wider ones."""
-    return self.aval.dtype != self.dtype
+  is_wider: bool
 
 
 def carrier(aval: Any) -> Carrier:
@@ -71,14 +71,31 @@ def carrier(aval: Any) -> Carrier:
   if aval.dtype == jax.dtypes.float0:
     aval = aval.update(dtype=np.dtype(bool))
   aval = tracing.physical_aval(aval)
-  dtype = np.dtype(aval.dtype)
-  return Carrier(aval.update(dtype=dtypes.carrier(dtype)), tuple(aval.shape), dtype)
+  dtype, carried = np.dtype(aval.dtype), dtypes.carrier(aval.dtype)
+  return Carrier(aval.update(dtype=carried), tuple(aval.shape), dtype, carried != dtype)
 
 
-def convert(ctx: Any, value: Any, aval: Any) -> Any:
-  """`value` in the element type of `aval`: sub-byte types travel as wider ones."""
-  target = mlir.aval_to_ir_type(ctx.module_context, aval)
-  return value if value.type == target else stablehlo.convert(target, value)
+def emit_carried(
+  ctx: Any,
+  operands: Sequence[Any],
+  inputs: Sequence[Carrier],
+  outputs: Sequence[Carrier],
+  effect: Any,
+  **options: Any,
+) -> list[Any]:
+  """Emits a call whose arrays have these carriers, in order where there is an `effect`."""
+
+  def convert(value: Any, aval: Any) -> Any:
+    target = mlir.aval_to_ir_type(ctx.module_context, aval)
+    return value if value.type == target else stablehlo.convert(target, value)
+
+  avals, outs = [it.aval for it in inputs], [it.aval for it in outputs]
+  token = None if effect is None else lowering.token_before(ctx, effect)
+  values = list(map(convert, operands, avals))
+  results, token = emit(ctx, values, avals, outs, token=token, **options)
+  if effect is not None:
+    lowering.set_token_after(ctx, effect, token)
+  return [convert(value, aval) for value, aval in zip(results, ctx.avals_out, strict=True)]
 
 
 def host_function(
@@ -96,12 +113,18 @@ def host_function(
   what the callback raises, and RuntimeError with JAX's text for results of a wrong number, shape or
   dtype.
   """
-  to_jax = _argument_maker(operands)
-  function = _positional(callback, in_tree, len(operands))
-  check = _result_checker(results)
-  enter, leave = callbacks.callback_scope(_cpu_device())
+
+  def unflattened(*arrays: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(in_tree, arrays)
+    return callback(*args, **kwargs)
+
+  is_flat = in_tree == jax.tree.structure(((0,) * len(operands), {}))
+  function = callback if is_flat else unflattened
+  device = dispatch.cpu_devices("a callback of JAX's")[0]
+  to_jax, check = _argument_maker(operands, device), _result_checker(results)
+  enter, leave = callbacks.callback_scope(device)
   # The loop's names are looked up once here, not once a call.
-  array_type, numpy_type = type(jax.device_put(0.0, _cpu_device())), np.ndarray
+  array_type, numpy_type = type(jax.device_put(0.0, device)), np.ndarray
   leaves, as_numpy = jax.tree.leaves, np.asarray
 
   def call(*inputs: Array) -> list[Array]:
@@ -147,24 +170,18 @@ def end_before_dispatch_returns(context: Any) -> None:
   lowering.add_keepalive(context, _Waits())
 
 
-def _cpu_device() -> Any:
-  return dispatch.cpu_devices("a callback of JAX's")[0]
-
-
-def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], list[Any]]:
+def _argument_maker(
+  operands: Sequence[Carrier], device: Any
+) -> Callable[[Sequence[Array]], list[Any]]:
   """A function from NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` makes them.
 
   The first call does it with device_put itself; what that decides (abstract value and sharding)
   holds from then on. Where the thread's `jax_enable_x64` changes a dtype, it decides every time.
   """
-  device = _cpu_device()
   devices = [device]
   put, rest = dispatch.fast_device_put()
   targets: list[tuple[Any, Any]] = []  # one an operand, once known
   is_wider = any(operand.is_wider for operand in operands)
-
-  def narrow(inputs: Sequence[Array]) -> list[Array]:
-    return [x.astype(operand.dtype) for x, operand in zip(inputs, operands, strict=True)]
 
   def decide(inputs: Sequence[Array]) -> list[Any]:
     arrays = [jax.device_put(x, device) for x in inputs]
@@ -174,7 +191,7 @@ def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], 
 
   def make(inputs: Sequence[Array]) -> list[Any]:
     if is_wider:
-      inputs = narrow(inputs)
+      inputs = [x.astype(operand.dtype) for x, operand in zip(inputs, operands, strict=True)]
     if not targets:
       return decide(inputs)
     return [put(*target, [x], devices, *rest) for target, x in zip(targets, inputs, strict=True)]
@@ -188,33 +205,25 @@ def _argument_maker(operands: Sequence[Carrier]) -> Callable[[Sequence[Array]], 
   return make_one if len(operands) == 1 and not is_wider else make
 
 
-def _positional(function: Callable[..., Any], in_tree: Any, operand_count: int) -> Any:
-  """The user's function, of flat arguments."""
-  if in_tree == jax.tree.structure(((0,) * operand_count, {})):
-    return function
-
-  def call(*arrays: Any) -> Any:
-    args, kwargs = jax.tree.unflatten(in_tree, arrays)
-    return function(*args, **kwargs)
-
-  return call
-
-
 def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[Array]]:
   """A function that gives its list of arrays as the program takes them, or raises JAX's errors."""
-  expected = [(result.shape, result.dtype, result.aval.dtype) for result in results]
 
   def check(values: list[Array]) -> list[Array]:
-    if len(values) != len(expected):
+    if len(values) != len(results):
       raise RuntimeError(
         "Mismatched number of outputs from callback. "
-        f"Expected: {len(expected)}, Actual: {len(values)}"
+        f"Expected: {len(results)}, Actual: {len(values)}"
       )
-    for i, (shape, dtype, carried) in enumerate(expected):
+    for i, (aval, shape, dtype, is_wider) in enumerate(results):
       if values[i].dtype != dtype or values[i].shape != shape:
-        values[i] = _canonical(values[i], i, shape, dtype)
-      if carried != dtype:
-        values[i] = values[i].astype(carried)
+        value = values[i] = tracing.canonicalize_value(values[i])
+        for what, wanted, got in (("shape", shape, value.shape), ("dtype", dtype, value.dtype)):
+          if got != wanted:
+            raise RuntimeError(
+              f"Incorrect output {what} for return value #{i}: Expected: {wanted}, Actual: {got}"
+            )
+      if is_wider:
+        values[i] = values[i].astype(aval.dtype)
     return values
 
   def check_one(values: list[Array]) -> list[Array]:
@@ -226,16 +235,6 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
     return check
   only = results[0]
   return check_one
-
-
-def _canonical(value: Array, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
-  value = tracing.canonicalize_value(value)
-  for what, expected, actual in (("shape", shape, value.shape), ("dtype", dtype, value.dtype)):
-    if actual != expected:
-      raise RuntimeError(
-        f"Incorrect output {what} for return value #{index}: Expected: {expected}, Actual: {actual}"
-      )
-  return value
 
 
 def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> None:

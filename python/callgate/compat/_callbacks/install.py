@@ -8,7 +8,7 @@ these.
 
 from __future__ import annotations
 
-from callgate.compat._callbacks.option import installed, switch
+from callgate._runtime import config
 
 
 def install() -> None:
@@ -32,16 +32,15 @@ def install() -> None:
     9.0
     >>> cg.uninstall()
   """
-
   from callgate.compat import callbacks
 
   callbacks.register()
-  switch(True)
+  config.switch_installed(True)
 
 
 def start() -> None:
   """Honours `CALLGATE_INSTALL=1`, which JAX reads into the option; called by `import callgate`."""
-  if installed():
+  if config.installed():
     install()
 
 
@@ -55,4 +54,4 @@ def uninstall() -> None:
     >>> cg.install()
     >>> cg.uninstall()
   """
-  switch(False)
+  config.switch_installed(False)
