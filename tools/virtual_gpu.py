@@ -4,8 +4,9 @@
   python tools/virtual_gpu.py run -m pytest -m gpu tests/python/gpu
   python tools/virtual_gpu.py env             # what `run` sets, for a shell
 
-For the JAX of the Python that runs this. XLA's CUDA plugin and what compiles for CUDA come from pip,
-into a folder of the build that only `run` shows to Python. Exits with 77 where pip can't get them.
+For the JAX of the Python that runs this. XLA's CUDA plugin and what compiles for CUDA come from
+pip, into a folder of the build that only `run` shows to Python. Exits with 77 where pip can't get
+them.
 """
 
 from __future__ import annotations
