@@ -63,7 +63,8 @@ def compiler() -> list[str]:
     commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
   except ValueError as error:
     raise CompileError(
-      f"environment variable CXX: expected a command as a shell has it, got {given!r}: {error}"
+      "environment variable CXX: expected a compiler's command as a shell has it, got "
+      f"{given!r}: {error}"
     ) from None
   for command in commands:
     if found := shutil.which(command[0]):

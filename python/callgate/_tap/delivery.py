@@ -188,7 +188,7 @@ def check_takes_values(label: str, function: Callable[..., Any]) -> None:
       signature.bind(*(None,) * (2 if wants_info(function) else 1))
   except TypeError:
     raise GateDefinitionError(
-      f"{label}: to: expected a function of (value) or of (value, info), got {function!r}"
+      f"{label}: to: expected functions of (value) or of (value, info), got {function!r}"
     ) from None
 
 

@@ -158,7 +158,8 @@ def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
 def current(option: str) -> Any:
   from callgate._runtime import config
 
-  return config._current(option)
+  in_jax = config._in_jax.get(option)
+  return config._values[option] if in_jax is None else in_jax.value
 
 
 @pytest.mark.parametrize(
