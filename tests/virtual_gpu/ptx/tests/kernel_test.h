@@ -65,6 +65,9 @@ inline std::string module_text(std::string_view body) {
   return ".version 8.0\n.target sm_80\n.address_size 64\n" + std::string(body);
 }
 
+// Says that the running test has had these instructions run. See coverage.cc.
+void note(const std::string& text);
+
 // Runs the module's entry `kernel`, whose parameters are all of 64 bits.
 inline Outcome run_kernel(HostMemory& memory, const std::string& text,
                           const std::vector<std::uint64_t>& parameters, Dim block = {32, 1, 1},
@@ -73,6 +76,7 @@ inline Outcome run_kernel(HostMemory& memory, const std::string& text,
   auto module = load(module_text(text), memory);
   Function* function = module->function("kernel");
   if (function == nullptr) throw Error("no entry 'kernel'");
+  note(module_text(text));
   return function->run(
       {grid, block, cluster, shared, cooperative, std::as_bytes(std::span(parameters))});
 }
