@@ -98,6 +98,11 @@ TEST(Calls, Faults) {
   expect_fault(endless, Result::kIllegalAddress, "nested more than 512 deep");
   expect_fault(kernel("mov.u64 %l0, 5; PROTO: .callprototype _ (); call %l0, (), PROTO;"),
                Result::kIllegalInstruction, "a call of what is no function");
+  const std::string silent = ".func silent() { ret; }\n";
+  expect_fault(silent + kernel("{ .param .b32 r; call (r), silent, (); }"), Result::kLaunchFailed,
+               "for 1 results, it has 0");
+  expect_fault(silent + kernel("{ .param .b32 a; call silent, (a); }"), Result::kLaunchFailed,
+               "with 1 parameters, it has 0");
   HostMemory memory;
   for (const char* text :
        {"call nowhere, ();", "bra NOWHERE;", "brx.idx %r0, NOWHERE;", "call (%r0), kernel, ();"}) {
