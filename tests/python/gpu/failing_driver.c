@@ -2,8 +2,8 @@
 // a test asked to fail. XLA calls the same driver past it.
 //
 // Compiled with -DFUNCTIONS="X(cuInit) X(cuDeviceGet) ...", the names in src/cuda/driver.h, for
-// CALLGATE_CUDA_DRIVER. All arguments are integers and pointers, eleven at the most; a word too many
-// is passed on as it is found. A call that fails does nothing, as in the fake driver.
+// CALLGATE_CUDA_DRIVER. All arguments are integers and pointers, eleven at the most; a word too
+// many is passed on as it is found. A call that fails does nothing, as in the fake driver.
 #define _GNU_SOURCE  // pthread_getname_np
 #include <dlfcn.h>
 #include <pthread.h>
@@ -38,7 +38,8 @@ __attribute__((constructor)) static void look_up(void) {
   }
 }
 
-// 'c' for the thread that waits for what a device has done, src/cuda/completions.cc; 'p' for others.
+// 'c' for the thread that waits for what a device has done, src/cuda/completions.cc; 'p' for
+// others.
 static char this_thread(void) {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof(name));
@@ -60,11 +61,11 @@ static int fails(int which) {
   return result;
 }
 
-#define X(name)                                                                                  \
-  int name(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j,       \
-           long k) {                                                                             \
-    int result = fails(k_##name);                                                                \
-    return result != 0 ? result : table[k_##name].call(a, b, c, d, e, f, g, h, i, j, k);         \
+#define X(name)                                                                            \
+  int name(long a, long b, long c, long d, long e, long f, long g, long h, long i, long j, \
+           long k) {                                                                       \
+    int result = fails(k_##name);                                                          \
+    return result != 0 ? result : table[k_##name].call(a, b, c, d, e, f, g, h, i, j, k);   \
   }
 FUNCTIONS
 #undef X

@@ -210,6 +210,21 @@ def feed(size: int) -> Program:
   return Program(jax.jit(lambda x: items.next() - x), x, right)
 
 
+def on_two_devices(call: Any, size: int) -> Program:
+  """With a collective behind the call, for which each device waits for the other."""
+  mesh = jax.sharding.Mesh(np.array(jax.devices("cuda")[:2]), ("d",))
+  x = jax.device_put(numbers(size), jax.NamedSharding(mesh, jax.P("d")))
+  return Program(jax.jit(lambda x: call(x).sum()), x, numbers(size).sum() + size)
+
+
+def gate_on_two(size: int) -> Program:
+  return on_two_devices(cg.gate(lambda x: x + 1, out=same, sharding="i -> i", name=name()), size)
+
+
+def kernel_on_two(size: int) -> Program:
+  return on_two_devices(cg.elementwise("T x", "T y", "y = x + 1", name=name()), size)
+
+
 PROGRAMS: dict[str, Callable[[int], Program]] = {
   "gate": gate,
   "own": lambda size: gate(size, thread="own"),
@@ -225,6 +240,8 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
   "clustered kernel": clustered_kernel,
   "shared kernel": shared_kernel,
   "feed": feed,
+  "gate on two devices": gate_on_two,
+  "kernel on two devices": kernel_on_two,
 }
 
 
@@ -263,7 +280,7 @@ def run(program: Program) -> dict[str, Any]:
   except Exception as error:  # noqa: BLE001  (told, whatever it is)
     told["error"] = f"{type(error).__name__}: {error}"
   try:
-    cg.barrier(timeout=20)
+    cg.barrier(timeout=10)
   except Exception as error:  # noqa: BLE001  (told, whatever it is)
     told["error"] += f" | barrier: {type(error).__name__}: {error}"
   told["value"] = verdict(told["value"], program.want)
