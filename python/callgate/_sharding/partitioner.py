@@ -323,12 +323,7 @@ def _padded(call: Sharded, leaf: int, part: _tiles.Part) -> dict[str, Any]:
 
 
 def register(target: str, partitioned: str) -> None:
-  """Has XLA ask this partitioner about the calls of a target.
-
-  Args:
-    target: that of the calls it makes of them.
-    partitioned: the target of calls that are to be partitioned.
-  """
+  """Has XLA ask this partitioner about calls of `partitioned`, to make calls of `target`."""
   partitioner.register_partitioner(
     partitioned, _propagate, functools.partial(_partition, target), _infer
   )
