@@ -110,7 +110,6 @@ OBJECTS = ("cuStreamGetCaptureInfo_v2", "cuUserObjectCreate", "cuGraphRetainUser
 MODULE = ("cuThreadExchangeStreamCaptureMode", "cuModuleLoadData", "cuModuleGetFunction")
 WAIT, HOLD, CALL = "cuEventSynchronize", "cuStreamWaitValue32_v2", "cuLaunchHostFunc"
 NO_ROOM: dict[str, Any] = {"result": NO_MEMORY, "count": 2, "new_size": True}  # it is asked twice
-UNCOUNTED = "a record whose copy could not be waited for is neither delivered nor dropped"
 WAITED_FOR = (
   "an error before the call itself is XLA's, and the other device waits in its collective"
 )
@@ -161,7 +160,7 @@ FAULTS = [
   *faults("tap", *HANDLER, "cuStreamIsCapturing", TO_HOST, "cuEventRecord"),
   Fault("tap", "cuMemHostAlloc", new_size=True),
   Fault("tap", "cuMemHostAlloc", DROPPED, **NO_ROOM),
-  Fault("tap", WAIT, DROPPED, broken=UNCOUNTED),
+  Fault("tap", WAIT, DROPPED),
   Fault("large tap", "cuStreamCreate", new_process=True),
   *faults("large tap", *HANDLER, "cuStreamWaitEvent", ON_DEVICE, TO_HOST, "cuEventRecord"),
   Fault("large tap", "cuEventRecord", after=1),
@@ -173,7 +172,7 @@ FAULTS = [
     also=(("cuMemFree_v2", LOST),),
     before="large tap",
   ),
-  Fault("large tap", WAIT, DROPPED, broken=UNCOUNTED),
+  Fault("large tap", WAIT, DROPPED),
   Fault("large tap", CALL, before="recorded tap"),
   *faults("device tap", *HANDLER, ON_DEVICE, "cuEventRecord"),
   Fault("device tap", "cuMemAlloc_v2", DROPPED, **NO_ROOM),
