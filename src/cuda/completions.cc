@@ -120,7 +120,7 @@ void Completions::in_turn(Stream stream, std::function<void()> task) {
     });
   };
   check(driver().launch_host_function(stream, give, turn.get()), "cuLaunchHostFunc");
-  (void)turn.release();  // give deletes it
+  [[maybe_unused]] const Turn* given = turn.release();  // `give` deletes it
 }
 
 bool Completions::give(std::optional<StreamEvent> event, std::function<void(Result)> task) {
