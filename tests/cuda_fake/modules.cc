@@ -112,8 +112,8 @@ FAKECUDA_API Result cuModuleGetFunction(cu::Function* function, cu::Module modul
     owned->module = it->second.get();
     owned->kernel = found;
     if (found->ptx != nullptr) {
-      owned->dynamic_shared -=
-          static_cast<int>(std::min<std::size_t>(found->ptx->static_shared(), 48 * 1024));
+      owned->dynamic_shared -= static_cast<int>(
+          std::min<std::size_t>(found->ptx->static_shared(), std::size_t{48} << 10));
     }
     *function = reinterpret_cast<cu::Function>(owned.get());
     world.functions.emplace(owned.get(), std::move(owned));

@@ -56,9 +56,7 @@ Result call(const char* symbol, unsigned needs, const std::function<Result(World
   if (needs != kNothing && (needs & kAnyway) == 0 && world.sticky != Result::kSuccess) {
     return world.sticky;
   }
-  if ((needs & kContext) == kContext && thread_device < 0) {
-    if (!world.strict) thread_device = 0;
-  }
+  if ((needs & kContext) == kContext && thread_device < 0 && !world.strict) thread_device = 0;
   if ((needs & kContext) == kContext && thread_device < 0) {
     world.violation(std::string(symbol) + ": no context is current");
     return kInvalidContext;
