@@ -2,6 +2,7 @@
 #include "nccl.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "../ptx/numbers.h"
@@ -115,7 +116,10 @@ void meet(Clique& clique, int rank, const Call& call) {
   meeting.calls.resize(static_cast<std::size_t>(clique.size));
   meeting.calls[static_cast<std::size_t>(rank)] = &call;
   if (++meeting.arrived == clique.size) {
-    meeting.good = run_collective(meeting.calls);
+    if (!run_collective(meeting.calls)) {
+      std::fprintf(stderr, "virtual GPU: NCCL: the ranks' collectives differ\n");
+      clique.aborted = true;  // ncclCommGetAsyncError tells
+    }
     meeting.done = true;
     clique.changed.notify_all();
   } else if (!wait(clique, lock, [&] { return meeting.done; })) {

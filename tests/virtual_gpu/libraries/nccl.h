@@ -52,7 +52,7 @@ bool run_collective(const std::vector<const Call*>& calls);
 struct Meeting {
   std::vector<const Call*> calls;
   int arrived = 0, left = 0;
-  bool done = false, good = true;
+  bool done = false;
 };
 
 // A send, until it is received.
