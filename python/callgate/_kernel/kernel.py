@@ -248,7 +248,8 @@ class Kernel(Operation):
     the reference's calls take turns, and the fastest of each counts.
 
     Args:
-      *args, **kwargs: as for a call.
+      *args: as for a call.
+      **kwargs: as for a call.
       seconds: how long to measure, about.
 
     Returns:
