@@ -47,9 +47,9 @@ def test_functions_and_batches_get_what_counts() -> None:
     with cg.channel("padded", to=keep, batch=batch) as channel:
       send(channel, counts=[1, 1, 1, 4])
     lengths = [len(x) for x, _, _ in batches]
-    # True takes what is there: the three may come in one batch or more, the last one's rows differ.
+    # Takes what is there: the three may come in one batch or more, the last one's rows differ.
     assert (sum(lengths), lengths[-1]) == (4, 1)
-    assert batch is True or lengths == [2, 1, 1]
+    assert batch is True or max(lengths) <= batch
     assert [x.shape[1:] for x, _, _ in batches] == [(n[0], 2) for _, n, _ in batches]
     assert [row.tolist() for x, _, _ in batches for row in x] == [
       X[:n, :2].tolist() for n in (1, 1, 1, 4)
