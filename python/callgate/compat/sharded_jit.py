@@ -15,9 +15,7 @@ first calls it with them; any thread may call.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,20 +24,11 @@ from jax.core import Tracer
 
 from callgate._jax import tracing
 from callgate._jax.tracing import jaxpr_as_fun
-from callgate.compat._sharded_jit.local import (
-  Part,
-  Stated,
-  check_local,
-  devices_of,
-  is_shared,
-  part_of,
-  put,
-)
+from callgate.compat._sharded_jit import local as _local
+from callgate.compat._sharded_jit.local import Part, Stated, part_of
 from callgate.compat._sharded_jit.parts import (
   PartitionSpec,
-  Parts,
-  check_divides,
-  check_ranks,
+  check,
   counts_inside,
   flat_parts,
   is_count,
@@ -91,15 +80,13 @@ def sharded_jit(
       the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
     NotImplementedError: in a call with keyword arguments.
   """
-  for name, count in (
-    ("num_partitions", num_partitions),
-    ("local_num_partitions", local_num_partitions),
-  ):
+  counts = {"num_partitions": num_partitions, "local_num_partitions": local_num_partitions}
+  for name, count in counts.items():
     if count is not None and not is_count(count):
       raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-  local = Stated(_entries(local_in_parts), local_out_parts, local_num_partitions, "local_")
-  split = _ShardedJit(fun, Stated(_entries(in_parts), out_parts, num_partitions), local, static)
+  local = Stated(local_in_parts, local_out_parts, local_num_partitions, "local_")
+  split = _ShardedJit(fun, Stated(in_parts, out_parts, num_partitions), local, static)
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -112,11 +99,6 @@ def sharded_jit(
   return wrapped
 
 
-def _entries(parts: Any) -> Any:
-  """Parts of arguments: a list of them is a tuple, as the arguments are."""
-  return tuple(parts) if isinstance(parts, list) else parts
-
-
 class _ShardedJit:
   """What one call of `sharded_jit` made: the function, its parts and its programs."""
 
@@ -126,7 +108,6 @@ class _ShardedJit:
     self.fun, self.whole, self.local, self.static = fun, whole, local, static
     self.name = getattr(fun, "__name__", "sharded_jit")
     self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
-    self._lock = threading.Lock()
 
   def call(self, args: tuple[Any, ...]) -> Any:
     """The function of positional arguments."""
@@ -138,13 +119,10 @@ class _ShardedJit:
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
     key = (tree, *map(str, types), static, inside, tracing.trace_key())
-    with self._lock:
-      run = self._programs.get(key)
-    if run is None:
-      run, lasting = _Program(self, given, fixed, inside).runner(types)
+    if (run := self._programs.get(key)) is None:
+      run, lasting = self._program(given, fixed, types, inside)
       if lasting:
-        with self._lock:
-          self._programs[key] = run
+        self._programs[key] = run
     return run(leaves)
 
   def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
@@ -165,69 +143,54 @@ class _ShardedJit:
         ) from error
     return fixed
 
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """One program of a sharded_jit function: for arguments of certain shapes and types."""
-
-  split: _ShardedJit
-  given: tuple[Any, ...]
-  fixed: dict[int, Any]
-  inside: bool
-
-  def runner(self, types: Sequence[Any]) -> tuple[Callable[[list[Any]], Any], bool]:
+  def _program(
+    self, given: tuple[Any, ...], fixed: dict[int, Any], types: Sequence[Any], inside: bool
+  ) -> tuple[Callable[[list[Any]], Any], bool]:
     """Traces the function for arguments of `types`.
 
     Returns what runs it on flat arguments, and whether that lasts: not where the function closes
     over a value that is being traced.
     """
-    stated = self.split.whole
-    parts = flat_parts(stated.in_parts, self.given, "in_parts")
-    check_ranks(parts, types, "in_parts")
-    shapes = self._whole_shapes(parts, types)
-    check_divides(parts, shapes, "in_parts")
-    closed, info = self._traced(shapes, types)
-    out_parts = flat_parts(stated.out_parts, info, "out_parts")
-    results = jax.tree.leaves(info)
-    check_ranks(out_parts, results, "out_parts")
-    check_divides(out_parts, [result.shape for result in results], "out_parts")
+    whole, local = self.whole, self.local
+    parts = flat_parts(whole.in_parts, given, "in_parts")
+    shapes = [t.shape for t in types]
+    check(parts, shapes, "in_parts", padded=True)
+    if whole.said is not None and not inside:  # else nothing is split, or nothing is a part
+      devices = _local.devices_of(whole.said, local, whole.split)
+      if _local.is_shared(devices):
+        shapes = [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
+    check(parts, shapes, "in_parts")
+    closed, info = self._traced(given, fixed, shapes, types)
+    out_parts = flat_parts(whole.out_parts, info, "out_parts")
+    check(out_parts, [result.shape for result in jax.tree.leaves(info)], "out_parts")
     count = self._count(closed.jaxpr)
     lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
-      return self._runner(closed, info), lasting
-    devices = devices_of(count, self.split.local, stated.split)
+      return self._runner(closed, info, None, [], inside, False), lasting
+    devices = _local.devices_of(count, local, whole.split)
     ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
-    self._check_local(ins, outs, info)
-    shared = is_shared(devices)
-    if shared and not self.inside and not lasting:
+    _local.check(ins, local.in_parts, given, "local_in_parts")
+    _local.check(outs, local.out_parts, info, "local_out_parts")
+    shared = _local.is_shared(devices)
+    if shared and not inside and not lasting:
       raise ValueError(
-        f"sharded_jit across processes: expected {self.split.name} to close over values, got one "
+        f"sharded_jit across processes: expected {self.name} to close over values, got one "
         "that is being traced: pass it as an argument, or transform inside of sharded_jit"
       )
-    return self._runner(closed, info, ins, outs, shared), lasting
+    return self._runner(closed, info, ins, outs, inside, shared), lasting
 
-  def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The shapes that the function sees."""
-    shapes = [t.shape for t in types]
-    stated = self.split.whole
-    if stated.said is None or self.inside:
-      return shapes  # nothing is split, or nothing is a part
-    devices = devices_of(stated.said, self.split.local, stated.split)
-    if not is_shared(devices):
-      return shapes
-    return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
-
-  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> tuple[Any, Any]:
+  def _traced(
+    self, given: tuple[Any, ...], fixed: dict[int, Any], shapes: list[Any], types: Sequence[Any]
+  ) -> tuple[Any, Any]:
     """The program and the tree of its results; what the function closes over are constants."""
-    fixed, fun, tree = self.fixed, self.split.fun, jax.tree.structure(self.given)
-    total = len(self.given) + len(fixed)
+    fun, tree, total = self.fun, jax.tree.structure(given), len(given) + len(fixed)
 
     def flat(*leaves: Any) -> Any:
       rest = iter(jax.tree.unflatten(tree, leaves))
       return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
 
-    flat.__name__ = self.split.name
+    flat.__name__ = self.name
     arguments = [
       jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
       for shape, t in zip(shapes, types, strict=True)
@@ -236,7 +199,7 @@ class _Program:
 
   def _count(self, jaxpr: Any) -> int | None:
     """The number of partitions; None where nothing says it and the program around may."""
-    count = self.split.whole.said
+    count = self.whole.said
     for inside, who in counts_inside(jaxpr):
       if count is not None and inside != count:
         raise ValueError(
@@ -245,50 +208,33 @@ class _Program:
           "with_sharding_constraint calls."
         )
       count = inside
-    return 1 if count is None and self.split.local.said is not None else count
-
-  def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
-    local = self.split.local
-    for parts, said, tree, what in (
-      (ins, local.in_parts, self.given, "local_in_parts"),
-      (outs, local.out_parts, results, "local_out_parts"),
-    ):
-      if said is not None:
-        check_local(parts, flat_parts(said, tree, what), what)
+    return 1 if count is None and self.local.said is not None else count
 
   def _runner(
-    self,
-    closed: Any,
-    info: Any,
-    ins: Sequence[Part] | None = None,
-    outs: Sequence[Part] = (),
-    shared: bool = False,
-  ) -> Callable[[list[Any]], Any]:
+    self, closed: Any, info: Any, ins: list[Part] | None, outs: list[Part], inside: bool,
+    shared: bool,
+  ) -> Callable[[list[Any]], Any]:  # fmt: skip
     """What runs the traced program on flat arguments; it is not traced again.
 
     `info` is the tree of its results; `ins` and `outs` say how arrays are split, and None leaves
     them where they are; `shared` whether the devices are of several processes.
     """
-    program = jaxpr_as_fun(closed)
-    tree, inside = jax.tree.structure(info), self.inside
+    program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
 
     def flat(*leaves: Any) -> list[Any]:
       return program(*leaves)
 
-    flat.__name__ = flat.__qualname__ = self.split.name  # in profiles and texts
+    flat.__name__ = flat.__qualname__ = self.name  # in profiles and texts
     if ins is None:
       compiled = jax.jit(flat)
       return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
-    compiled = jax.jit(
-      flat,
-      in_shardings=tuple(part.whole for part in ins),
-      out_shardings=[part.whole for part in outs],
-    )
+    shardings, out_shardings = tuple(part.whole for part in ins), [part.whole for part in outs]
+    compiled = jax.jit(flat, in_shardings=shardings, out_shardings=out_shardings)
 
     def place(leaf: Any, part: Part) -> Any:
       if inside and (shared or isinstance(leaf, Tracer)):
         return leaf
-      return part.to_program(leaf) if shared else put(leaf, part.whole)
+      return part.to_program(leaf) if shared else _local.put(leaf, part.whole)
 
     def run(leaves: list[Any]) -> Any:
       results = compiled(*map(place, leaves, ins))

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, sharding_of, specs
+from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, flat_parts, sharding_of, specs
 
 
 class Stated:
@@ -29,10 +29,12 @@ class Stated:
   """
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
-    self.in_parts, self.out_parts = in_parts, out_parts
+    # A list of parts is a tuple, as the arguments are.
+    self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
+    self.out_parts = out_parts
     counts = {} if count is None else {int(count): f"{local}num_partitions={count}"}
     by_specs: set[int] = set()
-    for name, parts in ((f"{local}in_parts", in_parts), (f"{local}out_parts", out_parts)):
+    for name, parts in ((f"{local}in_parts", self.in_parts), (f"{local}out_parts", out_parts)):
       for spec in specs(parts, name):
         by_specs.add(math.prod(spec))
         counts.setdefault(math.prod(spec), f"{spec} in {name}")
@@ -56,16 +58,12 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   partitions is missing or another one.
   """
   own, everyone = jax.local_devices(), jax.devices()
-  if count > len(everyone):
-    raise ValueError(
-      f"sharded_jit computation requires {count} devices, but only {len(everyone)} devices are "
-      "available."
-    )
-  if local.said is not None and local.said > len(own):
-    raise ValueError(
-      f"sharded_jit computation requires {local.said} local devices, but only {len(own)} local "
-      "devices are available."
-    )
+  for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
+    if wanted is not None and wanted > len(there):
+      raise ValueError(
+        f"sharded_jit computation requires {wanted} {kind}devices, but only {len(there)} {kind}"
+        "devices are available."
+      )
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
   if jax.process_count() == 1:
@@ -103,19 +101,21 @@ class Part:
 
   whole: NamedSharding  # of the program's array
   own: NamedSharding  # of this process's part
-  # The parts of each dimension in the program and in this process; none if replicated.
-  counts: tuple[tuple[int, int], ...]
+  parts: Parts  # of the program's array
+  block: Parts  # of this process's part
 
   def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the program's array, of which this process has a part of `shape`."""
-    if any(size % own for size, (_, own) in zip(shape, self.counts, strict=False)):
-      raise ValueError(
-        "sharded_jit: expected a local array that splits evenly into "
-        f"{PartitionSpec(*[own for _, own in self.counts])}, got shape {list(shape)}"
-      )
-    if not self.counts:
+    if not self.parts or not self.block:
       return shape
-    return tuple(n // own * total for n, (total, own) in zip(shape, self.counts, strict=True))
+    if any(size % own for size, own in zip(shape, self.block, strict=False)):
+      raise ValueError(
+        f"sharded_jit: expected a local array that splits evenly into {self.block}, got shape "
+        f"{list(shape)}"
+      )
+    return tuple(
+      n // own * total for n, own, total in zip(shape, self.block, self.parts, strict=True)
+    )
 
   def to_program(self, leaf: Any) -> Any:
     """The program's array of which `leaf` is this process's part; what lies right isn't moved."""
@@ -130,9 +130,9 @@ class Part:
   def to_process(self, whole: Any) -> Any:
     """This process's part of a result: its shards, not copied."""
     shape = whole.shape
-    if self.counts:
-      pairs = zip(shape, self.counts, strict=True)
-      shape = tuple(size // total * own for size, (total, own) in pairs)
+    if self.parts and self.block:
+      counts = zip(shape, self.parts, self.block, strict=True)
+      shape = tuple(size // total * own for size, total, own in counts)
     return _rewrapped(whole, self.own, shape)
 
 
@@ -147,23 +147,20 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
       f"tiles {own} in process {jax.process_index()}"
     )
   local = PartitionSpec(*block) if parts is not None else None
-  return Part(
-    sharding_of(devices, parts),
-    sharding_of(tuple(devices[k] for k in own), local),
-    tuple(zip(parts or (), block, strict=True)),
-  )
+  mine = tuple(devices[k] for k in own)
+  return Part(sharding_of(devices, parts), sharding_of(mine, local), parts, local)
 
 
-def check_local(parts: Sequence[Part], stated: Sequence[Parts], what: str) -> None:
+def check(parts: Sequence[Part], stated: Any, tree: Any, what: str) -> None:
   """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
-  for index, (part, said) in enumerate(zip(parts, stated, strict=True)):
-    expected = PartitionSpec(*[own for _, own in part.counts]) if part.counts else None
-    if said != expected and not (math.prod(said or ()) == 1 == math.prod(expected or ())):
+  if stated is None:
+    return
+  for index, (part, said) in enumerate(zip(parts, flat_parts(stated, tree, what), strict=True)):
+    if said != part.block and not (math.prod(said or ()) == 1 == math.prod(part.block or ())):
       raise ValueError(
-        f"sharded_jit: {what}: expected {expected} for array {index}, which is what the "
+        f"sharded_jit: {what}: expected {part.block} for array {index}, which is what the "
         f"{len(part.own.device_set)} local devices of {len(part.whole.device_set)} hold of "
-        f"{PartitionSpec(*[total for total, _ in part.counts]) if part.counts else None}, "
-        f"got {said}"
+        f"{part.parts}, got {said}"
       )
 
 

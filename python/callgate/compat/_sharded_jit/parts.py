@@ -91,14 +91,13 @@ def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
 
 def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
   """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
-  flat: list[Parts] = []
-
-  def spread(part: Any, below: Any) -> None:
-    flat.extend([part] * len(jax.tree.leaves(below)))
-
   specs(parts, what)
+  flat: list[Parts] = []
   try:
-    jax.tree.map(spread, parts, tree, is_leaf=is_parts)
+    jax.tree.map(
+      lambda part, below: flat.extend([part] * len(jax.tree.leaves(below))),
+      parts, tree, is_leaf=is_parts,
+    )  # fmt: skip
   except ValueError as error:
     raise ValueError(
       f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
@@ -117,21 +116,18 @@ def specs(parts: Any, what: str) -> list[PartitionSpec]:
   return [leaf for leaf in leaves if leaf is not None]
 
 
-def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
-  """Raises unless each spec has as many counts as its array has dimensions."""
-  for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
-    if part is not None and len(part) != len(leaf.shape):
+def check(
+  parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str, *, padded: bool = False
+) -> None:
+  """Raises unless each spec has a count for each dimension and, if not `padded`, divides it."""
+  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    if part is not None and len(part) != len(shape):
       raise ValueError(
         f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
-        f"{len(leaf.shape)}: shape {list(leaf.shape)}"
+        f"{len(shape)}: shape {list(shape)}"
       )
-
-
-def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
-  """Raises unless each spec divides its array's dimensions: they aren't padded."""
-  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
     for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
-      if size % count != 0:
+      if size % count != 0 and not padded:
         raise ValueError(
           f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
           f"expected a multiple of {count}, got {size}: shape {list(shape)}"
@@ -160,7 +156,7 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
   """
   leaves, tree = jax.tree.flatten(x)
   flat = flat_parts(parts, x, "with_sharding_constraint")
-  check_ranks(flat, [jax.typeof(leaf) for leaf in leaves], "with_sharding_constraint")
+  check(flat, [jax.typeof(leaf).shape for leaf in leaves], "with_sharding_constraint", padded=True)
   return jax.tree.unflatten(
     tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in zip(leaves, flat, strict=True)]
   )
