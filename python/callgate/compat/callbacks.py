@@ -1,14 +1,11 @@
 """`jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine.
 
-JAX's own two primitives stay what they are, with all their rules: abstract evaluation, effects,
-batching, differentiation's errors, tokens. Replaced is only what a program for a CPU or a CUDA GPU
-holds for them: a call by name of callgate's gate instead of JAX's Python callback. On a GPU its
+JAX's own two primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA
+GPU holds for them: a call by name of callgate's gate instead of JAX's Python callback. On a GPU its
 arrays are copied to the host through pinned memory, asynchronously, and back. `callgate.install()`
-does that for every callback of the process; the two functions here do it for their own calls,
-installed or not.
-
-JAX's own lowering serves on other platforms, and in programs that XLA partitions over
-several devices (not inside `jax.shard_map`, where every device calls for itself).
+does that for every callback of the process; the functions here for their own calls, installed or
+not. JAX's own lowering serves on other platforms, and in programs that XLA partitions over several
+devices (not inside `jax.shard_map`, where every device calls for itself).
 """
 
 from __future__ import annotations
@@ -183,19 +180,14 @@ def debug_print(
 
 
 def _lowering(
-  api: str,
-  jax_rule: Callable[..., Any],
-  ctx: Any,
-  *operands: Any,
-  callback: Any,
-  sharding: Any,
-  **params: Any,
+  api: str, jax_rule: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
 ) -> Sequence[Any]:
-  """Emits the call of a new callee around `callback`, if it is ours."""
-  function, is_io, ordered = callback.callback_func, api == "io_callback", params.get("ordered")
+  """Emits the call of a new callee around the callback, if it is ours."""
+  callback, is_io, ordered = params["callback"], api == "io_callback", params.get("ordered")
+  function = callback.callback_func
   is_marked = isinstance(function, OnCallgate)
   if not (engine.can_serve(ctx) and (is_marked or config.installed())):
-    return jax_rule(ctx, *operands, callback=callback, sharding=sharding, **params)
+    return jax_rule(ctx, *operands, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
   ins, outs = ([engine.carrier(aval) for aval in side] for side in (ctx.avals_in, ctx.avals_out))
@@ -210,7 +202,7 @@ def _lowering(
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
     callee = Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
-  where = callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=bool(ordered))
+  where = callbacks.callback_sharding(ctx, params["sharding"], ctx.avals_out, token=bool(ordered))
   return engine.emit_carried(
     ctx, operands, ins, outs, tracing.ordered_io_effect if ordered else None, name=callee.name,
     has_side_effect=is_io, sharding=where, on_error="return",

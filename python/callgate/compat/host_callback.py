@@ -25,7 +25,7 @@ assert seen == [("x * 2", 6.0)]
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -39,9 +39,8 @@ from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
 from callgate._tap.tap import bind, logical_sizes
 from callgate._tap.target import start_channel
-from callgate.compat._host_callback import layout, receiver
+from callgate.compat._host_callback import layout, receiver, tapped
 from callgate.compat._host_callback.receiver import TapFunctionException
-from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
 dispatch.ask_before_execution(receiver.NeedsReceiver)
@@ -104,63 +103,50 @@ def id_tap(
   """
   if not callable(func):
     raise TypeError(f"id_tap: func: expected a callable, got {func!r}")
-  given = Arrays("id_tap: arg", arg)
-  rest = Arrays("id_tap: result", result)
+  given = tapped.Arrays("id_tap: arg", arg)
+  rest = tapped.Arrays("id_tap: result", result)
   sizes = logical_sizes("tap 'id_tap'", logical_shape, arg, given.arrays)
   site = given.site(
-    name_of(func),
+    tapped.name_of(func),
     effect="dataflow",
     roles=("primal", "tangent", "cotangent"),
     logical=tuple(index for index, _ in sizes),
     untapped=len(rest.operands),
     kept=receiver.NEEDS_RECEIVER,
   )
-  consumer = _Consumer(func, tuple(sorted(kwargs.items())))
-  target = tap_of(consumer.key(), given.tree, consumer, func, eager=True)
+  key = "host_callback", func, tapped.exact_items(kwargs)
+  target = tapped.tap_of(
+    key, given.tree, functools.partial(_consume, func, kwargs), func, eager=True
+  )
   extra = [*(size for _, size in sizes), *rest.operands]
   mask = (("mask", ()),) if sizes else ()
   results = bind(target, site, given.operands, extra, mask)
-  count = len(given.operands)
-  return given.rebuild(results) if result is None else rest.rebuild(results[count:])
+  return given.rebuild(results) if result is None else rest.rebuild(results[len(given.operands) :])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Consumer:
+def _consume(
+  function: Callable[..., Any], kwargs: dict[str, Any], value: Any, transforms: tapped.Transforms,
+  device: int | None,
+) -> None:  # fmt: skip
   """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
 
-  function: Callable[..., Any]
-  kwargs: tuple[tuple[str, Any], ...]
+  def call() -> None:
+    keywords = dict(kwargs)
+    if transforms:
+      keywords["transforms"] = tuple(Transform(name, how) for name, how in transforms)
+      met = {key: value for _, how in transforms for key, value in how.items()}
+      keywords |= {key: value for key, value in met.items() if _takes(function, key)}
+    function(value, **keywords)
 
-  def key(self) -> tuple[Any, ...]:
-    named = tuple((name, exact(value)) for name, value in self.kwargs)
-    return "host_callback", self.function, named
-
-  def __call__(self, tapped: Tapped, device: int | None) -> None:
-    name = name_of(self.function)
-    if device is None:
-      receiver.wait_for_earlier()
-      try:
-        self._call(tapped)
-      except Exception as error:
-        raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
-      return
-    try:
-      with receiver.calling(name):
-        self._call(tapped)
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
-      receiver.report(error, device, f"callgate: raised in tap function {name}")
-
-  def _call(self, tapped: Tapped) -> None:
-    if self.function is _unknown_testing_consumer:
-      raise LookupError("host_callback: a record came for a tap function that is not known here")
-    keywords = dict(self.kwargs)
-    if tapped.transforms:
-      keywords["transforms"] = tuple(Transform(name, how) for name, how in tapped.transforms)
-      for _, how in tapped.transforms:
-        for key, value in how.items():
-          if _takes(self.function, key):
-            keywords[key] = value
-    self.function(tapped.value, **keywords)
+  name = tapped.name_of(function)
+  if device is not None:
+    receiver.run(call, name, device)
+    return
+  receiver.wait_for_earlier()
+  try:
+    call()
+  except Exception as error:
+    raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
 
 
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
@@ -173,6 +159,7 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
   """Stands for a function that the receiver doesn't know; for tests."""
+  raise LookupError("host_callback: a record came for a tap function that is not known here")
 
 
 _unknown_consumer = _unknown_testing_consumer  # its first name
@@ -233,23 +220,18 @@ def outfeed_receiver(
     TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
   """
   if backends is not None and devices is not None:
+    both = f"{backends!r} and {devices!r}"
     raise ValueError(
-      "outfeed_receiver: expected at most one of `backends` and `devices`, got both: "
-      f"{backends!r} and {devices!r}"
+      f"outfeed_receiver: expected at most one of `backends` and `devices`, got both: {both}"
     )
   options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
-  if backends is not None and (
-    isinstance(backends, str) or not isinstance(backends, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-  ):
-    options.refuse("outfeed_receiver", "backends", "names of platforms", backends)
-  if devices is not None and (
-    not isinstance(devices, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-    or not all(isinstance(device, jax.Device) for device in devices)
-  ):
-    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
+  if backends is not None:
+    options.strings("outfeed_receiver", "backends", backends, what="names of platforms")
   if devices is None:
-    platforms = [None] if backends is None else list(backends)
+    platforms = [None] if backends is None else backends
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
+  elif not isinstance(devices, Sequence) or not all(isinstance(d, jax.Device) for d in devices):  # pyright: ignore[reportUnnecessaryIsInstance]
+    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
   return receiver.Receiver(receiver_name, timeout_sec, devices)
 
 
@@ -264,7 +246,7 @@ def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
     path: the file; it is replaced.
   """
   sink: Any = _callgate.outfeed_2020_sink(options.path("outfeed_stream", "path", path))  # pyright: ignore
-  handle = start_channel(CHANNEL)
+  handle = start_channel(tapped.CHANNEL)
   handle.add([sink])
   try:
     yield

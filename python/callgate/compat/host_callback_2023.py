@@ -23,7 +23,6 @@ assert seen == [6.0]
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import logging
@@ -37,20 +36,13 @@ from callgate._tap.consumers import check_not_forked
 from callgate._tap.tap import bind
 from callgate._tap.target import start_channel
 from callgate.compat._host_callback import call as _call
-from callgate.compat._host_callback import layout
-from callgate.compat._host_callback.call import device_of
+from callgate.compat._host_callback import layout, tapped
 from callgate.compat._host_callback.receiver import finish
-from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = [
-  "CallbackException",
-  "CallbackFlavor",
-  "TapFunctionException",
-  "barrier_wait",
-  "call",
-  "id_print",
+  "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
   "id_tap",
-]
+]  # fmt: skip
 _logger = logging.getLogger("callgate")
 _lock = threading.Lock()
 
@@ -74,8 +66,7 @@ class CallbackFlavor(enum.Enum):
 
 
 # Since the last barrier: how many exceptions were raised, and the last one with its traceback.
-_raised_count = 0
-_raised_last: tuple[BaseException, str] | None = None
+_raised: tuple[int, BaseException | None, str] = (0, None, "")
 
 
 def id_tap(
@@ -117,42 +108,42 @@ def id_tap(
       f"id_tap: unexpected keyword(s) {names}. Support for **kwargs in ``id_tap`` ended with the "
       f"form of 2020; expected functools.partial(tap_func, {names.split(', ')[0]}=...)"
     )
-  _check_flavor("id_tap", callback_flavor)
-  if not callable(tap_func):
-    raise TypeError(f"id_tap: tap_func: expected a callable, got {tap_func!r}")
-  given = Arrays("id_tap: arg", arg)
-  site = given.site(name_of(tap_func), effect="ordered", transposed=True)
-  consumer = _Consumer(tap_func, device_index if tap_with_device else None)
-  target = tap_of(("host_callback_2023", consumer), given.tree, consumer, tap_func)
+  _check("id_tap", "tap_func", tap_func, callback_flavor)
+  index = device_index if tap_with_device else None
+  return _tap(tap_func, tap_func, arg, result, index)
+
+
+def _check(api: str, parameter: str, function: object, flavor: object) -> None:
+  if not isinstance(flavor, CallbackFlavor):
+    raise TypeError(f"{api}: callback_flavor: expected a CallbackFlavor, got {flavor!r}")
+  if not callable(function):
+    raise TypeError(f"{api}: {parameter}: expected a callable, got {function!r}")
+
+
+def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: int | None) -> Any:
+  """One tap for equal keys, to the function; with a device's `index` it gets `device=`, too."""
+  name = tapped.name_of(function)
+
+  def consume(value: Any, transforms: tapped.Transforms, device: int | None) -> None:
+    try:
+      where = {} if index is None else {"device": _call.device_of(device, index)}
+      function(value, transforms, **where)
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+      _keep(error, name)
+
+  given = tapped.Arrays("id_tap: arg", arg)
+  site = given.site(name, effect="ordered", transposed=True)
+  target = tapped.tap_of(("host_callback_2023", key, index), given.tree, consume, function)
   results = bind(target, site, given.operands)
   return given.rebuild(results) if result is None else result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Consumer:
-  """Calls the function of a tap, on the channel's thread."""
-
-  function: Callable[..., Any]
-  device_index: int | None  # with one, `device=` is passed, too
-
-  def __call__(self, tapped: Tapped, device: int | None) -> None:
-    try:
-      if self.device_index is None:
-        self.function(tapped.value, tapped.transforms)
-      else:
-        where = device_of(device, self.device_index)
-        self.function(tapped.value, tapped.transforms, device=where)
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-      _keep(error, name_of(self.function))
-
-
 def _keep(error: BaseException, name: str) -> None:
-  global _raised_count, _raised_last
+  global _raised
   text = "".join(traceback.format_exception(error)).rstrip()
   _logger.error("callgate: %s raised; barrier_wait() will raise it too\n%s", name, text)
   with _lock:
-    _raised_count += 1
-    _raised_last = error, text
+    _raised = _raised[0] + 1, error, text
 
 
 def id_print(
@@ -184,33 +175,20 @@ def id_print(
   Returns:
     `arg` or `result`.
   """
-  named = tuple(sorted(kwargs.items()))
-  return id_tap(
-    _Printer(output_stream, threshold, named, tuple(exact(value) for _, value in named)),
-    arg,
-    result=result,
-    tap_with_device=tap_with_device,
-    device_index=device_index,
-    callback_flavor=callback_flavor,
-  )
+  _check("id_tap", "tap_func", _print, callback_flavor)
+  function = functools.partial(_print, output_stream, threshold, kwargs)
+  key = (_print, output_stream, threshold, tapped.exact_items(kwargs))
+  return _tap(function, key, arg, result, device_index if tap_with_device else None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Printer:
-  """Prints a record; equal to others that print the same, so that JAX's caches hit."""
-
-  output_stream: Any
-  threshold: int
-  entries: tuple[tuple[str, Any], ...]
-  key: tuple[Any, ...]
-
-  def __call__(self, arg: Any, transforms: Any, *, device: Any = None) -> None:
-    entries = dict(self.entries)
-    if transforms:
-      entries["transforms"] = [(name, how) if how else name for name, how in transforms]
-    if device is not None:
-      entries["device"] = device
-    layout.write(self.output_stream, entries, layout.text_of(arg, self.threshold, width=80))
+def _print(
+  stream: Any, threshold: int, entries: dict[str, Any], arg: Any, transforms: tapped.Transforms,
+  **device: Any,
+) -> None:  # fmt: skip
+  entries = entries | device
+  if transforms:
+    entries["transforms"] = [(name, how) if how else name for name, how in transforms]
+  layout.write(stream, entries, layout.text_of(arg, threshold, width=80))
 
 
 def call(
@@ -246,17 +224,10 @@ def call(
     jax.errors.JaxRuntimeError: where the program's results are looked at: `callback_func` raised or
       returned something else; `barrier_wait` says what.
   """
-  _check_flavor("call", callback_flavor)
-  if not callable(callback_func):
-    raise TypeError(f"call: callback_func: expected a callable, got {callback_func!r}")
-  report = functools.partial(_keep, name=name_of(callback_func))
+  _check("call", "callback_func", callback_func, callback_flavor)
+  report = functools.partial(_keep, name=tapped.name_of(callback_func))
   index = device_index if call_with_device else None
   return _call.call(callback_func, arg, result_shape, index, report)
-
-
-def _check_flavor(function: str, flavor: object) -> None:
-  if not isinstance(flavor, CallbackFlavor):
-    raise TypeError(f"{function}: callback_flavor: expected a CallbackFlavor, got {flavor!r}")
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
@@ -270,14 +241,12 @@ def barrier_wait(logging_name: str | None = None) -> None:
   Raises:
     CallbackException: functions raised since the last barrier.
   """
-  global _raised_count, _raised_last
+  global _raised
   check_not_forked()
   finish(None)
   with _lock:
-    count, last = _raised_count, _raised_last
-    _raised_count, _raised_last = 0, None
-  if last is not None:
-    error, text = last
+    (count, error, text), _raised = _raised, (0, None, "")
+  if error is not None:
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
     raise CallbackException(  # programs match how it begins
       "There were exceptions during callback processing. Last one was: "
@@ -285,9 +254,5 @@ def barrier_wait(logging_name: str | None = None) -> None:
     ) from error
 
 
-def _flush_taps() -> None:
-  """Lets the functions of taps finish; what they raised is for `barrier_wait`."""
-  start_channel(CHANNEL).flush(None)
-
-
-dispatch.after_effects_barrier(_flush_taps)
+# What functions of taps raise is for `barrier_wait`.
+dispatch.after_effects_barrier(lambda: start_channel(tapped.CHANNEL).flush(None))

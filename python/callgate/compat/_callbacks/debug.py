@@ -28,9 +28,10 @@ _NOTE = "callgate: raised in a jax.debug callback"
 
 
 def _callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  if not _is_ours(ctx, params["callback"]):
+  callback = params["callback"]
+  if not _is_ours(ctx, callback):
     return callbacks.debug_callback_lowering(ctx, *operands, **params)
-  return _lower(ctx, operands, params["effect"], params["callback"])
+  return _lower(ctx, operands, params["effect"], callback)
 
 
 def _print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
@@ -41,16 +42,15 @@ def _print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> A
 
 
 def _is_ours(ctx: Any, callback: Any) -> bool:
-  if not engine.can_serve(ctx) or len(ctx.module_context.platforms) > 1:
-    return False
-  return config.installed() or tracing.closes_over(callback, engine.OnCallgate)
+  served = engine.can_serve(ctx) and len(ctx.module_context.platforms) == 1
+  return served and (config.installed() or tracing.closes_over(callback, engine.OnCallgate))
 
 
 def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
   start_channel(DEFAULT)
   inputs = [engine.carrier(aval) for aval in ctx.avals_in]
   flat = (0,) * len(inputs)
-  in_tree = jax.tree.structure((flat, {}))
+  in_tree, tree = jax.tree.structure((flat, {})), jax.tree.structure(flat)
   run = engine.host_function(callback, in_tree, inputs, [], api="debug.callback")
 
   def consume(_: Any, rows: list[Any]) -> None:
@@ -63,8 +63,7 @@ def _lower(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -
   with registry.name_while_alive(callback, JAX_CALLBACK) as name:
     tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
   lowering.add_keepalive(ctx, tap)
-  tree, dtypes = jax.tree.structure(flat), (None,) * len(inputs)
-  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=dtypes)
+  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=(None,) * len(inputs))
   return engine.emit_carried(
     ctx, operands, inputs, [], effect if effect and tracing.is_ordered_effect(effect) else None,
     name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),

@@ -1,10 +1,9 @@
 """What a JAX callback gets and gives when callgate's engine calls it.
 
-This is `pure_callback_impl` and the checks around it in `jax/_src/callback.py` as users observe
-them: committed arrays on the first local CPU device, the thread's default device set to it, the
-same log record on failure, the same errors for wrong results. JAX's way costs about 30 µs a call,
-most of it in `jax.device_put`'s Python; this one takes the function which that ends in (`_jax`).
-Unlike a gate's, the error of a failing callback is always returned to XLA, on several devices, too.
+This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it: arrays, default device,
+log record and errors. JAX's way costs about 30 µs a call, most of it in `jax.device_put`'s Python;
+this one takes the function which that ends in (`_jax`). Unlike a gate's, the error of a failing
+callback is always returned to XLA, on several devices, too.
 
 The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
 Every tenth of a microsecond in them is seen in `benchmarks/`.
@@ -43,31 +42,22 @@ class OnCallgate:
 
 
 def can_serve(ctx: Any) -> bool:
-  """Whether callgate's engine can run callbacks in a program.
-
-  In one that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA arranges
-  that for JAX's own call targets alone: any other would run on every device.
-  """
+  """Whether callgate's engine can run callbacks in a program."""
+  # Where XLA partitions, it calls JAX's own targets alone once: any other on every device.
   return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
 
 class Carrier(NamedTuple):
-  """How one array crosses between program and Python: `aval` is its type in the program's call.
+  """How one array crosses between program and Python."""
 
-  It `is_wider` for sub-byte types, which XLA packs: the program hands them over as wider ones.
-  """
-
-  aval: Any
+  aval: Any  # its type in the program's call
   shape: tuple[int, ...]
   dtype: np.dtype[Any]  # what the callback sees
-  is_wider: bool
+  is_wider: bool  # for sub-byte types, which XLA packs: the program hands them over as wider ones
 
 
 def carrier(aval: Any) -> Carrier:
-  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones.
-
-  Every value of a sub-byte type is one of its wider type, and the way back is exact, too.
-  """
+  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones."""
   if aval.dtype == jax.dtypes.float0:
     aval = aval.update(dtype=np.dtype(bool))
   aval = tracing.physical_aval(aval)
@@ -108,10 +98,8 @@ def host_function(
 ) -> Callable[..., list[Array]]:
   """A function of NumPy arrays that runs `callback` as JAX would.
 
-  `in_tree` is that of the callback's `(args, kwargs)`; `api` is for the log. The arrays must be the
-  callback's to keep. The results have the carriers' shapes and the dtypes of their avals. Raises
-  what the callback raises, and RuntimeError with JAX's text for results of a wrong number, shape or
-  dtype.
+  `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
+  Raises what the callback raises, and JAX's RuntimeError for results that don't fit.
   """
 
   def unflattened(*arrays: Any) -> Any:
@@ -161,9 +149,8 @@ dispatch.end_before_dispatch_returns(_Waits)
 def end_before_dispatch_returns(context: Any) -> None:
   """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX.
 
-  JAX's engine runs programs with callbacks on the thread that dispatches them, and programs count
-  on that, though JAX promises it nowhere. callgate's engine does so while a callback runs: XLA's
-  own threads may all be waiting for the nested program. The others are waited for.
+  There, programs count on it, though JAX promises it nowhere. Programs made while a callback runs
+  run on the thread that dispatches them, as JAX's do: XLA's own may all be waiting for them.
   """
   if _running:
     dispatch.mark_host_callbacks(context)
@@ -175,11 +162,10 @@ def _argument_maker(
 ) -> Callable[[Sequence[Array]], list[Any]]:
   """A function from NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` makes them.
 
-  The first call does it with device_put itself; what that decides (abstract value and sharding)
-  holds from then on. Where the thread's `jax_enable_x64` changes a dtype, it decides every time.
+  What that decides in the first call (abstract value and sharding) holds from then on. Where the
+  thread's `jax_enable_x64` changes a dtype, it decides every time.
   """
-  devices = [device]
-  put, rest = dispatch.fast_device_put()
+  devices, (put, rest) = [device], dispatch.fast_device_put()
   targets: list[tuple[Any, Any]] = []  # one an operand, once known
   is_wider = any(operand.is_wider for operand in operands)
 

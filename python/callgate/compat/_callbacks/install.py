@@ -1,9 +1,7 @@
 """`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
 
-One option of the process decides how programs for CPUs and CUDA GPUs are lowered
-(`compat.callbacks`). It is part of the key of JAX's caches, so functions that were jitted under the
-other setting are traced again when next called, and nothing compiled is lost. Any thread may call
-these.
+One option of the process decides how programs are lowered (`compat.callbacks`). It is part of the
+key of JAX's caches, so nothing compiled is lost. Any thread may call these.
 """
 
 from __future__ import annotations

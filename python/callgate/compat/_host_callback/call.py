@@ -7,7 +7,6 @@ the GIL, while the program waits.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,11 +44,7 @@ def call(
   given = Arrays("call: arg", arg, copied=True)
   structs, tree = _result_types(result_shape)
   key = (function, given.tree, given.dtypes, tree, structs, device_index)
-
-  def make() -> Gate:
-    return _gate(_Body(function, given.tree, given.dtypes, tree, structs, device_index, report))
-
-  results = target.shared(_gates, key, make)(*given.operands)
+  results = target.shared(_gates, key, lambda: _gate(*key, report))(*given.operands)
   own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
   return jax.tree.unflatten(tree, own)
 
@@ -62,33 +57,50 @@ def device_of(device: int | None, index: int) -> Any:
   return jax.devices()[index]
 
 
-def _gate(body: _Body) -> Gate:
-  if body.device_index is not None:
+def _gate(
+  function: Callable[..., Any],
+  arg_tree: Any,
+  arg_dtypes: tuple[str | None, ...],
+  tree: Any,
+  structs: tuple[jax.ShapeDtypeStruct, ...],
+  device_index: int | None,
+  report: Report,
+) -> Gate:
+  """Calls the user's function with pytrees, and checks what it returns."""
 
-    def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
-      # JAX's own callback doesn't say which device calls; and one calls for all that share a
-      # partitioned program.
-      alone = isinstance(context, Context) and context.size == 1
-      device = context.device if alone else None
-      for view, result in zip(out, body(leaves, device), strict=True):
-        view[...] = result
+  def run(leaves: Sequence[Any], device: int | None) -> tuple[Any, ...]:
+    try:
+      # The function may keep its argument: the views are XLA's.
+      arrays = [
+        np.array(leaf) if dtype is None else np.array(leaf).astype(jnp.dtype(dtype))
+        for leaf, dtype in zip(leaves, arg_dtypes, strict=True)
+      ]
+      arg = jax.tree.unflatten(arg_tree, arrays)
+      where = {} if device_index is None else {"device": device_of(device, device_index)}
+      return _checked(name_of(function), function(arg, **where), tree, structs)
+    except BaseException as error:
+      report(error)
+      raise
 
-    function: Callable[..., Any] = in_context
-  else:
+  def returning(*leaves: Any) -> tuple[Any, ...]:
+    return run(leaves, None)
 
-    def returning(*leaves: Any) -> tuple[Any, ...]:
-      return body(leaves, None)
+  def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
+    # JAX's own callback doesn't say which device calls; and one calls for all that share a
+    # partitioned program.
+    alone = isinstance(context, Context) and context.size == 1
+    for view, result in zip(out, run(leaves, context.device if alone else None), strict=True):
+      view[...] = result
 
-    function = returning
   options = GateOptions(
-    name=registry.unique_name(body.function, prefix="call:"),
-    out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in body.structs),
+    name=registry.unique_name(function, prefix="call:"),
+    out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
     effect="io",
-    style="return" if body.device_index is None else "context",
+    style="return" if device_index is None else "context",
     thread="own",
     vmap=_no_vmap,
   )
-  gate = Gate(function, options)
+  gate = Gate(returning if device_index is None else in_context, options)
   gate.defjvp(_no_jvp)
   return gate
 
@@ -107,52 +119,25 @@ def _no_jvp(*_: Any) -> Any:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Body:
-  """Calls the user's function with pytrees, and checks what it returns."""
-
-  function: Callable[..., Any]
-  arg_tree: Any
-  arg_dtypes: tuple[str | None, ...]
-  tree: Any
-  structs: tuple[jax.ShapeDtypeStruct, ...]
-  device_index: int | None
-  report: Report
-
-  def __call__(self, leaves: Sequence[Any], device: int | None) -> tuple[Any, ...]:
-    try:
-      # The function may keep its argument: the views are XLA's.
-      arrays = [_own(leaf, name) for leaf, name in zip(leaves, self.arg_dtypes, strict=True)]
-      arg = jax.tree.unflatten(self.arg_tree, arrays)
-      if self.device_index is None:
-        return self._checked(self.function(arg))
-      where = device_of(device, self.device_index)
-      return self._checked(self.function(arg, device=where))
-    except BaseException as error:
-      self.report(error)
-      raise
-
-  def _checked(self, result: Any) -> tuple[Any, ...]:
-    leaves, tree = jax.tree.flatten(result)
-    who = f"call: function {name_of(self.function)}"
-    if tree != self.tree:
-      raise ResultError(  # the first words are those of the old module
-        f"call: Callback func {name_of(self.function)} should have returned a result with pytree "
-        f"{self.tree}: expected a result of structure {self.tree}, got {tree}"
+def _checked(
+  name: str, result: Any, expected: Any, structs: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[Any, ...]:
+  """The leaves of what the function returned, as they travel."""
+  leaves, tree = jax.tree.flatten(result)
+  if tree != expected:
+    raise ResultError(  # the first words are those of the old module
+      f"call: Callback func {name} should have returned a result with pytree {expected}: expected "
+      f"a result of structure {expected}, got {tree}"
+    )
+  arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
+  for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
+    if array.shape != struct.shape or array.dtype != struct.dtype:
+      raise ResultError(
+        f"call: function {name}: result{path}: expected "
+        f"{dtypes.type_text(struct.dtype, struct.shape)}, got "
+        f"{dtypes.type_text(array.dtype, array.shape)}"
       )
-    arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
-    for array, struct, (path, _) in zip(arrays, self.structs, leaf_paths(tree), strict=True):
-      if array.shape != struct.shape or array.dtype != struct.dtype:
-        raise ResultError(
-          f"{who}: result{path}: expected {struct.dtype.name}{list(struct.shape)}, got "
-          f"{array.dtype.name}{list(array.shape)}"
-        )
-    return tuple(array.astype(dtypes.carrier(array.dtype), copy=False) for array in arrays)
-
-
-def _own(view: Any, dtype: str | None) -> np.ndarray:
-  array = np.array(view)
-  return array if dtype is None else array.astype(jnp.dtype(dtype))
+  return tuple(array.astype(dtypes.carrier(array.dtype), copy=False) for array in arrays)
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -160,9 +145,9 @@ def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], 
   structs: list[jax.ShapeDtypeStruct] = []
   for leaf, (path, _) in zip(leaves, leaf_paths(tree), strict=True):
     try:
-      dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
       if isinstance(leaf, str):
         raise TypeError("text")
+      dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
       structs.append(jax.ShapeDtypeStruct(np.shape(leaf), tracing.canonical_dtype(dtype)))
     except (TypeError, ValueError) as error:
       raise ValueError(

@@ -7,7 +7,6 @@ channel's thread, under the GIL.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,12 +26,8 @@ from callgate._tap.target import Tap
 CHANNEL = "host_callback"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tapped:
-  """One record as the consumers of both forms see it, with arrays of the consumer's own."""
-
-  value: Any
-  transforms: tuple[tuple[str, dict[str, Any]], ...]  # (name, parameters), as they were applied
+# (name, parameters) of each transformation that a tap met, as they were applied.
+Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
 
 class Arrays:
@@ -62,31 +57,31 @@ class Arrays:
 def tap_of(
   key: tuple[Any, ...],
   tree: Any,
-  consume: Callable[[Tapped, int | None], None],
+  consume: Callable[[Any, Transforms, int | None], None],
   function: Callable[..., Any],
   *,
   eager: bool = False,
 ) -> Tap:
   """The tap to `consume`; the same for equal keys and structures.
 
-  `consume` is called for each record with it and the device's global id (-1: not known), on the
-  channel's thread; there it must not raise. With `eager`, where nothing is compiled, it is called
-  in the caller's thread, with None for the device, and may raise. `function` is the user's own, for
-  the tap's name.
+  `consume` is called for each record with its value (arrays of its own), its transformations and
+  the device's global id (-1: not known), on the channel's thread; there it must not raise. With
+  `eager`, where nothing is compiled, it is called in the caller's thread, with None for the device,
+  and may raise. `function` is the user's own, for the tap's name.
   """
   check_not_forked()
 
-  def unpack(text: str, arrays: Sequence[np.ndarray]) -> Tapped:
+  def unpack(text: str, arrays: Sequence[np.ndarray], device: int | None) -> None:
     about = delivery.description(text)
     value = jax.tree.unflatten(tree, about.value(arrays))
-    return Tapped(value, _transforms(about, arrays))
+    consume(value, _transforms(about, arrays), device)
 
   def rows(source: Any, rows: Sequence[Any]) -> None:
     for row in rows:
-      consume(unpack(source[3], row[6]), row[3])
+      unpack(source[3], row[6], row[3])
 
   def at_once(text: str, arrays: Sequence[Any]) -> None:
-    consume(unpack(text, [np.array(array) for array in arrays]), None)
+    unpack(text, [np.array(array) for array in arrays], None)
 
   return target.of_rows(
     (*key, tree), rows, name_of(function), channel=CHANNEL, eager=at_once if eager else None
@@ -100,35 +95,36 @@ def name_of(function: Callable[..., Any]) -> str:
   return str(name).replace("\n", " ") or "tap"
 
 
-def exact(value: Any) -> tuple[Any, ...]:
+def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
   """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
+  return tuple((name, _exact(value)) for name, value in sorted(kwargs.items()))
+
+
+def _exact(value: Any) -> tuple[Any, ...]:
   if isinstance(value, (tuple, frozenset, int, float, complex, np.generic)):
     return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
   return type(value), value
 
 
-def _transforms(
-  about: delivery.Description, arrays: Sequence[np.ndarray]
-) -> tuple[tuple[str, dict[str, Any]], ...]:
-  def parameters(name: str, how: dict[str, Any]) -> dict[str, Any]:
-    if name == "mask":
-      return {"logical_shapes": _logical_shapes(about, arrays)}
-    return {key: _as_tuple(value) for key, value in how.items()}
-
-  return tuple((name, parameters(name, how)) for name, how in about.transforms)
+def _transforms(about: delivery.Description, arrays: Sequence[np.ndarray]) -> Transforms:
+  return tuple(
+    (name, {"logical_shapes": _logical_shapes(about, arrays)} if name == "mask" else _as_tuple(how))
+    for name, how in about.transforms
+  )
 
 
 def _as_tuple(value: Any) -> Any:
-  return tuple(_as_tuple(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+  if isinstance(value, dict):
+    return {key: _as_tuple(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+  return tuple(map(_as_tuple, value)) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
   """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
   shapes: list[Any] = [array.shape for array in arrays[: about.values]]
   for index, sizes in zip(about.logical, about.logical_shapes(arrays), strict=True):
-    shapes[index] = tuple(
-      int(sizes[axis]) if sizes.ndim == 1 else sizes[..., axis] for axis in range(sizes.shape[-1])
-    )
+    of_axes = np.moveaxis(sizes, -1, 0)
+    shapes[index] = tuple(map(int, of_axes) if sizes.ndim == 1 else of_axes)
   return tuple(shapes)
 
 
