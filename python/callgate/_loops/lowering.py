@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,11 @@ from jax.interpreters import mlir, partial_eval
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._jax import tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
+from callgate._loops.control import split_operands
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
+_Begun = Sequence[tuple[Bar, Any]]  # bars with their handles
 
 
 def start() -> None:
@@ -48,12 +49,8 @@ def _scan_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> A
   marks = _marks(params["jaxpr"])
   if not marks:
     return original(context, *operands, **params)
-  bars: list[Bar] = []
-  for bar in (mark.params["bar"] for mark in marks):
-    total = params["length"] if bar.total == UNKNOWN else bar.total
-    bars.append(dataclasses.replace(bar, total=total, has_total=False))
   params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
-  run = functools.partial(_run_scan, bars, params)
+  run = functools.partial(_run_scan, [mark.params["bar"] for mark in marks], params)
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
@@ -85,9 +82,8 @@ def _marks(closed: Any) -> list[Any]:
 
 def _without_marks(closed: Any) -> Any:
   eqns = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is not progress_p]
-  effects = closed.jaxpr.effects
-  if not any(PROGRESS_EFFECT in eqn.effects for eqn in eqns):
-    effects = _others(effects)
+  marked = any(PROGRESS_EFFECT in eqn.effects for eqn in eqns)
+  effects = closed.jaxpr.effects if marked else _others(closed.jaxpr.effects)
   return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns, effects=effects))
 
 
@@ -95,64 +91,52 @@ def _others(effects: Any) -> Any:
   return type(effects)(effect for effect in effects if effect != PROGRESS_EFFECT)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Bars:
-  """The bars of one loop, begun."""
+def _begin(bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Begun:
+  """Begins a loop's bars, once `values` are there; a total of None is the bar's own."""
+  anchor = _anchor(values)
+  return [
+    (bar, _call("begin", bar, *anchor))
+    if total is None
+    else (bar, _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor))
+    for bar, total in zip(bars, totals, strict=True)
+  ]
 
-  bars: Sequence[Bar]
-  handles: Sequence[Any]
 
-  @classmethod
-  def begin(cls, bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Bars:
-    """Begins the bars, once `values` are there; a total of None is the bar's own."""
-    anchor = _anchor(values)
-    handles = [
-      _call("begin", bar, *anchor)
-      if total is None
-      else _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor)
-      for bar, total in zip(bars, totals, strict=True)
-    ]
-    return cls(bars, handles)
-
-  def update(self, count: Any) -> Any:
-    """The number of steps until the next update."""
-    waits = [_call("update", bar, h, count) for bar, h in zip(self.bars, self.handles, strict=True)]
-    return functools.reduce(jnp.minimum, waits)
-
-  def end(self, count: Any, values: Sequence[Any]) -> None:
-    """Ends the bars, once `values` are there."""
-    for bar, handle in zip(self.bars, self.handles, strict=True):
-      _call("end", bar, handle, count, *_anchor(values))
+def _end(begun: _Begun, count: Any, values: Sequence[Any]) -> None:
+  """Ends the bars, once `values` are there."""
+  for bar, handle in begun:
+    _call("end", bar, handle, count, *_anchor(values))
 
 
 def _call(kind: str, bar: Bar, *operands: Any) -> Any:
-  (result,) = progress_call_p.bind(*operands, kind=kind, bar=bar)
-  return result
+  return progress_call_p.bind(*operands, kind=kind, bar=bar)[0]
 
 
 def _anchor(values: Sequence[Any]) -> Sequence[Any]:
   """The smallest of the arrays, if there is one: a call that takes it waits for it."""
-  arrays = [
-    x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number) and x.size
-  ]
-  return sorted(arrays, key=lambda x: math.prod(x.shape))[:1]
+  arrays = [x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number)]
+  return sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
 
 
 def _run_scan(bars: Sequence[Bar], params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll = params["length"], params["unroll"]
+  totals = [length if bar.total == UNKNOWN else bar.total for bar in bars]
+  own = [
+    dataclasses.replace(b, total=t, has_total=False) for b, t in zip(bars, totals, strict=True)
+  ]
+  begun = _begin(own, [None] * len(own), operands)
   implementation = functools.partial(tracing.scan_impl, **params)
-  begun = _Bars.begin(bars, [None] * len(bars), operands)
   trips = length // unroll if unroll else 0
   if trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
     results = _run_implementation(begun, implementation, operands, unroll)
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
     results = implementation(*operands)
-  begun.end(np.int32(np.uint32(length & 0xFFFFFFFF)), results)
+  _end(begun, np.int32(np.uint32(length & 0xFFFFFFFF)), results)
   return results
 
 
 def _run_implementation(
-  bars: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
+  begun: _Begun, implementation: Rule, operands: Sequence[Any], unroll: int
 ) -> list[Any]:
   """What JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
   closed: Any = jax.make_jaxpr(implementation)(*operands)
@@ -167,7 +151,7 @@ def _run_implementation(
     inputs = [read(v) for v in eqn.invars]
     with eqn.ctx.manager:
       if eqn is loop:
-        results = _run_chunks(bars, eqn.params, inputs, unit=unroll)[1]
+        results = _run_chunks(begun, eqn.params, inputs, unit=unroll)[1]
       else:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
@@ -176,17 +160,17 @@ def _run_implementation(
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
-  body = params["body_jaxpr"]
+  body, consts = params["body_jaxpr"], operands[params["cond_nconsts"] :]
   marks = _marks(body)
-  consts = operands[params["cond_nconsts"] :]
+  bars = [mark.params["bar"] for mark in marks]
   totals = [
-    _before_first_step(body, mark.invars[0], consts) if mark.params["bar"].has_total else None
-    for mark in marks
+    _before_first_step(body, mark.invars[0], consts) if bar.has_total else None
+    for mark, bar in zip(marks, bars, strict=True)
   ]
-  bars = _Bars.begin([mark.params["bar"] for mark in marks], totals, operands)
+  begun = _begin(bars, totals, operands)
   params = {**params, "body_jaxpr": _without_marks(body)}
-  steps, results = _run_chunks(bars, params, operands, unit=1)
-  bars.end(steps, results)
+  steps, results = _run_chunks(begun, params, operands, unit=1)
+  _end(begun, steps, results)
   return results
 
 
@@ -199,10 +183,28 @@ def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any
 
 
 def _run_chunks(
-  bars: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
+  begun: _Begun, params: dict[str, Any], operands: Sequence[Any], unit: int
 ) -> tuple[Any, list[Any]]:
-  """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results."""
-  cond, body, carry = _loop_functions(params, operands)
+  """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results.
+
+  A batched loop runs until its last lane has ended.
+  """
+  cond_consts, body_consts, carry = split_operands(params, operands)
+  predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *cond_consts)
+  one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
+
+  def body(before: Sequence[Any]) -> list[Any]:
+    if not params["cond_jaxpr"].out_avals[0].shape:
+      return one_step(*before)
+    (lanes,) = predicate(*before)
+    return [
+      jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
+      for new, old in zip(one_step(*before), before, strict=True)
+    ]
+
+  def cond(carry: Sequence[Any]) -> Any:
+    (lanes,) = predicate(*carry)
+    return jnp.any(lanes) if lanes.shape else lanes
 
   def chunk(state: Any) -> Any:
     done, wanted, carry = state
@@ -216,29 +218,9 @@ def _run_chunks(
         (np.int32(0), carry),
       )
     done = done + steps * unit
-    return done, bars.update(done), carry
+    waits = [_call("update", bar, handle, done) for bar, handle in begun]
+    return done, functools.reduce(jnp.minimum, waits), carry
 
   state = (np.int32(0), np.int32(1), carry)
   done, _, results = jax.lax.while_loop(lambda s: cond(s[2]), chunk, state)
   return done, list(results)
-
-
-def _loop_functions(
-  params: dict[str, Any], operands: Sequence[Any]
-) -> tuple[Rule, Rule, list[Any]]:
-  """(condition, body, first carry). A batched loop runs until its last lane has ended."""
-  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-  predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *operands[:first])
-  one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *operands[first:second])
-  carry = list(operands[second:])
-  if not params["cond_jaxpr"].out_avals[0].shape:
-    return lambda c: predicate(*c)[0], lambda c: one_step(*c), carry
-
-  def body(before: Sequence[Any]) -> list[Any]:
-    (lanes,) = predicate(*before)
-    return [
-      jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
-      for new, old in zip(one_step(*before), before, strict=True)
-    ]
-
-  return lambda c: jnp.any(predicate(*c)[0]), body, carry

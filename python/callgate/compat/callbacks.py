@@ -1,32 +1,42 @@
-"""`jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine.
+"""JAX's own callbacks on callgate's engine: pure, io and debug callbacks.
 
-JAX's own two primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA
-GPU holds for them: a call by name of callgate's gate instead of JAX's Python callback. On a GPU its
-arrays are copied to the host through pinned memory, asynchronously, and back. `callgate.install()`
-does that for every callback of the process; the functions here for their own calls, installed or
-not. JAX's own lowering serves on other platforms, and in programs that XLA partitions over several
-devices (not inside `jax.shard_map`, where every device calls for itself).
+JAX's own primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA GPU
+holds for them. `callgate.install()` does that for every callback of the process; the functions here
+for their own calls, installed or not. JAX's own lowering serves on other platforms, and in programs
+that XLA partitions over several devices (not inside `jax.shard_map`, where every device calls for
+itself).
+
+For `jax.pure_callback` and `jax.experimental.io_callback` a program calls callgate's gate by name.
+On a GPU its arrays are copied to the host through pinned memory, asynchronously, and back.
+
+For `jax.debug.callback` and `jax.debug.print` on the CPU it holds a tap to the callback, and no
+longer waits for Python. What the callback sees is the same, in the same order.
 """
 
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import io_callback as _jax_io_callback
+from jax.interpreters import mlir
 
-from callgate._callgate import Callee
+from callgate import _callgate
 from callgate._core import registry
-from callgate._core.failures import JAX_CALLBACK
+from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
-from callgate._runtime import config
+from callgate._runtime import config, targets
+from callgate._tap import site as _site
 from callgate._tap.print import print as cg_print
-from callgate.compat._callbacks import debug, engine
+from callgate._tap.target import DEFAULT, Tap, start_channel
+from callgate.compat._callbacks import engine
 from callgate.compat._callbacks.engine import OnCallgate
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
+_NOTE = "callgate: raised in a jax.debug callback"
 
 
 def pure_callback(
@@ -81,9 +91,9 @@ def io_callback(
   Args:
     callback: a function of pytrees of jax.Arrays (committed to the first local CPU device) that may
       have side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
-    result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`; None for no result.
-    *args: pytrees of arrays for the callback.
-    sharding: a SingleDeviceSharding: the device that calls.
+    result_shape_dtypes: as for `pure_callback`; None for no result.
+    *args: as for `pure_callback`.
+    sharding: as for `pure_callback`.
     ordered: keeps calls in program order, also from one program to the next.
     **kwargs: pytrees of arrays for the callback, by name.
 
@@ -179,15 +189,14 @@ def debug_print(
   )  # fmt: skip
 
 
-def _lowering(
-  api: str, jax_rule: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
-) -> Sequence[Any]:
+def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   """Emits the call of a new callee around the callback, if it is ours."""
   callback, is_io, ordered = params["callback"], api == "io_callback", params.get("ordered")
   function = callback.callback_func
   is_marked = isinstance(function, OnCallgate)
   if not (engine.can_serve(ctx) and (is_marked or config.installed())):
-    return jax_rule(ctx, *operands, **params)
+    rule = callbacks.io_callback_lowering if is_io else callbacks.pure_callback_lowering
+    return rule(ctx, *operands, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
   ins, outs = ([engine.carrier(aval) for aval in side] for side in (ctx.avals_in, ctx.avals_out))
@@ -200,7 +209,7 @@ def _lowering(
     dispatch.mark_host_callbacks(ctx)
   run = engine.host_function(function, callback.in_tree, ins, outs, api=api)
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
-    callee = Callee(name, run, owned_inputs=True, flat_results=True)
+    callee = _callgate.Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
   where = callbacks.callback_sharding(ctx, params["sharding"], ctx.avals_out, token=bool(ordered))
   return engine.emit_carried(
@@ -209,15 +218,72 @@ def _lowering(
   )  # fmt: skip
 
 
+def _debug_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  callback = params["callback"]
+  if not _is_ours(ctx, callback):
+    return callbacks.debug_callback_lowering(ctx, *operands, **params)
+  return _lower_debug(ctx, operands, params["effect"], callback)
+
+
+def _debug_print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
+  if not _is_ours(ctx, params["fmt"]):
+    return callbacks.debug_print_lowering(ctx, *operands, ordered=ordered, **params)
+  effect = tracing.ordered_debug_effect() if ordered else None
+  return _lower_debug(ctx, operands, effect, callbacks.debug_print_callback(**params))
+
+
+def _is_ours(ctx: Any, callback: Any) -> bool:
+  served = engine.can_serve(ctx) and len(ctx.module_context.platforms) == 1
+  return served and (config.installed() or tracing.closes_over(callback, OnCallgate))
+
+
+def _lower_debug(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
+  start_channel(DEFAULT)
+  inputs = [engine.carrier(aval) for aval in ctx.avals_in]
+  flat = (0,) * len(inputs)
+  in_tree, tree = jax.tree.structure((flat, {})), jax.tree.structure(flat)
+  run = engine.host_function(callback, in_tree, inputs, [], api="debug.callback")
+
+  def consume(_: Any, rows: list[Any]) -> None:
+    for row in rows:
+      try:
+        run(*row[6])
+      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+        keep_consumer_error(error, _NOTE)
+
+  with registry.name_while_alive(callback, JAX_CALLBACK) as name:
+    tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
+  lowering.add_keepalive(ctx, tap)
+  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=(None,) * len(inputs))
+  return engine.emit_carried(
+    ctx, operands, inputs, [], effect if effect and tracing.is_ordered_effect(effect) else None,
+    name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),
+    has_side_effect=True, target=targets.TAP_TARGET,
+  )  # fmt: skip
+
+
+def _after_barrier() -> None:
+  """What `jax.effects_barrier()` does once its programs are done: as if they had waited."""
+  _callgate.flush_channels(None)
+  if (error := take_consumer_error(_NOTE)) is not None:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    message = f"INTERNAL: CpuCallback error calling callback: {text}"
+    raise jax.errors.JaxRuntimeError(message) from error
+
+
 @functools.cache
 def register() -> None:
   """Puts our lowerings before JAX's, once."""
-  for api, primitive, rule in (
-    ("pure_callback", callbacks.pure_callback_p, callbacks.pure_callback_lowering),
-    ("io_callback", callbacks.io_callback_p, callbacks.io_callback_lowering),
+  for primitive, rule in (
+    (callbacks.pure_callback_p, functools.partial(_lowering, "pure_callback")),
+    (callbacks.io_callback_p, functools.partial(_lowering, "io_callback")),
+    (callbacks.debug_callback_p, _debug_callback_lowering),
+    (callbacks.debug_print_p, _debug_print_lowering),
   ):
-    engine.replace_lowering(primitive, functools.partial(_lowering, api, rule))
-  debug.register()
+    # Not cached, as JAX's is not: each call site has its own callback.
+    for platform in ("cpu", "cuda"):
+      mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+  dispatch.after_effects_barrier(_after_barrier)
 
 
 register()

@@ -28,14 +28,24 @@ import functools
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from callgate._jax import dispatch
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._callgate import Context
+from callgate._core import dtypes, registry
+from callgate._core.errors import ResultError
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
+from callgate._tap.records import leaf_paths
 from callgate._tap.tap import bind
-from callgate._tap.target import start_channel
-from callgate.compat._host_callback import call as _call
+from callgate._tap.target import shared, start_channel
 from callgate.compat._host_callback import layout, tapped
 from callgate.compat._host_callback.receiver import finish
 
@@ -45,6 +55,7 @@ __all__ = [
 ]  # fmt: skip
 _logger = logging.getLogger("callgate")
 _lock = threading.Lock()
+_gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()  # of equal calls
 
 
 class CallbackException(Exception):
@@ -126,7 +137,7 @@ def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: i
 
   def consume(value: Any, transforms: tapped.Transforms, device: int | None) -> None:
     try:
-      where = {} if index is None else {"device": _call.device_of(device, index)}
+      where = {} if index is None else {"device": _device_of(device, index)}
       function(value, transforms, **where)
     except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
       _keep(error, name)
@@ -225,9 +236,119 @@ def call(
       returned something else; `barrier_wait` says what.
   """
   _check("call", "callback_func", callback_func, callback_flavor)
-  report = functools.partial(_keep, name=tapped.name_of(callback_func))
+  given = tapped.Arrays("call: arg", arg, copied=True)
+  structs, tree = _result_types(result_shape)
   index = device_index if call_with_device else None
-  return _call.call(callback_func, arg, result_shape, index, report)
+  key = (callback_func, given.tree, given.dtypes, tree, structs, index)
+  results = shared(_gates, key, lambda: _gate(*key))(*given.operands)
+  own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
+  return jax.tree.unflatten(tree, own)
+
+
+def _device_of(device: int | None, index: int) -> Any:
+  """The jax.Device of an id; where it is not known, the one at `index`."""
+  known = (one for one in dispatch.cpu_devices_or_none() if one.id == device)
+  return next(known, None) or jax.devices()[index]
+
+
+def _gate(
+  function: Callable[..., Any], arg_tree: Any, arg_dtypes: tuple[str | None, ...], tree: Any,
+  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
+) -> Gate:  # fmt: skip
+  """The gate of flat arguments and results: the function sees pytrees, and its result is checked.
+
+  Runs on a thread of callgate's own. The function may keep its argument.
+  """
+
+  name = tapped.name_of(function)
+
+  def run(leaves: Sequence[Any], device: int | None) -> tuple[Any, ...]:
+    try:
+      arrays = [
+        leaf if dtype is None else leaf.astype(jnp.dtype(dtype))
+        for leaf, dtype in zip(leaves, arg_dtypes, strict=True)
+      ]
+      where = {} if index is None else {"device": _device_of(device, index)}
+      result = function(jax.tree.unflatten(arg_tree, arrays), **where)
+      return _checked(name, result, tree, structs)
+    except BaseException as error:
+      _keep(error, name)
+      raise
+
+  def returning(*leaves: Any) -> tuple[Any, ...]:
+    return run(leaves, None)
+
+  def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
+    # JAX's own callback doesn't say which device calls; and one calls for all that share a
+    # partitioned program.
+    alone = isinstance(context, Context) and context.size == 1
+    for view, result in zip(out, run(leaves, context.device if alone else None), strict=True):
+      view[...] = result
+
+  options = GateOptions(
+    name=registry.unique_name(function, prefix="call:"),
+    out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
+    effect="io",
+    style="return" if index is None else "context",
+    thread="own",
+    copy=True,
+    vmap=_no_vmap,
+  )
+  gate = Gate(returning if index is None else in_context, options)
+  gate.defjvp(_no_jvp)
+  return gate
+
+
+def _no_vmap(*_: Any) -> Any:
+  raise NotImplementedError(
+    "host_callback: batching rules are implemented only for id_tap, not for call; expected a call "
+    "outside of jax.vmap, or callgate.gate, which has vmap= for it"
+  )
+
+
+def _no_jvp(*_: Any) -> Any:
+  raise NotImplementedError(
+    "host_callback: derivatives are implemented only for id_tap, not for call; expected the call "
+    "inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and defvjp"
+  )
+
+
+def _checked(
+  name: str, result: Any, expected: Any, structs: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[Any, ...]:
+  """The leaves of what the function returned, as they travel."""
+  leaves, tree = jax.tree.flatten(result)
+  if tree != expected:
+    raise ResultError(  # the first words are those of the old module
+      f"call: Callback func {name} should have returned a result with pytree {expected}: expected "
+      f"a result of structure {expected}, got {tree}"
+    )
+  arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
+  for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
+    if array.shape != struct.shape or array.dtype != struct.dtype:
+      raise ResultError(
+        f"call: function {name}: result{path}: expected "
+        f"{dtypes.type_text(struct.dtype, struct.shape)}, got "
+        f"{dtypes.type_text(array.dtype, array.shape)}"
+      )
+  return tuple(array.astype(dtypes.carrier(array.dtype), copy=False) for array in arrays)
+
+
+def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
+  leaves, tree = jax.tree.flatten(result_shape)
+  structs: list[jax.ShapeDtypeStruct] = []
+  for leaf, (path, _) in zip(leaves, leaf_paths(tree), strict=True):
+    try:
+      if isinstance(leaf, str):
+        raise TypeError("text")
+      dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+      structs.append(jax.ShapeDtypeStruct(np.shape(leaf), tracing.canonical_dtype(dtype)))
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"call: result_shape{path}: expected a pytree like the result; The values must be either "
+        f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
+      ) from error
+  return tuple(structs), tree
 
 
 def barrier_wait(logging_name: str | None = None) -> None:

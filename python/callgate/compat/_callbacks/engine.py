@@ -221,9 +221,3 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
     return check
   only = results[0]
   return check_one
-
-
-def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
-  """Puts a rule before JAX's. Not cached, as JAX's is not: each call site has its own callback."""
-  for platform in ("cpu", "cuda"):
-    mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
