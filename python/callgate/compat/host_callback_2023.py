@@ -255,46 +255,37 @@ def _gate(
   function: Callable[..., Any], arg_tree: Any, arg_dtypes: tuple[str | None, ...], tree: Any,
   structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
 ) -> Gate:  # fmt: skip
-  """The gate of flat arguments and results: the function sees pytrees, and its result is checked.
-
-  Runs on a thread of callgate's own. The function may keep its argument.
-  """
-
+  """The gate of flat arguments and results: the function sees pytrees, and its result is checked."""
   name = tapped.name_of(function)
 
-  def run(leaves: Sequence[Any], device: int | None) -> tuple[Any, ...]:
-    try:
-      arrays = [
-        leaf if dtype is None else leaf.astype(jnp.dtype(dtype))
-        for leaf, dtype in zip(leaves, arg_dtypes, strict=True)
-      ]
-      where = {} if index is None else {"device": _device_of(device, index)}
-      result = function(jax.tree.unflatten(arg_tree, arrays), **where)
-      return _checked(name, result, tree, structs)
-    except BaseException as error:
-      _keep(error, name)
-      raise
-
-  def returning(*leaves: Any) -> tuple[Any, ...]:
-    return run(leaves, None)
-
-  def in_context(context: Any, out: Sequence[Any], *leaves: Any) -> None:
+  def run(context: Any, out: Sequence[Any], *leaves: Any) -> None:
     # JAX's own callback doesn't say which device calls; and one calls for all that share a
     # partitioned program.
     alone = isinstance(context, Context) and context.size == 1
-    for view, result in zip(out, run(leaves, context.device if alone else None), strict=True):
-      view[...] = result
+    try:
+      # The function may keep its argument: the views are XLA's.
+      arrays = [
+        np.array(leaf, dtype and jnp.dtype(dtype))
+        for leaf, dtype in zip(leaves, arg_dtypes, strict=True)
+      ]
+      device = context.device if alone else None
+      where = {} if index is None else {"device": _device_of(device, index)}
+      result = function(jax.tree.unflatten(arg_tree, arrays), **where)
+      for view, array in zip(out, _checked(name, result, tree, structs), strict=True):
+        view[...] = array
+    except BaseException as error:
+      _keep(error, name)
+      raise
 
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"),
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
     effect="io",
-    style="return" if index is None else "context",
+    style="context",
     thread="own",
-    copy=True,
     vmap=_no_vmap,
   )
-  gate = Gate(returning if index is None else in_context, options)
+  gate = Gate(run, options)
   gate.defjvp(_no_jvp)
   return gate
 
@@ -315,8 +306,8 @@ def _no_jvp(*_: Any) -> Any:
 
 def _checked(
   name: str, result: Any, expected: Any, structs: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[Any, ...]:
-  """The leaves of what the function returned, as they travel."""
+) -> list[np.ndarray]:
+  """The leaves of what the function returned."""
   leaves, tree = jax.tree.flatten(result)
   if tree != expected:
     raise ResultError(  # the first words are those of the old module
@@ -331,7 +322,7 @@ def _checked(
         f"{dtypes.type_text(struct.dtype, struct.shape)}, got "
         f"{dtypes.type_text(array.dtype, array.shape)}"
       )
-  return tuple(array.astype(dtypes.carrier(array.dtype), copy=False) for array in arrays)
+  return arrays
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
