@@ -1,20 +1,17 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
-vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every
-lane, and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would
-call an io gate for lanes that never reach it. Programs whose branches or body hold such a gate run
-lane after lane instead; all others are left to JAX. But for loops with taps of all lanes at once
-(`TapSite.whole`), which are to see each round once.
+vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
+such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
+with taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
 
-checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in
-the forward pass alone, and its results are kept.
+checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
+forward pass alone, and its results are kept.
 
-scan under grad: JAX computes what its backward pass needs of the constants alone once, before the
-loop. A call with an effect whose arguments don't change would run once instead of in every step, so
-nothing is moved out of a loop that holds one.
+scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
+one that holds a call with an effect, which would run once instead of in every step.
 
-linearize: JAX runs all of a `while_loop` that carries a tangent again for each tangent, since it
-can't save a value of every round. With an io gate in it, that is refused; `jax.jvp` is not.
+linearize: JAX runs a `while_loop` that carries a tangent again for each tangent. With an io gate in
+it, that is refused; `jax.jvp` is not.
 """
 
 from __future__ import annotations
@@ -148,10 +145,8 @@ _RUNS_TWICE = (
 
 
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps.
-
-  Taps of all lanes at once don't count: they send what JAX's own control flow computes.
-  """
+  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  # Taps of all lanes at once don't count: they send what JAX's own control flow computes.
   ignored = WholeTapEffect if taps else TapEffect
   return any(
     isinstance(it, GateEffect) and not isinstance(it, ignored)
@@ -180,11 +175,8 @@ def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, An
 def _all_lanes(
   axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """A loop over all lanes at once until the last has finished; finished lanes keep their values.
-
-  JAX's own runs the condition twice a round, and with ordered effects in it doesn't keep the values
-  of finished lanes (0.10 to 0.12).
-  """
+  """A loop over all lanes at once until the last has finished; finished lanes keep their values."""
+  # JAX's own runs the condition twice a round, and with ordered effects doesn't keep these values.
   moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
   cond_consts, body_consts, first = split_operands(params, moved)
   cond_flags, body_flags, flags = split_operands(params, [dim is not None for dim in dims])

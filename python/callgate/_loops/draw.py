@@ -2,10 +2,6 @@
 
 It starts with the first bar that begins while nobody draws, and ends a while after the last one is
 gone; `stop` ends it before Python does. It alone touches the bars. Programs never wait for it.
-
-`_make` may be replaced (`use`) to draw by other means: a function with tqdm's own arguments
-(total, desc, file, position, leave, mininterval) that gives an object with `n`, `start_t`,
-`update`, `reset`, `set_postfix`, `refresh` and `close`.
 """
 
 from __future__ import annotations
@@ -53,14 +49,12 @@ class _Drawn:
     self.handle, self.began, self.depth = state.handle, began, options["depth"]
     self._show: list[str] | None = options.get("show")
     self._shown: dict[str, str] = {}
+    file = file_of(options.get("file")) or sys.stderr
     self.bar = _make(
-      total=None if state.total < 0 else state.total,
-      desc=options.get("desc"),
-      file=file_of(options.get("file")) or sys.stderr,
-      position=options.get("position"),
-      leave=options["leave"] and self.depth == 0,
-      mininterval=options["mininterval"],
-    )
+      total=None if state.total < 0 else state.total, desc=options.get("desc"), file=file,
+      position=options.get("position"), leave=options["leave"] and self.depth == 0,
+      mininterval=options["mininterval"]
+    )  # fmt: skip
 
   def draw(self, state: _State) -> None:
     """Counts on, with the latest values behind: those named, else those noted since it began."""
@@ -199,7 +193,7 @@ stop = _drawer.stop
 
 @contextmanager
 def use(make: Callable[..., Any]) -> Generator[None]:
-  """Draws bars that begin in the block by `make`; see the top of this file."""
+  """Draws bars that begin in the block by `make`, a function with tqdm's own arguments."""
   global _make
   before, _make = _make, make
   try:

@@ -1,16 +1,14 @@
 """How loops with progress marks are lowered: in chunks, with one call of the board a chunk.
 
-XLA's CPU compiler turns a loop of small steps into one function, in which a step takes nanoseconds;
-a call in its body, even a conditional one, makes every step a hundred times as long. So a loop
-`while cond: body` becomes
+In XLA's CPU code a step may take nanoseconds; any call in the body makes it a hundred times as
+long. So a loop `while cond: body` becomes
 
     while cond:
       while cond and steps < chunk: body
       chunk = update(...)
 
-with the same body, in the same order, on the same buffers: results are those of the loop as it was.
-The board chooses `chunk` such that updates come every few milliseconds. Scans are taken as JAX's
-own implementation writes them, a `while_loop` on whole arrays; nothing is sliced or copied.
+with the same results. The board chooses `chunk` such that updates come every few milliseconds.
+Scans are taken as JAX's own implementation writes them, a `while_loop` on whole arrays.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The two primitives behind progress bars, with their rules.
 
-`progress_p` marks the body of a loop as one whose steps are counted. It has no results; its
-operands only tie it to the loop, so that no transformation takes it for a constant. It never gets
-into a program: the lowering of the loop around it (`_loops/lowering.py`) takes it out and calls the
-board of bars instead, once for many steps. A mark that isn't at the top of a loop's body counts by
-itself, one call a step.
-
-`progress_call_p` is such a call. It is bound while lowering, after all transformations of JAX.
+`progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to
+the loop. The lowering of the loop around (`_loops/lowering.py`) takes it out and calls the board of
+bars instead, once for many steps: `progress_call_p`, which is bound while lowering. A mark that
+isn't at the top of a loop's body counts by itself, one call a step.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequenc
   call = {"kind": kind, "every": np.int64(bar.every), "total": np.int64(bar.total)}
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,
-    attributes={"spec": bar.text, "progress": call}, has_side_effect=True,
+    attributes={"spec": bar.text, "progress": call}, has_side_effect=True
   )[0]  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """What users say of a progress bar, and the marks that loops get for it.
 
-Tracing runs here, in the thread that traces: a mark is bound into the loop's body
-(`_loops/primitive.py`), holding the bar's description as text. What can't be text (a file) is kept
-here, for the life of the process, under a number.
+A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
+What can't be text (a file) is kept here, for the life of the process, under a number.
 """
 
 from __future__ import annotations
@@ -120,10 +119,7 @@ def noted() -> dict[str, tuple[float, Any]]:
 
 @contextmanager
 def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
-  """Around the tracing of a body: marks it, and bars of loops inside are one deeper.
-
-  The operands tell the mark from a constant of the loop.
-  """
+  """Marks a body while it is traced, with operands that change; bars inside are one deeper."""
   progress_p.bind(*operands, bar=bar)
   _nesting.depth = getattr(_nesting, "depth", 0) + 1
   try:
@@ -173,14 +169,14 @@ def progress(description: _Body) -> _Body: ...
 def progress(
   description: str | Progress | None = None, *, total: int | None = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1,
+  leave: bool = True, mininterval: float = 0.1
 ) -> Callable[[_Body], _Body]: ...  # fmt: skip
 
 
 def progress(
   description: Any = None, *, total: int | None = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1,
+  leave: bool = True, mininterval: float = 0.1
 ) -> Any:  # fmt: skip
   """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
 

@@ -134,19 +134,13 @@ def buffer_callback(
   def call(*args: Any, **kwargs: Any) -> Any:
     flat_args, in_tree = jax.tree.flatten((args, kwargs))
     in_avals = [jax.typeof(x) for x in flat_args]
+    aliases = _checked_aliases(input_output_aliases or {}, in_avals, result_avals)
     flat_results = buffer_callback_p.bind(
-      *tracing.vary_alike("buffer_callback", flat_args),
-      callback=callback,
-      result_avals=result_avals,
-      in_tree=in_tree,
-      out_tree=out_tree,
-      vmap_method=vmap_method,
-      has_side_effect=has_side_effect,
-      input_output_aliases=_checked_aliases(input_output_aliases or {}, in_avals, result_avals),
-      command_buffer_compatible=command_buffer_compatible,
-      sharding=sharding,
-      named=named,
-    )
+      *tracing.vary_alike("buffer_callback", flat_args), callback=callback,
+      result_avals=result_avals, in_tree=in_tree, out_tree=out_tree, vmap_method=vmap_method,
+      has_side_effect=has_side_effect, input_output_aliases=aliases,
+      command_buffer_compatible=graph, sharding=sharding, named=named
+    )  # fmt: skip
     return jax.tree.unflatten(out_tree, flat_results)
 
   return call
@@ -204,10 +198,11 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
   aliased = {i for i, _ in params["input_output_aliases"]}
   lanes = [(i, x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
   size: int = next(x.shape[d] for _, x, d in lanes if d is not None)
-  operands, dims = zip(*[
+  lanes = [
     (jnp.broadcast_to(x, (size, *x.shape)), 0) if i in aliased and d is None else (x, d)
     for i, x, d in lanes
-  ], strict=True)  # fmt: skip
+  ]
+  operands, dims = zip(*lanes, strict=True)
   return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 
@@ -229,25 +224,19 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   if not lowering.is_export(ctx):
     lowering.add_keepalive(ctx, callee)
   aliases, label = dict(params["input_output_aliases"]), _label(callback)
+  sharded = calls.of_callback(ctx, label, params["sharding"], effect=effect, aliases=aliases)
   return emit(
-    ctx,
-    operands,
-    ctx.avals_in,
-    ctx.avals_out,
-    name=callee.name,
-    spec=encoding.encode(params["in_tree"], params["out_tree"], ()),
-    has_side_effect=effect,
-    aliases=aliases,
-    sharded=calls.of_callback(ctx, label, params["sharding"], effect=effect, aliases=aliases),
-    on_error="return",
-    target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET,
-  )[0]
+    ctx, operands, ctx.avals_in, ctx.avals_out, name=callee.name,
+    spec=encoding.encode(params["in_tree"], params["out_tree"], ()), has_side_effect=effect,
+    aliases=aliases, sharded=sharded, on_error="return",
+    target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET
+  )[0]  # fmt: skip
 
 
 def _callee(name: str, callback: Callable[..., None], graph: bool) -> Callee:
   return Callee(
     name, callback, bind=functools.partial(_bind, callback), style="context", arrays="buffer",
-    flat_results=True, native=True, command_buffer=graph,
+    flat_results=True, native=True, command_buffer=graph
   )  # fmt: skip
 
 

@@ -185,7 +185,7 @@ def debug_print(
   """
   cg_print(
     fmt, *args, ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check,
-    **kwargs,
+    **kwargs
   )  # fmt: skip
 
 
@@ -199,7 +199,6 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
     return rule(ctx, *operands, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
-  ins, outs = ([engine.carrier(aval) for aval in side] for side in (ctx.avals_in, ctx.avals_out))
   if is_marked:
     function = function.function
   if is_io:
@@ -207,15 +206,14 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
   elif "cpu" not in ctx.module_context.platforms:
     # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
     dispatch.mark_host_callbacks(ctx)
-  run = engine.host_function(function, callback.in_tree, ins, outs, api=api)
+  run = engine.host_function(ctx, function, callback.in_tree, api)
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
     callee = _callgate.Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
   where = callbacks.callback_sharding(ctx, params["sharding"], ctx.avals_out, token=bool(ordered))
-  return engine.emit_carried(
-    ctx, operands, ins, outs, tracing.ordered_io_effect if ordered else None, name=callee.name,
-    has_side_effect=is_io, sharding=where, on_error="return",
-  )  # fmt: skip
+  effect = tracing.ordered_io_effect if ordered else None
+  options = {"has_side_effect": is_io, "sharding": where, "on_error": "return"}
+  return engine.emit_carried(ctx, operands, effect, name=callee.name, **options)
 
 
 def _debug_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -239,10 +237,8 @@ def _is_ours(ctx: Any, callback: Any) -> bool:
 
 def _lower_debug(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
   start_channel(DEFAULT)
-  inputs = [engine.carrier(aval) for aval in ctx.avals_in]
-  flat = (0,) * len(inputs)
-  in_tree, tree = jax.tree.structure((flat, {})), jax.tree.structure(flat)
-  run = engine.host_function(callback, in_tree, inputs, [], api="debug.callback")
+  flat = (0,) * len(operands)
+  run = engine.host_function(ctx, callback, jax.tree.structure((flat, {})), "debug.callback")
 
   def consume(_: Any, rows: list[Any]) -> None:
     for row in rows:
@@ -254,11 +250,12 @@ def _lower_debug(ctx: Any, operands: Any, effect: Any, callback: Callable[..., A
   with registry.name_while_alive(callback, JAX_CALLBACK) as name:
     tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
   lowering.add_keepalive(ctx, tap)
-  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=(None,) * len(inputs))
+  tree, dtypes = jax.tree.structure(flat), (None,) * len(operands)
+  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=dtypes)
   return engine.emit_carried(
-    ctx, operands, inputs, [], effect if effect and tracing.is_ordered_effect(effect) else None,
+    ctx, operands, effect if effect and tracing.is_ordered_effect(effect) else None,
     name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),
-    has_side_effect=True, target=targets.TAP_TARGET,
+    has_side_effect=True, target=targets.TAP_TARGET
   )  # fmt: skip
 
 

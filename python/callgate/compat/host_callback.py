@@ -34,7 +34,7 @@ import jax
 
 from callgate import _callgate
 from callgate._core import options
-from callgate._core.signatures import signature_of
+from callgate._core.signatures import accepted
 from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
 from callgate._tap.tap import bind, logical_sizes
@@ -54,12 +54,12 @@ class Transform(str):
   and `transform["name"]`.
   """
 
+  parameters: dict[str, Any]
+
   def __new__(cls, name: str, parameters: dict[str, Any]) -> Transform:
     self = super().__new__(cls, name)
     self.parameters = parameters
     return self
-
-  parameters: dict[str, Any]
 
   def __getitem__(self, key: Any) -> Any:
     if key == "name":
@@ -81,12 +81,12 @@ def id_tap(
   nothing of what this returns.
 
   Args:
-    func: called with the pytree of NumPy arrays. Under transformations it gets more keywords:
-      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask';
-      with 'batch' also `batch_dims`, the batched axis of each leaf of `arg` and of `result` (None:
-      unbatched), the value coming whole; with 'mask' also `logical_shapes`, a shape for each leaf
-      of `arg`. Of several 'batch' the keyword is that of the outermost; each entry of `transforms`
-      has its own (`transforms[0]["batch_dims"]`). The last two are passed if `func` takes them.
+    func: called with the pytree of NumPy arrays, and under transformations with more keywords:
+      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask'; and
+      if `func` takes them, with 'batch' `batch_dims`, the batched axis of each leaf of `arg` and of
+      `result` (None: unbatched), and with 'mask' `logical_shapes`, a shape for each leaf of `arg`.
+      They are those of the outermost; each of `transforms` has its own:
+      `transforms[0]["batch_dims"]`.
     arg: a pytree of arrays.
     result: what to return instead: a pytree of arrays.
     logical_shape: sizes of the part of padded arrays that counts, as in `callgate.tap`: `func` gets
@@ -126,7 +126,7 @@ def id_tap(
 
 def _consume(
   function: Callable[..., Any], kwargs: dict[str, Any], value: Any, transforms: tapped.Transforms,
-  device: int | None,
+  device: int | None
 ) -> None:  # fmt: skip
   """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
 
@@ -135,7 +135,7 @@ def _consume(
     if transforms:
       keywords["transforms"] = tuple(Transform(name, how) for name, how in transforms)
       met = {key: value for _, how in transforms for key, value in how.items()}
-      keywords |= {key: value for key, value in met.items() if _takes(function, key)}
+      keywords |= accepted(function, met)
     function(value, **keywords)
 
   name = tapped.name_of(function)
@@ -147,14 +147,6 @@ def _consume(
     call()
   except Exception as error:
     raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
-
-
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
-  signature = signature_of(function)
-  if signature is None:
-    return True
-  parameters = signature.parameters
-  return keyword in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
@@ -225,10 +217,12 @@ def outfeed_receiver(
       f"outfeed_receiver: expected at most one of `backends` and `devices`, got both: {both}"
     )
   options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
-  if backends is not None:
-    options.strings("outfeed_receiver", "backends", backends, what="names of platforms")
   if devices is None:
-    platforms = [None] if backends is None else backends
+    platforms: Sequence[str | None] = [None]
+    if backends is not None:
+      platforms = options.strings(
+        "outfeed_receiver", "backends", backends, what="names of platforms"
+      )
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
   elif not isinstance(devices, Sequence) or not all(isinstance(d, jax.Device) for d in devices):  # pyright: ignore[reportUnnecessaryIsInstance]
     options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)

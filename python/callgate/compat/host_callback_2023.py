@@ -51,10 +51,9 @@ from callgate.compat._host_callback.receiver import finish
 
 __all__ = [
   "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
-  "id_tap",
+  "id_tap"
 ]  # fmt: skip
-_logger = logging.getLogger("callgate")
-_lock = threading.Lock()
+_logger, _lock = logging.getLogger("callgate"), threading.Lock()
 _gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()  # of equal calls
 
 
@@ -66,14 +65,9 @@ TapFunctionException = CallbackException  # its name in the forms of 2020
 
 
 class CallbackFlavor(enum.Enum):
-  """Which of JAX's own callbacks stood for a call, in programs that had left this module's behind.
+  """Which of JAX's own callbacks stood for a call, where a program asked so: all are alike."""
 
-  Here all are served alike, as they were by default.
-  """
-
-  IO_CALLBACK = 1
-  PURE = 2
-  DEBUG = 3
+  IO_CALLBACK, PURE, DEBUG = 1, 2, 3
 
 
 # Since the last barrier: how many exceptions were raised, and the last one with its traceback.
@@ -194,7 +188,7 @@ def id_print(
 
 def _print(
   stream: Any, threshold: int, entries: dict[str, Any], arg: Any, transforms: tapped.Transforms,
-  **device: Any,
+  **device: Any
 ) -> None:  # fmt: skip
   entries = entries | device
   if transforms:
@@ -253,9 +247,9 @@ def _device_of(device: int | None, index: int) -> Any:
 
 def _gate(
   function: Callable[..., Any], arg_tree: Any, arg_dtypes: tuple[str | None, ...], tree: Any,
-  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
+  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None
 ) -> Gate:  # fmt: skip
-  """The gate of flat arguments and results: the function sees pytrees, and its result is checked."""
+  """The gate of flat arguments and results: the function has pytrees, and its result is checked."""
   name = tapped.name_of(function)
 
   def run(context: Any, out: Sequence[Any], *leaves: Any) -> None:
@@ -317,11 +311,8 @@ def _checked(
   arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
   for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
     if array.shape != struct.shape or array.dtype != struct.dtype:
-      raise ResultError(
-        f"call: function {name}: result{path}: expected "
-        f"{dtypes.type_text(struct.dtype, struct.shape)}, got "
-        f"{dtypes.type_text(array.dtype, array.shape)}"
-      )
+      expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
+      raise ResultError(f"call: function {name}: result{path}: expected {expected}, got {got}")
   return arrays
 
 

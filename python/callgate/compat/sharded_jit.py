@@ -36,6 +36,7 @@ from callgate.compat._sharded_jit.parts import (
 )
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
+_Run = Callable[[list[Any]], Any]  # a program, of flat arguments
 
 
 def sharded_jit(
@@ -107,7 +108,7 @@ class _ShardedJit:
   ) -> None:
     self.fun, self.whole, self.local, self.static = fun, whole, local, static
     self.name = getattr(fun, "__name__", "sharded_jit")
-    self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
+    self._programs: dict[Hashable, _Run] = {}
 
   def call(self, args: tuple[Any, ...]) -> Any:
     """The function of positional arguments."""
@@ -145,7 +146,7 @@ class _ShardedJit:
 
   def _program(
     self, given: tuple[Any, ...], fixed: dict[int, Any], types: Sequence[Any], inside: bool
-  ) -> tuple[Callable[[list[Any]], Any], bool]:
+  ) -> tuple[_Run, bool]:
     """Traces the function for arguments of `types`.
 
     Returns what runs it on flat arguments, and whether that lasts: not where the function closes
@@ -167,7 +168,7 @@ class _ShardedJit:
     lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
-      return self._runner(closed, info, None, [], inside, False), lasting
+      return self._runner(closed, info, None, inside, False), lasting
     devices = _local.devices_of(count, local, whole.split)
     ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
     _local.check(ins, local.in_parts, given, "local_in_parts")
@@ -178,7 +179,7 @@ class _ShardedJit:
         f"sharded_jit across processes: expected {self.name} to close over values, got one "
         "that is being traced: pass it as an argument, or transform inside of sharded_jit"
       )
-    return self._runner(closed, info, ins, outs, inside, shared), lasting
+    return self._runner(closed, info, (ins, outs), inside, shared), lasting
 
   def _traced(
     self, given: tuple[Any, ...], fixed: dict[int, Any], shapes: list[Any], types: Sequence[Any]
@@ -211,12 +212,12 @@ class _ShardedJit:
     return 1 if count is None and self.local.said is not None else count
 
   def _runner(
-    self, closed: Any, info: Any, ins: list[Part] | None, outs: list[Part], inside: bool,
-    shared: bool,
-  ) -> Callable[[list[Any]], Any]:  # fmt: skip
+    self, closed: Any, info: Any, parts: tuple[list[Part], list[Part]] | None, inside: bool,
+    shared: bool
+  ) -> _Run:  # fmt: skip
     """What runs the traced program on flat arguments; it is not traced again.
 
-    `info` is the tree of its results; `ins` and `outs` say how arrays are split, and None leaves
+    `info` is the tree of its results; `parts` how arguments and results are split, and None leaves
     them where they are; `shared` whether the devices are of several processes.
     """
     program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
@@ -225,9 +226,10 @@ class _ShardedJit:
       return program(*leaves)
 
     flat.__name__ = flat.__qualname__ = self.name  # in profiles and texts
-    if ins is None:
+    if parts is None:
       compiled = jax.jit(flat)
       return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
+    ins, outs = parts
     shardings, out_shardings = tuple(part.whole for part in ins), [part.whole for part in outs]
     compiled = jax.jit(flat, in_shardings=shardings, out_shardings=out_shardings)
 

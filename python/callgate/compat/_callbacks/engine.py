@@ -65,21 +65,14 @@ def carrier(aval: Any) -> Carrier:
   return Carrier(aval.update(dtype=carried), tuple(aval.shape), dtype, carried != dtype)
 
 
-def emit_carried(
-  ctx: Any,
-  operands: Sequence[Any],
-  inputs: Sequence[Carrier],
-  outputs: Sequence[Carrier],
-  effect: Any,
-  **options: Any,
-) -> list[Any]:
-  """Emits a call whose arrays have these carriers, in order where there is an `effect`."""
+def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any) -> list[Any]:
+  """Emits a call whose arrays are carried, in order where there is an `effect`."""
 
   def convert(value: Any, aval: Any) -> Any:
     target = mlir.aval_to_ir_type(ctx.module_context, aval)
     return value if value.type == target else stablehlo.convert(target, value)
 
-  avals, outs = [it.aval for it in inputs], [it.aval for it in outputs]
+  avals, outs = ([carrier(aval).aval for aval in side] for side in (ctx.avals_in, ctx.avals_out))
   token = None if effect is None else lowering.token_before(ctx, effect)
   values = list(map(convert, operands, avals))
   results, token = emit(ctx, values, avals, outs, token=token, **options)
@@ -89,18 +82,14 @@ def emit_carried(
 
 
 def host_function(
-  callback: Callable[..., Any],
-  in_tree: Any,
-  operands: Sequence[Carrier],
-  results: Sequence[Carrier],
-  *,
-  api: str,
+  ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of NumPy arrays that runs `callback` as JAX would.
+  """A function of the program's NumPy arrays that runs `callback` as JAX would.
 
   `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
   Raises what the callback raises, and JAX's RuntimeError for results that don't fit.
   """
+  operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
   def unflattened(*arrays: Any) -> Any:
     args, kwargs = jax.tree.unflatten(in_tree, arrays)

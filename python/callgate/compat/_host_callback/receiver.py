@@ -1,8 +1,7 @@
 """Receivers of 2020's outfeed: who may run taps on which device, and what their consumers raised.
 
-A receiver stands for the devices it was started for, from `with` to the end of the block. Programs
-with taps ask here before each execution, in the thread that calls them (`NeedsReceiver`); consumers
-report here from the channel's thread.
+Programs with taps ask here before each execution, in the thread that calls them (`NeedsReceiver`);
+consumers report here from the channel's thread.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ def finish(timeout: float | None) -> bool:
   """Lets all programs and the functions of their taps finish, also those that functions started.
 
   Returns whether all that was sent was delivered in time; TimeoutError where programs still ran.
-  What programs failed with is for those who look at their results.
   """
   deadline = None if timeout is None else time.monotonic() + timeout
 
@@ -132,11 +130,8 @@ NEEDS_RECEIVER = NeedsReceiver()
 
 
 def wait_for_earlier() -> None:
-  """Lets the functions of compiled taps finish whose records are there already.
-
-  What is called at once, outside compiled code, may depend on their values. Waits no longer than a
-  receiver would: a function may itself wait for the caller.
-  """
+  """Lets the functions of compiled taps finish, on which what is called at once may depend."""
+  # No longer than a receiver would wait: a function may itself wait for the caller.
   with _lock:
     receiver = next(iter(_started.values()), None)
   handle = start_channel(CHANNEL)

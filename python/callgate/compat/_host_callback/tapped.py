@@ -1,8 +1,7 @@
 """What both forms of `host_callback` share: from a pytree to a tap of callgate's, and back.
 
-A tap is keyed by what it calls and by the pytree's structure, so that equal calls share one and
-JAX's caches hit. Its records go through a channel of their own, `CHANNEL`, and are unpacked on that
-channel's thread, under the GIL.
+Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,
+`CHANNEL`, and are unpacked on that channel's thread, under the GIL.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
 
 class Arrays:
-  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together.
-
-  With `copied`, outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
-  `jnp.asarray` compiles a program for each of their types.
-  """
+  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together."""
 
   def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
     leaves, self.tree = jax.tree.flatten(value)
@@ -62,12 +57,11 @@ def tap_of(
   *,
   eager: bool = False,
 ) -> Tap:
-  """The tap to `consume`; the same for equal keys and structures.
+  """The tap to `consume`; the same for equal keys and structures. `function` is the user's own.
 
   `consume` is called for each record with its value (arrays of its own), its transformations and
   the device's global id (-1: not known), on the channel's thread; there it must not raise. With
-  `eager`, where nothing is compiled, it is called in the caller's thread, with None for the device,
-  and may raise. `function` is the user's own, for the tap's name.
+  `eager`, where nothing is compiled, in the caller's thread, with None for the device.
   """
   check_not_forked()
 
@@ -132,7 +126,7 @@ def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   try:
-    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():
+    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():  # else a compilation
       return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:

@@ -1,9 +1,8 @@
 """Which devices a `sharded_jit` function has, and how a process sees its part of their arrays.
 
 In one process: the first devices. In several, a program on few devices runs in each process by
-itself, on its own first devices; one on more devices is one program of all processes, on all
-devices. Each process passes and gets arrays that hold its own tiles alone and lie on its own
-devices; here they become shards of the program's arrays, and back, without moving.
+itself; one on more devices is one program of all processes, on all devices. Each passes and gets
+its own tiles; here they become shards of the program's arrays, and back, without moving.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Stated:
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   """The devices of a program of `count` partitions: this process's first ones, or all there are.
 
-  Where an argument or a result is `split`, the devices say what is local. Raises ValueError where
-  there are not that many, for a part of the devices across processes, and where the number of local
-  partitions is missing or another one.
+  Where an argument or a result is `split`, the devices say what is local.
   """
   own, everyone = jax.local_devices(), jax.devices()
   for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
@@ -67,27 +64,27 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
   if jax.process_count() == 1:
-    raise ValueError(
-      f"sharded_jit: expected {count} local partitions, as there is one process, got {local.said}"
-    )
-  if count != len(everyone):
+    problem = f": expected {count} local partitions, as there is one process, got {local.said}"
+  elif count != len(everyone):
     known = f", {local.said} of them local" if local.said is not None else ""
-    raise ValueError(
-      f"sharded_jit across processes must use all devices: expected {len(everyone)} partitions, "
-      f"got {count}{known}, with {len(own)} local devices"
+    problem = (
+      f" across processes must use all devices: expected {len(everyone)} partitions, got {count}"
+      f"{known}, with {len(own)} local devices"
     )
-  if local.said is None and not split:
-    raise ValueError(
-      "sharded_jit across processes: expected local_num_partitions, as all arguments and results "
-      f"are replicated: how many of the {count} partitions are on this process's devices "
-      f"({len(own)} of {len(everyone)})"
+  elif local.said is None and not split:
+    problem = (
+      " across processes: expected local_num_partitions, as all arguments and results are "
+      f"replicated: how many of the {count} partitions are on this process's devices ({len(own)} "
+      f"of {len(everyone)})"
     )
-  if local.said not in (None, len(own)):
-    raise ValueError(
-      f"sharded_jit across processes must use all devices: expected {len(own)} local partitions "
-      f"of {count}, got {local.said}"
+  elif local.said not in (None, len(own)):
+    problem = (
+      f" across processes must use all devices: expected {len(own)} local partitions of {count}, "
+      f"got {local.said}"
     )
-  return tuple(everyone)
+  else:
+    return tuple(everyone)
+  raise ValueError(f"sharded_jit{problem}")
 
 
 def is_shared(devices: Sequence[Any]) -> bool:
