@@ -41,29 +41,18 @@ class Lines:
       self.refresh()
 
   def reset(self, total: int | None) -> None:
-    """Begins again: a nested loop in its next turn."""
     self.n, self._total = 0, total
 
-  def set_postfix(self, values: dict[str, str], refresh: bool = True) -> None:
-    """Sets the values behind the count."""
+  def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
     self._postfix = ", ".join(f"{name}={text}" for name, text in values.items())
-    if refresh:
-      self.refresh()
 
   def refresh(self) -> None:
-    """Writes a line now."""
     self._written = time.monotonic()
     meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
     elapsed = max(time.time() - self.start_t, 0.0)
     form = None if self._total is None else _LINE_FORMAT
-    text: str = meter(
-      self.n,
-      self._total,
-      elapsed,
-      prefix=self._desc,
-      postfix=self._postfix or None,
-      bar_format=form,
-    )
+    options = {"prefix": self._desc, "postfix": self._postfix or None, "bar_format": form}
+    text: str = meter(self.n, self._total, elapsed, **options)
     self._file.write(text.strip() + "\n")
     self._file.flush()
 

@@ -32,6 +32,7 @@ from callgate._jax.tracing import jaxpr_as_fun
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
+_Values = Sequence[Any]
 T = TypeVar("T")
 
 
@@ -52,9 +53,7 @@ def start() -> None:
   tracing.wrap_partial_evaluation(lambda original: functools.partial(_split, original))
 
 
-def _cond_rule(
-  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> Any:
+def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   if apart and _has_gate_effect(params["branches"]):
@@ -63,7 +62,7 @@ def _cond_rule(
 
 
 def _while_rule(
-  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+  original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = _jaxprs(params)
   gates = _has_gate_effect(jaxprs)

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._loops.progress import file_of, noted
+from callgate._loops.progress import files, noted
 from callgate._runtime.barrier import at_barrier
 
-_PERIOD = 0.1
-_BARRIER_SECONDS = 10.0  # that a barrier waits for bars at most
+_PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
@@ -49,11 +48,10 @@ class _Drawn:
     self.handle, self.began, self.depth = state.handle, began, options["depth"]
     self._show: list[str] | None = options.get("show")
     self._shown: dict[str, str] = {}
-    file = file_of(options.get("file")) or sys.stderr
     self.bar = _make(
-      total=None if state.total < 0 else state.total, desc=options.get("desc"), file=file,
-      position=options.get("position"), leave=options["leave"] and self.depth == 0,
-      mininterval=options["mininterval"]
+      total=None if state.total < 0 else state.total, desc=options.get("desc"),
+      file=files.get(options.get("file")) or sys.stderr, position=options.get("position"),
+      leave=options["leave"] and self.depth == 0, mininterval=options["mininterval"],
     )  # fmt: skip
 
   def draw(self, state: _State) -> None:
@@ -61,7 +59,7 @@ class _Drawn:
     if self.handle != state.handle:  # a nested loop, begun again
       self.bar.reset(None if state.total < 0 else state.total)
       self.handle = state.handle
-    latest = noted()
+    latest = dict(noted)
     if self._show is not None:
       names = [name for name in self._show if name in latest]
     else:
@@ -88,13 +86,11 @@ class _Drawer:
   """The thread and its bars."""
 
   def __init__(self) -> None:
-    self._lock = threading.Lock()
+    self._lock, self._stirred = threading.Lock(), threading.Event()
     self._polled = threading.Condition(self._lock)
-    self._polls = 0
+    self._polls, self._stopped = 0, False
     self._running = 0  # threads: one that ends may not be gone when the next one starts
     self._thread: threading.Thread | None = None
-    self._stirred = threading.Event()
-    self._stopped = False
     self._bars: dict[int, _Drawn] = {}
 
   def start(self) -> None:
@@ -114,10 +110,8 @@ class _Drawer:
       last = self._polls + 2  # the poll that is under way may have begun too early
 
       def is_drawn() -> bool:
-        if self._polls >= last or not self._running:
-          return True
         self._stirred.set()
-        return False
+        return self._polls >= last or not self._running
 
       return self._polled.wait_for(is_drawn, timeout)
 

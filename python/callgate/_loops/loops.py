@@ -131,8 +131,8 @@ def while_loop(
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
-# A carry that the body leaves alone is a constant of the loop to JAX, and so would be a mark on it.
-# The count is gone when XLA has seen the loop.
+# JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence a count,
+# which XLA removes.
 def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
   def body(carry: Any, *xs: Any) -> Any:
     count, inner = carry

@@ -30,40 +30,31 @@ from callgate._loops.control import split_operands
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
-_Begun = Sequence[tuple[Bar, Any]]  # bars with their handles
+_Bars = Sequence[tuple[Bar, Any]]  # with their totals or, once begun, their handles
 
 
 def start() -> None:
   """Puts the rules around JAX's own; called once by `import callgate`."""
-  scan_p, while_p = jax.lax.scan_p, jax.lax.while_p
-  for primitive, rule in ((scan_p, _scan_rule), (while_p, _while_rule)):
-    original = tracing.lowering_rule(primitive)
-    mlir.register_lowering(primitive, functools.partial(rule, original))
+  while_p = jax.lax.while_p
+  for primitive, body, run in (
+    (jax.lax.scan_p, "jaxpr", _run_scan), (while_p, "body_jaxpr", _run_while),
+  ):  # fmt: skip
+    rule = functools.partial(_rule, tracing.lowering_rule(primitive), body, run)
+    mlir.register_lowering(primitive, rule)
   rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
   rules[while_p] = functools.partial(_remat_rule, rules[while_p])
 
 
-def _scan_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  marks = _marks(params["jaxpr"])
-  if not marks:
+def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  if not _marks(params[body]):
     return original(context, *operands, **params)
-  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
-  run = functools.partial(_run_scan, [mark.params["bar"] for mark in marks], params)
+  run = functools.partial(run, params)
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-def _while_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  if not _marks(params["body_jaxpr"]):
-    return original(context, *operands, **params)
-  run = functools.partial(_run_while, params)
-  return mlir.lower_fun(run, multiple_results=True)(context, *operands)
-
-
-def _remat_rule(
-  original: Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> Any:
+def _remat_rule(original: Rule, *given: Any) -> Any:
   """Under `jax.checkpoint` a while loop runs again in the backward pass: without a bar."""
-  known, staged, *rest = original(saveable, unknown, instantiated, eqn)
+  known, staged, *rest = original(*given)
   if known is not None and staged is not None and _marks(staged.params["body_jaxpr"]):
     body = _without_marks(staged.params["body_jaxpr"])
     effects = staged.effects if PROGRESS_EFFECT in body.effects else _others(staged.effects)
@@ -89,18 +80,19 @@ def _others(effects: Any) -> Any:
   return type(effects)(effect for effect in effects if effect != PROGRESS_EFFECT)
 
 
-def _begin(bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Begun:
-  """Begins a loop's bars, once `values` are there; a total of None is the bar's own."""
+def _begin(bars: _Bars, values: Sequence[Any]) -> _Bars:
+  """Begins bars with their totals, once `values` are there; a total of None is the bar's own."""
+
+  def begin(bar: Bar, total: Any) -> Any:
+    if total is None:
+      return _call("begin", bar, *anchor)
+    return _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor)
+
   anchor = _anchor(values)
-  return [
-    (bar, _call("begin", bar, *anchor))
-    if total is None
-    else (bar, _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor))
-    for bar, total in zip(bars, totals, strict=True)
-  ]
+  return [(bar, begin(bar, total)) for bar, total in bars]
 
 
-def _end(begun: _Begun, count: Any, values: Sequence[Any]) -> None:
+def _end(begun: _Bars, count: Any, values: Sequence[Any]) -> None:
   """Ends the bars, once `values` are there."""
   for bar, handle in begun:
     _call("end", bar, handle, count, *_anchor(values))
@@ -116,13 +108,15 @@ def _anchor(values: Sequence[Any]) -> Sequence[Any]:
   return sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
 
 
-def _run_scan(bars: Sequence[Bar], params: dict[str, Any], *operands: Any) -> list[Any]:
+def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll = params["length"], params["unroll"]
+  bars = [mark.params["bar"] for mark in _marks(params["jaxpr"])]
   totals = [length if bar.total == UNKNOWN else bar.total for bar in bars]
   own = [
     dataclasses.replace(b, total=t, has_total=False) for b, t in zip(bars, totals, strict=True)
   ]
-  begun = _begin(own, [None] * len(own), operands)
+  begun = _begin([(bar, None) for bar in own], operands)
+  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
   implementation = functools.partial(tracing.scan_impl, **params)
   trips = length // unroll if unroll else 0
   if trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
@@ -134,7 +128,7 @@ def _run_scan(bars: Sequence[Bar], params: dict[str, Any], *operands: Any) -> li
 
 
 def _run_implementation(
-  begun: _Begun, implementation: Rule, operands: Sequence[Any], unroll: int
+  begun: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
 ) -> list[Any]:
   """What JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
   closed: Any = jax.make_jaxpr(implementation)(*operands)
@@ -159,13 +153,9 @@ def _run_implementation(
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
   body, consts = params["body_jaxpr"], operands[params["cond_nconsts"] :]
-  marks = _marks(body)
-  bars = [mark.params["bar"] for mark in marks]
-  totals = [
-    _before_first_step(body, mark.invars[0], consts) if bar.has_total else None
-    for mark, bar in zip(marks, bars, strict=True)
-  ]
-  begun = _begin(bars, totals, operands)
+  marks = [(mark.params["bar"], mark.invars[0]) for mark in _marks(body)]
+  totals = [_before_first_step(body, x, consts) if bar.has_total else None for bar, x in marks]
+  begun = _begin([(bar, total) for (bar, _), total in zip(marks, totals, strict=True)], operands)
   params = {**params, "body_jaxpr": _without_marks(body)}
   steps, results = _run_chunks(begun, params, operands, unit=1)
   _end(begun, steps, results)
@@ -181,7 +171,7 @@ def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any
 
 
 def _run_chunks(
-  begun: _Begun, params: dict[str, Any], operands: Sequence[Any], unit: int
+  begun: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
 ) -> tuple[Any, list[Any]]:
   """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results.
 

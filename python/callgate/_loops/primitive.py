@@ -46,20 +46,9 @@ progress_call_p = Primitive("progress_call")
 progress_call_p.multiple_results = True
 
 
-@progress_p.def_impl
-def _impl(*_: Any, **__: Any) -> list[Any]:
+def _nothing(*_: Any, **__: Any) -> list[Any]:
   """Outside of programs there is no loop to count, but Python's own (`jax.disable_jit`)."""
   return []
-
-
-@progress_p.def_effectful_abstract_eval
-def _abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  return (), frozenset({PROGRESS_EFFECT})
-
-
-@progress_call_p.def_effectful_abstract_eval
-def _call_abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  return (tracing.shaped_array((), np.dtype(np.int32), ()),), frozenset({PROGRESS_EFFECT})
 
 
 def _batch(
@@ -90,7 +79,7 @@ def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequenc
   call = {"kind": kind, "every": np.int64(bar.every), "total": np.int64(bar.total)}
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,
-    attributes={"spec": bar.text, "progress": call}, has_side_effect=True
+    attributes={"spec": bar.text, "progress": call}, has_side_effect=True,
   )[0]  # fmt: skip
 
 
@@ -125,10 +114,14 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
   return call
 
 
+_INT = tracing.shaped_array((), np.dtype(np.int32), ())
+progress_p.def_impl(_nothing)
+progress_p.def_effectful_abstract_eval(lambda *_, **__: ((), {PROGRESS_EFFECT}))
+progress_call_p.def_effectful_abstract_eval(lambda *_, **__: ((_INT,), {PROGRESS_EFFECT}))
 ad.primitive_jvps[progress_p] = lambda x, _, *, bar: (progress_p.bind(*x, bar=bar), [])
 ad.primitive_transposes[progress_p] = lambda _, *operands, **__: [None] * len(operands)
 batching.primitive_batchers[progress_p] = _batch
-mlir.register_lowering(progress_p, _impl)
+mlir.register_lowering(progress_p, _nothing)
 mlir.register_lowering(progress_call_p, lambda context, *x, **params: _by_jax(context, x, **params))
 for platform in ("cpu", "cuda"):
   mlir.register_lowering(progress_p, _lower, platform=platform)

@@ -27,7 +27,8 @@ from callgate._loops.primitive import UNKNOWN, Bar, progress_p
 from callgate._runtime import config
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
-_files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
+files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
+noted: dict[str, tuple[float, Any]] = {}  # by name when the latest value came, and the value
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -83,7 +84,7 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
   config.filter_dispatch()
   if options.file is not None:
-    _files[id(options.file)] = options.file
+    files[id(options.file)] = options.file
   text = {name: getattr(options, name) for name in ("desc", "position", "leave", "mininterval")}
   text |= {
     "show": None if options.show is None else list(options.show),
@@ -99,22 +100,9 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   )
 
 
-def file_of(number: int | None) -> TextIO | None:
-  """The file under that number, if it is one of this process."""
-  return None if number is None else _files.get(number)
-
-
-_noted: dict[str, tuple[float, Any]] = {}
-
-
 def note(name: str, value: Any) -> None:
   """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
-  _noted[name] = (time.monotonic(), value)
-
-
-def noted() -> dict[str, tuple[float, Any]]:
-  """By name when the latest value came, and the value."""
-  return dict(_noted)
+  noted[name] = (time.monotonic(), value)
 
 
 @contextmanager
@@ -151,8 +139,6 @@ def wrapped(
 
 
 def with_mark(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  """The body with the bar's mark."""
-
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
     with marking(bar, _changing(arguments)):
@@ -169,14 +155,14 @@ def progress(description: _Body) -> _Body: ...
 def progress(
   description: str | Progress | None = None, *, total: int | None = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1
+  leave: bool = True, mininterval: float = 0.1,
 ) -> Callable[[_Body], _Body]: ...  # fmt: skip
 
 
 def progress(
   description: Any = None, *, total: int | None = None, every: int | None = None,
   show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
-  leave: bool = True, mininterval: float = 0.1
+  leave: bool = True, mininterval: float = 0.1,
 ) -> Any:  # fmt: skip
   """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
 
@@ -188,8 +174,8 @@ def progress(
   jax.lax.scan(step, state, batches)
   ```
 
-  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`; it need not know its step. The
-  number of steps is that of the scan, or `total`. All other arguments are those of `Progress`.
+  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`. The number of steps is that of
+  the scan, or `total`. All other arguments are those of `Progress`.
 
   Args:
     description: what stands before the bar, or a `Progress` with all options. `@cg.progress` may

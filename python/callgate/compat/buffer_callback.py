@@ -1,9 +1,8 @@
 """`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
 
-The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU and on
-CUDA GPUs callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has
-one. New code is better off with `callgate.gate(style="context", arrays="buffer")`, which has
-derivatives, results that are checked for escapes, and the original exceptions.
+The same names, semantics and error texts. On the CPU and on CUDA GPUs callgate's gate serves the
+calls, elsewhere JAX's lowering, while there is one. New code is better off with
+`callgate.gate(style="context", arrays="buffer")`: it has derivatives and the original exceptions.
 """
 
 from __future__ import annotations
@@ -93,13 +92,12 @@ def buffer_callback(
     input_output_aliases: pairs of flat input and flat output that share their memory.
     command_buffer_compatible: on GPUs, XLA may record what the callback gives to `ctx.stream` into
       a CUDA graph, once, and replay that: the rules of `command_buffer` in `callgate.gate` apply.
-    sharding: in a program that XLA splits over several devices, where JAX knows nothing like it:
-      None or "gather" calls once, with whole arrays; "shard" calls on each device with its part of
-      the leading dimensions; or a rule, as for `callgate.gate`.
-    name: what programs call the callback by, of which JAX knows nothing either. `jax.export` takes
-      a program to other processes with `callgate.export_checks()`; each has to make the callable of
-      that name, and to keep it, before it runs the program. Without a name an exported
-      program runs in this process alone.
+    sharding: in a program that XLA splits over several devices: None or "gather" calls once, with
+      whole arrays; "shard" calls on each device with its part of the leading dimensions; or a rule,
+      as for `callgate.gate`. JAX has no such option.
+    name: what programs call the callback by, which JAX hasn't either. `jax.export` takes a program
+      to other processes with `callgate.export_checks()`; each has to make, and keep, the callable
+      of that name before it runs the program. Without a name it runs in this process alone.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
@@ -139,7 +137,7 @@ def buffer_callback(
       *tracing.vary_alike("buffer_callback", flat_args), callback=callback,
       result_avals=result_avals, in_tree=in_tree, out_tree=out_tree, vmap_method=vmap_method,
       has_side_effect=has_side_effect, input_output_aliases=aliases,
-      command_buffer_compatible=graph, sharding=sharding, named=named
+      command_buffer_compatible=graph, sharding=sharding, named=named,
     )  # fmt: skip
     return jax.tree.unflatten(out_tree, flat_results)
 
@@ -229,14 +227,14 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
     ctx, operands, ctx.avals_in, ctx.avals_out, name=callee.name,
     spec=encoding.encode(params["in_tree"], params["out_tree"], ()), has_side_effect=effect,
     aliases=aliases, sharded=sharded, on_error="return",
-    target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET
+    target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET,
   )[0]  # fmt: skip
 
 
 def _callee(name: str, callback: Callable[..., None], graph: bool) -> Callee:
   return Callee(
     name, callback, bind=functools.partial(_bind, callback), style="context", arrays="buffer",
-    flat_results=True, native=True, command_buffer=graph
+    flat_results=True, native=True, command_buffer=graph,
   )  # fmt: skip
 
 

@@ -1,16 +1,10 @@
 """JAX's own callbacks on callgate's engine: pure, io and debug callbacks.
 
 JAX's own primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA GPU
-holds for them. `callgate.install()` does that for every callback of the process; the functions here
-for their own calls, installed or not. JAX's own lowering serves on other platforms, and in programs
-that XLA partitions over several devices (not inside `jax.shard_map`, where every device calls for
-itself).
-
-For `jax.pure_callback` and `jax.experimental.io_callback` a program calls callgate's gate by name.
-On a GPU its arrays are copied to the host through pinned memory, asynchronously, and back.
-
-For `jax.debug.callback` and `jax.debug.print` on the CPU it holds a tap to the callback, and no
-longer waits for Python. What the callback sees is the same, in the same order.
+holds for them: a call of callgate's gate or, for the debug callbacks, a tap, so that the program
+doesn't wait. `callgate.install()` does that for every callback of the process; the functions here
+for their own calls. JAX's own lowering serves on other platforms, and in programs that XLA
+partitions over several devices (not inside `jax.shard_map`).
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_cons
 from callgate._jax import callbacks, dispatch, lowering, tracing
 from callgate._runtime import config, targets
 from callgate._tap import site as _site
-from callgate._tap.print import print as cg_print
+from callgate._tap.print import print as debug_print
 from callgate._tap.target import DEFAULT, Tap, start_channel
 from callgate.compat._callbacks import engine
 from callgate.compat._callbacks.engine import OnCallgate
@@ -55,8 +49,7 @@ def pure_callback(
     result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
     *args: pytrees of arrays for the callback.
     sharding: a SingleDeviceSharding: the device that calls.
-    vmap_method: `"sequential"`, `"sequential_unrolled"`, `"expand_dims"`, `"broadcast_all"` or
-      `"legacy_vectorized"`; None makes `jax.vmap` an error.
+    vmap_method: as JAX has it; None makes `jax.vmap` an error.
     **kwargs: pytrees of arrays for the callback, by name.
 
   Returns:
@@ -89,8 +82,7 @@ def io_callback(
   """`jax.experimental.io_callback` on callgate's engine, installed or not.
 
   Args:
-    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device) that may
-      have side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
+    callback: as for `pure_callback`, and may have side effects.
     result_shape_dtypes: as for `pure_callback`; None for no result.
     *args: as for `pure_callback`.
     sharding: as for `pure_callback`.
@@ -127,6 +119,9 @@ def debug_callback(
 ) -> Any:
   """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
 
+  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
+  `callgate.barrier()`, as it is.
+
   Args:
     callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), called
       on callgate's thread. Left out: the result takes the callback and its arguments.
@@ -137,9 +132,6 @@ def debug_callback(
 
   Raises:
     TypeError: the callback is not callable.
-
-  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
-  `callgate.barrier()`, as it is.
 
   Example:
     >>> import jax
@@ -156,37 +148,6 @@ def debug_callback(
     two_calls(OnCallgate(callback) if callable(callback) else callback, *args, **kwargs)
 
   return call if callback is None else call(callback, *args, **kwargs)
-
-
-def debug_print(
-  fmt: str,
-  /,
-  *args: Any,
-  ordered: bool = False,
-  partitioned: bool = False,
-  skip_format_check: bool = False,
-  **kwargs: Any,
-) -> None:
-  """`jax.debug.print` on callgate's engine, installed or not: see `callgate.print`.
-
-  Args:
-    fmt: text with fields, as `str.format`.
-    *args: values: pytrees of arrays, or anything else that can be formatted.
-    ordered: keeps program order with other ordered prints.
-    partitioned: in a program over several devices: print each device's part.
-    skip_format_check: do not check while tracing that every value has its field.
-    **kwargs: values by name.
-
-  Example:
-    >>> import jax
-    >>> from callgate.compat.callbacks import debug_print
-    >>> jax.jit(lambda x: debug_print("x = {}", x))(2.0); jax.effects_barrier()
-    x = 2.0
-  """
-  cg_print(
-    fmt, *args, ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check,
-    **kwargs
-  )  # fmt: skip
 
 
 def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
@@ -216,26 +177,16 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
   return engine.emit_carried(ctx, operands, effect, name=callee.name, **options)
 
 
-def _debug_callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  callback = params["callback"]
-  if not _is_ours(ctx, callback):
-    return callbacks.debug_callback_lowering(ctx, *operands, **params)
-  return _lower_debug(ctx, operands, params["effect"], callback)
-
-
-def _debug_print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
-  if not _is_ours(ctx, params["fmt"]):
-    return callbacks.debug_print_lowering(ctx, *operands, ordered=ordered, **params)
-  effect = tracing.ordered_debug_effect() if ordered else None
-  return _lower_debug(ctx, operands, effect, callbacks.debug_print_callback(**params))
-
-
-def _is_ours(ctx: Any, callback: Any) -> bool:
+def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  """Emits a tap to the callback, or to what prints, if it is ours."""
+  printed = "fmt" in params
+  given = params["fmt" if printed else "callback"]
   served = engine.can_serve(ctx) and len(ctx.module_context.platforms) == 1
-  return served and (config.installed() or tracing.closes_over(callback, OnCallgate))
-
-
-def _lower_debug(ctx: Any, operands: Any, effect: Any, callback: Callable[..., Any]) -> Any:
+  if not (served and (config.installed() or tracing.closes_over(given, OnCallgate))):
+    rule = callbacks.debug_print_lowering if printed else callbacks.debug_callback_lowering
+    return rule(ctx, *operands, **params)
+  effect = tracing.ordered_debug_effect() if params.get("ordered") else params.get("effect")
+  callback = callbacks.debug_print_callback(**params) if printed else given
   start_channel(DEFAULT)
   flat = (0,) * len(operands)
   run = engine.host_function(ctx, callback, jax.tree.structure((flat, {})), "debug.callback")
@@ -255,7 +206,7 @@ def _lower_debug(ctx: Any, operands: Any, effect: Any, callback: Callable[..., A
   return engine.emit_carried(
     ctx, operands, effect if effect and tracing.is_ordered_effect(effect) else None,
     name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),
-    has_side_effect=True, target=targets.TAP_TARGET
+    has_side_effect=True, target=targets.TAP_TARGET,
   )  # fmt: skip
 
 
@@ -274,8 +225,8 @@ def register() -> None:
   for primitive, rule in (
     (callbacks.pure_callback_p, functools.partial(_lowering, "pure_callback")),
     (callbacks.io_callback_p, functools.partial(_lowering, "io_callback")),
-    (callbacks.debug_callback_p, _debug_callback_lowering),
-    (callbacks.debug_print_p, _debug_print_lowering),
+    (callbacks.debug_callback_p, _debug_lowering),
+    (callbacks.debug_print_p, _debug_lowering),
   ):
     # Not cached, as JAX's is not: each call site has its own callback.
     for platform in ("cpu", "cuda"):

@@ -1,8 +1,7 @@
 """The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
 
-`id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs
-stay free of JAX's effects. In a loop, a branch or an inner jit that means a use by one of its
-results, whether that is used further or not. Outside compiled code it calls at once, in the
+`id_tap` is a tap in the flow of data: it lives as long as what it returns is used (in a loop, a
+branch or an inner jit: by one of its results). Outside compiled code it calls at once, in the
 caller's thread; inside, the program goes on and the function is called on callgate's thread, while
 an `outfeed_receiver` is started for the device.
 
@@ -37,7 +36,7 @@ from callgate._core import options
 from callgate._core.signatures import accepted
 from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
-from callgate._tap.tap import bind, logical_sizes
+from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
 from callgate.compat._host_callback import layout, receiver, tapped
 from callgate.compat._host_callback.receiver import TapFunctionException
@@ -77,9 +76,6 @@ def id_tap(
 ) -> Any:
   """Calls `func(arg, **kwargs)` on the host, and returns `arg`, or `result` if given.
 
-  The call happens as soon as the value is there; it is left out of a compiled program that uses
-  nothing of what this returns.
-
   Args:
     func: called with the pytree of NumPy arrays, and under transformations with more keywords:
       `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask'; and
@@ -94,7 +90,7 @@ def id_tap(
     **kwargs: passed to `func` as they are; they never enter the program.
 
   Returns:
-    `arg` or `result`. Use it, or the call may be left out.
+    `arg` or `result`. Use it: a compiled program leaves the call out where nothing of it is used.
 
   Raises:
     TapFunctionException: outside compiled code, from what `func` raised.
@@ -106,27 +102,19 @@ def id_tap(
   given = tapped.Arrays("id_tap: arg", arg)
   rest = tapped.Arrays("id_tap: result", result)
   sizes = logical_sizes("tap 'id_tap'", logical_shape, arg, given.arrays)
-  site = given.site(
-    tapped.name_of(func),
-    effect="dataflow",
-    roles=("primal", "tangent", "cotangent"),
-    logical=tuple(index for index, _ in sizes),
-    untapped=len(rest.operands),
+  results = tapped.bind_tap(
+    func, ("host_callback", func, tapped.exact_items(kwargs)), given,
+    functools.partial(_consume, func, kwargs), extra=[*(size for _, size in sizes), *rest.operands],
+    masked=bool(sizes), eager=True, effect="dataflow", roles=("primal", "tangent", "cotangent"),
+    logical=tuple(index for index, _ in sizes), untapped=len(rest.operands),
     kept=receiver.NEEDS_RECEIVER,
-  )
-  key = "host_callback", func, tapped.exact_items(kwargs)
-  target = tapped.tap_of(
-    key, given.tree, functools.partial(_consume, func, kwargs), func, eager=True
-  )
-  extra = [*(size for _, size in sizes), *rest.operands]
-  mask = (("mask", ()),) if sizes else ()
-  results = bind(target, site, given.operands, extra, mask)
+  )  # fmt: skip
   return given.rebuild(results) if result is None else rest.rebuild(results[len(given.operands) :])
 
 
 def _consume(
   function: Callable[..., Any], kwargs: dict[str, Any], value: Any, transforms: tapped.Transforms,
-  device: int | None
+  device: int | None,
 ) -> None:  # fmt: skip
   """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
 
@@ -162,8 +150,7 @@ def id_print(
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, if there are keywords or transformations, then the
-  value.
+  First comes a line of sorted `key: value`, of keywords and transformations, then the value.
 
   Args:
     arg: a pytree of arrays.
@@ -191,9 +178,7 @@ def outfeed_receiver(
   backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
 ) -> receiver.Receiver:
-  """A context in which compiled programs may run taps on the devices.
-
-  Leaving it waits for the programs and for the functions of their taps.
+  """A context in which compiled programs may run taps; leaving it waits for them and their taps.
 
   Args:
     receiver_name: for messages.
@@ -207,8 +192,7 @@ def outfeed_receiver(
   Raises:
     ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a
       receiver already.
-    TapFunctionException: where the block ends: functions raised. Its `exceptions` has all that they
-      raised; the programs and the other taps were not held up.
+    TapFunctionException: where the block ends: functions raised. `exceptions` has all of it.
     TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
   """
   if backends is not None and devices is not None:
@@ -233,8 +217,7 @@ def outfeed_receiver(
 def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   """Writes what taps send to a file, in the framing of the outfeed of 2020.
 
-  Everything that compiled programs tap inside the block is in the file when the block ends, with
-  the end marker behind it.
+  All that compiled programs tap inside the block is in the file when it ends, and an end marker.
 
   Args:
     path: the file; it is replaced.

@@ -44,14 +44,13 @@ from callgate._gate.options import GateOptions
 from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import leaf_paths
-from callgate._tap.tap import bind
 from callgate._tap.target import shared, start_channel
 from callgate.compat._host_callback import layout, tapped
 from callgate.compat._host_callback.receiver import finish
 
 __all__ = [
   "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
-  "id_tap"
+  "id_tap",
 ]  # fmt: skip
 _logger, _lock = logging.getLogger("callgate"), threading.Lock()
 _gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()  # of equal calls
@@ -87,7 +86,7 @@ def id_tap(
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
   Under differentiation the primal values are sent, once; under `jax.checkpoint` in both passes. A
-  tap of what is itself a tangent sends the cotangent under reverse mode, with 'transpose'.
+  tap of a tangent sends the cotangent under reverse mode, with 'transpose'.
 
   Args:
     tap_func: called with the pytree of NumPy arrays and the transformations that were applied: a
@@ -137,9 +136,8 @@ def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: i
       _keep(error, name)
 
   given = tapped.Arrays("id_tap: arg", arg)
-  site = given.site(name, effect="ordered", transposed=True)
-  target = tapped.tap_of(("host_callback_2023", key, index), given.tree, consume, function)
-  results = bind(target, site, given.operands)
+  key = ("host_callback_2023", key, index)
+  results = tapped.bind_tap(function, key, given, consume, effect="ordered", transposed=True)
   return given.rebuild(results) if result is None else result
 
 
@@ -164,8 +162,8 @@ def id_print(
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, if there are keywords, a device or transformations,
-  then the value: on one line where it fits.
+  First comes a line of sorted `key: value`, of keywords, device and transformations, then the
+  value: on one line where it fits.
 
   Args:
     arg: a pytree of arrays.
@@ -174,7 +172,7 @@ def id_print(
     device_index: as for `id_tap`.
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
-    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
+    callback_flavor: see CallbackFlavor.
     **kwargs: printed as they are.
 
   Returns:
@@ -188,7 +186,7 @@ def id_print(
 
 def _print(
   stream: Any, threshold: int, entries: dict[str, Any], arg: Any, transforms: tapped.Transforms,
-  **device: Any
+  **device: Any,
 ) -> None:  # fmt: skip
   entries = entries | device
   if transforms:
@@ -207,8 +205,7 @@ def call(
 ) -> Any:
   """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
 
-  The program waits. The function runs on a thread of callgate's, so it may itself run JAX programs,
-  on another device too.
+  The program waits. The function runs on a thread of callgate's: it may itself run JAX programs.
 
   Args:
     callback_func: called with the pytree of NumPy arrays; returns a pytree like `result_shape`.
@@ -246,11 +243,25 @@ def _device_of(device: int | None, index: int) -> Any:
 
 
 def _gate(
-  function: Callable[..., Any], arg_tree: Any, arg_dtypes: tuple[str | None, ...], tree: Any,
-  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None
+  function: Callable[..., Any], given: Any, dtype_names: tuple[str | None, ...], tree: Any,
+  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
 ) -> Gate:  # fmt: skip
   """The gate of flat arguments and results: the function has pytrees, and its result is checked."""
   name = tapped.name_of(function)
+
+  def checked(result: Any) -> list[np.ndarray]:
+    leaves, got = jax.tree.flatten(result)
+    if got != tree:
+      raise ResultError(  # the first words are those of the old module
+        f"call: Callback func {name} should have returned a result with pytree {tree}: expected a "
+        f"result of structure {tree}, got {got}"
+      )
+    arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
+    for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
+      expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
+      if got != expected:
+        raise ResultError(f"call: function {name}: result{path}: expected {expected}, got {got}")
+    return arrays
 
   def run(context: Any, out: Sequence[Any], *leaves: Any) -> None:
     # JAX's own callback doesn't say which device calls; and one calls for all that share a
@@ -258,27 +269,22 @@ def _gate(
     alone = isinstance(context, Context) and context.size == 1
     try:
       # The function may keep its argument: the views are XLA's.
-      arrays = [
-        np.array(leaf, dtype and jnp.dtype(dtype))
-        for leaf, dtype in zip(leaves, arg_dtypes, strict=True)
-      ]
+      pairs = zip(leaves, dtype_names, strict=True)
+      arrays = [np.array(leaf, dtype and jnp.dtype(dtype)) for leaf, dtype in pairs]
       device = context.device if alone else None
       where = {} if index is None else {"device": _device_of(device, index)}
-      result = function(jax.tree.unflatten(arg_tree, arrays), **where)
-      for view, array in zip(out, _checked(name, result, tree, structs), strict=True):
+      result = function(jax.tree.unflatten(given, arrays), **where)
+      for view, array in zip(out, checked(result), strict=True):
         view[...] = array
     except BaseException as error:
       _keep(error, name)
       raise
 
   options = GateOptions(
-    name=registry.unique_name(function, prefix="call:"),
+    name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    effect="io",
-    style="context",
-    thread="own",
-    vmap=_no_vmap,
-  )
+    thread="own", vmap=_no_vmap,
+  )  # fmt: skip
   gate = Gate(run, options)
   gate.defjvp(_no_jvp)
   return gate
@@ -296,24 +302,6 @@ def _no_jvp(*_: Any) -> Any:
     "host_callback: derivatives are implemented only for id_tap, not for call; expected the call "
     "inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and defvjp"
   )
-
-
-def _checked(
-  name: str, result: Any, expected: Any, structs: Sequence[jax.ShapeDtypeStruct]
-) -> list[np.ndarray]:
-  """The leaves of what the function returned."""
-  leaves, tree = jax.tree.flatten(result)
-  if tree != expected:
-    raise ResultError(  # the first words are those of the old module
-      f"call: Callback func {name} should have returned a result with pytree {expected}: expected "
-      f"a result of structure {expected}, got {tree}"
-    )
-  arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
-  for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
-    if array.shape != struct.shape or array.dtype != struct.dtype:
-      expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
-      raise ResultError(f"call: function {name}: result{path}: expected {expected}, got {got}")
-  return arrays
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -336,13 +324,11 @@ def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], 
 def barrier_wait(logging_name: str | None = None) -> None:
   """Waits until every program started so far, by any thread, has run, and its taps are through.
 
-  Several threads may wait at once; what was raised meanwhile is raised in one of them.
-
   Args:
     logging_name: for the message.
 
   Raises:
-    CallbackException: functions raised since the last barrier.
+    CallbackException: functions raised since the last barrier; of threads that wait, one gets it.
   """
   global _raised
   check_not_forked()

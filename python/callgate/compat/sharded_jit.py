@@ -8,9 +8,8 @@ add = sharded_jit(lambda x, y: x + y, in_parts=(PartitionSpec(1), None), out_par
 assert add(jnp.ones(4), jnp.ones(4)).tolist() == [2.0] * 4
 ```
 
-It ran on TPUs, then on GPUs; this one is `jax.jit` with shardings underneath, so it runs on every
-platform. A function is traced and compiled once for each kind of arguments, on the thread that
-first calls it with them; any thread may call.
+This one is `jax.jit` with shardings underneath, so it runs on every platform. A function is traced
+and compiled once for each kind of arguments; any thread may call.
 """
 
 from __future__ import annotations
@@ -25,15 +24,9 @@ from jax.core import Tracer
 from callgate._jax import tracing
 from callgate._jax.tracing import jaxpr_as_fun
 from callgate.compat._sharded_jit import local as _local
+from callgate.compat._sharded_jit import parts as _parts
 from callgate.compat._sharded_jit.local import Part, Stated, part_of
-from callgate.compat._sharded_jit.parts import (
-  PartitionSpec,
-  check,
-  counts_inside,
-  flat_parts,
-  is_count,
-  with_sharding_constraint,
-)
+from callgate.compat._sharded_jit.parts import PartitionSpec, with_sharding_constraint
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
 _Run = Callable[[list[Any]], Any]  # a program, of flat arguments
@@ -52,11 +45,10 @@ def sharded_jit(
   """Like `jax.jit`, with arguments and results split over several devices.
 
   The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
-  constraints inside, which must all agree. They are the first ones of this process. Where there are
-  several processes, and more partitions than a process has devices, they are all devices of all
-  processes; then each process passes its part of every argument and gets its part of every result:
-  arrays on its own devices. The function itself sees the whole arrays. In a program around (`jit`,
-  `grad`, `vmap`, loops) arguments and results are whole there, too.
+  constraints inside, which must all agree. They are the first ones of this process or, with several
+  processes and more partitions than a process has devices, all of all processes; then each process
+  passes its part of every argument and gets its part of every result, on its own devices. The
+  function itself sees whole arrays, as does a program around (`jit`, `grad`, `vmap`, loops).
 
   Args:
     fun: a function of arrays and pytrees of arrays.
@@ -81,10 +73,6 @@ def sharded_jit(
       the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
     NotImplementedError: in a call with keyword arguments.
   """
-  counts = {"num_partitions": num_partitions, "local_num_partitions": local_num_partitions}
-  for name, count in counts.items():
-    if count is not None and not is_count(count):
-      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
   local = Stated(local_in_parts, local_out_parts, local_num_partitions, "local_")
   split = _ShardedJit(fun, Stated(in_parts, out_parts, num_partitions), local, static)
@@ -111,7 +99,6 @@ class _ShardedJit:
     self._programs: dict[Hashable, _Run] = {}
 
   def call(self, args: tuple[Any, ...]) -> Any:
-    """The function of positional arguments."""
     fixed = self._fixed(args)
     given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
     leaves, tree = jax.tree.flatten(given)
@@ -119,9 +106,15 @@ class _ShardedJit:
     # In a program around, arrays are whole even across processes, and its mesh may decide.
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
+    total = len(args)
+
+    def flat(*leaves: Any) -> Any:
+      rest = iter(jax.tree.unflatten(tree, leaves))
+      return self.fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
+
     key = (tree, *map(str, types), static, inside, tracing.trace_key())
     if (run := self._programs.get(key)) is None:
-      run, lasting = self._program(given, fixed, types, inside)
+      run, lasting = self._program(flat, given, types, inside)
       if lasting:
         self._programs[key] = run
     return run(leaves)
@@ -145,25 +138,29 @@ class _ShardedJit:
     return fixed
 
   def _program(
-    self, given: tuple[Any, ...], fixed: dict[int, Any], types: Sequence[Any], inside: bool
+    self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
   ) -> tuple[_Run, bool]:
-    """Traces the function for arguments of `types`.
+    """Traces `flat` for arguments like `given`, of `types`; what runs it, and whether that lasts.
 
-    Returns what runs it on flat arguments, and whether that lasts: not where the function closes
-    over a value that is being traced.
+    It doesn't where the function closes over a value that is being traced.
     """
     whole, local = self.whole, self.local
-    parts = flat_parts(whole.in_parts, given, "in_parts")
+    parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]
-    check(parts, shapes, "in_parts", padded=True)
+    _parts.check(parts, shapes, "in_parts", padded=True)
     if whole.said is not None and not inside:  # else nothing is split, or nothing is a part
       devices = _local.devices_of(whole.said, local, whole.split)
       if _local.is_shared(devices):
         shapes = [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
-    check(parts, shapes, "in_parts")
-    closed, info = self._traced(given, fixed, shapes, types)
-    out_parts = flat_parts(whole.out_parts, info, "out_parts")
-    check(out_parts, [result.shape for result in jax.tree.leaves(info)], "out_parts")
+    _parts.check(parts, shapes, "in_parts")
+    flat.__name__ = self.name
+    arguments = [
+      jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
+      for shape, t in zip(shapes, types, strict=True)
+    ]
+    closed, info = jax.make_jaxpr(flat, return_shape=True)(*arguments)  # with constants
+    out_parts = _parts.flat_parts(whole.out_parts, info, "out_parts")
+    _parts.check(out_parts, [result.shape for result in jax.tree.leaves(info)], "out_parts")
     count = self._count(closed.jaxpr)
     lasting = not any(isinstance(const, Tracer) for const in closed.consts)
     if count is None or tracing.in_manual_region():
@@ -181,27 +178,10 @@ class _ShardedJit:
       )
     return self._runner(closed, info, (ins, outs), inside, shared), lasting
 
-  def _traced(
-    self, given: tuple[Any, ...], fixed: dict[int, Any], shapes: list[Any], types: Sequence[Any]
-  ) -> tuple[Any, Any]:
-    """The program and the tree of its results; what the function closes over are constants."""
-    fun, tree, total = self.fun, jax.tree.structure(given), len(given) + len(fixed)
-
-    def flat(*leaves: Any) -> Any:
-      rest = iter(jax.tree.unflatten(tree, leaves))
-      return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
-
-    flat.__name__ = self.name
-    arguments = [
-      jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
-      for shape, t in zip(shapes, types, strict=True)
-    ]
-    return jax.make_jaxpr(flat, return_shape=True)(*arguments)
-
   def _count(self, jaxpr: Any) -> int | None:
     """The number of partitions; None where nothing says it and the program around may."""
     count = self.whole.said
-    for inside, who in counts_inside(jaxpr):
+    for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
         raise ValueError(
           f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
@@ -213,13 +193,9 @@ class _ShardedJit:
 
   def _runner(
     self, closed: Any, info: Any, parts: tuple[list[Part], list[Part]] | None, inside: bool,
-    shared: bool
+    shared: bool,
   ) -> _Run:  # fmt: skip
-    """What runs the traced program on flat arguments; it is not traced again.
-
-    `info` is the tree of its results; `parts` how arguments and results are split, and None leaves
-    them where they are; `shared` whether the devices are of several processes.
-    """
+    """What runs the traced program on flat arguments; with no `parts` they stay where they are."""
     program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
 
     def flat(*leaves: Any) -> list[Any]:

@@ -2,8 +2,7 @@
 
 This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it: arrays, default device,
 log record and errors. JAX's way costs about 30 µs a call, most of it in `jax.device_put`'s Python;
-this one takes the function which that ends in (`_jax`). Unlike a gate's, the error of a failing
-callback is always returned to XLA, on several devices, too.
+this one takes the function which that ends in (`_jax`).
 
 The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
 Every tenth of a microsecond in them is seen in `benchmarks/`.
@@ -132,18 +131,14 @@ class _Waits:
   """Kept by a program with an io_callback."""
 
 
-dispatch.end_before_dispatch_returns(_Waits)
-
-
 def end_before_dispatch_returns(context: Any) -> None:
-  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX.
-
-  There, programs count on it, though JAX promises it nowhere. Programs made while a callback runs
-  run on the thread that dispatches them, as JAX's do: XLA's own may all be waiting for them.
-  """
-  if _running:
+  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX."""
+  if _running:  # XLA's own threads may all be waiting for this program: it runs on the caller's
     dispatch.mark_host_callbacks(context)
   lowering.add_keepalive(context, _Waits())
+
+
+dispatch.end_before_dispatch_returns(_Waits)
 
 
 def _argument_maker(

@@ -113,7 +113,7 @@ def finish(timeout: float | None) -> bool:
 
 
 class NeedsReceiver:
-  """Kept by programs with taps, and called before each execution (`_jax/lowering.py`)."""
+  """Kept by programs with taps, and called before each execution (`_jax/dispatch.py`)."""
 
   def __call__(self, devices: Sequence[Any]) -> None:
     missing = [device for device in devices if device.id not in _started]

@@ -19,12 +19,9 @@ from callgate._jax import tracing
 from callgate._tap import delivery, target
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.site import TapSite
-from callgate._tap.tap import uncarried
-from callgate._tap.target import Tap
+from callgate._tap.tap import bind, uncarried
 
 CHANNEL = "host_callback"
-
-
 # (name, parameters) of each transformation that a tap met, as they were applied.
 Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
@@ -39,31 +36,25 @@ class Arrays:
     self.operands = [array for array, _ in carried]
     self.dtypes = tuple(name for _, name in carried)
 
-  def site(self, name: str, **options: Any) -> TapSite:
-    """The site of a tap of it; the consumer puts the pytree together, so here it is flat."""
-    flat = jax.tree.structure((0,) * len(self.operands))
-    return TapSite(tree=flat, name=name, dtypes=self.dtypes, whole=True, **options)
-
   def rebuild(self, results: Sequence[Any]) -> Any:
     """The pytree of a tap's results, in the dtypes that the user gave."""
     return jax.tree.unflatten(self.tree, map(uncarried, self.arrays, results))
 
 
-def tap_of(
-  key: tuple[Any, ...],
-  tree: Any,
-  consume: Callable[[Any, Transforms, int | None], None],
-  function: Callable[..., Any],
-  *,
-  eager: bool = False,
-) -> Tap:
-  """The tap to `consume`; the same for equal keys and structures. `function` is the user's own.
+def bind_tap(
+  function: Callable[..., Any], key: tuple[Any, ...], given: Arrays,
+  consume: Callable[[Any, Transforms, int | None], None], *, extra: Sequence[Any] = (),
+  masked: bool = False, eager: bool = False, **options: Any,
+) -> Sequence[Any]:  # fmt: skip
+  """The results of a tap of `given` to `consume`, which is shared by equal keys and structures.
 
   `consume` is called for each record with its value (arrays of its own), its transformations and
   the device's global id (-1: not known), on the channel's thread; there it must not raise. With
-  `eager`, where nothing is compiled, in the caller's thread, with None for the device.
+  `eager`, where nothing is compiled, in the caller's thread, with None for the device. `function`
+  is the user's own; `options` are the site's.
   """
   check_not_forked()
+  tree = given.tree
 
   def unpack(text: str, arrays: Sequence[np.ndarray], device: int | None) -> None:
     about = delivery.description(text)
@@ -77,9 +68,11 @@ def tap_of(
   def at_once(text: str, arrays: Sequence[Any]) -> None:
     unpack(text, [np.array(array) for array in arrays], None)
 
-  return target.of_rows(
-    (*key, tree), rows, name_of(function), channel=CHANNEL, eager=at_once if eager else None
-  )
+  name, flat = name_of(function), jax.tree.structure((0,) * len(given.operands))
+  site = TapSite(tree=flat, name=name, dtypes=given.dtypes, whole=True, **options)
+  now = at_once if eager else None
+  tap = target.of_rows((*key, tree), rows, name, channel=CHANNEL, eager=now)
+  return bind(tap, site, given.operands, extra, (("mask", ()),) if masked else ())
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -91,13 +84,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
   """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
-  return tuple((name, _exact(value)) for name, value in sorted(kwargs.items()))
-
-
-def _exact(value: Any) -> tuple[Any, ...]:
-  if isinstance(value, (tuple, frozenset, int, float, complex, np.generic)):
-    return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
-  return type(value), value
+  plain = (tuple, frozenset, int, float, complex, np.generic)
+  return tuple(
+    (name, type(value), value, repr(value) if isinstance(value, plain) else "")
+    for name, value in sorted(kwargs.items())
+  )
 
 
 def _transforms(about: delivery.Description, arrays: Sequence[np.ndarray]) -> Transforms:

@@ -17,21 +17,27 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, flat_parts, sharding_of, specs
+from callgate.compat._sharded_jit.parts import (
+  PartitionSpec,
+  Parts,
+  flat_parts,
+  is_count,
+  sharding_of,
+  specs,
+)
 
 
 class Stated:
-  """What the caller says of the program's partitions or, with "local_", of its process's part.
-
-  `said` is their number, None where nothing says it; `split` whether an array is split. Raises
-  ValueError for numbers that disagree.
-  """
+  """What the caller says of the program's partitions or, with "local_", of its process's part."""
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
+    name = f"{local}num_partitions"
+    if count is not None and not is_count(count):
+      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
     # A list of parts is a tuple, as the arguments are.
     self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
     self.out_parts = out_parts
-    counts = {} if count is None else {int(count): f"{local}num_partitions={count}"}
+    counts = {} if count is None else {int(count): f"{name}={count}"}
     by_specs: set[int] = set()
     for name, parts in ((f"{local}in_parts", self.in_parts), (f"{local}out_parts", out_parts)):
       for spec in specs(parts, name):
@@ -45,8 +51,8 @@ class Stated:
         f"sharded_jit: {old if len(by_specs) > 1 else ''}expected one number of "
         f"{local.replace('_', ' ')}partitions everywhere, got {' and '.join(texts)}"
       )
-    self.said = next(iter(counts), None)
-    self.split = bool(by_specs)
+    self.said = next(iter(counts), None)  # the number of partitions, where something says it
+    self.split = bool(by_specs)  # whether an array is split
 
 
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:

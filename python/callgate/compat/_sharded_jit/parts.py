@@ -92,7 +92,7 @@ def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
   try:
     jax.tree.map(
       lambda part, below: flat.extend([part] * len(jax.tree.leaves(below))),
-      parts, tree, is_leaf=is_parts
+      parts, tree, is_leaf=is_parts,
     )  # fmt: skip
   except ValueError as error:
     raise ValueError(
