@@ -121,11 +121,9 @@ def buffer_callback(
   label, graph = _label(callback), command_buffer_compatible
   if callable(options.sharding(label, sharding)):
     raise GateDefinitionError(f"{label}: sharding: expected a str or None, got a function")
-  if (name := options.name(label, name)) is None:
-    named = None
-  else:  # the one of that name, where it is for the same callback
-    key = (name, callback, graph)
-    named = shared(_named, key, lambda: _callee(name, callback, graph))
+  named = None
+  if (name := options.name(label, name)) is not None:  # that of the name, for the same callback
+    named = shared(_named, (name, callback, graph), lambda: _callee(name, callback, graph))
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
 

@@ -127,14 +127,10 @@ def _consume(
     function(value, **keywords)
 
   name = tapped.name_of(function)
-  if device is not None:
+  if device is None:
+    receiver.run_at_once(call, name)
+  else:
     receiver.run(call, name, device)
-    return
-  receiver.wait_for_earlier()
-  try:
-    call()
-  except Exception as error:
-    raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:

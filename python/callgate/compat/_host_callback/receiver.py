@@ -129,14 +129,17 @@ class NeedsReceiver:
 NEEDS_RECEIVER = NeedsReceiver()
 
 
-def wait_for_earlier() -> None:
-  """Lets the functions of compiled taps finish, on which what is called at once may depend."""
-  # No longer than a receiver would wait: a function may itself wait for the caller.
+def run_at_once(consumer: Callable[[], None], name: str) -> None:
+  """Calls a consumer that may depend on what compiled taps sent: their functions come first."""
   with _lock:
     receiver = next(iter(_started.values()), None)
   handle = start_channel(CHANNEL)
   if receiver is not None and handle.stats()["pending"]:
-    handle.flush(receiver.timeout)
+    handle.flush(receiver.timeout)  # a function may itself wait for the caller
+  try:
+    consumer()
+  except Exception as error:
+    raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
 
 
 def run(consumer: Callable[[], None], name: str, device: int) -> None:
