@@ -37,6 +37,10 @@ class OrderedGateEffect(GateEffect):
   """Keeps ordered gates and taps alive and in program order, also across calls of the program."""
 
 
+class BufferCallbackEffect(_Effect):
+  """Keeps a call of `callgate.compat.buffer_callback` whose results are not used."""
+
+
 GATE_EFFECT = GateEffect()
 TAP_EFFECT = TapEffect()
 WHOLE_TAP_EFFECT = WholeTapEffect()

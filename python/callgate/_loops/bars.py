@@ -5,6 +5,7 @@ Imported with the first bar that is drawn, and used by the drawing thread alone.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any, TextIO
@@ -27,13 +28,10 @@ class Lines:
   """A bar in a log file: a line a minute, and one at the end."""
 
   def __init__(self, total: int | None, desc: str | None, file: TextIO, leave: bool) -> None:
-    self.n = 0
+    self.n, self._total = 0, total
     self.start_t = time.time()  # set by who draws, as tqdm's own
-    self._total = total
     self._desc = f"{desc}: " if desc else ""
-    self._file = file
-    self._leave = leave
-    self._postfix = ""
+    self._file, self._leave, self._postfix = file, leave, ""
     self._written = time.monotonic()
 
   def update(self, steps: int) -> None:
@@ -43,28 +41,18 @@ class Lines:
       self.refresh()
 
   def reset(self, total: int | None) -> None:
-    """Begins again: a nested loop in its next turn."""
-    self.n = 0
-    self._total = total
+    self.n, self._total = 0, total
 
-  def set_postfix(self, values: dict[str, str], refresh: bool = True) -> None:
-    """Sets the values behind the count."""
+  def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
     self._postfix = ", ".join(f"{name}={text}" for name, text in values.items())
-    if refresh:
-      self.refresh()
 
   def refresh(self) -> None:
-    """Writes a line now."""
     self._written = time.monotonic()
     meter: Any = tqdm.format_meter  # takes None for an unknown total, whatever its stub says
-    text: str = meter(
-      self.n,
-      self._total,
-      max(time.time() - self.start_t, 0.0),
-      prefix=self._desc,
-      postfix=self._postfix or None,
-      bar_format=None if self._total is None else _LINE_FORMAT,
-    )
+    elapsed = max(time.time() - self.start_t, 0.0)
+    form = None if self._total is None else _LINE_FORMAT
+    options = {"prefix": self._desc, "postfix": self._postfix or None, "bar_format": form}
+    text: str = meter(self.n, self._total, elapsed, **options)
     self._file.write(text.strip() + "\n")
     self._file.flush()
 
@@ -74,43 +62,20 @@ class Lines:
       self.refresh()
 
 
-def make(
-  *,
-  total: int | None,
-  desc: str | None,
-  file: TextIO,
-  position: int | None,
-  leave: bool,
-  mininterval: float,
-) -> Any:
-  """The kind of bar that suits the file, and the place where Python runs."""
-  if _in_notebook():
-    if file is sys.stderr and (bar := _notebook_bar(total, desc, leave, mininterval)) is not None:
-      return bar
-  elif not _is_terminal(file):
-    return Lines(total, desc, file, leave)
-  return Redrawn(
-    total=total, desc=desc, file=file, position=position, leave=leave, mininterval=mininterval,
-    miniters=0, dynamic_ncols=True,
-  )  # fmt: skip
+def make(*, file: TextIO, position: int | None, mininterval: float, **what: Any) -> Any:
+  """The kind of bar that suits the file, and the place where Python runs.
 
-
-def _is_terminal(file: TextIO) -> bool:
-  isatty = getattr(file, "isatty", None)
-  return bool(isatty and isatty())
-
-
-def _in_notebook() -> bool:
+  The rest are `total`, `desc` and `leave`.
+  """
   ipython: Any = sys.modules.get("IPython")
-  shell = ipython.get_ipython() if ipython is not None else None
-  return shell is not None and hasattr(shell, "kernel")
+  if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):  # in a notebook
+    if file is sys.stderr:
+      with contextlib.suppress(ImportError):  # without ipywidgets
+        from tqdm.notebook import tqdm as widget
 
-
-def _notebook_bar(total: int | None, desc: str | None, leave: bool, mininterval: float) -> Any:
-  """tqdm's widget; None without ipywidgets."""
-  try:
-    from tqdm.notebook import tqdm as widget
-
-    return widget(total=total, desc=desc, leave=leave, mininterval=mininterval, miniters=0)
-  except ImportError:
-    return None
+        return widget(mininterval=mininterval, miniters=0, **what)
+  elif not (hasattr(file, "isatty") and file.isatty()):
+    return Lines(file=file, **what)
+  return Redrawn(
+    file=file, position=position, mininterval=mininterval, miniters=0, dynamic_ncols=True, **what
+  )

@@ -1,20 +1,17 @@
 """Control flow around gates with effects, where JAX would call them more than once, or refuses.
 
-vmap: JAX turns a `cond` with a batched predicate into a select, which runs every branch for every
-lane, and a `while_loop` with one into a loop that runs its body for finished lanes too. Both would
-call an io gate for lanes that never reach it. Programs whose branches or body hold such a gate run
-lane after lane instead; all others are left to JAX. But for loops with taps of all lanes at once
-(`TapSite.whole`), which are to see each round once.
+vmap: JAX runs every branch of a `cond` with a batched predicate for every lane, and the body of
+such a `while_loop` for finished lanes too. With an io gate inside they run lane after lane instead;
+with taps of all lanes at once (`TapSite.whole`) a loop sees each round once.
 
-checkpoint: JAX runs a `while_loop` again in the backward pass. One that calls an io gate runs in
-the forward pass alone, and its results are kept.
+checkpoint: JAX runs a `while_loop` again in the backward pass. With an io gate it runs in the
+forward pass alone, and its results are kept.
 
-scan under grad: JAX computes what its backward pass needs of the constants alone once, before the
-loop. A call with an effect whose arguments don't change would run once instead of in every step, so
-nothing is moved out of a loop that holds one.
+scan under grad: JAX moves what depends on constants alone out of the loop. Nothing is moved out of
+one that holds a call with an effect, which would run once instead of in every step.
 
-linearize: JAX runs all of a `while_loop` that carries a tangent again for each tangent, since it
-can't save a value of every round. With an io gate in it, that is refused; `jax.jvp` is not.
+linearize: JAX runs a `while_loop` that carries a tangent again for each tangent. With an io gate in
+it, that is refused; `jax.jvp` is not.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +32,8 @@ from callgate._jax.tracing import jaxpr_as_fun
 from callgate._tap import primitive as _primitive
 
 _Rule = Callable[..., Any]
+_Values = Sequence[Any]
+T = TypeVar("T")
 
 
 def start() -> None:
@@ -50,13 +49,11 @@ def start() -> None:
     (remat_rules, jax.lax.scan_p, _scan_remat_rule),
   ):
     rules[primitive] = functools.partial(rule, rules[primitive])
-  tracing.wrap_scan_hoisting(_hoisting)
-  tracing.wrap_partial_evaluation(_split)
+  tracing.wrap_scan_hoisting(lambda original: functools.partial(_hoist, original))
+  tracing.wrap_partial_evaluation(lambda original: functools.partial(_split, original))
 
 
-def _cond_rule(
-  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> Any:
+def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:
   # A platform's index is the same for all lanes: JAX unbatches it.
   apart = dims[0] is not None and "branches_platforms" not in params
   if apart and _has_gate_effect(params["branches"]):
@@ -65,13 +62,14 @@ def _cond_rule(
 
 
 def _while_rule(
-  original: _Rule, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+  original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any
 ) -> Any:
   jaxprs = _jaxprs(params)
-  if _has_gate_effect(jaxprs) and _predicate_batched(axis_data, dims, **params):
-    return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
-  if _holds_whole_taps(jaxprs) and _predicate_batched(axis_data, dims, **params):
-    return _all_lanes(axis_data, args, dims, **params)
+  gates = _has_gate_effect(jaxprs)
+  if (gates or _holds_whole_taps(jaxprs)) and _predicate_batched(axis_data, dims, params):
+    if gates:
+      return _lane_after_lane(jax.lax.while_p, axis_data, args, dims, params)
+    return _all_lanes(axis_data, args, dims, params)
   return original(axis_data, args, dims, **params)
 
 
@@ -94,50 +92,48 @@ def _remat_rule(
   return eqn, None, later, later, []
 
 
-def _scan_remat_rule(
-  original: _Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> Any:
-  before, _thread.in_scan = _thread.in_scan, _has_gate_effect([eqn.params["jaxpr"]])
+def _scan_remat_rule(original: _Rule, *given: Any) -> Any:
+  before = _in_scan()
+  _thread.in_scan = _has_gate_effect([given[-1].params["jaxpr"]])
   try:
-    return original(saveable, unknown, instantiated, eqn)
+    return original(*given)
   finally:
     _thread.in_scan = before
+
+
+_thread = threading.local()
+
+
+def _in_scan() -> bool:
+  """Whether this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
+  return getattr(_thread, "in_scan", False)
 
 
 def _jaxprs(params: dict[str, Any]) -> tuple[Any, Any]:
   return params["cond_jaxpr"], params["body_jaxpr"]
 
 
-def _hoisting(original: Callable[..., Any]) -> Callable[..., Any]:
-  def hoist(jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
-    if _has_gate_effect([jaxpr]):
-      return jaxpr, consts, [False] * residuals, []
-    return original(jaxpr, consts, residuals, *rest)
-
-  return hoist
+def split_operands(params: dict[str, Any], of: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+  """What a `while_loop` has for each operand, for (condition, body, carry)."""
+  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+  return list(of[:first]), list(of[first:second]), list(of[second:])
 
 
-class _Thread(threading.local):
-  """Whether this thread is in JAX's rule for `scan` under `checkpoint`, with a gate in the loop."""
-
-  in_scan = False
-
-
-_thread = _Thread()
+def _hoist(original: _Rule, jaxpr: Any, consts: Any, residuals: int, *rest: Any) -> Any:
+  if _has_gate_effect([jaxpr]):
+    return jaxpr, consts, [False] * residuals, []
+  return original(jaxpr, consts, residuals, *rest)
 
 
-def _split(original: Callable[..., Any]) -> Callable[..., Any]:
-  def split(jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
-    """What of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
-    if not (_thread.in_scan and _has_gate_effect([jaxpr])):
-      return original(jaxpr, unknown, instantiate)
-    known = [not flag for flag in unknown]
-    avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
-    same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
-    rest = tracing.move_binders_to_front(jaxpr, known)
-    return same, rest, [True] * len(jaxpr.out_avals), avals
-
-  return split
+def _split(original: _Rule, jaxpr: Any, unknown: Sequence[bool], instantiate: Any) -> Any:
+  """What of a jaxpr is known: nothing, where the rule above asks what it may hoist."""
+  if not (_in_scan() and _has_gate_effect([jaxpr])):
+    return original(jaxpr, unknown, instantiate)
+  known = [not flag for flag in unknown]
+  avals = [aval for aval, flag in zip(jaxpr.in_avals, known, strict=True) if flag]
+  same = original(jax.make_jaxpr(lambda *values: values)(*avals), [False] * len(avals), False)[0]
+  rest = tracing.move_binders_to_front(jaxpr, known)
+  return same, rest, [True] * len(jaxpr.out_avals), avals
 
 
 _RUNS_TWICE = (
@@ -148,99 +144,74 @@ _RUNS_TWICE = (
 
 
 def _has_gate_effect(jaxprs: Sequence[Any], *, taps: bool = True) -> bool:
-  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps.
-
-  Taps of all lanes at once don't count: they send what JAX's own control flow computes.
-  """
+  """Whether calls of callgate's with effects are in there; with `taps` False, others than taps."""
+  # Taps of all lanes at once don't count: they send what JAX's own control flow computes.
   ignored = WholeTapEffect if taps else TapEffect
   return any(
-    isinstance(effect, GateEffect) and not isinstance(effect, ignored)
+    isinstance(it, GateEffect) and not isinstance(it, ignored)
     for jaxpr in jaxprs
-    for effect in jaxpr.effects
+    for it in jaxpr.effects
   ) or (taps and _primitive.dataflow_taps_in(jaxprs))
 
 
 def _holds_whole_taps(jaxprs: Sequence[Any]) -> bool:
   """Whether taps of all lanes at once are in there."""
-  return any(
-    isinstance(effect, WholeTapEffect) for jaxpr in jaxprs for effect in jaxpr.effects
-  ) or _primitive.dataflow_taps_in(jaxprs, whole=True)
+  has_effect = any(isinstance(it, WholeTapEffect) for jaxpr in jaxprs for it in jaxpr.effects)
+  return has_effect or _primitive.dataflow_taps_in(jaxprs, whole=True)
 
 
-def _predicate_batched(
-  axis_data: Any,
-  dims: Sequence[Any],
-  *,
-  cond_nconsts: int,
-  cond_jaxpr: Any,
-  body_nconsts: int,
-  body_jaxpr: Any,
-) -> bool:
+def _predicate_batched(axis_data: Any, dims: Sequence[Any], params: dict[str, Any]) -> bool:
   """Whether lanes may end a `while_loop` at different times."""
-  batched = [dim is not None for dim in dims]
-  cond_consts, rest = batched[:cond_nconsts], batched[cond_nconsts:]
-  body_consts, carry = rest[:body_nconsts], rest[body_nconsts:]
+  cond_jaxpr, body_jaxpr = _jaxprs(params)
+  cond_consts, body_consts, carry = split_operands(params, [dim is not None for dim in dims])
   while True:  # each round makes at least one more carry batched, or is the last
     after = tracing.batched(body_jaxpr, axis_data, [*body_consts, *carry], carry)[1]
     if after == carry:
-      break
+      return tracing.batched(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[1][0]
     carry = [a or b for a, b in zip(after, carry, strict=True)]
-  return tracing.batched(cond_jaxpr, axis_data, [*cond_consts, *carry], False)[1][0]
 
 
 def _all_lanes(
-  axis_data: Any,
-  args: Sequence[Any],
-  dims: Sequence[Any],
-  *,
-  cond_nconsts: int,
-  cond_jaxpr: Any,
-  body_nconsts: int,
-  body_jaxpr: Any,
+  axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
-  """A loop over all lanes at once until the last has finished; finished lanes keep their values.
-
-  JAX's own runs the condition twice a round, and with ordered effects in it doesn't keep the values
-  of finished lanes (0.10 to 0.12).
-  """
-  flags = [dim is not None for dim in dims]
+  """A loop over all lanes at once until the last has finished; finished lanes keep their values."""
+  # JAX's own runs the condition twice a round, and with ordered effects doesn't keep these values.
   moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-  consts = cond_nconsts + body_nconsts
-  carry = [
-    x if flag else jnp.broadcast_to(x, (axis_data.size, *jnp.shape(x)))
-    for x, flag in zip(moved[consts:], flags[consts:], strict=True)
+  cond_consts, body_consts, first = split_operands(params, moved)
+  cond_flags, body_flags, flags = split_operands(params, [dim is not None for dim in dims])
+  size, every = axis_data.size, [True] * len(first)
+  first = [
+    x if flag else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+    for x, flag in zip(first, flags, strict=True)
   ]
-  every = [True] * len(carry)
-  cond, _ = tracing.batched(cond_jaxpr, axis_data, [*flags[:cond_nconsts], *every], True)
-  body, _ = tracing.batched(body_jaxpr, axis_data, [*flags[cond_nconsts:consts], *every], True)
+  cond, _ = tracing.batched(params["cond_jaxpr"], axis_data, [*cond_flags, *every], True)
+  body, _ = tracing.batched(params["body_jaxpr"], axis_data, [*body_flags, *every], True)
 
   def going_on(carry: Sequence[Any]) -> Any:
-    return jaxpr_as_fun(cond)(*moved[:cond_nconsts], *carry)[0]
+    return jaxpr_as_fun(cond)(*cond_consts, *carry)[0]
 
   def step(state: tuple[Any, Sequence[Any]]) -> tuple[Any, Sequence[Any]]:
     going, carry = state
-    new = jaxpr_as_fun(body)(*moved[cond_nconsts:consts], *carry)
-    shapes = [(-1,) + (1,) * (x.ndim - 1) for x in carry]
+    new = jaxpr_as_fun(body)(*body_consts, *carry)
     carry = [
-      jnp.where(going.reshape(shape), x, old)
-      for x, old, shape in zip(new, carry, shapes, strict=True)
+      jnp.where(going.reshape((-1,) + (1,) * (x.ndim - 1)), y, x)
+      for x, y in zip(carry, new, strict=True)
     ]
     return going_on(carry), carry
 
-  _, carry = jax.lax.while_loop(lambda state: jnp.any(state[0]), step, (going_on(carry), carry))
-  return carry, [0] * len(carry)
+  _, last = jax.lax.while_loop(lambda state: jnp.any(state[0]), step, (going_on(first), first))
+  return last, [0] * len(last)
 
 
 def _lane_after_lane(
   primitive: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]]:
   """A scan over the lanes, each with control flow of its own."""
-  batched = [dim is not None for dim in dims]
-  rows = [jnp.moveaxis(x, d, 0) for x, d, b in zip(args, dims, batched, strict=True) if b]
+  rows = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
   def lane(carry: None, row: Sequence[Any]) -> tuple[None, Sequence[Any]]:
     values = iter(row)
-    operands = [next(values) if b else x for x, b in zip(args, batched, strict=True)]
+    operands = [x if d is None else next(values) for x, d in zip(args, dims, strict=True)]
     return carry, primitive.bind(*operands, **params)
 
   _, results = jax.lax.scan(lane, None, rows, length=axis_data.size)

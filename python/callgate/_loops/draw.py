@@ -2,15 +2,10 @@
 
 It starts with the first bar that begins while nobody draws, and ends a while after the last one is
 gone; `stop` ends it before Python does. It alone touches the bars. Programs never wait for it.
-
-`_make` may be replaced (`use`) to draw by other means: a function with tqdm's own arguments
-(total, desc, file, position, leave, mininterval) that gives an object with `n`, `start_t`,
-`update`, `reset`, `set_postfix`, `refresh` and `close`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import threading
@@ -23,11 +18,10 @@ from typing import Any, NamedTuple
 import jax
 
 from callgate import _callgate
-from callgate._loops.progress import file_of, noted
+from callgate._loops.progress import files, noted
 from callgate._runtime.barrier import at_barrier
 
-_PERIOD = 0.1
-_BARRIER_SECONDS = 10.0  # that a barrier waits for bars at most
+_PERIOD, _BARRIER_SECONDS = 0.1, 10.0  # between polls; that a barrier waits for bars at most
 _LINGER = 20  # polls without a bar, after which the thread ends
 _MOST_SHOWN = 6  # values behind a bar, when none are named
 
@@ -45,35 +39,58 @@ class _State(NamedTuple):
   seconds: float  # the same, until its end
   phase: str
 
-  @property
-  def depth(self) -> int:
-    """Of its loop in others with bars."""
-    return int(json.loads(self.text).get("depth", 0))
 
-
-@dataclasses.dataclass(eq=False, repr=False)
 class _Drawn:
-  """A bar on the screen."""
+  """A bar on the screen; it `began` at that time on the clock of notes."""
 
-  handle: int
-  bar: Any
-  show: list[str] | None
-  began: float  # on the clock of notes
-  depth: int
-  shown: str = ""
+  def __init__(self, state: _State, began: float) -> None:
+    options = json.loads(state.text)
+    self.handle, self.began, self.depth = state.handle, began, options["depth"]
+    self._show: list[str] | None = options.get("show")
+    self._shown: dict[str, str] = {}
+    self.bar = _make(
+      total=None if state.total < 0 else state.total, desc=options.get("desc"),
+      file=files.get(options.get("file")) or sys.stderr, position=options.get("position"),
+      leave=options["leave"] and self.depth == 0, mininterval=options["mininterval"],
+    )  # fmt: skip
+
+  def draw(self, state: _State) -> None:
+    """Counts on, with the latest values behind: those named, else those noted since it began."""
+    if self.handle != state.handle:  # a nested loop, begun again
+      self.bar.reset(None if state.total < 0 else state.total)
+      self.handle = state.handle
+    latest = dict(noted)
+    if self._show is not None:
+      names = [name for name in self._show if name in latest]
+    else:
+      names = [name for name, (when, _) in latest.items() if when >= self.began][:_MOST_SHOWN]
+    values = {name: _text_of(latest[name][1]) for name in names}
+    if values and values != self._shown:
+      self._shown = values
+      self.bar.set_postfix(values, refresh=False)
+    self.bar.start_t = time.time() - state.seconds
+    # tqdm takes a bar whose last print came before its start for one that was never shown.
+    self.bar.last_print_t = max(getattr(self.bar, "last_print_t", 0.0), self.bar.start_t)
+    self.bar.update(max(state.steps - self.bar.n, 0))
+
+
+def _text_of(value: Any) -> str:
+  try:
+    number = value.item() if hasattr(value, "item") else value
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+  except (TypeError, ValueError):
+    return str(value)
 
 
 class _Drawer:
   """The thread and its bars."""
 
   def __init__(self) -> None:
-    self._lock = threading.Lock()
+    self._lock, self._stirred = threading.Lock(), threading.Event()
     self._polled = threading.Condition(self._lock)
-    self._polls = 0
+    self._polls, self._stopped = 0, False
     self._running = 0  # threads: one that ends may not be gone when the next one starts
     self._thread: threading.Thread | None = None
-    self._stirred = threading.Event()
-    self._stopped = False
     self._bars: dict[int, _Drawn] = {}
 
   def start(self) -> None:
@@ -93,10 +110,8 @@ class _Drawer:
       last = self._polls + 2  # the poll that is under way may have begun too early
 
       def is_drawn() -> bool:
-        if self._polls >= last or not self._running:
-          return True
         self._stirred.set()
-        return False
+        return self._polls >= last or not self._running
 
       return self._polled.wait_for(is_drawn, timeout)
 
@@ -132,16 +147,22 @@ class _Drawer:
 
   def _poll(self) -> None:
     try:
-      draws = jax.process_index() == 0
       polled = time.monotonic()  # before the poll: no note of a bar's own may seem older than it
       states = [_State(*state) for state in _callgate.progress_poll()]
-      for state in sorted(states, key=lambda s: s.bar):
-        if draws:
-          self._draw(state, polled)
+      if jax.process_index() == 0:
+        for state in sorted(states, key=lambda s: s.bar):
+          if state.bar not in self._bars:
+            self._bars[state.bar] = _Drawn(state, polled - state.age)
+          self._bars[state.bar].draw(state)
       for state in states:
-        if state.phase == "live" or self._is_parked(state, states):
+        drawn = self._bars.get(state.bar)
+        parked = drawn is not None and any(  # a nested loop's bar that waits for its next turn
+          it.phase == "live" and it.run == state.run and self._bars[it.bar].depth < drawn.depth
+          for it in states
+        )
+        if state.phase == "live" or parked:
           continue
-        drawn = self._bars.pop(state.bar, None)
+        self._bars.pop(state.bar, None)
         _callgate.progress_release(state.handle)
         if drawn is not None:
           drawn.bar.close()
@@ -150,65 +171,6 @@ class _Drawer:
       self._bars.clear()
       for state in _callgate.progress_poll():  # those that have ended
         _callgate.progress_release(state[0])
-
-  def _draw(self, state: _State, polled: float) -> None:
-    drawn = self._bars.get(state.bar)
-    total = None if state.total < 0 else state.total
-    if drawn is None:
-      drawn = self._bars[state.bar] = _open(state, total, polled - state.age)
-    elif drawn.handle != state.handle:  # a nested loop, begun again
-      drawn.bar.reset(total)
-      drawn.handle = state.handle
-    _show_notes(drawn)
-    drawn.bar.start_t = time.time() - state.seconds
-    # tqdm takes a bar whose last print came before its start for one that was never shown.
-    drawn.bar.last_print_t = max(getattr(drawn.bar, "last_print_t", 0.0), drawn.bar.start_t)
-    drawn.bar.update(max(state.steps - drawn.bar.n, 0))
-
-  def _is_parked(self, state: _State, states: list[_State]) -> bool:
-    """Whether a nested loop's bar waits for its next turn."""
-    drawn = self._bars.get(state.bar)
-    return drawn is not None and any(
-      other.phase == "live" and other.run == state.run and other.depth < drawn.depth
-      for other in states
-    )
-
-
-def _open(state: _State, total: int | None, began: float) -> _Drawn:
-  options = json.loads(state.text)
-  bar = _make(
-    total=total,
-    desc=options.get("desc"),
-    file=file_of(options.get("file")) or sys.stderr,
-    position=options.get("position"),
-    leave=bool(options.get("leave", True)) and state.depth == 0,
-    mininterval=float(options.get("mininterval", 0.1)),
-  )
-  return _Drawn(state.handle, bar, options.get("show"), began, state.depth)
-
-
-def _show_notes(drawn: _Drawn) -> None:
-  """The latest values behind the bar: those named, else those noted since it began."""
-  latest = noted()
-  if drawn.show is not None:
-    names = [name for name in drawn.show if name in latest]
-  else:
-    names = [name for name, (when, _) in latest.items() if when >= drawn.began][:_MOST_SHOWN]
-  if not names:
-    return
-  values = {name: _text_of(latest[name][1]) for name in names}
-  shown = ", ".join(f"{name}={text}" for name, text in values.items())
-  if shown != drawn.shown:
-    drawn.shown = shown
-    drawn.bar.set_postfix(values, refresh=False)
-
-
-def _text_of(value: Any) -> str:
-  try:
-    number = value.item() if hasattr(value, "item") else value
-    return f"{number:.4g}" if isinstance(number, float) else str(number)
-  except (TypeError, ValueError):
-    return str(value)
 
 
 def _make_with_tqdm(**arguments: Any) -> Any:
@@ -225,7 +187,7 @@ stop = _drawer.stop
 
 @contextmanager
 def use(make: Callable[..., Any]) -> Generator[None]:
-  """Draws bars that begin in the block by `make`; see the top of this file."""
+  """Draws bars that begin in the block by `make`, a function with tqdm's own arguments."""
   global _make
   before, _make = _make, make
   try:

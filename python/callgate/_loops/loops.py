@@ -57,9 +57,8 @@ def scan(
     return jax.lax.scan(f, init, xs, length, reverse, unroll, *rest)
   if not callable(f):
     raise TypeError(f"scan: f: expected the loop's body, got {f!r}")
-  body = wrapped(_counted_scan_body, f, bar_of(options))
-  counted = (np.int32(0), init)
-  (_, carry), ys = jax.lax.scan(body, counted, xs, length, reverse, unroll, *rest)
+  body = wrapped(_counted, f, bar_of(options))
+  (_, carry), ys = jax.lax.scan(body, (np.int32(0), init), xs, length, reverse, unroll, *rest)
   return carry, ys
 
 
@@ -127,28 +126,22 @@ def while_loop(
   for name, function in (("cond_fun", cond_fun), ("body_fun", body_fun)):
     if not callable(function):
       raise TypeError(f"while_loop: {name}: expected a function, got {function!r}")
-  body = wrapped(_counted_while_body, body_fun, bar_of(options))
+  body = wrapped(_counted, body_fun, bar_of(options))
   condition = wrapped(_counted_condition, cond_fun)
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
-# A carry that the body leaves alone is a constant of the loop to JAX, and so would be a mark on it.
-# The count is gone when XLA has seen the loop.
-def _counted_scan_body(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  def body(carry: Any, x: Any) -> Any:
+# JAX takes a carry that the body leaves alone for a constant, with the mark on it: hence a count,
+# which XLA removes.
+def _counted(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
+  def body(carry: Any, *xs: Any) -> Any:
     count, inner = carry
     with marking(bar, [count]):
-      inner, y = f(inner, x)
+      after = f(inner, *xs)
+    if not xs:  # of a `while_loop`
+      return count + 1, after
+    inner, y = after
     return (count + 1, inner), y
-
-  return body
-
-
-def _counted_while_body(body_fun: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  def body(carry: Any) -> Any:
-    count, inner = carry
-    with marking(bar, [count]):
-      return count + 1, body_fun(inner)
 
   return body
 

@@ -1,23 +1,20 @@
 """How loops with progress marks are lowered: in chunks, with one call of the board a chunk.
 
-XLA's CPU compiler turns a loop of small steps into one function, in which a step takes nanoseconds;
-a call in its body, even a conditional one, makes every step a hundred times as long. So a loop
-`while cond: body` becomes
+In XLA's CPU code a step may take nanoseconds; any call in the body makes it a hundred times as
+long. So a loop `while cond: body` becomes
 
     while cond:
       while cond and steps < chunk: body
       chunk = update(...)
 
-with the same body, in the same order, on the same buffers: results are those of the loop as it was.
-The board chooses `chunk` such that updates come every few milliseconds. Scans are taken as JAX's
-own implementation writes them, a `while_loop` on whole arrays; nothing is sliced or copied.
+with the same results. The board chooses `chunk` such that updates come every few milliseconds.
+Scans are taken as JAX's own implementation writes them, a `while_loop` on whole arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,46 +26,35 @@ from jax.interpreters import mlir, partial_eval
 from callgate._core.effects import PROGRESS_EFFECT
 from callgate._jax import tracing
 from callgate._jax.tracing import Literal, jaxpr_as_fun
+from callgate._loops.control import split_operands
 from callgate._loops.primitive import UNKNOWN, Bar, progress_call_p, progress_p
 
 Rule = Callable[..., Any]
+_Bars = Sequence[tuple[Bar, Any]]  # with their totals or, once begun, their handles
 
 
 def start() -> None:
   """Puts the rules around JAX's own; called once by `import callgate`."""
-  scan_p, while_p = jax.lax.scan_p, jax.lax.while_p
-  for primitive, rule in ((scan_p, _scan_rule), (while_p, _while_rule)):
-    original = tracing.lowering_rule(primitive)
-    mlir.register_lowering(primitive, functools.partial(rule, original))
+  while_p = jax.lax.while_p
+  for primitive, body, run in (
+    (jax.lax.scan_p, "jaxpr", _run_scan), (while_p, "body_jaxpr", _run_while),
+  ):  # fmt: skip
+    rule = functools.partial(_rule, tracing.lowering_rule(primitive), body, run)
+    mlir.register_lowering(primitive, rule)
   rules: dict[Any, Any] = partial_eval.partial_eval_jaxpr_custom_rules
   rules[while_p] = functools.partial(_remat_rule, rules[while_p])
 
 
-def _scan_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  marks = _marks(params["jaxpr"])
-  if not marks:
+def _rule(original: Rule, body: str, run: Rule, context: Any, *operands: Any, **params: Any) -> Any:
+  if not _marks(params[body]):
     return original(context, *operands, **params)
-  bars: list[Bar] = []
-  for bar in (mark.params["bar"] for mark in marks):
-    total = params["length"] if bar.total == UNKNOWN else bar.total
-    bars.append(dataclasses.replace(bar, total=total, has_total=False))
-  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
-  run = functools.partial(_run_scan, bars, params)
+  run = functools.partial(run, params)
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
 
 
-def _while_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> Any:
-  if not _marks(params["body_jaxpr"]):
-    return original(context, *operands, **params)
-  run = functools.partial(_run_while, params)
-  return mlir.lower_fun(run, multiple_results=True)(context, *operands)
-
-
-def _remat_rule(
-  original: Rule, saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> Any:
+def _remat_rule(original: Rule, *given: Any) -> Any:
   """Under `jax.checkpoint` a while loop runs again in the backward pass: without a bar."""
-  known, staged, *rest = original(saveable, unknown, instantiated, eqn)
+  known, staged, *rest = original(*given)
   if known is not None and staged is not None and _marks(staged.params["body_jaxpr"]):
     body = _without_marks(staged.params["body_jaxpr"])
     effects = staged.effects if PROGRESS_EFFECT in body.effects else _others(staged.effects)
@@ -85,9 +71,8 @@ def _marks(closed: Any) -> list[Any]:
 
 def _without_marks(closed: Any) -> Any:
   eqns = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is not progress_p]
-  effects = closed.jaxpr.effects
-  if not any(PROGRESS_EFFECT in eqn.effects for eqn in eqns):
-    effects = _others(effects)
+  marked = any(PROGRESS_EFFECT in eqn.effects for eqn in eqns)
+  effects = closed.jaxpr.effects if marked else _others(closed.jaxpr.effects)
   return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns, effects=effects))
 
 
@@ -95,64 +80,55 @@ def _others(effects: Any) -> Any:
   return type(effects)(effect for effect in effects if effect != PROGRESS_EFFECT)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Bars:
-  """The bars of one loop, begun."""
+def _begin(bars: _Bars, values: Sequence[Any]) -> _Bars:
+  """Begins bars with their totals, once `values` are there; a total of None is the bar's own."""
 
-  bars: Sequence[Bar]
-  handles: Sequence[Any]
+  def begin(bar: Bar, total: Any) -> Any:
+    if total is None:
+      return _call("begin", bar, *anchor)
+    return _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor)
 
-  @classmethod
-  def begin(cls, bars: Sequence[Bar], totals: Sequence[Any], values: Sequence[Any]) -> _Bars:
-    """Begins the bars, once `values` are there; a total of None is the bar's own."""
-    anchor = _anchor(values)
-    handles = [
-      _call("begin", bar, *anchor)
-      if total is None
-      else _call("begin_of", bar, jnp.max(total).astype(np.int32), *anchor)
-      for bar, total in zip(bars, totals, strict=True)
-    ]
-    return cls(bars, handles)
+  anchor = _anchor(values)
+  return [(bar, begin(bar, total)) for bar, total in bars]
 
-  def update(self, count: Any) -> Any:
-    """The number of steps until the next update."""
-    waits = [_call("update", bar, h, count) for bar, h in zip(self.bars, self.handles, strict=True)]
-    return functools.reduce(jnp.minimum, waits)
 
-  def end(self, count: Any, values: Sequence[Any]) -> None:
-    """Ends the bars, once `values` are there."""
-    for bar, handle in zip(self.bars, self.handles, strict=True):
-      _call("end", bar, handle, count, *_anchor(values))
+def _end(begun: _Bars, count: Any, values: Sequence[Any]) -> None:
+  """Ends the bars, once `values` are there."""
+  for bar, handle in begun:
+    _call("end", bar, handle, count, *_anchor(values))
 
 
 def _call(kind: str, bar: Bar, *operands: Any) -> Any:
-  (result,) = progress_call_p.bind(*operands, kind=kind, bar=bar)
-  return result
+  return progress_call_p.bind(*operands, kind=kind, bar=bar)[0]
 
 
 def _anchor(values: Sequence[Any]) -> Sequence[Any]:
   """The smallest of the arrays, if there is one: a call that takes it waits for it."""
-  arrays = [
-    x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number) and x.size
-  ]
-  return sorted(arrays, key=lambda x: math.prod(x.shape))[:1]
+  arrays = [x for x in values if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.number)]
+  return sorted((x for x in arrays if x.size), key=lambda x: x.size)[:1]
 
 
-def _run_scan(bars: Sequence[Bar], params: dict[str, Any], *operands: Any) -> list[Any]:
+def _run_scan(params: dict[str, Any], *operands: Any) -> list[Any]:
   length, unroll = params["length"], params["unroll"]
+  bars = [mark.params["bar"] for mark in _marks(params["jaxpr"])]
+  totals = [length if bar.total == UNKNOWN else bar.total for bar in bars]
+  own = [
+    dataclasses.replace(b, total=t, has_total=False) for b, t in zip(bars, totals, strict=True)
+  ]
+  begun = _begin([(bar, None) for bar in own], operands)
+  params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
   implementation = functools.partial(tracing.scan_impl, **params)
-  begun = _Bars.begin(bars, [None] * len(bars), operands)
   trips = length // unroll if unroll else 0
   if trips > 1 or (trips == 1 and (unroll == 1 or length % unroll)):
     results = _run_implementation(begun, implementation, operands, unroll)
   else:  # a scan that is unrolled as a whole has no loop, and shows its end alone
     results = implementation(*operands)
-  begun.end(np.int32(np.uint32(length & 0xFFFFFFFF)), results)
+  _end(begun, np.int32(np.uint32(length & 0xFFFFFFFF)), results)
   return results
 
 
 def _run_implementation(
-  bars: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
+  begun: _Bars, implementation: Rule, operands: Sequence[Any], unroll: int
 ) -> list[Any]:
   """What JAX writes for a scan, with its `while_loop`, the first one there, in chunks."""
   closed: Any = jax.make_jaxpr(implementation)(*operands)
@@ -167,7 +143,7 @@ def _run_implementation(
     inputs = [read(v) for v in eqn.invars]
     with eqn.ctx.manager:
       if eqn is loop:
-        results = _run_chunks(bars, eqn.params, inputs, unit=unroll)[1]
+        results = _run_chunks(begun, eqn.params, inputs, unit=unroll)[1]
       else:
         results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
         results = results if eqn.primitive.multiple_results else [results]
@@ -176,17 +152,13 @@ def _run_implementation(
 
 
 def _run_while(params: dict[str, Any], *operands: Any) -> list[Any]:
-  body = params["body_jaxpr"]
-  marks = _marks(body)
-  consts = operands[params["cond_nconsts"] :]
-  totals = [
-    _before_first_step(body, mark.invars[0], consts) if mark.params["bar"].has_total else None
-    for mark in marks
-  ]
-  bars = _Bars.begin([mark.params["bar"] for mark in marks], totals, operands)
+  body, consts = params["body_jaxpr"], operands[params["cond_nconsts"] :]
+  marks = [(mark.params["bar"], mark.invars[0]) for mark in _marks(body)]
+  totals = [_before_first_step(body, x, consts) if bar.has_total else None for bar, x in marks]
+  begun = _begin([(bar, total) for (bar, _), total in zip(marks, totals, strict=True)], operands)
   params = {**params, "body_jaxpr": _without_marks(body)}
-  steps, results = _run_chunks(bars, params, operands, unit=1)
-  bars.end(steps, results)
+  steps, results = _run_chunks(begun, params, operands, unit=1)
+  _end(begun, steps, results)
   return results
 
 
@@ -199,10 +171,28 @@ def _before_first_step(body: Any, variable: Any, operands: Sequence[Any]) -> Any
 
 
 def _run_chunks(
-  bars: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
+  begun: _Bars, params: dict[str, Any], operands: Sequence[Any], unit: int
 ) -> tuple[Any, list[Any]]:
-  """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results."""
-  cond, body, carry = _loop_functions(params, operands)
+  """The loop of a `while_loop`'s parameters, in chunks: the steps it took, and its results.
+
+  A batched loop runs until its last lane has ended.
+  """
+  cond_consts, body_consts, carry = split_operands(params, operands)
+  predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *cond_consts)
+  one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *body_consts)
+
+  def body(before: Sequence[Any]) -> list[Any]:
+    if not params["cond_jaxpr"].out_avals[0].shape:
+      return one_step(*before)
+    (lanes,) = predicate(*before)
+    return [
+      jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
+      for new, old in zip(one_step(*before), before, strict=True)
+    ]
+
+  def cond(carry: Sequence[Any]) -> Any:
+    (lanes,) = predicate(*carry)
+    return jnp.any(lanes) if lanes.shape else lanes
 
   def chunk(state: Any) -> Any:
     done, wanted, carry = state
@@ -216,29 +206,9 @@ def _run_chunks(
         (np.int32(0), carry),
       )
     done = done + steps * unit
-    return done, bars.update(done), carry
+    waits = [_call("update", bar, handle, done) for bar, handle in begun]
+    return done, functools.reduce(jnp.minimum, waits), carry
 
   state = (np.int32(0), np.int32(1), carry)
   done, _, results = jax.lax.while_loop(lambda s: cond(s[2]), chunk, state)
   return done, list(results)
-
-
-def _loop_functions(
-  params: dict[str, Any], operands: Sequence[Any]
-) -> tuple[Rule, Rule, list[Any]]:
-  """(condition, body, first carry). A batched loop runs until its last lane has ended."""
-  first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-  predicate = functools.partial(jaxpr_as_fun(params["cond_jaxpr"]), *operands[:first])
-  one_step = functools.partial(jaxpr_as_fun(params["body_jaxpr"]), *operands[first:second])
-  carry = list(operands[second:])
-  if not params["cond_jaxpr"].out_avals[0].shape:
-    return lambda c: predicate(*c)[0], lambda c: one_step(*c), carry
-
-  def body(before: Sequence[Any]) -> list[Any]:
-    (lanes,) = predicate(*before)
-    return [
-      jax.lax.select(jax.lax.broadcast_in_dim(lanes, new.shape, tuple(range(lanes.ndim))), new, old)
-      for new, old in zip(one_step(*before), before, strict=True)
-    ]
-
-  return lambda c: jnp.any(predicate(*c)[0]), body, carry

@@ -1,12 +1,9 @@
 """The two primitives behind progress bars, with their rules.
 
-`progress_p` marks the body of a loop as one whose steps are counted. It has no results; its
-operands only tie it to the loop, so that no transformation takes it for a constant. It never gets
-into a program: the lowering of the loop around it (`_loops/lowering.py`) takes it out and calls the
-board of bars instead, once for many steps. A mark that isn't at the top of a loop's body counts by
-itself, one call a step.
-
-`progress_call_p` is such a call. It is bound while lowering, after all transformations of JAX.
+`progress_p` marks the body of a loop as one whose steps are counted. Its operands only tie it to
+the loop. The lowering of the loop around (`_loops/lowering.py`) takes it out and calls the board of
+bars instead, once for many steps: `progress_call_p`, which is bound while lowering. A mark that
+isn't at the top of a loop's body counts by itself, one call a step.
 """
 
 from __future__ import annotations
@@ -42,11 +39,6 @@ class Bar:
   has_total: bool = False  # the mark's first operand is the total
   engine: str = "callgate"
 
-  def held(self, kind: str) -> dict[str, Any]:
-    """What a program's call of the callee holds."""
-    of_call = {"kind": kind, "every": np.int64(self.every), "total": np.int64(self.total)}
-    return {"spec": self.text, "progress": of_call}
-
 
 progress_p = Primitive("progress")
 progress_p.multiple_results = True
@@ -54,34 +46,9 @@ progress_call_p = Primitive("progress_call")
 progress_call_p.multiple_results = True
 
 
-@progress_p.def_impl
-def _impl(*_: Any, **__: Any) -> list[Any]:
+def _nothing(*_: Any, **__: Any) -> list[Any]:
   """Outside of programs there is no loop to count, but Python's own (`jax.disable_jit`)."""
   return []
-
-
-@progress_p.def_effectful_abstract_eval
-def _abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  return (), frozenset({PROGRESS_EFFECT})
-
-
-@progress_call_p.def_effectful_abstract_eval
-def _call_abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  return (tracing.shaped_array((), np.dtype(np.int32), ()),), frozenset({PROGRESS_EFFECT})
-
-
-def _jvp(primals: Sequence[Any], _: Sequence[Any], *, bar: Bar) -> tuple[Any, Any]:
-  return progress_p.bind(*primals, bar=bar), []
-
-
-ad.primitive_jvps[progress_p] = _jvp
-
-
-def _transpose(_: Sequence[Any], *operands: Any, **__: Any) -> list[Any]:
-  return [None] * len(operands)
-
-
-ad.primitive_transposes[progress_p] = _transpose
 
 
 def _batch(
@@ -93,30 +60,30 @@ def _batch(
   return progress_p.bind(*operands, bar=bar), []
 
 
-batching.primitive_batchers[progress_p] = _batch
-
-
 def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
   """A mark that no loop took out."""
-  if bar.engine == "callgate" and not lowering.is_automatic(context):
-    emit(
-      context, operands, context.avals_in, (), name=CALLEE, attributes=bar.held("step"),
-      has_side_effect=True,
-    )  # fmt: skip
-  return []
+  return _emit(context, operands, "step", bar) if _is_ours(context, bar) else []
 
 
 def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
+  lower = _emit if _is_ours(context, bar) else _by_jax
+  return lower(context, operands, kind, bar)
+
+
+def _is_ours(context: Any, bar: Bar) -> bool:
   # XLA refuses a partitioned custom call with side effects, but for those of JAX's callbacks.
-  if bar.engine != "callgate" or lowering.is_automatic(context):
-    return _call_lower_by_jax(context, *operands, kind=kind, bar=bar)
+  return bar.engine == "callgate" and not lowering.is_automatic(context)
+
+
+def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
+  call = {"kind": kind, "every": np.int64(bar.every), "total": np.int64(bar.total)}
   return emit(
-    context, operands, context.avals_in, context.avals_out, name=CALLEE, attributes=bar.held(kind),
-    has_side_effect=True,
+    context, operands, context.avals_in, context.avals_out, name=CALLEE,
+    attributes={"spec": bar.text, "progress": call}, has_side_effect=True,
   )[0]  # fmt: skip
 
 
-def _call_lower_by_jax(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:
+def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:
   """Through JAX's own callbacks, where all devices run one program in one piece."""
   alone = lowering.device_count(context) == 1 or lowering.is_automatic(context)
   scalars = {"begin": 0, "begin_of": 1, "update": 2, "end": 2}[kind]  # the rest are anchors
@@ -137,19 +104,25 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
     numbers = [int(value) for value in values]
     match kind:
       case "update":
-        return np.int32(_callgate.progress_update(*numbers))
+        result = _callgate.progress_update(*numbers)
       case "end":
-        _callgate.progress_end(*numbers)
-        return np.int32(0)
+        result = _callgate.progress_end(*numbers)
       case _:
-        (total,) = numbers or [bar.total]
-        return np.int32(_callgate.progress_begin(bar.text, bar.every, total))
+        result = _callgate.progress_begin(bar.text, bar.every, *(numbers or [bar.total]))
+    return np.int32(result or 0)
 
   return call
 
 
-mlir.register_lowering(progress_p, _impl)
-mlir.register_lowering(progress_call_p, _call_lower_by_jax)
+_INT = tracing.shaped_array((), np.dtype(np.int32), ())
+progress_p.def_impl(_nothing)
+progress_p.def_effectful_abstract_eval(lambda *_, **__: ((), {PROGRESS_EFFECT}))
+progress_call_p.def_effectful_abstract_eval(lambda *_, **__: ((_INT,), {PROGRESS_EFFECT}))
+ad.primitive_jvps[progress_p] = lambda x, _, *, bar: (progress_p.bind(*x, bar=bar), [])
+ad.primitive_transposes[progress_p] = lambda _, *operands, **__: [None] * len(operands)
+batching.primitive_batchers[progress_p] = _batch
+mlir.register_lowering(progress_p, _nothing)
+mlir.register_lowering(progress_call_p, lambda context, *x, **params: _by_jax(context, x, **params))
 for platform in ("cpu", "cuda"):
   mlir.register_lowering(progress_p, _lower, platform=platform)
   mlir.register_lowering(progress_call_p, _call_lower, platform=platform)

@@ -1,8 +1,7 @@
 """What users say of a progress bar, and the marks that loops get for it.
 
-Tracing runs here, in the thread that traces: a mark is bound into the loop's body
-(`_loops/primitive.py`), holding the bar's description as text. What can't be text (a file) is kept
-here, for the life of the process, under a number.
+A mark is bound into the loop's body (`_loops/primitive.py`), holding the bar's description as text.
+What can't be text (a file) is kept here, for the life of the process, under a number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from callgate._loops.primitive import UNKNOWN, Bar, progress_p
 from callgate._runtime import config
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
-_files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
+files: dict[int, TextIO] = {}  # by id(), which holding them keeps their own
+noted: dict[str, tuple[float, Any]] = {}  # by name when the latest value came, and the value
 _nesting = threading.local()  # .depth: bodies with bars that are being traced in this thread
 
 
@@ -58,11 +58,9 @@ class Progress:
 
   def __post_init__(self) -> None:
     _options.optional_texts("Progress", desc=self.desc)
-    for name in ("total", "every", "position"):
-      least = 1 if name == "every" else 0
-      _options.or_none(
-        _options.count, "Progress", name, getattr(self, name), least=least, most=2**31 - 1
-      )
+    for name, least in (("total", 0), ("every", 1), ("position", 0)):
+      limits = {"least": least, "most": 2**31 - 1}
+      _options.or_none(_options.count, "Progress", name, getattr(self, name), **limits)
     _options.or_none(_options.strings, "Progress", "show", self.show, what="a sequence of names")
     _options.or_none(_options.writable, "Progress", "file", self.file)
     _options.boolean("Progress", "leave", self.leave)
@@ -73,12 +71,10 @@ def options_of(progress: object) -> Progress | None:
   """The options that `progress=` of a loop stands for; None for no bar."""
   if progress is None or progress is False:
     return None
-  if progress is True:
-    return Progress()
-  if isinstance(progress, str):
-    return Progress(desc=progress)
   if isinstance(progress, Progress):
     return progress
+  if progress is True or isinstance(progress, str):
+    return Progress(desc=None if progress is True else progress)
   raise GateDefinitionError(
     f"progress: expected None, a bool, a description or callgate.Progress, got {progress!r}"
   )
@@ -88,14 +84,11 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   """The bar as programs hold it, at the present depth of nested loops."""
   config.filter_dispatch()
   if options.file is not None:
-    _files[id(options.file)] = options.file
-  text = {
-    "desc": options.desc,
+    files[id(options.file)] = options.file
+  text = {name: getattr(options, name) for name in ("desc", "position", "leave", "mininterval")}
+  text |= {
     "show": None if options.show is None else list(options.show),
     "file": None if options.file is None else id(options.file),
-    "position": options.position,
-    "leave": options.leave,
-    "mininterval": options.mininterval,
     "depth": getattr(_nesting, "depth", 0),
   }
   return Bar(
@@ -107,31 +100,14 @@ def bar_of(options: Progress, *, has_total: bool = False) -> Bar:
   )
 
 
-def file_of(number: int | None) -> TextIO | None:
-  """The file under that number, if it is one of this process."""
-  return None if number is None else _files.get(number)
-
-
-# The latest value under each name, and when it came.
-_noted: dict[str, tuple[float, Any]] = {}
-
-
 def note(name: str, value: Any) -> None:
   """Keeps a scalar as the latest of its name; bars show it. For whoever consumes taps."""
-  _noted[name] = (time.monotonic(), value)
-
-
-def noted() -> dict[str, tuple[float, Any]]:
-  """(time, value) by name."""
-  return dict(_noted)
+  noted[name] = (time.monotonic(), value)
 
 
 @contextmanager
 def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
-  """Around the tracing of a body: marks it, and bars of loops inside are one deeper.
-
-  The operands tell the mark from a constant of the loop.
-  """
+  """Marks a body while it is traced, with operands that change; bars inside are one deeper."""
   progress_p.bind(*operands, bar=bar)
   _nesting.depth = getattr(_nesting, "depth", 0) + 1
   try:
@@ -163,8 +139,6 @@ def wrapped(
 
 
 def with_mark(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
-  """The body with the bar's mark."""
-
   @functools.wraps(function, updated=())
   def body(*arguments: Any) -> Any:
     with marking(bar, _changing(arguments)):
@@ -179,29 +153,17 @@ def progress(description: _Body) -> _Body: ...
 
 @overload
 def progress(
-  description: str | Progress | None = None,
-  *,
-  total: int | None = None,
-  every: int | None = None,
-  show: Sequence[str] | None = None,
-  file: TextIO | None = None,
-  position: int | None = None,
-  leave: bool = True,
-  mininterval: float = 0.1,
-) -> Callable[[_Body], _Body]: ...
+  description: str | Progress | None = None, *, total: int | None = None, every: int | None = None,
+  show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
+  leave: bool = True, mininterval: float = 0.1,
+) -> Callable[[_Body], _Body]: ...  # fmt: skip
 
 
 def progress(
-  description: Any = None,
-  *,
-  total: int | None = None,
-  every: int | None = None,
-  show: Sequence[str] | None = None,
-  file: TextIO | None = None,
-  position: int | None = None,
-  leave: bool = True,
-  mininterval: float = 0.1,
-) -> Any:
+  description: Any = None, *, total: int | None = None, every: int | None = None,
+  show: Sequence[str] | None = None, file: TextIO | None = None, position: int | None = None,
+  leave: bool = True, mininterval: float = 0.1,
+) -> Any:  # fmt: skip
   """Gives a loop a progress bar by its body, for loops that JAX or a library runs.
 
   ```python
@@ -212,19 +174,12 @@ def progress(
   jax.lax.scan(step, state, batches)
   ```
 
-  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`; it need not know its step. The
-  number of steps is that of the scan, or `total`.
+  The body may be one of `scan`, `fori_loop`, `while_loop` or `map`. The number of steps is that of
+  the scan, or `total`. All other arguments are those of `Progress`.
 
   Args:
     description: what stands before the bar, or a `Progress` with all options. `@cg.progress` may
       stand without parentheses.
-    total: see `Progress`.
-    every: see `Progress`.
-    show: see `Progress`.
-    file: see `Progress`.
-    position: see `Progress`.
-    leave: see `Progress`.
-    mininterval: see `Progress`.
 
   Returns:
     A decorator; without parentheses the decorated body.
@@ -232,16 +187,8 @@ def progress(
   if isinstance(description, Progress):
     options = description
   elif description is None or isinstance(description, str) or callable(description):
-    options = Progress(
-      desc=description if isinstance(description, str) else None,
-      total=total,
-      every=every,
-      show=show,
-      file=file,
-      position=position,
-      leave=leave,
-      mininterval=mininterval,
-    )
+    desc = description if isinstance(description, str) else None
+    options = Progress(desc, total, every, show, file, position, leave, mininterval)
   else:
     raise GateDefinitionError(
       f"progress: expected a description, callgate.Progress or the loop's body, got {description!r}"

@@ -6,8 +6,7 @@
 - `callgate.compat.host_callback_2023`: the same in its last form, of 2021 to 2024.
 - `callgate.compat.sharded_jit`: `jax.experimental.sharded_jit` as it was in 2020 and 2021.
 
-Nothing is imported here: `import callgate` stays quick, and each module registers its rules with
-JAX when it is first imported.
+Nothing is imported here: each module registers its rules with JAX when it is first imported.
 """
 
 from __future__ import annotations

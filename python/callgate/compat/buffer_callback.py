@@ -1,16 +1,13 @@
 """`jax.experimental.buffer_callback`, the interface of 2025, on callgate's engine.
 
-The same names, semantics and error texts, whatever becomes of JAX's own module. On the CPU and on
-CUDA GPUs callgate's gate serves the calls; on other platforms JAX's lowering does, while JAX has
-one. New code is better off with `callgate.gate(style="context", arrays="buffer")`, which has
-derivatives, results that are checked for escapes, and the original exceptions.
+The same names, semantics and error texts. On the CPU and on CUDA GPUs callgate's gate serves the
+calls, elsewhere JAX's lowering, while there is one. New code is better off with
+`callgate.gate(style="context", arrays="buffer")`: it has derivatives and the original exceptions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +20,13 @@ from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS
 from callgate._callgate import Buffer, Callee, Context, ExecutionStage
 from callgate._core import encoding, options, registry
+from callgate._core.effects import BufferCallbackEffect
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import callbacks, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._runtime import targets
 from callgate._sharding import calls
+from callgate._tap.target import shared
 
 __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
@@ -93,13 +92,12 @@ def buffer_callback(
     input_output_aliases: pairs of flat input and flat output that share their memory.
     command_buffer_compatible: on GPUs, XLA may record what the callback gives to `ctx.stream` into
       a CUDA graph, once, and replay that: the rules of `command_buffer` in `callgate.gate` apply.
-    sharding: in a program that XLA splits over several devices, where JAX knows nothing like it:
-      None or "gather" calls once, with whole arrays; "shard" calls on each device with its part of
-      the leading dimensions; or a rule, as for `callgate.gate`.
-    name: what programs call the callback by, of which JAX knows nothing either. `jax.export` takes
-      a program to other processes with `callgate.export_checks()`; each has to make the callable of
-      that name, and to keep it, before it runs the program. Without a name an exported
-      program runs in this process alone.
+    sharding: in a program that XLA splits over several devices: None or "gather" calls once, with
+      whole arrays; "shard" calls on each device with its part of the leading dimensions; or a rule,
+      as for `callgate.gate`. JAX has no such option.
+    name: what programs call the callback by, which JAX hasn't either. `jax.export` takes a program
+      to other processes with `callgate.export_checks()`; each has to make, and keep, the callable
+      of that name before it runs the program. Without a name it runs in this process alone.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
@@ -120,31 +118,25 @@ def buffer_callback(
     >>> buffer_callback(add_one, jax.ShapeDtypeStruct.like(x))(x)
     Array([1., 2., 3.], dtype=float32)
   """
-  if callable(options.sharding(_label(callback), sharding)):
-    raise GateDefinitionError(
-      f"{_label(callback)}: sharding: expected a str or None, got a function"
-    )
-  name = options.name(_label(callback), name)
-  named = None if name is None else _named(name, callback, graph=command_buffer_compatible)
+  label, graph = _label(callback), command_buffer_compatible
+  if callable(options.sharding(label, sharding)):
+    raise GateDefinitionError(f"{label}: sharding: expected a str or None, got a function")
+  named = None
+  if (name := options.name(label, name)) is not None:  # that of the name, for the same callback
+    named = shared(_named, (name, callback, graph), lambda: _callee(name, callback, graph))
   results, out_tree = jax.tree.flatten(result_shape_dtypes)
   result_avals = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in results)
 
   def call(*args: Any, **kwargs: Any) -> Any:
     flat_args, in_tree = jax.tree.flatten((args, kwargs))
     in_avals = [jax.typeof(x) for x in flat_args]
+    aliases = _checked_aliases(input_output_aliases or {}, in_avals, result_avals)
     flat_results = buffer_callback_p.bind(
-      *tracing.vary_alike("buffer_callback", flat_args),
-      callback=callback,
-      result_avals=result_avals,
-      in_tree=in_tree,
-      out_tree=out_tree,
-      vmap_method=vmap_method,
-      has_side_effect=has_side_effect,
-      input_output_aliases=_checked_aliases(input_output_aliases or {}, in_avals, result_avals),
-      command_buffer_compatible=command_buffer_compatible,
-      sharding=sharding,
-      named=named,
-    )
+      *tracing.vary_alike("buffer_callback", flat_args), callback=callback,
+      result_avals=result_avals, in_tree=in_tree, out_tree=out_tree, vmap_method=vmap_method,
+      has_side_effect=has_side_effect, input_output_aliases=aliases,
+      command_buffer_compatible=graph, sharding=sharding, named=named,
+    )  # fmt: skip
     return jax.tree.unflatten(out_tree, flat_results)
 
   return call
@@ -156,10 +148,9 @@ def _checked_aliases(
   checked: list[tuple[int, int]] = []
   for i, o in sorted((int(i), int(o)) for i, o in aliases.items()):
     mapping = f"input_output_aliases contains the mapping '{i}:{o}' "
-    if not 0 <= i < len(in_avals):
-      raise ValueError(f"{mapping}with input index {i} outside the range [0, {len(in_avals)}).")
-    if not 0 <= o < len(out_avals):
-      raise ValueError(f"{mapping}with output index {o} outside the range [0, {len(out_avals)}).")
+    for what, index, avals in (("input", i, in_avals), ("output", o, out_avals)):
+      if not 0 <= index < len(avals):
+        raise ValueError(f"{mapping}with {what} index {index} outside the range [0, {len(avals)}).")
     source, target = in_avals[i], out_avals[o]
     if (source.shape, source.dtype) != (target.shape, target.dtype):
       raise ValueError(
@@ -176,23 +167,9 @@ def _label(callback: Callable[..., None]) -> str:
   return f"buffer_callback '{getattr(callback, '__name__', type(callback).__name__)}'"
 
 
-class BufferCallbackEffect(tracing.Effect):
-  """Keeps a call whose results are not used."""
-
-  def __str__(self) -> str:
-    return "BufferCallback"
-
-  def __eq__(self, other: object) -> bool:
-    return type(self) is type(other)
-
-  def __hash__(self) -> int:
-    return hash(type(self))
-
-
 _effect = BufferCallbackEffect()
-_known: weakref.WeakValueDictionary[str, _Named] = weakref.WeakValueDictionary()
-_exported: list[Callee] = []
-_lock = threading.Lock()
+_named: weakref.WeakValueDictionary[Any, Callee] = weakref.WeakValueDictionary()
+_exported: list[Callee] = []  # nothing tells when the last copy of the program is gone
 # The name is part of vmap's error text.
 buffer_callback_p = Primitive("buffer_callback")
 buffer_callback_p.multiple_results = True
@@ -214,14 +191,14 @@ def _refuse(what: str, instead: str, *_args: Any, **_params: Any) -> Any:
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
   """As JAX's; an operand that shares its memory with a result needs memory for every lane."""
-  shared = {i for i, _ in params["input_output_aliases"]}
-  size: int = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-  alike = [i in shared and d is None for i, d in enumerate(dims)]
-  operands = [
-    jnp.broadcast_to(x, (size, *x.shape)) if flag else x
-    for x, flag in zip(operands, alike, strict=True)
+  aliased = {i for i, _ in params["input_output_aliases"]}
+  lanes = [(i, x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
+  size: int = next(x.shape[d] for _, x, d in lanes if d is not None)
+  lanes = [
+    (jnp.broadcast_to(x, (size, *x.shape)), 0) if i in aliased and d is None else (x, d)
+    for i, x, d in lanes
   ]
-  dims = [0 if flag else d for d, flag in zip(dims, alike, strict=True)]
+  operands, dims = zip(*lanes, strict=True)
   return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 
@@ -229,86 +206,34 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   platform, *others = lowering.platforms_of(ctx)
   if others:
     raise NotImplementedError("multi-platform lowering for buffer_callback")
-  if platform in RUNTIME_PLATFORMS:
-    return _lowering_to_runtime(ctx, *operands, **params)
-  rule = callbacks.buffer_callback_lowering()
-  if rule is None:
-    raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
-  return rule(ctx, *operands, **params)
-
-
-def _lowering_to_runtime(
-  ctx: Any,
-  *operands: Any,
-  callback: Callable[..., None],
-  in_tree: Any,
-  out_tree: Any,
-  has_side_effect: bool,
-  input_output_aliases: tuple[tuple[int, int], ...],
-  command_buffer_compatible: bool,
-  sharding: str | None,
-  named: _Named | None,
-  **_params: Any,
-) -> Sequence[Any]:
-  aliases = dict(input_output_aliases)
-  exported = lowering.is_export(ctx)
-  if named is not None:
-    callee = named.callee
-  else:
-    with registry.name_while_alive(callback, "") as free:
-      callee = _callee(free, callback, graph=command_buffer_compatible)
-    if exported:
-      _exported.append(callee)  # nothing tells when the last copy of the program is gone
-  if not exported:
+  if platform not in RUNTIME_PLATFORMS:
+    if (rule := callbacks.buffer_callback_lowering()) is None:
+      raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
+    return rule(ctx, *operands, **params)
+  callback, callee = params["callback"], params["named"]
+  graph, effect = params["command_buffer_compatible"], params["has_side_effect"]
+  if callee is None:
+    with registry.name_while_alive(callback, "") as name:
+      callee = _callee(name, callback, graph)
+    if lowering.is_export(ctx):
+      _exported.append(callee)
+  if not lowering.is_export(ctx):
     lowering.add_keepalive(ctx, callee)
-  graph = command_buffer_compatible and lowering.platforms_of(ctx)[0] == "cuda"
-  results, _ = emit(
-    ctx,
-    operands,
-    ctx.avals_in,
-    ctx.avals_out,
-    name=callee.name,
-    spec=encoding.encode(in_tree, out_tree, ()),
-    has_side_effect=has_side_effect,
-    aliases=aliases,
-    sharded=calls.of_callback(
-      ctx, _label(callback), sharding, effect=has_side_effect, aliases=aliases
-    ),
-    on_error="return",
-    target=targets.GRAPH_TARGET if graph else targets.GATE_TARGET,
-  )
-  return results
+  aliases, label = dict(params["input_output_aliases"]), _label(callback)
+  sharded = calls.of_callback(ctx, label, params["sharding"], effect=effect, aliases=aliases)
+  return emit(
+    ctx, operands, ctx.avals_in, ctx.avals_out, name=callee.name,
+    spec=encoding.encode(params["in_tree"], params["out_tree"], ()), has_side_effect=effect,
+    aliases=aliases, sharded=sharded, on_error="return",
+    target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET,
+  )[0]  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Named:
-  """A callback that the user gave a name."""
-
-  callback: Callable[..., None]
-  graph: bool
-  callee: Callee
-
-
-def _named(name: str, callback: Callable[..., None], *, graph: bool) -> _Named:
-  """The one of that name, where it is for the same callback, else a new one."""
-  with _lock:
-    known = _known.get(name)
-    if known is None or (known.callback, known.graph) != (callback, graph):
-      known = _known[name] = _Named(callback, graph, _callee(name, callback, graph=graph))
-    return known
-
-
-def _callee(name: str, callback: Callable[..., None], *, graph: bool) -> Callee:
+def _callee(name: str, callback: Callable[..., None], graph: bool) -> Callee:
   return Callee(
-    name,
-    callback,
-    bind=functools.partial(_bind, callback),
-    style="context",
-    arrays="buffer",
-    flat_results=True,
-    native=True,
-    command_buffer=graph,
-  )
+    name, callback, bind=functools.partial(_bind, callback), style="context", arrays="buffer",
+    flat_results=True, native=True, command_buffer=graph,
+  )  # fmt: skip
 
 
 def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None], bool]:
@@ -317,11 +242,9 @@ def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None]
 
   def call(context: Context, outputs: tuple[Buffer, ...], *inputs: Buffer) -> None:
     out: Any = outputs if spec else outputs[0]
-    args: tuple[Any, ...] = inputs
-    kwargs: dict[str, Any] = {}
+    args, kwargs = inputs, {}
     if trees is not None:
-      out = jax.tree.unflatten(trees.out_tree, outputs)
-      args, kwargs = trees.arguments(inputs)
+      out, (args, kwargs) = jax.tree.unflatten(trees.out_tree, outputs), trees.arguments(inputs)
     if callback(ExecutionContext(context), out, *args, **kwargs) is not None:
       raise ValueError("buffer_callback callback must not return any values.")
 

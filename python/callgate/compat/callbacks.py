@@ -1,35 +1,36 @@
-"""`jax.pure_callback` and `jax.experimental.io_callback` on callgate's engine.
+"""JAX's own callbacks on callgate's engine: pure, io and debug callbacks.
 
-JAX's own two primitives stay what they are, with all their rules: abstract evaluation, effects,
-batching, differentiation's errors, tokens. Replaced is only what a program for a CPU or a CUDA GPU
-holds for them: a call by name of callgate's gate instead of JAX's Python callback. On a GPU its
-arrays are copied to the host through pinned memory, asynchronously, and back. `callgate.install()`
-does that for every callback of the process; the two functions here do it for their own calls,
-installed or not.
-
-JAX's own lowering serves on other platforms, and in programs that XLA partitions over
-several devices (not inside `jax.shard_map`, where every device calls for itself).
+JAX's own primitives keep all their rules. Replaced is only what a program for a CPU or a CUDA GPU
+holds for them: a call of callgate's gate or, for the debug callbacks, a tap, so that the program
+doesn't wait. `callgate.install()` does that for every callback of the process; the functions here
+for their own calls. JAX's own lowering serves on other platforms, and in programs that XLA
+partitions over several devices (not inside `jax.shard_map`).
 """
 
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import io_callback as _jax_io_callback
+from jax.interpreters import mlir
 
-from callgate._callgate import Callee
+from callgate import _callgate
 from callgate._core import registry
-from callgate._core.failures import JAX_CALLBACK
+from callgate._core.failures import JAX_CALLBACK, keep_consumer_error, take_consumer_error
 from callgate._jax import callbacks, dispatch, lowering, tracing
-from callgate._runtime import config
-from callgate._tap.print import print as cg_print
-from callgate.compat._callbacks import debug, engine
+from callgate._runtime import config, targets
+from callgate._tap import site as _site
+from callgate._tap.print import print as debug_print
+from callgate._tap.target import DEFAULT, Tap, start_channel
+from callgate.compat._callbacks import engine
 from callgate.compat._callbacks.engine import OnCallgate
 
 __all__ = ["debug_callback", "debug_print", "io_callback", "pure_callback"]
+_NOTE = "callgate: raised in a jax.debug callback"
 
 
 def pure_callback(
@@ -48,8 +49,7 @@ def pure_callback(
     result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
     *args: pytrees of arrays for the callback.
     sharding: a SingleDeviceSharding: the device that calls.
-    vmap_method: `"sequential"`, `"sequential_unrolled"`, `"expand_dims"`, `"broadcast_all"` or
-      `"legacy_vectorized"`; None makes `jax.vmap` an error.
+    vmap_method: as JAX has it; None makes `jax.vmap` an error.
     **kwargs: pytrees of arrays for the callback, by name.
 
   Returns:
@@ -82,11 +82,10 @@ def io_callback(
   """`jax.experimental.io_callback` on callgate's engine, installed or not.
 
   Args:
-    callback: a function of pytrees of jax.Arrays (committed to the first local CPU device) that may
-      have side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
-    result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`; None for no result.
-    *args: pytrees of arrays for the callback.
-    sharding: a SingleDeviceSharding: the device that calls.
+    callback: as for `pure_callback`, and may have side effects.
+    result_shape_dtypes: as for `pure_callback`; None for no result.
+    *args: as for `pure_callback`.
+    sharding: as for `pure_callback`.
     ordered: keeps calls in program order, also from one program to the next.
     **kwargs: pytrees of arrays for the callback, by name.
 
@@ -120,6 +119,9 @@ def debug_callback(
 ) -> Any:
   """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
 
+  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
+  `callgate.barrier()`, as it is.
+
   Args:
     callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), called
       on callgate's thread. Left out: the result takes the callback and its arguments.
@@ -130,9 +132,6 @@ def debug_callback(
 
   Raises:
     TypeError: the callback is not callable.
-
-  What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
-  `callgate.barrier()`, as it is.
 
   Example:
     >>> import jax
@@ -151,54 +150,16 @@ def debug_callback(
   return call if callback is None else call(callback, *args, **kwargs)
 
 
-def debug_print(
-  fmt: str,
-  /,
-  *args: Any,
-  ordered: bool = False,
-  partitioned: bool = False,
-  skip_format_check: bool = False,
-  **kwargs: Any,
-) -> None:
-  """`jax.debug.print` on callgate's engine, installed or not: see `callgate.print`.
-
-  Args:
-    fmt: text with fields, as `str.format`.
-    *args: values: pytrees of arrays, or anything else that can be formatted.
-    ordered: keeps program order with other ordered prints.
-    partitioned: in a program over several devices: print each device's part.
-    skip_format_check: do not check while tracing that every value has its field.
-    **kwargs: values by name.
-
-  Example:
-    >>> import jax
-    >>> from callgate.compat.callbacks import debug_print
-    >>> jax.jit(lambda x: debug_print("x = {}", x))(2.0); jax.effects_barrier()
-    x = 2.0
-  """
-  cg_print(
-    fmt, *args, ordered=ordered, partitioned=partitioned, skip_format_check=skip_format_check,
-    **kwargs,
-  )  # fmt: skip
-
-
-def _lowering(
-  api: str,
-  jax_rule: Callable[..., Any],
-  ctx: Any,
-  *operands: Any,
-  callback: Any,
-  sharding: Any,
-  **params: Any,
-) -> Sequence[Any]:
-  """Emits the call of a new callee around `callback`, if it is ours."""
-  function, is_io, ordered = callback.callback_func, api == "io_callback", params.get("ordered")
+def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
+  """Emits the call of a new callee around the callback, if it is ours."""
+  callback, is_io, ordered = params["callback"], api == "io_callback", params.get("ordered")
+  function = callback.callback_func
   is_marked = isinstance(function, OnCallgate)
   if not (engine.can_serve(ctx) and (is_marked or config.installed())):
-    return jax_rule(ctx, *operands, callback=callback, sharding=sharding, **params)
+    rule = callbacks.io_callback_lowering if is_io else callbacks.pure_callback_lowering
+    return rule(ctx, *operands, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
-  ins, outs = ([engine.carrier(aval) for aval in side] for side in (ctx.avals_in, ctx.avals_out))
   if is_marked:
     function = function.function
   if is_io:
@@ -206,26 +167,71 @@ def _lowering(
   elif "cpu" not in ctx.module_context.platforms:
     # On a GPU the call runs after its dispatch: only the barrier can raise for a dropped result.
     dispatch.mark_host_callbacks(ctx)
-  run = engine.host_function(function, callback.in_tree, ins, outs, api=api)
+  run = engine.host_function(ctx, function, callback.in_tree, api)
   with registry.name_while_alive(function, JAX_CALLBACK) as name:
-    callee = Callee(name, run, owned_inputs=True, flat_results=True)
+    callee = _callgate.Callee(name, run, owned_inputs=True, flat_results=True)
   lowering.add_keepalive(ctx, callee)
-  where = callbacks.callback_sharding(ctx, sharding, ctx.avals_out, token=bool(ordered))
+  where = callbacks.callback_sharding(ctx, params["sharding"], ctx.avals_out, token=bool(ordered))
+  effect = tracing.ordered_io_effect if ordered else None
+  options = {"has_side_effect": is_io, "sharding": where, "on_error": "return"}
+  return engine.emit_carried(ctx, operands, effect, name=callee.name, **options)
+
+
+def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
+  """Emits a tap to the callback, or to what prints, if it is ours."""
+  printed = "fmt" in params
+  given = params["fmt" if printed else "callback"]
+  served = engine.can_serve(ctx) and len(ctx.module_context.platforms) == 1
+  if not (served and (config.installed() or tracing.closes_over(given, OnCallgate))):
+    rule = callbacks.debug_print_lowering if printed else callbacks.debug_callback_lowering
+    return rule(ctx, *operands, **params)
+  effect = tracing.ordered_debug_effect() if params.get("ordered") else params.get("effect")
+  callback = callbacks.debug_print_callback(**params) if printed else given
+  start_channel(DEFAULT)
+  flat = (0,) * len(operands)
+  run = engine.host_function(ctx, callback, jax.tree.structure((flat, {})), "debug.callback")
+
+  def consume(_: Any, rows: list[Any]) -> None:
+    for row in rows:
+      try:
+        run(*row[6])
+      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+        keep_consumer_error(error, _NOTE)
+
+  with registry.name_while_alive(callback, JAX_CALLBACK) as name:
+    tap = Tap(name, DEFAULT, _callgate.python_consumer(consume))
+  lowering.add_keepalive(ctx, tap)
+  tree, dtypes = jax.tree.structure(flat), (None,) * len(operands)
+  site = _site.TapSite(tree=tree, name="jax.debug.callback", dtypes=dtypes)
   return engine.emit_carried(
-    ctx, operands, ins, outs, tracing.ordered_io_effect if ordered else None, name=callee.name,
-    has_side_effect=is_io, sharding=where, on_error="return",
+    ctx, operands, effect if effect and tracing.is_ordered_effect(effect) else None,
+    name=tap.name, attributes=_site.encode(site, (), (), "primal", repeated=False),
+    has_side_effect=True, target=targets.TAP_TARGET,
   )  # fmt: skip
+
+
+def _after_barrier() -> None:
+  """What `jax.effects_barrier()` does once its programs are done: as if they had waited."""
+  _callgate.flush_channels(None)
+  if (error := take_consumer_error(_NOTE)) is not None:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    message = f"INTERNAL: CpuCallback error calling callback: {text}"
+    raise jax.errors.JaxRuntimeError(message) from error
 
 
 @functools.cache
 def register() -> None:
   """Puts our lowerings before JAX's, once."""
-  for api, primitive, rule in (
-    ("pure_callback", callbacks.pure_callback_p, callbacks.pure_callback_lowering),
-    ("io_callback", callbacks.io_callback_p, callbacks.io_callback_lowering),
+  for primitive, rule in (
+    (callbacks.pure_callback_p, functools.partial(_lowering, "pure_callback")),
+    (callbacks.io_callback_p, functools.partial(_lowering, "io_callback")),
+    (callbacks.debug_callback_p, _debug_lowering),
+    (callbacks.debug_print_p, _debug_lowering),
   ):
-    engine.replace_lowering(primitive, functools.partial(_lowering, api, rule))
-  debug.register()
+    # Not cached, as JAX's is not: each call site has its own callback.
+    for platform in ("cpu", "cuda"):
+      mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+  dispatch.after_effects_barrier(_after_barrier)
 
 
 register()

@@ -1,8 +1,7 @@
 """The API of `jax.experimental.host_callback` in 2020, on callgate's taps.
 
-`id_tap` is a tap in the flow of data: it lives as long as what it returns is used, and programs
-stay free of JAX's effects. In a loop, a branch or an inner jit that means a use by one of its
-results, whether that is used further or not. Outside compiled code it calls at once, in the
+`id_tap` is a tap in the flow of data: it lives as long as what it returns is used (in a loop, a
+branch or an inner jit: by one of its results). Outside compiled code it calls at once, in the
 caller's thread; inside, the program goes on and the function is called on callgate's thread, while
 an `outfeed_receiver` is started for the device.
 
@@ -25,7 +24,7 @@ assert seen == [("x * 2", 6.0)]
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -34,14 +33,13 @@ import jax
 
 from callgate import _callgate
 from callgate._core import options
-from callgate._core.signatures import signature_of
+from callgate._core.signatures import accepted
 from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
-from callgate._tap.tap import bind, logical_sizes
+from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
-from callgate.compat._host_callback import layout, receiver
+from callgate.compat._host_callback import layout, receiver, tapped
 from callgate.compat._host_callback.receiver import TapFunctionException
-from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
 dispatch.ask_before_execution(receiver.NeedsReceiver)
@@ -55,12 +53,12 @@ class Transform(str):
   and `transform["name"]`.
   """
 
+  parameters: dict[str, Any]
+
   def __new__(cls, name: str, parameters: dict[str, Any]) -> Transform:
     self = super().__new__(cls, name)
     self.parameters = parameters
     return self
-
-  parameters: dict[str, Any]
 
   def __getitem__(self, key: Any) -> Any:
     if key == "name":
@@ -78,16 +76,13 @@ def id_tap(
 ) -> Any:
   """Calls `func(arg, **kwargs)` on the host, and returns `arg`, or `result` if given.
 
-  The call happens as soon as the value is there; it is left out of a compiled program that uses
-  nothing of what this returns.
-
   Args:
-    func: called with the pytree of NumPy arrays. Under transformations it gets more keywords:
-      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask';
-      with 'batch' also `batch_dims`, the batched axis of each leaf of `arg` and of `result` (None:
-      unbatched), the value coming whole; with 'mask' also `logical_shapes`, a shape for each leaf
-      of `arg`. Of several 'batch' the keyword is that of the outermost; each entry of `transforms`
-      has its own (`transforms[0]["batch_dims"]`). The last two are passed if `func` takes them.
+    func: called with the pytree of NumPy arrays, and under transformations with more keywords:
+      `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask'; and
+      if `func` takes them, with 'batch' `batch_dims`, the batched axis of each leaf of `arg` and of
+      `result` (None: unbatched), and with 'mask' `logical_shapes`, a shape for each leaf of `arg`.
+      They are those of the outermost; each of `transforms` has its own:
+      `transforms[0]["batch_dims"]`.
     arg: a pytree of arrays.
     result: what to return instead: a pytree of arrays.
     logical_shape: sizes of the part of padded arrays that counts, as in `callgate.tap`: `func` gets
@@ -95,7 +90,7 @@ def id_tap(
     **kwargs: passed to `func` as they are; they never enter the program.
 
   Returns:
-    `arg` or `result`. Use it, or the call may be left out.
+    `arg` or `result`. Use it: a compiled program leaves the call out where nothing of it is used.
 
   Raises:
     TapFunctionException: outside compiled code, from what `func` raised.
@@ -104,75 +99,43 @@ def id_tap(
   """
   if not callable(func):
     raise TypeError(f"id_tap: func: expected a callable, got {func!r}")
-  given = Arrays("id_tap: arg", arg)
-  rest = Arrays("id_tap: result", result)
+  given = tapped.Arrays("id_tap: arg", arg)
+  rest = tapped.Arrays("id_tap: result", result)
   sizes = logical_sizes("tap 'id_tap'", logical_shape, arg, given.arrays)
-  site = given.site(
-    name_of(func),
-    effect="dataflow",
-    roles=("primal", "tangent", "cotangent"),
-    logical=tuple(index for index, _ in sizes),
-    untapped=len(rest.operands),
+  results = tapped.bind_tap(
+    func, ("host_callback", func, tapped.exact_items(kwargs)), given,
+    functools.partial(_consume, func, kwargs), extra=[*(size for _, size in sizes), *rest.operands],
+    masked=bool(sizes), eager=True, effect="dataflow", roles=("primal", "tangent", "cotangent"),
+    logical=tuple(index for index, _ in sizes), untapped=len(rest.operands),
     kept=receiver.NEEDS_RECEIVER,
-  )
-  consumer = _Consumer(func, tuple(sorted(kwargs.items())))
-  target = tap_of(consumer.key(), given.tree, consumer, func, eager=True)
-  extra = [*(size for _, size in sizes), *rest.operands]
-  mask = (("mask", ()),) if sizes else ()
-  results = bind(target, site, given.operands, extra, mask)
-  count = len(given.operands)
-  return given.rebuild(results) if result is None else rest.rebuild(results[count:])
+  )  # fmt: skip
+  return given.rebuild(results) if result is None else rest.rebuild(results[len(given.operands) :])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Consumer:
+def _consume(
+  function: Callable[..., Any], kwargs: dict[str, Any], value: Any, transforms: tapped.Transforms,
+  device: int | None,
+) -> None:  # fmt: skip
   """Calls the function of a tap: at once in the caller's thread, or on the channel's."""
 
-  function: Callable[..., Any]
-  kwargs: tuple[tuple[str, Any], ...]
+  def call() -> None:
+    keywords = dict(kwargs)
+    if transforms:
+      keywords["transforms"] = tuple(Transform(name, how) for name, how in transforms)
+      met = {key: value for _, how in transforms for key, value in how.items()}
+      keywords |= accepted(function, met)
+    function(value, **keywords)
 
-  def key(self) -> tuple[Any, ...]:
-    named = tuple((name, exact(value)) for name, value in self.kwargs)
-    return "host_callback", self.function, named
-
-  def __call__(self, tapped: Tapped, device: int | None) -> None:
-    name = name_of(self.function)
-    if device is None:
-      receiver.wait_for_earlier()
-      try:
-        self._call(tapped)
-      except Exception as error:
-        raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
-      return
-    try:
-      with receiver.calling(name):
-        self._call(tapped)
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
-      receiver.report(error, device, f"callgate: raised in tap function {name}")
-
-  def _call(self, tapped: Tapped) -> None:
-    if self.function is _unknown_testing_consumer:
-      raise LookupError("host_callback: a record came for a tap function that is not known here")
-    keywords = dict(self.kwargs)
-    if tapped.transforms:
-      keywords["transforms"] = tuple(Transform(name, how) for name, how in tapped.transforms)
-      for _, how in tapped.transforms:
-        for key, value in how.items():
-          if _takes(self.function, key):
-            keywords[key] = value
-    self.function(tapped.value, **keywords)
-
-
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
-  signature = signature_of(function)
-  if signature is None:
-    return True
-  parameters = signature.parameters
-  return keyword in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+  name = tapped.name_of(function)
+  if device is None:
+    receiver.run_at_once(call, name)
+  else:
+    receiver.run(call, name, device)
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
   """Stands for a function that the receiver doesn't know; for tests."""
+  raise LookupError("host_callback: a record came for a tap function that is not known here")
 
 
 _unknown_consumer = _unknown_testing_consumer  # its first name
@@ -183,8 +146,7 @@ def id_print(
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, if there are keywords or transformations, then the
-  value.
+  First comes a line of sorted `key: value`, of keywords and transformations, then the value.
 
   Args:
     arg: a pytree of arrays.
@@ -212,9 +174,7 @@ def outfeed_receiver(
   backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
 ) -> receiver.Receiver:
-  """A context in which compiled programs may run taps on the devices.
-
-  Leaving it waits for the programs and for the functions of their taps.
+  """A context in which compiled programs may run taps; leaving it waits for them and their taps.
 
   Args:
     receiver_name: for messages.
@@ -228,28 +188,24 @@ def outfeed_receiver(
   Raises:
     ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a
       receiver already.
-    TapFunctionException: where the block ends: functions raised. Its `exceptions` has all that they
-      raised; the programs and the other taps were not held up.
+    TapFunctionException: where the block ends: functions raised. `exceptions` has all of it.
     TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
   """
   if backends is not None and devices is not None:
+    both = f"{backends!r} and {devices!r}"
     raise ValueError(
-      "outfeed_receiver: expected at most one of `backends` and `devices`, got both: "
-      f"{backends!r} and {devices!r}"
+      f"outfeed_receiver: expected at most one of `backends` and `devices`, got both: {both}"
     )
   options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
-  if backends is not None and (
-    isinstance(backends, str) or not isinstance(backends, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-  ):
-    options.refuse("outfeed_receiver", "backends", "names of platforms", backends)
-  if devices is not None and (
-    not isinstance(devices, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-    or not all(isinstance(device, jax.Device) for device in devices)
-  ):
-    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
   if devices is None:
-    platforms = [None] if backends is None else list(backends)
+    platforms: Sequence[str | None] = [None]
+    if backends is not None:
+      platforms = options.strings(
+        "outfeed_receiver", "backends", backends, what="names of platforms"
+      )
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
+  elif not isinstance(devices, Sequence) or not all(isinstance(d, jax.Device) for d in devices):  # pyright: ignore[reportUnnecessaryIsInstance]
+    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
   return receiver.Receiver(receiver_name, timeout_sec, devices)
 
 
@@ -257,14 +213,13 @@ def outfeed_receiver(
 def outfeed_stream(path: str | os.PathLike[str]) -> Generator[None]:
   """Writes what taps send to a file, in the framing of the outfeed of 2020.
 
-  Everything that compiled programs tap inside the block is in the file when the block ends, with
-  the end marker behind it.
+  All that compiled programs tap inside the block is in the file when it ends, and an end marker.
 
   Args:
     path: the file; it is replaced.
   """
   sink: Any = _callgate.outfeed_2020_sink(options.path("outfeed_stream", "path", path))  # pyright: ignore
-  handle = start_channel(CHANNEL)
+  handle = start_channel(tapped.CHANNEL)
   handle.add([sink])
   try:
     yield

@@ -23,36 +23,37 @@ assert seen == [6.0]
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from callgate._jax import dispatch
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._callgate import Context
+from callgate._core import dtypes, registry
+from callgate._core.errors import ResultError
+from callgate._gate.gate import Gate
+from callgate._gate.options import GateOptions
+from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
-from callgate._tap.tap import bind
-from callgate._tap.target import start_channel
-from callgate.compat._host_callback import call as _call
-from callgate.compat._host_callback import layout
-from callgate.compat._host_callback.call import device_of
+from callgate._tap.records import leaf_paths
+from callgate._tap.target import shared, start_channel
+from callgate.compat._host_callback import layout, tapped
 from callgate.compat._host_callback.receiver import finish
-from callgate.compat._host_callback.tapped import CHANNEL, Arrays, Tapped, exact, name_of, tap_of
 
 __all__ = [
-  "CallbackException",
-  "CallbackFlavor",
-  "TapFunctionException",
-  "barrier_wait",
-  "call",
-  "id_print",
+  "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
   "id_tap",
-]
-_logger = logging.getLogger("callgate")
-_lock = threading.Lock()
+]  # fmt: skip
+_logger, _lock = logging.getLogger("callgate"), threading.Lock()
+_gates: weakref.WeakValueDictionary[Any, Gate] = weakref.WeakValueDictionary()  # of equal calls
 
 
 class CallbackException(Exception):
@@ -63,19 +64,13 @@ TapFunctionException = CallbackException  # its name in the forms of 2020
 
 
 class CallbackFlavor(enum.Enum):
-  """Which of JAX's own callbacks stood for a call, in programs that had left this module's behind.
+  """Which of JAX's own callbacks stood for a call, where a program asked so: all are alike."""
 
-  Here all are served alike, as they were by default.
-  """
-
-  IO_CALLBACK = 1
-  PURE = 2
-  DEBUG = 3
+  IO_CALLBACK, PURE, DEBUG = 1, 2, 3
 
 
 # Since the last barrier: how many exceptions were raised, and the last one with its traceback.
-_raised_count = 0
-_raised_last: tuple[BaseException, str] | None = None
+_raised: tuple[int, BaseException | None, str] = (0, None, "")
 
 
 def id_tap(
@@ -91,7 +86,7 @@ def id_tap(
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
   Under differentiation the primal values are sent, once; under `jax.checkpoint` in both passes. A
-  tap of what is itself a tangent sends the cotangent under reverse mode, with 'transpose'.
+  tap of a tangent sends the cotangent under reverse mode, with 'transpose'.
 
   Args:
     tap_func: called with the pytree of NumPy arrays and the transformations that were applied: a
@@ -117,42 +112,41 @@ def id_tap(
       f"id_tap: unexpected keyword(s) {names}. Support for **kwargs in ``id_tap`` ended with the "
       f"form of 2020; expected functools.partial(tap_func, {names.split(', ')[0]}=...)"
     )
-  _check_flavor("id_tap", callback_flavor)
-  if not callable(tap_func):
-    raise TypeError(f"id_tap: tap_func: expected a callable, got {tap_func!r}")
-  given = Arrays("id_tap: arg", arg)
-  site = given.site(name_of(tap_func), effect="ordered", transposed=True)
-  consumer = _Consumer(tap_func, device_index if tap_with_device else None)
-  target = tap_of(("host_callback_2023", consumer), given.tree, consumer, tap_func)
-  results = bind(target, site, given.operands)
+  _check("id_tap", "tap_func", tap_func, callback_flavor)
+  index = device_index if tap_with_device else None
+  return _tap(tap_func, tap_func, arg, result, index)
+
+
+def _check(api: str, parameter: str, function: object, flavor: object) -> None:
+  if not isinstance(flavor, CallbackFlavor):
+    raise TypeError(f"{api}: callback_flavor: expected a CallbackFlavor, got {flavor!r}")
+  if not callable(function):
+    raise TypeError(f"{api}: {parameter}: expected a callable, got {function!r}")
+
+
+def _tap(function: Callable[..., Any], key: Any, arg: Any, result: Any, index: int | None) -> Any:
+  """One tap for equal keys, to the function; with a device's `index` it gets `device=`, too."""
+  name = tapped.name_of(function)
+
+  def consume(value: Any, transforms: tapped.Transforms, device: int | None) -> None:
+    try:
+      where = {} if index is None else {"device": _device_of(device, index)}
+      function(value, transforms, **where)
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+      _keep(error, name)
+
+  given = tapped.Arrays("id_tap: arg", arg)
+  key = ("host_callback_2023", key, index)
+  results = tapped.bind_tap(function, key, given, consume, effect="ordered", transposed=True)
   return given.rebuild(results) if result is None else result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Consumer:
-  """Calls the function of a tap, on the channel's thread."""
-
-  function: Callable[..., Any]
-  device_index: int | None  # with one, `device=` is passed, too
-
-  def __call__(self, tapped: Tapped, device: int | None) -> None:
-    try:
-      if self.device_index is None:
-        self.function(tapped.value, tapped.transforms)
-      else:
-        where = device_of(device, self.device_index)
-        self.function(tapped.value, tapped.transforms, device=where)
-    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-      _keep(error, name_of(self.function))
-
-
 def _keep(error: BaseException, name: str) -> None:
-  global _raised_count, _raised_last
+  global _raised
   text = "".join(traceback.format_exception(error)).rstrip()
   _logger.error("callgate: %s raised; barrier_wait() will raise it too\n%s", name, text)
   with _lock:
-    _raised_count += 1
-    _raised_last = error, text
+    _raised = _raised[0] + 1, error, text
 
 
 def id_print(
@@ -168,8 +162,8 @@ def id_print(
 ) -> Any:
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
-  First comes a line of sorted `key: value`, if there are keywords, a device or transformations,
-  then the value: on one line where it fits.
+  First comes a line of sorted `key: value`, of keywords, device and transformations, then the
+  value: on one line where it fits.
 
   Args:
     arg: a pytree of arrays.
@@ -178,39 +172,26 @@ def id_print(
     device_index: as for `id_tap`.
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
-    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
+    callback_flavor: see CallbackFlavor.
     **kwargs: printed as they are.
 
   Returns:
     `arg` or `result`.
   """
-  named = tuple(sorted(kwargs.items()))
-  return id_tap(
-    _Printer(output_stream, threshold, named, tuple(exact(value) for _, value in named)),
-    arg,
-    result=result,
-    tap_with_device=tap_with_device,
-    device_index=device_index,
-    callback_flavor=callback_flavor,
-  )
+  _check("id_tap", "tap_func", _print, callback_flavor)
+  function = functools.partial(_print, output_stream, threshold, kwargs)
+  key = (_print, output_stream, threshold, tapped.exact_items(kwargs))
+  return _tap(function, key, arg, result, device_index if tap_with_device else None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Printer:
-  """Prints a record; equal to others that print the same, so that JAX's caches hit."""
-
-  output_stream: Any
-  threshold: int
-  entries: tuple[tuple[str, Any], ...]
-  key: tuple[Any, ...]
-
-  def __call__(self, arg: Any, transforms: Any, *, device: Any = None) -> None:
-    entries = dict(self.entries)
-    if transforms:
-      entries["transforms"] = [(name, how) if how else name for name, how in transforms]
-    if device is not None:
-      entries["device"] = device
-    layout.write(self.output_stream, entries, layout.text_of(arg, self.threshold, width=80))
+def _print(
+  stream: Any, threshold: int, entries: dict[str, Any], arg: Any, transforms: tapped.Transforms,
+  **device: Any,
+) -> None:  # fmt: skip
+  entries = entries | device
+  if transforms:
+    entries["transforms"] = [(name, how) if how else name for name, how in transforms]
+  layout.write(stream, entries, layout.text_of(arg, threshold, width=80))
 
 
 def call(
@@ -224,8 +205,7 @@ def call(
 ) -> Any:
   """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
 
-  The program waits. The function runs on a thread of callgate's, so it may itself run JAX programs,
-  on another device too.
+  The program waits. The function runs on a thread of callgate's: it may itself run JAX programs.
 
   Args:
     callback_func: called with the pytree of NumPy arrays; returns a pytree like `result_shape`.
@@ -246,38 +226,116 @@ def call(
     jax.errors.JaxRuntimeError: where the program's results are looked at: `callback_func` raised or
       returned something else; `barrier_wait` says what.
   """
-  _check_flavor("call", callback_flavor)
-  if not callable(callback_func):
-    raise TypeError(f"call: callback_func: expected a callable, got {callback_func!r}")
-  report = functools.partial(_keep, name=name_of(callback_func))
+  _check("call", "callback_func", callback_func, callback_flavor)
+  given = tapped.Arrays("call: arg", arg, copied=True)
+  structs, tree = _result_types(result_shape)
   index = device_index if call_with_device else None
-  return _call.call(callback_func, arg, result_shape, index, report)
+  key = (callback_func, given.tree, given.dtypes, tree, structs, index)
+  results = shared(_gates, key, lambda: _gate(*key))(*given.operands)
+  own = [x.astype(struct.dtype) for x, struct in zip(results, structs, strict=True)]
+  return jax.tree.unflatten(tree, own)
 
 
-def _check_flavor(function: str, flavor: object) -> None:
-  if not isinstance(flavor, CallbackFlavor):
-    raise TypeError(f"{function}: callback_flavor: expected a CallbackFlavor, got {flavor!r}")
+def _device_of(device: int | None, index: int) -> Any:
+  """The jax.Device of an id; where it is not known, the one at `index`."""
+  known = (one for one in dispatch.cpu_devices_or_none() if one.id == device)
+  return next(known, None) or jax.devices()[index]
+
+
+def _gate(
+  function: Callable[..., Any], given: Any, dtype_names: tuple[str | None, ...], tree: Any,
+  structs: tuple[jax.ShapeDtypeStruct, ...], index: int | None,
+) -> Gate:  # fmt: skip
+  """The gate of flat arguments and results: the function has pytrees, and its result is checked."""
+  name = tapped.name_of(function)
+
+  def checked(result: Any) -> list[np.ndarray]:
+    leaves, got = jax.tree.flatten(result)
+    if got != tree:
+      raise ResultError(  # the first words are those of the old module
+        f"call: Callback func {name} should have returned a result with pytree {tree}: expected a "
+        f"result of structure {tree}, got {got}"
+      )
+    arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
+    for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
+      expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
+      if got != expected:
+        raise ResultError(f"call: function {name}: result{path}: expected {expected}, got {got}")
+    return arrays
+
+  def run(context: Any, out: Sequence[Any], *leaves: Any) -> None:
+    # JAX's own callback doesn't say which device calls; and one calls for all that share a
+    # partitioned program.
+    alone = isinstance(context, Context) and context.size == 1
+    try:
+      # The function may keep its argument: the views are XLA's.
+      pairs = zip(leaves, dtype_names, strict=True)
+      arrays = [np.array(leaf, dtype and jnp.dtype(dtype)) for leaf, dtype in pairs]
+      device = context.device if alone else None
+      where = {} if index is None else {"device": _device_of(device, index)}
+      result = function(jax.tree.unflatten(given, arrays), **where)
+      for view, array in zip(out, checked(result), strict=True):
+        view[...] = array
+    except BaseException as error:
+      _keep(error, name)
+      raise
+
+  options = GateOptions(
+    name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
+    out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
+    thread="own", vmap=_no_vmap,
+  )  # fmt: skip
+  gate = Gate(run, options)
+  gate.defjvp(_no_jvp)
+  return gate
+
+
+def _no_vmap(*_: Any) -> Any:
+  raise NotImplementedError(
+    "host_callback: batching rules are implemented only for id_tap, not for call; expected a call "
+    "outside of jax.vmap, or callgate.gate, which has vmap= for it"
+  )
+
+
+def _no_jvp(*_: Any) -> Any:
+  raise NotImplementedError(
+    "host_callback: derivatives are implemented only for id_tap, not for call; expected the call "
+    "inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and defvjp"
+  )
+
+
+def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
+  leaves, tree = jax.tree.flatten(result_shape)
+  structs: list[jax.ShapeDtypeStruct] = []
+  for leaf, (path, _) in zip(leaves, leaf_paths(tree), strict=True):
+    try:
+      if isinstance(leaf, str):
+        raise TypeError("text")
+      dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+      structs.append(jax.ShapeDtypeStruct(np.shape(leaf), tracing.canonical_dtype(dtype)))
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"call: result_shape{path}: expected a pytree like the result; The values must be either "
+        f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
+      ) from error
+  return tuple(structs), tree
 
 
 def barrier_wait(logging_name: str | None = None) -> None:
   """Waits until every program started so far, by any thread, has run, and its taps are through.
 
-  Several threads may wait at once; what was raised meanwhile is raised in one of them.
-
   Args:
     logging_name: for the message.
 
   Raises:
-    CallbackException: functions raised since the last barrier.
+    CallbackException: functions raised since the last barrier; of threads that wait, one gets it.
   """
-  global _raised_count, _raised_last
+  global _raised
   check_not_forked()
   finish(None)
   with _lock:
-    count, last = _raised_count, _raised_last
-    _raised_count, _raised_last = 0, None
-  if last is not None:
-    error, text = last
+    (count, error, text), _raised = _raised, (0, None, "")
+  if error is not None:
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
     raise CallbackException(  # programs match how it begins
       "There were exceptions during callback processing. Last one was: "
@@ -285,9 +343,5 @@ def barrier_wait(logging_name: str | None = None) -> None:
     ) from error
 
 
-def _flush_taps() -> None:
-  """Lets the functions of taps finish; what they raised is for `barrier_wait`."""
-  start_channel(CHANNEL).flush(None)
-
-
-dispatch.after_effects_barrier(_flush_taps)
+# What functions of taps raise is for `barrier_wait`.
+dispatch.after_effects_barrier(lambda: start_channel(tapped.CHANNEL).flush(None))

@@ -8,16 +8,13 @@ add = sharded_jit(lambda x, y: x + y, in_parts=(PartitionSpec(1), None), out_par
 assert add(jnp.ones(4), jnp.ones(4)).tolist() == [2.0] * 4
 ```
 
-It ran on TPUs, then on GPUs; this one is `jax.jit` with shardings underneath, so it runs on every
-platform. A function is traced and compiled once for each kind of arguments, on the thread that
-first calls it with them; any thread may call.
+This one is `jax.jit` with shardings underneath, so it runs on every platform. A function is traced
+and compiled once for each kind of arguments; any thread may call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,27 +23,13 @@ from jax.core import Tracer
 
 from callgate._jax import tracing
 from callgate._jax.tracing import jaxpr_as_fun
-from callgate.compat._sharded_jit.local import (
-  Part,
-  Stated,
-  check_local,
-  devices_of,
-  is_shared,
-  part_of,
-  put,
-)
-from callgate.compat._sharded_jit.parts import (
-  PartitionSpec,
-  Parts,
-  check_divides,
-  check_ranks,
-  counts_inside,
-  flat_parts,
-  is_count,
-  with_sharding_constraint,
-)
+from callgate.compat._sharded_jit import local as _local
+from callgate.compat._sharded_jit import parts as _parts
+from callgate.compat._sharded_jit.local import Part, Stated, part_of
+from callgate.compat._sharded_jit.parts import PartitionSpec, with_sharding_constraint
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
+_Run = Callable[[list[Any]], Any]  # a program, of flat arguments
 
 
 def sharded_jit(
@@ -62,11 +45,10 @@ def sharded_jit(
   """Like `jax.jit`, with arguments and results split over several devices.
 
   The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
-  constraints inside, which must all agree. They are the first ones of this process. Where there are
-  several processes, and more partitions than a process has devices, they are all devices of all
-  processes; then each process passes its part of every argument and gets its part of every result:
-  arrays on its own devices. The function itself sees the whole arrays. In a program around (`jit`,
-  `grad`, `vmap`, loops) arguments and results are whole there, too.
+  constraints inside, which must all agree. They are the first ones of this process or, with several
+  processes and more partitions than a process has devices, all of all processes; then each process
+  passes its part of every argument and gets its part of every result, on its own devices. The
+  function itself sees whole arrays, as does a program around (`jit`, `grad`, `vmap`, loops).
 
   Args:
     fun: a function of arrays and pytrees of arrays.
@@ -91,15 +73,9 @@ def sharded_jit(
       the devices; too few arguments for `static_argnums`, or a static one that can't be hashed.
     NotImplementedError: in a call with keyword arguments.
   """
-  for name, count in (
-    ("num_partitions", num_partitions),
-    ("local_num_partitions", local_num_partitions),
-  ):
-    if count is not None and not is_count(count):
-      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
   static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-  local = Stated(_entries(local_in_parts), local_out_parts, local_num_partitions, "local_")
-  split = _ShardedJit(fun, Stated(_entries(in_parts), out_parts, num_partitions), local, static)
+  local = Stated(local_in_parts, local_out_parts, local_num_partitions, "local_")
+  split = _ShardedJit(fun, Stated(in_parts, out_parts, num_partitions), local, static)
 
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -112,11 +88,6 @@ def sharded_jit(
   return wrapped
 
 
-def _entries(parts: Any) -> Any:
-  """Parts of arguments: a list of them is a tuple, as the arguments are."""
-  return tuple(parts) if isinstance(parts, list) else parts
-
-
 class _ShardedJit:
   """What one call of `sharded_jit` made: the function, its parts and its programs."""
 
@@ -125,11 +96,9 @@ class _ShardedJit:
   ) -> None:
     self.fun, self.whole, self.local, self.static = fun, whole, local, static
     self.name = getattr(fun, "__name__", "sharded_jit")
-    self._programs: dict[Hashable, Callable[[list[Any]], Any]] = {}
-    self._lock = threading.Lock()
+    self._programs: dict[Hashable, _Run] = {}
 
   def call(self, args: tuple[Any, ...]) -> Any:
-    """The function of positional arguments."""
     fixed = self._fixed(args)
     given = tuple(arg for i, arg in enumerate(args) if i not in fixed)
     leaves, tree = jax.tree.flatten(given)
@@ -137,14 +106,17 @@ class _ShardedJit:
     # In a program around, arrays are whole even across processes, and its mesh may decide.
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     static = tuple((i, type(value), value) for i, value in sorted(fixed.items()))
+    total = len(args)
+
+    def flat(*leaves: Any) -> Any:
+      rest = iter(jax.tree.unflatten(tree, leaves))
+      return self.fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
+
     key = (tree, *map(str, types), static, inside, tracing.trace_key())
-    with self._lock:
-      run = self._programs.get(key)
-    if run is None:
-      run, lasting = _Program(self, given, fixed, inside).runner(types)
+    if (run := self._programs.get(key)) is None:
+      run, lasting = self._program(flat, given, types, inside)
       if lasting:
-        with self._lock:
-          self._programs[key] = run
+        self._programs[key] = run
     return run(leaves)
 
   def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
@@ -165,79 +137,51 @@ class _ShardedJit:
         ) from error
     return fixed
 
+  def _program(
+    self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
+  ) -> tuple[_Run, bool]:
+    """Traces `flat` for arguments like `given`, of `types`; what runs it, and whether that lasts.
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-  """One program of a sharded_jit function: for arguments of certain shapes and types."""
-
-  split: _ShardedJit
-  given: tuple[Any, ...]
-  fixed: dict[int, Any]
-  inside: bool
-
-  def runner(self, types: Sequence[Any]) -> tuple[Callable[[list[Any]], Any], bool]:
-    """Traces the function for arguments of `types`.
-
-    Returns what runs it on flat arguments, and whether that lasts: not where the function closes
-    over a value that is being traced.
+    It doesn't where the function closes over a value that is being traced.
     """
-    stated = self.split.whole
-    parts = flat_parts(stated.in_parts, self.given, "in_parts")
-    check_ranks(parts, types, "in_parts")
-    shapes = self._whole_shapes(parts, types)
-    check_divides(parts, shapes, "in_parts")
-    closed, info = self._traced(shapes, types)
-    out_parts = flat_parts(stated.out_parts, info, "out_parts")
-    results = jax.tree.leaves(info)
-    check_ranks(out_parts, results, "out_parts")
-    check_divides(out_parts, [result.shape for result in results], "out_parts")
-    count = self._count(closed.jaxpr)
-    lasting = not any(isinstance(const, Tracer) for const in closed.consts)
-    if count is None or tracing.in_manual_region():
-      # Replicated on as many devices as the program around has; parts of parts aren't split again.
-      return self._runner(closed, info), lasting
-    devices = devices_of(count, self.split.local, stated.split)
-    ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
-    self._check_local(ins, outs, info)
-    shared = is_shared(devices)
-    if shared and not self.inside and not lasting:
-      raise ValueError(
-        f"sharded_jit across processes: expected {self.split.name} to close over values, got one "
-        "that is being traced: pass it as an argument, or transform inside of sharded_jit"
-      )
-    return self._runner(closed, info, ins, outs, shared), lasting
-
-  def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
-    """The shapes that the function sees."""
+    whole, local = self.whole, self.local
+    parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]
-    stated = self.split.whole
-    if stated.said is None or self.inside:
-      return shapes  # nothing is split, or nothing is a part
-    devices = devices_of(stated.said, self.split.local, stated.split)
-    if not is_shared(devices):
-      return shapes
-    return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
-
-  def _traced(self, shapes: list[tuple[int, ...]], types: Sequence[Any]) -> tuple[Any, Any]:
-    """The program and the tree of its results; what the function closes over are constants."""
-    fixed, fun, tree = self.fixed, self.split.fun, jax.tree.structure(self.given)
-    total = len(self.given) + len(fixed)
-
-    def flat(*leaves: Any) -> Any:
-      rest = iter(jax.tree.unflatten(tree, leaves))
-      return fun(*(fixed[i] if i in fixed else next(rest) for i in range(total)))
-
-    flat.__name__ = self.split.name
+    _parts.check(parts, shapes, "in_parts", padded=True)
+    if whole.said is not None and not inside:  # else nothing is split, or nothing is a part
+      devices = _local.devices_of(whole.said, local, whole.split)
+      if _local.is_shared(devices):
+        shapes = [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
+    _parts.check(parts, shapes, "in_parts")
+    flat.__name__ = self.name
     arguments = [
       jax.ShapeDtypeStruct(shape, t.dtype, weak_type=t.weak_type)
       for shape, t in zip(shapes, types, strict=True)
     ]
-    return jax.make_jaxpr(flat, return_shape=True)(*arguments)
+    closed, info = jax.make_jaxpr(flat, return_shape=True)(*arguments)  # with constants
+    out_parts = _parts.flat_parts(whole.out_parts, info, "out_parts")
+    _parts.check(out_parts, [result.shape for result in jax.tree.leaves(info)], "out_parts")
+    count = self._count(closed.jaxpr)
+    lasting = not any(isinstance(const, Tracer) for const in closed.consts)
+    if count is None or tracing.in_manual_region():
+      # Replicated on as many devices as the program around has; parts of parts aren't split again.
+      return self._runner(closed, info, None, inside, False), lasting
+    devices = _local.devices_of(count, local, whole.split)
+    ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
+    _local.check(ins, local.in_parts, given, "local_in_parts")
+    _local.check(outs, local.out_parts, info, "local_out_parts")
+    shared = _local.is_shared(devices)
+    if shared and not inside and not lasting:
+      raise ValueError(
+        f"sharded_jit across processes: expected {self.name} to close over values, got one "
+        "that is being traced: pass it as an argument, or transform inside of sharded_jit"
+      )
+    return self._runner(closed, info, (ins, outs), inside, shared), lasting
 
   def _count(self, jaxpr: Any) -> int | None:
     """The number of partitions; None where nothing says it and the program around may."""
-    count = self.split.whole.said
-    for inside, who in counts_inside(jaxpr):
+    count = self.whole.said
+    for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
         raise ValueError(
           f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
@@ -245,50 +189,30 @@ class _Program:
           "with_sharding_constraint calls."
         )
       count = inside
-    return 1 if count is None and self.split.local.said is not None else count
-
-  def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
-    local = self.split.local
-    for parts, said, tree, what in (
-      (ins, local.in_parts, self.given, "local_in_parts"),
-      (outs, local.out_parts, results, "local_out_parts"),
-    ):
-      if said is not None:
-        check_local(parts, flat_parts(said, tree, what), what)
+    return 1 if count is None and self.local.said is not None else count
 
   def _runner(
-    self,
-    closed: Any,
-    info: Any,
-    ins: Sequence[Part] | None = None,
-    outs: Sequence[Part] = (),
-    shared: bool = False,
-  ) -> Callable[[list[Any]], Any]:
-    """What runs the traced program on flat arguments; it is not traced again.
-
-    `info` is the tree of its results; `ins` and `outs` say how arrays are split, and None leaves
-    them where they are; `shared` whether the devices are of several processes.
-    """
-    program = jaxpr_as_fun(closed)
-    tree, inside = jax.tree.structure(info), self.inside
+    self, closed: Any, info: Any, parts: tuple[list[Part], list[Part]] | None, inside: bool,
+    shared: bool,
+  ) -> _Run:  # fmt: skip
+    """What runs the traced program on flat arguments; with no `parts` they stay where they are."""
+    program, tree = jaxpr_as_fun(closed), jax.tree.structure(info)
 
     def flat(*leaves: Any) -> list[Any]:
       return program(*leaves)
 
-    flat.__name__ = flat.__qualname__ = self.split.name  # in profiles and texts
-    if ins is None:
+    flat.__name__ = flat.__qualname__ = self.name  # in profiles and texts
+    if parts is None:
       compiled = jax.jit(flat)
       return lambda leaves: jax.tree.unflatten(tree, compiled(*leaves))
-    compiled = jax.jit(
-      flat,
-      in_shardings=tuple(part.whole for part in ins),
-      out_shardings=[part.whole for part in outs],
-    )
+    ins, outs = parts
+    shardings, out_shardings = tuple(part.whole for part in ins), [part.whole for part in outs]
+    compiled = jax.jit(flat, in_shardings=shardings, out_shardings=out_shardings)
 
     def place(leaf: Any, part: Part) -> Any:
       if inside and (shared or isinstance(leaf, Tracer)):
         return leaf
-      return part.to_program(leaf) if shared else put(leaf, part.whole)
+      return part.to_program(leaf) if shared else _local.put(leaf, part.whole)
 
     def run(leaves: list[Any]) -> Any:
       results = compiled(*map(place, leaves, ins))

@@ -1,10 +1,8 @@
 """What a JAX callback gets and gives when callgate's engine calls it.
 
-This is `pure_callback_impl` and the checks around it in `jax/_src/callback.py` as users observe
-them: committed arrays on the first local CPU device, the thread's default device set to it, the
-same log record on failure, the same errors for wrong results. JAX's way costs about 30 µs a call,
-most of it in `jax.device_put`'s Python; this one takes the function which that ends in (`_jax`).
-Unlike a gate's, the error of a failing callback is always returned to XLA, on several devices, too.
+This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it: arrays, default device,
+log record and errors. JAX's way costs about 30 µs a call, most of it in `jax.device_put`'s Python;
+this one takes the function which that ends in (`_jax`).
 
 The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
 Every tenth of a microsecond in them is seen in `benchmarks/`.
@@ -43,31 +41,22 @@ class OnCallgate:
 
 
 def can_serve(ctx: Any) -> bool:
-  """Whether callgate's engine can run callbacks in a program.
-
-  In one that XLA partitions, a callback runs once, on the whole arrays, on one device. XLA arranges
-  that for JAX's own call targets alone: any other would run on every device.
-  """
+  """Whether callgate's engine can run callbacks in a program."""
+  # Where XLA partitions, it calls JAX's own targets alone once: any other on every device.
   return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
 
 class Carrier(NamedTuple):
-  """How one array crosses between program and Python: `aval` is its type in the program's call.
+  """How one array crosses between program and Python."""
 
-  It `is_wider` for sub-byte types, which XLA packs: the program hands them over as wider ones.
-  """
-
-  aval: Any
+  aval: Any  # its type in the program's call
   shape: tuple[int, ...]
   dtype: np.dtype[Any]  # what the callback sees
-  is_wider: bool
+  is_wider: bool  # for sub-byte types, which XLA packs: the program hands them over as wider ones
 
 
 def carrier(aval: Any) -> Carrier:
-  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones.
-
-  Every value of a sub-byte type is one of its wider type, and the way back is exact, too.
-  """
+  """The carrier of `aval`: keys as their words, float0 as bool, sub-byte types as wider ones."""
   if aval.dtype == jax.dtypes.float0:
     aval = aval.update(dtype=np.dtype(bool))
   aval = tracing.physical_aval(aval)
@@ -75,21 +64,14 @@ def carrier(aval: Any) -> Carrier:
   return Carrier(aval.update(dtype=carried), tuple(aval.shape), dtype, carried != dtype)
 
 
-def emit_carried(
-  ctx: Any,
-  operands: Sequence[Any],
-  inputs: Sequence[Carrier],
-  outputs: Sequence[Carrier],
-  effect: Any,
-  **options: Any,
-) -> list[Any]:
-  """Emits a call whose arrays have these carriers, in order where there is an `effect`."""
+def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any) -> list[Any]:
+  """Emits a call whose arrays are carried, in order where there is an `effect`."""
 
   def convert(value: Any, aval: Any) -> Any:
     target = mlir.aval_to_ir_type(ctx.module_context, aval)
     return value if value.type == target else stablehlo.convert(target, value)
 
-  avals, outs = [it.aval for it in inputs], [it.aval for it in outputs]
+  avals, outs = ([carrier(aval).aval for aval in side] for side in (ctx.avals_in, ctx.avals_out))
   token = None if effect is None else lowering.token_before(ctx, effect)
   values = list(map(convert, operands, avals))
   results, token = emit(ctx, values, avals, outs, token=token, **options)
@@ -99,20 +81,14 @@ def emit_carried(
 
 
 def host_function(
-  callback: Callable[..., Any],
-  in_tree: Any,
-  operands: Sequence[Carrier],
-  results: Sequence[Carrier],
-  *,
-  api: str,
+  ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of NumPy arrays that runs `callback` as JAX would.
+  """A function of the program's NumPy arrays that runs `callback` as JAX would.
 
-  `in_tree` is that of the callback's `(args, kwargs)`; `api` is for the log. The arrays must be the
-  callback's to keep. The results have the carriers' shapes and the dtypes of their avals. Raises
-  what the callback raises, and RuntimeError with JAX's text for results of a wrong number, shape or
-  dtype.
+  `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
+  Raises what the callback raises, and JAX's RuntimeError for results that don't fit.
   """
+  operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
   def unflattened(*arrays: Any) -> Any:
     args, kwargs = jax.tree.unflatten(in_tree, arrays)
@@ -155,19 +131,14 @@ class _Waits:
   """Kept by a program with an io_callback."""
 
 
-dispatch.end_before_dispatch_returns(_Waits)
-
-
 def end_before_dispatch_returns(context: Any) -> None:
-  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX.
-
-  JAX's engine runs programs with callbacks on the thread that dispatches them, and programs count
-  on that, though JAX promises it nowhere. callgate's engine does so while a callback runs: XLA's
-  own threads may all be waiting for the nested program. The others are waited for.
-  """
-  if _running:
+  """To be told of each io_callback: its program has ended when its dispatch returns, as in JAX."""
+  if _running:  # XLA's own threads may all be waiting for this program: it runs on the caller's
     dispatch.mark_host_callbacks(context)
   lowering.add_keepalive(context, _Waits())
+
+
+dispatch.end_before_dispatch_returns(_Waits)
 
 
 def _argument_maker(
@@ -175,11 +146,10 @@ def _argument_maker(
 ) -> Callable[[Sequence[Array]], list[Any]]:
   """A function from NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` makes them.
 
-  The first call does it with device_put itself; what that decides (abstract value and sharding)
-  holds from then on. Where the thread's `jax_enable_x64` changes a dtype, it decides every time.
+  What that decides in the first call (abstract value and sharding) holds from then on. Where the
+  thread's `jax_enable_x64` changes a dtype, it decides every time.
   """
-  devices = [device]
-  put, rest = dispatch.fast_device_put()
+  devices, (put, rest) = [device], dispatch.fast_device_put()
   targets: list[tuple[Any, Any]] = []  # one an operand, once known
   is_wider = any(operand.is_wider for operand in operands)
 
@@ -235,9 +205,3 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
     return check
   only = results[0]
   return check_one
-
-
-def replace_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
-  """Puts a rule before JAX's. Not cached, as JAX's is not: each call site has its own callback."""
-  for platform in ("cpu", "cuda"):
-    mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)

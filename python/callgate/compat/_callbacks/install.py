@@ -1,9 +1,7 @@
 """`callgate.install()`: JAX's own callbacks and debug callbacks on callgate's engine.
 
-One option of the process decides how programs for CPUs and CUDA GPUs are lowered
-(`compat.callbacks`). It is part of the key of JAX's caches, so functions that were jitted under the
-other setting are traced again when next called, and nothing compiled is lost. Any thread may call
-these.
+One option of the process decides how programs are lowered (`compat.callbacks`). It is part of the
+key of JAX's caches, so nothing compiled is lost. Any thread may call these.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ def install() -> None:
   """Runs JAX's own callbacks on callgate's engine from now on.
 
   They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
-  `jax.debug.print`. For the two debug callbacks the program no longer waits: they run on callgate's
-  thread, `jax.effects_barrier()` waits for them and raises what they raised.
+  `jax.debug.print`. What they receive, return and raise stays JAX's. For the two debug callbacks
+  the program no longer waits: they run on callgate's thread, and `jax.effects_barrier()` waits for
+  them and raises what they raised.
 
-  It counts for the whole process, for programs on the CPU and on CUDA GPUs (there through pinned
-  memory), and for functions that were jitted before, too: they are traced and compiled again when
-  next called. Compiled objects that you hold (`jit(f).lower(x).compile()`) stay as they are. A
-  program that one thread compiles while another switches keeps the engine that its compilation met:
-  both give the same results. What callbacks receive, return and raise stays JAX's. Installing twice
-  does nothing more.
+  It counts for the whole process, on the CPU and on CUDA GPUs (there through pinned memory), and
+  for functions that were jitted before, too: they are compiled again when next called. Compiled
+  objects that you hold (`jit(f).lower(x).compile()`) and programs that another thread is compiling
+  keep their engine. Installing twice does nothing more.
 
   Example:
     >>> import callgate as cg, jax, numpy as np

@@ -12,10 +12,10 @@ def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
   """Writes a line of sorted `key: value`, if there are entries, then the body."""
   first = " ".join(f"{key}: {value}" for key, value in sorted(entries.items()))
   text = f"{first}\n{body}\n" if first else f"{body}\n"
-  if output_stream is not None:
-    output_stream.write(text)
-  else:
+  if output_stream is None:
     print(text, end="", flush=True)
+  else:
+    output_stream.write(text)
 
 
 def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
@@ -29,8 +29,7 @@ def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
     items: list[tuple[str, Any]] = [("", one) for one in value]  # pyright: ignore[reportUnknownVariableType]
   elif isinstance(value, dict):
     start, end = "{ ", " }"
-    entries: list[tuple[Any, Any]] = sorted(value.items(), key=lambda item: item[0])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType, reportUnknownLambdaType]
-    items = [(f"{key}=", one) for key, one in entries]
+    items = [(f"{key}=", one) for key, one in sorted(value.items())]  # pyright: ignore
   elif isinstance(value, np.ndarray):
     return np.array2string(value, threshold=threshold)
   else:

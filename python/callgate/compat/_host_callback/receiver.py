@@ -1,17 +1,14 @@
 """Receivers of 2020's outfeed: who may run taps on which device, and what their consumers raised.
 
-A receiver stands for the devices it was started for, from `with` to the end of the block. Programs
-with taps ask here before each execution, in the thread that calls them (`NeedsReceiver`); consumers
-report here from the channel's thread.
+Programs with taps ask here before each execution, in the thread that calls them (`NeedsReceiver`);
+consumers report here from the channel's thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Generator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from callgate._core.failures import keep_consumer_error
@@ -41,10 +38,8 @@ class Receiver:
   """Receives what the taps on some devices send; a context manager."""
 
   def __init__(self, name: str, timeout: float, devices: Sequence[Any]) -> None:
-    self._name = name
-    self.timeout = timeout
-    self._devices = tuple(devices)
-    self._raised: list[BaseException] = []
+    self._name, self.timeout, self._devices = name, timeout, tuple(devices)
+    self.raised: list[BaseException] = []  # what consumers raised, until the end of the block
 
   def __repr__(self) -> str:
     return f"<outfeed receiver '{self._name}' of {_names(self._devices)}>"
@@ -59,47 +54,38 @@ class Receiver:
           f"outfeed_receiver: expected devices without a receiver, got {_names(taken)}, for which "
           f"{_started[taken[0].id]!r} is started"
         )
-      for device in self._devices:
-        _started[device.id] = self
+      _started.update({device.id: self for device in self._devices})
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
-    outstanding = self._end()
+  def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+    outstanding, failure = self._end(), None
     with _lock:
       for device in self._devices:
         _started.pop(device.id, None)
-      raised = list(self._raised)
-    failure = _failure(raised)
+      raised = list(self.raised)
+    if raised:
+      shown = "".join(f"\n  {type(error).__name__}: {error}" for error in raised[:10])
+      more = f"\n  and {len(raised) - 10} more" if len(raised) > 10 else ""
+      text = f"functions of {len(raised)} tap(s) raised:{shown}{more}"
+      failure = TapFunctionException(text, raised)
     if error is not None:  # the block's own exception must not be hidden
       for what in filter(None, (outstanding, failure)):
         error.add_note(f"callgate: {what}")
-      return
-    if outstanding:
+    elif outstanding:
       raise TimeoutError(outstanding) from failure
-    if failure is not None:
+    elif failure is not None:
       raise failure from raised[0]
-
-  def add_error(self, error: BaseException) -> None:
-    """Keeps what a consumer raised until the end of the block."""
-    with _lock:
-      self._raised.append(error)
 
   def _end(self) -> str:
     """Lets programs and consumers finish; says what was left when the time ran out, or ""."""
     whose = f"{self!r}: after {self.timeout:g} s"
-    handle = start_channel(CHANNEL)
     try:
       if finish(self.timeout):
         return ""
     except TimeoutError:
       return f"{whose} programs still ran"
     calling = f"; {_calling[-1]} was being called" if _calling else ""
-    pending = handle.stats()["pending"]
+    pending = start_channel(CHANNEL).stats()["pending"]
     return f"{whose} {pending} record(s) still waited for their functions{calling}"
 
 
@@ -107,28 +93,27 @@ def finish(timeout: float | None) -> bool:
   """Lets all programs and the functions of their taps finish, also those that functions started.
 
   Returns whether all that was sent was delivered in time; TimeoutError where programs still ran.
-  What programs failed with is for those who look at their results.
   """
   deadline = None if timeout is None else time.monotonic() + timeout
+
+  def rest() -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
   handle = start_channel(CHANNEL)
   before = -1
   while True:
-    wait_for_programs(_rest(deadline))
+    wait_for_programs(rest())
     sent = handle.stats()["sent"]
     if sent == before:
       return True
     # The marker behind all that was sent: the channel says when it is through.
-    if not handle.flush(_rest(deadline)):
+    if not handle.flush(rest()):
       return False
     before = sent
 
 
-def _rest(deadline: float | None) -> float | None:
-  return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
 class NeedsReceiver:
-  """Kept by programs with taps, and called before each execution (`_jax/lowering.py`)."""
+  """Kept by programs with taps, and called before each execution (`_jax/dispatch.py`)."""
 
   def __call__(self, devices: Sequence[Any]) -> None:
     missing = [device for device in devices if device.id not in _started]
@@ -144,48 +129,35 @@ class NeedsReceiver:
 NEEDS_RECEIVER = NeedsReceiver()
 
 
-@contextlib.contextmanager
-def calling(name: str) -> Generator[None]:
-  """Says who is being called, for the report of a receiver that waits in vain."""
-  _calling.append(name)
-  try:
-    yield
-  finally:
-    _calling.remove(name)
-
-
-def wait_for_earlier() -> None:
-  """Lets the functions of compiled taps finish whose records are there already.
-
-  What is called at once, outside compiled code, may depend on their values. Waits no longer than a
-  receiver would: a function may itself wait for the caller.
-  """
+def run_at_once(consumer: Callable[[], None], name: str) -> None:
+  """Calls a consumer that may depend on what compiled taps sent: their functions come first."""
   with _lock:
     receiver = next(iter(_started.values()), None)
   handle = start_channel(CHANNEL)
   if receiver is not None and handle.stats()["pending"]:
-    handle.flush(receiver.timeout)
+    handle.flush(receiver.timeout)  # a function may itself wait for the caller
+  try:
+    consumer()
+  except Exception as error:
+    raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
 
 
-def report(error: BaseException, device: int, where: str) -> None:
-  """Keeps what a consumer raised for a record of `device`, -1 when it is not known."""
-  with _lock:
-    receiver = _started.get(device)
-    if receiver is None and _started:
-      receiver = next(iter(_started.values()))
-  if receiver is not None:
-    error.add_note(where)
-    receiver.add_error(error)
-  else:  # its receiver gave up waiting
-    keep_consumer_error(error, where)
-
-
-def _failure(raised: Sequence[BaseException]) -> TapFunctionException | None:
-  if not raised:
-    return None
-  shown = "".join(f"\n  {type(error).__name__}: {error}" for error in raised[:10])
-  more = f"\n  and {len(raised) - 10} more" if len(raised) > 10 else ""
-  return TapFunctionException(f"functions of {len(raised)} tap(s) raised:{shown}{more}", raised)
+def run(consumer: Callable[[], None], name: str, device: int) -> None:
+  """Calls the consumer of a record of `device`, -1 when it is not known; keeps what it raises."""
+  _calling.append(name)
+  try:
+    consumer()
+  except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
+    where = f"callgate: raised in tap function {name}"
+    with _lock:
+      receiver = _started.get(device) or next(iter(_started.values()), None)
+      if receiver is not None:
+        error.add_note(where)
+        receiver.raised.append(error)
+    if receiver is None:  # it gave up waiting
+      keep_consumer_error(error, where)
+  finally:
+    _calling.remove(name)
 
 
 def _names(devices: Sequence[Any]) -> str:

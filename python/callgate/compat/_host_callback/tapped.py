@@ -1,13 +1,11 @@
 """What both forms of `host_callback` share: from a pytree to a tap of callgate's, and back.
 
-A tap is keyed by what it calls and by the pytree's structure, so that equal calls share one and
-JAX's caches hit. Its records go through a channel of their own, `CHANNEL`, and are unpacked on that
-channel's thread, under the GIL.
+Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,
+`CHANNEL`, and are unpacked on that channel's thread, under the GIL.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,26 +19,15 @@ from callgate._jax import tracing
 from callgate._tap import delivery, target
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.site import TapSite
-from callgate._tap.tap import uncarried
-from callgate._tap.target import Tap
+from callgate._tap.tap import bind, uncarried
 
 CHANNEL = "host_callback"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tapped:
-  """One record as the consumers of both forms see it, with arrays of the consumer's own."""
-
-  value: Any
-  transforms: tuple[tuple[str, dict[str, Any]], ...]  # (name, parameters), as they were applied
+# (name, parameters) of each transformation that a tap met, as they were applied.
+Transforms = tuple[tuple[str, dict[str, Any]], ...]
 
 
 class Arrays:
-  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together.
-
-  With `copied`, outside of compiled code NumPy arrays become jax.Arrays by a copy on the host;
-  `jnp.asarray` compiles a program for each of their types.
-  """
+  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together."""
 
   def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
     leaves, self.tree = jax.tree.flatten(value)
@@ -49,48 +36,43 @@ class Arrays:
     self.operands = [array for array, _ in carried]
     self.dtypes = tuple(name for _, name in carried)
 
-  def site(self, name: str, **options: Any) -> TapSite:
-    """The site of a tap of it; the consumer puts the pytree together, so here it is flat."""
-    flat = jax.tree.structure((0,) * len(self.operands))
-    return TapSite(tree=flat, name=name, dtypes=self.dtypes, whole=True, **options)
-
   def rebuild(self, results: Sequence[Any]) -> Any:
     """The pytree of a tap's results, in the dtypes that the user gave."""
     return jax.tree.unflatten(self.tree, map(uncarried, self.arrays, results))
 
 
-def tap_of(
-  key: tuple[Any, ...],
-  tree: Any,
-  consume: Callable[[Tapped, int | None], None],
-  function: Callable[..., Any],
-  *,
-  eager: bool = False,
-) -> Tap:
-  """The tap to `consume`; the same for equal keys and structures.
+def bind_tap(
+  function: Callable[..., Any], key: tuple[Any, ...], given: Arrays,
+  consume: Callable[[Any, Transforms, int | None], None], *, extra: Sequence[Any] = (),
+  masked: bool = False, eager: bool = False, **options: Any,
+) -> Sequence[Any]:  # fmt: skip
+  """The results of a tap of `given` to `consume`, which is shared by equal keys and structures.
 
-  `consume` is called for each record with it and the device's global id (-1: not known), on the
-  channel's thread; there it must not raise. With `eager`, where nothing is compiled, it is called
-  in the caller's thread, with None for the device, and may raise. `function` is the user's own, for
-  the tap's name.
+  `consume` is called for each record with its value (arrays of its own), its transformations and
+  the device's global id (-1: not known), on the channel's thread; there it must not raise. With
+  `eager`, where nothing is compiled, in the caller's thread, with None for the device. `function`
+  is the user's own; `options` are the site's.
   """
   check_not_forked()
+  tree = given.tree
 
-  def unpack(text: str, arrays: Sequence[np.ndarray]) -> Tapped:
+  def unpack(text: str, arrays: Sequence[np.ndarray], device: int | None) -> None:
     about = delivery.description(text)
     value = jax.tree.unflatten(tree, about.value(arrays))
-    return Tapped(value, _transforms(about, arrays))
+    consume(value, _transforms(about, arrays), device)
 
   def rows(source: Any, rows: Sequence[Any]) -> None:
     for row in rows:
-      consume(unpack(source[3], row[6]), row[3])
+      unpack(source[3], row[6], row[3])
 
   def at_once(text: str, arrays: Sequence[Any]) -> None:
-    consume(unpack(text, [np.array(array) for array in arrays]), None)
+    unpack(text, [np.array(array) for array in arrays], None)
 
-  return target.of_rows(
-    (*key, tree), rows, name_of(function), channel=CHANNEL, eager=at_once if eager else None
-  )
+  name, flat = name_of(function), jax.tree.structure((0,) * len(given.operands))
+  site = TapSite(tree=flat, name=name, dtypes=given.dtypes, whole=True, **options)
+  now = at_once if eager else None
+  tap = target.of_rows((*key, tree), rows, name, channel=CHANNEL, eager=now)
+  return bind(tap, site, given.operands, extra, (("mask", ()),) if masked else ())
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -100,35 +82,34 @@ def name_of(function: Callable[..., Any]) -> str:
   return str(name).replace("\n", " ") or "tap"
 
 
-def exact(value: Any) -> tuple[Any, ...]:
+def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
   """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
-  if isinstance(value, (tuple, frozenset, int, float, complex, np.generic)):
-    return type(value), value, repr(value)  # pyright: ignore[reportUnknownVariableType]
-  return type(value), value
+  plain = (tuple, frozenset, int, float, complex, np.generic)
+  return tuple(
+    (name, type(value), value, repr(value) if isinstance(value, plain) else "")
+    for name, value in sorted(kwargs.items())
+  )
 
 
-def _transforms(
-  about: delivery.Description, arrays: Sequence[np.ndarray]
-) -> tuple[tuple[str, dict[str, Any]], ...]:
-  def parameters(name: str, how: dict[str, Any]) -> dict[str, Any]:
-    if name == "mask":
-      return {"logical_shapes": _logical_shapes(about, arrays)}
-    return {key: _as_tuple(value) for key, value in how.items()}
-
-  return tuple((name, parameters(name, how)) for name, how in about.transforms)
+def _transforms(about: delivery.Description, arrays: Sequence[np.ndarray]) -> Transforms:
+  return tuple(
+    (name, {"logical_shapes": _logical_shapes(about, arrays)} if name == "mask" else _as_tuple(how))
+    for name, how in about.transforms
+  )
 
 
 def _as_tuple(value: Any) -> Any:
-  return tuple(_as_tuple(one) for one in value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+  if isinstance(value, dict):
+    return {key: _as_tuple(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+  return tuple(map(_as_tuple, value)) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
   """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
   shapes: list[Any] = [array.shape for array in arrays[: about.values]]
   for index, sizes in zip(about.logical, about.logical_shapes(arrays), strict=True):
-    shapes[index] = tuple(
-      int(sizes[axis]) if sizes.ndim == 1 else sizes[..., axis] for axis in range(sizes.shape[-1])
-    )
+    of_axes = np.moveaxis(sizes, -1, 0)
+    shapes[index] = tuple(map(int, of_axes) if sizes.ndim == 1 else of_axes)
   return tuple(shapes)
 
 
@@ -136,7 +117,7 @@ def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
   if isinstance(leaf, jax.Array):
     return leaf
   try:
-    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():
+    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():  # else a compilation
       return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:

@@ -1,9 +1,8 @@
 """Which devices a `sharded_jit` function has, and how a process sees its part of their arrays.
 
 In one process: the first devices. In several, a program on few devices runs in each process by
-itself, on its own first devices; one on more devices is one program of all processes, on all
-devices. Each process passes and gets arrays that hold its own tiles alone and lie on its own
-devices; here they become shards of the program's arrays, and back, without moving.
+itself; one on more devices is one program of all processes, on all devices. Each passes and gets
+its own tiles; here they become shards of the program's arrays, and back, without moving.
 """
 
 from __future__ import annotations
@@ -18,21 +17,29 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, sharding_of, specs
+from callgate.compat._sharded_jit.parts import (
+  PartitionSpec,
+  Parts,
+  flat_parts,
+  is_count,
+  sharding_of,
+  specs,
+)
 
 
 class Stated:
-  """What the caller says of the program's partitions or, with "local_", of its process's part.
-
-  `said` is their number, None where nothing says it; `split` whether an array is split. Raises
-  ValueError for numbers that disagree.
-  """
+  """What the caller says of the program's partitions or, with "local_", of its process's part."""
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
-    self.in_parts, self.out_parts = in_parts, out_parts
-    counts = {} if count is None else {int(count): f"{local}num_partitions={count}"}
+    name = f"{local}num_partitions"
+    if count is not None and not is_count(count):
+      raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
+    # A list of parts is a tuple, as the arguments are.
+    self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
+    self.out_parts = out_parts
+    counts = {} if count is None else {int(count): f"{name}={count}"}
     by_specs: set[int] = set()
-    for name, parts in ((f"{local}in_parts", in_parts), (f"{local}out_parts", out_parts)):
+    for name, parts in ((f"{local}in_parts", self.in_parts), (f"{local}out_parts", out_parts)):
       for spec in specs(parts, name):
         by_specs.add(math.prod(spec))
         counts.setdefault(math.prod(spec), f"{spec} in {name}")
@@ -44,52 +51,46 @@ class Stated:
         f"sharded_jit: {old if len(by_specs) > 1 else ''}expected one number of "
         f"{local.replace('_', ' ')}partitions everywhere, got {' and '.join(texts)}"
       )
-    self.said = next(iter(counts), None)
-    self.split = bool(by_specs)
+    self.said = next(iter(counts), None)  # the number of partitions, where something says it
+    self.split = bool(by_specs)  # whether an array is split
 
 
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   """The devices of a program of `count` partitions: this process's first ones, or all there are.
 
-  Where an argument or a result is `split`, the devices say what is local. Raises ValueError where
-  there are not that many, for a part of the devices across processes, and where the number of local
-  partitions is missing or another one.
+  Where an argument or a result is `split`, the devices say what is local.
   """
   own, everyone = jax.local_devices(), jax.devices()
-  if count > len(everyone):
-    raise ValueError(
-      f"sharded_jit computation requires {count} devices, but only {len(everyone)} devices are "
-      "available."
-    )
-  if local.said is not None and local.said > len(own):
-    raise ValueError(
-      f"sharded_jit computation requires {local.said} local devices, but only {len(own)} local "
-      "devices are available."
-    )
+  for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
+    if wanted is not None and wanted > len(there):
+      raise ValueError(
+        f"sharded_jit computation requires {wanted} {kind}devices, but only {len(there)} {kind}"
+        "devices are available."
+      )
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
   if jax.process_count() == 1:
-    raise ValueError(
-      f"sharded_jit: expected {count} local partitions, as there is one process, got {local.said}"
-    )
-  if count != len(everyone):
+    problem = f": expected {count} local partitions, as there is one process, got {local.said}"
+  elif count != len(everyone):
     known = f", {local.said} of them local" if local.said is not None else ""
-    raise ValueError(
-      f"sharded_jit across processes must use all devices: expected {len(everyone)} partitions, "
-      f"got {count}{known}, with {len(own)} local devices"
+    problem = (
+      f" across processes must use all devices: expected {len(everyone)} partitions, got {count}"
+      f"{known}, with {len(own)} local devices"
     )
-  if local.said is None and not split:
-    raise ValueError(
-      "sharded_jit across processes: expected local_num_partitions, as all arguments and results "
-      f"are replicated: how many of the {count} partitions are on this process's devices "
-      f"({len(own)} of {len(everyone)})"
+  elif local.said is None and not split:
+    problem = (
+      " across processes: expected local_num_partitions, as all arguments and results are "
+      f"replicated: how many of the {count} partitions are on this process's devices ({len(own)} "
+      f"of {len(everyone)})"
     )
-  if local.said not in (None, len(own)):
-    raise ValueError(
-      f"sharded_jit across processes must use all devices: expected {len(own)} local partitions "
-      f"of {count}, got {local.said}"
+  elif local.said not in (None, len(own)):
+    problem = (
+      f" across processes must use all devices: expected {len(own)} local partitions of {count}, "
+      f"got {local.said}"
     )
-  return tuple(everyone)
+  else:
+    return tuple(everyone)
+  raise ValueError(f"sharded_jit{problem}")
 
 
 def is_shared(devices: Sequence[Any]) -> bool:
@@ -103,19 +104,21 @@ class Part:
 
   whole: NamedSharding  # of the program's array
   own: NamedSharding  # of this process's part
-  # The parts of each dimension in the program and in this process; none if replicated.
-  counts: tuple[tuple[int, int], ...]
+  parts: Parts  # of the program's array
+  block: Parts  # of this process's part
 
   def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the program's array, of which this process has a part of `shape`."""
-    if any(size % own for size, (_, own) in zip(shape, self.counts, strict=False)):
-      raise ValueError(
-        "sharded_jit: expected a local array that splits evenly into "
-        f"{PartitionSpec(*[own for _, own in self.counts])}, got shape {list(shape)}"
-      )
-    if not self.counts:
+    if not self.parts or not self.block:
       return shape
-    return tuple(n // own * total for n, (total, own) in zip(shape, self.counts, strict=True))
+    if any(size % own for size, own in zip(shape, self.block, strict=False)):
+      raise ValueError(
+        f"sharded_jit: expected a local array that splits evenly into {self.block}, got shape "
+        f"{list(shape)}"
+      )
+    return tuple(
+      n // own * total for n, own, total in zip(shape, self.block, self.parts, strict=True)
+    )
 
   def to_program(self, leaf: Any) -> Any:
     """The program's array of which `leaf` is this process's part; what lies right isn't moved."""
@@ -130,9 +133,9 @@ class Part:
   def to_process(self, whole: Any) -> Any:
     """This process's part of a result: its shards, not copied."""
     shape = whole.shape
-    if self.counts:
-      pairs = zip(shape, self.counts, strict=True)
-      shape = tuple(size // total * own for size, (total, own) in pairs)
+    if self.parts and self.block:
+      counts = zip(shape, self.parts, self.block, strict=True)
+      shape = tuple(size // total * own for size, total, own in counts)
     return _rewrapped(whole, self.own, shape)
 
 
@@ -147,23 +150,20 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
       f"tiles {own} in process {jax.process_index()}"
     )
   local = PartitionSpec(*block) if parts is not None else None
-  return Part(
-    sharding_of(devices, parts),
-    sharding_of(tuple(devices[k] for k in own), local),
-    tuple(zip(parts or (), block, strict=True)),
-  )
+  mine = tuple(devices[k] for k in own)
+  return Part(sharding_of(devices, parts), sharding_of(mine, local), parts, local)
 
 
-def check_local(parts: Sequence[Part], stated: Sequence[Parts], what: str) -> None:
+def check(parts: Sequence[Part], stated: Any, tree: Any, what: str) -> None:
   """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
-  for index, (part, said) in enumerate(zip(parts, stated, strict=True)):
-    expected = PartitionSpec(*[own for _, own in part.counts]) if part.counts else None
-    if said != expected and not (math.prod(said or ()) == 1 == math.prod(expected or ())):
+  if stated is None:
+    return
+  for index, (part, said) in enumerate(zip(parts, flat_parts(stated, tree, what), strict=True)):
+    if said != part.block and not (math.prod(said or ()) == 1 == math.prod(part.block or ())):
       raise ValueError(
-        f"sharded_jit: {what}: expected {expected} for array {index}, which is what the "
+        f"sharded_jit: {what}: expected {part.block} for array {index}, which is what the "
         f"{len(part.own.device_set)} local devices of {len(part.whole.device_set)} hold of "
-        f"{PartitionSpec(*[total for total, _ in part.counts]) if part.counts else None}, "
-        f"got {said}"
+        f"{part.parts}, got {said}"
       )
 
 

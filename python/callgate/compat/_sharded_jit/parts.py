@@ -1,8 +1,7 @@
 """What counts of parts mean: the specs of `compat.sharded_jit`, their devices and their shardings.
 
 Pure functions of specs, devices and shapes; any thread may call them. `with_sharding_constraint`
-is a primitive: what it means depends on the program around, so it is known when that is lowered:
-the devices of the program, or none of its own inside `jax.pmap` and `jax.shard_map`.
+is a primitive, as what it means is known when the program around is lowered.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from callgate._jax.tracing import Primitive
 class PartitionSpec(tuple[int, ...]):
   """Into how many parts each dimension is split: `PartitionSpec(2, 1)` halves the rows.
 
-  The parts are numbered in row-major order, and the device of that number holds each.
-
-  It takes a count for each dimension: an array of shape (8, 6) has tiles of shape (4, 6) under
-  `PartitionSpec(2, 1)`. The product is the number of devices.
+  The parts are numbered in row-major order, and the device of that number holds each: an array of
+  shape (8, 6) has two tiles, of shape (4, 6). The product of the counts is the number of devices.
 
   Raises:
     ValueError: a count that is not an integer of at least 1.
@@ -76,10 +73,9 @@ def _primes(number: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=1024)
 def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
-  """Tile number k of a split, in row-major order, is on device k.
+  """Tile number k of a split, in row-major order, is on device k; devices beyond hold copies.
 
-  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh. The number
-  of devices is a multiple of the product of the counts; those beyond it hold copies.
+  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
   """
   counts = [tuple(_primes(count)) for count in parts or ()]
   split = list(itertools.chain.from_iterable(counts))
@@ -91,14 +87,13 @@ def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
 
 def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
   """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
-  flat: list[Parts] = []
-
-  def spread(part: Any, below: Any) -> None:
-    flat.extend([part] * len(jax.tree.leaves(below)))
-
   specs(parts, what)
+  flat: list[Parts] = []
   try:
-    jax.tree.map(spread, parts, tree, is_leaf=is_parts)
+    jax.tree.map(
+      lambda part, below: flat.extend([part] * len(jax.tree.leaves(below))),
+      parts, tree, is_leaf=is_parts,
+    )  # fmt: skip
   except ValueError as error:
     raise ValueError(
       f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
@@ -117,21 +112,18 @@ def specs(parts: Any, what: str) -> list[PartitionSpec]:
   return [leaf for leaf in leaves if leaf is not None]
 
 
-def check_ranks(parts: Sequence[Parts], leaves: Sequence[Any], what: str) -> None:
-  """Raises unless each spec has as many counts as its array has dimensions."""
-  for index, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
-    if part is not None and len(part) != len(leaf.shape):
+def check(
+  parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str, *, padded: bool = False
+) -> None:
+  """Raises unless each spec has a count for each dimension and, if not `padded`, divides it."""
+  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    if part is not None and len(part) != len(shape):
       raise ValueError(
         f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
-        f"{len(leaf.shape)}: shape {list(leaf.shape)}"
+        f"{len(shape)}: shape {list(shape)}"
       )
-
-
-def check_divides(parts: Sequence[Parts], shapes: Sequence[tuple[int, ...]], what: str) -> None:
-  """Raises unless each spec divides its array's dimensions: they aren't padded."""
-  for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
     for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
-      if size % count != 0:
+      if size % count != 0 and not padded:
         raise ValueError(
           f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
           f"expected a multiple of {count}, got {size}: shape {list(shape)}"
@@ -160,17 +152,14 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
   """
   leaves, tree = jax.tree.flatten(x)
   flat = flat_parts(parts, x, "with_sharding_constraint")
-  check_ranks(flat, [jax.typeof(leaf) for leaf in leaves], "with_sharding_constraint")
+  check(flat, [jax.typeof(leaf).shape for leaf in leaves], "with_sharding_constraint", padded=True)
   return jax.tree.unflatten(
     tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in zip(leaves, flat, strict=True)]
   )
 
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
-  """How many partitions constraints and nested sharded_jit functions ask for, and who does.
-
-  What is inside the program's loops, branches and calls counts, too.
-  """
+  """How many partitions constraints and nested sharded_jit functions ask for, and who does."""
   for eqn in jaxpr.eqns:
     if eqn.primitive is _constraint_p:
       parts = eqn.params["parts"]
@@ -196,13 +185,9 @@ def _lower(context: Any, x: Any, *, parts: Parts) -> Sequence[Any]:
     return [x]
   if parts is not None and math.prod(parts) != len(devices):
     _outside(parts=parts)  # sharded_jit has checked its own constraints
-  if len(devices) == 1:
-    return [x]
   sharding = sharding_of(tuple(devices), parts)
-  constrain = mlir.lower_fun(
-    lambda x: jax.lax.with_sharding_constraint(x, sharding), multiple_results=False
-  )
-  return constrain(context, x)
+  constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+  return [x] if len(devices) == 1 else mlir.lower_fun(constrain, multiple_results=False)(context, x)
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, parts: Parts) -> tuple[Any, int]:
