@@ -1,12 +1,9 @@
 """Which device holds which tile of which array, and what a call on tiles needs it to hold.
 
 Plain arithmetic on device numbers: position in the program's device assignment, which is what
-`stablehlo.partition_id` gives. Nothing here knows XLA; `_jax/partitioner.py` reads and writes its
-shardings.
-
-A `Tiling` says how many tiles each dimension has and, for each device, which of them it holds. In a
-partly manual program devices with different `manual` labels hold different arrays altogether. A
-`Part` is a tiling as programs hold it: messages, `TapInfo.shard` and `assemble` read it.
+`stablehlo.partition_id` gives. Nothing here knows XLA. In a partly manual program devices with
+different `manual` labels hold different arrays altogether. A `Part` is a tiling as programs hold
+it: messages, `TapInfo.shard` and `assemble` read it.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,23 +51,20 @@ class Tiling:
 
   def grid(self) -> np.ndarray:
     """Device numbers by [tile along each dimension..., replica, manual]."""
-    cells: dict[tuple[int, ...], list[int]] = {}
-    for device, (tile, label) in enumerate(zip(self.index, self.manual, strict=True)):
-      cells.setdefault((*tile.tolist(), int(label)), []).append(device)
-    labels = int(self.manual.max(initial=0)) + 1
-    replicas = len(self.index) // (int(np.prod(self.counts, dtype=int)) * labels)
-    grid = np.zeros((*self.counts, labels, replicas), int)
-    for cell, devices in cells.items():
-      grid[cell] = devices
-    return np.moveaxis(grid, -1, -2)
+    # By tile and label, then in order of their numbers.
+    order = np.lexsort((self.manual, *self.index.T[::-1]))
+    return np.moveaxis(order.reshape(*self.counts, self._labels, -1), -1, -2)
+
+  @property
+  def _labels(self) -> int:
+    return int(self.manual.max(initial=0)) + 1
 
   @property
   def expressible(self) -> bool:
     """Whether each combination of tiles lies on equally many devices: what XLA can express."""
     cells = np.column_stack([self.index, self.manual])
     _, held = np.unique(cells, axis=0, return_counts=True)
-    labels = int(self.manual.max(initial=0)) + 1
-    return len(held) == int(np.prod(self.counts, dtype=int)) * labels and len(set(held)) == 1
+    return len(held) == math.prod(self.counts) * self._labels and len(set(held)) == 1
 
   def tile(self, shape: Shape) -> Shape:
     """The extents of one tile."""
@@ -95,13 +90,10 @@ class Plan:
     """The devices that hold the same tiles of everything, in order of their numbers."""
     found: dict[tuple[int, ...], list[int]] = {}
     for device in range(self.devices):
-      found.setdefault(self.tiles_of(device), []).append(device)
+      arrays = (*self.operands, *self.results)
+      tiles = tuple(i for one in arrays for i in (*one.index[device], one.manual[device]))
+      found.setdefault(tiles, []).append(device)
     return list(found.values())
-
-  def tiles_of(self, device: int) -> tuple[int, ...]:
-    """A device's tiles of all arrays."""
-    arrays = (*self.operands, *self.results)
-    return tuple(int(i) for one in arrays for i in (*one.index[device], one.manual[device]))
 
 
 def plan(
@@ -118,19 +110,17 @@ def plan(
 
   The rule is closed (`Rule.closed`); shapes and tilings are the operands' and the results'.
   """
-  operand_shapes, result_shapes = shapes
   terms = [*rule.results, *rule.operands]
-  extents = [*result_shapes, *operand_shapes]
+  extents = [*shapes[1], *shapes[0]]
   given = [*tilings[1], *tilings[0]]
-  manual = next((t.manual for t in given if t.manual.any()), np.zeros(devices, int))
+  none = np.zeros(devices, int)
+  manual = next((t.manual for t in given if t.manual.any()), none)
   split: dict[int, tuple[int, np.ndarray]] = {}
 
   def made(term: Sequence[int]) -> Tiling:
-    counts = tuple(split[f][0] if f in split else 1 for f in term)
-    none = np.zeros(devices, int)
-    columns = [split[f][1] if f in split else none for f in term]
-    index = np.stack(columns, 1) if columns else np.zeros((devices, 0), int)
-    return Tiling(counts, index, manual)
+    parts = [split.get(factor, (1, none)) for factor in term]
+    index = np.array([column for _, column in parts], int).reshape(len(term), devices).T
+    return Tiling(tuple(count for count, _ in parts), index, manual)
 
   for term, shape, tiling in zip(terms, extents, given, strict=True):
     for axis, factor in enumerate(term):
@@ -176,12 +166,9 @@ class Part:
   def slices(self, shard: int) -> tuple[slice, ...]:
     """The slices of the whole that a shard is."""
     tile = self._tiles[shard] if self._tiles is not None else 0
-    index = np.unravel_index(tile, self.counts) if self.counts else ()
+    index = map(int, np.unravel_index(tile, self.counts) if self.counts else ())
     extents = [extent // count for extent, count in zip(self.shape, self.counts, strict=True)]
-    return tuple(
-      slice(int(i) * extent, (int(i) + 1) * extent)
-      for i, extent in zip(index, extents, strict=True)
-    )
+    return tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, extents, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -195,11 +182,9 @@ def describe(layout: str, shard: int) -> str:
   if shard < 0:
     return ""
   devices, operands = _layout(layout)
-  parts = [f"{name}{text}" for name, part in operands if (text := _text(part, shard))]
+  parts = [
+    f"{name}[{', '.join(f'{s.start}:{s.stop}' for s in part.slices(shard))}]"
+    for name, part in operands
+    if any(count > 1 for count in part.counts)
+  ]
   return f"shard {shard} of {devices}" + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _text(part: Part, shard: int) -> str:
-  if all(count == 1 for count in part.counts):
-    return ""
-  return f"[{', '.join(f'{s.start}:{s.stop}' for s in part.slices(shard))}]"
