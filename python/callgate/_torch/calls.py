@@ -9,11 +9,11 @@ Transforms take runs to runs, so that they nest to any order. There are two ways
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
 What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
-which have shapes and dtypes, and no values. Tensors that it has from elsewhere (weights in a
-closure) become fake ones while it runs, so nothing of them changes.
+which have no values. Tensors that it has from elsewhere (weights in a closure) become fake ones
+while it runs, so nothing of them changes.
 
-Imports torch, so it is imported when the first function is made. All of it runs in the thread that
-calls the gate, under the GIL where torch does not release it.
+Imports torch, so it is imported when the first function is made. Runs in the thread that calls the
+gate, under the GIL where torch does not release it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def of_function(
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
-    own = {name: value for name, value in kwargs.items() if not (random and name == RNG)}
-    mode = torch.enable_grad() if enable_grad else contextlib.nullcontext()
-    with mode, _seeded(kwargs[RNG]) if random else contextlib.nullcontext():
+    own = dict(kwargs)
+    seeded = _seeded(own.pop(RNG)) if random else contextlib.nullcontext()
+    with torch.enable_grad() if enable_grad else contextlib.nullcontext(), seeded:
       result = function(*args, **own)
     return jax.tree.map(_as_tensor, result) if plain else result
 
@@ -86,10 +86,10 @@ def _seeded(key: Tensor) -> Generator[None]:
   if is_abstract(key):
     yield
     return
-  words = key.detach().cpu().contiguous().view(torch.uint8).tolist()
-  digest = hashlib.blake2b(bytes(words), digest_size=8).digest()
+  words = bytes(key.detach().cpu().contiguous().view(torch.uint8).tolist())
   with _generator_lock, torch.random.fork_rng(devices=[]):
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    torch.default_generator.manual_seed(seed)
     yield
 
 
@@ -108,24 +108,24 @@ def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
 
 def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
   """What a gate calls: the run, with autograd off around it and in the way that suits it."""
-  derivatives = [kind for kind, _ in steps if kind != "vmap"]
-  batched = len(derivatives) != len(steps)
+  kinds = [kind for kind, _ in steps]
+  batched = "vmap" in kinds
   # One step of reverse mode is quickest, and takes most, with autograd itself.
-  classical = batched or derivatives in ([], ["vjp"])
+  classical = batched or kinds in ([], ["vjp"])
 
   def call(*args: Any, **kwargs: Any) -> Any:
     nonlocal classical
     with torch.no_grad():
-      if not classical:
-        try:
-          return run(True, args, kwargs)
-        except (RuntimeError, NotImplementedError):
-          # torch.func refuses the function, or it has an operation without forward mode. An error
-          # of the function's own comes again here.
-          result = run(False, args, kwargs)
-          classical = True
-          return result
-      return run(batched, args, kwargs)
+      if classical:
+        return run(batched, args, kwargs)
+      try:
+        return run(True, args, kwargs)
+      except (RuntimeError, NotImplementedError):
+        # torch.func refuses the function, or it has an operation without forward mode. An error
+        # of the function's own comes again here.
+        result = run(False, args, kwargs)
+        classical = True
+        return result
 
   return call
 
@@ -143,8 +143,7 @@ def _inner(
   leaves, tree = jax.tree.flatten(args[:2])
 
   def call(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    given = dict(zip(wanted, primals, strict=True))
-    own, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+    own, kwargs = _filled(tree, leaves, wanted, primals)
     result = run(functional, own, {**kwargs, **static})
     return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
 
@@ -165,8 +164,7 @@ def _vjp(run: Run, wanted: Sequence[int]) -> Run:
       return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
 
     if functional:
-      vjp = cast("Any", torch.func.vjp)
-      results, pullback = vjp(lambda *primals: inner(True, primals), *primals)
+      results, pullback = cast("Any", torch.func.vjp)(lambda *xs: inner(True, xs), *primals)
       grads = pullback(cotangents(results))
     else:
       again = torch.is_grad_enabled()  # a derivative of this one is being taken
@@ -219,12 +217,11 @@ def _grad(
 ) -> tuple[Tensor, ...]:
   """`torch.autograd.grad`, with zeros where nothing depends on an input."""
   pairs = [(x, ct) for x, ct in zip(results, cotangents, strict=True) if x.requires_grad]
-  found: Sequence[Tensor | None] = [None] * len(inputs)
-  if pairs:
-    xs, cts = zip(*pairs, strict=True)
-    found = torch.autograd.grad(xs, inputs, cts, create_graph=again, allow_unused=True)
-  return tuple(
-    torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)
+  if not pairs:
+    return tuple(map(torch.zeros_like, inputs))
+  xs, cts = zip(*pairs, strict=True)
+  return torch.autograd.grad(
+    xs, inputs, cts, create_graph=again, allow_unused=True, materialize_grads=True
   )
 
 
@@ -239,20 +236,25 @@ def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
     del functional
     leaves, tree = jax.tree.flatten((args, kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    trees: list[Any] = []
+    out_tree: Any = None
 
     def lane(*tensors: Tensor) -> tuple[Tensor, ...]:
-      given = dict(zip(where, tensors, strict=True))
-      own, keywords = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      nonlocal out_tree
+      own, keywords = _filled(tree, leaves, where, tensors)
       flat, out_tree = jax.tree.flatten(run(True, own, keywords))
-      trees.append(out_tree)
       return tuple(flat)
 
     axes = tuple(0 if i in mask else None for i in range(len(where)))
     found = torch.func.vmap(lane, axes, randomness=randomness)(*(leaves[i] for i in where))
-    return jax.tree.unflatten(trees[0], found)
+    return jax.tree.unflatten(out_tree, found)
 
   return whole
+
+
+def _filled(tree: Any, leaves: Sequence[Any], where: Sequence[int], tensors: Sequence[Any]) -> Any:
+  """The tree of the leaves, with the tensors in the places `where`."""
+  given = dict(zip(where, tensors, strict=True))
+  return jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
 
 
 # -- without values ------------------------------------------------------------------------------
@@ -267,25 +269,15 @@ def torch_dtype(dtype: np.dtype[Any]) -> Any:
 _WRONG_UNDER_VMAP = "aten::_cdist_backward"
 
 
-class _Watched(TorchDispatchMode):
-  """Has `look` see each operation before it runs."""
-
-  def __init__(self, look: Callable[[Any], None]) -> None:
-    super().__init__()
-    self._look = look
-
-  def __torch_dispatch__(
-    self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-  ) -> Any:
-    del types
-    self._look(func)
-    return func(*args, **(kwargs or {}))
-
-
 def _run_abstract(
   run: Run, functional: bool, args: Any, kwargs: Any, look: Callable[[Any], None]
 ) -> Any:
-  """The run on tensors without values, in the place of ShapeDtypeStructs."""
+  """The run on tensors without values for ShapeDtypeStructs; `look` sees each operation first."""
+
+  class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+      look(func)
+      return func(*args, **(kwargs or {}))
 
   def fake(leaf: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -298,7 +290,7 @@ def _run_abstract(
   try:
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
       args, kwargs = jax.tree.map(fake, (args, kwargs))
-      with _Watched(look), torch.no_grad():
+      with Watched(), torch.no_grad():
         return run(functional, args, kwargs)
   finally:
     logger.disabled = before
@@ -334,10 +326,11 @@ def result_types(
       f"values ({type(error).__name__}: {text[:300]}). {advice}"
     ) from error
 
-  def struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
-
-  return jax.tree.map(struct, result), next(iter(draws), None)
+  structs = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype)[len("torch.") :])),
+    result,
+  )
+  return structs, next(iter(draws), None)
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

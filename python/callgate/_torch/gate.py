@@ -93,13 +93,10 @@ class TorchGate(Gate):
 
   def define_variant(self, key: str) -> bool:
     """Makes the part that a program from elsewhere names; False where it isn't one of ours."""
-    steps: list[tuple[str, tuple[int, ...]]] = []
-    for text in key.split("/"):
-      if not _STEP.fullmatch(text):
-        return False
-      kind, _, positions = text.partition(":")
-      steps.append((kind, tuple(map(int, positions.split(",")))))
-    self.part(*steps)
+    if not all(map(_STEP.fullmatch, key.split("/"))):
+      return False
+    steps = (text.split(":") for text in key.split("/"))
+    self.part(*((kind, tuple(map(int, where.split(",")))) for kind, where in steps))
     return True
 
   # -- the primitive's questions -----------------------------------------------------------------
@@ -108,9 +105,9 @@ class TorchGate(Gate):
 
     for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
       if calls.torch_dtype(dtype) is None:
-        what = f"argument {registry.argument(self.name, site.spec, index)}"
+        what = f"{self.label}: argument {registry.argument(self.name, site.spec, index)}"
         raise GateDefinitionError(
-          f"{self.label}: {what}: PyTorch has no {dtype.name}; convert it before the call"
+          f"{what}: PyTorch has no {dtype.name}; convert it before the call"
         )
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
@@ -133,8 +130,8 @@ class TorchGate(Gate):
     if not wanted or not outputs:
       return TangentCall(self, site, (), ())
     types = tuple(site.results[i] for i in outputs)
-    gate = self.part(("jvp", wanted))
-    return TangentCall(gate, _site_of_part(site, args, kwargs, len(wanted), types), wanted, outputs)
+    made = _site_of_part(site, args, kwargs, len(wanted), types)
+    return TangentCall(self.part(("jvp", wanted)), made, wanted, outputs)
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
     if self.root.method == "each" or site.by_jax or self.style != "return":
@@ -158,10 +155,8 @@ class TorchGate(Gate):
     if any(kind == "jvp" for kind, _ in path):
       calls.prepare_forward_mode()  # not on tensors without values
     run = calls.transformed(self.root.run, path, random=self.root.random)
-    structs = [
-      jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if flag else x
-      for x, flag in zip(lanes, mask, strict=True)
-    ]
+    pairs = zip(lanes, mask, strict=True)
+    structs = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if flag else x for x, flag in pairs]
     args, kwargs = jax.tree.unflatten(site.in_tree, structs)
     return calls.takes_vmap(run, args, {**kwargs, **dict(site.static)})
 

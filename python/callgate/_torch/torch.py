@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from callgate._arrays import torch as _torch
 from callgate._call.options import shared
@@ -111,7 +113,17 @@ class TorchModule(TorchFunction):
   @property
   def params(self) -> dict[str, jax.Array]:
     """The module's parameters and buffers now, by name, as new JAX arrays."""
-    return self._module.params()
+    found: dict[str, jax.Array] = {}
+    for name, tensor in self._module.tensors().items():
+      array = _torch.to_numpy(tensor)
+      dtype = tracing.canonical_dtype(array.dtype)
+      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
+          f"expected {dtype.name} without it (module.float() converts a module)"
+        )
+      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
+    return found
 
   @property
   def trainable(self) -> dict[str, bool]:
@@ -131,6 +143,7 @@ class TorchModule(TorchFunction):
     Raises:
       GateDefinitionError: a name or a shape is not the module's.
     """
+    self._check(params)
     self._module.load(params)
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -145,12 +158,29 @@ class TorchModule(TorchFunction):
       What forward returns, with jax.Arrays for tensors; with `mutable=True` a pair of that and the
       dict of the buffers after the call.
     """
-    self._module.check(params)
+    self._check(params)
     return super().__call__(dict(params), *args, **kwargs)
+
+  def _check(self, params: Any) -> None:
+    """Raises unless it is a dict of this module's names and shapes."""
+    what = f"{self.label}: argument 'params'"
+    if not isinstance(params, Mapping):
+      got = type(params).__name__
+      raise GateDefinitionError(
+        f"{what}: expected a dict of arrays as `.params` gives it, got {got}"
+      )
+    own = self._module.tensors()
+    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+      if names:
+        known = f"the names that `.params` has: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
+    for name, tensor in own.items():
+      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
+        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
 
   def frozen(self, args: Any, kwargs: Any) -> frozenset[int]:
     del kwargs
-    trainable = self._module.trainable()
+    trainable = self.trainable
     return frozenset(
       i for name, leaf in args[0].items() if not trainable[name] for i in jax.tree.leaves(leaf)
     )
@@ -158,7 +188,7 @@ class TorchModule(TorchFunction):
 
 def _from_torch(leaf: Any) -> Any:
   is_torchs = hasattr(leaf, "data_ptr") and not isinstance(leaf, jax.Array)
-  return jax.numpy.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
+  return jnp.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
 
 
 @factories.decorator(TorchOptions)
