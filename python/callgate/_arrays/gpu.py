@@ -7,10 +7,9 @@ with the first call that needs it. All of this runs under the GIL, on XLA's thre
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from callgate._arrays.torch import to_numpy, torch_converter
 from callgate._core import extras
@@ -27,16 +26,16 @@ _EXTRAS = {
 STREAMS = tuple(_EXTRAS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-  """How a callable works with a library's arrays on a GPU."""
+class Library(NamedTuple):
+  """How a callable works with a library's arrays on a GPU.
 
-  # Makes the library's array from a Buffer on a GPU.
+  `convert` makes the library's array from a Buffer on a GPU, `result` what the runtime can copy
+  from what the callable returned. `run` calls a function without arguments, with this stream (an
+  address) of this GPU (its number) as the library's current one.
+  """
+
   convert: Callable[[Any], Any]
-  # Makes what the runtime can copy from what the callable returned.
   result: Callable[[Any], Any]
-  # Calls a function without arguments, with this stream (an address) of this GPU (its number) as
-  # the library's current one.
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
@@ -68,13 +67,9 @@ def stream_as(library: str, stream: int, ordinal: int) -> Any:
       "which has no stream"
     )
   module = _import(library, f"Context.stream_as({library!r})")
-  if library == "cupy":
-    return _cupy_stream(module, stream, ordinal)
-  if library == "torch":
-    return _torch_stream(module, stream, ordinal)
-  if library == "numba":
-    return module.external_stream(stream)
-  return module.CUstream(stream)
+  if library in ("cupy", "torch"):
+    return (_cupy_stream if library == "cupy" else _torch_stream)(module, stream, ordinal)
+  return module.external_stream(stream) if library == "numba" else module.CUstream(stream)
 
 
 def _import(name: str, who: str) -> Any:
@@ -84,21 +79,14 @@ def _import(name: str, who: str) -> Any:
 
 def returned(value: Any) -> Any:
   """A returned array as the runtime takes it: PyTorch's need help with gradients and layouts."""
-  if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
-    return value
-  tensor = value.detach()
-  if not tensor.is_cuda:
-    return to_numpy(tensor)
-  return tensor.resolve_conj().resolve_neg().contiguous()
+  if hasattr(value, "data_ptr") and hasattr(value, "detach") and value.is_cuda:
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+  return to_numpy(value)
 
 
 # -- Buffer --------------------------------------------------------------------------------------
 def _buffer() -> Library:
-  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
-    del stream, ordinal
-    return function()
-
-  return Library(same, returned, run)
+  return Library(same, returned, lambda stream, ordinal, function: function())
 
 
 def same(value: Any) -> Any:
@@ -174,13 +162,10 @@ def _torch_stream(torch: Any, stream: int, ordinal: int) -> Any:
 def _numba() -> Library:
   cuda = _import("numba", "arrays='numba'")
 
-  def convert(buffer: Any) -> Any:
-    # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
-    return cuda.as_cuda_array(buffer, sync=False)
-
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
     del stream  # Numba has no current stream
     with cuda.gpus[ordinal]:
       return function()
 
-  return Library(convert, returned, run)
+  # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
+  return Library(functools.partial(cuda.as_cuda_array, sync=False), returned, run)
