@@ -44,12 +44,8 @@ def settle(
 ) -> None:
   """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
 
-  Args:
-    gate: the gate's name.
-    spec: the call site's description, for the arguments' names.
-    suspects: all views of the call; those still referenced are the escaped ones.
-    exception: the exception that the call ended with, or None.
-    make_private: makes the views of a kind private copies, from the gate's next call on.
+  Of `suspects`, all views of the call, those still referenced have escaped. `make_private` makes
+  the views of a kind private copies, from the gate's next call on.
   """
   escaped = _escaped(suspects)
   if escaped and exception is None:

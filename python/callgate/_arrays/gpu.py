@@ -46,17 +46,7 @@ def library(kind: str) -> Library:
 
 
 def stream_as(library: str, stream: int, ordinal: int) -> Any:
-  """XLA's stream as a library's object, for `Context.stream_as`.
-
-  Args:
-    library: "cupy" (`cupy.cuda.Stream`), "torch" (`torch.cuda.ExternalStream`), "numba"
-      (`numba.cuda.external_stream`) or "cuda" (`cuda.bindings.driver.CUstream`).
-    stream: its address.
-    ordinal: the GPU's number; -1 on the CPU.
-
-  Raises:
-    GateDefinitionError: on the CPU, for another name, or where the library is not installed.
-  """
+  """XLA's stream, an address, as a library's object; -1 for the GPU's number is the CPU."""
   if library not in STREAMS:
     raise GateDefinitionError(
       f"Context.stream_as: expected one of {', '.join(map(repr, STREAMS))}, got {library!r}"

@@ -36,8 +36,8 @@ class Check(Gate):
       try:
         text = _format(message, values)
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
-        why = f"{type(error).__name__}: {error}"
-        text = f"{message} (the values below can't be formatted: {why})"
+        why = f"the values below can't be formatted: {type(error).__name__}: {error}"
+        text = f"{message} ({why})"
       raise CheckError(text, values)
 
     unique = registry.free_name("check")
@@ -84,15 +84,13 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   raise_deferred()
   options.text("check", "message", message)
   try:
-    fields = [
-      field or "" for _, field, _, _ in string.Formatter().parse(message) if field is not None
-    ]
+    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
   except ValueError as error:
     raise GateDefinitionError(
       f"check: message: expected a format string, got {message!r}: {error}"
     ) from error
   for field in fields:
-    if field.split(".")[0].split("[")[0] not in values:
+    if field is not None and field.split(".")[0].split("[")[0] not in values:
       raise GateDefinitionError(
         f"check: message: the field {{{field}}} is not among the values, {sorted(values)}"
       )
@@ -126,8 +124,8 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
   try:
     _format(message, types)
   except Exception as error:
-    arrays = [(name, array) for name, value in types.items() for array in jax.tree.leaves(value)]
-    shown = ", ".join(f"{name}: {array.dtype.name}{list(array.shape)}" for name, array in arrays)
+    arrays = [(name, x) for name, value in types.items() for x in jax.tree.leaves(value)]
+    shown = ", ".join(f"{name}: {x.dtype.name}{list(x.shape)}" for name, x in arrays)
     raise GateDefinitionError(
       f"check: message: expected a format for the values ({shown}), got {message!r}: "
       f"{type(error).__name__}: {error}"

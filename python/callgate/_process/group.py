@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -52,7 +53,6 @@ class Failure:
 
   @staticmethod
   def parse(text: str) -> Failure:
-    """The failure of a text."""
     return Failure(**json.loads(text))
 
   def text(self) -> str:
@@ -76,18 +76,13 @@ class Group:
     self.silent_seconds = max(1.0, environment.seconds("CALLGATE_SILENT_SECONDS", 60))
     # Looks at the others are rarer the more there are: all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
-    self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when
+    self._heard: dict[int, tuple[str, float]] = {}  # by process: its count, and since when
     self._heard_at = 0.0
-    self._meetings = 0
+    self.meetings = 0  # the same in every process, as all take part in all
     self.one_at_a_time = threading.Lock()  # held by the thread that is in a meeting
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._live, name="callgate-alive", daemon=True)
     self._thread.start()
-
-  def next_number(self) -> int:
-    """The number of the next meeting: the same in every process, as all take part in all."""
-    self._meetings += 1
-    return self._meetings
 
   def ended(self) -> dict[int, Failure]:
     """How those ended that did, by process."""
@@ -100,19 +95,15 @@ class Group:
     if now - self._heard_at >= self.silent_seconds / 8:
       self._heard_at = now
       for process, count in self.store.under("callgate/alive/").items():
-        if self._heard.get(process, ("", 0.0))[0] != count:
-          self._heard[process] = count, now
-    return [
-      int(process)
-      for process, (_, since) in self._heard.items()
-      if now - since > self.silent_seconds and int(process) != self.index
-    ]
+        if self._heard.get(int(process), ("", 0.0))[0] != count:
+          self._heard[int(process)] = count, now
+    last = {process: since for process, (_, since) in self._heard.items() if process != self.index}
+    return [process for process, since in last.items() if now - since > self.silent_seconds]
 
   def say_ended(self, error: BaseException | None) -> None:
     """Tells the others that this process ends: by an exception, or without one."""
-    if error is None:
-      failure = Failure(self.index, "", "ended without coming here")
-    else:
+    failure = Failure(self.index, "", "ended without coming here")
+    if error is not None:
       failure = Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # nobody is left to be told
       self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
@@ -124,15 +115,11 @@ class Group:
       self._thread.join(timeout=2)
 
   def _live(self) -> None:
-    count = 0
-    while True:
-      count += 1
-      try:
+    with contextlib.suppress(ConnectionError):  # the service has ended: this process does soon
+      for count in itertools.count(1):
         self.store.put(f"callgate/alive/{self.index}", str(count), overwrite=True)
-      except ConnectionError:
-        return  # the service has ended, and this process with it or soon
-      if self._over.wait(self.silent_seconds / 8):
-        return
+        if self._over.wait(self.silent_seconds / 8):
+          return
 
 
 _group: Group | None = None
@@ -208,12 +195,10 @@ def _tell_of_uncaught() -> None:
   """Tells the others of an uncaught exception at once: threads may keep the process for long."""
   before = sys.excepthook
 
-  def hook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-  ) -> None:
+  def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
     if not _is_interactive():
       _end(error)
-    before(kind, error, traceback)
+    before(kind, error, stack)
 
   sys.excepthook = hook
 

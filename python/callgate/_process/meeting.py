@@ -22,12 +22,13 @@ class Meeting:
 
   def __init__(self, group: Group) -> None:
     self._group = group
-    self._number = 0
+    self._keys = ""  # what those of this meeting begin with
     self._next_look = 0.0
 
   def __enter__(self) -> Meeting:
     self._group.one_at_a_time.acquire()
-    self._number = self._group.next_number()
+    self._group.meetings += 1
+    self._keys = f"callgate/barrier/{self._group.meetings}/"
     return self
 
   def __exit__(
@@ -54,7 +55,7 @@ class Meeting:
       return
     self._next_look = now + self._group.look_seconds
     try:
-      result = self._group.store.get(self._key("result"))
+      result = self._group.store.get(self._keys + "result")
       if result is not None and result != _OK:
         raise Failure.parse(result).error()
       missing = self._missing()
@@ -63,15 +64,15 @@ class Meeting:
     if missing is not None:
       raise missing.error()
 
-  def wait(self, deadline: float | None, timeout: float | None) -> None:
+  def wait(self, deadline: float, timeout: float | None) -> None:
     """Says that this process has done its part, and waits until all have."""
     group = self._group
     try:
-      group.store.put(self._key(f"at/{group.index}"), _OK)
+      group.store.put(f"{self._keys}at/{group.index}", _OK)
       absent = list(range(group.count)) if group.index == 0 else []
       while (result := self._result(absent)) is None:
         self.watch()
-        if deadline is not None and time.monotonic() >= deadline:
+        if time.monotonic() >= deadline:
           result = self._late(timeout)
           break
     except ConnectionError as error:
@@ -83,19 +84,19 @@ class Meeting:
     """How the meeting ended, waited for a moment; process 0 takes those who came off `absent`."""
     store, seconds = self._group.store, self._group.look_seconds
     if not absent:
-      return store.get(self._key("result"), seconds)
-    while absent and store.get(self._key(f"at/{absent[-1]}"), seconds) is not None:
+      return store.get(self._keys + "result", seconds)
+    while absent and store.get(f"{self._keys}at/{absent[-1]}", seconds) is not None:
       absent.pop()
     if absent:
-      return store.get(self._key("result"))
+      return store.get(self._keys + "result")
     result = self._conclude(_OK)
     if result == _OK:  # all have left the meeting before
-      store.remove(f"callgate/barrier/{self._number - 1}/")
+      store.remove(f"callgate/barrier/{self._group.meetings - 1}/")
     return result
 
   def _late(self, timeout: float | None) -> str:
     """The time is over: how the meeting ended all the same, or TimeoutError."""
-    came = self._group.store.under(self._key("at/"))
+    came = self._group.store.under(self._keys + "at/")
     late = [process for process in range(self._group.count) if str(process) not in came]
     message = (
       f"callgate.barrier: expected all {self._group.count} processes within {timeout} s, "
@@ -118,15 +119,12 @@ class Meeting:
     gone.pop(group.index, None)
     if not gone:
       return None
-    came = group.store.under(self._key("at/"))  # asked last: one that has left may have ended since
+    came = group.store.under(
+      self._keys + "at/"
+    )  # asked last: one that has left may have ended since
     return next((gone[process] for process in sorted(gone) if str(process) not in came), None)
 
   def _conclude(self, result: str) -> str:
     """Ends the meeting with a result, unless it has one; returns the one that it has."""
-    key = self._key("result")
-    if self._group.store.put(key, result):
-      return result
-    return self._group.store.get(key, 1.0) or result
-
-  def _key(self, name: str) -> str:
-    return f"callgate/barrier/{self._number}/{name}"
+    store, key = self._group.store, self._keys + "result"
+    return result if store.put(key, result) else store.get(key, 1.0) or result

@@ -6,11 +6,11 @@ Here and in other processes. Runs on the thread that calls it. Across processes 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -68,10 +68,14 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   if group is None:
     _settle(timeout, None)
     return
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
   with Meeting(group) as meeting:
     _settle(timeout, meeting.watch)
     meeting.wait(deadline, timeout)
+
+
+def _deadline(timeout: float | None) -> float:
+  return math.inf if timeout is None else time.monotonic() + timeout
 
 
 def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
@@ -81,39 +85,35 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
       "callgate.barrier: this process was forked from one that had channels, whose threads are not "
       "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
     )
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
   failure = wait_for_programs(timeout, watch)
-  if not _until(deadline, watch, _callgate.drain_devices, LONG_SECONDS):
+  if not _until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
   for settle in _at_barrier:
     settle()
-  if not _until(deadline, watch, _callgate.flush_channels, None):
-    pending = {
-      name: stats["pending"]
-      for name, stats in _callgate.channel_stats().items()
-      if stats["pending"]
-    }
+  if not _until(deadline, watch, _callgate.flush_channels):
+    counts = {name: stats["pending"] for name, stats in _callgate.channel_stats().items()}
+    pending = {name: count for name, count in counts.items() if count}
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
   dispatch.forget_failed_tokens()
   raise_deferred(of_all_threads=True)
-  raise_program_failure(failure)
+  if failure is not None and not _is_stale(failure, first=0):
+    kept = _kept.find(str(failure))
+    raise_original(kept.exception if kept is not None else failure)
   raise_consumer_errors()
 
 
 def _until(
-  deadline: float | None,
-  watch: Callable[[], None] | None,
-  done: Callable[[Any], bool],
-  unlimited: float | None,
+  deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]
 ) -> bool:
-  """Whether `done`, which takes seconds to wait, said so in time; `unlimited` are those of none."""
+  """Whether `done`, which takes seconds to wait, said so in time."""
   while True:
-    rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+    rest = min(max(0.0, deadline - time.monotonic()), LONG_SECONDS)
     if watch is None:
-      return done(unlimited if rest is None else rest)
-    if done(_FLUSH_SECONDS if rest is None else min(rest, _FLUSH_SECONDS)):
+      return done(rest)
+    if done(min(rest, _FLUSH_SECONDS)):
       return True
-    if rest is not None and rest <= _FLUSH_SECONDS:
+    if rest <= _FLUSH_SECONDS:
       return False
     watch()
 
@@ -122,13 +122,6 @@ def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
   number = _kept.id_in(str(failure))
   return number is not None and (number < first or _kept.is_claimed(number))
-
-
-def raise_program_failure(failure: BaseException | None) -> None:
-  """Raises what `wait_for_programs` returned, as the original exception, once."""
-  if failure is not None and not _is_stale(failure, first=0):
-    kept = _kept.find(str(failure))
-    raise_original(kept.exception if kept is not None else failure)
 
 
 # What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
@@ -205,25 +198,18 @@ class errors:
 def wait_for_programs(
   timeout: float | None, watch: Callable[[], None] | None = None
 ) -> BaseException | None:
-  """Waits until no program of any thread runs; returns the first failure met on the way.
+  """Waits until no program of any thread runs; returns what the first to fail did so with.
 
-  Args:
-    timeout: seconds to wait at most; None for no limit.
-    watch: called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
-
-  Returns:
-    What the first program to fail did so with, or None.
-
-  Raises:
-    TimeoutError: the time was over.
+  `watch` is called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
   """
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
+  late = f"callgate.barrier: programs still run after {timeout} s"
   failure: BaseException | None = None
   for array in list(dispatch.live_arrays()):
     try:
-      while not (deadline is None and watch is None) and not array.is_ready():
-        if deadline is not None and time.monotonic() > deadline:
-          raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+      while not (timeout is None and watch is None) and not array.is_ready():
+        if time.monotonic() > deadline:
+          raise TimeoutError(late)
         if watch is not None:
           watch()
         time.sleep(0.001)
@@ -235,11 +221,11 @@ def wait_for_programs(
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
   if not fence.wait(deadline, watch):
-    raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
-  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+    raise TimeoutError(late)
+  rest = None if timeout is None else max(0.0, deadline - time.monotonic())
   try:
     if not dispatch.wait_for_effects(rest, watch):
-      raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+      raise TimeoutError(late)
     dispatch.effects_barrier_alone()
   except (TimeoutError, ProcessError):
     raise

@@ -39,21 +39,21 @@ def report(gate: str, thread: int) -> str:
   """
   frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
   frame = frames.pop(thread, None)
+  place = (frame.f_code, frame.f_lasti) if frame is not None else None
   with _lock:
     before = _seen.pop(thread, None)
-    if frame is None:
-      return ""
-    if before != (frame.f_code, frame.f_lasti):
-      _seen[thread] = (frame.f_code, frame.f_lasti)
-      return ""
+    if place is not None:
+      _seen[thread] = place
+  if frame is None or before != place:
+    return ""
   used = _jitted(frame)
   for function, jaxpr in dispatch.first_calls(frames.values()):
     if any(function is one for one in used) and f"gate '{gate}'" in str(jaxpr):
       break
   else:
-    with _lock:
-      _seen[thread] = (frame.f_code, frame.f_lasti)
     return ""
+  with _lock:
+    _seen.pop(thread, None)
   name = getattr(function, "__qualname__", repr(function))
   error = RecursionError(
     f"gate '{gate}', which has thread='own', calls the jitted function '{name}' that it is in, "

@@ -215,40 +215,25 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-  """What the partitioner has to know of a call.
+  """What the partitioner has to know of a call."""
 
-  Attributes:
-    rule: `Rule.text`; or "" for a function of the mesh, which the operation `function` has.
-    devices: how many run the program.
-    mesh: names and sizes of the program's mesh axes; () where it is not known.
-    effect: the call has side effects.
-    token: the first operand and the first result are tokens.
-    once: of the devices with the same shards one makes the call, and the others get its results.
-    aliases: operand to result, tokens not counted.
-    located: the call is told its shard. Not so inside a partly manual `jax.shard_map`, where the
-      devices that share an array are not all.
-    tap: the operands from which a tap's records are made; -1 for other calls.
-    sizes: the extents of the batch levels, outermost first.
-    lanes: their masks.
-    names: of the operands, for messages.
-    function: the operation whose rule is a function; of a tap, the function's name.
-    label: a tap's name.
-  """
-
-  rule: str
-  devices: int
-  mesh: Sequence[tuple[str, int]] = ()
+  rule: str  # `Rule.text`; or "" for a function of the mesh, which the operation `function` has
+  devices: int  # how many run the program
+  mesh: Sequence[tuple[str, int]] = ()  # names and sizes of its axes; () where it is not known
   effect: bool = False
-  token: bool = False
+  token: bool = False  # the first operand and the first result are tokens
+  # Of the devices with the same shards one makes the call, and the others get its results.
   once: bool = False
-  aliases: Sequence[tuple[int, int]] = ()
+  aliases: Sequence[tuple[int, int]] = ()  # operand to result, tokens not counted
+  # The call is told its shard. Not so inside a partly manual `jax.shard_map`, where the devices
+  # that share an array are not all.
   located: bool = True
-  tap: int = -1
-  sizes: Sequence[int] = ()
-  lanes: Sequence[str] = ()
-  names: Sequence[str] = ()
-  function: str = ""
-  label: str = ""
+  tap: int = -1  # the operands from which a tap's records are made; -1 for other calls
+  sizes: Sequence[int] = ()  # the extents of the batch levels, outermost first
+  lanes: Sequence[str] = ()  # their masks
+  names: Sequence[str] = ()  # of the operands, for messages
+  function: str = ""  # the operation whose rule is a function; of a tap, the function's name
+  label: str = ""  # a tap's name
 
   @property
   def text(self) -> str:

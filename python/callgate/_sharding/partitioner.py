@@ -52,15 +52,13 @@ class _Array:
     return Tiling.of_grid(self.grid, len(self.shape))
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Solution:
-  """A call's plan, and the shardings that XLA is told."""
-
-  plan: Plan
-  operands: list[Any]
-  results: list[Any]
+def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
+  pairs = zip(shapes, shardings, strict=True)
+  return [_Array(*partitioner.shape_and_dtype(shape), sharding) for shape, sharding in pairs]
 
 
+# A call's plan, and the shardings of its operands and results that XLA is told.
+_Solution = tuple[Plan, list[Any], list[Any]]
 # Programs hold many calls alike. Emptied when it is full.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024
@@ -87,12 +85,8 @@ class _Call:
     skip = int(self.about.token)
     self.tokens = [((), None)] * skip
     self.token_shardings = [s or partitioner.replicated_sharding() for s in shardings[:skip]]
-    self.operands, self.results = (
-      [_Array(*partitioner.shape_and_dtype(shape), s) for shape, s in zip(*side, strict=True)][
-        skip:
-      ]
-      for side in ((operand_shapes, operand_shardings), (shapes, shardings))
-    )
+    self.operands = _arrays(operand_shapes[skip:], operand_shardings[skip:])
+    self.results = _arrays(shapes[skip:], shardings[skip:])
     # Among how many devices the arrays are shared: of a partly manual program only some.
     grids = (array.grid for array in (*self.operands, *self.results))
     sizes = (grid.size for grid in grids if grid is not None and grid.size > 1)
@@ -105,11 +99,12 @@ class _Call:
       return self._worked_out()
     arrays = tuple((a.shape, str(a.sharding)) for a in (*self.operands, *self.results))
     key = self.about.rule, self.devices, len(self.operands), arrays
-    if key not in _solutions:
+    found = _solutions.get(key)
+    if found is None:
       if len(_solutions) >= _MANY:
         _solutions.clear()
-      _solutions[key] = self._worked_out()
-    return _solutions[key]
+      found = _solutions[key] = self._worked_out()
+    return found
 
   def _worked_out(self) -> _Solution:
     sides = self.operands, self.results
@@ -121,15 +116,12 @@ class _Call:
     if isinstance(plan, Rule):
       shapes = [a.shape for a in self.operands], [a.shape for a in self.results]
       plan = _tiles.plan(plan, shapes, (ins, outs), self.devices)
-    return _Solution(
-      plan,
-      [_sharding(*each) for each in zip(self.operands, ins, plan.operands, strict=True)],
-      [_sharding(*each) for each in zip(self.results, outs, plan.results, strict=True)],
-    )
+    told_ins = list(map(_sharding, self.operands, ins, plan.operands))
+    return plan, told_ins, list(map(_sharding, self.results, outs, plan.results))
 
-  def told(self, found: _Solution) -> Any:
+  def told(self, results: Sequence[Any]) -> Any:
     """The results' shardings as XLA takes them."""
-    out = [*self.token_shardings, *found.results]
+    out = [*self.token_shardings, *results]
     return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
 
   def _by_function(self) -> Rule | Plan:
@@ -277,10 +269,9 @@ def _partition(
   config: bytes,
 ) -> tuple[bytes, Sequence[Any], Any]:
   call = _Call(operand_shapes, operand_shardings, result_shape, result_sharding, config)
-  found = call.solution()
-  ins = [*operand_shardings[: len(call.tokens)], *found.operands]
-  outs = call.told(found) if call.tokens or call.results else result_sharding
-  return call.module(target, found.plan), ins, outs
+  plan, ins, outs = call.solution()
+  told = call.told(outs) if call.tokens or outs else result_sharding
+  return call.module(target, plan), [*operand_shardings[: len(call.tokens)], *ins], told
 
 
 def _infer(
@@ -288,7 +279,7 @@ def _infer(
 ) -> Any:
   """The results' shardings from the operands': asked for by XLA's older propagation alone."""
   call = _Call(operand_shapes, operand_shardings, result_shape, None, config)
-  return call.told(call.solution())
+  return call.told(call.solution()[2])
 
 
 def register(target: str, partitioned: str) -> None:

@@ -27,19 +27,12 @@ BY_NAME = ("shard", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """Factors, by number, of each operand's and result's dimensions.
-
-  Attributes:
-    operands: a term for each operand: the factor of each dimension.
-    results: likewise.
-    whole: factors that are not split.
-    least: factors of which a tile keeps more than one element.
-  """
+  """Factors, by number, of each operand's and result's dimensions."""
 
   operands: tuple[Term, ...]
   results: tuple[Term, ...]
-  whole: frozenset[int] = frozenset()
-  least: frozenset[int] = frozenset()
+  whole: frozenset[int] = frozenset()  # those that are not split
+  least: frozenset[int] = frozenset()  # those of which a tile keeps more than one element
 
   @property
   def text(self) -> str:
@@ -124,19 +117,11 @@ def parse(
   *,
   tap: bool = False,
 ) -> Rule:
-  """The rule that a user wrote, for arrays of these shapes.
+  """The rule that a user wrote, for arrays of these shapes; a tap's text needs no arrow.
 
-  Args:
-    label: what messages call the operation.
-    text: as "i j, j k -> i k": a term for each array with a name for each of its dimensions.
-      `[j]` must be whole; `_` is a dimension without a name, whole too; `...` stands for any
-      leading dimensions, aligned as NumPy broadcasts.
-    operands: shapes of the operands, flat.
-    results: of the results.
-    tap: the call has no results, and `text` needs no arrow.
-
-  Raises:
-    GateDefinitionError: the text is malformed, or doesn't fit the arrays.
+  As "i j, j k -> i k": a term for each array with a name for each of its dimensions. `[j]` must be
+  whole; `_` is a dimension without a name, whole too; `...` stands for any leading dimensions,
+  aligned as NumPy broadcasts.
   """
   reader = _Reader(label, text)
   left, arrow, right = text.partition("->")

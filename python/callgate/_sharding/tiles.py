@@ -22,17 +22,11 @@ from callgate._sharding.rules import Rule, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-  """How one array lies on `len(index)` devices.
+  """How one array lies on `len(index)` devices."""
 
-  Attributes:
-    counts: tiles along each dimension.
-    index: int64[devices, rank]: the tile that each device holds.
-    manual: int64[devices]: equal for devices that share the array.
-  """
-
-  counts: tuple[int, ...]
-  index: np.ndarray
-  manual: np.ndarray
+  counts: tuple[int, ...]  # tiles along each dimension
+  index: np.ndarray  # int64[devices, rank]: the tile that each device holds
+  manual: np.ndarray  # int64[devices]: equal for devices that share the array
 
   @classmethod
   def replicated(cls, rank: int, devices: int) -> Tiling:
@@ -42,12 +36,8 @@ class Tiling:
   @classmethod
   def of_grid(cls, grid: np.ndarray, rank: int) -> Tiling:
     """From device numbers by [tile along each dimension..., replica, manual]."""
-    devices = grid.size
-    index, manual = np.zeros((devices, rank), int), np.zeros(devices, int)
-    for position in np.ndindex(grid.shape):
-      index[grid[position]] = position[:rank]
-      manual[grid[position]] = position[-1]
-    return cls(tuple(grid.shape[:rank]), index, manual)
+    position = np.stack(np.unravel_index(np.argsort(grid, axis=None), grid.shape), 1)
+    return cls(tuple(grid.shape[:rank]), position[:, :rank], position[:, -1])
 
   def grid(self) -> np.ndarray:
     """Device numbers by [tile along each dimension..., replica, manual]."""
@@ -73,15 +63,9 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """How a call on tiles finds its arrays.
+  """How a call on tiles finds its arrays."""
 
-  Attributes:
-    operands: the tilings that the operands must have.
-    results: those that the results have.
-    devices: how many there are.
-  """
-
-  operands: tuple[Tiling, ...]
+  operands: tuple[Tiling, ...]  # those that the operands must have
   results: tuple[Tiling, ...]
   devices: int
 
@@ -102,13 +86,11 @@ def plan(
   tilings: tuple[Sequence[Tiling], Sequence[Tiling]],
   devices: int,
 ) -> Plan:
-  """The tilings nearest to those at hand under which the call on tiles is right.
+  """The tilings nearest to those at hand under which the call on tiles is right, by a closed rule.
 
   Results come first: their tilings are what the program asks for, and what propagation has made of
   the operands'. A factor that a rule lets be split is split as the first array that has it is;
   where that can't be expressed for another array, and where tiles would be uneven, it is whole.
-
-  The rule is closed (`Rule.closed`); shapes and tilings are the operands' and the results'.
   """
   terms = [*rule.results, *rule.operands]
   extents = [*shapes[1], *shapes[0]]

@@ -27,16 +27,9 @@ from callgate._watch.model import COLUMNS, Key, Model
 
 _WINDOWS: tuple[Window, ...] = ("whole", "recent")
 _AXES = ("record", "seconds")
+_CURVES = ("low", "mean", "high")
 _DEVICES = 10  # curves in one plot, at most
 _DOTS = 100  # points up to which a curve shows each of them
-
-
-def _choice_of(label: str, number: int) -> str:
-  """What stands for a label in the choice: the label, or no part of it where HTML would differ.
-
-  Bokeh's choices show HTML, though nothing says so.
-  """
-  return label if html.escape(label) == label else f"leaf&{number}"
 
 
 def _figure(text: str, *, name: str) -> Any:
@@ -69,16 +62,15 @@ class _Plot:
     _, window, axis = seen
     self.curves.xaxis.axis_label = axis
     for device, points in list(model.curves(key, window).items())[:_DEVICES]:
-      columns = {"x": points[axis], **{name: points[name] for name in ("low", "mean", "high")}}
-      self._source(device).data = columns
-      self._dots[device].visible = len(columns["x"]) <= _DOTS
+      self._source(device).data = {"x": points[axis], **{n: points[n] for n in _CURVES}}
+      self._dots[device].visible = len(points[axis]) <= _DOTS
     values = model.ask(key, lambda panel: panel.latest)
     self._values.data = {"x": np.arange(len(values)), "y": values}
 
   def _source(self, device: int) -> Any:
     if device not in self._sources:
       color = Category10_10[len(self._sources) % 10]
-      source: Any = ColumnDataSource({"x": [], "low": [], "mean": [], "high": []})
+      source: Any = ColumnDataSource({name: [] for name in ("x", *_CURVES)})
       self._sources[device] = source
       label = f"device {device}"
       self.curves.varea("x", "low", "high", source=source, color=color, alpha=0.2)
@@ -189,7 +181,9 @@ class Page:
       label = key.label
       while label in self._keys:  # another tap's name with another leaf's path, put together
         label += "'"
-      self._labels[_choice_of(label, len(self._keys))] = label
+      # Bokeh's choices show HTML, though nothing says so: no part of a label that would differ.
+      choice = label if html.escape(label) == label else f"leaf&{len(self._keys)}"
+      self._labels[choice] = label
       self._keys[label] = key
     if added:
       self._following = True
