@@ -9,11 +9,8 @@ Transforms take runs to runs, so that they nest to any order. There are two ways
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
 What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
-which have no values. Tensors that it has from elsewhere (weights in a closure) become fake ones
-while it runs, so nothing of them changes.
-
-Imports torch, so it is imported when the first function is made. Runs in the thread that calls the
-gate, under the GIL where torch does not release it.
+which have no values; so nothing changes of those that it has from elsewhere (weights in a closure).
+Imports torch, so it is imported when the first function is made.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[re
 
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
+from callgate._torch.options import TorchOptions
 
 Tensor = Any
 Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,22 +46,16 @@ _generator_lock = threading.RLock()
 _forward_lock = threading.RLock()
 
 
-def of_function(
-  function: Callable[..., Any], *, random: bool, enable_grad: bool, plain: bool = True
-) -> Run:
-  """The run of a user's function of pytrees of tensors.
-
-  A `random` one draws from torch's generator, seeded by the argument `rng`; one with `enable_grad`
-  calls autograd itself; one that is not `plain` writes its results, rather than returning them.
-  """
+def of_function(function: Callable[..., Any], options: TorchOptions) -> Run:
+  """The run of a user's function of pytrees of tensors."""
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
     own = dict(kwargs)
-    seeded = _seeded(own.pop(RNG)) if random else contextlib.nullcontext()
-    with torch.enable_grad() if enable_grad else contextlib.nullcontext(), seeded:
+    seeded = _seeded(own.pop(RNG)) if options.random else contextlib.nullcontext()
+    with torch.enable_grad() if options.enable_grad else contextlib.nullcontext(), seeded:
       result = function(*args, **own)
-    return jax.tree.map(_as_tensor, result) if plain else result
+    return jax.tree.map(_as_tensor, result) if options.style == "return" else result
 
   return run
 
@@ -136,9 +128,8 @@ def _inner(
 ) -> tuple[Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]], list[Tensor], Sequence[Tensor]]:
   """A call of the run inside a derivative as a function of the wanted tensors; these; the vectors.
 
-  A derivative's arguments are `(args, kwargs, vectors)`, where kwargs are those that hold arrays;
-  its own keywords are the static ones. Results are those that have derivatives: of floating-point
-  or complex dtype.
+  Keywords that hold arrays are in `args`, static ones the derivative's own. Results are those that
+  have derivatives: of floating-point or complex dtype.
   """
   leaves, tree = jax.tree.flatten(args[:2])
 

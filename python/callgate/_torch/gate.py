@@ -1,12 +1,10 @@
 """The gates behind `callgate.torch`: a function and, as gates of their own, its transforms.
 
-A function's gate has a *path*, the transforms around it (`calls.Step`), innermost first. The
-gate of the function itself has none, the gate of its gradient `(("vjp", (0,)),)`, and so on to any
-order. Each is a *part* of the first one, its root, and named `root[path]` in programs, so that a
-process that never traced the call can make it (`define_variant`).
-
-A derivative's gate takes `(args, kwargs, vectors)` and returns a tuple. It is linear in the
-vectors, and forward and reverse mode are each other's transpose.
+A gate's *path* are the transforms around the function (`calls.Step`), innermost first: none, or
+`(("vjp", (0,)),)` of its gradient. Each is a *part* of the function's gate, its root, and named
+`root[path]` in programs, so that a process that never traced the call can make it. A derivative's
+takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the vectors: forward and reverse
+mode are each other's transpose.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ class TorchGate(Gate):
   ) -> None:
     super().__init__(call, options)
     self.root: TorchGate = root if root is not None else self
-    self.path = path
-    self._options = options
+    self.path, self._options = path, options
     self._parts: dict[Path, TorchGate] = {}
-    self._batchings: dict[Any, Vmap] = {}
+    self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
 
   # What the root knows of its function.
   run: Any
@@ -58,9 +55,9 @@ class TorchGate(Gate):
   random = False
   drawn: str | None = None
 
-  def frozen(self, args: Any, kwargs: Any) -> frozenset[int]:
+  def frozen(self, args: Any) -> frozenset[int]:
     """Those leaves of the arguments, which are their flat positions, that have no derivative."""
-    del args, kwargs
+    del args
     return frozenset()
 
   # -- parts -------------------------------------------------------------------------------------
@@ -124,7 +121,7 @@ class TorchGate(Gate):
         "a JAX key, rng=key, that both runs draw from; or no draw (module.eval())"
       )
     args, kwargs = jax.tree.unflatten(site.in_tree, range(site.in_tree.num_leaves))
-    frozen = root.frozen(*_of_root(self.path, args, kwargs))
+    frozen = root.frozen(_of_root(self.path, args, kwargs)[0])
     wanted = tuple(i for i in moved if i not in frozen)
     outputs = tuple(i for i, (_, dtype) in enumerate(site.results) if is_inexact(dtype))
     if not wanted or not outputs:
@@ -140,8 +137,8 @@ class TorchGate(Gate):
       return "whole"
     key = (site, tuple(mask), tuple((x.shape, np.dtype(x.dtype)) for x in lanes))
     if key not in self._batchings:
-      self._batchings[key] = "whole" if self._takes_vmap(site, mask, lanes) else "each"
-    return self._batchings[key]
+      self._batchings[key] = self._takes_vmap(site, mask, lanes)
+    return "whole" if self._batchings[key] else "each"
 
   def _takes_vmap(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> bool:
     from callgate._torch import calls
@@ -170,16 +167,15 @@ class TorchGate(Gate):
     kind, wanted = self.path[-1]
     (args, kwargs, vectors), _ = jax.tree.unflatten(site.in_tree, range(len(flat)))
     first = len(flat) - len(vectors)
-    step, kept = ("jvp", wanted), [i - first for i in linear]
-    taken = flat[first:]
+    kept = [i - first for i in linear]
+    step, taken = ("jvp", wanted), flat[first:]
     if kind == "jvp":
-      step, kept = ("vjp", tuple(wanted[i] for i in kept)), range(len(linear))
-      taken = [flat[i] for i in linear]
+      step, taken = ("vjp", tuple(wanted[i] for i in kept)), [flat[i] for i in linear]
     part = self.root.part(*self.path[:-1], step)
     types = tuple((tuple(jnp.shape(x)), np.dtype(x.dtype)) for x in taken)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
     found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
-    return [found[i] for i in kept]
+    return list(found) if kind == "jvp" else [found[i] for i in kept]
 
 
 def _site_of_part(
@@ -197,7 +193,7 @@ def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
   """The function's own arguments, of those of a derivative."""
   for kind, _ in path:
     if kind != "vmap":
-      args, kwargs = args[0], args[1]
+      args, kwargs, _ = args
   return args, kwargs
 
 

@@ -40,17 +40,14 @@ class TorchFunction(TorchGate):
     rule = options.vmap if callable(options.vmap) else None
     self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, VMAPS)
     self.random = options.random
-    plain = options.style == "return"
-    self.run = calls.of_function(
-      function, random=options.random, enable_grad=options.enable_grad, plain=plain
-    )
+    self.run = calls.of_function(function, options)
     call = calls.caller(self.run, ())
     functools.update_wrapper(call, function, updated=())
     inferred = options.out is None and options.like is None
     out = self._infer if inferred else options.out
     changes = {"name": name, "out": out, "vmap": rule or "each", "arrays": "torch"}
     super().__init__(None, (), call, shared(GateOptions, options, **changes))
-    if not plain and inferred:
+    if options.style == "inplace" and inferred:
       raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +175,7 @@ class TorchModule(TorchFunction):
       if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
         raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
 
-  def frozen(self, args: Any, kwargs: Any) -> frozenset[int]:
-    del kwargs
+  def frozen(self, args: Any) -> frozenset[int]:
     trainable = self.trainable
     return frozenset(
       i for name, leaf in args[0].items() if not trainable[name] for i in jax.tree.leaves(leaf)

@@ -1,7 +1,7 @@
 """Reads streams for the live page: a thread for each, which waits, follows and comes back.
 
-A feed hands what it reads to a `Model`. It survives its writer: a file that a new writer continues
-or replaces, a socket that is served again. It ends when it is told to, or when a file is damaged.
+A feed survives its stream's writer: a file that a new one continues or replaces, a socket that is
+served again. It ends when it is told to, or when a file is damaged.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ class Feed(threading.Thread):
     self._reader: StreamReader | None = None
 
   def connect(self) -> StreamReader:
-    """Opens the stream now, so that the caller gets the error.
-
-    Raises:
-      OSError: there is no such file, or nobody serves the address.
-      ValueError: it is not a stream.
-    """
+    """Opens the stream now, so that the caller gets the OSError or ValueError."""
     while True:
       self._inode = _inode(self.where)
       reader = open_stream(self.where, follow=True)

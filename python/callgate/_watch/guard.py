@@ -4,7 +4,7 @@ The page's server listens on loopback, which keeps other machines out and no web
 somebody else's, open in the same browser, can have its own name resolved to 127.0.0.1 and ask then.
 So a request has to name this machine (`Host`). What the page may load and run is said in a
 Content-Security-Policy: the server's own scripts, and the one in the page that starts them, by a
-number that nobody can guess. Imports Bokeh and Tornado; runs on the server's thread.
+number that nobody can guess.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class _Refusal(_Guarded):
   def prepare(self) -> None:
     if self._status == 404:
       self.send_error(404)
-      return
-    self.set_status(403)
-    self.set_header("Content-Type", "text/plain")
-    self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
+    else:
+      self.set_status(403)
+      self.set_header("Content-Type", "text/plain")
+      self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
 
 
 class _Page(_Guarded):
