@@ -1,10 +1,9 @@
 """The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
 
-The engine is JAX's coordination service, a store of texts that every process sees; callgate adds no
-connection of its own. Each process has one `Group`, made when `jax.distributed.initialize` is done.
-Its thread, "callgate-alive", counts up a key every few seconds, so that the others know a process
-that died from one that takes its time. A process that ends says so on its way out: the main thread
-leaves the group at the end. In a program of one process nothing of this happens.
+The engine is JAX's coordination service, a store of texts that every process sees. Each process has
+one `Group`, made when `jax.distributed.initialize` is done. Its thread, "callgate-alive", counts up
+a key every few seconds, so that the others know a process that died from one that takes its time. A
+process that ends says so on its way out. In a program of one process nothing of this happens.
 
 Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeting.py` has more.
 """
@@ -30,6 +29,7 @@ from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
 
+PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
 
 
@@ -152,9 +152,6 @@ def index() -> int:
   """This process's index. Starts JAX's devices where `jax.distributed` does not tell it."""
   known = known_index()
   return jax.process_index() if known is None else known
-
-
-PLACEHOLDER = "{process}"
 
 
 def fill_index(path: str) -> str:

@@ -9,7 +9,6 @@ fails, or finds that another did, writes the failure. Runs on the thread that ca
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from callgate._core.errors import ProcessError
 from callgate._process.group import Failure, Group
@@ -31,12 +30,7 @@ class Meeting:
     self._keys = f"callgate/barrier/{self._group.meetings}/"
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     """Whatever ends this process's part ends the meeting for all."""
     try:
       if error is not None:
@@ -89,8 +83,7 @@ class Meeting:
       absent.pop()
     if absent:
       return store.get(self._keys + "result")
-    result = self._conclude(_OK)
-    if result == _OK:  # all have left the meeting before
+    if (result := self._conclude(_OK)) == _OK:  # all have left the meeting before
       store.remove(f"callgate/barrier/{self._group.meetings - 1}/")
     return result
 
@@ -103,25 +96,19 @@ class Meeting:
       f"got none of {late}"
     )
     own = Failure(self._group.index, "TimeoutError", message).text()
-    result = self._conclude(own)
-    if result == own:
+    if (result := self._conclude(own)) == own:
       raise TimeoutError(message)
     return result
 
   def _missing(self) -> Failure | None:
     """The failure that another process's end or silence is, unless it was here before."""
     group = self._group
-    gone = group.ended()
-    for process in group.silent():
-      gone.setdefault(
-        process, Failure(process, "", f"has not been heard of for {group.silent_seconds:g} s")
-      )
+    silence = f"has not been heard of for {group.silent_seconds:g} s"
+    gone = {process: Failure(process, "", silence) for process in group.silent()} | group.ended()
     gone.pop(group.index, None)
     if not gone:
       return None
-    came = group.store.under(
-      self._keys + "at/"
-    )  # asked last: one that has left may have ended since
+    came = group.store.under(self._keys + "at/")  # last: one that has left may have ended since
     return next((gone[process] for process in sorted(gone) if str(process) not in came), None)
 
   def _conclude(self, result: str) -> str:

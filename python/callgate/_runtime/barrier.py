@@ -10,21 +10,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import jax
 
 from callgate import _callgate
+from callgate._core import failures, options
 from callgate._core import kept as _kept
-from callgate._core import options
 from callgate._core.errors import ProcessError
-from callgate._core.failures import (
-  LONG_SECONDS,
-  raise_consumer_errors,
-  raise_deferred,
-  raise_original,
-  threads_of_python,
-)
 from callgate._jax import dispatch
 from callgate._process import group as _group
 from callgate._process.meeting import Meeting
@@ -96,11 +88,11 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
     pending = {name: count for name, count in counts.items() if count}
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
   dispatch.forget_failed_tokens()
-  raise_deferred(of_all_threads=True)
+  failures.raise_deferred(of_all_threads=True)
   if failure is not None and not _is_stale(failure, first=0):
     kept = _kept.find(str(failure))
-    raise_original(kept.exception if kept is not None else failure)
-  raise_consumer_errors()
+    failures.raise_original(kept.exception if kept is not None else failure)
+  failures.raise_consumer_errors()
 
 
 def _until(
@@ -108,7 +100,7 @@ def _until(
 ) -> bool:
   """Whether `done`, which takes seconds to wait, said so in time."""
   while True:
-    rest = min(max(0.0, deadline - time.monotonic()), LONG_SECONDS)
+    rest = min(max(0.0, deadline - time.monotonic()), failures.LONG_SECONDS)
     if watch is None:
       return done(rest)
     if done(min(rest, _FLUSH_SECONDS)):
@@ -149,35 +141,29 @@ class errors:
     self._first = _kept.enter_block()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> bool:
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     try:
       if error is None:
         failure = wait_for_programs(None)
-        _callgate.drain_devices(LONG_SECONDS)
-        _callgate.flush_channels(None)
-        raise_deferred()
+        _callgate.drain_devices(failures.LONG_SECONDS)
+        _callgate.flush_channels()
+        failures.raise_deferred()
         self._raise_unseen(failure)
-        raise_consumer_errors()
+        failures.raise_consumer_errors()
       elif isinstance(error, _PROGRAM_ERRORS):
         kept = _kept.find(str(error))
         if kept is not None and kept.exception is not error:
-          raise_original(kept.exception)
+          failures.raise_original(kept.exception)
     finally:
       dispatch.forget_failed_tokens()
       _kept.leave_block(self._first)
-    return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
     if failure is not None and _is_stale(failure, self._first):
       failure = None
     kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
-      own, python_threads = threading.get_ident(), threads_of_python()
+      own, python_threads = threading.get_ident(), failures.threads_of_python()
       alone = _kept.open_blocks() == 1
       unseen = [
         k
@@ -190,7 +176,7 @@ class errors:
         kept = unseen[-1]
         kept.claimed = True
     if kept is not None:
-      raise_original(kept.exception)
+      failures.raise_original(kept.exception)
     if failure is not None:
       raise failure
 
