@@ -56,7 +56,6 @@ class Failure:
     return Failure(**json.loads(text))
 
   def text(self) -> str:
-    """As it is in the store."""
     return json.dumps(dataclasses.asdict(self))
 
   def error(self) -> ProcessError:
@@ -85,7 +84,6 @@ class Group:
     self._thread.start()
 
   def ended(self) -> dict[int, Failure]:
-    """How those ended that did, by process."""
     found = self.store.under("callgate/ended/")
     return {int(process): Failure.parse(text) for process, text in found.items()}
 
@@ -102,9 +100,8 @@ class Group:
 
   def say_ended(self, error: BaseException | None) -> None:
     """Tells the others that this process ends: by an exception, or without one."""
-    failure = Failure(self.index, "", "ended without coming here")
-    if error is not None:
-      failure = Failure.of(self.index, error)
+    silent = Failure(self.index, "", "ended without coming here")
+    failure = silent if error is None else Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # nobody is left to be told
       self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
 
@@ -127,15 +124,12 @@ _process = 0  # of the operating system, whose group this is: a fork's child has
 
 
 def group() -> Group | None:
-  """The group of this process; None where it is alone.
-
-  RuntimeError where there are several processes, but `jax.distributed` does not run.
-  """
+  """The group of this process; None where it is alone."""
   if distributed.distributed_client() is not None:
     return _group
   if dispatch.has_backend() and jax.process_count() > 1:
     raise RuntimeError(
-      f"callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
+      "callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
       f"{jax.process_count()} processes without it (see jax.distributed.initialize)"
     )
   return None
@@ -160,7 +154,6 @@ def fill_index(path: str) -> str:
 
 
 def _join() -> None:
-  """After `jax.distributed.initialize`."""
   global _group, _process
   if _group is not None:
     _group.leave()

@@ -67,7 +67,13 @@ class Meeting:
       while (result := self._result(absent)) is None:
         self.watch()
         if time.monotonic() >= deadline:
-          result = self._late(timeout)
+          came = group.store.under(self._keys + "at/")
+          late = [process for process in range(group.count) if str(process) not in came]
+          expected = f"all {group.count} processes within {timeout} s"
+          message = f"callgate.barrier: expected {expected}, got none of {late}"
+          own = Failure(group.index, "TimeoutError", message).text()
+          if (result := self._conclude(own)) == own:
+            raise TimeoutError(message)
           break
     except ConnectionError as error:
       raise Failure(0, "ConnectionError", str(error)).error() from error
@@ -85,19 +91,6 @@ class Meeting:
       return store.get(self._keys + "result")
     if (result := self._conclude(_OK)) == _OK:  # all have left the meeting before
       store.remove(f"callgate/barrier/{self._group.meetings - 1}/")
-    return result
-
-  def _late(self, timeout: float | None) -> str:
-    """The time is over: how the meeting ended all the same, or TimeoutError."""
-    came = self._group.store.under(self._keys + "at/")
-    late = [process for process in range(self._group.count) if str(process) not in came]
-    message = (
-      f"callgate.barrier: expected all {self._group.count} processes within {timeout} s, "
-      f"got none of {late}"
-    )
-    own = Failure(self._group.index, "TimeoutError", message).text()
-    if (result := self._conclude(own)) == own:
-      raise TimeoutError(message)
     return result
 
   def _missing(self) -> Failure | None:

@@ -53,7 +53,7 @@ def of_gate(
     rule = rule_of(gate, site, *_shapes(context), levels, whole)
   gathered = gate.one_calls_for_all and gate.sharding in (None, "gather")
   names = (registry.argument(gate.name, site.spec, i) for i in range(len(context.avals_in)))
-  sharded = Sharded(
+  return Sharded(
     **_program(context, levels),
     rule=rule.text if rule is not None else "",
     effect=gate.effect != "pure",
@@ -62,8 +62,7 @@ def of_gate(
     aliases=sorted(gate.aliases.items()),
     names=[name.strip("'") for name in names],
     function=gate.name if rule is None else "",
-  )
-  return sharded, rule
+  ), rule
 
 
 def of_callback(
@@ -73,15 +72,14 @@ def of_callback(
   if not lowering.is_automatic(context):
     return None
   rule = rules.of_call(label, said, *_shapes(context)).closed()
-  sharded = Sharded(
+  return Sharded(
     **_program(context, ()),
     rule=rule.text,
     effect=effect,
     once=effect or said in (None, "gather"),
     aliases=sorted(aliases.items()),
     names=[f"argument {i}" for i in range(len(context.avals_in))],
-  )
-  return sharded, rule
+  ), rule
 
 
 def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharded, Rule] | None:
@@ -109,7 +107,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   rule = Rule(operands, (), gathered).under(levels)
   returned = [*range(count), *untapped] if tap_site.effect == "dataflow" else []
   rule = dataclasses.replace(rule, results=tuple(rule.operands[i] for i in returned))
-  sharded = Sharded(
+  return Sharded(
     **program,
     rule=rule.text,
     effect=True,
@@ -117,8 +115,7 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
     once=tap_site.replicas == "once",
     aliases=[(operand, result) for result, operand in enumerate(returned)],
     tap=count,
-  )
-  return sharded, rule
+  ), rule
 
 
 def _shapes(context: Any) -> tuple[list[rules.Shape], list[rules.Shape]]:

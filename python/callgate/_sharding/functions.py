@@ -6,6 +6,7 @@ sharded program also while it is traced, with those that the operands' types hav
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
@@ -46,12 +47,9 @@ def plan(
   found = _ask(label, function, mesh, known, results, tap=tap)
   if isinstance(found, Rule):
     return found
-  shapes = [[shape for shape, _, _ in operands], results]
-  ins, outs = (
-    tuple(_tiling(label, mesh, *each) for each in zip(*side, strict=True))
-    for side in zip(found, shapes, strict=True)
-  )
-  return Plan(ins, outs, mesh.size)
+  tiling = functools.partial(_tiling, label, mesh)
+  ins = tuple(map(tiling, found[0], [shape for shape, _, _ in operands]))
+  return Plan(ins, tuple(map(tiling, found[1], results)), mesh.size)
 
 
 def result_specs(
@@ -64,26 +62,22 @@ def result_specs(
   return found if isinstance(found, Rule) else found[1]
 
 
-_names: weakref.WeakKeyDictionary[Function, str] = weakref.WeakKeyDictionary()
 _named: weakref.WeakValueDictionary[str, Function] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def name_of(function: Function) -> str:
   """What programs call a tap's rule by: the same in the next process that makes them in order."""
+  base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
   with _lock:
-    name = _names.get(function)
-    if name is None:
-      base = f"rule:{function.__module__}.{getattr(function, '__qualname__', 'rule')}"
-      number = sum(known.partition("#")[0] == base for known in _named)
-      name = f"{base}#{number}" if number else base
-      _names[function] = name
-      _named[name] = function
+    names = [base, *(f"{base}#{number}" for number in range(1, len(_named) + 1))]
+    own = (name for name in names if _named.get(name) is function)
+    name = next(own, None) or next(name for name in names if name not in _named)
+    _named[name] = function
     return name
 
 
 def named(name: str) -> Function | None:
-  """The live rule of a name, or None."""
   return _named.get(name)
 
 
@@ -97,10 +91,8 @@ def _ask(
   tap: bool = False,
 ) -> Rule | tuple[list[Spec], list[Spec]]:
   shapes = [shape for shape, _, _ in operands]
-  found = function(
-    mesh,
-    *(jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec)) for s, d, spec in operands),
-  )
+  placed = [(shape, dtype, NamedSharding(mesh, spec)) for shape, dtype, spec in operands]
+  found = function(mesh, *(jax.ShapeDtypeStruct(s, d, sharding=p) for s, d, p in placed))
   if isinstance(found, str):
     return rules.of_call(label, found, shapes, results, tap=tap)
   if tap and not isinstance(found, tuple):
@@ -119,9 +111,8 @@ def _full(said: str, kind: str, given: Any, shapes: Sequence[Shape]) -> list[Spe
   """One spec an array, with an entry for each dimension."""
   found = [given] if isinstance(given, PartitionSpec) else list(given)
   if len(found) != len(shapes) or not all(isinstance(spec, PartitionSpec) for spec in found):
-    raise GateDefinitionError(
-      f"{said} {given!r}; expected a PartitionSpec for each of {len(shapes)} {kind}(s)"
-    )
+    expected = f"a PartitionSpec for each of {len(shapes)} {kind}(s)"
+    raise GateDefinitionError(f"{said} {given!r}; expected {expected}")
   for spec, shape in zip(found, shapes, strict=True):
     if len(spec) > len(shape):
       raise GateDefinitionError(

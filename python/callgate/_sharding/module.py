@@ -24,11 +24,16 @@ _NAMED = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
 
 def read_attributes(config: bytes) -> dict[str, Any]:
   """A call's attributes from XLA's text of them: strings as str, others as they are, in `Raw`."""
+
+  def plain(match: re.Match[bytes]) -> bytes:
+    return _NAMED.get(match[1]) or bytes([int(match[1], 16)])
+
   held: dict[str, Any] = {}
   for entry in _entries(config.strip()[1:-1]):
-    name, _, value = entry.partition(b"=")
-    key, text = name.strip().strip(b'"').decode(), value.strip()
-    held[key] = _unquoted(text[1:-1]) if text.startswith(b'"') else Raw(text.decode())
+    name, _, value = map(bytes.strip, entry.partition(b"="))
+    is_text = value.startswith(b'"')
+    text = (_ESCAPE.sub(plain, value[1:-1]) if is_text else value).decode()
+    held[name.strip(b'"').decode()] = text if is_text else Raw(text)
   return held
 
 
@@ -43,11 +48,6 @@ def _entries(text: bytes) -> list[bytes]:
       start = token.end()
   last = text[start:].strip()
   return [*parts, last] if last else parts
-
-
-def _unquoted(text: bytes) -> str:
-  plain = _ESCAPE.sub(lambda match: _NAMED.get(match[1]) or bytes([int(match[1], 16)]), text)
-  return plain.decode()
 
 
 def _element(dtype: Any) -> str:
@@ -116,29 +116,22 @@ def local_module(
   )
   returned = [f"%r#{i}" for i in range(len(outputs))] if many else ["%r"] * len(outputs)
   if broadcast is not None:
-    returned = [
-      value
-      if dtype is None
-      else _added_up(lines, f"%s{i}", value, shape, np.dtype(dtype), broadcast)
-      for i, (value, (shape, dtype)) in enumerate(zip(returned, results, strict=True))
-    ]
+    pairs = enumerate(zip(returned, results, strict=True))
+    returned = [_added_up(lines, f"%s{i}", value, *array, broadcast) for i, (value, array) in pairs]
   lines.append(f"return {', '.join(returned)}{' : ' if outputs else ''}{', '.join(outputs)}")
   head = f"module {{ func.func public @main({arguments}) -> ({', '.join(outputs)}) {{"
   return "\n".join([head, *lines, "} }"]).encode()
 
 
 def _added_up(
-  lines: list[str],
-  name: str,
-  value: str,
-  shape: Sequence[int],
-  dtype: np.dtype[Any],
-  groups: Groups,
+  lines: list[str], name: str, value: str, shape: Sequence[int], dtype: Any, groups: Groups
 ) -> str:
   """Adds up a value's bits over groups of devices, of which all but one have zeros."""
+  if dtype is None:
+    return value
   own = _tensor(shape, _element(dtype))
-  if dtype.kind == "c":
-    part = np.dtype(f"f{dtype.itemsize // 2}")
+  if np.dtype(dtype).kind == "c":
+    part = np.dtype(f"f{np.dtype(dtype).itemsize // 2}")
     half = _tensor(shape, _element(part))
     sums: list[str] = []
     for which in ("real", "imag"):

@@ -2,14 +2,13 @@
 
 A call in a program over several devices holds, besides what every call holds, the attribute `shard`
 (`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
-partitioner calls `_partition` with the arrays' shapes and shardings. It answers with the shardings
+partitioner asks with the arrays' shapes and shardings. It answers with the shardings
 that the call needs and a module in which every device makes the same call on its tiles, with its
 position in the program as one more operand (xla/call_site.h). Nothing here runs when the program
 does.
 
-XLA gives what it found by the rule, but holds nobody to it: an operand may come split along a
-dimension that must be whole. So the shardings are worked out anew (`tiles.plan`), and XLA moves
-what doesn't lie right.
+XLA holds nobody to the rule: an operand may come split along a dimension that must be whole. So the
+shardings are worked out anew (`tiles.plan`), and XLA moves what doesn't lie right.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ _Solution = tuple[Plan, list[Any], list[Any]]
 # Programs hold many calls alike. Emptied when it is full.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024
+_RULED = " has a function as its sharding rule, which"
 
 
 class _Call:
@@ -75,7 +75,7 @@ class _Call:
     result_sharding: Any,
     config: bytes,
   ) -> None:
-    self.is_tuple = result_shape.is_tuple()
+    self.is_tuple, self.given = result_shape.is_tuple(), result_sharding
     shapes = list(result_shape.tuple_shapes()) if self.is_tuple else [result_shape]
     shardings = [result_sharding] * len(shapes)
     if self.is_tuple and result_sharding is not None:
@@ -122,6 +122,8 @@ class _Call:
   def told(self, results: Sequence[Any]) -> Any:
     """The results' shardings as XLA takes them."""
     out = [*self.token_shardings, *results]
+    if not out and self.given is not None:
+      return self.given
     return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
 
   def _by_function(self) -> Rule | Plan:
@@ -131,13 +133,11 @@ class _Call:
     if about.tap >= 0:
       label, function = f"tap '{about.label}'", functions.named(about.function)
       if function is None:
-        what = f"{label} has a function as its sharding rule, which"
-        raise _undefined(what, "the tap to be traced there")
+        raise _undefined(f"{label}{_RULED}", "the tap to be traced there")
       return functions.plan(label, function, about.mesh, operands[: about.tap], [], tap=True)
     operation = registry.get(about.function)
     if operation is None:
-      what = f"'{about.function}' has a function as its sharding rule, which"
-      raise _undefined(what, "the gate to be defined before")
+      raise _undefined(f"'{about.function}'{_RULED}", "the gate to be defined before")
     results = [a.shape for a in self.results]
     return functions.plan(operation.label, operation.sharding, about.mesh, operands, results)
 
@@ -203,19 +203,16 @@ class _Call:
         core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
         leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
       code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
-      padded = [self._padded(index, _tiles.Part(leaves[index])) for index in code["logical"]]
+      # What `TapSpec::of` reads of a padded array: its extents, and where each shard begins.
+      padded: list[dict[str, Any]] = []
+      for index in code["logical"]:
+        part = _tiles.Part(leaves[index])
+        begins = [s.start for device in range(self.devices) for s in part.slices(device)]
+        held = {"whole": np.array(part.shape, np.int64), "starts": np.array(begins, np.int64)}
+        padded.append({"leaf": np.int64(index), **held})
       if padded:
         self.held["padded"] = attributes.listed(padded)
     self.held["spec"] = _json(code)
-
-  def _padded(self, leaf: int, part: _tiles.Part) -> dict[str, Any]:
-    """What `TapSpec::of` reads of a padded array: its extents, and where each shard begins."""
-    shards = (part.slices(device) for device in range(self.devices))
-    return {
-      "leaf": np.int64(leaf),
-      "whole": np.array(part.shape, np.int64),
-      "starts": np.array([s.start for one in shards for s in one], np.int64),
-    }
 
 
 def _json(value: Any) -> str:
@@ -254,36 +251,18 @@ def _undefined(what: str, expected: str, why: str = "") -> LookupError:
   return LookupError(f"callgate: {what} is not defined in {where}; expected {expected}")
 
 
-# -- what XLA asks ---------------------------------------------------------------------------------
-def _propagate(sharding: Any, *_: Any) -> Any:
-  """What users of the results ask for goes back to the call as it is."""
-  return sharding
-
-
-def _partition(
-  target: str,
-  operand_shapes: Sequence[Any],
-  operand_shardings: Sequence[Any],
-  result_shape: Any,
-  result_sharding: Any,
-  config: bytes,
-) -> tuple[bytes, Sequence[Any], Any]:
-  call = _Call(operand_shapes, operand_shardings, result_shape, result_sharding, config)
-  plan, ins, outs = call.solution()
-  told = call.told(outs) if call.tokens or outs else result_sharding
-  return call.module(target, plan), [*operand_shardings[: len(call.tokens)], *ins], told
-
-
-def _infer(
-  operand_shapes: Sequence[Any], operand_shardings: Sequence[Any], result_shape: Any, config: bytes
-) -> Any:
-  """The results' shardings from the operands': asked for by XLA's older propagation alone."""
-  call = _Call(operand_shapes, operand_shardings, result_shape, None, config)
-  return call.told(call.solution()[2])
-
-
 def register(target: str, partitioned: str) -> None:
   """Has XLA ask this partitioner about calls of `partitioned`, to make calls of `target`."""
-  partitioner.register_partitioner(
-    partitioned, _propagate, functools.partial(_partition, target), _infer
-  )
+
+  def partition(*asked: Any) -> tuple[bytes, Sequence[Any], Any]:
+    call = _Call(*asked)
+    plan, ins, outs = call.solution()
+    return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
+
+  # Asked by XLA's older propagation alone.
+  def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
+    call = _Call(shapes, shardings, result, None, config)
+    return call.told(call.solution()[2])
+
+  # What users of the results ask for goes back to the call as it is.
+  partitioner.register_partitioner(partitioned, lambda sharding, *_: sharding, partition, infer)

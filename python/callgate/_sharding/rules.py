@@ -3,7 +3,7 @@
 A rule gives each dimension of each operand and result a factor. Dimensions with one factor are
 split alike over the devices; a factor that is `whole` is not split at all, so an array that came
 split along it is gathered first. Users write rules as text, `"i j, j k -> i k"`; programs hold them
-as numbers (`Rule.text`), from which the partitioner reads them (`_sharding/partitioner.py`).
+as numbers (`Rule.text`).
 
 Split stays only what no call can tell from the whole: a factor that every result has, and some
 operand. So a contracted dimension is gathered, never summed in parts.
@@ -68,16 +68,12 @@ class Rule:
     return 1 + max(itertools.chain((-1,), *self.operands, *self.results))
 
   def under(self, levels: Sequence[Level]) -> Rule:
-    """The rule of a call with batch levels: lanes are independent, so each level may be split.
-
-    Levels are outermost first; results have all of them.
-    """
-    lanes = tuple(self.factors() + n for n in range(len(levels)))
+    """The rule of a call with batch levels: lanes are independent, so each level may be split."""
+    lanes = [(self.factors() + n, mask) for n, (_, mask) in enumerate(levels)]
     operands = tuple(
-      (*(lane for lane, (_, mask) in zip(lanes, levels, strict=True) if mask[index]), *term)
-      for index, term in enumerate(self.operands)
+      (*(lane for lane, mask in lanes if mask[i]), *term) for i, term in enumerate(self.operands)
     )
-    results = tuple((*lanes, *term) for term in self.results)
+    results = tuple((*(lane for lane, _ in lanes), *term) for term in self.results)
     return dataclasses.replace(self, operands=operands, results=results)
 
 
@@ -88,7 +84,6 @@ def independent(operands: Sequence[Shape], first: int = 0) -> Rule:
 
 
 def gathered(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
-  """All arrays whole."""
   rule, count = independent((*operands, *results)), len(operands)
   whole = frozenset(range(rule.factors()))
   return Rule(rule.operands[:count], rule.operands[count:], whole)
@@ -99,12 +94,11 @@ def leading(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
   extents = zip(*(shape for shape in (*operands, *results) if shape), strict=False)
   shared = sum(1 for _ in itertools.takewhile(lambda one: len(set(one)) == 1, extents))
   numbers = itertools.count(shared)
-  ins, outs = (
-    tuple(
-      (*range(shared), *(next(numbers) for _ in shape[shared:])) if shape else () for shape in x
-    )
-    for x in (operands, results)
-  )
+
+  def term(shape: Shape) -> Term:
+    return (*range(shared), *(next(numbers) for _ in shape[shared:])) if shape else ()
+
+  ins, outs = tuple(map(term, operands)), tuple(map(term, results))
   return Rule(ins, outs, frozenset(range(shared, next(numbers)))).closed()
 
 

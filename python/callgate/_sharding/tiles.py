@@ -30,12 +30,10 @@ class Tiling:
 
   @classmethod
   def replicated(cls, rank: int, devices: int) -> Tiling:
-    """Every device holds the whole array."""
     return cls((1,) * rank, np.zeros((devices, rank), int), np.zeros(devices, int))
 
   @classmethod
   def of_grid(cls, grid: np.ndarray, rank: int) -> Tiling:
-    """From device numbers by [tile along each dimension..., replica, manual]."""
     position = np.stack(np.unravel_index(np.argsort(grid, axis=None), grid.shape), 1)
     return cls(tuple(grid.shape[:rank]), position[:, :rank], position[:, -1])
 
@@ -57,7 +55,6 @@ class Tiling:
     return len(held) == math.prod(self.counts) * self._labels and len(set(held)) == 1
 
   def tile(self, shape: Shape) -> Shape:
-    """The extents of one tile."""
     return tuple(extent // count for extent, count in zip(shape, self.counts, strict=True))
 
 
@@ -146,7 +143,6 @@ class Part:
     self._tiles: list[int] | None = code.get("tile")
 
   def slices(self, shard: int) -> tuple[slice, ...]:
-    """The slices of the whole that a shard is."""
     tile = self._tiles[shard] if self._tiles is not None else 0
     index = map(int, np.unravel_index(tile, self.counts) if self.counts else ())
     extents = [extent // count for extent, count in zip(self.shape, self.counts, strict=True)]
