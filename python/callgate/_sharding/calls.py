@@ -19,7 +19,7 @@ from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import lowering, tracing
 from callgate._sharding import functions, rules
-from callgate._sharding.rules import Rule
+from callgate._sharding.rules import Rule, Shape
 
 
 class Called(Protocol):
@@ -50,7 +50,8 @@ def of_gate(
     _check_order(context, f"{gate.label}: effect='ordered'")
   rule = None
   if not callable(gate.sharding):
-    rule = rule_of(gate, site, *_shapes(context), levels, whole)
+    axes = [*levels, whole] if whole else levels
+    rule = _rule_of(gate, site, *_shapes(context), axes)
   gathered = gate.one_calls_for_all and gate.sharding in (None, "gather")
   names = (registry.argument(gate.name, site.spec, i) for i in range(len(context.avals_in)))
   return Sharded(
@@ -118,11 +119,11 @@ def of_tap(context: Any, tap_site: Any, levels: Sequence[Level]) -> tuple[Sharde
   ), rule
 
 
-def _shapes(context: Any) -> tuple[list[rules.Shape], list[rules.Shape]]:
+def _shapes(context: Any) -> tuple[list[Shape], list[Shape]]:
   return [aval.shape for aval in context.avals_in], [aval.shape for aval in context.avals_out]
 
 
-def _lane(shapes: Sequence[rules.Shape], levels: Sequence[Level]) -> list[rules.Shape]:
+def _lane(shapes: Sequence[Shape], levels: Sequence[Level]) -> list[Shape]:
   """The operands' shapes without their batch axes."""
   return [shape[sum(mask[i] for _, mask in levels) :] for i, shape in enumerate(shapes)]
 
@@ -147,16 +148,14 @@ def _check_order(context: Any, what: str) -> None:
     )
 
 
-def rule_of(
+def _rule_of(
   gate: Called,
   site: Any,
-  operands: Sequence[rules.Shape],
-  results: Sequence[rules.Shape],
-  levels: Sequence[Level],
-  whole: Level | None,
+  operands: Sequence[Shape],
+  results: Sequence[Shape],
+  axes: Sequence[Level],
 ) -> Rule:
   """The rule of a call with its batch axes; the lanes of a vmap are always independent."""
-  axes = [*levels, *(() if whole is None else (whole,))]
   core = [shape[len(axes) :] for shape in results]
   return gate.sharding_rule(site, _lane(operands, axes), core).under(axes).closed()
 
@@ -169,27 +168,25 @@ def result_specs(
   levels: Sequence[Level],
   whole: Level | None,
 ) -> Sequence[Sequence[Any]]:
-  """The specs of a call's results in an explicitly sharded program.
-
-  A spec has for each dimension a mesh axis, a tuple of them, or None.
-  """
+  """The specs of a call's results in an explicitly sharded program."""
   shapes = [aval.shape for aval in results]
   if callable(gate.sharding):
     rule = functions.result_specs(gate.label, gate.sharding, avals, shapes)
     if not isinstance(rule, Rule):
       return rule
   else:
-    rule = rule_of(gate, site, [aval.shape for aval in avals], shapes, levels, whole)
-  axes: dict[int, Any] = {}
+    axes = [*levels, whole] if whole else levels
+    rule = _rule_of(gate, site, [aval.shape for aval in avals], shapes, axes)
+  split: dict[int, Any] = {}  # the mesh axis of a factor, or a tuple of them
   for term, aval in zip(rule.operands, avals, strict=True):
     for factor, axis in zip(term, tracing.spec_of(aval), strict=True):
       if axis is not None and factor not in rule.whole:
-        axes.setdefault(factor, axis)
+        split.setdefault(factor, axis)
   out: list[list[Any]] = []
   for term in rule.results:
     used: set[Any] = set()
     out.append([])
-    for axis in map(axes.get, term):
+    for axis in map(split.get, term):
       names: set[Any] = set(axis if isinstance(axis, tuple) else (axis,)) - {None}  # pyright: ignore[reportUnknownArgumentType]
       out[-1].append(None if names & used else axis)
       used |= names

@@ -68,9 +68,8 @@ def _as_tensor(leaf: Any) -> Any:
     return tuple(map(_as_tensor, leaf))
   if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
     return torch.as_tensor(leaf)
-  raise TypeError(
-    f"expected tensors in tuples, lists and dicts as results, got {type(leaf).__qualname__}"
-  )
+  got = type(leaf).__qualname__
+  raise TypeError(f"expected tensors in tuples, lists and dicts as results, got {got}")
 
 
 @contextlib.contextmanager
@@ -92,9 +91,11 @@ def is_abstract(tensor: Tensor) -> bool:
 
 def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
   """The run with transforms around it, innermost first."""
-  batched = functools.partial(_batched, randomness="same" if random else "error")
   for kind, positions in steps:
-    run = {"jvp": _jvp, "vjp": _vjp, "vmap": batched}[kind](run, positions)
+    if kind == "vmap":
+      run = _batched(run, positions, "same" if random else "error")
+    else:
+      run = _derivative({"jvp": _jvp, "vjp": _vjp}[kind], run, positions)
   return run
 
 
@@ -123,70 +124,63 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
 
 
 # -- derivatives ---------------------------------------------------------------------------------
-def _inner(
-  run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
-) -> tuple[Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]], list[Tensor], Sequence[Tensor]]:
-  """A call of the run inside a derivative as a function of the wanted tensors; these; the vectors.
-
-  Keywords that hold arrays are in `args`, static ones the derivative's own. Results are those that
-  have derivatives: of floating-point or complex dtype.
-  """
-  leaves, tree = jax.tree.flatten(args[:2])
-
-  def call(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    own, kwargs = _filled(tree, leaves, wanted, primals)
-    result = run(functional, own, {**kwargs, **static})
-    return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
-
-  return call, [leaves[i] for i in wanted], args[2]
+# A run's function of the tensors to differentiate by, and whether torch.func is to take it.
+Inner = Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _vjp(run: Run, wanted: Sequence[int]) -> Run:
-  """`(args, kwargs, cotangents) -> cotangents of the wanted arguments`, in JAX's convention.
+def _derivative(
+  kind: Callable[[bool, Inner, Sequence[Tensor], Sequence[Tensor]], Any],
+  run: Run,
+  wanted: Sequence[int],
+) -> Run:
+  """The run of `(args, kwargs, vectors)`: static keywords are its own, arrays' are in its args."""
 
-  torch's cotangent of a complex value is the conjugate of JAX's.
-  """
+  def derive(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    leaves, tree = jax.tree.flatten(args[:2])
 
-  def backward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner, primals, vectors = _inner(run, wanted, args, static)
+    def inner(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+      own, kwargs = _filled(tree, leaves, wanted, primals)
+      results = jax.tree.leaves(run(functional, own, {**kwargs, **static}))
+      return tuple(x for x in results if x.is_floating_point() or x.is_complex())
 
-    def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-      # The dtypes differ where `cast` makes float32 results of float64 ones.
-      return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
+    return kind(functional, inner, [leaves[i] for i in wanted], args[2])
 
-    if functional:
-      results, pullback = cast("Any", torch.func.vjp)(lambda *xs: inner(True, xs), *primals)
-      grads = pullback(cotangents(results))
-    else:
-      again = torch.is_grad_enabled()  # a derivative of this one is being taken
-      with torch.enable_grad():
-        primals = [_tracked(x) for x in primals]
-        results = inner(False, primals)
-        grads = _grad(results, primals, cotangents(results), again)
-    return tuple(map(_conj, grads))
-
-  return backward
+  return derive
 
 
-def _jvp(run: Run, wanted: Sequence[int]) -> Run:
-  """`(args, kwargs, tangents of the wanted arguments) -> tangents of the results`."""
+def _vjp(
+  functional: bool, inner: Inner, primals: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> Any:
+  """The primals' cotangents in JAX's convention: of complex values the conjugates of torch's."""
 
-  def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner, primals, vectors = _inner(run, wanted, args, static)
-    if functional:
-      with _forward_lock:
-        prepare_forward_mode()
-        return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-      primals = [_tracked(x) for x in primals]
-      results = inner(False, primals)
-      # The transpose of the transpose: reverse mode is linear in its cotangents u.
-      u = [torch.zeros_like(x, requires_grad=True) for x in results]
-      grads = _grad(results, primals, u, again=True)
-      return _grad(grads, u, vectors, again)
+  def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # The dtypes differ where `cast` makes float32 results of float64 ones.
+    return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
 
-  return forward
+  if functional:
+    results, pullback = cast("Any", torch.func.vjp)(lambda *xs: inner(True, xs), *primals)
+    return tuple(map(_conj, pullback(cotangents(results))))
+  again = torch.is_grad_enabled()  # a derivative of this one is being taken
+  with torch.enable_grad():
+    primals = [_tracked(x) for x in primals]
+    results = inner(False, primals)
+    return tuple(map(_conj, _grad(results, primals, cotangents(results), again)))
+
+
+def _jvp(
+  functional: bool, inner: Inner, primals: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> Any:
+  if functional:
+    with _forward_lock:
+      prepare_forward_mode()
+      return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
+  again = torch.is_grad_enabled()
+  with torch.enable_grad():
+    primals = [_tracked(x) for x in primals]
+    results = inner(False, primals)
+    # The transpose of the transpose: reverse mode is linear in its cotangents u.
+    u = [torch.zeros_like(x, requires_grad=True) for x in results]
+    return _grad(_grad(results, primals, u, again=True), u, vectors, again)
 
 
 @functools.cache
@@ -243,7 +237,6 @@ def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
 
 
 def _filled(tree: Any, leaves: Sequence[Any], where: Sequence[int], tensors: Sequence[Any]) -> Any:
-  """The tree of the leaves, with the tensors in the places `where`."""
   given = dict(zip(where, tensors, strict=True))
   return jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
 
@@ -290,18 +283,10 @@ def _run_abstract(
 def result_types(
   label: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, str | None]:
-  """The results' types, and an operation that draws random numbers if there is one.
-
-  Arguments have ShapeDtypeStructs for arrays; static ones are as they are.
-  """
-  draws: list[str] = []
-
-  def look(operation: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in operation.tags:
-      draws.append(str(operation))
-
+  """The results' types, and an operation that draws random numbers if there is one."""
+  seen: list[Any] = []
   try:
-    result = _run_abstract(run, False, args, kwargs, look)
+    result = _run_abstract(run, False, args, kwargs, seen.append)
   except GateDefinitionError:
     raise
   except Exception as error:  # whatever the user's function raises
@@ -317,11 +302,11 @@ def result_types(
       f"values ({type(error).__name__}: {text[:300]}). {advice}"
     ) from error
 
-  structs = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype)[len("torch.") :])),
-    result,
-  )
-  return structs, next(iter(draws), None)
+  def struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
+
+  draws = (str(one) for one in seen if torch.Tag.nondeterministic_seeded in one.tags)
+  return jax.tree.map(struct, result), next(draws, None)
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

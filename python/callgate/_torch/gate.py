@@ -62,31 +62,28 @@ class TorchGate(Gate):
 
   # -- parts -------------------------------------------------------------------------------------
   def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchGate:
-    """The gate of a transform of this one."""
-    root, path = self.root, (*self.path, *steps)
-    with _lock:
-      if path not in root._parts:
-        root._parts[path] = root._make_part(path)
-      return root._parts[path]
-
-  def _make_part(self, path: Path) -> TorchGate:
     from callgate._torch import calls
 
-    key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
-    call = calls.caller(calls.transformed(self.run, path, random=self.random), path)
-    call.__name__ = call.__qualname__ = key
-    options = dataclasses.replace(
-      self._options,
-      name=f"{self.name}[{key}]",
-      out=_known,
-      effect="pure" if any(kind != "vmap" for kind, _ in path) else self.effect,
-      linear=_VECTORS if path[-1][0] != "vmap" else False,
-      like=None,
-      gradient=None,
-      aliases=None,
-      vmap="each",  # a rule of the user's is for the function itself; see `batching`
-    )
-    return TorchGate(self, path, call, options)
+    root, path = self.root, (*self.path, *steps)
+    with _lock:
+      if path in root._parts:
+        return root._parts[path]
+      key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
+      call = calls.caller(calls.transformed(root.run, path, random=root.random), path)
+      call.__name__ = call.__qualname__ = key
+      options = dataclasses.replace(
+        root._options,
+        name=f"{root.name}[{key}]",
+        out=_known,
+        effect="pure" if any(kind != "vmap" for kind, _ in path) else root.effect,
+        linear=_VECTORS if path[-1][0] != "vmap" else False,
+        like=None,
+        gradient=None,
+        aliases=None,
+        vmap="each",  # a rule of the user's is for the function itself; see `batching`
+      )
+      made = root._parts[path] = TorchGate(root, path, call, options)
+    return made
 
   def define_variant(self, key: str) -> bool:
     """Makes the part that a program from elsewhere names; False where it isn't one of ours."""
@@ -103,9 +100,8 @@ class TorchGate(Gate):
     for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
       if calls.torch_dtype(dtype) is None:
         what = f"{self.label}: argument {registry.argument(self.name, site.spec, index)}"
-        raise GateDefinitionError(
-          f"{what}: PyTorch has no {dtype.name}; convert it before the call"
-        )
+        advice = f"PyTorch has no {dtype.name}; convert it before the call"
+        raise GateDefinitionError(f"{what}: {advice}")
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
     root = self.root
@@ -175,18 +171,15 @@ class TorchGate(Gate):
     types = tuple((tuple(jnp.shape(x)), np.dtype(x.dtype)) for x in taken)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
     found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
-    return list(found) if kind == "jvp" else [found[i] for i in kept]
+    return found if kind == "jvp" else [found[i] for i in kept]
 
 
 def _site_of_part(
   site: CallSite, args: Any, kwargs: Any, count: int, types: tuple[Any, ...]
 ) -> CallSite:
-  return dataclasses.replace(
-    site,
-    in_tree=jax.tree.structure(((args, kwargs, (0,) * count), {})),
-    out_tree=jax.tree.structure((0,) * len(types)),
-    results=types,
-  )
+  ins, outs = ((args, kwargs, (0,) * count), {}), (0,) * len(types)
+  in_tree, out_tree = jax.tree.structure(ins), jax.tree.structure(outs)
+  return dataclasses.replace(site, in_tree=in_tree, out_tree=out_tree, results=types)
 
 
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -198,7 +191,6 @@ def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _vmap(mask: Sequence[bool]) -> tuple[str, tuple[int, ...]]:
-  """The step of a batch."""
   return "vmap", tuple(i for i, flag in enumerate(mask) if flag)
 
 

@@ -66,7 +66,6 @@ class ModuleFunction:
     return {name: wanted.get(name, False) for name in self.tensors()}
 
   def load(self, params: Mapping[str, Any]) -> None:
-    """Copies arrays into the module's own tensors."""
     # Before the lock: the arrays may come from a program whose calls need it.
     values: dict[str, Any] = {}
     for name, value in params.items():

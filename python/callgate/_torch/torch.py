@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-from callgate._torch.options import VMAPS, TorchOptions
+from callgate._torch.options import TorchOptions, Vmap
 
 
 class TorchFunction(TorchGate):
@@ -38,7 +38,7 @@ class TorchFunction(TorchGate):
 
     label = f"{self.kind} '{name}'"
     rule = options.vmap if callable(options.vmap) else None
-    self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, VMAPS)
+    self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, get_args(Vmap))
     self.random = options.random
     self.run = calls.of_function(function, options)
     call = calls.caller(self.run, ())
@@ -97,9 +97,8 @@ class TorchModule(TorchFunction):
     from callgate._torch.module import ModuleFunction
 
     if options.style != "return":
-      raise GateDefinitionError(
-        "callgate.torch: a module returns its results; expected style='return'"
-      )
+      why = "a module returns its results; expected style='return'"
+      raise GateDefinitionError(f"callgate.torch: {why}")
     self._module = function = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
     with contextlib.suppress(TypeError, ValueError):
@@ -144,12 +143,11 @@ class TorchModule(TorchFunction):
     self._module.load(params)
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module with these parameters and buffers; see `TorchFunction.__call__`.
+    """Calls the module's forward with these parameters and buffers; see `TorchFunction.__call__`.
 
     Args:
       params: a dict as `params` gives it.
-      *args: of the module's forward.
-      **kwargs: of the module's forward.
+      *args: with `**kwargs` those of the module's forward.
 
     Returns:
       What forward returns, with jax.Arrays for tensors; with `mutable=True` a pair of that and the
@@ -162,10 +160,8 @@ class TorchModule(TorchFunction):
     """Raises unless it is a dict of this module's names and shapes."""
     what = f"{self.label}: argument 'params'"
     if not isinstance(params, Mapping):
-      got = type(params).__name__
-      raise GateDefinitionError(
-        f"{what}: expected a dict of arrays as `.params` gives it, got {got}"
-      )
+      expected = "a dict of arrays as `.params` gives it"
+      raise GateDefinitionError(f"{what}: expected {expected}, got {type(params).__name__}")
     own = self._module.tensors()
     for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
       if names:
@@ -176,10 +172,8 @@ class TorchModule(TorchFunction):
         raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
 
   def frozen(self, args: Any) -> frozenset[int]:
-    trainable = self.trainable
-    return frozenset(
-      i for name, leaf in args[0].items() if not trainable[name] for i in jax.tree.leaves(leaf)
-    )
+    fixed = [args[0][name] for name, trained in self.trainable.items() if not trained]
+    return frozenset(jax.tree.leaves(fixed))
 
 
 def _from_torch(leaf: Any) -> Any:

@@ -28,7 +28,6 @@ _PERIOD_MS = 400  # between two looks at the model
 
 
 def add_watch(subparsers: Subparsers) -> None:
-  """Adds `watch`: a live page of streams, on loopback."""
   parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+", help="a file, unix:PATH or tcp://HOST:PORT")

@@ -42,7 +42,6 @@ class Feed(threading.Thread):
       reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
 
   def stop(self) -> None:
-    """Ends reading, and waits for it."""
     self._ending.set()
     self.join()
 
@@ -64,7 +63,6 @@ class Feed(threading.Thread):
       self._ending.wait(self._retry_seconds)
 
   def _follow(self, reader: StreamReader) -> None:
-    """Reads until the stream has to be opened anew."""
     while not self._ending.is_set():
       deadline = time.monotonic() + _PATIENCE
       chunk: list[StreamRecord] = []

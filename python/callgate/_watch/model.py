@@ -154,7 +154,6 @@ class Model:
       return {key: panel.version for key, panel in self._panels.items()}
 
   def curves(self, key: Key, window: Window) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
-    """The curves of a leaf by device, as `Curve.columns` has them."""
     return self.ask(key, lambda p: {i: c.columns(window) for i, c in sorted(p.curves.items())})
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
@@ -168,7 +167,6 @@ class Model:
       return self._lanes.width, self._lanes.counts()
 
   def totals(self) -> Totals:
-    """Counts over all streams."""
     with self._lock:
       sources = self._sources.values()
       return Totals(

@@ -146,7 +146,6 @@ class Page:
 
   # -- updates -----------------------------------------------------------------------------------
   def update(self) -> None:
-    """Shows the model as it is now."""
     versions = self._model.versions()
     self._add_keys(list(versions))
     window, axis = _WINDOWS[self._window.active], _AXES[self._axis.active]
@@ -154,7 +153,7 @@ class Page:
     figures: list[Any] = []
     for label in shown:
       key = self._keys[label]
-      plot = self._plots.setdefault(label, _Plot(label))
+      plot = self._plots.get(label) or self._plots.setdefault(label, _Plot(label))
       plot.update(self._model, key, (versions[key], window, axis))
       is_array = self._model.ask(key, lambda panel: panel.is_array)
       figures.append(plot.latest if self._view.active and is_array else plot.curves)
