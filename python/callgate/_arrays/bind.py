@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,28 +15,23 @@ from callgate._arrays.torch import to_numpy, torch_converter
 from callgate._core import encoding
 from callgate._core.errors import GateDefinitionError
 
-ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy", "numba")
-STYLES = ("return", "inplace", "context")
 Function = Callable[..., Any]
 Convert = Callable[[Any], Any]
 
 
 def is_native(kind: str) -> bool:
-  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host.
-
-  Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
-  itself. It gets arrays on the CPU, as JAX's own callbacks do.
-  """
+  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
+  # Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
+  # itself. It gets arrays on the CPU, as JAX's own callbacks do.
   return kind in gpu.KINDS
 
 
 def bind(
   function: Function, style: str, arrays: str, gate: str, spec: str
 ) -> tuple[Function, bool]:
-  """The flat callable of one call site, and whether its results come and go as a tuple.
+  """The flat callable of a loaded call site, and whether its results come and go as a tuple.
 
-  The runtime calls this once for each call site of a loaded executable. The flat callable's form
-  follows the style: `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
+  It is, by style, `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
   """
   many = spec != ""
   if arrays in ("numpy", "buffer") and spec in ("", "*"):
@@ -87,7 +83,9 @@ class _Immutable:
 
 
 def _to_jax(buffer: Any) -> Any:
-  return escape.track_jax_array(buffer, jax.dlpack.from_dlpack(_Immutable(buffer)))
+  array = jax.dlpack.from_dlpack(_Immutable(buffer))
+  escape.jax_arrays[buffer] = weakref.ref(array)
+  return array
 
 
 def _flat(

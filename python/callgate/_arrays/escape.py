@@ -1,12 +1,11 @@
 """Views that outlive their call: found, made safe, reported.
 
-The runtime calls `settle` when, after a call, a view of XLA's memory is still referenced. XLA will
-reuse or free that memory, so everything that points into it gets a private copy instead: the view,
-arrays derived from it wherever they are held, torch tensors. Memoryviews over it are released. Then
-every reference to the view and to these arrays is accounted for: one whose holder may have taken
-the address for itself (`holders.py`), or that no holder shows for, is reported, and the gate works
-on private copies from then on. This is the slow path of a mistake (or of an exception whose frames
-hold the views); it may take a while.
+XLA will reuse or free the memory of a view that is still referenced after a call, so everything
+that points into it gets a private copy instead: the view, arrays derived from it wherever they are
+held, torch tensors. Memoryviews over it are released. Then every reference to the view and to these
+arrays is accounted for: one whose holder may have taken the address for itself (`holders.py`), or
+that no holder shows for, is reported, and the gate works on private copies from then on. This is
+the slow path of a mistake (or of an exception whose frames hold the views).
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ def settle(
 
 
 def _escaped(suspects: list[Suspect]) -> list[Suspect]:
-  """The suspects that somebody else refers to."""
   return [suspect for suspect in suspects if _others(suspect) > 0]
 
 
@@ -129,7 +127,11 @@ def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
     _callgate.repoint(view, address, rescue.target, keeper)
     del keeper
   else:
-    _delete_jax_array(view)
+    array = jax_arrays.get(view, lambda: None)()
+    if array is not None:
+      array.delete()
+      del array
+      _await_xla(view, until_dropped=True)
     view._detach()
     rescue.target = view._data
   del view
@@ -217,7 +219,6 @@ class _Rescue:
     self.remaining = _others(self.suspect) > self.harmless[id(self.suspect[2])] + bases
 
   def holders(self) -> list[str]:
-    """What is known of who remains."""
     names = [_holders.full_name(kind) for kind in self.harmful]
     return names or ["an object that Python can't see into (an iterator such as x.flat, say)"]
 
@@ -258,24 +259,10 @@ def _owner(item: Any) -> Any:
   return getattr(item, "base", None)
 
 
-# The jax.Arrays made for a call, by Buffer. They can't be repointed, only deleted; and none can be
-# told by its address, which it may share with the program's own input.
-_jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# The jax.Arrays that are views of Buffers, by Buffer, as weak references. They can't be repointed,
+# only deleted; and none can be told by its address, which the program's own input may share.
+jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _XLA_SECONDS = 30.0
-
-
-def track_jax_array(buffer: Any, array: Any) -> Any:
-  """Remembers that the array is a view of the buffer, for as long as the buffer lives."""
-  _jax_arrays[buffer] = weakref.ref(array)
-  return array
-
-
-def _delete_jax_array(buffer: Any) -> None:
-  array = _jax_arrays.get(buffer, lambda: None)()
-  if array is not None:
-    array.delete()
-    del array
-    _await_xla(buffer, until_dropped=True)
 
 
 def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
@@ -286,7 +273,7 @@ def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
   """
   if isinstance(buffer, np.ndarray):
     return
-  reference = _jax_arrays.get(buffer)
+  reference = jax_arrays.get(buffer)
   if reference is None or (reference() is not None and not until_dropped):
     return
   deadline = time.monotonic() + _XLA_SECONDS

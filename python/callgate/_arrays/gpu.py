@@ -42,21 +42,21 @@ class Library(NamedTuple):
 @functools.cache
 def library(kind: str) -> Library:
   """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
-  return {"buffer": _buffer, "cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
+  if kind == "buffer":
+    return Library(same, returned, lambda stream, ordinal, function: function())
+  return {"cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
 
 
 def stream_as(library: str, stream: int, ordinal: int) -> Any:
   """XLA's stream, an address, as a library's object; -1 for the GPU's number is the CPU."""
   if library not in STREAMS:
-    raise GateDefinitionError(
-      f"Context.stream_as: expected one of {', '.join(map(repr, STREAMS))}, got {library!r}"
-    )
+    known = ", ".join(map(repr, STREAMS))
+    raise GateDefinitionError(f"Context.stream_as: expected one of {known}, got {library!r}")
+  who = f"Context.stream_as({library!r})"
   if ordinal < 0:
-    raise GateDefinitionError(
-      f"Context.stream_as({library!r}): expected a call on a CUDA device, got one on the CPU, "
-      "which has no stream"
-    )
-  module = _import(library, f"Context.stream_as({library!r})")
+    got = "one on the CPU, which has no stream"
+    raise GateDefinitionError(f"{who}: expected a call on a CUDA device, got {got}")
+  module = _import(library, who)
   if library in ("cupy", "torch"):
     return (_cupy_stream if library == "cupy" else _torch_stream)(module, stream, ordinal)
   return module.external_stream(stream) if library == "numba" else module.CUstream(stream)
@@ -74,13 +74,7 @@ def returned(value: Any) -> Any:
   return to_numpy(value)
 
 
-# -- Buffer --------------------------------------------------------------------------------------
-def _buffer() -> Library:
-  return Library(same, returned, lambda stream, ordinal, function: function())
-
-
 def same(value: Any) -> Any:
-  """A Buffer as it is."""
   return value
 
 

@@ -35,8 +35,6 @@ _ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
 _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})
 # Classes of Python's that keep an address all the same: NumPy's `x.ctypes`.
 _KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})
-
-
 _OURS = (__name__, "callgate._arrays.escape")  # whose frames hold what is being looked for
 
 
@@ -69,10 +67,7 @@ def _adds_no_address(part: type) -> bool:
 
 
 def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
-  """The array-likes that the roots refer to, directly or through plain containers, by holder.
-
-  One comes once for each reference to it. What `own` has, by id, is left out.
-  """
+  """Holders and array-likes of the roots, through plain containers; without the ids in `own`."""
   kinds = (np.ndarray, memoryview, _callgate.Buffer, *tensor_types())
   seen = {id(root) for root in roots} | own
   stack = list(roots)
@@ -136,18 +131,15 @@ def _running_frames() -> dict[int, Any]:
 
 def frames_of(exception: BaseException) -> list[Any]:
   """The exception and those that it follows from, with their frames."""
-  found: list[Any] = []
+  found: dict[int, BaseException] = {}
   pending: list[BaseException | None] = [exception]
-  seen: set[int] = set()
   while pending:
     error = pending.pop()
-    if error is None or id(error) in seen:
-      continue
-    seen.add(id(error))
-    found.append(error)
-    found += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    pending += [error.__cause__, error.__context__]
-  return found
+    if error is not None and id(error) not in found:
+      found[id(error)] = error
+      pending += [error.__cause__, error.__context__]
+  frames = [f for error in found.values() for f, _ in traceback.walk_tb(error.__traceback__)]
+  return [*found.values(), *frames]
 
 
 def tensor_types() -> tuple[type, ...]:

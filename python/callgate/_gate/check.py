@@ -7,6 +7,7 @@ program, by way of a gate that raises.
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 import threading
 import weakref
@@ -86,19 +87,16 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   try:
     fields = [field for _, field, _, _ in string.Formatter().parse(message)]
   except ValueError as error:
-    raise GateDefinitionError(
-      f"check: message: expected a format string, got {message!r}: {error}"
-    ) from error
+    what = f"check: message: expected a format string, got {message!r}: {error}"
+    raise GateDefinitionError(what) from error
   for field in fields:
-    if field is not None and field.split(".")[0].split("[")[0] not in values:
-      raise GateDefinitionError(
-        f"check: message: the field {{{field}}} is not among the values, {sorted(values)}"
-      )
+    if field is not None and re.split(r"[.\[]", field)[0] not in values:
+      what = f"the field {{{field}}} is not among the values, {sorted(values)}"
+      raise GateDefinitionError(f"check: message: {what}")
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
-    raise GateDefinitionError(
-      f"check: predicate: expected a bool of shape (), got {ok.dtype.name}{list(ok.shape)}"
-    )
+    got = f"{ok.dtype.name}{list(ok.shape)}"
+    raise GateDefinitionError(f"check: predicate: expected a bool of shape (), got {got}")
   with _lock:
     gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():
@@ -106,9 +104,8 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
       try:
         jnp.asarray(leaf)
       except (TypeError, ValueError, OverflowError) as error:
-        raise GateDefinitionError(
-          f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
-        ) from error
+        what = f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
+        raise GateDefinitionError(what) from error
   leaves, tree = jax.tree.flatten(((ok,), values))
   arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())
@@ -126,10 +123,8 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
   except Exception as error:
     arrays = [(name, x) for name, value in types.items() for x in jax.tree.leaves(value)]
     shown = ", ".join(f"{name}: {x.dtype.name}{list(x.shape)}" for name, x in arrays)
-    raise GateDefinitionError(
-      f"check: message: expected a format for the values ({shown}), got {message!r}: "
-      f"{type(error).__name__}: {error}"
-    ) from error
+    what = f"check: message: expected a format for the values ({shown}), got {message!r}"
+    raise GateDefinitionError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _format(message: str, values: dict[str, Any]) -> str:

@@ -22,13 +22,8 @@ from callgate._process import group as _group
 from callgate._process.meeting import Meeting
 from callgate._runtime import fence
 
-_at_barrier: list[Callable[[], object]] = []
+at_barrier: list[Callable[[], object]] = []  # called by each barrier, when the programs have run
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
-
-
-def at_barrier(settle: Callable[[], object]) -> None:
-  """Has `settle` called by each barrier, when the programs have run."""
-  _at_barrier.append(settle)
 
 
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
@@ -81,7 +76,7 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   failure = wait_for_programs(timeout, watch)
   if not _until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
-  for settle in _at_barrier:
+  for settle in at_barrier:
     settle()
   if not _until(deadline, watch, _callgate.flush_channels):
     counts = {name: stats["pending"] for name, stats in _callgate.channel_stats().items()}

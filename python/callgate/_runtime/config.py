@@ -122,7 +122,6 @@ def start() -> None:
 
 @functools.cache  # once for the process
 def filter_dispatch() -> None:
-  """Puts the filter of dispatch effects in place."""
   dispatch.filter_dispatch_effects(
     lambda effect: (
       not isinstance(effect, ProgressEffect)

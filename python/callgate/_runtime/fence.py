@@ -26,16 +26,12 @@ _without_threads = False  # of XLA, in a fork's child: nothing runs there, nor c
 
 
 def after_fork() -> None:
-  """In a fork's child."""
   global _running, _without_threads
   _running, _without_threads = None, dispatch.has_backend()
 
 
 def wait(deadline: float, watch: Callable[[], None] | None) -> bool:
-  """Whether programs that were dispatched before have ended: over several CPU devices, on GPUs.
-
-  Waits for it until `deadline`, of `time.monotonic()`; what `watch` raises ends the wait.
-  """
+  """Waits until `deadline`; whether what several CPU devices or GPUs got before has ended."""
   global _running
   found = {} if _without_threads else dispatch.local_devices()
   fenced = {p: devices for p, devices in found.items() if len(devices) >= _FEWEST.get(p, 1 << 30)}

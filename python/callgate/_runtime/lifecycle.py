@@ -40,10 +40,8 @@ def _failed(
 ) -> str:
   if isinstance(exception, self_wait.Ended):
     return str(exception)
-  where = sites.get(site, site)
-  return failures.describe_failure(
-    exception, gate, where, tiles.describe(layout, shard), run, thread
-  )
+  where, part = sites.get(site, site), tiles.describe(layout, shard)
+  return failures.describe_failure(exception, gate, where, part, run, thread)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:
@@ -85,11 +83,9 @@ _worker = threading.local()
 
 
 def _device_worker(begin: bool) -> None:
-  """Has JAX use the CPU on this thread, unless told otherwise, until it serves the CPU's programs.
-
-  A GPU's stream waits for the call that the thread is about to make: what the call gave the same
-  GPU to do would wait for the call.
-  """
+  """Has JAX use the CPU on this thread, unless told otherwise, until it serves CPU programs."""
+  # A GPU's stream waits for the call that the thread is about to make: what the call gave the same
+  # GPU to do would wait for the call.
   if not begin:
     _worker.scope.close()
     return
