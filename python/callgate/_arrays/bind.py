@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,45 +15,30 @@ from callgate._arrays.torch import to_numpy, torch_converter
 from callgate._core import encoding
 from callgate._core.errors import GateDefinitionError
 
-ARRAY_KINDS = ("numpy", "buffer", "jax", "torch", "cupy", "numba")
-STYLES = ("return", "inplace", "context")
 Function = Callable[..., Any]
 Convert = Callable[[Any], Any]
 
 
-def runtime_arrays(kind: str) -> str:
-  """What the C++ runtime makes for a gate with `arrays=kind`."""
-  return "numpy" if kind == "numpy" else "buffer"
-
-
 def is_native(kind: str) -> bool:
-  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host.
-
-  Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
-  itself. It gets arrays on the CPU, as JAX's own callbacks do.
-  """
+  """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
+  # Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
+  # itself. It gets arrays on the CPU, as JAX's own callbacks do.
   return kind in gpu.KINDS
 
 
 def bind(
   function: Function, style: str, arrays: str, gate: str, spec: str
 ) -> tuple[Function, bool]:
-  """The flat callable of one call site, and whether its results come and go as a tuple.
+  """The flat callable of a loaded call site, and whether its results come and go as a tuple.
 
-  The runtime calls this once for each call site of a loaded executable. The flat callable's form
-  follows the style: `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
+  It is, by style, `f(*inputs)`, `f(outs, *inputs)` or `f(context, outs, *inputs)`.
   """
   many = spec != ""
-  flat = functools.partial(_flat, function, style, gate, spec)
   if arrays in ("numpy", "buffer") and spec in ("", "*"):
     return function, many
+  flat = functools.partial(_flat, function, style, gate, spec)
   if not is_native(arrays):
     return flat(_host_converter(arrays), to_numpy), many
-  return _by_place(flat, arrays), many
-
-
-def _by_place(flat: Callable[[Convert, Convert], Function], arrays: str) -> Function:
-  """The flat callable of arrays that a GPU's program gives as they are."""
 
   @functools.cache
   def on_host() -> Function:
@@ -63,36 +49,24 @@ def _by_place(flat: Callable[[Convert, Convert], Function], arrays: str) -> Func
     library = gpu.library(arrays)
     return library, flat(library.convert, library.result)
 
-  def call(*args: Any) -> Any:
+  def by_place(*args: Any) -> Any:
     place = _callgate.device_call()
     if place is None:
       return on_host()(*args)
     library, function = on_gpu()
     return library.run(*place, functools.partial(function, *args))
 
-  return call
-
-
-def _flat(
-  function: Function, style: str, gate: str, spec: str, convert: Convert, to_result: Convert
-) -> Function:
-  if spec in ("", "*"):
-    return _convert_flat(function, style, convert, to_result, spec == "*")
-  return _in_trees(function, style, encoding.signature(spec), convert, to_result, gate)
+  return by_place, many
 
 
 def _host_converter(arrays: str) -> Convert:
   """Makes a library's array from the runtime's view of the host's memory."""
-  if arrays in ("numpy", "buffer"):
-    return gpu.same
-  if arrays == "jax":
-    return _to_jax
-  if arrays == "torch":
-    return torch_converter()
-  raise GateDefinitionError(
-    f"arrays={arrays!r} needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
-    "'buffer', 'jax' or 'torch' here"
-  )
+  if arrays in ("cupy", "numba"):
+    raise GateDefinitionError(
+      f"arrays={arrays!r} needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
+      "'buffer', 'jax' or 'torch' here"
+    )
+  return _to_jax if arrays == "jax" else torch_converter() if arrays == "torch" else gpu.same
 
 
 class _Immutable:
@@ -109,55 +83,41 @@ class _Immutable:
 
 
 def _to_jax(buffer: Any) -> Any:
-  return escape.track_jax_array(buffer, jax.dlpack.from_dlpack(_Immutable(buffer)))
+  array = jax.dlpack.from_dlpack(_Immutable(buffer))
+  escape.jax_arrays[buffer] = weakref.ref(array)
+  return array
 
 
-def _convert_flat(
-  function: Function, style: str, convert: Convert, to_result: Convert, many: bool
+def _flat(
+  function: Function, style: str, gate: str, spec: str, convert: Convert, to_result: Convert
 ) -> Function:
-  def returning(*inputs: Any) -> Any:
-    result = function(*map(convert, inputs))
-    if many and isinstance(result, tuple):
-      return tuple(map(to_result, result))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return to_result(result)
+  """The function of the runtime's flat arrays: from and to the library's, in the call's pytrees."""
+  if spec in ("", "*"):
 
-  def outs_of(out: Any) -> Any:
-    return tuple(map(convert, out)) if many else convert(out)
+    def call(lead: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
+      return function(*lead, *map(convert, inputs))
 
-  def inplace(out: Any, *inputs: Any) -> Any:
-    return function(outs_of(out), *map(convert, inputs))
+    def outs_of(out: Any) -> Any:
+      return tuple(map(convert, out)) if spec else convert(out)
 
-  def context(where: Any, out: Any, *inputs: Any) -> Any:
-    return function(where, outs_of(out), *map(convert, inputs))
+    def results_of(result: Any) -> Any:
+      many = spec and isinstance(result, tuple)
+      return tuple(map(to_result, result)) if many else to_result(result)
+  else:
+    signature = encoding.signature(spec)
 
-  return {"return": returning, "inplace": inplace, "context": context}[style]
+    def call(lead: tuple[Any, ...], inputs: Sequence[Any]) -> Any:
+      args, kwargs = signature.arguments([convert(array) for array in inputs])
+      return function(*lead, *args, **kwargs)
 
+    def outs_of(out: Any) -> Any:
+      return jax.tree.unflatten(signature.out_tree, map(convert, out))
 
-def _in_trees(
-  function: Function,
-  style: str,
-  signature: encoding.Signature,
-  convert: Convert,
-  to_result: Convert,
-  gate: str,
-) -> Function:
-  def arguments(flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return signature.arguments([convert(array) for array in flat])
+    def results_of(result: Any) -> Any:
+      return tuple(map(to_result, encoding.check_structure(signature.out_tree, result, gate)))
 
-  def outs_of(outs: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(signature.out_tree, map(convert, outs))
-
-  def returning(*inputs: Any) -> Any:
-    args, kwargs = arguments(inputs)
-    result = function(*args, **kwargs)
-    return tuple(map(to_result, encoding.check_structure(signature.out_tree, result, gate)))
-
-  def inplace(outs: Sequence[Any], *inputs: Any) -> Any:
-    args, kwargs = arguments(inputs)
-    return function(outs_of(outs), *args, **kwargs)
-
-  def context(where: Any, outs: Sequence[Any], *inputs: Any) -> Any:
-    args, kwargs = arguments(inputs)
-    return function(where, outs_of(outs), *args, **kwargs)
-
-  return {"return": returning, "inplace": inplace, "context": context}[style]
+  return {
+    "return": lambda *inputs: results_of(call((), inputs)),
+    "inplace": lambda out, *inputs: call((outs_of(out),), inputs),
+    "context": lambda where, out, *inputs: call((where, outs_of(out)), inputs),
+  }[style]

@@ -1,12 +1,11 @@
 """Views that outlive their call: found, made safe, reported.
 
-The runtime calls `settle` when, after a call, a view of XLA's memory is still referenced. XLA will
-reuse or free that memory, so everything that points into it gets a private copy instead: the view,
-arrays derived from it wherever they are held, torch tensors. Memoryviews over it are released. Then
-every reference to the view and to these arrays is accounted for: one whose holder may have taken
-the address for itself (`holders.py`), or that no holder shows for, is reported, and the gate works
-on private copies from then on. This is the slow path of a mistake (or of an exception whose frames
-hold the views); it may take a while.
+XLA will reuse or free the memory of a view that is still referenced after a call, so everything
+that points into it gets a private copy instead: the view, arrays derived from it wherever they are
+held, torch tensors. Memoryviews over it are released. Then every reference to the view and to these
+arrays is accounted for: one whose holder may have taken the address for itself (`holders.py`), or
+that no holder shows for, is reported, and the gate works on private copies from then on. This is
+the slow path of a mistake (or of an exception whose frames hold the views).
 """
 
 from __future__ import annotations
@@ -44,12 +43,8 @@ def settle(
 ) -> None:
   """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
 
-  Args:
-    gate: the gate's name.
-    spec: the call site's description, for the arguments' names.
-    suspects: all views of the call; those still referenced are the escaped ones.
-    exception: the exception that the call ended with, or None.
-    make_private: makes the views of a kind private copies, from the gate's next call on.
+  Of `suspects`, all views of the call, those still referenced have escaped. `make_private` makes
+  the views of a kind private copies, from the gate's next call on.
   """
   escaped = _escaped(suspects)
   if escaped and exception is None:
@@ -57,43 +52,38 @@ def settle(
   if not escaped:
     return
   own = {id(suspects), *map(id, suspects)}
-  rescues = [_make_safe(suspect, own, exception) for suspect in escaped]
-  unsafe = [rescue for rescue in rescues if rescue.remaining and not rescue.on_gpu]
+  rescues = [_make_safe(_Rescue(suspect, own), exception) for suspect in escaped]
+  unsafe = [rescue for rescue in rescues if rescue.remaining]
   for kind in {rescue.suspect[0] for rescue in unsafe}:
     make_private(kind)
   if exception is not None:
     return
-  raise EscapedViewError(
-    f"gate '{gate}': {_named(gate, spec, rescues)}: a view of XLA's memory, or an array derived "
-    "from it, was kept after the call returned. Expected: views used during the call alone; keep a "
-    f"copy (x.copy()) instead. {_consequence(gate, spec, rescues)}"
-  )
 
+  def named(rescues: list[_Rescue]) -> str:
+    return ", ".join(registry.of(gate, spec, *rescue.suspect[:2]) for rescue in rescues)
 
-def _named(gate: str, spec: str, rescues: list[_Rescue]) -> str:
-  return ", ".join(registry.of(gate, spec, *rescue.suspect[:2]) for rescue in rescues)
-
-
-def _consequence(gate: str, spec: str, rescues: list[_Rescue]) -> str:
-  if any(rescue.on_gpu for rescue in rescues):
-    return "What was kept must not be used any more: its memory on the GPU is XLA's."
   text = "What was kept now holds a private copy of the data"
   if any(rescue.released for rescue in rescues):
     text += "; a memoryview, which can't, was released"
-  unsafe = [rescue for rescue in rescues if rescue.remaining]
-  if not unsafe:
-    return f"{text}."
-  holders = sorted({name for rescue in unsafe for name in rescue.names()})
-  return (
-    f"{text}. But something still points to XLA's memory of {_named(gate, spec, unsafe)}: "
-    f"{', '.join(holders)}. Expected: that it is not used any more, since it will read other "
-    "numbers there. From its next call on the gate gets private copies, which it may keep; with "
-    "cg.gate(copy=True) it gets copies of its arguments from the start."
+  text += "."
+  if unsafe:
+    holders = sorted({name for rescue in unsafe for name in rescue.holders()})
+    text += (
+      f" But something still points to XLA's memory of {named(unsafe)}: {', '.join(holders)}. "
+      "Expected: that it is not used any more, since it will read other numbers there. From its "
+      "next call on the gate gets private copies, which it may keep; with cg.gate(copy=True) it "
+      "gets copies of its arguments from the start."
+    )
+  if any(rescue.on_gpu for rescue in rescues):
+    text = "What was kept must not be used any more: its memory on the GPU is XLA's."
+  raise EscapedViewError(
+    f"gate '{gate}': {named(rescues)}: a view of XLA's memory, or an array derived from it, was "
+    "kept after the call returned. Expected: views used during the call alone; keep a copy "
+    f"(x.copy()) instead. {text}"
   )
 
 
 def _escaped(suspects: list[Suspect]) -> list[Suspect]:
-  """The suspects that somebody else refers to."""
   return [suspect for suspect in suspects if _others(suspect) > 0]
 
 
@@ -116,48 +106,43 @@ def _escaped_for_good(suspects: list[Suspect]) -> list[Suspect]:
   return _escaped(suspects)
 
 
-def _make_safe(suspect: Suspect, own: set[int], exception: BaseException | None) -> _Rescue:
-  """Moves what it can away from XLA's memory, and says what remains there."""
-  if not isinstance(suspect[2], np.ndarray) and suspect[2].stream:
-    return _leave_gpu(suspect, own, exception)
-  rescue = _Rescue(suspect, own, *_copied(suspect))
+def _make_safe(rescue: _Rescue, exception: BaseException | None) -> _Rescue:
+  """Moves what it can away from XLA's memory, and finds whether anything remains there."""
+  view, address = rescue.suspect[2:4]
+  if not isinstance(view, np.ndarray) and view.stream:
+    # A Buffer on a GPU ends: whoever asks it for the memory gets an error, not a copy. Of what was
+    # made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
+    rescue.on_gpu = True
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+      roots = _holders.heap() if exception is None else _holders.frames_of(exception)
+      run = gpu.library("torch").run
+      run(view.stream, view.__dlpack_device__()[1], lambda: rescue.repoint(roots))
+    view._detach()
+    return rescue
+  if isinstance(view, np.ndarray):
+    rescue.keeper = keeper = view.copy()
+    keeper.setflags(write=view.flags.writeable)
+    rescue.target = keeper.ctypes.data
+    _callgate.repoint(view, address, rescue.target, keeper)
+    del keeper
+  else:
+    array = jax_arrays.get(view, lambda: None)()
+    if array is not None:
+      array.delete()
+      del array
+      _await_xla(view, until_dropped=True)
+    view._detach()
+    rescue.target = view._data
+  del view
   # An exception's frames hold the arguments: nearly always they account for all references, and
   # the search of the whole heap (a good part of a second) is not needed.
   if exception is not None:
-    rescue.run(_holders.frames_of(exception))
+    rescue.repoint(_holders.frames_of(exception))
     rescue.account()
   if exception is None or rescue.remaining:
-    rescue.run(_holders.heap())
+    rescue.repoint(_holders.heap())
     rescue.account()
-  return rescue
-
-
-def _copied(suspect: Suspect) -> tuple[Any, int]:
-  """Gives the view a copy: who owns it, where the view itself does not, and its address."""
-  _, _, view, address, _ = suspect
-  if isinstance(view, np.ndarray):
-    keeper = view.copy()
-    keeper.setflags(write=view.flags.writeable)
-    _callgate.repoint(view, address, keeper.ctypes.data, keeper)
-    return keeper, keeper.ctypes.data
-  _delete_jax_array(view)
-  view._detach()  # pyright: ignore[reportPrivateUsage]
-  return None, view._data  # pyright: ignore[reportPrivateUsage]
-
-
-def _leave_gpu(suspect: Suspect, own: set[int], exception: BaseException | None) -> _Rescue:
-  """Ends a Buffer on a GPU: whoever asks it for the memory gets an error, not a copy.
-
-  Of what was made of it, torch's tensors alone can be given memory of their own, on XLA's stream.
-  """
-  view = suspect[2]
-  rescue = _Rescue(suspect, own, None, 0, on_gpu=True)
-  torch = sys.modules.get("torch")
-  if torch is not None and torch.cuda.is_available():
-    roots = _holders.heap() if exception is None else _holders.frames_of(exception)
-    library = gpu.library("torch")
-    library.run(view.stream, view.__dlpack_device__()[1], lambda: rescue.run(roots))
-  view._detach()  # pyright: ignore[reportPrivateUsage]
   return rescue
 
 
@@ -171,8 +156,8 @@ class _Rescue:
 
   suspect: Suspect
   own: set[int]
-  keeper: Any
-  target: int
+  keeper: Any = None
+  target: int = 0
   on_gpu: bool = False
   remaining: bool = False  # whether somebody unknown still refers to the view or to an array of it
   released: bool = False  # whether memoryviews were
@@ -182,17 +167,17 @@ class _Rescue:
   harmless: Counter[int] = dataclasses.field(default_factory=Counter[int])
   harmful: set[type] = dataclasses.field(default_factory=set[type])
 
-  def run(self, roots: list[Any]) -> None:
+  def repoint(self, roots: list[Any]) -> None:
     """Repoints what is reachable from the roots, and notes who holds it."""
     self.harmless.clear()
     self.harmful.clear()
-    plain = _holders.Plain()
+    plain = _holders.plain()
     found: dict[int, Any] = {}
     memoryviews: list[memoryview] = []
     namespaces: dict[int, tuple[Any, Counter[int]]] = {}
     for holder, item in _holders.references(roots, self.own):
       if item is self.suspect[2] or self._is_array_of_ours(item, found):
-        if plain(holder):
+        if plain(type(holder)):
           self.harmless[id(item)] += 1
         elif type(holder).__name__ != "managedbuffer":  # a memoryview's
           self.harmful.add(type(holder))
@@ -201,18 +186,30 @@ class _Rescue:
       elif isinstance(item, memoryview):
         memoryviews.append(item)
       elif not isinstance(item, (np.ndarray, _callgate.Buffer)):
-        self._rescue_tensor(item)
-    self._leave_out_namespaces(list(namespaces.values()))
+        try:
+          inside = self._holds(item.data_ptr())
+        except RuntimeError:
+          continue  # no memory to point to: sparse and fake tensors
+        if inside:
+          item.data = item.data.clone()
+    for namespace, counts in namespaces.values():
+      holder = _holders.instance_of(namespace)
+      if holder is not None:  # a dict that is the attributes of one with an address of its own
+        self.harmless -= counts
+        self.harmful.add(type(holder))
     keeper = self.suspect[2] if self.keeper is None else self.keeper
     for array in found.values():
       _callgate.repoint(array, self.suspect[3], self.target, keeper)
     self.arrays |= found
-    for item in memoryviews:  # last: arrays derive through them
-      if self._derives(item):
-        self._release_memoryview(item)
+    for item in filter(self._derives, memoryviews):  # last: arrays derive through them
+      try:
+        item.release()
+        self.released = True
+      except BufferError:  # read at this moment, through a pointer that nobody can change
+        self.harmful.add(memoryview)
 
   def account(self) -> None:
-    """Sets `remaining`, when everything that `run` looked through is dropped."""
+    """Sets `remaining`, when everything that `repoint` looked through is dropped."""
     bases = 0
     for key in self.arrays:
       if sys.getrefcount(self.arrays[key]) - 2 > self.harmless[key]:
@@ -221,32 +218,22 @@ class _Rescue:
       bases += self.arrays[key].base is self.suspect[2]
     self.remaining = _others(self.suspect) > self.harmless[id(self.suspect[2])] + bases
 
-  def names(self) -> list[str]:
-    """What is known of who remains."""
+  def holders(self) -> list[str]:
     names = [_holders.full_name(kind) for kind in self.harmful]
     return names or ["an object that Python can't see into (an iterator such as x.flat, say)"]
-
-  def _leave_out_namespaces(self, namespaces: list[tuple[Any, Counter[int]]]) -> None:
-    """Of dicts, those that are the attributes of an object with an address of its own."""
-    for namespace, counts in namespaces:
-      holder = _holders.instance_of(namespace)
-      if holder is not None:
-        self.harmless -= counts
-        self.harmful.add(type(holder))
 
   def _is_array_of_ours(self, item: Any, found: dict[int, Any]) -> bool:
     if not isinstance(item, np.ndarray):
       return False
     if id(item) in found or id(item) in self.arrays:
       return True
-    if not self._holds(item.ctypes.data) or not self._derives(item):
-      return False
-    found[id(item)] = item
-    return True
+    ours = self._holds(item.ctypes.data) and self._derives(item)
+    if ours:
+      found[id(item)] = item
+    return ours
 
   def _holds(self, pointer: int) -> bool:
-    _, _, _, address, size = self.suspect
-    return address <= pointer < address + size
+    return 0 <= pointer - self.suspect[3] < self.suspect[4]
 
   def _derives(self, item: Any) -> bool:
     owner = _owner(item)
@@ -261,21 +248,6 @@ class _Rescue:
       owner = _owner(owner)
     return False
 
-  def _rescue_tensor(self, tensor: Any) -> None:
-    try:
-      inside = self._holds(tensor.data_ptr())
-    except RuntimeError:
-      return  # no memory to point to: sparse and fake tensors
-    if inside:
-      tensor.data = tensor.data.clone()
-
-  def _release_memoryview(self, view: memoryview) -> None:
-    try:
-      view.release()
-      self.released = True
-    except BufferError:  # read at this moment, through a pointer that nobody can change
-      self.harmful.add(memoryview)
-
 
 def _owner(item: Any) -> Any:
   """Whose memory an array, a memoryview or one of NumPy's stand-ins for an array shows."""
@@ -287,26 +259,9 @@ def _owner(item: Any) -> Any:
   return getattr(item, "base", None)
 
 
-# The jax.Arrays made for a call, by Buffer. They can't be repointed, only deleted; and none can be
-# told by its address, which it may share with the program's own input.
-_jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def track_jax_array(buffer: Any, array: Any) -> Any:
-  """Remembers that the array is a view of the buffer, for as long as the buffer lives."""
-  _jax_arrays[buffer] = weakref.ref(array)
-  return array
-
-
-def _delete_jax_array(buffer: Any) -> None:
-  reference = _jax_arrays.get(buffer)
-  array = reference() if reference is not None else None
-  if array is not None:
-    array.delete()
-    del array
-    _await_xla(buffer, until_dropped=True)
-
-
+# The jax.Arrays that are views of Buffers, by Buffer, as weak references. They can't be repointed,
+# only deleted; and none can be told by its address, which the program's own input may share.
+jax_arrays: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _XLA_SECONDS = 30.0
 
 
@@ -318,9 +273,9 @@ def _await_xla(buffer: Any, *, until_dropped: bool) -> None:
   """
   if isinstance(buffer, np.ndarray):
     return
-  reference = _jax_arrays.get(buffer)
+  reference = jax_arrays.get(buffer)
   if reference is None or (reference() is not None and not until_dropped):
     return
   deadline = time.monotonic() + _XLA_SECONDS
-  while buffer._exports and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
+  while buffer._exports and time.monotonic() < deadline:
     time.sleep(0.0005)

@@ -7,10 +7,9 @@ with the first call that needs it. All of this runs under the GIL, on XLA's thre
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from callgate._arrays.torch import to_numpy, torch_converter
 from callgate._core import extras
@@ -27,54 +26,40 @@ _EXTRAS = {
 STREAMS = tuple(_EXTRAS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Library:
-  """How a callable works with a library's arrays on a GPU."""
+class Library(NamedTuple):
+  """How a callable works with a library's arrays on a GPU.
 
-  # Makes the library's array from a Buffer on a GPU.
+  `convert` makes the library's array from a Buffer on a GPU, `result` what the runtime can copy
+  from what the callable returned. `run` calls a function without arguments, with this stream (an
+  address) of this GPU (its number) as the library's current one.
+  """
+
   convert: Callable[[Any], Any]
-  # Makes what the runtime can copy from what the callable returned.
   result: Callable[[Any], Any]
-  # Calls a function without arguments, with this stream (an address) of this GPU (its number) as
-  # the library's current one.
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
 @functools.cache
 def library(kind: str) -> Library:
   """The library behind `arrays=kind`, imported; GateDefinitionError where it is not installed."""
-  return {"buffer": _buffer, "cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
+  if kind == "buffer":
+    return Library(same, returned, lambda stream, ordinal, function: function())
+  return {"cupy": _cupy, "torch": _torch, "numba": _numba}[kind]()
 
 
 def stream_as(library: str, stream: int, ordinal: int) -> Any:
-  """XLA's stream as a library's object, for `Context.stream_as`.
-
-  Args:
-    library: "cupy" (`cupy.cuda.Stream`), "torch" (`torch.cuda.ExternalStream`), "numba"
-      (`numba.cuda.external_stream`) or "cuda" (`cuda.bindings.driver.CUstream`).
-    stream: its address.
-    ordinal: the GPU's number; -1 on the CPU.
-
-  Raises:
-    GateDefinitionError: on the CPU, for another name, or where the library is not installed.
-  """
+  """XLA's stream, an address, as a library's object; -1 for the GPU's number is the CPU."""
   if library not in STREAMS:
-    raise GateDefinitionError(
-      f"Context.stream_as: expected one of {', '.join(map(repr, STREAMS))}, got {library!r}"
-    )
+    known = ", ".join(map(repr, STREAMS))
+    raise GateDefinitionError(f"Context.stream_as: expected one of {known}, got {library!r}")
+  who = f"Context.stream_as({library!r})"
   if ordinal < 0:
-    raise GateDefinitionError(
-      f"Context.stream_as({library!r}): expected a call on a CUDA device, got one on the CPU, "
-      "which has no stream"
-    )
-  module = _import(library, f"Context.stream_as({library!r})")
-  if library == "cupy":
-    return _cupy_stream(module, stream, ordinal)
-  if library == "torch":
-    return _torch_stream(module, stream, ordinal)
-  if library == "numba":
-    return module.external_stream(stream)
-  return module.CUstream(stream)
+    got = "one on the CPU, which has no stream"
+    raise GateDefinitionError(f"{who}: expected a call on a CUDA device, got {got}")
+  module = _import(library, who)
+  if library in ("cupy", "torch"):
+    return (_cupy_stream if library == "cupy" else _torch_stream)(module, stream, ordinal)
+  return module.external_stream(stream) if library == "numba" else module.CUstream(stream)
 
 
 def _import(name: str, who: str) -> Any:
@@ -84,25 +69,12 @@ def _import(name: str, who: str) -> Any:
 
 def returned(value: Any) -> Any:
   """A returned array as the runtime takes it: PyTorch's need help with gradients and layouts."""
-  if not (hasattr(value, "detach") and hasattr(value, "data_ptr")):
-    return value
-  tensor = value.detach()
-  if not tensor.is_cuda:
-    return to_numpy(tensor)
-  return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-# -- Buffer --------------------------------------------------------------------------------------
-def _buffer() -> Library:
-  def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
-    del stream, ordinal
-    return function()
-
-  return Library(same, returned, run)
+  if hasattr(value, "data_ptr") and hasattr(value, "detach") and value.is_cuda:
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+  return to_numpy(value)
 
 
 def same(value: Any) -> Any:
-  """A Buffer as it is."""
   return value
 
 
@@ -174,13 +146,10 @@ def _torch_stream(torch: Any, stream: int, ordinal: int) -> Any:
 def _numba() -> Library:
   cuda = _import("numba", "arrays='numba'")
 
-  def convert(buffer: Any) -> Any:
-    # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
-    return cuda.as_cuda_array(buffer, sync=False)
-
   def run(stream: int, ordinal: int, function: Callable[[], Any]) -> Any:
     del stream  # Numba has no current stream
     with cuda.gpus[ordinal]:
       return function()
 
-  return Library(convert, returned, run)
+  # Without waiting: the array's `stream` is XLA's, and the runtime has the default stream wait.
+  return Library(functools.partial(cuda.as_cuda_array, sync=False), returned, run)

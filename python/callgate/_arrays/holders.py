@@ -10,11 +10,12 @@ references are what remains of an object's count when all others have been found
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,6 @@ _ADDRESSES = frozenset({"PyCapsule", "managedbuffer", "memoryview"})
 _ARRAYS = frozenset({"numpy.ndarray", "numpy.generic", "torch.Tensor", "torch._C.TensorBase"})
 # Classes of Python's that keep an address all the same: NumPy's `x.ctypes`.
 _KEEP_ADDRESSES = frozenset({"numpy._core._internal._ctypes", "numpy.core._internal._ctypes"})
-
-
 _OURS = (__name__, "callgate._arrays.escape")  # whose frames hold what is being looked for
 
 
@@ -46,39 +45,21 @@ def full_name(kind: type) -> str:
   return name if module in ("", "builtins") else f"{module}.{name}"
 
 
-class Plain:
-  """Which holders ask what they hold for its memory at each use. Remembers types, for one walk."""
-
-  def __init__(self) -> None:
-    self._kinds: dict[type, bool] = {}
-
-  def __call__(self, holder: Any) -> bool:
-    kind = type(holder)
-    known = self._kinds.get(kind)
-    if known is None:
-      known = self._kinds[kind] = all(_adds_no_address(part) for part in kind.__mro__)
-    return known
+def plain() -> Callable[[type], bool]:
+  """Tells whether holders of a type ask what they hold for its memory at each use, for one walk."""
+  return functools.cache(lambda kind: all(map(_adds_no_address, kind.__mro__)))
 
 
 def _adds_no_address(part: type) -> bool:
-  name = full_name(part)
+  name, base = full_name(part), part.__base__
   if name in _KEEP_ADDRESSES:
     return False
-  if name in _ARRAYS:
+  if name in _ARRAYS or (part.__module__ in _PLAIN_MODULES and part.__name__ not in _ADDRESSES):
     return True
-  if part.__module__ in _PLAIN_MODULES and part.__name__ not in _ADDRESSES:
-    return True
-  flags = part.__flags__
-  return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE and _is_a_class_statements(part)
-
-
-def _is_a_class_statements(part: type) -> bool:
-  """Whether its instances have slots, a __dict__ and weak references beyond the base's, no more."""
-  base = part.__base__
-  if base is None:
+  if base is None or part.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) != _HEAP_TYPE:
     return False
-  slots = [v for v in vars(part).values() if isinstance(v, types.MemberDescriptorType)]
-  words = len(slots)
+  # A class statement's: instances have slots, a __dict__ and weak references beyond the base's.
+  words = sum(isinstance(v, types.MemberDescriptorType) for v in vars(part).values())
   # Negative ones lie before the object (CPython's managed dicts), but for -8, at its end.
   words += not base.__dictoffset__ and (part.__dictoffset__ > 0 or part.__dictoffset__ < -1)
   words += not base.__weakrefoffset__ and part.__weakrefoffset__ > 0
@@ -86,10 +67,7 @@ def _is_a_class_statements(part: type) -> bool:
 
 
 def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
-  """The array-likes that the roots refer to, directly or through plain containers, by holder.
-
-  One comes once for each reference to it. What `own` has, by id, is left out.
-  """
+  """Holders and array-likes of the roots, through plain containers; without the ids in `own`."""
   kinds = (np.ndarray, memoryview, _callgate.Buffer, *tensor_types())
   seen = {id(root) for root in roots} | own
   stack = list(roots)
@@ -104,7 +82,8 @@ def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
         yield holder, item
         # Arrays of objects are containers that the collector does not look into.
         if isinstance(item, np.ndarray) and item.dtype.hasobject:
-          item = _whole(item)
+          while isinstance(item.base, np.ndarray) and item.base.dtype.hasobject:
+            item = item.base  # so that its elements are seen once
           if id(item) not in seen:
             seen.add(id(item))
             stack.append(item.ravel().tolist())
@@ -113,18 +92,10 @@ def references(roots: list[Any], own: set[int]) -> Iterator[tuple[Any, Any]]:
         stack.append(item)
 
 
-def _whole(array: Any) -> Any:
-  """The array of objects that another one is a view of, so that its elements are seen once."""
-  while isinstance(array.base, np.ndarray) and array.base.dtype.hasobject:
-    array = array.base
-  return array
-
-
 def instance_of(namespace: Any) -> Any:
   """The object of which a dict is the `__dict__`, where it is one that a C type made; or None."""
-  plain = Plain()
   for holder in gc.get_referrers(namespace):
-    if not plain(holder):
+    if not all(map(_adds_no_address, type(holder).__mro__)):
       with contextlib.suppress(Exception):
         if object.__getattribute__(holder, "__dict__") is namespace:
           return holder
@@ -142,8 +113,11 @@ def heap() -> list[Any]:
 def _running_frames() -> dict[int, Any]:
   """Containers that hold what the locals of all threads' frames do, by id."""
   found: dict[int, Any] = {}
+  frame: Any = None
   for frame in sys._current_frames().values():  # pyright: ignore[reportPrivateUsage]
-    for f, _ in traceback.walk_stack(_without_ours(frame)):
+    while frame is not None and frame.f_globals.get("__name__") in _OURS:
+      frame = frame.f_back
+    for f, _ in traceback.walk_stack(frame):
       names: Any = f.f_locals
       if isinstance(names, dict):  # a module's or a class's own; before 3.13 also a copy that stays
         found[id(names)] = names
@@ -155,26 +129,17 @@ def _running_frames() -> dict[int, Any]:
   return found
 
 
-def _without_ours(frame: Any) -> Any:
-  while frame is not None and frame.f_globals.get("__name__") in _OURS:
-    frame = frame.f_back
-  return frame
-
-
 def frames_of(exception: BaseException) -> list[Any]:
   """The exception and those that it follows from, with their frames."""
-  found: list[Any] = []
+  found: dict[int, BaseException] = {}
   pending: list[BaseException | None] = [exception]
-  seen: set[int] = set()
   while pending:
     error = pending.pop()
-    if error is None or id(error) in seen:
-      continue
-    seen.add(id(error))
-    found.append(error)
-    found += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    pending += [error.__cause__, error.__context__]
-  return found
+    if error is not None and id(error) not in found:
+      found[id(error)] = error
+      pending += [error.__cause__, error.__context__]
+  frames = [f for error in found.values() for f, _ in traceback.walk_tb(error.__traceback__)]
+  return [*found.values(), *frames]
 
 
 def tensor_types() -> tuple[type, ...]:

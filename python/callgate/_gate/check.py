@@ -7,6 +7,7 @@ program, by way of a gate that raises.
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 import threading
 import weakref
@@ -36,8 +37,8 @@ class Check(Gate):
       try:
         text = _format(message, values)
       except Exception as error:  # noqa: BLE001 - the check has failed, and says so
-        why = f"{type(error).__name__}: {error}"
-        text = f"{message} (the values below can't be formatted: {why})"
+        why = f"the values below can't be formatted: {type(error).__name__}: {error}"
+        text = f"{message} ({why})"
       raise CheckError(text, values)
 
     unique = registry.free_name("check")
@@ -84,23 +85,18 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   raise_deferred()
   options.text("check", "message", message)
   try:
-    fields = [
-      field or "" for _, field, _, _ in string.Formatter().parse(message) if field is not None
-    ]
+    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
   except ValueError as error:
-    raise GateDefinitionError(
-      f"check: message: expected a format string, got {message!r}: {error}"
-    ) from error
+    what = f"check: message: expected a format string, got {message!r}: {error}"
+    raise GateDefinitionError(what) from error
   for field in fields:
-    if field.split(".")[0].split("[")[0] not in values:
-      raise GateDefinitionError(
-        f"check: message: the field {{{field}}} is not among the values, {sorted(values)}"
-      )
+    if field is not None and re.split(r"[.\[]", field)[0] not in values:
+      what = f"the field {{{field}}} is not among the values, {sorted(values)}"
+      raise GateDefinitionError(f"check: message: {what}")
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
-    raise GateDefinitionError(
-      f"check: predicate: expected a bool of shape (), got {ok.dtype.name}{list(ok.shape)}"
-    )
+    got = f"{ok.dtype.name}{list(ok.shape)}"
+    raise GateDefinitionError(f"check: predicate: expected a bool of shape (), got {got}")
   with _lock:
     gate = _checks.get(message) or _checks.setdefault(message, Check(message))
   for name, value in values.items():
@@ -108,9 +104,8 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
       try:
         jnp.asarray(leaf)
       except (TypeError, ValueError, OverflowError) as error:
-        raise GateDefinitionError(
-          f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
-        ) from error
+        what = f"check: {name}: expected an array or a pytree of arrays, got {masked.shown(leaf)}"
+        raise GateDefinitionError(what) from error
   leaves, tree = jax.tree.flatten(((ok,), values))
   arrays = [jax.lax.stop_gradient(shapes.as_array(gate, x, i)) for i, x in enumerate(leaves)]
   site = CallSite(tree, jax.tree.structure(()), (), ())
@@ -126,12 +121,10 @@ def _check_format(message: str, values: dict[str, Any]) -> None:
   try:
     _format(message, types)
   except Exception as error:
-    arrays = [(name, array) for name, value in types.items() for array in jax.tree.leaves(value)]
-    shown = ", ".join(f"{name}: {array.dtype.name}{list(array.shape)}" for name, array in arrays)
-    raise GateDefinitionError(
-      f"check: message: expected a format for the values ({shown}), got {message!r}: "
-      f"{type(error).__name__}: {error}"
-    ) from error
+    arrays = [(name, x) for name, value in types.items() for x in jax.tree.leaves(value)]
+    shown = ", ".join(f"{name}: {x.dtype.name}{list(x.shape)}" for name, x in arrays)
+    what = f"check: message: expected a format for the values ({shown}), got {message!r}"
+    raise GateDefinitionError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _format(message: str, values: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ class Gate(Operation):
       function,
       bind=functools.partial(bind.bind, function, self.style, self.arrays, self.name),
       style=self.style,
-      arrays=bind.runtime_arrays(self.arrays),
+      arrays="numpy" if self.arrays == "numpy" else "buffer",
       cast=self.cast,
       owned_inputs=self.copy,
       own_thread=self.thread == "own",

@@ -3,7 +3,7 @@
 # Annotations are evaluated here, for `typing.get_type_hints` of the functions that take these.
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from callgate._arrays import bind, gpu
 from callgate._call.options import CallOptions
@@ -57,9 +57,9 @@ class GateOptions(CallOptions):
       **check.booleans(label, **{name: getattr(self, name) for name in flags}),
       timeout=check.timeout(label, self.timeout),
     )
-    check.choice(label, "style", made.style, bind.STYLES)
-    check.choice(label, "arrays", made.arrays, bind.ARRAY_KINDS)
-    check.choice(label, "thread", made.thread, ("xla", "own"))
+    check.choice(label, "style", made.style, get_args(Style))
+    check.choice(label, "arrays", made.arrays, get_args(Arrays))
+    check.choice(label, "thread", made.thread, get_args(Thread))
     if made.copy and made.arrays in gpu.KINDS and made.arrays not in ("buffer", "torch"):
       raise no_copy(label, made.arrays)
     problem = ""

@@ -44,17 +44,12 @@ def trace(path: str | os.PathLike[str]) -> Generator[None]:
   try:
     yield
   finally:
-    events = _callgate.stop_trace()
+    events: list[dict[str, Any]] = []
+    for gate, thread, start, wait, duration in _callgate.stop_trace():
+      common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
+      call = {"name": gate, "cat": "gate", "dur": duration / 1e3}
+      events.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})
+      if wait > 1000:
+        events.append({**common, "name": "wait for the GIL", "cat": "gil", "dur": wait / 1e3})
     with open(path, "w", encoding="utf-8") as file:
-      json.dump({"traceEvents": _chrome(events), "displayTimeUnit": "ns"}, file)
-
-
-def _chrome(events: list[tuple[str, int, int, int, int]]) -> list[dict[str, Any]]:
-  out: list[dict[str, Any]] = []
-  for gate, thread, start, wait, duration in events:
-    common = {"pid": os.getpid(), "tid": thread, "ph": "X", "ts": start / 1e3}
-    call = {"name": gate, "cat": "gate", "dur": duration / 1e3}
-    out.append({**common, **call, "args": {"gil_wait_us": wait / 1e3}})
-    if wait > 1000:
-      out.append({**common, "name": "wait for the GIL", "cat": "gil", "dur": wait / 1e3})
-  return out
+      json.dump({"traceEvents": events, "displayTimeUnit": "ns"}, file)

@@ -200,4 +200,4 @@ def use(make: Callable[..., Any]) -> Generator[None]:
 def start() -> None:
   """Lets the board wake the thread; called once by `import callgate`."""
   _callgate.progress_set_wake(_drawer.start)
-  at_barrier(lambda: flush(_BARRIER_SECONDS))
+  at_barrier.append(lambda: flush(_BARRIER_SECONDS))

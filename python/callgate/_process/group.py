@@ -1,10 +1,9 @@
 """The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
 
-The engine is JAX's coordination service, a store of texts that every process sees; callgate adds no
-connection of its own. Each process has one `Group`, made when `jax.distributed.initialize` is done.
-Its thread, "callgate-alive", counts up a key every few seconds, so that the others know a process
-that died from one that takes its time. A process that ends says so on its way out: the main thread
-leaves the group at the end. In a program of one process nothing of this happens.
+The engine is JAX's coordination service, a store of texts that every process sees. Each process has
+one `Group`, made when `jax.distributed.initialize` is done. Its thread, "callgate-alive", counts up
+a key every few seconds, so that the others know a process that died from one that takes its time. A
+process that ends says so on its way out. In a program of one process nothing of this happens.
 
 Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeting.py` has more.
 """
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -29,6 +29,7 @@ from callgate._core.errors import ProcessError
 from callgate._core.failures import original_of
 from callgate._jax import dispatch, distributed
 
+PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
 
 
@@ -52,11 +53,9 @@ class Failure:
 
   @staticmethod
   def parse(text: str) -> Failure:
-    """The failure of a text."""
     return Failure(**json.loads(text))
 
   def text(self) -> str:
-    """As it is in the store."""
     return json.dumps(dataclasses.asdict(self))
 
   def error(self) -> ProcessError:
@@ -76,21 +75,15 @@ class Group:
     self.silent_seconds = max(1.0, environment.seconds("CALLGATE_SILENT_SECONDS", 60))
     # Looks at the others are rarer the more there are: all ask one coordinator.
     self.look_seconds = 0.2 + 0.002 * count
-    self._heard: dict[str, tuple[str, float]] = {}  # by process: its count, and since when
+    self._heard: dict[int, tuple[str, float]] = {}  # by process: its count, and since when
     self._heard_at = 0.0
-    self._meetings = 0
+    self.meetings = 0  # the same in every process, as all take part in all
     self.one_at_a_time = threading.Lock()  # held by the thread that is in a meeting
     self._over = threading.Event()
     self._thread = threading.Thread(target=self._live, name="callgate-alive", daemon=True)
     self._thread.start()
 
-  def next_number(self) -> int:
-    """The number of the next meeting: the same in every process, as all take part in all."""
-    self._meetings += 1
-    return self._meetings
-
   def ended(self) -> dict[int, Failure]:
-    """How those ended that did, by process."""
     found = self.store.under("callgate/ended/")
     return {int(process): Failure.parse(text) for process, text in found.items()}
 
@@ -100,20 +93,15 @@ class Group:
     if now - self._heard_at >= self.silent_seconds / 8:
       self._heard_at = now
       for process, count in self.store.under("callgate/alive/").items():
-        if self._heard.get(process, ("", 0.0))[0] != count:
-          self._heard[process] = count, now
-    return [
-      int(process)
-      for process, (_, since) in self._heard.items()
-      if now - since > self.silent_seconds and int(process) != self.index
-    ]
+        if self._heard.get(int(process), ("", 0.0))[0] != count:
+          self._heard[int(process)] = count, now
+    last = {process: since for process, (_, since) in self._heard.items() if process != self.index}
+    return [process for process, since in last.items() if now - since > self.silent_seconds]
 
   def say_ended(self, error: BaseException | None) -> None:
     """Tells the others that this process ends: by an exception, or without one."""
-    if error is None:
-      failure = Failure(self.index, "", "ended without coming here")
-    else:
-      failure = Failure.of(self.index, error)
+    silent = Failure(self.index, "", "ended without coming here")
+    failure = silent if error is None else Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # nobody is left to be told
       self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
 
@@ -124,15 +112,11 @@ class Group:
       self._thread.join(timeout=2)
 
   def _live(self) -> None:
-    count = 0
-    while True:
-      count += 1
-      try:
+    with contextlib.suppress(ConnectionError):  # the service has ended: this process does soon
+      for count in itertools.count(1):
         self.store.put(f"callgate/alive/{self.index}", str(count), overwrite=True)
-      except ConnectionError:
-        return  # the service has ended, and this process with it or soon
-      if self._over.wait(self.silent_seconds / 8):
-        return
+        if self._over.wait(self.silent_seconds / 8):
+          return
 
 
 _group: Group | None = None
@@ -140,15 +124,12 @@ _process = 0  # of the operating system, whose group this is: a fork's child has
 
 
 def group() -> Group | None:
-  """The group of this process; None where it is alone.
-
-  RuntimeError where there are several processes, but `jax.distributed` does not run.
-  """
+  """The group of this process; None where it is alone."""
   if distributed.distributed_client() is not None:
     return _group
   if dispatch.has_backend() and jax.process_count() > 1:
     raise RuntimeError(
-      f"callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
+      "callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
       f"{jax.process_count()} processes without it (see jax.distributed.initialize)"
     )
   return None
@@ -167,16 +148,12 @@ def index() -> int:
   return jax.process_index() if known is None else known
 
 
-PLACEHOLDER = "{process}"
-
-
 def fill_index(path: str) -> str:
   """A path with this process's index in the place of each "{process}"."""
   return path.replace(PLACEHOLDER, str(index())) if PLACEHOLDER in path else path
 
 
 def _join() -> None:
-  """After `jax.distributed.initialize`."""
   global _group, _process
   if _group is not None:
     _group.leave()
@@ -208,12 +185,10 @@ def _tell_of_uncaught() -> None:
   """Tells the others of an uncaught exception at once: threads may keep the process for long."""
   before = sys.excepthook
 
-  def hook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-  ) -> None:
+  def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
     if not _is_interactive():
       _end(error)
-    before(kind, error, traceback)
+    before(kind, error, stack)
 
   sys.excepthook = hook
 

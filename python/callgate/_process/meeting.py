@@ -9,7 +9,6 @@ fails, or finds that another did, writes the failure. Runs on the thread that ca
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from callgate._core.errors import ProcessError
 from callgate._process.group import Failure, Group
@@ -22,20 +21,16 @@ class Meeting:
 
   def __init__(self, group: Group) -> None:
     self._group = group
-    self._number = 0
+    self._keys = ""  # what those of this meeting begin with
     self._next_look = 0.0
 
   def __enter__(self) -> Meeting:
     self._group.one_at_a_time.acquire()
-    self._number = self._group.next_number()
+    self._group.meetings += 1
+    self._keys = f"callgate/barrier/{self._group.meetings}/"
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     """Whatever ends this process's part ends the meeting for all."""
     try:
       if error is not None:
@@ -54,7 +49,7 @@ class Meeting:
       return
     self._next_look = now + self._group.look_seconds
     try:
-      result = self._group.store.get(self._key("result"))
+      result = self._group.store.get(self._keys + "result")
       if result is not None and result != _OK:
         raise Failure.parse(result).error()
       missing = self._missing()
@@ -63,16 +58,22 @@ class Meeting:
     if missing is not None:
       raise missing.error()
 
-  def wait(self, deadline: float | None, timeout: float | None) -> None:
+  def wait(self, deadline: float, timeout: float | None) -> None:
     """Says that this process has done its part, and waits until all have."""
     group = self._group
     try:
-      group.store.put(self._key(f"at/{group.index}"), _OK)
+      group.store.put(f"{self._keys}at/{group.index}", _OK)
       absent = list(range(group.count)) if group.index == 0 else []
       while (result := self._result(absent)) is None:
         self.watch()
-        if deadline is not None and time.monotonic() >= deadline:
-          result = self._late(timeout)
+        if time.monotonic() >= deadline:
+          came = group.store.under(self._keys + "at/")
+          late = [process for process in range(group.count) if str(process) not in came]
+          expected = f"all {group.count} processes within {timeout} s"
+          message = f"callgate.barrier: expected {expected}, got none of {late}"
+          own = Failure(group.index, "TimeoutError", message).text()
+          if (result := self._conclude(own)) == own:
+            raise TimeoutError(message)
           break
     except ConnectionError as error:
       raise Failure(0, "ConnectionError", str(error)).error() from error
@@ -83,50 +84,27 @@ class Meeting:
     """How the meeting ended, waited for a moment; process 0 takes those who came off `absent`."""
     store, seconds = self._group.store, self._group.look_seconds
     if not absent:
-      return store.get(self._key("result"), seconds)
-    while absent and store.get(self._key(f"at/{absent[-1]}"), seconds) is not None:
+      return store.get(self._keys + "result", seconds)
+    while absent and store.get(f"{self._keys}at/{absent[-1]}", seconds) is not None:
       absent.pop()
     if absent:
-      return store.get(self._key("result"))
-    result = self._conclude(_OK)
-    if result == _OK:  # all have left the meeting before
-      store.remove(f"callgate/barrier/{self._number - 1}/")
-    return result
-
-  def _late(self, timeout: float | None) -> str:
-    """The time is over: how the meeting ended all the same, or TimeoutError."""
-    came = self._group.store.under(self._key("at/"))
-    late = [process for process in range(self._group.count) if str(process) not in came]
-    message = (
-      f"callgate.barrier: expected all {self._group.count} processes within {timeout} s, "
-      f"got none of {late}"
-    )
-    own = Failure(self._group.index, "TimeoutError", message).text()
-    result = self._conclude(own)
-    if result == own:
-      raise TimeoutError(message)
+      return store.get(self._keys + "result")
+    if (result := self._conclude(_OK)) == _OK:  # all have left the meeting before
+      store.remove(f"callgate/barrier/{self._group.meetings - 1}/")
     return result
 
   def _missing(self) -> Failure | None:
     """The failure that another process's end or silence is, unless it was here before."""
     group = self._group
-    gone = group.ended()
-    for process in group.silent():
-      gone.setdefault(
-        process, Failure(process, "", f"has not been heard of for {group.silent_seconds:g} s")
-      )
+    silence = f"has not been heard of for {group.silent_seconds:g} s"
+    gone = {process: Failure(process, "", silence) for process in group.silent()} | group.ended()
     gone.pop(group.index, None)
     if not gone:
       return None
-    came = group.store.under(self._key("at/"))  # asked last: one that has left may have ended since
+    came = group.store.under(self._keys + "at/")  # last: one that has left may have ended since
     return next((gone[process] for process in sorted(gone) if str(process) not in came), None)
 
   def _conclude(self, result: str) -> str:
     """Ends the meeting with a result, unless it has one; returns the one that it has."""
-    key = self._key("result")
-    if self._group.store.put(key, result):
-      return result
-    return self._group.store.get(key, 1.0) or result
-
-  def _key(self, name: str) -> str:
-    return f"callgate/barrier/{self._number}/{name}"
+    store, key = self._group.store, self._keys + "result"
+    return result if store.put(key, result) else store.get(key, 1.0) or result

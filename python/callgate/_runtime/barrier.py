@@ -6,37 +6,24 @@ Here and in other processes. Runs on the thread that calls it. Across processes 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
 
 import jax
 
 from callgate import _callgate
+from callgate._core import failures, options
 from callgate._core import kept as _kept
-from callgate._core import options
 from callgate._core.errors import ProcessError
-from callgate._core.failures import (
-  LONG_SECONDS,
-  raise_consumer_errors,
-  raise_deferred,
-  raise_original,
-  threads_of_python,
-)
 from callgate._jax import dispatch
 from callgate._process import group as _group
 from callgate._process.meeting import Meeting
 from callgate._runtime import fence
 
-_at_barrier: list[Callable[[], object]] = []
+at_barrier: list[Callable[[], object]] = []  # called by each barrier, when the programs have run
 _FLUSH_SECONDS = 0.1  # between two looks at the other processes
-
-
-def at_barrier(settle: Callable[[], object]) -> None:
-  """Has `settle` called by each barrier, when the programs have run."""
-  _at_barrier.append(settle)
 
 
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
@@ -68,10 +55,14 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   if group is None:
     _settle(timeout, None)
     return
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
   with Meeting(group) as meeting:
     _settle(timeout, meeting.watch)
     meeting.wait(deadline, timeout)
+
+
+def _deadline(timeout: float | None) -> float:
+  return math.inf if timeout is None else time.monotonic() + timeout
 
 
 def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
@@ -81,39 +72,35 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
       "callgate.barrier: this process was forked from one that had channels, whose threads are not "
       "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
     )
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
   failure = wait_for_programs(timeout, watch)
-  if not _until(deadline, watch, _callgate.drain_devices, LONG_SECONDS):
+  if not _until(deadline, watch, _callgate.drain_devices):
     raise TimeoutError(f"callgate.barrier: records still wait on a GPU after {timeout} s")
-  for settle in _at_barrier:
+  for settle in at_barrier:
     settle()
-  if not _until(deadline, watch, _callgate.flush_channels, None):
-    pending = {
-      name: stats["pending"]
-      for name, stats in _callgate.channel_stats().items()
-      if stats["pending"]
-    }
+  if not _until(deadline, watch, _callgate.flush_channels):
+    counts = {name: stats["pending"] for name, stats in _callgate.channel_stats().items()}
+    pending = {name: count for name, count in counts.items() if count}
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
   dispatch.forget_failed_tokens()
-  raise_deferred(of_all_threads=True)
-  raise_program_failure(failure)
-  raise_consumer_errors()
+  failures.raise_deferred(of_all_threads=True)
+  if failure is not None and not _is_stale(failure, first=0):
+    kept = _kept.find(str(failure))
+    failures.raise_original(kept.exception if kept is not None else failure)
+  failures.raise_consumer_errors()
 
 
 def _until(
-  deadline: float | None,
-  watch: Callable[[], None] | None,
-  done: Callable[[Any], bool],
-  unlimited: float | None,
+  deadline: float, watch: Callable[[], None] | None, done: Callable[[float], bool]
 ) -> bool:
-  """Whether `done`, which takes seconds to wait, said so in time; `unlimited` are those of none."""
+  """Whether `done`, which takes seconds to wait, said so in time."""
   while True:
-    rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+    rest = min(max(0.0, deadline - time.monotonic()), failures.LONG_SECONDS)
     if watch is None:
-      return done(unlimited if rest is None else rest)
-    if done(_FLUSH_SECONDS if rest is None else min(rest, _FLUSH_SECONDS)):
+      return done(rest)
+    if done(min(rest, _FLUSH_SECONDS)):
       return True
-    if rest is not None and rest <= _FLUSH_SECONDS:
+    if rest <= _FLUSH_SECONDS:
       return False
     watch()
 
@@ -122,13 +109,6 @@ def _is_stale(failure: BaseException, first: int) -> bool:
   """Whether it failed before the id `first`, or has been raised: JAX's barrier repeats itself."""
   number = _kept.id_in(str(failure))
   return number is not None and (number < first or _kept.is_claimed(number))
-
-
-def raise_program_failure(failure: BaseException | None) -> None:
-  """Raises what `wait_for_programs` returned, as the original exception, once."""
-  if failure is not None and not _is_stale(failure, first=0):
-    kept = _kept.find(str(failure))
-    raise_original(kept.exception if kept is not None else failure)
 
 
 # What JAX raises for a failed program: JaxRuntimeError, or ValueError where its C++ dispatch ran a
@@ -156,35 +136,29 @@ class errors:
     self._first = _kept.enter_block()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> bool:
+  def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
     try:
       if error is None:
         failure = wait_for_programs(None)
-        _callgate.drain_devices(LONG_SECONDS)
-        _callgate.flush_channels(None)
-        raise_deferred()
+        _callgate.drain_devices(failures.LONG_SECONDS)
+        _callgate.flush_channels()
+        failures.raise_deferred()
         self._raise_unseen(failure)
-        raise_consumer_errors()
+        failures.raise_consumer_errors()
       elif isinstance(error, _PROGRAM_ERRORS):
         kept = _kept.find(str(error))
         if kept is not None and kept.exception is not error:
-          raise_original(kept.exception)
+          failures.raise_original(kept.exception)
     finally:
       dispatch.forget_failed_tokens()
       _kept.leave_block(self._first)
-    return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
     if failure is not None and _is_stale(failure, self._first):
       failure = None
     kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
-      own, python_threads = threading.get_ident(), threads_of_python()
+      own, python_threads = threading.get_ident(), failures.threads_of_python()
       alone = _kept.open_blocks() == 1
       unseen = [
         k
@@ -197,7 +171,7 @@ class errors:
         kept = unseen[-1]
         kept.claimed = True
     if kept is not None:
-      raise_original(kept.exception)
+      failures.raise_original(kept.exception)
     if failure is not None:
       raise failure
 
@@ -205,25 +179,18 @@ class errors:
 def wait_for_programs(
   timeout: float | None, watch: Callable[[], None] | None = None
 ) -> BaseException | None:
-  """Waits until no program of any thread runs; returns the first failure met on the way.
+  """Waits until no program of any thread runs; returns what the first to fail did so with.
 
-  Args:
-    timeout: seconds to wait at most; None for no limit.
-    watch: called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
-
-  Returns:
-    What the first program to fail did so with, or None.
-
-  Raises:
-    TimeoutError: the time was over.
+  `watch` is called now and then meanwhile; what it raises, a `ProcessError`, ends the wait.
   """
-  deadline = None if timeout is None else time.monotonic() + timeout
+  deadline = _deadline(timeout)
+  late = f"callgate.barrier: programs still run after {timeout} s"
   failure: BaseException | None = None
   for array in list(dispatch.live_arrays()):
     try:
-      while not (deadline is None and watch is None) and not array.is_ready():
-        if deadline is not None and time.monotonic() > deadline:
-          raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+      while not (timeout is None and watch is None) and not array.is_ready():
+        if time.monotonic() > deadline:
+          raise TimeoutError(late)
         if watch is not None:
           watch()
         time.sleep(0.001)
@@ -235,11 +202,11 @@ def wait_for_programs(
       if not array.is_deleted():  # donated by another thread meanwhile
         failure = failure or error
   if not fence.wait(deadline, watch):
-    raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
-  rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+    raise TimeoutError(late)
+  rest = None if timeout is None else max(0.0, deadline - time.monotonic())
   try:
     if not dispatch.wait_for_effects(rest, watch):
-      raise TimeoutError(f"callgate.barrier: programs still run after {timeout} s")
+      raise TimeoutError(late)
     dispatch.effects_barrier_alone()
   except (TimeoutError, ProcessError):
     raise

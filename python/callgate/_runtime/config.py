@@ -86,16 +86,14 @@ class config:
     timing: bool | None = None,
     stall_seconds: float | None = None,
   ) -> None:
-    given: dict[str, Any] = {
-      "fast_dispatch": fast_dispatch, "check_writes": check_writes, "check_memory": check_memory,
-      "crash_report": crash_report, "timing": timing,
-    }  # fmt: skip
-    given = {k: options.boolean("config", k, v) for k, v in given.items() if v is not None}
-    if engine is not None:
-      given["engine"] = options.choice("config", "engine", engine, ("callgate", "jax"))
-    if stall_seconds is not None:
-      seconds = options.seconds("config", "stall_seconds", stall_seconds, zero=True)
-      given["stall_seconds"] = seconds
+    given = {k: v for k, v in locals().items() if k != "self" and v is not None}
+    for name, value in given.items():
+      if name == "engine":
+        given[name] = options.choice("config", name, value, ("callgate", "jax"))
+      elif name == "stall_seconds":
+        given[name] = options.seconds("config", name, value, zero=True)
+      else:
+        given[name] = options.boolean("config", name, value)
     self._before = {k: _in_jax[k].value if k in _in_jax else _values[k] for k in given}
     _apply(given)
 
@@ -124,7 +122,6 @@ def start() -> None:
 
 @functools.cache  # once for the process
 def filter_dispatch() -> None:
-  """Puts the filter of dispatch effects in place."""
   dispatch.filter_dispatch_effects(
     lambda effect: (
       not isinstance(effect, ProgressEffect)

@@ -26,21 +26,12 @@ _without_threads = False  # of XLA, in a fork's child: nothing runs there, nor c
 
 
 def after_fork() -> None:
-  """In a fork's child."""
   global _running, _without_threads
   _running, _without_threads = None, dispatch.has_backend()
 
 
-def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
-  """Waits until programs that were dispatched before have ended: over several CPU devices, on GPUs.
-
-  Args:
-    deadline: when to give up, of `time.monotonic()`; None for never.
-    watch: called now and then; what it raises ends the wait.
-
-  Returns:
-    Whether they have ended.
-  """
+def wait(deadline: float, watch: Callable[[], None] | None) -> bool:
+  """Waits until `deadline`; whether what several CPU devices or GPUs got before has ended."""
   global _running
   found = {} if _without_threads else dispatch.local_devices()
   fenced = {p: devices for p, devices in found.items() if len(devices) >= _FEWEST.get(p, 1 << 30)}
@@ -49,32 +40,28 @@ def wait(deadline: float | None, watch: Callable[[], None] | None) -> bool:
   # On a thread of its own: XLA may hold up the dispatch, where no signal would reach the caller,
   # and the caller may be in a trace or have chosen a mesh, which are its thread's alone. One at a
   # time, however often somebody gives up.
-  before = _running
-  while before is not None and before.is_alive():
-    if not _wait_a_moment(before, deadline, watch):
-      return False
-  thread = _running = threading.Thread(
-    target=_run, args=(fenced,), name="callgate-fence", daemon=True
-  )
+  if not _ended(_running, deadline, watch):
+    return False
+  thread = threading.Thread(target=_run, args=(fenced,), name="callgate-fence", daemon=True)
+  _running = thread
   try:
     thread.start()
   except RuntimeError:  # the interpreter ends: no new threads, and nobody is left to be told
     return True
-  while thread.is_alive():
-    if not _wait_a_moment(thread, deadline, watch):
+  return _ended(thread, deadline, watch)
+
+
+def _ended(
+  thread: threading.Thread | None, deadline: float, watch: Callable[[], None] | None
+) -> bool:
+  while thread is not None and thread.is_alive():
+    if watch is not None:
+      watch()
+    rest = deadline - time.monotonic()
+    thread.join(min(max(rest, 0.0), 0.05))
+    if rest <= 0 and thread.is_alive():
       return False
   return True
-
-
-def _wait_a_moment(
-  thread: threading.Thread, deadline: float | None, watch: Callable[[], None] | None
-) -> bool:
-  """Whether there is time for another moment."""
-  if watch is not None:
-    watch()
-  rest = 0.05 if deadline is None else min(0.05, deadline - time.monotonic())
-  thread.join(max(rest, 0.0))
-  return rest > 0 or not thread.is_alive()
 
 
 def _run(fenced: dict[str, list[Any]]) -> None:

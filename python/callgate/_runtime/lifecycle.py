@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -19,18 +20,9 @@ import jax
 
 from callgate import _callgate
 from callgate._arrays import escape, gpu
-from callgate._core import environment, kept, paths, registry
+from callgate._core import environment, failures, kept, paths, registry
 from callgate._core.dtypes import dtypes
 from callgate._core.errors import CaptureError, GateTimeoutError, InputWriteError, ResultError
-from callgate._core.failures import (
-  defer,
-  describe_failure,
-  keep_consumer_failure,
-  kernel_failed,
-  kernel_raised,
-  print_deferred,
-  raise_interrupt,
-)
 from callgate._jax import dispatch
 from callgate._runtime import fence, self_wait
 from callgate._runtime.targets import OWN, PARTITIONED, sites
@@ -48,12 +40,12 @@ def _failed(
 ) -> str:
   if isinstance(exception, self_wait.Ended):
     return str(exception)
-  where = sites.get(site, site)
-  return describe_failure(exception, gate, where, tiles.describe(layout, shard), run, thread)
+  where, part = sites.get(site, site), tiles.describe(layout, shard)
+  return failures.describe_failure(exception, gate, where, part, run, thread)
 
 
 def _kernel_failed(kernel: str, message: str, site: str) -> str:
-  return kernel_failed(kernel, message, sites.get(site, site))
+  return failures.kernel_failed(kernel, message, sites.get(site, site))
 
 
 def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> None:
@@ -70,23 +62,18 @@ def _input_written(gate: str, spec: str, index: int) -> None:
   )
 
 
-def thread_stacks() -> str:
-  """Every other Python thread's stack, as text."""
+def _stalled(what: str, call: str, timed_out: bool) -> str:
+  limit = "its timeout" if timed_out else "stall_seconds"
   with escape.reading_frames:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
+    stacks = [
       f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n"
       + "".join(traceback.format_stack(frame))
       for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
       if ident != threading.get_ident()
-    )
-
-
-def _stalled(what: str, call: str, timed_out: bool) -> str:
-  limit = "its timeout" if timed_out else "stall_seconds"
-  report = (
-    f"{what} called with {call} has run longer than {limit}.\nPython's threads:\n{thread_stacks()}"
-  )
+    ]
+  head = f"{what} called with {call} has run longer than {limit}.\nPython's threads:"
+  report = "\n".join([head, *stacks])
   if not timed_out:
     return f"callgate: {report}"
   return f"[callgate error #{kept.keep(GateTimeoutError(report))}] {report}"
@@ -96,11 +83,9 @@ _worker = threading.local()
 
 
 def _device_worker(begin: bool) -> None:
-  """Has JAX use the CPU on this thread, unless told otherwise, until it serves the CPU's programs.
-
-  A GPU's stream waits for the call that the thread is about to make: what the call gave the same
-  GPU to do would wait for the call.
-  """
+  """Has JAX use the CPU on this thread, unless told otherwise, until it serves CPU programs."""
+  # A GPU's stream waits for the call that the thread is about to make: what the call gave the same
+  # GPU to do would wait for the call.
   if not begin:
     _worker.scope.close()
     return
@@ -113,46 +98,50 @@ def _end() -> None:
   """Before Python ends, in phases; in a fork's child, which has no threads, and on an embedder's
   thread what the runtime has is left alone.
   """
-  interrupted = _ends_by_interrupt()
+  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
+  # After Ctrl-C nobody waits for the process as for its normal end.
+  interrupted = isinstance(last, KeyboardInterrupt) or _callgate.interrupted_recently()
   seconds = environment.seconds("CALLGATE_EXIT_SECONDS", 1 if interrupted else 5)
-  _run("hurry", seconds)
-  _run("leave", seconds)
+  _run(_at_end["hurry"], seconds)
+  _run(_at_end["leave"], seconds)
   try:
     if os.getpid() == _process and threading.current_thread() is threading.main_thread():
-      _let_effects_finish(seconds, interrupted)
-      _run("draw", seconds)
+      _run([functools.partial(_let_effects_finish, interrupted)], seconds)
+      _run(_at_end["draw"], seconds)
       deadline = time.monotonic() + seconds
-      _run("deliver", seconds)
+      _run(_at_end["deliver"], seconds)
       _refuse_calls(deadline, seconds)
   finally:
-    _run("join", seconds)
+    _run(_at_end["join"], seconds)
 
 
-def _run(phase: Phase, seconds: float) -> None:
-  for end in _at_end[phase]:
+def _run(ends: list[Callable[[float], object]], seconds: float) -> None:
+  for end in ends:
     try:
       end(seconds)
     except BaseException:  # noqa: BLE001 - the program's own error, Ctrl-C must not hide the exit
       traceback.print_exc()
 
 
-def _let_effects_finish(seconds: float, interrupted: bool) -> None:
-  try:
-    if interrupted:
-      _end_programs(seconds)
-    else:
+def _let_effects_finish(interrupted: bool, seconds: float) -> None:
+  if interrupted:  # programs end at their next call; those that make none are given up
+    _callgate.end_programs(True)
+    try:
       dispatch.wait_for_effects(seconds)
-      dispatch.effects_barrier_alone()
-    if not _callgate.drain_devices(seconds):
-      print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
-  except BaseException:  # noqa: BLE001 - as above
-    traceback.print_exc()
+      dispatch.forget_effects()
+    finally:
+      _callgate.end_programs(False)
+  else:
+    dispatch.wait_for_effects(seconds)
+    dispatch.effects_barrier_alone()
+  if not _callgate.drain_devices(seconds):
+    print("callgate: not delivered at the end of the program: taps on a GPU", file=sys.stderr)
 
 
 def _refuse_calls(deadline: float, seconds: float) -> None:
   """From here on handlers return without touching Python; waits for the calls that still run."""
   _callgate.watch_exit()  # what comes now comes too late, and is counted
-  if print_deferred():
+  if failures.print_deferred():
     _callgate.fail_exit()
   # A call that hangs may be a consumer's, which has had its time.
   if not _callgate.shut_down(max(deadline - time.monotonic(), LAST_SECONDS)):
@@ -161,22 +150,6 @@ def _refuse_calls(deadline: float, seconds: float) -> None:
       "program and were abandoned",
       file=sys.stderr,
     )
-
-
-def _ends_by_interrupt() -> bool:
-  """Whether Ctrl-C ends the process: nobody waits for it as for its normal end."""
-  last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
-  return isinstance(last, KeyboardInterrupt) or _callgate.interrupted_recently()
-
-
-def _end_programs(seconds: float) -> None:
-  """Ends the programs that run, at their next call; gives up those that make none."""
-  _callgate.end_programs(True)
-  try:
-    dispatch.wait_for_effects(seconds)
-    dispatch.forget_effects()
-  finally:
-    _callgate.end_programs(False)
 
 
 def at_end(phase: Phase, end: Callable[[float], object]) -> None:
@@ -200,14 +173,14 @@ def start() -> None:
     _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
     failed=_failed,
-    deferred=defer,
+    deferred=failures.defer,
     escaped=escape.settle,
     result_error=_result_error,
     input_written=_input_written,
     stalled=_stalled,
     kernel_failed=_kernel_failed,
-    kernel_raised=kernel_raised,
-    interrupted=raise_interrupt,
+    kernel_raised=failures.kernel_raised,
+    interrupted=failures.raise_interrupt,
     undefined=registry.undefined,
     device_worker=_device_worker,
     self_wait=self_wait.report,
@@ -224,10 +197,9 @@ def start() -> None:
   dispatch.exclude_from_tracebacks(f"{paths.ROOT}{os.sep}")
   if stall := environment.seconds("CALLGATE_STALL_SECONDS", 0):
     _callgate.set_stall_seconds(stall)
-  _callgate.set_consumer_failed(keep_consumer_failure)
+  _callgate.set_consumer_failed(failures.keep_consumer_failure)
   dispatch.remember_effects()
-  os.register_at_fork(after_in_child=_callgate.abandon_channels)
-  os.register_at_fork(after_in_child=_callgate.abandon_devices)
-  os.register_at_fork(after_in_child=dispatch.forget_waiters)
-  os.register_at_fork(after_in_child=fence.after_fork)
+  abandon = (_callgate.abandon_channels, _callgate.abandon_devices)
+  for forget in (*abandon, dispatch.forget_waiters, fence.after_fork):
+    os.register_at_fork(after_in_child=forget)
   atexit.register(_end)  # runs before JAX's own, which was registered earlier

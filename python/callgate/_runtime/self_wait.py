@@ -39,21 +39,21 @@ def report(gate: str, thread: int) -> str:
   """
   frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
   frame = frames.pop(thread, None)
+  place = (frame.f_code, frame.f_lasti) if frame is not None else None
   with _lock:
     before = _seen.pop(thread, None)
-    if frame is None:
-      return ""
-    if before != (frame.f_code, frame.f_lasti):
-      _seen[thread] = (frame.f_code, frame.f_lasti)
-      return ""
+    if place is not None:
+      _seen[thread] = place
+  if frame is None or before != place:
+    return ""
   used = _jitted(frame)
   for function, jaxpr in dispatch.first_calls(frames.values()):
     if any(function is one for one in used) and f"gate '{gate}'" in str(jaxpr):
       break
   else:
-    with _lock:
-      _seen[thread] = (frame.f_code, frame.f_lasti)
     return ""
+  with _lock:
+    _seen.pop(thread, None)
   name = getattr(function, "__qualname__", repr(function))
   error = RecursionError(
     f"gate '{gate}', which has thread='own', calls the jitted function '{name}' that it is in, "
@@ -67,12 +67,12 @@ def report(gate: str, thread: int) -> str:
 def _jitted(frame: FrameType) -> list[Any]:
   """The functions behind what a frame calls now: by name, of something, or in one."""
   names = _callee(frame)
-  values: list[Any] = [frame.f_locals[name] for name in names if name in frame.f_locals]
-  values += [frame.f_globals[name] for name in names if name in frame.f_globals]
-  for value in tuple(values):
-    for holder in (value, type(value)):
-      held = getattr(holder, "__dict__", {})
-      values += [held[name] for name in names if name in held]
+  values: list[Any] = []
+  for held in (frame.f_locals, frame.f_globals):
+    values += [held[name] for name in names if name in held]
+  for holder in [x for value in values for x in (value, type(value))]:
+    held = getattr(holder, "__dict__", {})
+    values += [held[name] for name in names if name in held]
   for value in tuple(values):
     if isinstance(value, (list, tuple)):
       values += cast("Sequence[Any]", value)
@@ -82,14 +82,11 @@ def _jitted(frame: FrameType) -> list[Any]:
 
 
 def _callee(frame: FrameType) -> set[str]:
-  """The names in the callee of the call that a frame is in, `a` and `b` for `a.b(c)`.
-
-  All that its code has where it was compiled without positions (`python -X no_debug_ranges`).
-  """
+  """The names in the callee of the call that a frame is in, `a` and `b` for `a.b(c)`."""
   instructions = list(dis.get_instructions(frame.f_code))
   call = next((one.positions for one in instructions if one.offset == frame.f_lasti), None)
   begin = (call.lineno, call.col_offset) if call else (None, None)
-  if None in begin:
+  if None in begin:  # compiled without positions (`python -X no_debug_ranges`)
     code = frame.f_code
     return {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
   # What an expression begins with, begins where it does.

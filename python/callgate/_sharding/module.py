@@ -16,28 +16,24 @@ from callgate._core.attributes import Raw
 from callgate._core.attributes import text as attribute_text
 
 Groups = Sequence[Sequence[int]]
-_ELEMENTS = {
-  "bool": "i1",
-  "float16": "f16",
-  "bfloat16": "bf16",
-  "float32": "f32",
-  "float64": "f64",
-  "complex64": "complex<f32>",
-  "complex128": "complex<f64>",
-}
-_SMALL_FLOAT = re.compile(r"float(\d)_(e\dm\d\w*)")  # float8_e4m3fn is f8E4M3FN
-_INTEGER = re.compile(r"(u?)int(\d+)")
+_DTYPE = re.compile(r"(u?int|b?float|complex)(\d+)_?(e\dm\d\w*)?")
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|->|[][(){}<>,]', re.DOTALL)
 _ESCAPE = re.compile(rb'\\([0-9A-Fa-f]{2}|[\\"nt])')
 _NAMED = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
 
 
 def read_attributes(config: bytes) -> dict[str, Any]:
   """A call's attributes from XLA's text of them: strings as str, others as they are, in `Raw`."""
+
+  def plain(match: re.Match[bytes]) -> bytes:
+    return _NAMED.get(match[1]) or bytes([int(match[1], 16)])
+
   held: dict[str, Any] = {}
   for entry in _entries(config.strip()[1:-1]):
-    name, _, value = entry.partition(b"=")
-    key, text = name.strip().strip(b'"').decode(), value.strip()
-    held[key] = _unquoted(text[1:-1]) if text.startswith(b'"') else Raw(text.decode())
+    name, _, value = map(bytes.strip, entry.partition(b"="))
+    is_text = value.startswith(b'"')
+    text = (_ESCAPE.sub(plain, value[1:-1]) if is_text else value).decode()
+    held[name.strip(b'"').decode()] = text if is_text else Raw(text)
   return held
 
 
@@ -45,42 +41,25 @@ def _entries(text: bytes) -> list[bytes]:
   """The parts between commas that are in no brackets and no string."""
   parts: list[bytes] = []
   start = depth = 0
-  position, end = 0, len(text)
-  while position < end:
-    letter = text[position : position + 1]
-    if letter == b'"':
-      position += 1
-      while text[position : position + 1] != b'"':
-        position += 2 if text[position : position + 1] == b"\\" else 1
-    elif letter in b"{[(<":
-      depth += 1
-    elif letter in b"}])" or (letter == b">" and text[position - 1 : position] != b"-"):
-      depth -= 1
-    elif letter == b"," and depth == 0:
-      parts.append(text[start:position])
-      start = position + 1
-    position += 1
+  for token in _TOKEN.finditer(text):
+    depth += (token[0] in b"{[(<") - (token[0] in b"}])>")
+    if token[0] == b"," and depth == 0:
+      parts.append(text[start : token.start()])
+      start = token.end()
   last = text[start:].strip()
   return [*parts, last] if last else parts
 
 
-def _unquoted(text: bytes) -> str:
-  def plain(match: re.Match[bytes]) -> bytes:
-    code = match[1]
-    return _NAMED.get(code) or bytes([int(code, 16)])
-
-  return _ESCAPE.sub(plain, text).decode()
-
-
 def _element(dtype: Any) -> str:
+  """MLIR's name: int8 is i8, bfloat16 is bf16, float8_e4m3fn is f8E4M3FN."""
   name = np.dtype(dtype).name
-  if known := _ELEMENTS.get(name):
-    return known
-  if match := _INTEGER.fullmatch(name):
-    return f"{(match[1] and 'ui') or 'i'}{match[2]}"
-  if match := _SMALL_FLOAT.fullmatch(name):
-    return f"f{match[1]}{match[2].upper()}"
-  raise TypeError(f"callgate: expected a dtype that XLA has, got {name}")
+  match = _DTYPE.fullmatch(name)
+  if match is None and name != "bool":
+    raise TypeError(f"callgate: expected a dtype that XLA has, got {name}")
+  kind, bits, form = match.groups("") if match else ("int", "1", "")
+  if kind == "complex":
+    return f"complex<f{int(bits) // 2}>"
+  return kind.replace("int", "i").replace("float", "f") + bits + form.upper()
 
 
 def _tensor(shape: Sequence[int], element: str) -> str:
@@ -112,19 +91,12 @@ def local_module(
   def typed(array: tuple[Sequence[int], Any]) -> str:
     return "!stablehlo.token" if array[1] is None else _tensor(array[0], _element(array[1]))
 
-  inputs, outputs = [typed(array) for array in operands], [typed(array) for array in results]
-  arguments = ", ".join(f"%a{i}: {text}" for i, text in enumerate(inputs))
-  values = [f"%a{i}" for i in range(len(inputs))]
-  types, ranks = list(inputs), [len(shape) for shape, _ in operands]
+  arguments = ", ".join(f"%a{i}: {typed(array)}" for i, array in enumerate(operands))
   lines: list[str] = []
   if partition_id:
-    lines.append("%p = stablehlo.partition_id : tensor<ui32>")
-    values.append("%p")
-    types.append("tensor<ui32>")
-    ranks.append(0)
-  held = ", ".join(
-    f"{name} = {attribute_text(value)}" for name, value in sorted(attributes.items())
-  )
+    lines.append(f"%a{len(operands)} = stablehlo.partition_id : tensor<ui32>")
+    operands = [*operands, ((), np.uint32)]
+  outputs = [typed(array) for array in results]
   shared = ", ".join(
     "#stablehlo.output_operand_alias<"
     f"output_tuple_indices = [{o if len(outputs) > 1 else ''}], operand_index = {i}, "
@@ -133,42 +105,33 @@ def local_module(
   )
   many = f":{len(outputs)}" if len(outputs) > 1 else ""
   lines.append(
-    f"{f'%r{many} = ' if outputs else ''}stablehlo.custom_call @{target}({', '.join(values)}) "
-    f"{{api_version = 4 : i32, backend_config = {{{held}}}, "
+    f"{f'%r{many} = ' if outputs else ''}stablehlo.custom_call @{target}("
+    f"{', '.join(f'%a{i}' for i in range(len(operands)))}) "
+    f"{{api_version = 4 : i32, backend_config = {attribute_text(attributes)}, "
     f"has_side_effect = {'true' if has_side_effect else 'false'}, "
-    f"operand_layouts = [{', '.join(map(_layout, ranks))}], "
+    f"operand_layouts = [{', '.join(_layout(len(shape)) for shape, _ in operands)}], "
     f"output_operand_aliases = [{shared}], "
     f"result_layouts = [{', '.join(_layout(len(shape)) for shape, _ in results)}]}} : "
-    f"({', '.join(types)}) -> ({', '.join(outputs)})"
+    f"({', '.join(map(typed, operands))}) -> ({', '.join(outputs)})"
   )
   returned = [f"%r#{i}" for i in range(len(outputs))] if many else ["%r"] * len(outputs)
   if broadcast is not None:
-    returned = [
-      value
-      if dtype is None
-      else _added_up(lines, f"%s{i}", value, shape, np.dtype(dtype), broadcast)
-      for i, (value, (shape, dtype)) in enumerate(zip(returned, results, strict=True))
-    ]
+    pairs = enumerate(zip(returned, results, strict=True))
+    returned = [_added_up(lines, f"%s{i}", value, *array, broadcast) for i, (value, array) in pairs]
   lines.append(f"return {', '.join(returned)}{' : ' if outputs else ''}{', '.join(outputs)}")
-  body = "\n".join(lines)
-  text = (
-    f"module {{ func.func public @main({arguments}) -> ({', '.join(outputs)}) {{\n{body}\n}} }}"
-  )
-  return text.encode()
+  head = f"module {{ func.func public @main({arguments}) -> ({', '.join(outputs)}) {{"
+  return "\n".join([head, *lines, "} }"]).encode()
 
 
 def _added_up(
-  lines: list[str],
-  name: str,
-  value: str,
-  shape: Sequence[int],
-  dtype: np.dtype[Any],
-  groups: Groups,
+  lines: list[str], name: str, value: str, shape: Sequence[int], dtype: Any, groups: Groups
 ) -> str:
   """Adds up a value's bits over groups of devices, of which all but one have zeros."""
+  if dtype is None:
+    return value
   own = _tensor(shape, _element(dtype))
-  if dtype.kind == "c":
-    part = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
+  if np.dtype(dtype).kind == "c":
+    part = np.dtype(f"f{np.dtype(dtype).itemsize // 2}")
     half = _tensor(shape, _element(part))
     sums: list[str] = []
     for which in ("real", "imag"):
@@ -182,7 +145,6 @@ def _added_up(
   convert = "bitcast_convert" if int(bits[1]) >= 8 else "convert"
   element = f"ui{bits[1]}" if int(bits[1]) >= 8 else "f32"
   word = _tensor(shape, element)
-  extent = len(groups[0])
   lines += [
     f"{name}_w = stablehlo.{convert} {value} : ({own}) -> {word}",
     f'{name}_s = "stablehlo.all_reduce"({name}_w) ({{',
@@ -191,7 +153,7 @@ def _added_up(
     f"  stablehlo.return %z : tensor<{element}>",
     "}) {channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>, "
     f"replica_groups = dense<{[list(group) for group in groups]}> : "
-    f"tensor<{len(groups)}x{extent}xi64>, use_global_device_ids}} : ({word}) -> {word}",
+    f"tensor<{len(groups)}x{len(groups[0])}xi64>, use_global_device_ids}} : ({word}) -> {word}",
     f"{name} = stablehlo.{convert} {name}_s : ({word}) -> {own}",
   ]
   return name

@@ -2,14 +2,13 @@
 
 A call in a program over several devices holds, besides what every call holds, the attribute `shard`
 (`Sharded`): its rule and what else is to be known of it. When the program is compiled XLA's
-partitioner calls `_partition` with the arrays' shapes and shardings. It answers with the shardings
+partitioner asks with the arrays' shapes and shardings. It answers with the shardings
 that the call needs and a module in which every device makes the same call on its tiles, with its
 position in the program as one more operand (xla/call_site.h). Nothing here runs when the program
 does.
 
-XLA gives what it found by the rule, but holds nobody to it: an operand may come split along a
-dimension that must be whole. So the shardings are worked out anew (`tiles.plan`), and XLA moves
-what doesn't lie right.
+XLA holds nobody to the rule: an operand may come split along a dimension that must be whole. So the
+shardings are worked out anew (`tiles.plan`), and XLA moves what doesn't lie right.
 """
 
 from __future__ import annotations
@@ -41,122 +40,183 @@ class _Array:
   dtype: Any
   sharding: Any
 
+  @functools.cached_property
   def grid(self) -> np.ndarray | None:
     known = self.sharding is not None
     return partitioner.device_grid(self.sharding, len(self.shape)) if known else None
 
   def tiling(self, devices: int) -> Tiling:
-    grid = self.grid()
-    if grid is None or grid.size != devices:
+    if self.grid is None or self.grid.size != devices:
       return Tiling.replicated(len(self.shape), devices)
-    return Tiling.of_grid(grid, len(self.shape))
-
-
-def _partition(
-  target: str,
-  operand_shapes: Sequence[Any],
-  operand_shardings: Sequence[Any],
-  result_shape: Any,
-  result_sharding: Any,
-  config: bytes,
-) -> tuple[bytes, Sequence[Any], Any]:
-  is_tuple = result_shape.is_tuple()
-  result_shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
-  shardings = list(result_sharding.tuple_elements()) if is_tuple else [result_sharding]
-  shardings = shardings[: len(result_shapes)]  # XLA's empty tuple has a sharding
-  operands = _arrays(operand_shapes, operand_shardings)
-  results = _arrays(result_shapes, shardings)
-  held = local_module.read_attributes(config)
-  call = Sharded.read(held.pop("shard"))
-  found, devices = _solve(call, operands[call.token :], results[call.token :])
-  module = _module(target, call, found.plan, operands, results, held, devices)
-  ins = [*operand_shardings[: call.token], *found.operands]
-  outs = [*shardings[: call.token], *found.results]
-  if not outs:
-    return module, ins, result_sharding
-  return module, ins, partitioner.tuple_sharding(outs) if is_tuple else outs[0]
-
-
-def _propagate(sharding: Any, *_: Any) -> Any:
-  """What users of the results ask for goes back to the call as it is."""
-  return sharding
-
-
-def _infer(
-  operand_shapes: Sequence[Any], operand_shardings: Sequence[Any], result_shape: Any, config: bytes
-) -> Any:
-  """The results' shardings from the operands': asked for by XLA's older propagation alone."""
-  is_tuple = result_shape.is_tuple()
-  shapes = list(result_shape.tuple_shapes()) if is_tuple else [result_shape]
-  operands = _arrays(operand_shapes, operand_shardings)
-  results = _arrays(shapes, [None] * len(shapes))
-  call = Sharded.read(local_module.read_attributes(config)["shard"])
-  found, _ = _solve(call, operands[call.token :], results[call.token :])
-  out = [*[partitioner.replicated_sharding()] * call.token, *found.results]
-  return partitioner.tuple_sharding(out) if is_tuple else out[0]
+    return Tiling.of_grid(self.grid, len(self.shape))
 
 
 def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
-  return [
-    _Array(*partitioner.shape_and_dtype(shape), sharding)
-    for shape, sharding in zip(shapes, shardings, strict=True)
-  ]
+  pairs = zip(shapes, shardings, strict=True)
+  return [_Array(*partitioner.shape_and_dtype(shape), sharding) for shape, sharding in pairs]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Solution:
-  """A call's plan, and the shardings that XLA is told."""
-
-  plan: Plan
-  operands: list[Any]
-  results: list[Any]
-
-
+# A call's plan, and the shardings of its operands and results that XLA is told.
+_Solution = tuple[Plan, list[Any], list[Any]]
 # Programs hold many calls alike. Emptied when it is full.
 _solutions: dict[Any, _Solution] = {}
 _MANY = 1024
+_RULED = " has a function as its sharding rule, which"
 
 
-def _solve(
-  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]
-) -> tuple[_Solution, int]:
-  """The solution, and among how many devices the arrays are shared.
+class _Call:
+  """A call that XLA asks about: what it holds, and its arrays, but for a token."""
 
-  Of a partly manual program these are only some.
-  """
-  grids = (array.grid() for array in (*inputs, *outputs))
-  devices = next((g.size for g in grids if g is not None and g.size > 1), call.devices)
-  if call.function:
-    return _worked_out(call, inputs, outputs, devices), devices
-  arrays = tuple((a.shape, str(a.sharding)) for a in (*inputs, *outputs))
-  key = call.rule, devices, len(inputs), arrays
-  found = _solutions.get(key)
-  if found is None:
-    if len(_solutions) >= _MANY:
-      _solutions.clear()
-    found = _solutions[key] = _worked_out(call, inputs, outputs, devices)
-  return found, devices
+  def __init__(
+    self,
+    operand_shapes: Sequence[Any],
+    operand_shardings: Sequence[Any],
+    result_shape: Any,
+    result_sharding: Any,
+    config: bytes,
+  ) -> None:
+    self.is_tuple, self.given = result_shape.is_tuple(), result_sharding
+    shapes = list(result_shape.tuple_shapes()) if self.is_tuple else [result_shape]
+    shardings = [result_sharding] * len(shapes)
+    if self.is_tuple and result_sharding is not None:
+      shardings = list(result_sharding.tuple_elements())[: len(shapes)]  # an empty tuple's has one
+    self.held = local_module.read_attributes(config)
+    self.about = Sharded.read(self.held.pop("shard"))
+    skip = int(self.about.token)
+    self.tokens = [((), None)] * skip
+    self.token_shardings = [s or partitioner.replicated_sharding() for s in shardings[:skip]]
+    self.operands = _arrays(operand_shapes[skip:], operand_shardings[skip:])
+    self.results = _arrays(shapes[skip:], shardings[skip:])
+    # Among how many devices the arrays are shared: of a partly manual program only some.
+    grids = (array.grid for array in (*self.operands, *self.results))
+    sizes = (grid.size for grid in grids if grid is not None and grid.size > 1)
+    self.devices = next(sizes, self.about.devices)
+    self.located = self.about.located and self.devices == self.about.devices
+
+  # -- how its arrays are to lie -----------------------------------------------------------------
+  def solution(self) -> _Solution:
+    if self.about.function:
+      return self._worked_out()
+    arrays = tuple((a.shape, str(a.sharding)) for a in (*self.operands, *self.results))
+    key = self.about.rule, self.devices, len(self.operands), arrays
+    found = _solutions.get(key)
+    if found is None:
+      if len(_solutions) >= _MANY:
+        _solutions.clear()
+      found = _solutions[key] = self._worked_out()
+    return found
+
+  def _worked_out(self) -> _Solution:
+    sides = self.operands, self.results
+    ins, outs = ([array.tiling(self.devices) for array in side] for side in sides)
+    plan = self._by_function() if self.about.function else None
+    if self.about.tap >= 0 or plan is None:
+      rule = Rule.read(self.about.rule, len(self.operands), len(self.results))
+      plan = rule if plan is None else _with_whole(rule, plan)
+    if isinstance(plan, Rule):
+      shapes = [a.shape for a in self.operands], [a.shape for a in self.results]
+      plan = _tiles.plan(plan, shapes, (ins, outs), self.devices)
+    told_ins = list(map(_sharding, self.operands, ins, plan.operands))
+    return plan, told_ins, list(map(_sharding, self.results, outs, plan.results))
+
+  def told(self, results: Sequence[Any]) -> Any:
+    """The results' shardings as XLA takes them."""
+    out = [*self.token_shardings, *results]
+    if not out and self.given is not None:
+      return self.given
+    return partitioner.tuple_sharding(out) if self.is_tuple else out[0]
+
+  def _by_function(self) -> Rule | Plan:
+    """What the function of an operation, or of a tap's values, says on the program's mesh."""
+    about = self.about
+    operands = [(a.shape, a.dtype, a.sharding) for a in self.operands]
+    if about.tap >= 0:
+      label, function = f"tap '{about.label}'", functions.named(about.function)
+      if function is None:
+        raise _undefined(f"{label}{_RULED}", "the tap to be traced there")
+      return functions.plan(label, function, about.mesh, operands[: about.tap], [], tap=True)
+    operation = registry.get(about.function)
+    if operation is None:
+      raise _undefined(f"'{about.function}'{_RULED}", "the gate to be defined before")
+    results = [a.shape for a in self.results]
+    return functions.plan(operation.label, operation.sharding, about.mesh, operands, results)
+
+  # -- the call on one device's tiles ------------------------------------------------------------
+  def module(self, target: str, plan: Plan) -> bytes:
+    about, held, skip = self.about, self.held, len(self.tokens)
+    self._localise(plan)
+    if self.located:
+      runs = {group[0] for group in plan.groups} if about.once else range(self.devices)
+      held["shards"] = "".join("01"[device in runs] for device in range(self.devices))
+      held["mesh"] = held_mesh(about.devices, about.mesh)
+    ins, outs = (
+      [(tiling.tile(a.shape), a.dtype) for a, tiling in zip(*side, strict=True)]
+      for side in ((self.operands, plan.operands), (self.results, plan.results))
+    )
+    if "tiles" in held:  # of a kernel for CUDA, whose grid depends on shapes
+      kernel = _defined(held["name"].partition("[")[0])
+      target = kernel.retile(held, about.lanes, ins, outs, target)
+    if "_key" in held:  # of a kernel: the hash of all else (see `_call/lowering.py`)
+      held["_key"] = attributes.key_of({k: v for k, v in held.items() if k != "_key"})
+    share = self.located and about.once and about.tap < 0 and len(plan.groups) < self.devices
+    return local_module.local_module(
+      target,
+      [*self.tokens, *ins],
+      [*self.tokens, *outs],
+      held,
+      has_side_effect=about.effect,
+      aliases={i + skip: o + skip for i, o in about.aliases},
+      partition_id=self.located,
+      broadcast=plan.groups if share else None,
+    )
+
+  def _localise(self, plan: Plan) -> None:
+    """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
+    about, held = self.about, self.held
+    # Of each batch level its size here, and where in the whole each device's part of it begins.
+    sizes: list[int] = []
+    starts: list[Any] = []
+    for level, (size, mask) in enumerate(zip(about.sizes, about.lanes, strict=True)):
+      operand = mask.index("1")
+      axis = sum(other[operand] == "1" for other in about.lanes[:level])
+      tiling = plan.operands[operand]
+      sizes.append(size // tiling.counts[axis])
+      starts.append((tiling.index[:, axis] * sizes[-1]).tolist())
+    if about.lanes:
+      masks = [tuple(digit == "1" for digit in mask) for mask in about.lanes]
+      held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)))
+    if about.tap >= 0:
+      self._localise_tap(plan, sizes, starts)
+    elif self.located:
+      named = zip(about.names, self.operands, plan.operands, strict=False)
+      parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]
+      held["layout"] = _json({"devices": about.devices, "operands": parts})
+
+  def _localise_tap(self, plan: Plan, sizes: list[int], starts: list[Any]) -> None:
+    code = json.loads(self.held["spec"])
+    whole, code["sizes"] = code["sizes"], sizes
+    if self.located:
+      leaves: list[Any] = []
+      for index in range(code["values"]):
+        skip = sum(mask[index] == "1" for mask in self.about.lanes)
+        t = plan.operands[index]
+        core = dataclasses.replace(t, counts=t.counts[skip:], index=t.index[:, skip:])
+        leaves.append(_tiles.encode(core, self.operands[index].shape[skip:]))
+      code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
+      # What `TapSpec::of` reads of a padded array: its extents, and where each shard begins.
+      padded: list[dict[str, Any]] = []
+      for index in code["logical"]:
+        part = _tiles.Part(leaves[index])
+        begins = [s.start for device in range(self.devices) for s in part.slices(device)]
+        held = {"whole": np.array(part.shape, np.int64), "starts": np.array(begins, np.int64)}
+        padded.append({"leaf": np.int64(index), **held})
+      if padded:
+        self.held["padded"] = attributes.listed(padded)
+    self.held["spec"] = _json(code)
 
 
-def _worked_out(
-  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
-) -> _Solution:
-  given = [a.tiling(devices) for a in inputs], [a.tiling(devices) for a in outputs]
-  plan: Rule | Plan
-  if call.function and call.tap < 0:
-    plan = _by_function(call, inputs, outputs)
-  else:
-    plan = Rule.read(call.rule, len(inputs), len(outputs))
-    if call.function:
-      plan = _with_whole(call, plan, inputs)
-  if isinstance(plan, Rule):
-    shapes = [a.shape for a in inputs], [a.shape for a in outputs]
-    plan = _tiles.plan(plan, shapes, given, devices)
-  return _Solution(
-    plan,
-    [_sharding(*each) for each in zip(inputs, given[0], plan.operands, strict=True)],
-    [_sharding(*each) for each in zip(outputs, given[1], plan.results, strict=True)],
-  )
+def _json(value: Any) -> str:
+  return json.dumps(value, separators=(",", ":"))
 
 
 def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
@@ -167,163 +227,42 @@ def _sharding(array: _Array, given: Tiling, wanted: Tiling) -> Any:
   return partitioner.sharding_of_grid(wanted.grid(), len(wanted.counts))
 
 
-def _with_whole(call: Sharded, rule: Rule, inputs: Sequence[_Array]) -> Rule:
-  """A tap's rule with what its function wants whole."""
-  function = functions.named(call.function)
-  if function is None:
-    raise LookupError(
-      f"callgate: tap '{call.label}' has a function as its sharding rule, which is not defined in "
-      "the process that compiles the program; expected the tap to be traced there"
-    )
-  values = [(a.shape, a.dtype, a.sharding) for a in inputs[: call.tap]]
-  axes = functions.whole_axes(f"tap '{call.label}'", function, call.mesh, values)
-  whole = {rule.operands[leaf][axis] for leaf, axis in axes}
-  return dataclasses.replace(rule, whole=rule.whole | whole)
-
-
-def _by_function(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]) -> Rule | Plan:
-  """What an operation's function says of these operands, on the program's mesh."""
-  operation = registry.get(call.function)
-  if operation is None:
-    raise LookupError(
-      f"callgate: '{call.function}' has a function as its sharding rule, and is not defined in the "
-      "process that compiles the program; expected the gate to be defined before"
-    )
-  operands = [(a.shape, a.dtype, a.sharding) for a in inputs]
-  return functions.plan(
-    operation.label, operation.sharding, call.mesh, operands, [a.shape for a in outputs]
-  )
-
-
-def _module(
-  target: str,
-  call: Sharded,
-  plan: Plan,
-  operands: Sequence[_Array],
-  results: Sequence[_Array],
-  held: dict[str, Any],
-  devices: int,
-) -> bytes:
-  """The call on one device's tiles, as the bytes of a module."""
-  located = call.located and devices == call.devices
-  groups = plan.groups
-  if located and call.once:
-    runs = {group[0] for group in groups}
-  else:
-    runs = set(range(call.devices))
-  _localise(call, plan, held, operands, located)
-  if located:
-    held["shards"] = "".join("01"[device in runs] for device in range(devices))
-    held["mesh"] = held_mesh(call.devices, call.mesh)
-  skip = int(call.token)
-  tiles = [
-    *((a.shape, None) for a in operands[:skip]),
-    *((t.tile(a.shape), a.dtype) for a, t in zip(operands[skip:], plan.operands, strict=True)),
-  ]
-  outs = [
-    *((a.shape, None) for a in results[:skip]),
-    *((t.tile(a.shape), a.dtype) for a, t in zip(results[skip:], plan.results, strict=True)),
-  ]
-  if "tiles" in held:  # of a kernel for CUDA, whose grid depends on shapes
-    kernel = _defined(held["name"].partition("[")[0])
-    target = kernel.retile(held, call.lanes, tiles[skip:], outs[skip:], target)
-  if "_key" in held:  # of a kernel: the hash of all else (see `_call/lowering.py`)
-    held["_key"] = attributes.key_of({k: v for k, v in held.items() if k != "_key"})
-  share = located and call.once and call.tap < 0 and len(groups) < devices
-  return local_module.local_module(
-    target,
-    tiles,
-    outs,
-    held,
-    has_side_effect=call.effect,
-    aliases={i + skip: o + skip for i, o in call.aliases},
-    partition_id=located,
-    broadcast=groups if share else None,
-  )
+def _with_whole(rule: Rule, said: Rule | Plan) -> Rule:
+  """A tap's rule with what its function wants whole; what that leaves split stays as it lies."""
+  whole = set(rule.whole)
+  for term, own in zip(rule.operands, said.operands, strict=False):
+    if isinstance(own, Tiling):
+      whole |= {factor for factor, count in zip(term, own.counts, strict=True) if count == 1}
+    elif isinstance(said, Rule):
+      whole |= {factor for factor, other in zip(term, own, strict=True) if other in said.whole}
+  return dataclasses.replace(rule, whole=frozenset(whole))
 
 
 def _defined(name: str) -> Any:
   kernel = registry.get(name)
   if kernel is None:
-    raise LookupError(
-      f"callgate: kernel '{name}' is not defined in the process that compiles the program, where "
-      "its grid is worked out for each device's part of the arrays; expected it to be defined "
-      "before"
-    )
+    why = ", where its grid is worked out for each device's part of the arrays"
+    raise _undefined(f"kernel '{name}'", "it to be defined before", why)
   return kernel
 
 
-def _localise(
-  call: Sharded, plan: Plan, held: dict[str, Any], operands: Sequence[_Array], located: bool
-) -> None:
-  """Rewrites what the call says of its arrays' extents, which are the tiles' now."""
-  inputs = operands[call.token :]
-  lanes = _lanes(call, plan)
-  if call.lanes:
-    sizes = [size // count for size, (count, _) in zip(call.sizes, lanes, strict=True)]
-    masks = [tuple(digit == "1" for digit in mask) for mask in call.lanes]
-    held["batch"] = encode_levels(list(zip(sizes, masks, strict=True)))
-  if call.tap >= 0:
-    held["spec"], padded = _tap_spec(call, plan, inputs, lanes, held["spec"], located)
-    if padded:
-      held["padded"] = attributes.listed(padded)
-  elif located:
-    named = zip(call.names, inputs, plan.operands, strict=False)
-    parts = [(name, _tiles.encode(tiling, a.shape)) for name, a, tiling in named]
-    layout = {"devices": call.devices, "operands": parts}
-    held["layout"] = json.dumps(layout, separators=(",", ":"))
-
-
-def _lanes(call: Sharded, plan: Plan) -> list[tuple[int, np.ndarray]]:
-  """Of each batch level into how many parts it is split, and which of them each device has."""
-  found: list[tuple[int, np.ndarray]] = []
-  for level, mask in enumerate(call.lanes):
-    operand = mask.index("1")
-    axis = sum(other[operand] == "1" for other in call.lanes[:level])
-    tiling = plan.operands[operand]
-    found.append((tiling.counts[axis], tiling.index[:, axis]))
-  return found
-
-
-def _tap_spec(
-  call: Sharded,
-  plan: Plan,
-  inputs: Sequence[_Array],
-  lanes: Sequence[tuple[int, np.ndarray]],
-  spec: str,
-  located: bool,
-) -> tuple[str, list[dict[str, Any]]]:
-  """A tap's description on shards, and what is new of its padded leaves."""
-  code = json.loads(spec)
-  whole: list[int] = code["sizes"]
-  sizes = [size // count for size, (count, _) in zip(whole, lanes, strict=True)]
-  code["sizes"] = sizes
-  padded: list[dict[str, Any]] = []
-  if located:
-    leaves: list[Any] = []
-    for index in range(code["values"]):
-      skip = sum(mask[index] == "1" for mask in call.lanes)
-      tiling = plan.operands[index]
-      core = dataclasses.replace(tiling, counts=tiling.counts[skip:], index=tiling.index[:, skip:])
-      leaves.append(_tiles.encode(core, inputs[index].shape[skip:]))
-    starts = [(index * size).tolist() for size, (_, index) in zip(sizes, lanes, strict=True)]
-    code["shards"] = {"leaves": leaves, "lanes": starts, "sizes": whole}
-    padded = [_padded(call, index, _tiles.Part(leaves[index])) for index in code["logical"]]
-  return json.dumps(code, separators=(",", ":")), padded
-
-
-def _padded(call: Sharded, leaf: int, part: _tiles.Part) -> dict[str, Any]:
-  """What `TapSpec::of` reads of a padded array: its extents, and where each shard begins."""
-  shards = (part.slices(device) for device in range(call.devices))
-  return {
-    "leaf": np.int64(leaf),
-    "whole": np.array(part.shape, np.int64),
-    "starts": np.array([s.start for one in shards for s in one], np.int64),
-  }
+def _undefined(what: str, expected: str, why: str = "") -> LookupError:
+  where = f"the process that compiles the program{why}"
+  return LookupError(f"callgate: {what} is not defined in {where}; expected {expected}")
 
 
 def register(target: str, partitioned: str) -> None:
   """Has XLA ask this partitioner about calls of `partitioned`, to make calls of `target`."""
-  partitioner.register_partitioner(
-    partitioned, _propagate, functools.partial(_partition, target), _infer
-  )
+
+  def partition(*asked: Any) -> tuple[bytes, Sequence[Any], Any]:
+    call = _Call(*asked)
+    plan, ins, outs = call.solution()
+    return call.module(target, plan), [*asked[1][: len(call.tokens)], *ins], call.told(outs)
+
+  # Asked by XLA's older propagation alone.
+  def infer(shapes: Sequence[Any], shardings: Sequence[Any], result: Any, config: bytes) -> Any:
+    call = _Call(shapes, shardings, result, None, config)
+    return call.told(call.solution()[2])
+
+  # What users of the results ask for goes back to the call as it is.
+  partitioner.register_partitioner(partitioned, lambda sharding, *_: sharding, partition, infer)

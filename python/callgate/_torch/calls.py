@@ -9,11 +9,8 @@ Transforms take runs to runs, so that they nest to any order. There are two ways
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
 What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
-which have shapes and dtypes, and no values. Tensors that it has from elsewhere (weights in a
-closure) become fake ones while it runs, so nothing of them changes.
-
-Imports torch, so it is imported when the first function is made. All of it runs in the thread that
-calls the gate, under the GIL where torch does not release it.
+which have no values; so nothing changes of those that it has from elsewhere (weights in a closure).
+Imports torch, so it is imported when the first function is made.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[re
 
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
+from callgate._torch.options import TorchOptions
 
 Tensor = Any
 Run = Callable[[bool, tuple[Any, ...], dict[str, Any]], Any]
@@ -48,22 +46,16 @@ _generator_lock = threading.RLock()
 _forward_lock = threading.RLock()
 
 
-def of_function(
-  function: Callable[..., Any], *, random: bool, enable_grad: bool, plain: bool = True
-) -> Run:
-  """The run of a user's function of pytrees of tensors.
-
-  A `random` one draws from torch's generator, seeded by the argument `rng`; one with `enable_grad`
-  calls autograd itself; one that is not `plain` writes its results, rather than returning them.
-  """
+def of_function(function: Callable[..., Any], options: TorchOptions) -> Run:
+  """The run of a user's function of pytrees of tensors."""
 
   def run(functional: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del functional
-    own = {name: value for name, value in kwargs.items() if not (random and name == RNG)}
-    mode = torch.enable_grad() if enable_grad else contextlib.nullcontext()
-    with mode, _seeded(kwargs[RNG]) if random else contextlib.nullcontext():
+    own = dict(kwargs)
+    seeded = _seeded(own.pop(RNG)) if options.random else contextlib.nullcontext()
+    with torch.enable_grad() if options.enable_grad else contextlib.nullcontext(), seeded:
       result = function(*args, **own)
-    return jax.tree.map(_as_tensor, result) if plain else result
+    return jax.tree.map(_as_tensor, result) if options.style == "return" else result
 
   return run
 
@@ -76,9 +68,8 @@ def _as_tensor(leaf: Any) -> Any:
     return tuple(map(_as_tensor, leaf))
   if isinstance(leaf, (bool, int, float, complex, np.ndarray, np.generic)):
     return torch.as_tensor(leaf)
-  raise TypeError(
-    f"expected tensors in tuples, lists and dicts as results, got {type(leaf).__qualname__}"
-  )
+  got = type(leaf).__qualname__
+  raise TypeError(f"expected tensors in tuples, lists and dicts as results, got {got}")
 
 
 @contextlib.contextmanager
@@ -86,10 +77,10 @@ def _seeded(key: Tensor) -> Generator[None]:
   if is_abstract(key):
     yield
     return
-  words = key.detach().cpu().contiguous().view(torch.uint8).tolist()
-  digest = hashlib.blake2b(bytes(words), digest_size=8).digest()
+  words = bytes(key.detach().cpu().contiguous().view(torch.uint8).tolist())
   with _generator_lock, torch.random.fork_rng(devices=[]):
-    torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    torch.default_generator.manual_seed(seed)
     yield
 
 
@@ -100,104 +91,96 @@ def is_abstract(tensor: Tensor) -> bool:
 
 def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
   """The run with transforms around it, innermost first."""
-  batched = functools.partial(_batched, randomness="same" if random else "error")
   for kind, positions in steps:
-    run = {"jvp": _jvp, "vjp": _vjp, "vmap": batched}[kind](run, positions)
+    if kind == "vmap":
+      run = _batched(run, positions, "same" if random else "error")
+    else:
+      run = _derivative({"jvp": _jvp, "vjp": _vjp}[kind], run, positions)
   return run
 
 
 def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
   """What a gate calls: the run, with autograd off around it and in the way that suits it."""
-  derivatives = [kind for kind, _ in steps if kind != "vmap"]
-  batched = len(derivatives) != len(steps)
+  kinds = [kind for kind, _ in steps]
+  batched = "vmap" in kinds
   # One step of reverse mode is quickest, and takes most, with autograd itself.
-  classical = batched or derivatives in ([], ["vjp"])
+  classical = batched or kinds in ([], ["vjp"])
 
   def call(*args: Any, **kwargs: Any) -> Any:
     nonlocal classical
     with torch.no_grad():
-      if not classical:
-        try:
-          return run(True, args, kwargs)
-        except (RuntimeError, NotImplementedError):
-          # torch.func refuses the function, or it has an operation without forward mode. An error
-          # of the function's own comes again here.
-          result = run(False, args, kwargs)
-          classical = True
-          return result
-      return run(batched, args, kwargs)
+      if classical:
+        return run(batched, args, kwargs)
+      try:
+        return run(True, args, kwargs)
+      except (RuntimeError, NotImplementedError):
+        # torch.func refuses the function, or it has an operation without forward mode. An error
+        # of the function's own comes again here.
+        result = run(False, args, kwargs)
+        classical = True
+        return result
 
   return call
 
 
 # -- derivatives ---------------------------------------------------------------------------------
-def _inner(
-  run: Run, wanted: Sequence[int], args: tuple[Any, ...], static: dict[str, Any]
-) -> tuple[Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]], list[Tensor], Sequence[Tensor]]:
-  """A call of the run inside a derivative as a function of the wanted tensors; these; the vectors.
-
-  A derivative's arguments are `(args, kwargs, vectors)`, where kwargs are those that hold arrays;
-  its own keywords are the static ones. Results are those that have derivatives: of floating-point
-  or complex dtype.
-  """
-  leaves, tree = jax.tree.flatten(args[:2])
-
-  def call(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    given = dict(zip(wanted, primals, strict=True))
-    own, kwargs = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-    result = run(functional, own, {**kwargs, **static})
-    return tuple(x for x in jax.tree.leaves(result) if x.is_floating_point() or x.is_complex())
-
-  return call, [leaves[i] for i in wanted], args[2]
+# A run's function of the tensors to differentiate by, and whether torch.func is to take it.
+Inner = Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _vjp(run: Run, wanted: Sequence[int]) -> Run:
-  """`(args, kwargs, cotangents) -> cotangents of the wanted arguments`, in JAX's convention.
+def _derivative(
+  kind: Callable[[bool, Inner, Sequence[Tensor], Sequence[Tensor]], Any],
+  run: Run,
+  wanted: Sequence[int],
+) -> Run:
+  """The run of `(args, kwargs, vectors)`: static keywords are its own, arrays' are in its args."""
 
-  torch's cotangent of a complex value is the conjugate of JAX's.
-  """
+  def derive(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    leaves, tree = jax.tree.flatten(args[:2])
 
-  def backward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner, primals, vectors = _inner(run, wanted, args, static)
+    def inner(functional: bool, primals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+      own, kwargs = _filled(tree, leaves, wanted, primals)
+      results = jax.tree.leaves(run(functional, own, {**kwargs, **static}))
+      return tuple(x for x in results if x.is_floating_point() or x.is_complex())
 
-    def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-      # The dtypes differ where `cast` makes float32 results of float64 ones.
-      return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
+    return kind(functional, inner, [leaves[i] for i in wanted], args[2])
 
-    if functional:
-      vjp = cast("Any", torch.func.vjp)
-      results, pullback = vjp(lambda *primals: inner(True, primals), *primals)
-      grads = pullback(cotangents(results))
-    else:
-      again = torch.is_grad_enabled()  # a derivative of this one is being taken
-      with torch.enable_grad():
-        primals = [_tracked(x) for x in primals]
-        results = inner(False, primals)
-        grads = _grad(results, primals, cotangents(results), again)
-    return tuple(map(_conj, grads))
-
-  return backward
+  return derive
 
 
-def _jvp(run: Run, wanted: Sequence[int]) -> Run:
-  """`(args, kwargs, tangents of the wanted arguments) -> tangents of the results`."""
+def _vjp(
+  functional: bool, inner: Inner, primals: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> Any:
+  """The primals' cotangents in JAX's convention: of complex values the conjugates of torch's."""
 
-  def forward(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    inner, primals, vectors = _inner(run, wanted, args, static)
-    if functional:
-      with _forward_lock:
-        prepare_forward_mode()
-        return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-      primals = [_tracked(x) for x in primals]
-      results = inner(False, primals)
-      # The transpose of the transpose: reverse mode is linear in its cotangents u.
-      u = [torch.zeros_like(x, requires_grad=True) for x in results]
-      grads = _grad(results, primals, u, again=True)
-      return _grad(grads, u, vectors, again)
+  def cotangents(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # The dtypes differ where `cast` makes float32 results of float64 ones.
+    return tuple(_conj(ct).to(x.dtype) for x, ct in zip(results, vectors, strict=True))
 
-  return forward
+  if functional:
+    results, pullback = cast("Any", torch.func.vjp)(lambda *xs: inner(True, xs), *primals)
+    return tuple(map(_conj, pullback(cotangents(results))))
+  again = torch.is_grad_enabled()  # a derivative of this one is being taken
+  with torch.enable_grad():
+    primals = [_tracked(x) for x in primals]
+    results = inner(False, primals)
+    return tuple(map(_conj, _grad(results, primals, cotangents(results), again)))
+
+
+def _jvp(
+  functional: bool, inner: Inner, primals: Sequence[Tensor], vectors: Sequence[Tensor]
+) -> Any:
+  if functional:
+    with _forward_lock:
+      prepare_forward_mode()
+      return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
+  again = torch.is_grad_enabled()
+  with torch.enable_grad():
+    primals = [_tracked(x) for x in primals]
+    results = inner(False, primals)
+    # The transpose of the transpose: reverse mode is linear in its cotangents u.
+    u = [torch.zeros_like(x, requires_grad=True) for x in results]
+    return _grad(_grad(results, primals, u, again=True), u, vectors, again)
 
 
 @functools.cache
@@ -219,12 +202,11 @@ def _grad(
 ) -> tuple[Tensor, ...]:
   """`torch.autograd.grad`, with zeros where nothing depends on an input."""
   pairs = [(x, ct) for x, ct in zip(results, cotangents, strict=True) if x.requires_grad]
-  found: Sequence[Tensor | None] = [None] * len(inputs)
-  if pairs:
-    xs, cts = zip(*pairs, strict=True)
-    found = torch.autograd.grad(xs, inputs, cts, create_graph=again, allow_unused=True)
-  return tuple(
-    torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)
+  if not pairs:
+    return tuple(map(torch.zeros_like, inputs))
+  xs, cts = zip(*pairs, strict=True)
+  return torch.autograd.grad(
+    xs, inputs, cts, create_graph=again, allow_unused=True, materialize_grads=True
   )
 
 
@@ -239,20 +221,24 @@ def _batched(run: Run, mask: Sequence[int], randomness: str) -> Run:
     del functional
     leaves, tree = jax.tree.flatten((args, kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    trees: list[Any] = []
+    out_tree: Any = None
 
     def lane(*tensors: Tensor) -> tuple[Tensor, ...]:
-      given = dict(zip(where, tensors, strict=True))
-      own, keywords = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+      nonlocal out_tree
+      own, keywords = _filled(tree, leaves, where, tensors)
       flat, out_tree = jax.tree.flatten(run(True, own, keywords))
-      trees.append(out_tree)
       return tuple(flat)
 
     axes = tuple(0 if i in mask else None for i in range(len(where)))
     found = torch.func.vmap(lane, axes, randomness=randomness)(*(leaves[i] for i in where))
-    return jax.tree.unflatten(trees[0], found)
+    return jax.tree.unflatten(out_tree, found)
 
   return whole
+
+
+def _filled(tree: Any, leaves: Sequence[Any], where: Sequence[int], tensors: Sequence[Any]) -> Any:
+  given = dict(zip(where, tensors, strict=True))
+  return jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
 
 
 # -- without values ------------------------------------------------------------------------------
@@ -267,25 +253,15 @@ def torch_dtype(dtype: np.dtype[Any]) -> Any:
 _WRONG_UNDER_VMAP = "aten::_cdist_backward"
 
 
-class _Watched(TorchDispatchMode):
-  """Has `look` see each operation before it runs."""
-
-  def __init__(self, look: Callable[[Any], None]) -> None:
-    super().__init__()
-    self._look = look
-
-  def __torch_dispatch__(
-    self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-  ) -> Any:
-    del types
-    self._look(func)
-    return func(*args, **(kwargs or {}))
-
-
 def _run_abstract(
   run: Run, functional: bool, args: Any, kwargs: Any, look: Callable[[Any], None]
 ) -> Any:
-  """The run on tensors without values, in the place of ShapeDtypeStructs."""
+  """The run on tensors without values for ShapeDtypeStructs; `look` sees each operation first."""
+
+  class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+      look(func)
+      return func(*args, **(kwargs or {}))
 
   def fake(leaf: Any) -> Any:
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -298,7 +274,7 @@ def _run_abstract(
   try:
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
       args, kwargs = jax.tree.map(fake, (args, kwargs))
-      with _Watched(look), torch.no_grad():
+      with Watched(), torch.no_grad():
         return run(functional, args, kwargs)
   finally:
     logger.disabled = before
@@ -307,18 +283,10 @@ def _run_abstract(
 def result_types(
   label: str, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, str | None]:
-  """The results' types, and an operation that draws random numbers if there is one.
-
-  Arguments have ShapeDtypeStructs for arrays; static ones are as they are.
-  """
-  draws: list[str] = []
-
-  def look(operation: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in operation.tags:
-      draws.append(str(operation))
-
+  """The results' types, and an operation that draws random numbers if there is one."""
+  seen: list[Any] = []
   try:
-    result = _run_abstract(run, False, args, kwargs, look)
+    result = _run_abstract(run, False, args, kwargs, seen.append)
   except GateDefinitionError:
     raise
   except Exception as error:  # whatever the user's function raises
@@ -337,7 +305,8 @@ def result_types(
   def struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))
 
-  return jax.tree.map(struct, result), next(iter(draws), None)
+  draws = (str(one) for one in seen if torch.Tag.nondeterministic_seeded in one.tags)
+  return jax.tree.map(struct, result), next(draws, None)
 
 
 def takes_vmap(batched: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

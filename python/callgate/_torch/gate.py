@@ -1,12 +1,10 @@
 """The gates behind `callgate.torch`: a function and, as gates of their own, its transforms.
 
-A function's gate has a *path*, the transforms around it (`calls.Step`), innermost first. The
-gate of the function itself has none, the gate of its gradient `(("vjp", (0,)),)`, and so on to any
-order. Each is a *part* of the first one, its root, and named `root[path]` in programs, so that a
-process that never traced the call can make it (`define_variant`).
-
-A derivative's gate takes `(args, kwargs, vectors)` and returns a tuple. It is linear in the
-vectors, and forward and reverse mode are each other's transpose.
+A gate's *path* are the transforms around the function (`calls.Step`), innermost first: none, or
+`(("vjp", (0,)),)` of its gradient. Each is a *part* of the function's gate, its root, and named
+`root[path]` in programs, so that a process that never traced the call can make it. A derivative's
+takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the vectors: forward and reverse
+mode are each other's transpose.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ class TorchGate(Gate):
   ) -> None:
     super().__init__(call, options)
     self.root: TorchGate = root if root is not None else self
-    self.path = path
-    self._options = options
+    self.path, self._options = path, options
     self._parts: dict[Path, TorchGate] = {}
-    self._batchings: dict[Any, Vmap] = {}
+    self._batchings: dict[Any, bool] = {}  # whether lanes are taken at once
 
   # What the root knows of its function.
   run: Any
@@ -58,48 +55,42 @@ class TorchGate(Gate):
   random = False
   drawn: str | None = None
 
-  def frozen(self, args: Any, kwargs: Any) -> frozenset[int]:
+  def frozen(self, args: Any) -> frozenset[int]:
     """Those leaves of the arguments, which are their flat positions, that have no derivative."""
-    del args, kwargs
+    del args
     return frozenset()
 
   # -- parts -------------------------------------------------------------------------------------
   def part(self, *steps: tuple[str, tuple[int, ...]]) -> TorchGate:
-    """The gate of a transform of this one."""
-    root, path = self.root, (*self.path, *steps)
-    with _lock:
-      if path not in root._parts:
-        root._parts[path] = root._make_part(path)
-      return root._parts[path]
-
-  def _make_part(self, path: Path) -> TorchGate:
     from callgate._torch import calls
 
-    key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
-    call = calls.caller(calls.transformed(self.run, path, random=self.random), path)
-    call.__name__ = call.__qualname__ = key
-    options = dataclasses.replace(
-      self._options,
-      name=f"{self.name}[{key}]",
-      out=_known,
-      effect="pure" if any(kind != "vmap" for kind, _ in path) else self.effect,
-      linear=_VECTORS if path[-1][0] != "vmap" else False,
-      like=None,
-      gradient=None,
-      aliases=None,
-      vmap="each",  # a rule of the user's is for the function itself; see `batching`
-    )
-    return TorchGate(self, path, call, options)
+    root, path = self.root, (*self.path, *steps)
+    with _lock:
+      if path in root._parts:
+        return root._parts[path]
+      key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
+      call = calls.caller(calls.transformed(root.run, path, random=root.random), path)
+      call.__name__ = call.__qualname__ = key
+      options = dataclasses.replace(
+        root._options,
+        name=f"{root.name}[{key}]",
+        out=_known,
+        effect="pure" if any(kind != "vmap" for kind, _ in path) else root.effect,
+        linear=_VECTORS if path[-1][0] != "vmap" else False,
+        like=None,
+        gradient=None,
+        aliases=None,
+        vmap="each",  # a rule of the user's is for the function itself; see `batching`
+      )
+      made = root._parts[path] = TorchGate(root, path, call, options)
+    return made
 
   def define_variant(self, key: str) -> bool:
     """Makes the part that a program from elsewhere names; False where it isn't one of ours."""
-    steps: list[tuple[str, tuple[int, ...]]] = []
-    for text in key.split("/"):
-      if not _STEP.fullmatch(text):
-        return False
-      kind, _, positions = text.partition(":")
-      steps.append((kind, tuple(map(int, positions.split(",")))))
-    self.part(*steps)
+    if not all(map(_STEP.fullmatch, key.split("/"))):
+      return False
+    steps = (text.split(":") for text in key.split("/"))
+    self.part(*((kind, tuple(map(int, where.split(",")))) for kind, where in steps))
     return True
 
   # -- the primitive's questions -----------------------------------------------------------------
@@ -108,10 +99,9 @@ class TorchGate(Gate):
 
     for index, dtype in enumerate(np.dtype(struct.dtype) for struct in structs):
       if calls.torch_dtype(dtype) is None:
-        what = f"argument {registry.argument(self.name, site.spec, index)}"
-        raise GateDefinitionError(
-          f"{self.label}: {what}: PyTorch has no {dtype.name}; convert it before the call"
-        )
+        what = f"{self.label}: argument {registry.argument(self.name, site.spec, index)}"
+        advice = f"PyTorch has no {dtype.name}; convert it before the call"
+        raise GateDefinitionError(f"{what}: {advice}")
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
     root = self.root
@@ -127,14 +117,14 @@ class TorchGate(Gate):
         "a JAX key, rng=key, that both runs draw from; or no draw (module.eval())"
       )
     args, kwargs = jax.tree.unflatten(site.in_tree, range(site.in_tree.num_leaves))
-    frozen = root.frozen(*_of_root(self.path, args, kwargs))
+    frozen = root.frozen(_of_root(self.path, args, kwargs)[0])
     wanted = tuple(i for i in moved if i not in frozen)
     outputs = tuple(i for i, (_, dtype) in enumerate(site.results) if is_inexact(dtype))
     if not wanted or not outputs:
       return TangentCall(self, site, (), ())
     types = tuple(site.results[i] for i in outputs)
-    gate = self.part(("jvp", wanted))
-    return TangentCall(gate, _site_of_part(site, args, kwargs, len(wanted), types), wanted, outputs)
+    made = _site_of_part(site, args, kwargs, len(wanted), types)
+    return TangentCall(self.part(("jvp", wanted)), made, wanted, outputs)
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
     if self.root.method == "each" or site.by_jax or self.style != "return":
@@ -143,8 +133,8 @@ class TorchGate(Gate):
       return "whole"
     key = (site, tuple(mask), tuple((x.shape, np.dtype(x.dtype)) for x in lanes))
     if key not in self._batchings:
-      self._batchings[key] = "whole" if self._takes_vmap(site, mask, lanes) else "each"
-    return self._batchings[key]
+      self._batchings[key] = self._takes_vmap(site, mask, lanes)
+    return "whole" if self._batchings[key] else "each"
 
   def _takes_vmap(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> bool:
     from callgate._torch import calls
@@ -158,10 +148,8 @@ class TorchGate(Gate):
     if any(kind == "jvp" for kind, _ in path):
       calls.prepare_forward_mode()  # not on tensors without values
     run = calls.transformed(self.root.run, path, random=self.root.random)
-    structs = [
-      jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if flag else x
-      for x, flag in zip(lanes, mask, strict=True)
-    ]
+    pairs = zip(lanes, mask, strict=True)
+    structs = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) if flag else x for x, flag in pairs]
     args, kwargs = jax.tree.unflatten(site.in_tree, structs)
     return calls.takes_vmap(run, args, {**kwargs, **dict(site.static)})
 
@@ -175,39 +163,34 @@ class TorchGate(Gate):
     kind, wanted = self.path[-1]
     (args, kwargs, vectors), _ = jax.tree.unflatten(site.in_tree, range(len(flat)))
     first = len(flat) - len(vectors)
-    step, kept = ("jvp", wanted), [i - first for i in linear]
-    taken = flat[first:]
+    kept = [i - first for i in linear]
+    step, taken = ("jvp", wanted), flat[first:]
     if kind == "jvp":
-      step, kept = ("vjp", tuple(wanted[i] for i in kept)), range(len(linear))
-      taken = [flat[i] for i in linear]
+      step, taken = ("vjp", tuple(wanted[i] for i in kept)), [flat[i] for i in linear]
     part = self.root.part(*self.path[:-1], step)
     types = tuple((tuple(jnp.shape(x)), np.dtype(x.dtype)) for x in taken)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
     found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
-    return [found[i] for i in kept]
+    return found if kind == "jvp" else [found[i] for i in kept]
 
 
 def _site_of_part(
   site: CallSite, args: Any, kwargs: Any, count: int, types: tuple[Any, ...]
 ) -> CallSite:
-  return dataclasses.replace(
-    site,
-    in_tree=jax.tree.structure(((args, kwargs, (0,) * count), {})),
-    out_tree=jax.tree.structure((0,) * len(types)),
-    results=types,
-  )
+  ins, outs = ((args, kwargs, (0,) * count), {}), (0,) * len(types)
+  in_tree, out_tree = jax.tree.structure(ins), jax.tree.structure(outs)
+  return dataclasses.replace(site, in_tree=in_tree, out_tree=out_tree, results=types)
 
 
 def _of_root(path: Path, args: Any, kwargs: Any) -> tuple[Any, Any]:
   """The function's own arguments, of those of a derivative."""
   for kind, _ in path:
     if kind != "vmap":
-      args, kwargs = args[0], args[1]
+      args, kwargs, _ = args
   return args, kwargs
 
 
 def _vmap(mask: Sequence[bool]) -> tuple[str, tuple[int, ...]]:
-  """The step of a batch."""
   return "vmap", tuple(i for i, flag in enumerate(mask) if flag)
 
 

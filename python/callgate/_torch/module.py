@@ -6,16 +6,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch.nn.modules import batchnorm  # pyright: ignore[reportMissingImports]
 
-from callgate._arrays.torch import to_numpy
 from callgate._core.errors import GateDefinitionError
-from callgate._jax import tracing
 from callgate._torch.calls import is_abstract
 
 # Of batch and instance normalisation. They write their statistics in C++, unseen by `_version`.
@@ -65,45 +61,11 @@ class ModuleFunction:
       return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
   def trainable(self) -> dict[str, bool]:
-    """For each name whether it has a gradient: buffers and frozen parameters have none."""
     with self._lock:
       wanted = {name: p.requires_grad for name, p in self.module.named_parameters()}
     return {name: wanted.get(name, False) for name in self.tensors()}
 
-  def params(self) -> dict[str, jax.Array]:
-    """Copies of the tensors as JAX arrays."""
-    found: dict[str, jax.Array] = {}
-    for name, tensor in self.tensors().items():
-      array = to_numpy(tensor)
-      dtype = tracing.canonical_dtype(array.dtype)
-      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
-          f"expected {dtype.name} without it (module.float() converts a module)"
-        )
-      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
-    return found
-
-  def check(self, params: Any) -> None:
-    """Raises unless it is a dict of this module's names and shapes."""
-    what = f"{self.label}: argument 'params'"
-    if not isinstance(params, Mapping):
-      got = type(params).__name__
-      raise GateDefinitionError(
-        f"{what}: expected a dict of arrays as `.params` gives it, got {got}"
-      )
-    own = self.tensors()
-    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
-      if names:
-        known = f"the names that `.params` has: {', '.join(own)}"
-        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
-    for name, tensor in own.items():
-      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
-        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
-
   def load(self, params: Mapping[str, Any]) -> None:
-    """Copies arrays into the module's own tensors."""
-    self.check(params)
     # Before the lock: the arrays may come from a program whose calls need it.
     values: dict[str, Any] = {}
     for name, value in params.items():

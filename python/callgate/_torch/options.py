@@ -4,7 +4,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from callgate._call.options import CallOptions
 from callgate._core import options as check
@@ -12,7 +12,6 @@ from callgate._gate.options import Thread
 
 Style = Literal["return", "inplace"]
 Vmap = Literal["auto", "whole", "each"]
-VMAPS = ("auto", "whole", "each")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -52,6 +51,6 @@ class TorchOptions(CallOptions):
 
   def __post_init__(self) -> None:
     check.name("torch", self.name)
-    check.choice("torch", "style", self.style, ("return", "inplace"))
+    check.choice("torch", "style", self.style, get_args(Style))
     for option in ("cast", "random", "enable_grad", "mutable"):
       check.boolean("torch", option, getattr(self, option))

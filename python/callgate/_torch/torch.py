@@ -6,9 +6,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from callgate._arrays import torch as _torch
 from callgate._call.options import shared
@@ -18,7 +20,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
 from callgate._torch.gate import TorchGate
-from callgate._torch.options import VMAPS, TorchOptions
+from callgate._torch.options import TorchOptions, Vmap
 
 
 class TorchFunction(TorchGate):
@@ -36,19 +38,16 @@ class TorchFunction(TorchGate):
 
     label = f"{self.kind} '{name}'"
     rule = options.vmap if callable(options.vmap) else None
-    self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, VMAPS)
+    self.method = "each" if rule else _options.choice(label, "vmap", options.vmap, get_args(Vmap))
     self.random = options.random
-    plain = options.style == "return"
-    self.run = calls.of_function(
-      function, random=options.random, enable_grad=options.enable_grad, plain=plain
-    )
+    self.run = calls.of_function(function, options)
     call = calls.caller(self.run, ())
     functools.update_wrapper(call, function, updated=())
     inferred = options.out is None and options.like is None
     out = self._infer if inferred else options.out
     changes = {"name": name, "out": out, "vmap": rule or "each", "arrays": "torch"}
     super().__init__(None, (), call, shared(GateOptions, options, **changes))
-    if not plain and inferred:
+    if options.style == "inplace" and inferred:
       raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +97,8 @@ class TorchModule(TorchFunction):
     from callgate._torch.module import ModuleFunction
 
     if options.style != "return":
-      raise GateDefinitionError(
-        "callgate.torch: a module returns its results; expected style='return'"
-      )
+      why = "a module returns its results; expected style='return'"
+      raise GateDefinitionError(f"callgate.torch: {why}")
     self._module = function = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
     with contextlib.suppress(TypeError, ValueError):
@@ -111,7 +109,17 @@ class TorchModule(TorchFunction):
   @property
   def params(self) -> dict[str, jax.Array]:
     """The module's parameters and buffers now, by name, as new JAX arrays."""
-    return self._module.params()
+    found: dict[str, jax.Array] = {}
+    for name, tensor in self._module.tensors().items():
+      array = _torch.to_numpy(tensor)
+      dtype = tracing.canonical_dtype(array.dtype)
+      if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
+          f"expected {dtype.name} without it (module.float() converts a module)"
+        )
+      found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
+    return found
 
   @property
   def trainable(self) -> dict[str, bool]:
@@ -131,34 +139,46 @@ class TorchModule(TorchFunction):
     Raises:
       GateDefinitionError: a name or a shape is not the module's.
     """
+    self._check(params)
     self._module.load(params)
 
   def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module with these parameters and buffers; see `TorchFunction.__call__`.
+    """Calls the module's forward with these parameters and buffers; see `TorchFunction.__call__`.
 
     Args:
       params: a dict as `params` gives it.
-      *args: of the module's forward.
-      **kwargs: of the module's forward.
+      *args: with `**kwargs` those of the module's forward.
 
     Returns:
       What forward returns, with jax.Arrays for tensors; with `mutable=True` a pair of that and the
       dict of the buffers after the call.
     """
-    self._module.check(params)
+    self._check(params)
     return super().__call__(dict(params), *args, **kwargs)
 
-  def frozen(self, args: Any, kwargs: Any) -> frozenset[int]:
-    del kwargs
-    trainable = self._module.trainable()
-    return frozenset(
-      i for name, leaf in args[0].items() if not trainable[name] for i in jax.tree.leaves(leaf)
-    )
+  def _check(self, params: Any) -> None:
+    """Raises unless it is a dict of this module's names and shapes."""
+    what = f"{self.label}: argument 'params'"
+    if not isinstance(params, Mapping):
+      expected = "a dict of arrays as `.params` gives it"
+      raise GateDefinitionError(f"{what}: expected {expected}, got {type(params).__name__}")
+    own = self._module.tensors()
+    for names, a in ((own.keys() - params.keys(), "no"), (params.keys() - own.keys(), "a")):
+      if names:
+        known = f"the names that `.params` has: {', '.join(own)}"
+        raise GateDefinitionError(f"{what}: there is {a} '{min(names)}'; expected {known}")
+    for name, tensor in own.items():
+      if (shape := list(np.shape(params[name]))) != (wanted := list(tensor.shape)):
+        raise GateDefinitionError(f"{what}: '{name}': expected shape {wanted}, got {shape}")
+
+  def frozen(self, args: Any) -> frozenset[int]:
+    fixed = [args[0][name] for name, trained in self.trainable.items() if not trained]
+    return frozenset(jax.tree.leaves(fixed))
 
 
 def _from_torch(leaf: Any) -> Any:
   is_torchs = hasattr(leaf, "data_ptr") and not isinstance(leaf, jax.Array)
-  return jax.numpy.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
+  return jnp.asarray(_torch.to_numpy(leaf)) if is_torchs else leaf
 
 
 @factories.decorator(TorchOptions)

@@ -1,7 +1,6 @@
 """`python -m callgate watch`: serves a live page of streams on loopback, by Bokeh.
 
-It reads streams as any other reader does: the program that writes them serves nothing for it. Feeds
-read on threads of their own; the server has the main thread.
+It reads streams as any other reader does: the program that writes them serves nothing for it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ _PERIOD_MS = 400  # between two looks at the model
 
 
 def add_watch(subparsers: Subparsers) -> None:
-  """Adds `watch`: a live page of streams, on loopback."""
   parser = subparsers.add_parser("watch", help="serve a live page of a stream, on loopback")
   add = parser.add_argument
   add("where", metavar="PATH_OR_ADDRESS", nargs="+", help="a file, unix:PATH or tcp://HOST:PORT")
@@ -84,11 +82,7 @@ async def _serve(model: Model, feeds: list[Feed], arguments: argparse.Namespace)
 
 
 def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tuple[Any, int]:
-  """A Bokeh server on loopback that has not started, and its port: `port`, or any free one for 0.
-
-  Raises:
-    OSError: the port is in use.
-  """
+  """A Bokeh server on loopback, not started, and its port: `port`, or any free one for 0."""
   from bokeh.application import Application
   from bokeh.application.handlers.function import FunctionHandler
   from bokeh.server.server import BaseServer

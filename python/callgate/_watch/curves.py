@@ -31,10 +31,7 @@ class Curve:
     self._recent = np.zeros((8, 0))
 
   def extend(self, rows: _Array) -> None:
-    """Adds points to the right end: the rows above without the last, f64[7, n].
-
-    Columns of one position, the lanes of a vmap, make one point.
-    """
+    """Adds points, f64[7, n], to the right end; those of one position, a vmap's lanes, make one."""
     steps = np.diff(rows[_X], prepend=self._last_x) != 0
     index = self._records - 1 + np.cumsum(steps)
     self._records = int(index[-1]) + 1
@@ -110,7 +107,6 @@ class Rate:
     self._count = 0
 
   def add(self, seconds: _Array) -> None:
-    """Counts records by their times."""
     last = float(seconds.max())
     begin = last - self.SECONDS
     older = int((seconds < begin).sum())
@@ -145,12 +141,9 @@ class Source:
     self._spans: dict[int, tuple[int, int, int]] = {}
 
   def position(self, record: StreamRecord) -> int:
-    """Where a record lies on the record axis.
-
-    A writer describes each tap once: a new description with a number that the device has passed
-    is from another writer.
-    """
+    """Where a record lies on the record axis."""
     seq, device, about = record.seq, record.device, record.description
+    # A writer describes each tap once: a new description, of a number passed, is another writer's.
     passed = device in self._spans and seq <= self._spans[device][1]
     if self.is_new_session or (passed and id(about) not in self._descriptions):
       self.is_new_session = False

@@ -1,7 +1,7 @@
 """Reads streams for the live page: a thread for each, which waits, follows and comes back.
 
-A feed hands what it reads to a `Model`. It survives its writer: a file that a new writer continues
-or replaces, a socket that is served again. It ends when it is told to, or when a file is damaged.
+A feed survives its stream's writer: a file that a new one continues or replaces, a socket that is
+served again. It ends when it is told to, or when a file is damaged.
 """
 
 from __future__ import annotations
@@ -18,27 +18,21 @@ _CHUNK = 4096  # records that the model gets at once, at most
 _PATIENCE = 0.1  # seconds that a record waits for others of its chunk, at most
 
 
-class Feed:
+class Feed(threading.Thread):
   """Follows one file, pattern of files or address, on a thread of its own."""
 
   def __init__(self, where: str, model: Model, source: int, *, retry_seconds: float = 1.0) -> None:
-    self.where = where
-    self._model = model
+    super().__init__(name=f"callgate-watch-{source}", daemon=True)
+    self.where, self._model = where, model
     self._source = source  # the number by which the model knows the stream
     self._retry_seconds = retry_seconds  # between two attempts to open what is not there
     self.state = "waiting for it"  # what the feed is at, in a few words
     self._inode = 0
-    self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._run, name=f"callgate-watch-{source}", daemon=True)
+    self._ending = threading.Event()
     self._reader: StreamReader | None = None
 
   def connect(self) -> StreamReader:
-    """Opens the stream now, so that the caller gets the error.
-
-    Raises:
-      OSError: there is no such file, or nobody serves the address.
-      ValueError: it is not a stream.
-    """
+    """Opens the stream now, so that the caller gets the OSError or ValueError."""
     while True:
       self._inode = _inode(self.where)
       reader = open_stream(self.where, follow=True)
@@ -47,17 +41,12 @@ class Feed:
         return reader
       reader.close()  # the file came, or was replaced, meanwhile: which one was opened is not known
 
-  def start(self) -> None:
-    """Starts reading."""
-    self._thread.start()
-
   def stop(self) -> None:
-    """Ends reading, and waits for it."""
-    self._stop.set()
-    self._thread.join()
+    self._ending.set()
+    self.join()
 
-  def _run(self) -> None:
-    while not self._stop.is_set():
+  def run(self) -> None:
+    while not self._ending.is_set():
       try:
         with self._reader or self.connect() as reader:
           self._follow(reader)
@@ -71,11 +60,10 @@ class Feed:
           return  # damaged; reading it from the beginning would count everything twice
       self._reader = None
       self._model.begin_session(self._source)
-      self._stop.wait(self._retry_seconds)
+      self._ending.wait(self._retry_seconds)
 
   def _follow(self, reader: StreamReader) -> None:
-    """Reads until the stream has to be opened anew."""
-    while not self._stop.is_set():
+    while not self._ending.is_set():
       deadline = time.monotonic() + _PATIENCE
       chunk: list[StreamRecord] = []
       try:
@@ -96,7 +84,7 @@ class Feed:
         self.state = "following"
       if not is_address(self.where) and _inode(self.where) not in (0, self._inode):
         return  # replaced by another file
-      self._stop.wait(max(0.0, deadline - time.monotonic()))
+      self._ending.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _inode(where: str) -> int:

@@ -4,11 +4,12 @@ The page's server listens on loopback, which keeps other machines out and no web
 somebody else's, open in the same browser, can have its own name resolved to 127.0.0.1 and ask then.
 So a request has to name this machine (`Host`). What the page may load and run is said in a
 Content-Security-Policy: the server's own scripts, and the one in the page that starts them, by a
-number that nobody can guess. Imports Bokeh and Tornado; runs on the server's thread.
+number that nobody can guess.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import urllib.parse
@@ -37,22 +38,16 @@ class GuardedTornado(BokehTornado):
   """Bokeh's application for those who ask for this machine by its own name."""
 
   def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
-    """What answers a request."""
-    if host_of(request.headers.get("Host", "")) not in HOSTS:
+    host = None
+    with contextlib.suppress(ValueError):  # without the port: behind a tunnel that is another one
+      host = urllib.parse.urlsplit(f"//{request.headers.get('Host', '')}").hostname
+    if host not in HOSTS:
       return self.get_handler_delegate(request, _Refusal, {"status": 403})
     found = super().find_handler(request, **kwargs)
     if not issubclass(found.handler_class, _SERVED):
       return self.get_handler_delegate(request, _Refusal, {"status": 404})
     found.handler_class = _guarded(found.handler_class)
     return found
-
-
-def host_of(header: str) -> str:
-  """The name in a `Host` header, without the port: behind a tunnel that is another one."""
-  try:
-    return urllib.parse.urlsplit(f"//{header}").hostname or ""
-  except ValueError:
-    return ""
 
 
 def policy(nonce: str, host: str) -> str:
@@ -82,10 +77,10 @@ class _Refusal(_Guarded):
   def prepare(self) -> None:
     if self._status == 404:
       self.send_error(404)
-      return
-    self.set_status(403)
-    self.set_header("Content-Type", "text/plain")
-    self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
+    else:
+      self.set_status(403)
+      self.set_header("Content-Type", "text/plain")
+      self.finish(f"callgate watch: expected a request for one of {', '.join(HOSTS)}\n")
 
 
 class _Page(_Guarded):

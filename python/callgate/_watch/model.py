@@ -13,7 +13,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Key:
     return f"{name} ({self.role})" if self.role != "primal" else name
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
   """Counts over all streams."""
 
   records: int  # values that came, each lane of a vmap one
@@ -57,7 +56,6 @@ class Totals:
   missing: int
   sessions: int  # writers that were read
   per_second: float  # of the last ten seconds of the streams' own time
-  started_ns: int  # wall clock of the first record; 0 before it
   latest_ns: int
 
 
@@ -74,6 +72,17 @@ class Panel:
     self.kind = ""  # of the latest value, as "float32[3, 4]"
     self.version = 0  # changes with each change
     self.rate = Rate()
+
+  def extend(self, device: int, rows: np.ndarray[Any, Any]) -> None:
+    """Adds a device's records: of each the place on both axes, the session and its `_summary`."""
+    elements, finite = rows[-1], rows[-2]
+    self.curves[device].extend(rows[:-1])
+    repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
+    self.is_array = self.is_array or repeats or bool((elements != 1).any())
+    self.records += rows.shape[1]
+    self.nonfinite += int((elements - finite).sum())
+    self.rate.add(rows[1])
+    self.version += 1
 
   @property
   def last(self) -> float:
@@ -92,24 +101,22 @@ class Model:
     self._lock = threading.Lock()
     self._panels: dict[Key, Panel] = {}
     self._sources: dict[int, Source] = {}
-    self._lanes = Lanes()
-    self._rate = Rate()
+    self._lanes, self._rate = Lanes(), Rate()
     self._records = 0
     self._started_ns: int | None = None
     self._latest_ns = 0
-
-  def add(self, records: Sequence[StreamRecord], source: int = 0) -> None:
-    """Takes records in the order in which their stream has them."""
-    if not records:
-      return
-    with self._lock:
-      self._add(records, self._sources.setdefault(source, Source()))
 
   def begin_session(self, source: int = 0) -> None:
     """What follows of a stream, if anything does, comes from another writer: curves get a gap."""
     with self._lock:
       if source in self._sources:
         self._sources[source].is_new_session = True
+
+  def add(self, records: Sequence[StreamRecord], source: int = 0) -> None:
+    """Takes records in the order in which their stream has them."""
+    if records:
+      with self._lock:
+        self._add(records, self._sources.setdefault(source, Source()))
 
   def _add(self, records: Sequence[StreamRecord], source: Source) -> None:
     if self._started_ns is None:
@@ -127,29 +134,18 @@ class Model:
         rows.setdefault((key, record.device), []).append(row)
         arrays[key] = array
     for (key, device), added in rows.items():
-      self._extend(key, device, np.array(added, np.float64).T)
+      panel = self._panels.setdefault(key, Panel(self._points))
+      panel.extend(device, np.array(added, np.float64).T)
     for key, array in arrays.items():
-      panel = self._panels[key]
       flat = as_float(array).reshape(-1)
       kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
-      panel.latest = flat if flat.size <= _LATEST else flat[kept]
-      panel.kind = f"{array.dtype}{list(array.shape)}"
+      self._panels[key].latest = flat if flat.size <= _LATEST else flat[kept]
+      self._panels[key].kind = f"{array.dtype}{list(array.shape)}"
     for device, seconds in times.items():
       self._lanes.add(device, np.asarray(seconds))
     self._rate.add(np.concatenate([*map(np.asarray, times.values())]))
     self._records += len(records)
     self._latest_ns = max(self._latest_ns, *(record.time_ns for record in records))
-
-  def _extend(self, key: Key, device: int, rows: np.ndarray[Any, Any]) -> None:
-    panel = self._panels.setdefault(key, Panel(self._points))
-    elements, finite = rows[-1], rows[-2]
-    panel.curves[device].extend(rows[:-1])
-    repeats = bool((rows[0, 1:] == rows[0, :-1]).any())  # lanes of one record
-    panel.is_array = panel.is_array or repeats or bool((elements != 1).any())
-    panel.records += rows.shape[1]
-    panel.nonfinite += int((elements - finite).sum())
-    panel.rate.add(rows[1])
-    panel.version += 1
 
   # -- what the page shows -----------------------------------------------------------------------
   def versions(self) -> dict[Key, int]:
@@ -158,10 +154,7 @@ class Model:
       return {key: panel.version for key, panel in self._panels.items()}
 
   def curves(self, key: Key, window: Window) -> dict[int, dict[str, np.ndarray[Any, Any]]]:
-    """The curves of a leaf by device, as `Curve.columns` has them."""
-    with self._lock:
-      curves = self._panels[key].curves
-      return {device: curve.columns(window) for device, curve in sorted(curves.items())}
+    return self.ask(key, lambda p: {i: c.columns(window) for i, c in sorted(p.curves.items())})
 
   def ask(self, key: Key, question: Callable[[Panel], Any]) -> Any:
     """What a function says of a leaf's panel, which it sees whole."""
@@ -174,7 +167,6 @@ class Model:
       return self._lanes.width, self._lanes.counts()
 
   def totals(self) -> Totals:
-    """Counts over all streams."""
     with self._lock:
       sources = self._sources.values()
       return Totals(
@@ -182,7 +174,6 @@ class Model:
         missing=sum(source.missing for source in sources),
         sessions=sum(source.session + 1 for source in sources),
         per_second=self._rate.value,
-        started_ns=self._started_ns or 0,
         latest_ns=self._latest_ns,
       )
 

@@ -1,10 +1,8 @@
 """The live page: a Bokeh document that shows a `Model` and looks at it anew a few times a second.
 
-One `Page` for each browser tab that is open. Everything runs on the server's thread; the model is
-the only thing that is shared. Imports Bokeh, so it is imported only where a page is made.
-
-Names come from the stream, whose writer may be anybody: what the browser takes for HTML or for
-mathematics gets them as text (`html.escape`, `_figure`).
+One `Page` for each open browser tab, on the server's thread; the model alone is shared. Names come
+from the stream, whose writer may be anybody: what the browser takes for HTML or for mathematics
+gets them as text (`html.escape`, `_figure`).
 """
 
 from __future__ import annotations
@@ -27,16 +25,10 @@ from callgate._watch.model import COLUMNS, Key, Model
 
 _WINDOWS: tuple[Window, ...] = ("whole", "recent")
 _AXES = ("record", "seconds")
+_CURVES = ("low", "mean", "high")
+_WIDE: dict[str, Any] = {"sizing_mode": "stretch_width"}
 _DEVICES = 10  # curves in one plot, at most
 _DOTS = 100  # points up to which a curve shows each of them
-
-
-def _choice_of(label: str, number: int) -> str:
-  """What stands for a label in the choice: the label, or no part of it where HTML would differ.
-
-  Bokeh's choices show HTML, though nothing says so.
-  """
-  return label if html.escape(label) == label else f"leaf&{number}"
 
 
 def _figure(text: str, *, name: str) -> Any:
@@ -54,8 +46,7 @@ class _Plot:
     self.curves = _figure(label, name=f"curves:{label}")
     self.latest = _figure(f"{label}: latest", name=f"latest:{label}")
     self.latest.xaxis.axis_label = "element"
-    self._sources: dict[int, Any] = {}
-    self._dots: dict[int, Any] = {}
+    self._dots: dict[int, Any] = {}  # by device; all of it is drawn from their source
     self._values: Any = ColumnDataSource({"x": [], "y": []})
     self.latest.line("x", "y", source=self._values, color=Category10_10[0])
     self.latest.scatter("x", "y", source=self._values, size=3, color=Category10_10[0])
@@ -69,25 +60,22 @@ class _Plot:
     _, window, axis = seen
     self.curves.xaxis.axis_label = axis
     for device, points in list(model.curves(key, window).items())[:_DEVICES]:
-      columns = {"x": points[axis], **{name: points[name] for name in ("low", "mean", "high")}}
-      self._source(device).data = columns
-      self._dots[device].visible = len(columns["x"]) <= _DOTS
+      dots = self._dots.get(device) or self._add_device(device)
+      dots.data_source.data = {"x": points[axis], **{name: points[name] for name in _CURVES}}
+      dots.visible = len(points[axis]) <= _DOTS
     values = model.ask(key, lambda panel: panel.latest)
     self._values.data = {"x": np.arange(len(values)), "y": values}
 
-  def _source(self, device: int) -> Any:
-    if device not in self._sources:
-      color = Category10_10[len(self._sources) % 10]
-      source: Any = ColumnDataSource({"x": [], "low": [], "mean": [], "high": []})
-      self._sources[device] = source
-      label = f"device {device}"
-      self.curves.varea("x", "low", "high", source=source, color=color, alpha=0.2)
-      self.curves.line("x", "mean", source=source, color=color, width=1.5, legend_label=label)
-      self._dots[device] = self.curves.scatter("x", "mean", source=source, color=color, size=4)
-      self.curves.legend.visible = len(self._sources) > 1
-      self.curves.legend.location = "top_right"
-      self.curves.legend.background_fill_alpha = 0.6
-    return self._sources[device]
+  def _add_device(self, device: int) -> Any:
+    source: Any = ColumnDataSource({name: [] for name in ("x", *_CURVES)})
+    drawn = {"source": source, "color": Category10_10[len(self._dots) % 10]}
+    self.curves.varea("x", "low", "high", alpha=0.2, **drawn)
+    self.curves.line("x", "mean", width=1.5, legend_label=f"device {device}", **drawn)
+    self._dots[device] = self.curves.scatter("x", "mean", size=4, **drawn)
+    self.curves.legend.visible = len(self._dots) > 1
+    self.curves.legend.location = "top_right"
+    self.curves.legend.background_fill_alpha = 0.6
+    return self._dots[device]
 
 
 class Page:
@@ -110,20 +98,14 @@ class Page:
     table: Any = models.DataTable(
       source=self._table,
       columns=[models.TableColumn(field=name, title=title) for name, (title, _) in COLUMNS.items()],
-      name="table", index_position=None, sizing_mode="stretch_width", height=260,
+      name="table", index_position=None, height=260, **_WIDE,
     )  # fmt: skip
-    self._head: Any = models.Div(name="head", sizing_mode="stretch_width", disable_math=True)
+    self._head: Any = models.Div(name="head", disable_math=True, **_WIDE)
     self._nothing: Any = models.Div(name="nothing", text="nothing to show yet")
-    self._area: Any = row(
-      self._nothing, name="plots", sizing_mode="stretch_width", styles={"flex-wrap": "wrap"}
-    )
+    self._area: Any = row(self._nothing, name="plots", styles={"flex-wrap": "wrap"}, **_WIDE)
+    shown = (self._head, controls, self._choice, self._area, self._lanes, table)
     document.title = "callgate watch"
-    document.add_root(
-      column(
-        self._head, controls, self._choice, self._area, self._lanes, table,
-        sizing_mode="stretch_width",
-      )
-    )  # fmt: skip
+    document.add_root(column(*shown, **_WIDE))
     self.update()
 
   def _make_controls(self) -> Any:
@@ -136,16 +118,16 @@ class Page:
     self._axis = group("axis", ["by record", "by seconds"])
     self._view = group("view", ["curves", "latest values of arrays"])
     self._choice: Any = models.MultiChoice(
-      name="choice", title="shown", options=[], value=[], sizing_mode="stretch_width"
+      name="choice", title="shown", options=[], value=[], **_WIDE
     )
     self._choice.on_change("value", self._on_choice)
-    return row(self._window, self._axis, self._view, sizing_mode="stretch_width")
+    return row(self._window, self._axis, self._view, **_WIDE)
 
   def _make_lanes(self) -> None:
     self._devices: Any = models.FactorRange()
     self._lanes: Any = figure(
       name="lanes", title="records per second, by device", y_range=self._devices, height=150,
-      sizing_mode="stretch_width", tools="hover", toolbar_location=None, x_axis_label="seconds",
+      tools="hover", toolbar_location=None, x_axis_label="seconds", **_WIDE,
       tooltips=[("device", "@device"), ("seconds", "@left"), ("records/s", "@rate")],
     )  # fmt: skip
     self._lanes.x_range.start = 0
@@ -164,7 +146,6 @@ class Page:
 
   # -- updates -----------------------------------------------------------------------------------
   def update(self) -> None:
-    """Shows the model as it is now."""
     versions = self._model.versions()
     self._add_keys(list(versions))
     window, axis = _WINDOWS[self._window.active], _AXES[self._axis.active]
@@ -172,7 +153,7 @@ class Page:
     figures: list[Any] = []
     for label in shown:
       key = self._keys[label]
-      plot = self._plots.setdefault(label, _Plot(label))
+      plot = self._plots.get(label) or self._plots.setdefault(label, _Plot(label))
       plot.update(self._model, key, (versions[key], window, axis))
       is_array = self._model.ask(key, lambda panel: panel.is_array)
       figures.append(plot.latest if self._view.active and is_array else plot.curves)
@@ -189,7 +170,9 @@ class Page:
       label = key.label
       while label in self._keys:  # another tap's name with another leaf's path, put together
         label += "'"
-      self._labels[_choice_of(label, len(self._keys))] = label
+      # Bokeh's choices show HTML, though nothing says so: no part of a label that would differ.
+      choice = label if html.escape(label) == label else f"leaf&{len(self._keys)}"
+      self._labels[choice] = label
       self._keys[label] = key
     if added:
       self._following = True

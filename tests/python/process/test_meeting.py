@@ -6,6 +6,7 @@ What is between processes is in process/test_group.py; here are the cases that n
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 
@@ -76,7 +77,7 @@ def meet(group: Group, own_part: Callable[[Meeting], object] = lambda _: None, t
   try:
     with Meeting(group) as meeting:
       own_part(meeting)
-      deadline = None if timeout is None else 0.0  # over already
+      deadline = math.inf if timeout is None else 0.0  # over already
       meeting.wait(deadline, timeout)
   except BaseException as error:  # noqa: BLE001 - whatever it is, is what tests look at
     return error

@@ -101,7 +101,7 @@ def test_shard_of_a_scalar_result_is_gathered() -> None:
 
 
 def test_lanes_are_factors_before_the_others() -> None:
-  rule = parse("i j -> j", [(4, 3)], [(3,)]).under([(5, (True,))], 1)
+  rule = parse("i j -> j", [(4, 3)], [(3,)]).under([(5, (True,))])
   lane = rule.operands[0][0]
   assert rule.results[0][0] == lane
   assert lane not in rule.whole
