@@ -7,13 +7,12 @@
 #include <thread>
 
 #include "bindings/arrays/views.h"
-#include "bindings/bind.h"
 #include "bindings/channel/channel.h"
 #include "bindings/gate/gate.h"
-#include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/python/python.h"
+#include "bindings/python/references.h"
 #include "bindings/stats.h"
 #include "core/kernel_mode.h"
 #include "core/lifecycle.h"
@@ -22,7 +21,6 @@
 #include "core/worker_pool.h"
 #include "cuda/completions.h"
 #include "cuda/device.h"
-#include "cuda/memory.h"
 #include "xla/handlers.h"
 
 namespace callgate::bindings {
@@ -135,7 +133,6 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
-  bind_cuda_kernel(module);
   bind_stream(module);
   bind_exit(module);
   bind_progress(module);

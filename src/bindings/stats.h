@@ -1,12 +1,16 @@
 // Counters of each gate, and the trace of calls. Counts are always kept (three relaxed additions a
-// call); clocks are read only while timing or a trace is on.
+// call); clocks are read only while timing or a trace is on, and the trace's lock is taken only
+// while that is on.
 #pragma once
+
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/lifetime.h"
@@ -34,11 +38,26 @@ class Recorder {
     return mode_.load(std::memory_order_relaxed) != 0;  // a late reader misses a call or two
   }
   void set_timing(bool on) noexcept { set(kTiming, on); }
-  void start_trace();
-  std::vector<TraceEvent> stop_trace();
+  void start_trace() {
+    std::lock_guard lock(mutex_);
+    events_.clear();
+    set(kTracing, /*on=*/true);
+  }
+  std::vector<TraceEvent> stop_trace() {
+    std::lock_guard lock(mutex_);
+    set(kTracing, /*on=*/false);
+    return std::exchange(events_, {});
+  }
 
   void record(const std::string& gate, Counters& counters, std::int64_t start_ns,
-              std::int64_t locked_ns, std::int64_t end_ns);
+              std::int64_t locked_ns, std::int64_t end_ns) {
+    counters.gil_wait_ns.fetch_add(locked_ns - start_ns, std::memory_order_relaxed);
+    counters.python_ns.fetch_add(end_ns - locked_ns, std::memory_order_relaxed);
+    if ((mode_.load(std::memory_order_relaxed) & kTracing) == 0) return;
+    thread_local const std::int64_t thread = gettid();
+    std::lock_guard lock(mutex_);
+    events_.push_back({gate, thread, start_ns, locked_ns - start_ns, end_ns - start_ns});
+  }
 
   static std::int64_t now_ns() noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -48,7 +67,11 @@ class Recorder {
 
  private:
   static constexpr int kTiming = 1, kTracing = 2;
-  void set(int bit, bool on) noexcept;
+  void set(int bit, bool on) noexcept {
+    // Relaxed: see timing().
+    on ? mode_.fetch_or(bit, std::memory_order_relaxed)
+       : mode_.fetch_and(~bit, std::memory_order_relaxed);
+  }
 
   std::atomic<int> mode_{0};
   std::mutex mutex_;

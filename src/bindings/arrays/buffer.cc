@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "bindings/arrays/views.h"
-#include "bindings/bind.h"
+#include "bindings/python/python.h"
 
 namespace callgate::bindings {
 

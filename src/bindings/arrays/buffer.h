@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/arrays/device_call.h"
+#include "bindings/arrays/device.h"
 #include "bindings/python/python.h"
 #include "core/array_view.h"
 

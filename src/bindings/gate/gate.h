@@ -1,7 +1,7 @@
 // A Python callable as a Callee: what a gate is at run time.
 //
 // PyCallee holds the callable and its options, and outlives the Gate in Python for as long as some
-// executable can still call it; gate_site.h is one call site of it.
+// executable can still call it; gate_site.cc is one call site of it.
 #pragma once
 
 #include <atomic>
@@ -78,6 +78,16 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
   std::atomic<unsigned> private_;
   Counters counters_;
 };
+
+struct Context {
+  CallContext call;
+  std::shared_ptr<const Mesh> mesh;
+};
+
+// `target` is a new reference to the flat callable, which the site takes over; `tuple_results` says
+// whether its results come and go as a tuple.
+std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, PyObject* target,
+                                     bool tuple_results, SiteSpec spec);
 
 // Debug and watch settings of the process.
 struct Settings {
