@@ -300,7 +300,7 @@ class UploadHandle {
       throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
     std::vector<void*> targets;
     for (nb::handle result : results) {
-      const ArrayView& view = nb::cast<const Buffer&>(result).view();
+      const ArrayView& view = nb::cast<const Buffer&>(result).view;
       std::size_t bytes = view.nbytes() / lanes;
       targets.push_back(static_cast<char*>(view.data) + lane * bytes);
       if (targets.size() > upload_->host().size() ||

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "bindings/python/python.h"
+#include "bindings/python/gil.h"
 #include "core/array_view.h"
 #include "core/attributes.h"
 

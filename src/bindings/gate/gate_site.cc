@@ -333,7 +333,7 @@ class PyGateSite final : public Site {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];
       if (options_.arrays == Arrays::kBuffer) {
-        copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view().data);
+        copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view.data);
       } else if (!take_one(results[i], value, i, /*sources=*/nullptr)) {
         return false;
       }

@@ -44,8 +44,7 @@ void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
   nb::object text = nb::steal(call_hook(Hooks::instance().kernel_raised, "O",
                                         exception.is_valid() ? exception.ptr() : Py_None));
-  if (!text.is_valid()) PyErr_Clear();
-  call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
+  call->services->fail(call, text_or(text, "it raised").c_str());
 }
 
 std::vector<ArrayView> views(const nb::list& arrays) {
@@ -79,11 +78,9 @@ KernelCalleeBase::Describe failures_of(std::string kernel) {
     std::string plain = "callgate: kernel '" + kernel + "': " + message;
     ActiveGil gil;
     if (!gil) return plain;
-    nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                          message.c_str(), site.c_str()));
-    if (text.is_valid()) return text_of(text);
-    PyErr_Clear();
-    return plain;
+    return text_or(nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+                                       message.c_str(), site.c_str())),
+                   plain);
   };
 }
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/python/python.h"
+#include "bindings/python/gil.h"
 #include "core/lifetime.h"
 #include "core/registry.h"
 
