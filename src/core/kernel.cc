@@ -134,7 +134,8 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
     if (kind.variadic) {
       const std::int64_t given = group != spec.groups.end() ? *group++ : -1;
       if (given < 0 || !std::in_range<std::int32_t>(given))
-        throw Error(where + ", parameter " + label, "its number of arrays", std::to_string(given));
+        throw Error(std::string(where).append(", parameter ").append(label), "its number of arrays",
+                    std::to_string(given));
       count = static_cast<std::int32_t>(given);
     }
     auto take = [&](std::vector<std::string>& labels) {

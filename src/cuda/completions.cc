@@ -42,7 +42,7 @@ void Completions::in_turn(Stream stream, std::function<void()> task) {
     });
   };
   check(driver().launch_host_function(stream, give, turn.get()), "cuLaunchHostFunc");
-  turn.release();
+  (void)turn.release();  // give deletes it
 }
 
 bool Completions::give(Task task) {

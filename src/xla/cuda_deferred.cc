@@ -150,8 +150,11 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
   bool aside = bytes > kCopiedInStream && !by_stream;
   if (!aside) copied->copies.fetch(call.stream);
   auto run = [copied, kept, room](cuda::Result result) {
-    // A stream that has failed fails its program, which says so.
-    if (result != cuda::Result::kSuccess) return;
+    // A stream that has failed fails its program, which says so; the record counts as dropped.
+    if (result != cuda::Result::kSuccess) {
+      if (ActiveCall active; active.entered()) copied->site->site->drop({{}, {}, copied->context});
+      return;
+    }
     run_later(*copied, [&](Site& site, const Call& on_host) {
       if (kept == nullptr) return site.run_deferred(on_host);
       std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());

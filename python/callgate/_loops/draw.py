@@ -76,7 +76,6 @@ class _Drawer:
     self._stopped = False
     self._bars: dict[int, _Drawn] = {}
 
-  # -- from any thread ---------------------------------------------------------------------------
   def start(self) -> None:
     """Starts the thread; called by the board when a bar begins that nobody draws."""
     with self._lock:
@@ -110,7 +109,6 @@ class _Drawer:
     if thread is not None and thread is not threading.current_thread():
       thread.join(timeout=seconds)
 
-  # -- the thread --------------------------------------------------------------------------------
   def _run(self, before: threading.Thread | None) -> None:
     if before is not None:
       before.join()

@@ -132,7 +132,6 @@ def while_loop(
   return jax.lax.while_loop(condition, body, (np.int32(0), init_val))[1]
 
 
-# -- bodies that count their steps -----------------------------------------------------------------
 # A carry that the body leaves alone is a constant of the loop to JAX, and so would be a mark on it.
 # The count is gone when XLA has seen the loop.
 def _counted_scan_body(f: Callable[..., Any], bar: Bar) -> Callable[..., Any]:

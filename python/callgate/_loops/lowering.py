@@ -48,7 +48,10 @@ def _scan_rule(original: Rule, context: Any, *operands: Any, **params: Any) -> A
   marks = _marks(params["jaxpr"])
   if not marks:
     return original(context, *operands, **params)
-  bars = [_with_total(mark.params["bar"], params["length"]) for mark in marks]
+  bars: list[Bar] = []
+  for bar in (mark.params["bar"] for mark in marks):
+    total = params["length"] if bar.total == UNKNOWN else bar.total
+    bars.append(dataclasses.replace(bar, total=total, has_total=False))
   params = {**params, "jaxpr": _without_marks(params["jaxpr"])}
   run = functools.partial(_run_scan, bars, params)
   return mlir.lower_fun(run, multiple_results=True)(context, *operands)
@@ -73,7 +76,6 @@ def _remat_rule(
   return (known, staged, *rest)
 
 
-# -- marks ---------------------------------------------------------------------------------------
 def _marks(closed: Any) -> list[Any]:
   """The marks at the top of a loop's body."""
   if PROGRESS_EFFECT not in closed.effects:
@@ -93,12 +95,6 @@ def _others(effects: Any) -> Any:
   return type(effects)(effect for effect in effects if effect != PROGRESS_EFFECT)
 
 
-def _with_total(bar: Bar, total: int) -> Bar:
-  known = bar.total if bar.total != UNKNOWN else total
-  return dataclasses.replace(bar, total=known, has_total=False)
-
-
-# -- loops ---------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Bars:
   """The bars of one loop, begun."""

@@ -54,46 +54,36 @@ progress_call_p = Primitive("progress_call")
 progress_call_p.multiple_results = True
 
 
-# -- impl ----------------------------------------------------------------------------------------
 @progress_p.def_impl
-def _impl(*operands: Any, bar: Bar) -> list[Any]:
+def _impl(*_: Any, **__: Any) -> list[Any]:
   """Outside of programs there is no loop to count, but Python's own (`jax.disable_jit`)."""
-  del operands, bar
   return []
 
 
-# -- abstract evaluation -------------------------------------------------------------------------
 @progress_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, bar: Bar) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  del avals, bar
+def _abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
   return (), frozenset({PROGRESS_EFFECT})
 
 
 @progress_call_p.def_effectful_abstract_eval
-def _call_abstract_eval(*avals: Any, kind: str, bar: Bar) -> tuple[tuple[Any, ...], frozenset[Any]]:
-  del avals, kind, bar
+def _call_abstract_eval(*_: Any, **__: Any) -> tuple[tuple[Any, ...], frozenset[Any]]:
   return (tracing.shaped_array((), np.dtype(np.int32), ()),), frozenset({PROGRESS_EFFECT})
 
 
-# -- jvp -----------------------------------------------------------------------------------------
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, bar: Bar) -> tuple[Any, Any]:
-  del tangents
+def _jvp(primals: Sequence[Any], _: Sequence[Any], *, bar: Bar) -> tuple[Any, Any]:
   return progress_p.bind(*primals, bar=bar), []
 
 
 ad.primitive_jvps[progress_p] = _jvp
 
 
-# -- transpose -----------------------------------------------------------------------------------
-def _transpose(cotangents: Sequence[Any], *operands: Any, bar: Bar) -> list[Any]:
-  del cotangents, bar
+def _transpose(_: Sequence[Any], *operands: Any, **__: Any) -> list[Any]:
   return [None] * len(operands)
 
 
 ad.primitive_transposes[progress_p] = _transpose
 
 
-# -- batching ------------------------------------------------------------------------------------
 def _batch(
   operands: Sequence[Any], dims: Sequence[Any], *, bar: Bar
 ) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -106,7 +96,6 @@ def _batch(
 batching.primitive_batchers[progress_p] = _batch
 
 
-# -- lowering ------------------------------------------------------------------------------------
 def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
   """A mark that no loop took out."""
   if bar.engine == "callgate" and not lowering.is_automatic(context):
@@ -114,11 +103,6 @@ def _lower(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
       context, operands, context.avals_in, (), name=CALLEE, attributes=bar.held("step"),
       has_side_effect=True,
     )  # fmt: skip
-  return []
-
-
-def _lower_nothing(context: Any, *operands: Any, bar: Bar) -> Sequence[Any]:
-  del context, operands, bar
   return []
 
 
@@ -164,10 +148,9 @@ def _host_function(kind: str, bar: Bar) -> Callable[..., Any]:
   return call
 
 
-mlir.register_lowering(progress_p, _lower_nothing)
+mlir.register_lowering(progress_p, _impl)
 mlir.register_lowering(progress_call_p, _call_lower_by_jax)
 for platform in ("cpu", "cuda"):
   mlir.register_lowering(progress_p, _lower, platform=platform)
   mlir.register_lowering(progress_call_p, _call_lower, platform=platform)
-# -- registration --------------------------------------------------------------------------------
 tracing.allow_effect(ProgressEffect, ordered=False, kept=True)

@@ -112,7 +112,6 @@ def file_of(number: int | None) -> TextIO | None:
   return None if number is None else _files.get(number)
 
 
-# -- values behind bars ----------------------------------------------------------------------------
 # The latest value under each name, and when it came.
 _noted: dict[str, tuple[float, Any]] = {}
 
@@ -127,7 +126,6 @@ def noted() -> dict[str, tuple[float, Any]]:
   return dict(_noted)
 
 
-# -- marks ---------------------------------------------------------------------------------------
 @contextmanager
 def marking(bar: Bar, operands: Sequence[Any]) -> Generator[None]:
   """Around the tracing of a body: marks it, and bars of loops inside are one deeper.
@@ -175,7 +173,6 @@ def with_mark(function: Callable[..., Any], bar: Bar) -> Callable[..., Any]:
   return body
 
 
-# -- the decorator -------------------------------------------------------------------------------
 @overload
 def progress(description: _Body) -> _Body: ...
 

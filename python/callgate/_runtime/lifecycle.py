@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 
@@ -38,13 +38,7 @@ from callgate._sharding import partitioner, tiles
 
 _process = os.getpid()
 Phase = Literal["hurry", "leave", "draw", "deliver", "join"]
-_at_end: dict[Phase, list[Callable[[float], object]]] = {
-  "hurry": [],
-  "leave": [],
-  "draw": [],
-  "deliver": [],
-  "join": [],
-}
+_at_end: dict[Phase, list[Callable[[float], object]]] = {phase: [] for phase in get_args(Phase)}
 # For what comes when others have used the time up: a channel's consumers' close(), a last call.
 LAST_SECONDS = 0.05
 
@@ -79,17 +73,13 @@ def _input_written(gate: str, spec: str, index: int) -> None:
 def thread_stacks() -> str:
   """Every other Python thread's stack, as text."""
   with escape.reading_frames:
-    return "\n".join(_stacks())
-
-
-def _stacks() -> list[str]:
-  names = {thread.ident: thread.name for thread in threading.enumerate()}
-  return [
-    f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n"
-    + "".join(traceback.format_stack(frame))
-    for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
-    if ident != threading.get_ident()
-  ]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+      f"Thread {names.get(ident, 'of XLA or callgate')} ({ident}):\n"
+      + "".join(traceback.format_stack(frame))
+      for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
+      if ident != threading.get_ident()
+    )
 
 
 def _stalled(what: str, call: str, timed_out: bool) -> str:

@@ -150,9 +150,7 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
 def specs_of(rule: Rule, specs: Sequence[Sequence[Any]]) -> list[list[Any]]:
   """The results' specs on an explicit mesh, from those of the operands.
 
-  Args:
-    rule: the call's.
-    specs: of each operand: for each dimension a mesh axis, a tuple of them, or None.
+  A spec has for each dimension a mesh axis, a tuple of them, or None.
   """
   axes: dict[int, Any] = {}
   for term, spec in zip(rule.operands, specs, strict=True):

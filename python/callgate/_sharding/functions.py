@@ -33,16 +33,7 @@ def plan(
   *,
   tap: bool = False,
 ) -> Rule | Plan:
-  """What the function says of operands as XLA describes them.
-
-  Args:
-    label: what messages call the operation.
-    function: the rule.
-    axes: names and sizes of the program's mesh.
-    operands: shape, dtype and `HloSharding` of each.
-    results: the results' shapes.
-    tap: the call is a tap, whose rules have no arrow.
-  """
+  """What the function says of operands (shape, dtype, `HloSharding`) on the mesh of `axes`."""
   if not axes:
     raise GateDefinitionError(
       f"{label}: sharding: expected a program whose mesh is known, since the rule is a function of "

@@ -105,15 +105,8 @@ def local_module(
 ) -> bytes:
   """A module whose `main` makes one FFI call.
 
-  Args:
-    target: the FFI target.
-    operands: (shape, dtype) of each; a dtype None is a token.
-    results: likewise.
-    attributes: as from `read_attributes`.
-    has_side_effect: of the call.
-    aliases: operand to result: one memory.
-    partition_id: the device's number is one more operand, the last.
-    broadcast: groups of devices; the results of each group are added up, bit by bit.
+  Of arrays (shape, dtype), where a dtype None is a token. With `partition_id` the device's number
+  is the last operand. The results of each group in `broadcast` are added up, bit by bit.
   """
 
   def typed(array: tuple[Sequence[int], Any]) -> str:

@@ -41,16 +41,17 @@ class _Array:
   dtype: Any
   sharding: Any
 
+  def grid(self) -> np.ndarray | None:
+    known = self.sharding is not None
+    return partitioner.device_grid(self.sharding, len(self.shape)) if known else None
+
   def tiling(self, devices: int) -> Tiling:
-    grid = None
-    if self.sharding is not None:
-      grid = partitioner.device_grid(self.sharding, len(self.shape))
+    grid = self.grid()
     if grid is None or grid.size != devices:
       return Tiling.replicated(len(self.shape), devices)
     return Tiling.of_grid(grid, len(self.shape))
 
 
-# -- what XLA calls ------------------------------------------------------------------------------
 def _partition(
   target: str,
   operand_shapes: Sequence[Any],
@@ -67,9 +68,7 @@ def _partition(
   results = _arrays(result_shapes, shardings)
   held = local_module.read_attributes(config)
   call = Sharded.read(held.pop("shard"))
-  inputs, outputs = operands[call.token :], results[call.token :]
-  devices = _device_count(call, [*inputs, *outputs])
-  found = _solve(call, inputs, outputs, devices)
+  found, devices = _solve(call, operands[call.token :], results[call.token :])
   module = _module(target, call, found.plan, operands, results, held, devices)
   ins = [*operand_shardings[: call.token], *found.operands]
   outs = [*shardings[: call.token], *found.results]
@@ -92,9 +91,7 @@ def _infer(
   operands = _arrays(operand_shapes, operand_shardings)
   results = _arrays(shapes, [None] * len(shapes))
   call = Sharded.read(local_module.read_attributes(config)["shard"])
-  inputs, outputs = operands[call.token :], results[call.token :]
-  devices = _device_count(call, inputs)
-  found = _solve(call, inputs, outputs, devices)
+  found, _ = _solve(call, operands[call.token :], results[call.token :])
   out = [*[partitioner.replicated_sharding()] * call.token, *found.results]
   return partitioner.tuple_sharding(out) if is_tuple else out[0]
 
@@ -106,18 +103,6 @@ def _arrays(shapes: Sequence[Any], shardings: Sequence[Any]) -> list[_Array]:
   ]
 
 
-def _device_count(call: Sharded, arrays: Sequence[_Array]) -> int:
-  """Devices among which the arrays are shared: of a partly manual program only some."""
-  for array in arrays:
-    grid = (
-      None if array.sharding is None else partitioner.device_grid(array.sharding, len(array.shape))
-    )
-    if grid is not None and grid.size > 1:
-      return grid.size
-  return call.devices
-
-
-# -- the plan ------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Solution:
   """A call's plan, and the shardings that XLA is told."""
@@ -133,10 +118,16 @@ _MANY = 1024
 
 
 def _solve(
-  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array], devices: int
-) -> _Solution:
+  call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Array]
+) -> tuple[_Solution, int]:
+  """The solution, and among how many devices the arrays are shared.
+
+  Of a partly manual program these are only some.
+  """
+  grids = (array.grid() for array in (*inputs, *outputs))
+  devices = next((g.size for g in grids if g is not None and g.size > 1), call.devices)
   if call.function:
-    return _worked_out(call, inputs, outputs, devices)
+    return _worked_out(call, inputs, outputs, devices), devices
   arrays = tuple((a.shape, str(a.sharding)) for a in (*inputs, *outputs))
   key = call.rule, devices, len(inputs), arrays
   found = _solutions.get(key)
@@ -144,7 +135,7 @@ def _solve(
     if len(_solutions) >= _MANY:
       _solutions.clear()
     found = _solutions[key] = _worked_out(call, inputs, outputs, devices)
-  return found
+  return found, devices
 
 
 def _worked_out(
@@ -204,7 +195,6 @@ def _by_function(call: Sharded, inputs: Sequence[_Array], outputs: Sequence[_Arr
   )
 
 
-# -- the module ----------------------------------------------------------------------------------
 def _module(
   target: str,
   call: Sharded,
@@ -333,12 +323,7 @@ def _padded(call: Sharded, leaf: int, part: _tiles.Part) -> dict[str, Any]:
 
 
 def register(target: str, partitioned: str) -> None:
-  """Has XLA ask this partitioner about the calls of a target.
-
-  Args:
-    target: that of the calls it makes of them.
-    partitioned: the target of calls that are to be partitioned.
-  """
+  """Has XLA ask this partitioner about calls of `partitioned`, to make calls of `target`."""
   partitioner.register_partitioner(
     partitioned, _propagate, functools.partial(_partition, target), _infer
   )

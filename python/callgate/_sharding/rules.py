@@ -80,9 +80,7 @@ class Rule:
   def under(self, levels: Sequence[Level], results: int) -> Rule:
     """The rule of a call with batch levels: lanes are independent, so each level may be split.
 
-    Args:
-      levels: outermost first, each with one flag for each operand.
-      results: how many results have all levels.
+    Levels are outermost first; the first `results` results have all of them.
     """
     first = self.factors()
     operands: list[Term] = []
@@ -227,13 +225,7 @@ class _Reader:
 
 
 def of_tap(label: str, sharding: str, leaves: Sequence[Shape]) -> Rule:
-  """The rule of a tap's leaves, in one lane.
-
-  Args:
-    label: what messages call the tap.
-    sharding: "shard", "gather" or a rule's text.
-    leaves: shapes of the leaves.
-  """
+  """The rule of a tap's leaves, in one lane, for "shard", "gather" or a rule's text."""
   if sharding == "shard":
     return independent(leaves)
   if sharding == "gather":
@@ -242,14 +234,7 @@ def of_tap(label: str, sharding: str, leaves: Sequence[Shape]) -> Rule:
 
 
 def of_call(label: str, sharding: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
-  """The rule of one lane's call.
-
-  Args:
-    label: what messages call the operation.
-    sharding: the operation's option: None, "shard", "gather" or a rule's text.
-    operands: shapes of a lane's operands.
-    results: of a lane's results.
-  """
+  """The rule of one lane's call, for None, "shard", "gather" or a rule's text."""
   if sharding is None or sharding == "gather":
     return gathered(operands, results)
   if sharding == "shard":

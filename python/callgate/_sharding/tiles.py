@@ -116,11 +116,7 @@ def plan(
   the operands'. A factor that a rule lets be split is split as the first array that has it is;
   where that can't be expressed for another array, and where tiles would be uneven, it is whole.
 
-  Args:
-    rule: closed (`Rule.closed`).
-    shapes: of the operands and of the results.
-    tilings: as they are.
-    devices: how many there are.
+  The rule is closed (`Rule.closed`); shapes and tilings are the operands' and the results'.
   """
   operand_shapes, result_shapes = shapes
   terms = [*rule.results, *rule.operands]

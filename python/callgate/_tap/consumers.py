@@ -44,7 +44,7 @@ def adapt(
     return attached, _callgate.python_consumer(rows, control=control)
   if not callable(consumer):
     raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
-  delivery.check_takes_values(where, consumer)
+  delivery.check_takes_values(f"{where}: to: expected functions", consumer)
   to_function = delivery.rows_to_function
   consume = delivery.stacks_to_function(attached, limit) if batch else to_function(attached)
   return attached, _callgate.python_consumer(consume, stacked=batch)

@@ -180,16 +180,14 @@ def _tell(source: _RawSource, arrays: Sequence[Any]) -> None:
     _listener(source[1], arrays[0].item())
 
 
-def check_takes_values(label: str, function: Callable[..., Any]) -> None:
+def check_takes_values(where: str, function: Callable[..., Any]) -> None:
   """Raises unless a consumer can be called with (value), or with (value, info)."""
   signature = signature_of(function)
   try:
     if signature is not None:
       signature.bind(*(None,) * (2 if wants_info(function) else 1))
   except TypeError:
-    raise GateDefinitionError(
-      f"{label}: to: expected functions of (value) or of (value, info), got {function!r}"
-    ) from None
+    raise GateDefinitionError(f"{where} of (value) or of (value, info), got {function!r}") from None
 
 
 @dataclasses.dataclass(eq=False)

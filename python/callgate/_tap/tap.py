@@ -198,7 +198,7 @@ def _target_of(to: Any) -> Tap:
     return _target.of_channel(options.text("tap", "to", to))
   if not callable(to):
     options.refuse("tap", "to", "a function, a channel or a channel's name", to)
-  delivery.check_takes_values("tap", to)
+  delivery.check_takes_values("tap: to: expected a function", to)
   return _target.of_function(to)
 
 

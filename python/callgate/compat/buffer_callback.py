@@ -229,7 +229,11 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
   platform, *others = lowering.platforms_of(ctx)
   if others:
     raise NotImplementedError("multi-platform lowering for buffer_callback")
-  rule = _lowering_to_runtime if platform in RUNTIME_PLATFORMS else _other_lowering
+  if platform in RUNTIME_PLATFORMS:
+    return _lowering_to_runtime(ctx, *operands, **params)
+  rule = callbacks.buffer_callback_lowering()
+  if rule is None:
+    raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
   return rule(ctx, *operands, **params)
 
 
@@ -322,14 +326,6 @@ def _bind(callback: Callable[..., None], spec: str) -> tuple[Callable[..., None]
       raise ValueError("buffer_callback callback must not return any values.")
 
   return call, True
-
-
-def _other_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
-  rule = callbacks.buffer_callback_lowering()
-  if rule is None:
-    platform = ctx.module_context.platforms[0]
-    raise ValueError(f"`buffer_callback` not supported on {platform} backend.")
-  return rule(ctx, *operands, **params)
 
 
 tracing.allow_effect(BufferCallbackEffect, ordered=False)

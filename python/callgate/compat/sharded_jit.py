@@ -196,7 +196,7 @@ class _Program:
     if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
       return self._runner(closed, info), lasting
-    devices = self._devices(count)
+    devices = devices_of(count, self.split.local, stated.split)
     ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
     self._check_local(ins, outs, info)
     shared = is_shared(devices)
@@ -210,9 +210,10 @@ class _Program:
   def _whole_shapes(self, parts: list[Parts], types: Sequence[Any]) -> list[tuple[int, ...]]:
     """The shapes that the function sees."""
     shapes = [t.shape for t in types]
-    if self.split.whole.said is None or self.inside:
+    stated = self.split.whole
+    if stated.said is None or self.inside:
       return shapes  # nothing is split, or nothing is a part
-    devices = self._devices(self.split.whole.said)
+    devices = devices_of(stated.said, self.split.local, stated.split)
     if not is_shared(devices):
       return shapes
     return [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
@@ -245,9 +246,6 @@ class _Program:
         )
       count = inside
     return 1 if count is None and self.split.local.said is not None else count
-
-  def _devices(self, count: int) -> tuple[Any, ...]:
-    return devices_of(count, self.split.local, self.split.whole.split)
 
   def _check_local(self, ins: list[Part], outs: list[Part], results: Any) -> None:
     local = self.split.local

@@ -22,6 +22,8 @@ std::string hex(std::uint64_t value) {
                                            std::to_string(size)};
 }
 
+}  // namespace
+
 void check_alignment(std::uint64_t address, std::uint32_t bytes, const Instruction& instruction) {
   std::uint32_t alignment = bytes < 16 ? bytes : 16;
   if ((address & (alignment - 1)) == 0) return;
@@ -29,8 +31,6 @@ void check_alignment(std::uint64_t address, std::uint32_t bytes, const Instructi
                                               ": address " + hex(address) + " is not aligned to " +
                                               std::to_string(alignment) + " bytes"};
 }
-
-}  // namespace
 
 std::byte* Worker::find(std::uint64_t address, std::uint32_t bytes,
                         const Instruction& instruction) {

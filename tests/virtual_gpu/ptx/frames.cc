@@ -96,6 +96,11 @@ void Warp::enter(const Code& callee, const CallSite& site, Lanes lanes) {
                 "a call of '" + callee.name + "' with " + std::to_string(site.parameters.size()) +
                     " parameters, it has " + std::to_string(callee.parameter_offsets.size())};
   }
+  if (site.results.size() > callee.result_offsets.size()) {
+    throw Fault{Result::kLaunchFailed,
+                "a call of '" + callee.name + "' for " + std::to_string(site.results.size()) +
+                    " results, it has " + std::to_string(callee.result_offsets.size())};
+  }
   Frame* frame = new_frame(callee);
   frame->parent = caller;
   frame->return_to = here.at;

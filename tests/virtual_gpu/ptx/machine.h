@@ -266,4 +266,7 @@ inline Lanes true_lanes(const std::uint8_t* predicates) {
   return lanes;
 }
 
+// Throws a Fault where the address is no multiple of the bytes, or of 16 where they are more.
+void check_alignment(std::uint64_t address, std::uint32_t bytes, const Instruction& instruction);
+
 }  // namespace vgpu::ptx

@@ -174,20 +174,26 @@ std::uint64_t Parser::constant() {
     if (now().kind != TokenKind::kInteger) fail("a number");
     return tokens_[at_++].integer;
   };
-  std::uint64_t value = factor(factor);
-  for (;;) {
-    if (take_sign("*")) {
-      value *= factor(factor);
-    } else if (take_sign("+")) {
-      value += factor(factor);
-    } else if (take_sign("-")) {
-      value -= factor(factor);
-    } else if (take_sign("<<")) {
-      value <<= factor(factor) & 63U;
-    } else {
-      return value;
+  auto product = [&] {
+    std::uint64_t value = factor(factor);
+    while (take_sign("*")) value *= factor(factor);
+    return value;
+  };
+  auto sum = [&] {
+    std::uint64_t value = product();
+    for (;;) {
+      if (take_sign("+")) {
+        value += product();
+      } else if (take_sign("-")) {
+        value -= product();
+      } else {
+        return value;
+      }
     }
-  }
+  };
+  std::uint64_t value = sum();
+  while (take_sign("<<")) value <<= sum() & 63U;
+  return value;
 }
 
 }  // namespace vgpu::ptx

@@ -247,24 +247,26 @@ void selp(Decoder& decoder) {
 // The first where the third is not negative.
 struct SelectBySign {
   template <typename T>
-  static T of(T a, T b, std::int32_t sign) {
+  static T of(const Instruction&, T a, T b, std::int32_t sign) {
     return sign >= 0 ? a : b;
   }
   template <typename T>
-  static T of(T a, T b, float sign) {
-    return sign >= 0 ? a : b;
+  static T of(const Instruction& instruction, T a, T b, float sign) {
+    return value_of(sign, instruction.option != 0) >= 0 ? a : b;
   }
 };
 void slct(Decoder& decoder) {
   decoder.expect_operands(4, 4);
-  decoder.ignore({"ftz"});
+  const bool flush = decoder.take("ftz");
   Type type = decoder.take_type(), by = decoder.take_type();
   if (by != Type::kS32 && by != Type::kF32) decoder.fail("expected .s32 or .f32 to choose by");
   with_bytes(decoder, size_of(type), [&]<typename T>(std::type_identity<T>) {
-    auto run = by == Type::kS32 ? elementwise<SelectBySign, T, T, T, std::int32_t>
-                                : elementwise<SelectBySign, T, T, T, float>;
-    decoder.emit(run, {decoder.destination(0, type), decoder.source(1, type),
-                       decoder.source(2, type), decoder.source(3, by)});
+    auto run = by == Type::kS32 ? elementwise_with<SelectBySign, T, T, T, std::int32_t>
+                                : elementwise_with<SelectBySign, T, T, T, float>;
+    decoder
+        .emit(run, {decoder.destination(0, type), decoder.source(1, type), decoder.source(2, type),
+                    decoder.source(3, by)})
+        .option = flush ? 1 : 0;
   });
 }
 
@@ -277,7 +279,7 @@ struct Test {
       case 1: return kind == FP_INFINITE;
       case 2: return kind != FP_NAN;
       case 3: return kind == FP_NAN;
-      case 4: return kind == FP_NORMAL;
+      case 4: return kind == FP_NORMAL || kind == FP_ZERO;
       default: return kind == FP_SUBNORMAL;
     }
   }

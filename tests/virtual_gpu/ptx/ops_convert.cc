@@ -103,11 +103,9 @@ struct FloatToFloat {
     double value = prepared(instruction, From::get(from), kFrom == Type::kF32);
     value = limited(instruction, value);
     auto overflow = (instruction.option & kFinite) != 0 ? Overflow::kSaturate : Overflow::kInfinity;
-    if (overflow == Overflow::kSaturate && std::isnan(value)) {
-      return To::put(std::numeric_limits<double>::quiet_NaN(), Rounding::kNearest,
-                     Overflow::kInfinity);
-    }
-    return To::put(value, rounding_of(instruction), overflow);
+    typename To::Row to = To::put(value, rounding_of(instruction), overflow);
+    if constexpr (kTo == Type::kF32) return (instruction.option & kFlush) != 0 ? flushed(to) : to;
+    return to;
   }
 };
 
@@ -135,14 +133,14 @@ struct ToIntegral {
   }
 };
 
-// Beyond the type's ends: the ends. NaN: 0, but the lowest number of 64 bits.
+// Beyond the type's ends: the ends. NaN: 0, but the highest bit alone where one type has 64 bits.
 template <typename I, Type kFrom>
 struct FloatToInteger {
   static I of(const Instruction& instruction, typename FloatType<kFrom>::Row from) {
     double value = prepared(instruction, FloatType<kFrom>::get(from), kFrom == Type::kF32);
     if (std::isnan(value)) {
-      if constexpr (sizeof(I) == 8) return static_cast<I>(std::uint64_t{1} << 63);
-      return 0;
+      constexpr bool kWide = sizeof(I) == 8 || kFrom == Type::kF64;
+      return static_cast<I>(kWide ? std::uint64_t{1} << (8 * sizeof(I) - 1) : 0);
     }
     value = to_integral(value, rounding_of(instruction));
     constexpr I kLow = std::numeric_limits<I>::min(), kHigh = std::numeric_limits<I>::max();

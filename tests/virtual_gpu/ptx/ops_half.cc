@@ -17,35 +17,38 @@ template <typename T>
 T canonical(T value) {
   return std::isnan(value.get()) ? T{0x7FFF} : value;
 }
+// .ftz: what has no exponent is zero.
+template <typename T>
+T flushed(const Instruction& instruction, T value) {
+  constexpr std::uint32_t kExponent = std::is_same_v<T, Half> ? 0x7C00U : 0x7F80U;
+  if ((instruction.option & kFlush) != 0 && (value.bits & kExponent) == 0) value.bits &= 0x8000U;
+  return value;
+}
 template <typename T, typename V>
 T finished(const Instruction& instruction, V value) {
   if ((instruction.option & kSaturate) != 0) {
     value = value > 0 ? (value > 1 ? V{1} : value) : V{0};
   }
   if ((instruction.option & kRelu) != 0 && value < 0) value = 0;
-  T result = canonical(T::from(value));
-  if ((instruction.option & kFlush) != 0 && std::fabs(result.get()) < 0x1p-14F) {
-    result.bits &= 0x8000U;
-  }
-  return result;
+  return flushed(instruction, canonical(T::from(value)));
 }
 
 struct Add {
   template <typename T>
   static T of(const Instruction& instruction, T a, T b) {
-    return finished<T>(instruction, a.get() + b.get());
+    return finished<T>(instruction, flushed(instruction, a).get() + flushed(instruction, b).get());
   }
 };
 struct Subtract {
   template <typename T>
   static T of(const Instruction& instruction, T a, T b) {
-    return finished<T>(instruction, a.get() - b.get());
+    return finished<T>(instruction, flushed(instruction, a).get() - flushed(instruction, b).get());
   }
 };
 struct Multiply {
   template <typename T>
   static T of(const Instruction& instruction, T a, T b) {
-    return finished<T>(instruction, a.get() * b.get());
+    return finished<T>(instruction, flushed(instruction, a).get() * flushed(instruction, b).get());
   }
 };
 struct Fma {
@@ -53,7 +56,9 @@ struct Fma {
   static T of(const Instruction& instruction, T a, T b, T c) {
     // The product is exact in double, and the sum rounds; where it does, a last digit that is
     // odd keeps the second rounding from going wrong.
-    const double product = double{a.get()} * double{b.get()}, addend = c.get();
+    const double product =
+        double{flushed(instruction, a).get()} * double{flushed(instruction, b).get()};
+    const double addend = flushed(instruction, c).get();
     double sum = product + addend;
     const double rest = (product - (sum - addend)) + (addend - (sum - (sum - addend)));
     auto bits = std::bit_cast<std::uint64_t>(sum);
@@ -67,7 +72,7 @@ struct Fma {
 struct Exp2 {
   template <typename T>
   static T of(const Instruction& instruction, T a) {
-    return finished<T>(instruction, std::exp2(double{a.get()}));
+    return finished<T>(instruction, std::exp2(double{flushed(instruction, a).get()}));
   }
 };
 struct Tanh {
@@ -92,6 +97,8 @@ template <bool kMaximum>
 struct Extreme {
   template <typename T>
   static T of(const Instruction& instruction, T a, T b) {
+    a = flushed(instruction, a);
+    b = flushed(instruction, b);
     const auto sign = static_cast<std::uint16_t>((a.bits ^ b.bits) & 0x8000U);
     const bool xor_sign = (instruction.option & kXorSign) != 0;
     if (xor_sign) {

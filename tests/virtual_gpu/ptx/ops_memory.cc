@@ -178,17 +178,16 @@ void copy_async(Warp& warp, const Instruction& instruction, Lanes lanes) {
     };
     std::uint64_t size = instruction.row[2] == kNone ? bytes : read(2);
     if (size > bytes) size = bytes;
-    std::byte* to = warp.resolve(Space::kShared, (read(0) + instruction.list[3]) & kWindowMask,
-                                 bytes, lane, instruction);
+    const auto offset = std::int64_t{static_cast<std::int32_t>(instruction.list[3])};
+    std::byte* to =
+        warp.resolve(Space::kShared, (read(0) + static_cast<std::uint64_t>(offset)) & kWindowMask,
+                     bytes, lane, instruction);
     std::memset(to, 0, bytes);
     if (size == 0) return;
-    const std::byte* from =
-        warp.resolve(Space::kGeneric, read(1) + static_cast<std::uint64_t>(instruction.immediate),
-                     1, lane, instruction);
-    // The source is checked to its end as well.
-    warp.resolve(Space::kGeneric,
-                 read(1) + static_cast<std::uint64_t>(instruction.immediate) + size - 1, 1, lane,
-                 instruction);
+    const std::uint64_t source = read(1) + static_cast<std::uint64_t>(instruction.immediate);
+    check_alignment(source, bytes, instruction);
+    const std::byte* from = warp.resolve(Space::kGeneric, source, 1, lane, instruction);
+    warp.resolve(Space::kGeneric, source + size - 1, 1, lane, instruction);  // its end as well
     std::memcpy(to, from, size);
   });
 }

@@ -41,7 +41,7 @@ class Parser {
   Operand name_operand();
   Operand number();
   Operand expression();      // of an initialiser: numbers, names, generic(name) + 4
-  std::uint64_t constant();  // an integer; + - * over them and brackets
+  std::uint64_t constant();  // an integer; * + - << over them and brackets
 
   // Variables.
   bool at_variable() const;

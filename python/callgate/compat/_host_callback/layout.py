@@ -22,12 +22,7 @@ def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
   """The form of 2020: each element on a line of its own, under the first.
 
   With a width that of 2023: on one line where it fits, and tuples have parentheses.
-
-  Args:
-    value: a pytree of NumPy arrays.
-    threshold: elements above which `numpy.array2string` summarises.
-    width: characters of a line.
-    column: where on its line the text begins.
+  `column` is where on its line the text begins.
   """
   if isinstance(value, (tuple, list)):
     start, end = ("( ", " )") if width and isinstance(value, tuple) else ("[ ", " ]")

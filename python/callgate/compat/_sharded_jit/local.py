@@ -97,7 +97,6 @@ def is_shared(devices: Sequence[Any]) -> bool:
   return any(device.process_index != jax.process_index() for device in devices)
 
 
-# -- one array, as a process and as the program see it ---------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Part:
   """How one array is split among the processes."""

@@ -64,7 +64,6 @@ def is_parts(value: object) -> bool:
   return value is None or isinstance(value, PartitionSpec)
 
 
-# -- from counts to shardings ----------------------------------------------------------------------
 def _primes(number: int) -> Iterator[int]:
   """The prime factors of a number, in order."""
   for prime in itertools.count(2):
@@ -90,7 +89,6 @@ def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
   return NamedSharding(mesh, _Names(*[tuple(itertools.islice(names, len(c))) for c in counts]))
 
 
-# -- from trees of specs to a spec a leaf ----------------------------------------------------------
 def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
   """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
   flat: list[Parts] = []
@@ -185,7 +183,6 @@ def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
       yield from counts_inside(getattr(inner, "jaxpr", inner))
 
 
-# -- the primitive's rules -------------------------------------------------------------------------
 def _outside(*_: Any, parts: Parts) -> Any:
   raise NotImplementedError(
     "with_sharding_constraint() should only be called inside sharded_jit(): got a constraint with "

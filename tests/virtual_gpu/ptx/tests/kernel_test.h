@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -64,6 +65,9 @@ inline std::string module_text(std::string_view body) {
   return ".version 8.0\n.target sm_80\n.address_size 64\n" + std::string(body);
 }
 
+// Says that the running test has had these instructions run. See coverage.cc.
+void note(const std::string& text);
+
 // Runs the module's entry `kernel`, whose parameters are all of 64 bits.
 inline Outcome run_kernel(HostMemory& memory, const std::string& text,
                           const std::vector<std::uint64_t>& parameters, Dim block = {32, 1, 1},
@@ -72,6 +76,7 @@ inline Outcome run_kernel(HostMemory& memory, const std::string& text,
   auto module = load(module_text(text), memory);
   Function* function = module->function("kernel");
   if (function == nullptr) throw Error("no entry 'kernel'");
+  note(module_text(text));
   return function->run(
       {grid, block, cluster, shared, cooperative, std::as_bytes(std::span(parameters))});
 }
@@ -129,6 +134,67 @@ std::array<std::vector<T>, 2> pairs_of(const std::vector<T>& values) {
     }
   }
   return pairs;
+}
+
+// Where integers overflow and change their signs.
+template <typename T>
+std::vector<T> edges() {
+  using L = std::numeric_limits<T>;
+  return {T{0},
+          T{1},
+          T{2},
+          T{3},
+          T{7},
+          static_cast<T>(-1),
+          static_cast<T>(-2),
+          static_cast<T>(-7),
+          L::max(),
+          L::min(),
+          static_cast<T>(L::max() / 3),
+          static_cast<T>(L::min() + 1),
+          static_cast<T>(0x5A5A5A5A5A5A5A5AULL)};
+}
+template <typename T>
+std::string name_of_type() {
+  return (std::is_signed_v<T> ? "s" : "u") + std::to_string(8 * sizeof(T));
+}
+
+// %t is the thread's number in the block; %g in the grid; %out its place in the first parameter.
+inline std::string kernel(const std::string& body, const std::string& declarations = "") {
+  return ".visible .entry kernel(.param .u64 p0, .param .u64 p1) {\n" + declarations +
+         ".reg .pred %p<10>; .reg .b32 %r<20>, %t, %g, %b; .reg .b64 %l<20>, %out, %in;\n"
+         "mov.u32 %t, %tid.x; mov.u32 %b, %ctaid.x; mov.u32 %g, %ntid.x;\n"
+         "mad.lo.u32 %g, %b, %g, %t;\n"
+         "ld.param.u64 %out, [p0]; ld.param.u64 %in, [p1];\n"
+         "mad.wide.u32 %out, %g, 4, %out;\n" +
+         body + "\nret;\n}\n";
+}
+
+struct Ran {
+  Outcome outcome;
+  std::vector<std::uint32_t> out;
+};
+inline Ran run(const std::string& text, Dim block = {32, 1, 1}, Dim grid = {1, 1, 1},
+               std::uint32_t shared = 0, Dim cluster = {1, 1, 1}, bool cooperative = false,
+               const std::vector<std::uint32_t>& in = {0, 0, 0, 0}) {
+  HostMemory memory;
+  std::uint64_t out = memory.put(std::vector<std::uint32_t>(block.count() * grid.count()));
+  Outcome outcome =
+      run_kernel(memory, text, {out, memory.put(in)}, block, grid, shared, cluster, cooperative);
+  return {outcome, memory.get<std::uint32_t>(out)};
+}
+inline std::vector<std::uint32_t> result(const std::string& text, Dim block = {32, 1, 1},
+                                         Dim grid = {1, 1, 1}) {
+  Ran ran = run(text, block, grid);
+  EXPECT_EQ(ran.outcome.message, "");
+  return ran.out;
+}
+
+inline void expect_fault(const std::string& text, Result result, const std::string& said,
+                         Dim block = {32, 1, 1}) {
+  Ran ran = run(text, block);
+  EXPECT_EQ(ran.outcome.result, result) << ran.outcome.message;
+  EXPECT_NE(ran.outcome.message.find(said), std::string::npos) << ran.outcome.message;
 }
 
 }  // namespace vgpu::ptx

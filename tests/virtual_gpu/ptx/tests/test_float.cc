@@ -120,6 +120,54 @@ TEST(Float, RootsAndFunctions) {
   }
 }
 
+template <typename F>
+void check_functions(const std::string& type, double tolerance) {
+  using L = std::numeric_limits<F>;
+  std::vector<F> a{F(0),   F(-0.0), F(0.25), F(2),   F(3.75),       F(-0.5),        F(1e-3),
+                   F(100), F(-9),   F(1e30), F(0.1), L::infinity(), -L::infinity(), L::quiet_NaN()};
+  auto check_one = [&](const std::string& opcode, double (*want)(double), double bound) {
+    auto got = each_thread<F>(opcode + type + " %out, %in0;", a);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      const double exact = want(a[i]);
+      if (std::isnan(exact)) {
+        EXPECT_TRUE(std::isnan(got[i])) << opcode << " of " << a[i];
+      } else if (std::isinf(exact) || exact == 0) {
+        EXPECT_EQ(got[i], static_cast<F>(exact)) << opcode << " of " << a[i];
+        EXPECT_EQ(std::signbit(got[i]), std::signbit(exact)) << opcode << " of " << a[i];
+      } else {
+        EXPECT_NEAR(got[i] / exact, 1, bound) << opcode << " of " << a[i];
+      }
+    }
+  };
+  check_one("rcp.rn", [](double x) { return 1 / x; }, tolerance);
+  check_one("rcp.approx.ftz", [](double x) { return 1 / x; }, 1e-5);
+  check_one("rsqrt.approx", [](double x) { return 1 / std::sqrt(x); }, 1e-5);
+  check_one("sqrt.rn", [](double x) { return std::sqrt(x); }, tolerance);
+  check_one("abs", [](double x) { return std::fabs(x); }, 0);
+  check_one("neg", [](double x) { return -x; }, 0);
+  if (sizeof(F) == 8) return;
+  check_one("lg2.approx", [](double x) { return std::log2(x); }, 1e-5);
+  check_one("tanh.approx", [](double x) { return std::tanh(x); }, 1e-3);
+}
+TEST(Float, FunctionsAtTheirEnds) {
+  check_functions<float>(".f32", 1e-7);
+  check_functions<double>(".f64", 1e-15);
+  std::vector<float> angles{0.0F, 0.5F, -2.0F, 3.0F};
+  auto cosine = each_thread<float>("cos.approx.ftz.f32 %out, %in0;", angles);
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(cosine[i], std::cos(angles[i]), 1e-6);
+  auto [a, b] = pairs_of(singles());
+  auto sum = each_thread<float>("mad.rn.f32 %out, %in0, %in1, %in0;", a, b);
+  auto wide = each_thread<double>(
+      "cvt.f64.f32 %l0, %in0;\ncvt.f64.f32 %l1, %in1;\nmad.rz.f64 %out, %l0, %l1, "
+      "0d0000000000000000;",
+      a, b);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    EXPECT_TRUE(same(sum[i], std::fma(a[i], b[i], a[i]))) << a[i] << " " << b[i];
+    const double product = double{a[i]} * b[i] + 0.0;  // exact
+    EXPECT_TRUE(wide[i] == product || (std::isnan(wide[i]) && std::isnan(product)));
+  }
+}
+
 // All 65,536 halves: there and back, and against the rounding of a double.
 TEST(Half, EveryHalfGoesToFloatAndBack) {
   std::vector<std::uint16_t> all(65536);

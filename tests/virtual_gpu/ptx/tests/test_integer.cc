@@ -8,28 +8,6 @@ namespace vgpu::ptx {
 namespace {
 
 template <typename T>
-std::vector<T> edges() {
-  using L = std::numeric_limits<T>;
-  return {T{0},
-          T{1},
-          T{2},
-          T{3},
-          T{7},
-          static_cast<T>(-1),
-          static_cast<T>(-2),
-          static_cast<T>(-7),
-          L::max(),
-          L::min(),
-          static_cast<T>(L::max() / 3),
-          static_cast<T>(L::min() + 1),
-          static_cast<T>(0x5A5A5A5A5A5A5A5AULL)};
-}
-template <typename T>
-std::string name_of_type() {
-  return (std::is_signed_v<T> ? "s" : "u") + std::to_string(8 * sizeof(T));
-}
-
-template <typename T>
 class Integers : public testing::Test {
  protected:
   using Wide = __int128;
@@ -119,6 +97,49 @@ TYPED_TEST(Integers, ShiftsByAnyNumberOfBits) {
     EXPECT_EQ(right[i], n == bits ? sign : static_cast<T>(a[i] >> n));
     EXPECT_EQ(left[i], n == bits ? T{0} : static_cast<T>(static_cast<std::uint64_t>(a[i]) << n));
   }
+}
+
+TYPED_TEST(Integers, DistancesAndSigns) {
+  using T = TypeParam;
+  using W = __int128;
+  auto [a, b] = pairs_of(edges<T>());
+  const std::string type = name_of_type<T>();
+  auto distance = each_thread<T>("sad." + type + " %out, %in0, %in1, 7;", a, b);
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    EXPECT_EQ(distance[i], this->wrap(7 + (a[i] < b[i] ? W{b[i]} - a[i] : W{a[i]} - b[i])));
+  }
+  if constexpr (std::is_signed_v<T>) {
+    auto absolute = each_thread<T>("abs." + type + " %out, %in0;", a);
+    auto negative = each_thread<T>("neg." + type + " %out, %in0;", a);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      EXPECT_EQ(absolute[i], this->wrap(a[i] < 0 ? -W{a[i]} : W{a[i]}));
+      EXPECT_EQ(negative[i], this->wrap(-W{a[i]}));
+    }
+  }
+}
+
+template <typename T>
+void check_24() {
+  auto [a, b] = pairs_of(edges<T>());
+  const std::string type = name_of_type<T>();
+  auto cut = [](T value) {  // to 24 bits, with their sign
+    const auto bits = static_cast<std::int64_t>(static_cast<std::uint32_t>(value) & 0xFFFFFFU);
+    return std::is_signed_v<T> && bits >= 0x800000 ? bits - 0x1000000 : bits;
+  };
+  for (bool high : {false, true}) {
+    const std::string part = high ? ".hi." : ".lo.";
+    auto product = each_thread<std::uint32_t>("mul24" + part + type + " %out, %in0, %in1;", a, b);
+    auto sum = each_thread<std::uint32_t>("mad24" + part + type + " %out, %in0, %in1, 9;", a, b);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      const auto want = static_cast<std::uint32_t>(cut(a[i]) * cut(b[i]) >> (high ? 16 : 0));
+      EXPECT_EQ(product[i], want) << part << a[i] << " " << b[i];
+      EXPECT_EQ(sum[i], want + 9) << part << a[i] << " " << b[i];
+    }
+  }
+}
+TEST(Integer, ProductsOfTwentyFourBits) {
+  check_24<std::int32_t>();
+  check_24<std::uint32_t>();
 }
 
 TEST(Integer, WideProductsHoldAllBits) {

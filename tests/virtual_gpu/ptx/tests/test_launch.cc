@@ -7,37 +7,6 @@
 namespace vgpu::ptx {
 namespace {
 
-// %t is the thread's number in the block; %g in the grid; %out its place in the first parameter.
-std::string kernel(const std::string& body, const std::string& declarations = "") {
-  return ".visible .entry kernel(.param .u64 p0, .param .u64 p1) {\n" + declarations +
-         ".reg .pred %p<10>; .reg .b32 %r<20>, %t, %g, %b; .reg .b64 %l<20>, %out, %in;\n"
-         "mov.u32 %t, %tid.x; mov.u32 %b, %ctaid.x; mov.u32 %g, %ntid.x;\n"
-         "mad.lo.u32 %g, %b, %g, %t;\n"
-         "ld.param.u64 %out, [p0]; ld.param.u64 %in, [p1];\n"
-         "mad.wide.u32 %out, %g, 4, %out;\n" +
-         body + "\nret;\n}\n";
-}
-
-struct Ran {
-  Outcome outcome;
-  std::vector<std::uint32_t> out;
-};
-Ran run(const std::string& text, Dim block = {32, 1, 1}, Dim grid = {1, 1, 1},
-        std::uint32_t shared = 0, Dim cluster = {1, 1, 1}, bool cooperative = false,
-        const std::vector<std::uint32_t>& in = {0, 0, 0, 0}) {
-  HostMemory memory;
-  std::uint64_t out = memory.put(std::vector<std::uint32_t>(block.count() * grid.count()));
-  Outcome outcome =
-      run_kernel(memory, text, {out, memory.put(in)}, block, grid, shared, cluster, cooperative);
-  return {outcome, memory.get<std::uint32_t>(out)};
-}
-std::vector<std::uint32_t> result(const std::string& text, Dim block = {32, 1, 1},
-                                  Dim grid = {1, 1, 1}) {
-  Ran ran = run(text, block, grid);
-  EXPECT_EQ(ran.outcome.message, "");
-  return ran.out;
-}
-
 TEST(Launch, EachThreadRunsOnce) {
   auto out = result(kernel("st.global.u32 [%out], %g;"), {100, 1, 1}, {37, 1, 1});
   for (std::uint32_t i = 0; i < out.size(); ++i) EXPECT_EQ(out[i], i);
@@ -248,13 +217,6 @@ TEST(Grids, BlocksOfAClusterReadEachOthersMemory) {
                 {1, 1, 1}, {8, 1, 1}, 0, {2, 1, 1});
   EXPECT_EQ(ran.outcome.message, "");
   for (std::uint32_t i = 0; i < 8; ++i) EXPECT_EQ(ran.out[i], i ^ 1U);
-}
-
-void expect_fault(const std::string& text, Result result, const std::string& said,
-                  Dim block = {32, 1, 1}) {
-  Ran ran = run(text, block);
-  EXPECT_EQ(ran.outcome.result, result) << ran.outcome.message;
-  EXPECT_NE(ran.outcome.message.find(said), std::string::npos) << ran.outcome.message;
 }
 
 TEST(Faults, NameTheLineAndWhatWasThere) {

@@ -187,5 +187,46 @@ TEST(Matrix, RowsAreLoadedFromTheAddressesOfEightLanes) {
   }
 }
 
+// As loaded(), the other way: lane i's register r holds two halves of row i / 4 of matrix r.
+TEST(Matrix, RowsAreStoredToTheAddressesOfEightLanes) {
+  for (bool transposed : {false, true}) {
+    HostMemory memory;
+    std::vector<std::uint32_t> in(128);
+    for (std::uint32_t i = 0; i < 128; ++i) in[i] = (2 * i + 1) << 16 | 2 * i;
+    std::uint64_t out = memory.put(std::vector<std::uint16_t>(256));
+    Outcome outcome = run_kernel(
+        memory,
+        kernel("mad.wide.u32 %in, %t, 16, %in; mov.u32 %r0, tile; mad.lo.u32 %r0, %t, 16, %r0;\n"
+               "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%in];\nstmatrix.sync.aligned.m8n8.x4" +
+                   std::string(transposed ? ".trans" : "") +
+                   ".shared.b16 [%r0], {%r1, %r2, %r3, %r4};\nbar.sync 0;\n"
+                   "ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [%r0]; mad.wide.u32 %out, %t, 12, "
+                   "%out;\nst.global.v4.u32 [%out], {%r1, %r2, %r3, %r4};",
+               ".shared .align 16 .b8 tile[512];\n"),
+        {out, memory.put(in)});
+    EXPECT_EQ(outcome.message, "");
+    auto got = memory.get<std::uint16_t>(out);
+    for (std::uint32_t matrix = 0; matrix < 4; ++matrix) {
+      for (std::uint32_t i = 0; i < 8; ++i) {
+        for (std::uint32_t j = 0; j < 8; ++j) {
+          const std::uint32_t row = transposed ? j : i, column = transposed ? i : j;
+          const std::uint32_t word = 4 * (4 * row + column / 2) + matrix;
+          EXPECT_EQ(got[64 * matrix + 8 * i + j], 2 * word + column % 2);
+        }
+      }
+    }
+  }
+}
+
+TEST(Matrix, AreTransposedWithinAWarp) {
+  std::vector<std::uint32_t> in;
+  auto half = [](std::uint32_t row, std::uint32_t column) { return 10 * row + column; };
+  for (std::uint32_t i = 0; i < 32; ++i)
+    in.push_back(half(i / 4, 2 * (i % 4)) | half(i / 4, 2 * (i % 4) + 1) << 16);
+  auto got = each_thread<std::uint32_t>("movmatrix.sync.aligned.m8n8.trans.b16 %out, %in0;", in);
+  for (std::uint32_t i = 0; i < 32; ++i)
+    EXPECT_EQ(got[i], half(2 * (i % 4), i / 4) | half(2 * (i % 4) + 1, i / 4) << 16);
+}
+
 }  // namespace
 }  // namespace vgpu::ptx
