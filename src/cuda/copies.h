@@ -15,8 +15,6 @@
 #include "core/call.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
-#include "cuda/event.h"
-#include "cuda/memory.h"
 
 namespace callgate::cuda {
 
@@ -64,7 +62,7 @@ class HostCopies {
   void publish(Stream stream);
 
  private:
-  std::size_t shared_with(const ArrayView& result) const;
+  const ArrayView* shared_with(const ArrayView& result) const;
 
   Device* device_;
   OwnedViews operands_, results_;
@@ -128,7 +126,7 @@ class Upload : Immovable {
   Device* device_;
   OwnedViews host_;
   std::size_t bytes_ = 0;
-  std::shared_ptr<Memory> memory_;
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::optional<StreamEvent> arrived_;
 };
 

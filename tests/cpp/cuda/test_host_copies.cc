@@ -16,7 +16,6 @@
 #include "cuda/completions.h"
 #include "cuda/copies.h"
 #include "cuda/driver.h"
-#include "cuda/event.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {
