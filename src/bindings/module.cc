@@ -108,7 +108,10 @@ NB_MODULE(_callgate, module) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
+      bool of_the_callers = error.code() == ErrorCode::kInvalidArgument ||
+                            error.code() == ErrorCode::kNotFound ||
+                            error.code() == ErrorCode::kAlreadyExists;
+      PyErr_SetString(of_the_callers ? PyExc_ValueError : PyExc_RuntimeError, error.what());
     }
   });
   bind_buffer(module);

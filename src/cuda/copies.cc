@@ -84,9 +84,11 @@ void wait_for(Device& device, Stream stream) {
 }
 
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
-  StreamEvent end(device, stream);
-  if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
-  driver().stream_synchronize(stream);  // nobody is there any more who would wait
+  given(stream, [&] {
+    StreamEvent end(device, stream);
+    if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
+    driver().stream_synchronize(stream);  // nobody is there any more who would wait
+  });
 }
 
 bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
@@ -152,19 +154,30 @@ void HostCopies::fetch(Stream stream) {
     copy_to_host(operands_[i].data, sources_[i], operands_[i].nbytes(), stream);
 }
 
+StreamEvent HostCopies::fetch_with_event(Stream stream) {
+  return given(stream, [&] {
+    fetch(stream);
+    return StreamEvent(*device_, stream);
+  });
+}
+
 StreamEvent HostCopies::fetch_aside(Stream stream) {
   if (operand_bytes_ == 0) return {*device_, stream};
   aside_ = DeviceBlock(*device_, operand_bytes_);
-  for (std::size_t i = 0; i < operands_.size(); ++i) {
-    const ArrayView& view = operands_[i];
-    copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
-                   stream);
-  }
   Stream side = device_->side_stream(Device::Direction::kToHost);
-  StreamEvent(*device_, stream).hold_back(side);
-  // One copy for all: operands lie in both as they lie in the other.
-  copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
-  return {*device_, side};
+  given(stream, [&] {
+    for (std::size_t i = 0; i < operands_.size(); ++i) {
+      const ArrayView& view = operands_[i];
+      copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
+                     stream);
+    }
+    StreamEvent(*device_, stream).hold_back(side);
+  });
+  return given(side, [&] {
+    // One copy for all: operands lie in both as they lie in the other.
+    copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
+    return StreamEvent(*device_, side);
+  });
 }
 
 void HostCopies::publish(Stream stream) {
@@ -178,8 +191,10 @@ KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView>
     : device_(&device), stream_(stream), arrays_(arrays) {
   memory_ = DeviceBlock(device, room_for(arrays, kKeptAlignment));
   lay_out(arrays_.all(), reinterpret_cast<void*>(memory_.data()), kKeptAlignment);
-  for (std::size_t i = 0; i < arrays.size(); ++i)
-    copy_on_device(address(arrays_[i].data), address(arrays[i].data), arrays[i].nbytes(), stream);
+  given(stream, [&] {
+    for (std::size_t i = 0; i < arrays.size(); ++i)
+      copy_on_device(address(arrays_[i].data), address(arrays[i].data), arrays[i].nbytes(), stream);
+  });
 }
 
 KeptCopies::~KeptCopies() {
@@ -211,8 +226,10 @@ Upload::Upload(Device& device, std::span<const ArrayView> types)
 void Upload::start() {
   ContextScope current(*device_);
   Stream stream = device_->side_stream(Device::Direction::kToDevice);
-  copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream);
-  arrived_.emplace(*device_, stream);
+  given(stream, [&] {
+    copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream);
+    arrived_.emplace(*device_, stream);
+  });
 }
 
 void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
@@ -220,11 +237,13 @@ void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> ta
   ContextScope current(*self->device_);
   if (self->arrived_) self->arrived_->hold_back(stream);
   const Memory& memory = *self->memory_;
-  for (std::size_t i = 0; i < self->host_.size(); ++i) {
-    const ArrayView& view = self->host_[i];
-    copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
-                   view.nbytes(), stream);
-  }
+  given(stream, [&] {
+    for (std::size_t i = 0; i < self->host_.size(); ++i) {
+      const ArrayView& view = self->host_[i];
+      copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
+                     view.nbytes(), stream);
+    }
+  });
   keep_until(*self->device_, stream, self);
 }
 

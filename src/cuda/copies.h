@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -32,6 +33,18 @@ void clear_on_device(std::span<const ArrayView> views, Stream stream);
 // Blocks until the stream has done what it has been given so far.
 void wait_for(Device& device, Stream stream);
 
+// Runs `give`, which gives the stream work. Where it throws, what it gave may still use memory that
+// the caller is about to free: waits for the stream first.
+template <typename Give>
+auto given(Stream stream, Give&& give) -> decltype(give()) {
+  try {
+    return give();
+  } catch (const std::exception&) {
+    driver().stream_synchronize(stream);
+    throw;
+  }
+}
+
 // Keeps something until the stream is done with what it has been given so far.
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept);
 
@@ -50,8 +63,10 @@ class HostCopies {
 
   // Enqueues the copies of the operands to the host.
   void fetch(Stream stream);
+  // The same, and the event of their end. Where it throws, none is under way.
+  StreamEvent fetch_with_event(Stream stream);
   // The same by way of device memory of ours and a stream of ours, for large arrays: `stream` goes
-  // on after a copy on the device. The event is the end of the copies.
+  // on after a copy on the device.
   StreamEvent fetch_aside(Stream stream);
 
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }

@@ -6,6 +6,7 @@
 // size class, up to a budget: what is beyond it is freed when it comes back.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -15,13 +16,33 @@
 #include <ranges>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "core/lifetime.h"
 #include "cuda/driver.h"
 
 namespace callgate::cuda {
+
+// What check() throws.
+class DriverError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Runs `body`, which makes a call of the callee of that name; what check() throws there says so.
+template <typename Body>
+void named(const std::string& name, Body&& body) {
+  try {
+    body();
+  } catch (const DriverError& error) {
+    std::string_view text = error.what();
+    text.remove_prefix(std::min(text.find(' ') + 1, text.size()));  // "callgate: "
+    throw Error(error.code(), "'" + name + "': " + std::string(text));
+  }
+}
 
 class Completions;
 class Device;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "cuda/device.h"
 
 namespace callgate::cuda {
 namespace {
@@ -104,8 +105,9 @@ std::string error_text(Result result) {
 void check(Result result, const char* what) {
   if (result == Result::kSuccess) [[likely]]
     return;
-  throw Error(result == Result::kOutOfMemory ? ErrorCode::kResourceExhausted : ErrorCode::kInternal,
-              std::string(what) + ": " + error_text(result));
+  throw DriverError(
+      result == Result::kOutOfMemory ? ErrorCode::kResourceExhausted : ErrorCode::kInternal,
+      std::string(what) + ": " + error_text(result));
 }
 
 }  // namespace callgate::cuda

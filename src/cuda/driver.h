@@ -31,7 +31,6 @@
   X(context_device, "cuCtxGetDevice", (DeviceHandle*))                                            \
   X(stream_context, "cuStreamGetCtx", (Stream, Context*))                                         \
   X(stream_create, "cuStreamCreate", (Stream*, unsigned flags))                                   \
-  X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                               \
   X(stream_synchronize, "cuStreamSynchronize", (Stream))                                          \
   X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned flags))                      \
   X(stream_is_capturing, "cuStreamIsCapturing", (Stream, CaptureStatus*))                         \
@@ -63,20 +62,18 @@
      void** extra))
 
 // Functions that older drivers lack: null there.
-#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                                    \
-  X(stream_wait_value, "cuStreamWaitValue32_v2",                                               \
-    (Stream, DevicePointer, std::uint32_t value, unsigned flags))                              \
-  X(capture_info, "cuStreamGetCaptureInfo_v2",                                                 \
-    (Stream, CaptureStatus*, std::uint64_t* id, Graph*, const GraphNode** dependencies,        \
-     std::size_t* count))                                                                      \
-  X(user_object_create, "cuUserObjectCreate",                                                  \
-    (UserObject*, void* data, void (*destroy)(void*), unsigned references, unsigned flags))    \
-  X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))             \
-  X(graph_retain_object, "cuGraphRetainUserObject",                                            \
-    (Graph, UserObject, unsigned references, unsigned flags))                                  \
-  X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**)) \
-  X(parameter_info, "cuFuncGetParamInfo",                                                      \
-    (Function, std::size_t index, std::size_t* offset, std::size_t* size))
+#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                                 \
+  X(stream_wait_value, "cuStreamWaitValue32_v2",                                            \
+    (Stream, DevicePointer, std::uint32_t value, unsigned flags))                           \
+  X(capture_info, "cuStreamGetCaptureInfo_v2",                                              \
+    (Stream, CaptureStatus*, std::uint64_t* id, Graph*, const GraphNode** dependencies,     \
+     std::size_t* count))                                                                   \
+  X(user_object_create, "cuUserObjectCreate",                                               \
+    (UserObject*, void* data, void (*destroy)(void*), unsigned references, unsigned flags)) \
+  X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))          \
+  X(graph_retain_object, "cuGraphRetainUserObject",                                         \
+    (Graph, UserObject, unsigned references, unsigned flags))                               \
+  X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**))
 
 namespace callgate::cuda {
 
@@ -184,8 +181,8 @@ void* open_library(const char* where, const std::string& path, const std::string
 // Adds its name to `missing` where the library lacks the function, which then is null.
 void* look_up(void* library, const char* symbol, std::string& missing);
 
-// Throws Error unless the call of `what` succeeded: "cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (out
-// of memory)".
+// Throws DriverError (device.h) unless the call of `what` succeeded: "cuMemAlloc_v2:
+// CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
 void check(Result result, const char* what);
 
 }  // namespace callgate::cuda

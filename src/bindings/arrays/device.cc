@@ -256,9 +256,6 @@ Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, Copy
 } catch (nb::builtin_exception& error) {
   PyErr_SetString(PyExc_TypeError, error.what());
   return Stored::kError;
-} catch (const std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return Stored::kError;
 }
 
 // --- Upload --------------------------------------------------------------------------------------

@@ -113,10 +113,14 @@ class PyGateSite final : public Site {
       return run_all(call, nullptr);
     }
     try {
-      drain_released();  // the results of earlier calls hold a GPU's memory
-      OnGpu gpu{DeviceCall::of(call.context)};
-      DeviceCallScope on_device(&gpu);
-      return run_on_device(call, gpu);
+      bool ok = false;
+      cuda::named(callee_->name(), [&] {
+        drain_released();  // the results of earlier calls hold a GPU's memory
+        OnGpu gpu{DeviceCall::of(call.context)};
+        DeviceCallScope on_device(&gpu);
+        ok = run_on_device(call, gpu);
+      });
+      return ok;
     } catch (const Error& error) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return false;
