@@ -7,14 +7,11 @@
 #include <thread>
 
 #include "bindings/arrays/views.h"
-#include "bindings/bind.h"
 #include "bindings/channel/channel.h"
 #include "bindings/gate/gate.h"
-#include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/python.h"
-#include "bindings/stats.h"
+#include "bindings/python/references.h"
 #include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
@@ -22,7 +19,6 @@
 #include "core/worker_pool.h"
 #include "cuda/completions.h"
 #include "cuda/device.h"
-#include "cuda/memory.h"
 #include "xla/handlers.h"
 
 namespace callgate::bindings {
@@ -55,35 +51,28 @@ nb::list dtype_codes() {
   return codes;
 }
 
-void set_dtype(int code, nb::handle dtype) {
-  descriptors()[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));
-}
-
-nb::dict handlers(XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
-  nb::dict pair;
-  pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
-  pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-  return pair;
-}
-
 nb::dict targets() {
-  auto name = [](std::string_view target) { return nb::str(target.data(), target.size()); };
-  nb::dict cpu, cuda, platforms;
-  cpu[name(xla_ffi::kGateTarget)] = handlers(&xla_ffi::gate_instantiate, &xla_ffi::gate_execute);
-  cpu[name(xla_ffi::kTapTarget)] = cpu[name(xla_ffi::kGateTarget)];
-  cpu[name(xla_ffi::kKernelTarget)] =
-      handlers(&xla_ffi::kernel_instantiate, &xla_ffi::kernel_execute);
-  cuda[name(xla_ffi::kGateTarget)] =
-      handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_gate_execute);
-  cuda[name(xla_ffi::kGraphTarget)] =
-      handlers(&xla_ffi::cuda_gate_instantiate, &xla_ffi::cuda_graph_execute);
-  cuda[name(xla_ffi::kTapTarget)] = cuda[name(xla_ffi::kGraphTarget)];
-  cuda[name(xla_ffi::kKernelTarget)] =
-      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_execute);
-  cuda[name(xla_ffi::kKernelScratchTarget)] =
-      handlers(&xla_ffi::cuda_kernel_instantiate, &xla_ffi::cuda_kernel_scratch_execute);
-  platforms["cpu"] = cpu;
-  platforms["CUDA"] = cuda;
+  using namespace xla_ffi;
+  const struct {
+    const char* platform;
+    std::string_view target;
+    XLA_FFI_Handler *instantiate, *execute;
+  } all[] = {{"cpu", kGateTarget, gate_instantiate, gate_execute},
+             {"cpu", kTapTarget, gate_instantiate, gate_execute},
+             {"cpu", kKernelTarget, kernel_instantiate, kernel_execute},
+             {"CUDA", kGateTarget, cuda_gate_instantiate, cuda_gate_execute},
+             {"CUDA", kGraphTarget, cuda_gate_instantiate, cuda_graph_execute},
+             {"CUDA", kTapTarget, cuda_gate_instantiate, cuda_graph_execute},
+             {"CUDA", kKernelTarget, cuda_kernel_instantiate, cuda_kernel_execute},
+             {"CUDA", kKernelScratchTarget, cuda_kernel_instantiate, cuda_kernel_scratch_execute}};
+  nb::dict platforms;
+  for (const char* platform : {"cpu", "CUDA"}) platforms[platform] = nb::dict();
+  for (const auto& [platform, target, instantiate, execute] : all) {
+    nb::dict pair;
+    pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+    pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+    platforms[platform][nb::str(target.data(), target.size())] = pair;
+  }
   return platforms;
 }
 
@@ -107,26 +96,22 @@ bool shut_down(double seconds) {
   return quiet;
 }
 
-nb::list stop_trace() {
-  nb::list events;
-  for (const TraceEvent& e : Recorder::instance().stop_trace())
-    events.append(nb::make_tuple(e.gate, e.thread, e.start_ns, e.gil_wait_ns, e.duration_ns));
-  return events;
-}
-
 }  // namespace
 }  // namespace callgate::bindings
 
 NB_MODULE(_callgate, module) {
+  using namespace callgate;
   using namespace callgate::bindings;
-  namespace nb = nanobind;
   if (_import_array() < 0) nb::raise_python_error();
   nb::set_leak_warnings(false);  // programs may outlive the module, and with them their gates
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
-    } catch (const callgate::Error& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const Error& error) {
+      bool of_the_callers = error.code() == ErrorCode::kInvalidArgument ||
+                            error.code() == ErrorCode::kNotFound ||
+                            error.code() == ErrorCode::kAlreadyExists;
+      PyErr_SetString(of_the_callers ? PyExc_ValueError : PyExc_RuntimeError, error.what());
     }
   });
   bind_buffer(module);
@@ -135,7 +120,6 @@ NB_MODULE(_callgate, module) {
   bind_sinks(module);
   bind_gate(module);
   bind_kernel(module);
-  bind_cuda_kernel(module);
   bind_stream(module);
   bind_exit(module);
   bind_progress(module);
@@ -144,7 +128,9 @@ NB_MODULE(_callgate, module) {
              "The handlers of each FFI target, by platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks);
   module.def("dtype_codes", &dtype_codes);
-  module.def("set_dtype", &set_dtype);
+  module.def("set_dtype", [](int code, nb::handle dtype) {
+    descriptors()[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));
+  });
   module.def(
       "repoint",
       [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data, nb::handle base) {
@@ -154,38 +140,42 @@ NB_MODULE(_callgate, module) {
       nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
   module.def("set_timing", [](bool on) { Recorder::instance().set_timing(on); });
   module.def("start_trace", [] { Recorder::instance().start_trace(); });
-  module.def("stop_trace", &stop_trace);
+  module.def("stop_trace", [] {
+    nb::list events;
+    for (const TraceEvent& e : Recorder::instance().stop_trace())
+      events.append(nb::make_tuple(e.gate, e.thread, e.start_ns, e.gil_wait_ns, e.duration_ns));
+    return events;
+  });
   module.def("set_check_writes", [](bool on) {
     Settings::instance().check_writes.store(on, std::memory_order_relaxed);  // see run_lane
   });
   module.def("set_stall_seconds", [](double seconds) {
     auto delay = static_cast<std::int64_t>(seconds * 1e9);
     Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
-    callgate::set_kernel_stall_ns(delay);
+    set_kernel_stall_ns(delay);
   });
-  module.def("registered_names", [] { return callgate::Registry::instance().names(); });
+  module.def("registered_names", [] { return Registry::instance().names(); });
   module.def(
       "drain_devices",
       [](double seconds) {
         const std::chrono::nanoseconds wait(static_cast<std::int64_t>(seconds * 1e9));
         // What waits to be done may need it.
-        return without_gil([&] { return callgate::cuda::Completions::drain_all(wait); });
+        return without_gil([&] { return cuda::Completions::drain_all(wait); });
       },
       nb::arg("seconds"),
       "Waits for what GPUs' programs have sent so far; False when the time ran out.");
   module.def(
       "device_memory_in_use",
       [] {
-        callgate::cuda::MemoryInUse in_use = callgate::cuda::memory_in_use();
+        cuda::MemoryInUse in_use = cuda::memory_in_use();
         return nb::make_tuple(in_use.pinned, in_use.device);
       },
       "Bytes that copies between hosts and GPUs hold: (pinned memory, memory of GPUs).");
-  module.def("abandon_devices", &callgate::cuda::Completions::abandon_all);
+  module.def("abandon_devices", &cuda::Completions::abandon_all);
   module.def(
-      "set_device_id",
-      [](int ordinal, std::int64_t id) { callgate::cuda::Device::at(ordinal).set_id(id); },
+      "set_device_id", [](int ordinal, std::int64_t id) { cuda::Device::at(ordinal).set_id(id); },
       nb::arg("ordinal"), nb::arg("id"), "jax.Device.id of a GPU, by its number for CUDA.");
-  module.def("active_calls", [] { return callgate::Lifecycle::instance().active(); });
+  module.def("active_calls", [] { return Lifecycle::instance().active(); });
   module.def("drain", &drain_released);
   module.def("shut_down", &shut_down, nb::arg("seconds"));
 }

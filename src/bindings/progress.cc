@@ -6,7 +6,6 @@
 
 #include <memory>
 
-#include "bindings/bind.h"
 #include "bindings/python/gil.h"
 #include "core/lifetime.h"
 #include "core/registry.h"

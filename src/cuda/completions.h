@@ -9,27 +9,33 @@
 // device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <thread>
 
 #include "cuda/device.h"
-#include "cuda/event.h"
 
 namespace callgate::cuda {
 
-class Completions {
+// The device's own; never destroyed, since the thread may have to be left alone.
+class Completions : Immovable {
  public:
-  // The device's; never destroyed.
-  static Completions& of(Device& device);
+  explicit Completions(Device& device) : device_(device) {}
+  static Completions& of(Device& device) { return device.completions(); }
 
   // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
   // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
-  bool ordered_by_streams() const noexcept;
-  void order_by_streams() noexcept;
+  // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
+  bool ordered_by_streams() const noexcept { return by_streams_.load(std::memory_order_relaxed); }
+  void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
   // Gives the task when the stream has got so far. Throws where the stream takes no host function.
   void in_turn(Stream stream, std::function<void()> task);
   // Behind the tasks that are there, without an event. Calls no function of the driver's, so a host
@@ -61,12 +67,24 @@ class Completions {
   static void abandon_all() noexcept;
 
  private:
-  explicit Completions(Device& device);
-  bool give(std::optional<StreamEvent> event, std::function<void(Result)> task);
+  struct Task {
+    std::optional<StreamEvent> event;
+    std::function<void(Result)> run;
+  };
+
+  bool give(Task task);
+  void work();
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
                    std::chrono::nanoseconds limit);
-  struct State;
-  std::shared_ptr<State> state_;
+
+  Device& device_;
+  std::atomic<bool> by_streams_{false};
+  mutable std::mutex mutex_;  // guards all that follows
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  std::uint64_t given_ = 0, done_ = 0;
+  bool stopping_ = false;
+  std::optional<std::thread> thread_;
 };
 
 }  // namespace callgate::cuda

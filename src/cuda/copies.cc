@@ -1,13 +1,9 @@
 // See the header.
 #include "cuda/copies.h"
 
-#include <algorithm>
-#include <array>
-#include <mutex>
 #include <utility>
 
 #include "cuda/completions.h"
-#include "cuda/driver.h"
 
 namespace callgate::cuda {
 namespace {
@@ -20,20 +16,20 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcep
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-// The streams of our own that copies take beside the programs', one a device and direction.
-enum class Direction : std::uint8_t { kToHost, kToDevice };
-struct SideStreams {
-  std::mutex mutex;
-  std::array<std::array<Stream, 2>, kMostDevices> streams{};
-};
+// What arrays one after another take, each aligned.
+std::size_t room_for(std::span<const ArrayView> views, std::size_t alignment) noexcept {
+  std::size_t bytes = 0;
+  for (const ArrayView& view : views) bytes += round_up(view.nbytes(), alignment);
+  return bytes;
+}
 
-Stream side_stream(const Device& device, Direction direction) {
-  auto& side = immortal<SideStreams>();
-  std::lock_guard lock(side.mutex);
-  Stream& stream = side.streams[device.index()][static_cast<std::size_t>(direction)];
-  if (stream == nullptr)
-    check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
-  return stream;
+// Has them lie so from an address on.
+void lay_out(std::span<ArrayView> views, void* at, std::size_t alignment) noexcept {
+  auto* next = static_cast<char*>(at);
+  for (ArrayView& view : views) {
+    view.data = next;
+    next += round_up(view.nbytes(), alignment);
+  }
 }
 
 void set_bytes(const ArrayView& view, unsigned char value, Stream stream) {
@@ -45,6 +41,21 @@ void set_bytes(const ArrayView& view, unsigned char value, Stream stream) {
 std::size_t offset(const ArrayView& view, const char* first) {
   return static_cast<std::size_t>(static_cast<const char*>(view.data) - first);
 }
+
+// What a graph owns. It lets go on a thread of the driver's, where CUDA must not be called; so the
+// completion thread destroys it, or nobody: where that has ended, the process does, too.
+struct OwnedByGraph {
+  Device& device;
+  std::shared_ptr<void> kept;
+
+  static void let_go(void* data) {
+    auto* owned = static_cast<OwnedByGraph*>(data);
+    try {
+      Completions::of(owned->device).later([owned] { delete owned; });
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory, and none freed
+    }
+  }
+};
 
 }  // namespace
 
@@ -73,29 +84,12 @@ void wait_for(Device& device, Stream stream) {
 }
 
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
-  StreamEvent end(device, stream);
-  if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
-  driver().stream_synchronize(stream);  // nobody is there any more who would wait
+  given(stream, [&] {
+    StreamEvent end(device, stream);
+    if (Completions::of(device).after(std::move(end), [kept](Result) {})) return;
+    driver().stream_synchronize(stream);  // nobody is there any more who would wait
+  });
 }
-
-namespace {
-
-// What a graph owns. It lets go on a thread of the driver's, where CUDA must not be called; so the
-// completion thread destroys it, or nobody: where that has ended, the process does, too.
-struct OwnedByGraph {
-  Device& device;
-  std::shared_ptr<void> kept;
-
-  static void let_go(void* data) {
-    auto* owned = static_cast<OwnedByGraph*>(data);
-    try {
-      Completions::of(owned->device).later([owned] { delete owned; });
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): no memory, and none freed
-    }
-  }
-};
-
-}  // namespace
 
 bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
   constexpr unsigned kNoDestructorSync = 1, kMoveReference = 1;
@@ -124,36 +118,35 @@ bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& k
 
 HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
                        std::span<const ArrayView> results)
-    : device_(&device), operands_(operands), results_(results) {
-  std::vector<std::size_t> operand_at, result_at;
-  for (const ArrayView& view : operands) {
-    sources_.push_back(address(view.data));
-    operand_at.push_back(operand_bytes_);
-    operand_bytes_ += round_up(view.nbytes(), kHostAlignment);
-  }
+    : device_(&device),
+      operands_(operands),
+      results_(results),
+      operand_bytes_(room_for(operands, kHostAlignment)) {
+  for (const ArrayView& view : operands) sources_.push_back(address(view.data));
   std::size_t bytes = operand_bytes_;
   for (const ArrayView& view : results) {
     targets_.push_back(address(view.data));
-    std::size_t shared = shared_with(view);
-    result_at.push_back(shared < operand_at.size() ? operand_at[shared] : bytes);
-    if (shared == operand_at.size()) bytes += round_up(view.nbytes(), kHostAlignment);
+    if (shared_with(view) == nullptr) bytes += round_up(view.nbytes(), kHostAlignment);
   }
-  memory_ = PinnedBlock(std::max<std::size_t>(bytes, 1));
-  for (std::size_t i = 0; i < operands_.size(); ++i)
-    operands_[i].data = memory_.data() + operand_at[i];
-  for (std::size_t i = 0; i < results_.size(); ++i)
-    results_[i].data = memory_.data() + result_at[i];
+  memory_ = PinnedBlock(bytes);
+  lay_out(operands_.all(), memory_.data(), kHostAlignment);
+  char* next = memory_.data() + operand_bytes_;
+  for (ArrayView& view : results_.all()) {
+    const ArrayView* shared = shared_with(view);
+    view.data = shared != nullptr ? shared->data : next;
+    if (shared == nullptr) next += round_up(view.nbytes(), kHostAlignment);
+  }
 }
 
-// The operand that has the result's memory; their number for none.
-std::size_t HostCopies::shared_with(const ArrayView& result) const {
+// The operand that has the memory of a result on the device; null for none.
+const ArrayView* HostCopies::shared_with(const ArrayView& result) const {
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     if (sources_[i] == address(result.data) && operands_[i].nbytes() == result.nbytes() &&
         result.nbytes() != 0) {
-      return i;
+      return &operands_[i];
     }
   }
-  return sources_.size();
+  return nullptr;
 }
 
 void HostCopies::fetch(Stream stream) {
@@ -161,19 +154,30 @@ void HostCopies::fetch(Stream stream) {
     copy_to_host(operands_[i].data, sources_[i], operands_[i].nbytes(), stream);
 }
 
+StreamEvent HostCopies::fetch_with_event(Stream stream) {
+  return given(stream, [&] {
+    fetch(stream);
+    return StreamEvent(*device_, stream);
+  });
+}
+
 StreamEvent HostCopies::fetch_aside(Stream stream) {
   if (operand_bytes_ == 0) return {*device_, stream};
   aside_ = DeviceBlock(*device_, operand_bytes_);
-  for (std::size_t i = 0; i < operands_.size(); ++i) {
-    const ArrayView& view = operands_[i];
-    copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
-                   stream);
-  }
-  Stream side = side_stream(*device_, Direction::kToHost);
-  StreamEvent(*device_, stream).hold_back(side);
-  // One copy for all: operands lie in both as they lie in the other.
-  copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
-  return {*device_, side};
+  Stream side = device_->side_stream(Device::Direction::kToHost);
+  given(stream, [&] {
+    for (std::size_t i = 0; i < operands_.size(); ++i) {
+      const ArrayView& view = operands_[i];
+      copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
+                     stream);
+    }
+    StreamEvent(*device_, stream).hold_back(side);
+  });
+  return given(side, [&] {
+    // One copy for all: operands lie in both as they lie in the other.
+    copy_to_host(memory_.data(), aside_.data(), operand_bytes_, side);
+    return StreamEvent(*device_, side);
+  });
 }
 
 void HostCopies::publish(Stream stream) {
@@ -185,15 +189,12 @@ void HostCopies::publish(Stream stream) {
 
 KeptCopies::KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays)
     : device_(&device), stream_(stream), arrays_(arrays) {
-  std::size_t bytes = 0;
-  for (const ArrayView& view : arrays) bytes += round_up(view.nbytes(), kKeptAlignment);
-  memory_ = DeviceBlock(device, std::max<std::size_t>(bytes, 1));
-  DevicePointer to = memory_.data();
-  for (ArrayView& view : arrays_.all()) {
-    copy_on_device(to, address(view.data), view.nbytes(), stream);
-    view.data = reinterpret_cast<void*>(to);
-    to += round_up(view.nbytes(), kKeptAlignment);
-  }
+  memory_ = DeviceBlock(device, room_for(arrays, kKeptAlignment));
+  lay_out(arrays_.all(), reinterpret_cast<void*>(memory_.data()), kKeptAlignment);
+  given(stream, [&] {
+    for (std::size_t i = 0; i < arrays.size(); ++i)
+      copy_on_device(address(arrays_[i].data), address(arrays[i].data), arrays[i].nbytes(), stream);
+  });
 }
 
 KeptCopies::~KeptCopies() {
@@ -215,23 +216,20 @@ KeptCopies::~KeptCopies() {
 // --- Upload --------------------------------------------------------------------------------------
 
 Upload::Upload(Device& device, std::span<const ArrayView> types)
-    : device_(&device), host_(types), memory_(std::make_shared<Memory>()) {
-  for (const ArrayView& view : types) bytes_ += round_up(view.nbytes(), kHostAlignment);
+    : device_(&device), host_(types), bytes_(room_for(types, kHostAlignment)) {
   ContextScope current(device);
-  memory_->pinned = PinnedBlock(std::max<std::size_t>(bytes_, 1));
-  memory_->block = DeviceBlock(device, std::max<std::size_t>(bytes_, 1));
-  char* to = memory_->pinned.data();
-  for (ArrayView& view : host_.all()) {
-    view.data = to;
-    to += round_up(view.nbytes(), kHostAlignment);
-  }
+  memory_->pinned = PinnedBlock(bytes_);
+  memory_->block = DeviceBlock(device, bytes_);
+  lay_out(host_.all(), memory_->pinned.data(), kHostAlignment);
 }
 
 void Upload::start() {
   ContextScope current(*device_);
-  Stream stream = side_stream(*device_, Direction::kToDevice);
-  copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream);
-  arrived_.emplace(*device_, stream);
+  Stream stream = device_->side_stream(Device::Direction::kToDevice);
+  given(stream, [&] {
+    copy_to_device(memory_->block.data(), memory_->pinned.data(), bytes_, stream);
+    arrived_.emplace(*device_, stream);
+  });
 }
 
 void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
@@ -239,11 +237,13 @@ void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> ta
   ContextScope current(*self->device_);
   if (self->arrived_) self->arrived_->hold_back(stream);
   const Memory& memory = *self->memory_;
-  for (std::size_t i = 0; i < self->host_.size(); ++i) {
-    const ArrayView& view = self->host_[i];
-    copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
-                   view.nbytes(), stream);
-  }
+  given(stream, [&] {
+    for (std::size_t i = 0; i < self->host_.size(); ++i) {
+      const ArrayView& view = self->host_[i];
+      copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
+                     view.nbytes(), stream);
+    }
+  });
   keep_until(*self->device_, stream, self);
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,8 +16,6 @@
 #include "core/call.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
-#include "cuda/event.h"
-#include "cuda/memory.h"
 
 namespace callgate::cuda {
 
@@ -33,6 +32,18 @@ void clear_on_device(std::span<const ArrayView> views, Stream stream);
 
 // Blocks until the stream has done what it has been given so far.
 void wait_for(Device& device, Stream stream);
+
+// Runs `give`, which gives the stream work. Where it throws, what it gave may still use memory that
+// the caller is about to free: waits for the stream first.
+template <typename Give>
+auto given(Stream stream, Give&& give) -> decltype(give()) {
+  try {
+    return give();
+  } catch (const std::exception&) {
+    driver().stream_synchronize(stream);
+    throw;
+  }
+}
 
 // Keeps something until the stream is done with what it has been given so far.
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept);
@@ -52,8 +63,10 @@ class HostCopies {
 
   // Enqueues the copies of the operands to the host.
   void fetch(Stream stream);
+  // The same, and the event of their end. Where it throws, none is under way.
+  StreamEvent fetch_with_event(Stream stream);
   // The same by way of device memory of ours and a stream of ours, for large arrays: `stream` goes
-  // on after a copy on the device. The event is the end of the copies.
+  // on after a copy on the device.
   StreamEvent fetch_aside(Stream stream);
 
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
@@ -64,7 +77,7 @@ class HostCopies {
   void publish(Stream stream);
 
  private:
-  std::size_t shared_with(const ArrayView& result) const;
+  const ArrayView* shared_with(const ArrayView& result) const;
 
   Device* device_;
   OwnedViews operands_, results_;
@@ -128,7 +141,7 @@ class Upload : Immovable {
   Device* device_;
   OwnedViews host_;
   std::size_t bytes_ = 0;
-  std::shared_ptr<Memory> memory_;
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::optional<StreamEvent> arrived_;
 };
 

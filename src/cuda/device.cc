@@ -2,28 +2,38 @@
 #include "cuda/device.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <mutex>
+#include <bit>
+#include <new>
 
 #include "core/error.h"
-#include "cuda/driver.h"
+#include "cuda/completions.h"
 
 namespace callgate::cuda {
 namespace {
 
-// Devices in use, by ordinal; never destroyed. A slot is filled once.
-struct Table {
-  std::mutex mutex;
-  std::array<std::atomic<Device*>, kMostDevices> by_ordinal{};
-};
+constexpr std::size_t kMebi = std::size_t{1} << 20;
+constexpr std::size_t kSmallest = 4096;
+constexpr std::size_t kKept = 256 * kMebi;  // of a pool
 
-Table& table() { return immortal<Table>(); }
+// Powers of two up to 1 MiB, then whole MiB: large blocks waste little, and blocks of one size find
+// each other again.
+std::size_t size_class(std::size_t bytes) {
+  if (bytes <= kMebi) return std::bit_ceil(std::max(bytes, kSmallest));
+  return (bytes + kMebi - 1) / kMebi * kMebi;
+}
+
+Pool& pinned() { return immortal<Pool>(); }
 
 int attribute(DeviceHandle device, DeviceAttribute which) {
   int value = 0;
   check(driver().device_attribute(&value, which, device), "cuDeviceGetAttribute");
   return value;
+}
+
+DeviceHandle handle_of(int ordinal) {
+  DeviceHandle handle = 0;
+  check(driver().device_get(&handle, ordinal), "cuDeviceGet");
+  return handle;
 }
 
 Context current_context() {
@@ -36,18 +46,17 @@ Context current_context() {
 
 Device::Device(int ordinal, Context context)
     : ordinal_(ordinal), id_(ordinal), context_(context), capability_(capability_of(ordinal)) {
-  const Driver& cuda = driver();
-  DeviceHandle handle = 0;
-  check(cuda.device_get(&handle, ordinal), "cuDeviceGet");
+  DeviceHandle handle = handle_of(ordinal);
   std::array<char, 256> name{};
-  check(cuda.device_name(name.data(), static_cast<int>(name.size()), handle), "cuDeviceGetName");
+  check(driver().device_name(name.data(), static_cast<int>(name.size()), handle),
+        "cuDeviceGetName");
   name_ = name.data();
   multiprocessors_ = attribute(handle, DeviceAttribute::kMultiprocessorCount);
+  completions_ = new Completions(*this);  // NOLINT: never destroyed, as the device
 }
 
 int Device::capability_of(int ordinal) {
-  DeviceHandle handle = 0;
-  check(driver().device_get(&handle, ordinal), "cuDeviceGet");
+  DeviceHandle handle = handle_of(ordinal);
   return attribute(handle, DeviceAttribute::kComputeCapabilityMajor) * 10 +
          attribute(handle, DeviceAttribute::kComputeCapabilityMinor);
 }
@@ -64,35 +73,23 @@ Device& Device::at(int ordinal) {
                 "a device number below " + std::to_string(std::min<int>(count(), kMostDevices)),
                 std::to_string(ordinal));
   }
-  std::atomic<Device*>& slot = table().by_ordinal[static_cast<std::size_t>(ordinal)];
-  // Acquire: the device was complete before it was published.
-  if (Device* known = slot.load(std::memory_order_acquire)) return *known;
-  std::lock_guard lock(table().mutex);
+  std::atomic<Device*>& slot = by_ordinal_[static_cast<std::size_t>(ordinal)];
+  if (Device* known = slot.load(std::memory_order_acquire)) return *known;  // see in_use()
+  static auto* mutex = new std::mutex();                                    // never destroyed
+  std::lock_guard lock(*mutex);
   if (Device* known = slot.load(std::memory_order_acquire)) return *known;  // as above
-  const Driver& cuda = driver();
-  DeviceHandle handle = 0;
-  check(cuda.device_get(&handle, ordinal), "cuDeviceGet");
   Context context = nullptr;
-  check(cuda.primary_context_retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  check(driver().primary_context_retain(&context, handle_of(ordinal)), "cuDevicePrimaryCtxRetain");
   auto* device = new Device(ordinal, context);    // NOLINT: never destroyed
-  slot.store(device, std::memory_order_release);  // see above
+  slot.store(device, std::memory_order_release);  // see in_use()
   return *device;
-}
-
-Device* Device::any() noexcept {
-  for (const std::atomic<Device*>& slot : table().by_ordinal) {
-    if (Device* known = slot.load(std::memory_order_acquire)) return known;  // see at()
-  }
-  return nullptr;
 }
 
 Device& Device::of(Stream stream) {
   Context context = nullptr;
   check(driver().stream_context(stream, &context), "cuStreamGetCtx");
-  for (const std::atomic<Device*>& slot : table().by_ordinal) {
-    Device* known = slot.load(std::memory_order_acquire);  // see at()
-    if (known != nullptr && known->context() == context) return *known;
-  }
+  for (Device* known : in_use())
+    if (known->context() == context) return *known;
   Context before = current_context();
   check(driver().context_set_current(context), "cuCtxSetCurrent");
   DeviceHandle handle = 0;
@@ -105,6 +102,33 @@ Device& Device::of(Stream stream) {
                 "one of another context");
   }
   return device;
+}
+
+Stream Device::side_stream(Direction direction) {
+  std::lock_guard lock(mutex_);
+  Stream& stream = side_streams_[static_cast<std::size_t>(direction)];
+  if (stream == nullptr)
+    check(driver().stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
+Event Device::take_event() {
+  Event event = nullptr;
+  if (std::lock_guard lock(mutex_); !events_.empty()) {
+    event = events_.back();
+    events_.pop_back();
+    return event;
+  }
+  // Who waits for it sleeps: it may be long.
+  check(driver().event_create(&event, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
+  return event;
+}
+
+void Device::give_back(Event event) noexcept try {
+  std::lock_guard lock(mutex_);
+  events_.push_back(event);
+} catch (const std::bad_alloc&) {
+  driver().event_destroy(event);
 }
 
 ContextScope::ContextScope(const Device& device)
@@ -122,10 +146,111 @@ bool capturing(Stream stream) {
   return status == CaptureStatus::kActive;
 }
 
-RelaxedCapture::RelaxedCapture() {
-  check(driver().exchange_capture_mode(&mode_), "cuThreadExchangeStreamCaptureMode");
+StreamEvent::StreamEvent(Device& device, Stream stream)
+    : device_(&device), event_(device.take_event()) {
+  Result recorded = driver().event_record(event_, stream);
+  if (recorded == Result::kSuccess) [[likely]]
+    return;
+  device.give_back(event_);
+  check(recorded, "cuEventRecord");
 }
 
-RelaxedCapture::~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
+// --- Memory --------------------------------------------------------------------------------------
+
+DevicePointer Pool::take(std::size_t bytes) {
+  DevicePointer block = 0;
+  {
+    std::lock_guard lock(mutex_);
+    in_use_ += bytes;
+    if (std::vector<DevicePointer>& free = free_[bytes]; !free.empty()) {
+      block = free.back();
+      free.pop_back();
+      kept_ -= bytes;
+      return block;
+    }
+  }
+  Result result = make(block, bytes);
+  if (result == Result::kOutOfMemory) {  // what others have kept may be of another size
+    device_ != nullptr ? trim() : trim_memory();
+    result = make(block, bytes);
+  }
+  if (result == Result::kSuccess) return block;
+  std::unique_lock lock(mutex_);
+  in_use_ -= bytes;
+  lock.unlock();
+  check(result, device_ != nullptr ? "cuMemAlloc_v2" : "cuMemHostAlloc");
+  return 0;
+}
+
+void Pool::give_back(DevicePointer block, std::size_t bytes) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    in_use_ -= bytes;
+    if (kept_ + bytes <= kKept) {
+      free_[bytes].push_back(block);
+      kept_ += bytes;
+      return;
+    }
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nor is there room to keep it
+  }
+  free({&block, 1});
+}
+
+void Pool::trim() noexcept {
+  std::map<std::size_t, std::vector<DevicePointer>> all;
+  {
+    std::lock_guard lock(mutex_);
+    all.swap(free_);
+    kept_ = 0;
+  }
+  for (const auto& [bytes, blocks] : all) free(blocks);
+}
+
+std::size_t Pool::in_use() noexcept {
+  std::lock_guard lock(mutex_);
+  return in_use_;
+}
+
+Result Pool::make(DevicePointer& block, std::size_t bytes) const {
+  if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
+  void* made = nullptr;
+  Result result = driver().mem_host_alloc(&made, bytes, kHostAllocPortable);
+  block = reinterpret_cast<DevicePointer>(made);
+  return result;
+}
+
+// In the device's context, or any one for pinned memory, since the thread may have none; not at all
+// where the driver is gone, and with it the memory.
+void Pool::free(std::span<const DevicePointer> blocks) const noexcept {
+  auto devices = Device::in_use();
+  if (blocks.empty() || devices.empty()) return;
+  const Device& device = device_ != nullptr ? *device_ : *devices.front();
+  const Driver& cuda = driver();
+  Context before = nullptr;
+  if (cuda.context_current(&before) != Result::kSuccess ||
+      cuda.context_set_current(device.context()) != Result::kSuccess) {
+    return;
+  }
+  for (DevicePointer block : blocks) {
+    device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(reinterpret_cast<void*>(block));
+  }
+  cuda.context_set_current(before);
+}
+
+Block::Block(Pool& pool, std::size_t bytes)
+    : pool_(&pool), address_(pool.take(size_class(bytes))), size_(size_class(bytes)) {}
+
+PinnedBlock::PinnedBlock(std::size_t bytes) : Block(pinned(), bytes) {}
+
+MemoryInUse memory_in_use() noexcept {
+  MemoryInUse in_use{pinned().in_use(), 0};
+  for (Device* device : Device::in_use()) in_use.device += device->pool().in_use();
+  return in_use;
+}
+
+void trim_memory() noexcept {
+  pinned().trim();
+  for (Device* device : Device::in_use()) device->pool().trim();
+}
 
 }  // namespace callgate::cuda

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "cuda/device.h"
 
 namespace callgate::cuda {
 namespace {
@@ -17,15 +18,7 @@ namespace {
 constexpr int kOldestVersion = 11040;
 constexpr const char* kWhere = "CUDA's driver";
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-template <typename F>
-bool look_up(void* library, const char* symbol, F& function) {
-  function = reinterpret_cast<F>(dlsym(library, symbol));
-  return function != nullptr;
-}
+std::atomic<const Driver*> loaded{nullptr};
 
 // Enough to call before the table is complete.
 void expect(Result result, const char* what, const std::string& path) {
@@ -37,22 +30,33 @@ void expect(Result result, const char* what, const std::string& path) {
 
 }  // namespace
 
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+void* open_library(const char* where, const std::string& path, const std::string& what) {
+  if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+  const char* reason = dlerror();
+  throw Error(ErrorCode::kNotFound, where, what, reason == nullptr ? "none" : reason);
+}
+
+void* look_up(void* library, const char* symbol, std::string& missing) {
+  void* function = dlsym(library, symbol);
+  if (function == nullptr) missing.append(" ").append(symbol);
+  return function;
+}
+
 Driver load_driver(const std::string& path) {
-  // Never closed: threads of the driver's own run in it.
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* reason = dlerror();
-    throw Error(ErrorCode::kNotFound, kWhere,
-                "the library '" + path + "', which comes with NVIDIA's driver",
-                reason == nullptr ? "none" : reason);
-  }
+  void* library =
+      open_library(kWhere, path, "the library '" + path + "', which comes with NVIDIA's driver");
   Driver table;
-  std::string missing;
+  std::string missing, unused;
 #define X(member, symbol, arguments) \
-  if (!look_up(library, symbol, table.member)) missing += std::string(" ") + symbol;
+  table.member = reinterpret_cast<decltype(table.member)>(look_up(library, symbol, missing));
   CALLGATE_CUDA_FUNCTIONS(X)
 #undef X
-#define X(member, symbol, arguments) look_up(library, symbol, table.member);
+#define X(member, symbol, arguments) \
+  table.member = reinterpret_cast<decltype(table.member)>(look_up(library, symbol, unused));
   CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)
 #undef X
   if (!missing.empty()) {
@@ -72,12 +76,6 @@ Driver load_driver(const std::string& path) {
     throw Error(ErrorCode::kNotFound, kWhere, "a GPU that this process can see", "none");
   return table;
 }
-
-namespace {
-
-std::atomic<const Driver*> loaded{nullptr};
-
-}  // namespace
 
 const Driver& driver() {
   // Acquire: the table was complete before it was published.
@@ -107,9 +105,9 @@ std::string error_text(Result result) {
 void check(Result result, const char* what) {
   if (result == Result::kSuccess) [[likely]]
     return;
-  const auto code =
-      result == Result::kOutOfMemory ? ErrorCode::kResourceExhausted : ErrorCode::kInternal;
-  throw Error(code, std::string(what) + ": " + error_text(result));
+  throw DriverError(
+      result == Result::kOutOfMemory ? ErrorCode::kResourceExhausted : ErrorCode::kInternal,
+      std::string(what) + ": " + error_text(result));
 }
 
 }  // namespace callgate::cuda

@@ -1,90 +1,156 @@
-// CUDA's driver library, loaded with dlopen when it is first asked for.
+// CUDA's driver library, loaded with dlopen when it is first asked for, and the part of its
+// interface that callgate uses.
 //
 // One table of function pointers for the process. A wheel serves machines with and without a GPU:
 // where the library, a function of it or a device is missing, `driver()` throws an Error that says
 // which, every time it is asked. The environment variable CALLGATE_CUDA_DRIVER names another
 // library than libcuda.so.1; tests use it.
+//
+// The interface is declared here in its binary form, so that neither building nor loading callgate
+// needs CUDA. The numbers and layouts are those of CUDA's stable ABI (driver 11.4 and later; what
+// is newer says so). Names follow the driver's, without its prefix.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
-
-#include "cuda/types.h"
 
 // X(member, symbol, arguments): every one returns a Result.
 #define CALLGATE_CUDA_FUNCTIONS(X)                                                                \
   X(init, "cuInit", (unsigned flags))                                                             \
   X(driver_version, "cuDriverGetVersion", (int* version))                                         \
-  X(error_name, "cuGetErrorName", (Result result, const char** text))                             \
-  X(error_string, "cuGetErrorString", (Result result, const char** text))                         \
+  X(error_name, "cuGetErrorName", (Result, const char** text))                                    \
+  X(error_string, "cuGetErrorString", (Result, const char** text))                                \
   X(device_count, "cuDeviceGetCount", (int* count))                                               \
-  X(device_get, "cuDeviceGet", (DeviceHandle * device, int ordinal))                              \
-  X(device_name, "cuDeviceGetName", (char* name, int length, DeviceHandle device))                \
-  X(device_attribute, "cuDeviceGetAttribute",                                                     \
-    (int* value, DeviceAttribute attribute, DeviceHandle device))                                 \
-  X(primary_context_retain, "cuDevicePrimaryCtxRetain", (Context * context, DeviceHandle device)) \
-  X(context_current, "cuCtxGetCurrent", (Context * context))                                      \
-  X(context_set_current, "cuCtxSetCurrent", (Context context))                                    \
-  X(context_device, "cuCtxGetDevice", (DeviceHandle * device))                                    \
-  X(stream_context, "cuStreamGetCtx", (Stream stream, Context * context))                         \
-  X(stream_create, "cuStreamCreate", (Stream * stream, unsigned flags))                           \
-  X(stream_destroy, "cuStreamDestroy_v2", (Stream stream))                                        \
-  X(stream_synchronize, "cuStreamSynchronize", (Stream stream))                                   \
-  X(stream_wait_event, "cuStreamWaitEvent", (Stream stream, Event event, unsigned flags))         \
-  X(stream_is_capturing, "cuStreamIsCapturing", (Stream stream, CaptureStatus * status))          \
-  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (CaptureMode * mode))             \
-  X(launch_host_function, "cuLaunchHostFunc",                                                     \
-    (Stream stream, void (*function)(void*), void* data))                                         \
-  X(event_create, "cuEventCreate", (Event * event, unsigned flags))                               \
-  X(event_destroy, "cuEventDestroy_v2", (Event event))                                            \
-  X(event_record, "cuEventRecord", (Event event, Stream stream))                                  \
-  X(event_query, "cuEventQuery", (Event event))                                                   \
-  X(event_synchronize, "cuEventSynchronize", (Event event))                                       \
-  X(mem_alloc, "cuMemAlloc_v2", (DevicePointer * pointer, std::size_t bytes))                     \
-  X(mem_free, "cuMemFree_v2", (DevicePointer pointer))                                            \
-  X(mem_host_alloc, "cuMemHostAlloc", (void** pointer, std::size_t bytes, unsigned flags))        \
-  X(mem_free_host, "cuMemFreeHost", (void* pointer))                                              \
-  X(copy_to_host, "cuMemcpyDtoHAsync_v2",                                                         \
-    (void* to, DevicePointer from, std::size_t bytes, Stream stream))                             \
-  X(copy_to_device, "cuMemcpyHtoDAsync_v2",                                                       \
-    (DevicePointer to, const void* from, std::size_t bytes, Stream stream))                       \
+  X(device_get, "cuDeviceGet", (DeviceHandle*, int ordinal))                                      \
+  X(device_name, "cuDeviceGetName", (char* name, int length, DeviceHandle))                       \
+  X(device_attribute, "cuDeviceGetAttribute", (int* value, DeviceAttribute, DeviceHandle))        \
+  X(primary_context_retain, "cuDevicePrimaryCtxRetain", (Context*, DeviceHandle))                 \
+  X(context_current, "cuCtxGetCurrent", (Context*))                                               \
+  X(context_set_current, "cuCtxSetCurrent", (Context))                                            \
+  X(context_device, "cuCtxGetDevice", (DeviceHandle*))                                            \
+  X(stream_context, "cuStreamGetCtx", (Stream, Context*))                                         \
+  X(stream_create, "cuStreamCreate", (Stream*, unsigned flags))                                   \
+  X(stream_synchronize, "cuStreamSynchronize", (Stream))                                          \
+  X(stream_wait_event, "cuStreamWaitEvent", (Stream, Event, unsigned flags))                      \
+  X(stream_is_capturing, "cuStreamIsCapturing", (Stream, CaptureStatus*))                         \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (CaptureMode*))                   \
+  X(launch_host_function, "cuLaunchHostFunc", (Stream, void (*function)(void*), void* data))      \
+  X(event_create, "cuEventCreate", (Event*, unsigned flags))                                      \
+  X(event_destroy, "cuEventDestroy_v2", (Event))                                                  \
+  X(event_record, "cuEventRecord", (Event, Stream))                                               \
+  X(event_query, "cuEventQuery", (Event))                                                         \
+  X(event_synchronize, "cuEventSynchronize", (Event))                                             \
+  X(mem_alloc, "cuMemAlloc_v2", (DevicePointer*, std::size_t bytes))                              \
+  X(mem_free, "cuMemFree_v2", (DevicePointer))                                                    \
+  X(mem_host_alloc, "cuMemHostAlloc", (void**, std::size_t bytes, unsigned flags))                \
+  X(mem_free_host, "cuMemFreeHost", (void*))                                                      \
+  X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void* to, DevicePointer from, std::size_t, Stream))    \
+  X(copy_to_device, "cuMemcpyHtoDAsync_v2", (DevicePointer to, const void*, std::size_t, Stream)) \
   X(copy_on_device, "cuMemcpyDtoDAsync_v2",                                                       \
-    (DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream))                     \
-  X(set_8, "cuMemsetD8Async",                                                                     \
-    (DevicePointer to, unsigned char value, std::size_t count, Stream stream))                    \
-  X(pointer_attribute, "cuPointerGetAttribute",                                                   \
-    (void* value, PointerAttribute attribute, DevicePointer pointer))                             \
-  X(module_load, "cuModuleLoadData", (Module * module, const void* image))                        \
-  X(module_unload, "cuModuleUnload", (Module module))                                             \
-  X(module_function, "cuModuleGetFunction",                                                       \
-    (Function * function, Module module, const char* name))                                       \
-  X(function_attribute, "cuFuncGetAttribute",                                                     \
-    (int* value, FunctionAttribute attribute, Function function))                                 \
-  X(function_set_attribute, "cuFuncSetAttribute",                                                 \
-    (Function function, FunctionAttribute attribute, int value))                                  \
+    (DevicePointer to, DevicePointer from, std::size_t bytes, Stream))                            \
+  X(set_8, "cuMemsetD8Async", (DevicePointer, unsigned char value, std::size_t count, Stream))    \
+  X(pointer_attribute, "cuPointerGetAttribute", (void* value, PointerAttribute, DevicePointer))   \
+  X(module_load, "cuModuleLoadData", (Module*, const void* image))                                \
+  X(module_unload, "cuModuleUnload", (Module))                                                    \
+  X(module_function, "cuModuleGetFunction", (Function*, Module, const char* name))                \
+  X(function_attribute, "cuFuncGetAttribute", (int* value, FunctionAttribute, Function))          \
+  X(function_set_attribute, "cuFuncSetAttribute", (Function, FunctionAttribute, int value))       \
   X(launch, "cuLaunchKernel",                                                                     \
-    (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,      \
-     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters, \
+    (Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,               \
+     unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** parameters,        \
      void** extra))
 
 // Functions that older drivers lack: null there.
-#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                               \
-  X(stream_wait_value, "cuStreamWaitValue32_v2",                                          \
-    (Stream stream, DevicePointer address, std::uint32_t value, unsigned flags))          \
-  X(capture_info, "cuStreamGetCaptureInfo_v2",                                            \
-    (Stream stream, CaptureStatus * status, std::uint64_t* id, Graph* graph,              \
-     const GraphNode** dependencies, std::size_t* count))                                 \
-  X(user_object_create, "cuUserObjectCreate",                                             \
-    (UserObject * object, void* data, void (*destroy)(void*), unsigned references,        \
-     unsigned flags))                                                                     \
-  X(user_object_release, "cuUserObjectRelease", (UserObject object, unsigned references)) \
-  X(graph_retain_object, "cuGraphRetainUserObject",                                       \
-    (Graph graph, UserObject object, unsigned references, unsigned flags))                \
-  X(launch_ex, "cuLaunchKernelEx",                                                        \
-    (const LaunchConfig* config, Function function, void** parameters, void** extra))     \
-  X(parameter_info, "cuFuncGetParamInfo",                                                 \
-    (Function function, std::size_t index, std::size_t* offset, std::size_t* size))
+#define CALLGATE_CUDA_OPTIONAL_FUNCTIONS(X)                                                 \
+  X(stream_wait_value, "cuStreamWaitValue32_v2",                                            \
+    (Stream, DevicePointer, std::uint32_t value, unsigned flags))                           \
+  X(capture_info, "cuStreamGetCaptureInfo_v2",                                              \
+    (Stream, CaptureStatus*, std::uint64_t* id, Graph*, const GraphNode** dependencies,     \
+     std::size_t* count))                                                                   \
+  X(user_object_create, "cuUserObjectCreate",                                               \
+    (UserObject*, void* data, void (*destroy)(void*), unsigned references, unsigned flags)) \
+  X(user_object_release, "cuUserObjectRelease", (UserObject, unsigned references))          \
+  X(graph_retain_object, "cuGraphRetainUserObject",                                         \
+    (Graph, UserObject, unsigned references, unsigned flags))                               \
+  X(launch_ex, "cuLaunchKernelEx", (const LaunchConfig*, Function, void** parameters, void**))
 
 namespace callgate::cuda {
+
+// Opaque to us; the driver's own.
+using Context = struct ContextHandle*;
+using Stream = struct StreamHandle*;
+using Event = struct EventHandle*;
+using Module = struct ModuleHandle*;
+using Function = struct FunctionHandle*;
+using Graph = struct GraphHandle*;
+using GraphNode = struct GraphNodeHandle*;
+using UserObject = struct UserObjectHandle*;
+using DevicePointer = std::uint64_t;
+using DeviceHandle = int;
+
+enum class Result : int {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kOutOfMemory = 2,
+  kNotInitialized = 3,
+  kNoDevice = 100,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+  kNotReady = 600,
+  kIllegalAddress = 700,
+  kLaunchFailed = 719,
+  kNotSupported = 801,
+  kStreamCaptureUnsupported = 900,
+  kStreamCaptureInvalidated = 901,
+};
+
+enum class DeviceAttribute : int {
+  kMaxThreadsPerBlock = 1,
+  kMultiprocessorCount = 16,
+  kComputeCapabilityMajor = 75,
+  kComputeCapabilityMinor = 76,
+  kMaxSharedMemoryPerBlockOptin = 97,
+};
+
+enum class FunctionAttribute : int {
+  kMaxThreadsPerBlock = 0,
+  kSharedSizeBytes = 1,
+  kNumRegs = 4,
+  kMaxDynamicSharedSizeBytes = 8,
+  kNonPortableClusterSizeAllowed = 15,
+};
+
+enum class PointerAttribute : int { kDeviceOrdinal = 9 };
+
+enum class CaptureStatus : int { kNone = 0, kActive = 1, kInvalidated = 2 };
+enum class CaptureMode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
+
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventBlockingSync = 1;
+inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kHostAllocPortable = 1;
+inline constexpr unsigned kWaitValueGeq = 0;
+
+// cuLaunchKernelEx (driver 11.8): a launch with thread block clusters.
+enum class LaunchAttributeId : int { kClusterDimension = 4 };
+
+struct LaunchAttribute {
+  LaunchAttributeId id;
+  char padding[4];
+  unsigned cluster[3];  // of kClusterDimension
+  char rest[52];        // other attributes have up to 64 bytes
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
 
 struct Driver {
 #define X(member, symbol, arguments) Result(*member) arguments = nullptr;
@@ -106,8 +172,17 @@ const Driver* loaded_driver() noexcept;
 // "CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
 std::string error_text(Result result);
 
-// Throws Error unless the call of `what` succeeded: "cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (out
-// of memory)".
+// "12.8", of a version as drivers number it.
+std::string version_text(int version);
+
+// Opens a library for good: threads of its own may run in it. Throws an Error at `where` that names
+// it as `what`.
+void* open_library(const char* where, const std::string& path, const std::string& what);
+// Adds its name to `missing` where the library lacks the function, which then is null.
+void* look_up(void* library, const char* symbol, std::string& missing);
+
+// Throws DriverError (device.h) unless the call of `what` succeeded: "cuMemAlloc_v2:
+// CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
 void check(Result result, const char* what);
 
 }  // namespace callgate::cuda

@@ -1,7 +1,9 @@
 // See the header.
 #include "cuda/launch.h"
 
+#include <algorithm>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "core/error.h"
@@ -15,7 +17,7 @@ constexpr Result kOutOfResources{701};
 constexpr Result kIllegalInstruction{715};
 
 // A launch's parameters on the stack; only what does not fit there is allocated.
-class Filled {
+class Filled : Immovable {
  public:
   Filled(const Launch& launch, const Call& call, std::span<const DevicePointer> scratch) {
     if (launch.bytes.size() > room_.size()) [[unlikely]] {
@@ -29,7 +31,12 @@ class Filled {
     std::memcpy(bytes_, launch.bytes.data(), launch.bytes.size());
     for (std::size_t i = 0; i < launch.starts.size(); ++i) pointers_[i] = bytes_ + launch.starts[i];
     for (const Address& address : launch.addresses) {
-      DevicePointer value = address_of(address, call, scratch);
+      DevicePointer value = 0;
+      switch (address.of) {
+        case Address::Of::kScratch: value = scratch[address.index]; break;
+        case Address::Of::kOperand: value = cuda::address(call.operands[address.index].data); break;
+        case Address::Of::kResult: value = cuda::address(call.results[address.index].data); break;
+      }
       std::memcpy(bytes_ + address.offset, &value, sizeof(value));
     }
   }
@@ -39,15 +46,6 @@ class Filled {
   struct Chunk {
     alignas(16) std::array<std::byte, 16> bytes;
   };
-
-  static DevicePointer address_of(const Address& address, const Call& call,
-                                  std::span<const DevicePointer> scratch) {
-    if (address.of == Address::Of::kScratch) return scratch[address.index];
-    bool operand = address.of == Address::Of::kOperand;
-    const void* data =
-        operand ? call.operands[address.index].data : call.results[address.index].data;
-    return reinterpret_cast<DevicePointer>(data);
-  }
 
   // Left as they are: clearing them would cost as much as the rest.
   alignas(16) std::array<std::byte, 1024> room_;  // NOLINT(*-member-init)
@@ -109,19 +107,7 @@ std::string hint(Result result, const Launch& launch, Function function) {
   return "";
 }
 
-[[noreturn]] void launch_failed(Result result, const Launch& launch, Function function) {
-  const char* call = launch.clustered() ? "cuLaunchKernelEx: " : "cuLaunchKernel: ";
-  throw Error(ErrorCode::kInternal,
-              call + error_text(result) + "; " + launch.text() + hint(result, launch, function));
-}
-
 }  // namespace
-
-LaunchSite::LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec)
-    : callee_(std::move(callee)),
-      site_(std::move(spec.site)),
-      lanes_(std::move(spec.lanes)),
-      plan_(std::move(spec.plan)) {}
 
 LaunchSite::~LaunchSite() {
   // Relaxed: nobody else has the site any more.
@@ -137,11 +123,10 @@ const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
   std::lock_guard lock(mutex_);
   if (const Functions* known = slot.load(std::memory_order_acquire)) return *known;  // as above
   auto made = std::make_unique<Functions>();
-  for (const Launch& launch : plan_.launches) {
+  for (const Launch& launch : spec_.plan.launches) {
     if (launch.clustered() && driver().launch_ex == nullptr) {
       throw Error("clusters of blocks", "a driver of CUDA 11.8 or later",
-                  "CUDA " + std::to_string(driver().version / 1000) + "." +
-                      std::to_string(driver().version % 1000 / 10));
+                  "CUDA " + version_text(driver().version));
     }
     auto [x, y, z] = launch.cluster;
     FunctionNeeds needs{launch.shared_bytes, x * y * z > 8};
@@ -155,49 +140,144 @@ void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePoi
   check_counts(call);
   auto* stream = static_cast<Stream>(call.context.stream);
   const Functions& found = functions(device);
-  for (std::uint32_t index : plan_.zeroed) clear_on_device({&call.results[index], 1}, stream);
-  if (lanes_.empty()) [[likely]]
+  for (std::uint32_t index : spec_.plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
+  const Lanes& lanes = spec_.lanes;
+  if (lanes.empty()) [[likely]]
     return run_lane(call, found, stream, scratch);
-  run_lanes(call, found, stream, scratch);
+  lanes.check(call.operands, call.results);
+  std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
+  for (std::int64_t lane = 0; lane < lanes.count(); ++lane) {
+    lanes.select_operands(lane, call.operands, operands);
+    lanes.select_results(lane, call.results, results);
+    run_lane(Call{operands, results, call.context}, found, stream, scratch);
+  }
 } catch (const Error& error) {
   std::string text = error.what();
   for (const std::string& prefix :
        {std::string("callgate: "), "kernel '" + callee_->name() + "': "})
     if (text.starts_with(prefix)) text.erase(0, prefix.size());
-  throw Error::verbatim(error.code(), callee_->describe(text, site_));
+  throw Error::verbatim(error.code(), callee_->describe(text, spec_.site));
 }
 
 // A program that was made by hand, or damaged: a launch would get an address that is not there.
 void LaunchSite::check_counts(const Call& call) const {
-  if (call.operands.size() >= plan_.operands && call.results.size() >= plan_.results) [[likely]]
+  if (call.operands.size() >= spec_.plan.operands && call.results.size() >= spec_.plan.results)
+      [[likely]]
     return;
   throw Error("the program's call",
-              std::to_string(plan_.operands) + " operands and " + std::to_string(plan_.results) +
-                  " results at least",
+              std::to_string(spec_.plan.operands) + " operands and " +
+                  std::to_string(spec_.plan.results) + " results at least",
               std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
 }
 
 void LaunchSite::run_lane(const Call& call, const Functions& functions, Stream stream,
                           std::span<const DevicePointer> scratch) const {
   for (std::size_t i = 0; i < functions.size(); ++i) {
-    const Launch& launch = plan_.launches[i];
+    const Launch& launch = spec_.plan.launches[i];
     if (launch.empty()) continue;
     Filled filled(launch, call, scratch);
     Result result = enqueue(launch, functions[i], stream, filled.pointers());
-    if (result != Result::kSuccess) [[unlikely]]
-      launch_failed(result, launch, functions[i]);
+    if (result == Result::kSuccess) [[likely]]
+      continue;
+    const char* name = launch.clustered() ? "cuLaunchKernelEx: " : "cuLaunchKernel: ";
+    throw Error(ErrorCode::kInternal, name + error_text(result) + "; " + launch.text() +
+                                          hint(result, launch, functions[i]));
   }
 }
 
-void LaunchSite::run_lanes(const Call& call, const Functions& functions, Stream stream,
-                           std::span<const DevicePointer> scratch) const {
-  lanes_.check(call.operands, call.results);
-  std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
-  for (std::int64_t lane = 0; lane < lanes_.count(); ++lane) {
-    lanes_.select_operands(lane, call.operands, operands);
-    lanes_.select_results(lane, call.results, results);
-    run_lane(Call{operands, results, call.context}, functions, stream, scratch);
+// --- The plan ------------------------------------------------------------------------------------
+
+namespace {
+
+[[noreturn]] void refuse(std::string_view expected, const std::string& got) {
+  throw Error(ErrorCode::kInvalidArgument, "a kernel's launch plan", std::string(expected), got);
+}
+
+template <typename T>
+T number(std::int64_t value) {
+  if (!std::in_range<T>(value)) refuse("a number of its range", std::to_string(value));
+  return static_cast<T>(value);
+}
+
+template <typename T>
+std::vector<T> numbers(std::span<const std::int64_t> values) {
+  std::vector<T> found;
+  for (std::int64_t value : values) found.push_back(number<T>(value));
+  return found;
+}
+
+std::array<unsigned, 3> extent(const Attributes& held, std::string_view name) {
+  const auto values = held.integers(name);
+  if (values.size() != 3) refuse("three extents", std::to_string(values.size()));
+  return {number<unsigned>(values[0]), number<unsigned>(values[1]), number<unsigned>(values[2])};
+}
+
+// Three numbers each: where it is written, of what, and of which.
+std::vector<Address> addresses(std::span<const std::int64_t> values, std::size_t bytes) {
+  std::vector<Address> found;
+  if (values.size() % 3 != 0) refuse("three numbers an address", std::to_string(values.size()));
+  for (; !values.empty(); values = values.subspan(3)) {
+    const auto offset = number<std::uint32_t>(values[0]);
+    if (bytes < sizeof(std::uint64_t) || offset > bytes - sizeof(std::uint64_t))
+      refuse("an address inside the parameters", std::to_string(offset));
+    if (values[1] < 0 || values[1] > 2)
+      refuse("0, 1 or 2: an operand's, a result's or scratch memory's", std::to_string(values[1]));
+    found.push_back(
+        {offset, static_cast<Address::Of>(values[1]), number<std::uint32_t>(values[2])});
   }
+  return found;
+}
+
+Launch launch(const Attributes& held) {
+  Launch made;
+  made.entry = held.text("entry");
+  made.grid = extent(held, "grid");
+  made.block = extent(held, "block");
+  made.shared_bytes = number<unsigned>(held.integer("shared"));
+  if (held.find("cluster") != nullptr) made.cluster = extent(held, "cluster");
+  const auto bytes = held.bytes("bytes");
+  made.bytes.assign(bytes.begin(), bytes.end());
+  made.starts = numbers<std::uint32_t>(held.integers("starts"));
+  for (std::uint32_t start : made.starts)
+    if (start >= bytes.size()) refuse("parameters in the bytes", std::to_string(start));
+  made.addresses = addresses(held.integers("addresses"), bytes.size());
+  return made;
+}
+
+}  // namespace
+
+std::string Launch::text() const {
+  auto extents = [](const char* what, const std::array<unsigned, 3>& of) {
+    return what + std::to_string(of[0]) + ", " + std::to_string(of[1]) + ", " +
+           std::to_string(of[2]) + ")";
+  };
+  return extents("grid (", grid) + extents(", block (", block) + ", shared " +
+         std::to_string(shared_bytes) + " bytes" +
+         (clustered() ? extents(", cluster (", cluster) : "");
+}
+
+LaunchPlan LaunchPlan::of(const Attributes& held) {
+  LaunchPlan plan;
+  plan.scratch = numbers<std::size_t>(held.integers("scratch"));
+  plan.zeroed = numbers<std::uint32_t>(held.integers("zeroed"));
+  const Attributes& launches = held.dictionary("launches");
+  for (const std::string& place : launches.places())
+    plan.launches.push_back(launch(launches.dictionary(place)));
+  // What the plan's addresses say of the call's arrays.
+  std::size_t scratch = 0;
+  auto at_least = [](std::size_t& most, std::size_t index) { most = std::max(most, index + 1); };
+  for (std::uint32_t index : plan.zeroed) at_least(plan.results, index);
+  for (const Launch& each : plan.launches) {
+    for (const Address& address : each.addresses) {
+      at_least(address.of == Address::Of::kOperand  ? plan.operands
+               : address.of == Address::Of::kResult ? plan.results
+                                                    : scratch,
+               address.index);
+    }
+  }
+  if (scratch > plan.scratch.size())
+    refuse("scratch memory for each address", std::to_string(plan.scratch.size()));
+  return plan;
 }
 
 }  // namespace callgate::cuda

@@ -1,5 +1,7 @@
 // Calls of a kernel on CUDA devices: a launch plan bound to a variant's modules.
 //
+// A plan is what one call launches, decoded once from the attributes that programs hold
+// (python/callgate/_kernel/launch.py writes it); it is immutable.
 // `LaunchCallee` is what a variant's name, "kernel[cuda:key]", stands for. Each call site of a
 // program has a `LaunchSite`, whose run() patches addresses into a copy of the parameters on the
 // stack and launches: no lock, no allocation, no Python, unless the call fails or has lanes.
@@ -8,20 +10,54 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "core/attributes.h"
 #include "core/kernel_callee.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
-#include "cuda/driver.h"
-#include "cuda/launch_plan.h"
 #include "cuda/module.h"
 
 namespace callgate::cuda {
+
+// An address that a call fills in.
+struct Address {
+  enum class Of : std::uint8_t { kOperand, kResult, kScratch };
+  std::size_t offset = 0;  // in the launch's bytes
+  Of of = Of::kOperand;
+  std::uint32_t index = 0;
+};
+
+struct Launch {
+  std::string entry;
+  std::array<unsigned, 3> grid{}, block{};
+  unsigned shared_bytes = 0;
+  std::array<unsigned, 3> cluster{};  // 0s for none
+  std::vector<std::byte> bytes;       // of all parameters, each aligned
+  std::vector<std::uint32_t> starts;  // where each parameter begins
+  std::vector<Address> addresses;
+
+  bool empty() const noexcept { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
+  bool clustered() const noexcept { return cluster[0] != 0; }
+  // "grid (4, 1, 1), block (256, 1, 1), shared 0 bytes"
+  std::string text() const;
+};
+
+struct LaunchPlan {
+  std::vector<Launch> launches;
+  std::vector<std::size_t> scratch;   // bytes of each block
+  std::vector<std::uint32_t> zeroed;  // results
+  // How many of each a call must have at least.
+  std::size_t operands = 0, results = 0;
+
+  // Throws Error for attributes of another form.
+  static LaunchPlan of(const Attributes& held);
+};
 
 class LaunchCallee;
 
@@ -34,8 +70,8 @@ struct LaunchSpec {
 
 class LaunchSite : Immovable {
  public:
-  // Throws Error for a plan that is none.
-  LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec);
+  LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec)
+      : callee_(std::move(callee)), spec_(std::move(spec)) {}
   ~LaunchSite();
 
   // Enqueues the launches of every lane on the device's stream. `scratch`: the memory of each block
@@ -43,7 +79,7 @@ class LaunchSite : Immovable {
   // current. Any thread. Throws Error where the call fails.
   void run(const Call& call, Device& device, std::span<const DevicePointer> scratch);
 
-  std::span<const std::size_t> scratch() const noexcept { return plan_.scratch; }
+  std::span<const std::size_t> scratch() const noexcept { return spec_.plan.scratch; }
   LaunchCallee& callee() const noexcept { return *callee_; }
 
  private:
@@ -51,15 +87,11 @@ class LaunchSite : Immovable {
 
   const Functions& functions(const Device& device);
   void check_counts(const Call& call) const;
-  void run_lanes(const Call& call, const Functions& functions, Stream stream,
-                 std::span<const DevicePointer> scratch) const;
   void run_lane(const Call& call, const Functions& functions, Stream stream,
                 std::span<const DevicePointer> scratch) const;
 
   std::shared_ptr<LaunchCallee> callee_;
-  std::string site_;
-  Lanes lanes_;
-  LaunchPlan plan_;
+  LaunchSpec spec_;
   std::mutex mutex_;  // guards the filling of:
   std::array<std::atomic<const Functions*>, kMostDevices> by_ordinal_{};
 };

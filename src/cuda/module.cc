@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "cuda/driver.h"
 
 namespace callgate::cuda {
 namespace {

@@ -9,27 +9,27 @@
 #include <mutex>
 
 #include "core/error.h"
-#include "core/lifetime.h"
+#include "cuda/driver.h"
 
-// X(member, symbol, arguments): every one returns an int, 0 for success.
+// X(result, member, symbol, arguments): those with an int give 0 for success.
 #define CALLGATE_NVRTC_FUNCTIONS(X)                                                            \
-  X(version, "nvrtcVersion", (int* major, int* minor))                                         \
-  X(architecture_count, "nvrtcGetNumSupportedArchs", (int* count))                             \
-  X(architectures, "nvrtcGetSupportedArchs", (int* architectures))                             \
-  X(create, "nvrtcCreateProgram",                                                              \
-    (Program * program, const char* source, const char* name, int headers, const char** texts, \
+  X(int, version, "nvrtcVersion", (int* major, int* minor))                                    \
+  X(int, architecture_count, "nvrtcGetNumSupportedArchs", (int* count))                        \
+  X(int, architectures, "nvrtcGetSupportedArchs", (int* architectures))                        \
+  X(int, create, "nvrtcCreateProgram",                                                         \
+    (Program*, const char* source, const char* name, int headers, const char** texts,          \
      const char** names))                                                                      \
-  X(destroy, "nvrtcDestroyProgram", (Program * program))                                       \
-  X(add_name, "nvrtcAddNameExpression", (Program program, const char* expression))             \
-  X(compile, "nvrtcCompileProgram", (Program program, int count, const char** options))        \
-  X(lowered_name, "nvrtcGetLoweredName",                                                       \
-    (Program program, const char* expression, const char** name))                              \
-  X(log_size, "nvrtcGetProgramLogSize", (Program program, std::size_t* size))                  \
-  X(log, "nvrtcGetProgramLog", (Program program, char* log))                                   \
-  X(cubin_size, "nvrtcGetCUBINSize", (Program program, std::size_t* size))                     \
-  X(cubin, "nvrtcGetCUBIN", (Program program, char* code))                                     \
-  X(ptx_size, "nvrtcGetPTXSize", (Program program, std::size_t* size))                         \
-  X(ptx, "nvrtcGetPTX", (Program program, char* code))
+  X(int, destroy, "nvrtcDestroyProgram", (Program*))                                           \
+  X(int, add_name, "nvrtcAddNameExpression", (Program, const char* expression))                \
+  X(int, compile, "nvrtcCompileProgram", (Program, int count, const char** options))           \
+  X(int, lowered_name, "nvrtcGetLoweredName", (Program, const char* expression, const char**)) \
+  X(int, log_size, "nvrtcGetProgramLogSize", (Program, std::size_t* size))                     \
+  X(int, log, "nvrtcGetProgramLog", (Program, char* log))                                      \
+  X(int, cubin_size, "nvrtcGetCUBINSize", (Program, std::size_t* size))                        \
+  X(int, cubin, "nvrtcGetCUBIN", (Program, char* code))                                        \
+  X(int, ptx_size, "nvrtcGetPTXSize", (Program, std::size_t* size))                            \
+  X(int, ptx, "nvrtcGetPTX", (Program, char* code))                                            \
+  X(const char*, error_string, "nvrtcGetErrorString", (int result))
 
 namespace callgate::cuda {
 namespace {
@@ -42,32 +42,12 @@ constexpr const char* kCompiler = "CUDA's run-time compiler";
 }  // namespace
 
 struct Nvrtc::Functions {
-#define X(member, symbol, arguments) int(*member) arguments = nullptr;
+#define X(result, member, symbol, arguments) result(*member) arguments = nullptr;
   CALLGATE_NVRTC_FUNCTIONS(X)
 #undef X
-  const char* (*error_string)(int result) = nullptr;
 };
 
 namespace {
-
-// A program of NVRTC's, destroyed at the end.
-class Compilation : Immovable {
- public:
-  explicit Compilation(const Nvrtc::Functions& nvrtc) : nvrtc_(nvrtc) {}
-  ~Compilation() {
-    if (program != nullptr) nvrtc_.destroy(&program);
-  }
-  Program program = nullptr;
-
- private:
-  const Nvrtc::Functions& nvrtc_;
-};
-
-bool makes_ptx(const std::vector<std::string>& options) {
-  return std::ranges::any_of(options, [](const std::string& option) {
-    return option.find("=compute_") != std::string::npos;
-  });
-}
 
 // Text or code of which NVRTC first tells the size.
 template <typename Size, typename Get>
@@ -78,32 +58,15 @@ std::string bytes_of(Program program, Size size_of, Get get) {
   return get(program, bytes.data()) == 0 ? bytes : std::string();
 }
 
-std::vector<const char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<const char*> all;
-  all.reserve(texts.size());
-  for (const std::string& text : texts) all.push_back(text.c_str());
-  return all;
-}
-
 }  // namespace
 
 Nvrtc::Nvrtc(const std::string& path) : path_(path), functions_(std::make_unique<Functions>()) {
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* reason = dlerror();
-    throw Error(ErrorCode::kNotFound, kCompiler, "the library '" + path + "'",
-                reason == nullptr ? "none" : reason);
-  }
+  void* library = open_library(kCompiler, path, "the library '" + path + "'");
   std::string missing;
-  auto look_up = [&](auto& function, const char* symbol) {
-    function =
-        reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
-    if (function == nullptr) missing += std::string(" ") + symbol;
-  };
-#define X(member, symbol, arguments) look_up(functions_->member, symbol);
+#define X(result, member, symbol, arguments) \
+  functions_->member = reinterpret_cast<result(*) arguments>(look_up(library, symbol, missing));
   CALLGATE_NVRTC_FUNCTIONS(X)
 #undef X
-  look_up(functions_->error_string, "nvrtcGetErrorString");
   if (!missing.empty()) {
     throw Error(ErrorCode::kNotFound, kCompiler, "'" + path + "' of CUDA 11.2 or later",
                 "one that lacks" + missing);
@@ -146,21 +109,23 @@ std::string Nvrtc::usual_name() {
 
 Nvrtc::Compiled Nvrtc::compile(const Source& source) const {
   const Functions& nvrtc = *functions_;
-  std::vector<const char*> names, texts;
+  std::vector<const char*> names, texts, options;
+  for (const std::string& option : source.options) options.push_back(option.c_str());
   for (const auto& [name, text] : source.headers) {
     names.push_back(name.c_str());
     texts.push_back(text.c_str());
   }
-  Compilation made(nvrtc);
-  expect(nvrtc.create(&made.program, source.text.c_str(), source.name.c_str(),
+  Program program = nullptr;
+  auto destroy = [&nvrtc](Program made) { nvrtc.destroy(&made); };
+  expect(nvrtc.create(&program, source.text.c_str(), source.name.c_str(),
                       static_cast<int>(names.size()), texts.data(), names.data()),
          "nvrtcCreateProgram");
+  std::unique_ptr<std::remove_pointer_t<Program>, decltype(destroy)> owner(program, destroy);
   for (const std::string& expression : source.expressions)
-    expect(nvrtc.add_name(made.program, expression.c_str()), "nvrtcAddNameExpression");
-  std::vector<const char*> options = pointers(source.options);
-  int result = nvrtc.compile(made.program, static_cast<int>(options.size()), options.data());
+    expect(nvrtc.add_name(program, expression.c_str()), "nvrtcAddNameExpression");
+  int result = nvrtc.compile(program, static_cast<int>(options.size()), options.data());
   Compiled compiled;
-  compiled.log = bytes_of(made.program, nvrtc.log_size, nvrtc.log);
+  compiled.log = bytes_of(program, nvrtc.log_size, nvrtc.log);
   if (auto end = compiled.log.find('\0'); end != std::string::npos) compiled.log.resize(end);
   if (result == kCompilationFailed) return compiled;
   if (result != 0 && !compiled.log.empty()) {  // an option that it does not know, say
@@ -170,12 +135,14 @@ Nvrtc::Compiled Nvrtc::compile(const Source& source) const {
   expect(result, "nvrtcCompileProgram");
   for (const std::string& expression : source.expressions) {
     const char* name = nullptr;
-    expect(nvrtc.lowered_name(made.program, expression.c_str(), &name), "nvrtcGetLoweredName");
+    expect(nvrtc.lowered_name(program, expression.c_str(), &name), "nvrtcGetLoweredName");
     compiled.names.emplace_back(name);
   }
-  bool ptx = makes_ptx(source.options);
-  compiled.code = ptx ? bytes_of(made.program, nvrtc.ptx_size, nvrtc.ptx)
-                      : bytes_of(made.program, nvrtc.cubin_size, nvrtc.cubin);
+  bool ptx = std::ranges::any_of(source.options, [](const std::string& option) {
+    return option.find("=compute_") != std::string::npos;
+  });
+  compiled.code = ptx ? bytes_of(program, nvrtc.ptx_size, nvrtc.ptx)
+                      : bytes_of(program, nvrtc.cubin_size, nvrtc.cubin);
   compiled.ok = !compiled.code.empty();
   return compiled;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "cuda/device.h"
 #include "xla/call_site.h"
 #include "xla/decode.h"
+#include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
 
@@ -116,6 +118,16 @@ struct CopiedCall {
   // After call(): whether this device makes it.
   bool runs() const { return site->shards.runs(context.shard); }
 };
+
+// Marks the results of a call that failed, wherever it did. Throws.
+inline void poison_on_device(const XLA_FFI_CallFrame& frame) {
+  DecodedCall decoded(frame);
+  auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
+  std::optional<cuda::ContextScope> current;
+  guarded([&] { current.emplace(cuda::Device::of(stream)); },
+          [](const Error&) {});  // XLA's own context will do, then
+  cuda::poison_on_device(decoded.results(), stream);
+}
 
 // OnDevice::kDeferred, in cuda_deferred.cc; the other ways are in cuda_gate.cc. Throws Error.
 void run_deferred(CudaCall& call);

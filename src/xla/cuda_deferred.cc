@@ -1,6 +1,7 @@
 // Calls that the program does not wait for: their operands are copied while it goes on, and the
 // site runs on the device's completion thread when they are there. Inside a CUDA graph the copies
 // are part of it, and a host function tells the site of each replay.
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "cuda/completions.h"
@@ -32,9 +34,12 @@ constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 // all of it waits until it is alone.
 class Room : Immovable {
  public:
-  explicit Room(std::size_t bytes) : bytes_(bytes) {
+  // Throws where the device has failed, on which nothing then comes that would make room.
+  Room(std::size_t bytes, cuda::Device& device, cuda::Stream stream) : bytes_(bytes) {
     std::unique_lock lock(all_.mutex);
-    all_.freed.wait(lock, [&] { return all_.taken == 0 || all_.taken + bytes_ <= kMost; });
+    auto is_free = [&] { return all_.taken == 0 || all_.taken + bytes_ <= kMost; };
+    while (!all_.freed.wait_for(lock, std::chrono::seconds(1), is_free))
+      cuda::StreamEvent probe(device, stream);
     all_.taken += bytes_;
   }
   ~Room() {
@@ -140,15 +145,12 @@ std::size_t nbytes(std::span<const ArrayView> views) {
 // `to_keep` go to the site as copies on the device, where it wants any.
 void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const ArrayView> sent) {
   std::size_t bytes = nbytes(sent) + call.number.nbytes();
-  auto room = std::make_shared<Room>(bytes + nbytes(to_keep));
+  auto room = std::make_shared<Room>(bytes + nbytes(to_keep), call.device, call.stream);
   std::shared_ptr<cuda::KeptCopies> kept;
   if (!to_keep.empty())
     kept = std::make_shared<cuda::KeptCopies>(call.device, call.stream, to_keep);
   auto copied = std::make_shared<CopiedCall>(call, sent, std::span<const ArrayView>());
   auto& completions = cuda::Completions::of(call.device);
-  const bool by_stream = completions.ordered_by_streams();
-  bool aside = bytes > kCopiedInStream && !by_stream;
-  if (!aside) copied->copies.fetch(call.stream);
   auto run = [copied, kept, room](cuda::Result result) {
     // A stream that has failed fails its program, which says so; the record counts as dropped.
     if (result != cuda::Result::kSuccess) {
@@ -162,10 +164,15 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       site.run_kept({operands, {}, on_host.context}, kept);
     });
   };
-  if (by_stream) return completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
-  completions.after(
-      aside ? copied->copies.fetch_aside(call.stream) : cuda::StreamEvent(call.device, call.stream),
-      run);
+  if (completions.ordered_by_streams()) {
+    return cuda::given(call.stream, [&] {
+      copied->copies.fetch(call.stream);
+      completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
+    });
+  }
+  completions.after(bytes > kCopiedInStream ? copied->copies.fetch_aside(call.stream)
+                                            : copied->copies.fetch_with_event(call.stream),
+                    run);
 }
 
 }  // namespace
@@ -174,6 +181,9 @@ void run_deferred(CudaCall& call) {
   pass_on(call);
   Site& site = *call.call_site().site;
   bool captured = cuda::capturing(call.stream);
+  // On several devices Ctrl-C ends no program, whose other devices would wait: what need not run is
+  // passed over.
+  if (Interrupts::ends(call.context.run) && !captured && call.callee().quiet_at_exit()) return;
   std::size_t kept = site.kept_on_device();
   if (captured && kept != 0) {
     throw Error(ErrorCode::kInternal,

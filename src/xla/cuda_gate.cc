@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
 #include "cuda/completions.h"
@@ -32,9 +33,7 @@ void run_native(CudaCall& call) {
     return cuda::clear_on_device(call.decoded.results(), call.stream);
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
-  settled(
-      site.poison_on_error, call.callee(), [&] { site.site->run(call.call()); },
-      [&] { cuda::poison_on_device(call.decoded.results(), call.stream); });
+  site.site->run(call.call());
 }
 
 // --- Staged: on copies in the host's memory, whose results are copied back
@@ -43,8 +42,8 @@ void run_native(CudaCall& call) {
 // On XLA's thread, which waits for the operands.
 void run_at_once(CudaCall& call) {
   auto copied = std::make_shared<CopiedCall>(call, call.decoded.operands(), call.decoded.results());
-  copied->copies.fetch(call.stream);
-  if (!copied->copies.operands().empty()) cuda::wait_for(call.device, call.stream);
+  if (!copied->copies.operands().empty())
+    cuda::check(copied->copies.fetch_with_event(call.stream).wait(), "cuEventSynchronize");
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   Call on_host = copied->call();
@@ -52,8 +51,9 @@ void run_at_once(CudaCall& call) {
     call.call_site().run(on_host);
   else
     call.call_site().site->skip(on_host);
-  copied->copies.publish(call.stream);
-  if (!call.decoded.results().empty()) cuda::keep_until(call.device, call.stream, copied);
+  if (call.decoded.results().empty()) return;
+  cuda::given(call.stream, [&] { copied->copies.publish(call.stream); });
+  cuda::keep_until(call.device, call.stream, copied);
 }
 
 // A call on a thread of callgate's, which the stream waits for. XLA is told of success at once, so
@@ -63,7 +63,7 @@ class HeldStreamCall {
   explicit HeldStreamCall(CudaCall& call)
       : device_(call.device),
         copied_(call, call.decoded.operands(), call.decoded.results()),
-        fetched_(fetch(call.device, call.stream)) {}
+        fetched_(copied_.copies.fetch_with_event(call.stream)) {}
 
   // From here on the stream waits until the call has settled or is abandoned.
   void hold(cuda::Stream stream) {
@@ -82,7 +82,7 @@ class HeldStreamCall {
   void run() {
     Callee& callee = *copied_.site->callee;
     callee.enter_worker(/*of_device=*/true);
-    guarded([&] { run_copied(callee); },
+    guarded([&] { cuda::named(callee.name(), [&] { run_copied(callee); }); },
             [&](const Error& error) {
               if (!claim()) return;
               poison_results();
@@ -103,11 +103,6 @@ class HeldStreamCall {
   }
 
  private:
-  cuda::StreamEvent fetch(cuda::Device& device, cuda::Stream stream) {
-    copied_.copies.fetch(stream);
-    return {device, stream};
-  }
-
   void run_copied(Callee& callee) {
     {
       cuda::ContextScope current(device_);
@@ -167,26 +162,33 @@ void run_on_own_thread(CudaCall& call) {
   }
 }
 
-void run_staged(CudaCall& call) {
-  settled(
-      call.call_site().poison_on_error, call.callee(),
-      [&] { call.callee().own_thread() ? run_on_own_thread(call) : run_at_once(call); },
-      [&] { cuda::poison_on_device(call.decoded.results(), call.stream); });
+void run_call(CudaSite& site, const XLA_FFI_CallFrame& frame) {
+  CudaCall call(site, frame);
+  cuda::ContextScope current(call.device);
+  // A graph that is half recorded could not be mended. For several devices see run_deferred().
+  if (Interrupts::ends(call.context.run) && !call.call_site().poison_on_error &&
+      !cuda::capturing(call.stream)) [[unlikely]]
+    throw interrupted(call.callee().name());
+  switch (call.callee().on_device()) {
+    case OnDevice::kNative: return run_native(call);
+    case OnDevice::kDeferred: return run_deferred(call);
+    case OnDevice::kStaged:
+      return call.callee().own_thread() ? run_on_own_thread(call) : run_at_once(call);
+  }
 }
 
 void execute_cuda_gate(XLA_FFI_CallFrame* frame) {
-  CudaCall call(StateOf<CudaGateState>::get(*frame).site, *frame);
-  cuda::ContextScope current(call.device);
-  try {
-    switch (call.callee().on_device()) {
-      case OnDevice::kNative: return run_native(call);
-      case OnDevice::kDeferred: return run_deferred(call);
-      case OnDevice::kStaged: return run_staged(call);
+  CudaSite& site = StateOf<CudaGateState>::get(*frame).site;
+  Callee& callee = *site.call_site->callee;
+  auto run = [&] {
+    try {
+      cuda::named(callee.name(), [&] { run_call(site, *frame); });
+    } catch (const std::exception&) {
+      ProgressBoard::instance().fail(decode_run(*frame));  // with the program end its bars
+      throw;
     }
-  } catch (const std::exception&) {
-    ProgressBoard::instance().fail(call.context.run);  // with the program end its bars
-    throw;
-  }
+  };
+  settled(site.call_site->poison_on_error, callee, run, [&] { poison_on_device(*frame); });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/interrupt.h"
 #include "core/registry.h"
 #include "cuda/copies.h"
 #include "cuda/device.h"
@@ -31,6 +32,7 @@ struct CudaKernelState {
 
 // Throws.
 std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& attrs) {
+  Interrupts::watch();
   Attributes held = decode_attributes(attrs);
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
@@ -119,20 +121,28 @@ void launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Call& 
   state.site->run(call, device, scratch.blocks());
 }
 
-void execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
-  CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
-  auto* stream = static_cast<cuda::Stream>(decode_stream(*frame));
+void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
+  auto* stream = static_cast<cuda::Stream>(decode_stream(frame));
   cuda::Device& device = cuda::Device::of(stream);
   cuda::ContextScope current(device);
-  DecodedCall decoded(*frame);
+  if (Interrupts::ends(decode_run(frame)) && !state.poison_on_error && !cuda::capturing(stream))
+      [[unlikely]]
+    throw interrupted(state.site->callee().name());
+  DecodedCall decoded(frame);
   if (!runs(state, decoded, device, stream)) [[unlikely]]
     return cuda::clear_on_device(decoded.results(), stream);
   CallContext context;
   context.stream = stream;
+  launch(state, frame, {decoded.operands(), decoded.results(), context}, device);
+}
+
+void execute_cuda_kernel(XLA_FFI_CallFrame* frame) {
+  CudaKernelState& state = StateOf<CudaKernelState>::get(*frame);
+  Callee& callee = state.site->callee();
   settled(
-      state.poison_on_error, state.site->callee(),
-      [&] { launch(state, *frame, {decoded.operands(), decoded.results(), context}, device); },
-      [&] { cuda::poison_on_device(decoded.results(), stream); });
+      state.poison_on_error, callee,
+      [&] { cuda::named(callee.name(), [&] { run_call(state, *frame); }); },
+      [&] { poison_on_device(*frame); });
 }
 
 }  // namespace

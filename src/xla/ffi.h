@@ -98,7 +98,7 @@ template <typename Body, typename Poison>
 void settled(bool poison_on_error, Callee& callee, Body&& body, Poison&& poison) {
   if (!poison_on_error) return body();
   guarded(body, [&](const Error& error) {
-    poison();
+    guarded(poison, [](const Error&) {});  // the first failure is the one to tell of
     keep_failure(callee, error);
   });
 }

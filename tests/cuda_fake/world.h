@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../src/cuda/types.h"
+#include "../../src/cuda/driver.h"
 #include "../virtual_gpu/ptx/ptx.h"
 #include "fakecuda.h"
 

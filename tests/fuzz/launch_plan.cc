@@ -1,5 +1,5 @@
 // What a CUDA kernel's call launches.
-#include "cuda/launch_plan.h"
+#include "cuda/launch.h"
 
 #include <string_view>
 

@@ -128,7 +128,7 @@ _ALIGNMENT = 16  # of a parameter; more than any type asks for
 
 
 def encode(label: str, plan: Plan) -> dict[str, Any]:
-  """A plan as src/cuda/launch_plan.cc reads it; without its images."""
+  """A plan as src/cuda/launch.cc reads it; without its images."""
   launches: list[dict[str, Any]] = []
   for launch in plan.launches:
     if not launch.entry:

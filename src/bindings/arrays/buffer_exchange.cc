@@ -58,34 +58,32 @@ nb::object capsule(std::unique_ptr<Managed> managed, const char* name) {
 }
 
 dlpack::Device device_of(const Buffer& buffer) {
-  if (buffer.gpu() == nullptr) return {dlpack::kCpu, 0};
-  return {dlpack::kCuda, buffer.gpu()->device->ordinal()};
+  if (!buffer.gpu) return {dlpack::kCpu, 0};
+  return {dlpack::kCuda, buffer.gpu->device->ordinal()};
 }
 
 template <typename Managed>
 std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
   const auto& buffer = nb::cast<const Buffer&>(self);
-  auto type = dlpack::data_type(buffer.view().dtype);
+  auto type = dlpack::data_type(buffer.view.dtype);
   if (!type) {
-    throw nb::buffer_error(
-        ("Buffer.__dlpack__: DLPack has no type for " + to_string(buffer.view())).c_str());
+    refuse(nb::buffer_error, "Buffer.__dlpack__: DLPack has no type for " + to_string(buffer.view));
   }
   auto exported = std::make_unique<Export>();
   auto managed = std::make_unique<Managed>();
-  exported->shape = buffer.dims();
-  exported->strides = buffer.strides();
-  void* data = buffer.view().data;
+  exported->shape = buffer.dims;
+  exported->strides = buffer.strides;
+  void* data = buffer.view.data;
   if (copied) {
-    exported->copy = std::make_unique<char[]>(buffer.view().nbytes() + 1);
-    if (buffer.view().nbytes() != 0)
-      std::memcpy(exported->copy.get(), data, buffer.view().nbytes());
+    exported->copy = std::make_unique<char[]>(buffer.view.nbytes() + 1);
+    if (buffer.view.nbytes() != 0) std::memcpy(exported->copy.get(), data, buffer.view.nbytes());
     data = exported->copy.get();
   } else {
     ++nb::cast<Buffer&>(self).exports;
     Py_INCREF(self.ptr());
     exported->buffer = self.ptr();
   }
-  managed->tensor = {data,  device_of(buffer),      buffer.view().rank,
+  managed->tensor = {data,  device_of(buffer),      buffer.view.rank,
                      *type, exported->shape.data(), exported->strides.data(),
                      0};
   managed->context = exported.release();
@@ -97,62 +95,30 @@ std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
 std::int64_t consumer_stream(nb::handle stream) {
   if (stream.is_none()) return 1;
   if (!PyLong_Check(stream.ptr())) {
-    throw nb::type_error(("Buffer.__dlpack__: stream: expected None or an int, got " +
-                          std::string(nb::type_name(stream.type()).c_str()))
-                             .c_str());
+    refuse(nb::type_error, "Buffer.__dlpack__: stream: expected None or an int, got " +
+                               std::string(nb::type_name(stream.type()).c_str()));
   }
   auto number = nb::cast<std::int64_t>(stream);
   if (number == 0 || number < -1) {
-    throw nb::value_error(
-        ("Buffer.__dlpack__: stream: expected None, -1 (no waiting), 1 (the legacy "
-         "default stream), 2 (the thread's default stream) or a stream's address, "
-         "got " +
-         std::to_string(number))
-            .c_str());
+    refuse(nb::value_error,
+           "Buffer.__dlpack__: stream: expected None, -1 (no waiting), 1 (the legacy "
+           "default stream), 2 (the thread's default stream) or a stream's address, "
+           "got " +
+               std::to_string(number));
   }
   return number;
 }
 
-bool wants_version_1(nb::handle max_version) {
-  return !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
-}
-
 template <typename Managed>
-void mark(Managed& managed, std::uint64_t flags) {
-  managed.major = 1;
-  managed.minor = 0;
-  managed.flags = flags;
-}
-
-// Never a copy: a consumer makes its own, on its own stream. One that asks for version 0 has no
-// notion of read-only, as with arrays of other libraries that are never to be written.
-nb::object export_from_gpu(nb::handle self, nb::handle stream, nb::handle max_version,
-                           nb::handle dl_device, nb::handle copy) {
-  auto& buffer = nb::cast<Buffer&>(self);
-  dlpack::Device here = device_of(buffer);
-  if (!dl_device.is_none() &&
-      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(here.type, here.id)) {
-    throw nb::buffer_error(("Buffer.__dlpack__: dl_device: expected None or (2, " +
-                            std::to_string(here.id) + "), the buffer's GPU, got " +
-                            nb::cast<std::string>(nb::str(dl_device)) +
-                            "; arrays=\"numpy\" makes copies in the host's memory")
-                               .c_str());
+nb::object export_as(nb::handle self, bool copied, std::uint64_t flags = 0) {
+  std::unique_ptr<Managed> managed = export_tensor<Managed>(self, copied);
+  if constexpr (std::is_same_v<Managed, dlpack::ManagedTensorVersioned>) {
+    managed->major = 1;
+    managed->flags = flags;
+    return capsule(std::move(managed), "dltensor_versioned");
+  } else {
+    return capsule(std::move(managed), "dltensor");
   }
-  if (!copy.is_none() && nb::cast<bool>(copy)) {
-    throw nb::buffer_error(
-        "Buffer.__dlpack__: copy: expected None or False on a GPU, where consumers copy, on their "
-        "own streams; got True");
-  }
-  std::int64_t consumer = consumer_stream(stream);
-  if (consumer != -1 && !buffer.ready()) {
-    buffer.gpu()->hold_back(consumer);
-    if (consumer == 1 || consumer == 2) buffer.default_streams |= 1u << consumer;
-  }
-  if (!wants_version_1(max_version))
-    return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
-  auto managed = export_tensor<dlpack::ManagedTensorVersioned>(self, /*copied=*/false);
-  mark(*managed, buffer.readonly() ? dlpack::kReadOnly : 0);
-  return capsule(std::move(managed), "dltensor_versioned");
 }
 
 // https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html
@@ -160,28 +126,49 @@ nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_vers
                          nb::object dl_device, nb::object copy) {
   auto& buffer = nb::cast<Buffer&>(self);
   buffer.check_alive();
-  refuse_packed(buffer, "__dlpack__");
-  if (buffer.gpu() != nullptr) return export_from_gpu(self, stream, max_version, dl_device, copy);
-  if (!stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
+  buffer.refuse_packed("__dlpack__");
+  const dlpack::Device here = device_of(buffer);
+  const bool on_gpu = buffer.gpu.has_value();
+  const bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
+  if (!on_gpu && !stream.is_none() && nb::cast<std::int64_t>(stream) != -1)
     throw nb::buffer_error("Buffer.__dlpack__: stream must be None for memory of the CPU");
   if (!dl_device.is_none() &&
-      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(dlpack::kCpu, 0))
-    throw nb::buffer_error("Buffer.__dlpack__: dl_device must be None or (1, 0), the CPU");
-  bool versioned = wants_version_1(max_version);
-  bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
-  bool forbid_copy = !copy.is_none() && !want_copy;
-  if (versioned) {
-    auto managed = export_tensor<dlpack::ManagedTensorVersioned>(self, want_copy);
-    mark(*managed, want_copy ? dlpack::kCopied : buffer.readonly() ? dlpack::kReadOnly : 0);
-    return capsule(std::move(managed), "dltensor_versioned");
+      nb::cast<std::pair<int, int>>(dl_device) != std::pair<int, int>(here.type, here.id)) {
+    if (!on_gpu)
+      throw nb::buffer_error("Buffer.__dlpack__: dl_device must be None or (1, 0), the CPU");
+    refuse(nb::buffer_error, "Buffer.__dlpack__: dl_device: expected None or (2, " +
+                                 std::to_string(here.id) + "), the buffer's GPU, got " +
+                                 nb::str(dl_device).c_str() +
+                                 "; arrays=\"numpy\" makes copies in the host's memory");
   }
-  // Version 0 can't say "read-only": its consumers get a copy of an input.
-  if (buffer.readonly() && forbid_copy)
+  const bool versioned =
+      !max_version.is_none() && nb::cast<std::pair<int, int>>(max_version).first >= 1;
+  // Version 0 can't say "read-only": its consumers get a copy of an input of the CPU.
+  bool copied = want_copy || (!on_gpu && !versioned && buffer.readonly);
+  if (on_gpu) {
+    // Never a copy: a consumer makes its own, on its own stream. One that asks for version 0 has no
+    // notion of read-only, as with arrays of other libraries that are never to be written.
+    if (want_copy) {
+      throw nb::buffer_error(
+          "Buffer.__dlpack__: copy: expected None or False on a GPU, where consumers copy, on "
+          "their "
+          "own streams; got True");
+    }
+    std::int64_t consumer = consumer_stream(stream);
+    if (consumer != -1 && buffer.memory == nullptr) {
+      buffer.gpu->hold_back(consumer);
+      if (consumer == 1 || consumer == 2) buffer.default_streams |= 1U << consumer;
+    }
+  } else if (copied && !copy.is_none() && !want_copy) {
     throw nb::buffer_error(
         "Buffer.__dlpack__: an input is read-only, which DLPack can say from version 1 on; pass "
         "max_version=(1, 0), or let it copy");
-  return capsule(export_tensor<dlpack::ManagedTensor>(self, want_copy || buffer.readonly()),
-                 "dltensor");
+  }
+  if (!versioned) return export_as<dlpack::ManagedTensor>(self, copied);
+  return export_as<dlpack::ManagedTensorVersioned>(self, copied,
+                                                   copied            ? dlpack::kCopied
+                                                   : buffer.readonly ? dlpack::kReadOnly
+                                                                     : 0);
 }
 
 // Zero copy also for an input and a consumer without a notion of read-only: for `arrays="torch"`,
@@ -189,8 +176,8 @@ nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_vers
 nb::object dlpack_unchecked(nb::handle self) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   buffer.check_alive();
-  refuse_packed(buffer, "__dlpack__");
-  return capsule(export_tensor<dlpack::ManagedTensor>(self, /*copied=*/false), "dltensor");
+  buffer.refuse_packed("__dlpack__");
+  return export_as<dlpack::ManagedTensor>(self, /*copied=*/false);
 }
 
 // Whether the type is one of NumPy's own: those of ml_dtypes have names that say something else.
@@ -203,28 +190,25 @@ bool has_numpy_name(DType dtype) {
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 nb::dict cuda_array_interface(Buffer& buffer) {
   buffer.check_alive();
-  std::string type = to_string(buffer.view());
-  if (buffer.gpu() == nullptr) {
-    throw nb::attribute_error(
-        ("Buffer.__cuda_array_interface__: " + type + " is on the CPU; use __array__ or __dlpack__")
-            .c_str());
+  std::string type = to_string(buffer.view);
+  if (!buffer.gpu) {
+    refuse(nb::attribute_error, "Buffer.__cuda_array_interface__: " + type +
+                                    " is on the CPU; use __array__ or __dlpack__");
   }
-  nb::object dtype = has_numpy_name(buffer.view().dtype) ? dtype_of(buffer) : nb::none();
-  if (dtype.is_none()) {
-    throw nb::attribute_error(("Buffer.__cuda_array_interface__: it has no name for the elements "
-                               "of " +
-                               type + "; use __dlpack__")
-                                  .c_str());
-  }
-  const ArrayView& view = buffer.view();
+  nb::object dtype = has_numpy_name(buffer.view.dtype) ? buffer.dtype() : nb::none();
+  if (dtype.is_none())
+    refuse(nb::attribute_error,
+           "Buffer.__cuda_array_interface__: it has no name for the elements of " + type +
+               "; use __dlpack__");
+  const ArrayView& view = buffer.view;
   std::uintptr_t address = view.size() == 0 ? 0 : reinterpret_cast<std::uintptr_t>(view.data);
   nb::dict interface;
-  interface["shape"] = shape_of(buffer);
+  interface["shape"] = buffer.shape();
   interface["typestr"] = dtype.attr("str");
-  interface["data"] = nb::make_tuple(address, buffer.readonly());
+  interface["data"] = nb::make_tuple(address, buffer.readonly);
   interface["strides"] = nb::none();
   interface["version"] = 3;
-  interface["stream"] = buffer.gpu()->number();
+  interface["stream"] = buffer.gpu->number();
   // Consumers don't say which stream they use; by default it is this one.
   buffer.default_streams |= 1u << 1;
   return interface;

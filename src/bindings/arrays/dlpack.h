@@ -4,19 +4,18 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include "core/dtype.h"
 
 namespace callgate::dlpack {
 
 struct Device {
-  std::int32_t type;  // kCpu, kCuda, ...
-  std::int32_t id;
+  std::int32_t type, id;  // kCpu, kCuda, ...
 };
 
 struct DataType {
-  std::uint8_t code;
-  std::uint8_t bits;
+  std::uint8_t code, bits;
   std::uint16_t lanes;
 };
 
@@ -25,8 +24,7 @@ struct Tensor {
   Device device;
   std::int32_t ndim;
   DataType dtype;
-  std::int64_t* shape;
-  std::int64_t* strides;  // in elements
+  std::int64_t *shape, *strides;  // in elements
   std::uint64_t byte_offset;
 };
 
@@ -37,49 +35,30 @@ struct ManagedTensor {
 };
 
 struct ManagedTensorVersioned {
-  std::uint32_t major;
-  std::uint32_t minor;
+  std::uint32_t major, minor;
   void* context;
   void (*deleter)(ManagedTensorVersioned*);
   std::uint64_t flags;
   Tensor tensor;
 };
 
-inline constexpr std::int32_t kCpu = 1;
-inline constexpr std::int32_t kCuda = 2;
-inline constexpr std::int32_t kCudaManaged = 13;
-inline constexpr std::uint64_t kReadOnly = 1;
-inline constexpr std::uint64_t kCopied = 2;
+inline constexpr std::int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;  // of Device
+inline constexpr std::uint64_t kReadOnly = 1, kCopied = 2;             // flags
 
 // The DLPack type of a dtype; empty for packed ones, whose layout DLPack leaves open.
-constexpr std::optional<DataType> data_type(DType dtype) noexcept {
-  auto make = [](std::uint8_t code, std::uint8_t bits) { return DataType{code, bits, 1}; };
-  switch (dtype) {
-    case DType::kS8: return make(0, 8);
-    case DType::kS16: return make(0, 16);
-    case DType::kS32: return make(0, 32);
-    case DType::kS64: return make(0, 64);
-    case DType::kU8: return make(1, 8);
-    case DType::kU16: return make(1, 16);
-    case DType::kU32: return make(1, 32);
-    case DType::kU64: return make(1, 64);
-    case DType::kF16: return make(2, 16);
-    case DType::kF32: return make(2, 32);
-    case DType::kF64: return make(2, 64);
-    case DType::kBF16: return make(4, 16);
-    case DType::kC64: return make(5, 64);
-    case DType::kC128: return make(5, 128);
-    case DType::kPred: return make(6, 8);
-    case DType::kF8E3M4: return make(7, 8);
-    case DType::kF8E4M3: return make(8, 8);
-    case DType::kF8E4M3B11FNUZ: return make(9, 8);
-    case DType::kF8E4M3FN: return make(10, 8);
-    case DType::kF8E4M3FNUZ: return make(11, 8);
-    case DType::kF8E5M2: return make(12, 8);
-    case DType::kF8E5M2FNUZ: return make(13, 8);
-    case DType::kF8E8M0FNU: return make(14, 8);
-    default: return std::nullopt;
-  }
+inline std::optional<DataType> data_type(DType dtype) noexcept {
+  constexpr std::pair<DType, std::uint8_t> kCodes[] = {
+      {DType::kS8, 0},          {DType::kS16, 0},         {DType::kS32, 0},
+      {DType::kS64, 0},         {DType::kU8, 1},          {DType::kU16, 1},
+      {DType::kU32, 1},         {DType::kU64, 1},         {DType::kF16, 2},
+      {DType::kF32, 2},         {DType::kF64, 2},         {DType::kBF16, 4},
+      {DType::kC64, 5},         {DType::kC128, 5},        {DType::kPred, 6},
+      {DType::kF8E3M4, 7},      {DType::kF8E4M3, 8},      {DType::kF8E4M3B11FNUZ, 9},
+      {DType::kF8E4M3FN, 10},   {DType::kF8E4M3FNUZ, 11}, {DType::kF8E5M2, 12},
+      {DType::kF8E5M2FNUZ, 13}, {DType::kF8E8M0FNU, 14}};
+  for (auto [known, code] : kCodes)
+    if (known == dtype) return DataType{code, static_cast<std::uint8_t>(bits(dtype)), 1};
+  return std::nullopt;
 }
 
 }  // namespace callgate::dlpack

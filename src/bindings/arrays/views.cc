@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bindings/python/gil.h"
+#include "core/error.h"
 
 namespace callgate::bindings {
 
@@ -17,11 +18,15 @@ std::array<PyArray_Descr*, kDTypeTableSize>& descriptors() {
   return table;
 }
 
-std::optional<DType> known_dtype(PyArrayObject* array) {
+std::optional<ArrayView> known_view(nb::handle object) {
+  if (!PyArray_Check(object.ptr())) return std::nullopt;
+  auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+  static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
   for (std::size_t code = 0; code < kDTypeTableSize; ++code) {
     PyArray_Descr* known = descriptors()[code];
     if (known != nullptr && PyArray_EquivTypes(known, PyArray_DESCR(array)) != 0)
-      return static_cast<DType>(code);
+      return ArrayView{PyArray_DATA(array), PyArray_DIMS(array), PyArray_NDIM(array),
+                       static_cast<DType>(code)};
   }
   return std::nullopt;
 }
@@ -55,21 +60,8 @@ PyObject* new_array(const ArrayView& view, void* data, int flags) {
                               nullptr);
 }
 
-// What the views' base is: nothing to ask for memory. One for the process.
-PyObject* xla_memory() {
-  static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-  return base;
-}
-
 std::span<const std::int64_t> shape_of(PyArrayObject* array) {
   return {PyArray_DIMS(array), static_cast<std::size_t>(PyArray_NDIM(array))};
-}
-
-bool same_dtype(PyArrayObject* array, const ArrayView& view) {
-  PyArray_Descr* want = descriptors()[static_cast<std::size_t>(view.dtype)];
-  // By number: the byte order of a returned array is its layout, as its strides are.
-  return PyArray_DESCR(array) == want ||
-         PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
 }
 
 // Whether an array has a mask, and something is masked. No Python error is left.
@@ -112,33 +104,26 @@ PyObject* make_array(const ArrayView& view, bool writable, PyObject* base) {
 }
 
 PyObject* make_view(const ArrayView& view, bool writable) {
-  return make_array(view, writable, xla_memory());
+  // Nothing to ask for memory. One for the process.
+  static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+  return make_array(view, writable, base);
 }
-
-namespace {
-
-// From this size on a copy is aligned as XLA aligns: JAX then takes its memory over as it is.
-constexpr std::size_t kAlignedCopy = 1 << 16;
-
-PyObject* make_aligned_copy(ArrayView view) {
-  constexpr std::size_t kAlignment = 64;
-  std::size_t bytes = (view.nbytes() + kAlignment - 1) / kAlignment * kAlignment;
-  void* memory = std::aligned_alloc(kAlignment, bytes);
-  if (memory == nullptr) return PyErr_NoMemory();
-  nb::capsule owner(memory, [](void* owned) noexcept { std::free(owned); });
-  std::memcpy(memory, view.data, view.nbytes());
-  view.data = memory;
-  return make_array(view, /*writable=*/true, owner.ptr());
-}
-
-}  // namespace
 
 PyObject* make_copy(const ArrayView& view) {
-  if (view.nbytes() >= kAlignedCopy && !is_packed(view.dtype)) return make_aligned_copy(view);
-  PyObject* array = new_array(view, /*data=*/nullptr, /*flags=*/0);
-  if (array != nullptr && view.nbytes() != 0) {
-    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)), view.data, view.nbytes());
+  // From this size on a copy is aligned as XLA aligns: JAX then takes its memory over as it is.
+  constexpr std::size_t kAlignedCopy = 1 << 16, kAlignment = 64;
+  const std::size_t bytes = view.nbytes();
+  if (bytes >= kAlignedCopy && !is_packed(view.dtype)) {
+    void* memory =
+        std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+    if (memory == nullptr) return PyErr_NoMemory();
+    nb::capsule owner(memory, [](void* owned) noexcept { std::free(owned); });
+    std::memcpy(memory, view.data, bytes);
+    return make_array({memory, view.dims, view.rank, view.dtype}, /*writable=*/true, owner.ptr());
   }
+  PyObject* array = new_array(view, /*data=*/nullptr, /*flags=*/0);
+  if (array != nullptr && bytes != 0)
+    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)), view.data, bytes);
   return array;
 }
 
@@ -155,8 +140,10 @@ Stored store(const ArrayView& target, PyObject* value, bool cast) {
   }
   auto* array = reinterpret_cast<PyArrayObject*>(value);
   if (!std::ranges::equal(shape_of(array), target.shape())) return Stored::kMismatch;
-  bool same = same_dtype(array, target);
   PyArray_Descr* want = descriptors()[static_cast<std::size_t>(target.dtype)];
+  // By number: the byte order of a returned array is its layout, as its strides are.
+  bool same = PyArray_DESCR(array) == want ||
+              PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
   if (!same && !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING)))
     return Stored::kMismatch;
   if (target.nbytes() == 0) return Stored::kYes;
@@ -194,6 +181,39 @@ void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* ba
   PyObject* before = fields->base;
   fields->base = base;
   Py_XDECREF(before);
+}
+
+ArrayView view_of(nb::handle object, const char* what) {
+  auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+  if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+    throw Error(ErrorCode::kInvalidArgument, what, "a contiguous NumPy array",
+                nb::type_name(object.type()).c_str());
+  }
+  if (auto view = known_view(object)) return *view;
+  throw Error(ErrorCode::kInvalidArgument, what, "a dtype that JAX has", "another");
+}
+
+Attributes attributes_of(const nb::dict& values) {
+  Attributes attributes;
+  for (auto [key, value] : values) {
+    auto name = nb::cast<std::string>(key);
+    if (nb::isinstance<nb::str>(value)) {
+      attributes.add_string(name, nb::cast<std::string>(value));
+    } else if (nb::isinstance<nb::dict>(value)) {
+      attributes.add_dictionary(name, attributes_of(nb::borrow<nb::dict>(value)));
+    } else {
+      // A NumPy scalar, too; the call takes its reference over.
+      nb::object array = nb::steal(PyArray_EnsureArray(value.inc_ref().ptr()));
+      if (!array.is_valid()) nb::raise_python_error();
+      ArrayView view = view_of(array, "an attribute");
+      if (view.rank == 0) {
+        attributes.add_number(name, view.dtype, view.data);
+      } else {
+        attributes.add_numbers(name, view.dtype, view.data, view.size());
+      }
+    }
+  }
+  return attributes;
 }
 
 }  // namespace callgate::bindings

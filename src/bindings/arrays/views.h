@@ -9,16 +9,18 @@
 #include <optional>
 #include <string>
 
-#include "bindings/python/python.h"
+#include "bindings/python/gil.h"
 #include "core/array_view.h"
+#include "core/attributes.h"
 
 namespace callgate::bindings {
 
 // NumPy's dtype of each code; null for those without one. Filled once at import.
 std::array<PyArray_Descr*, kDTypeTableSize>& descriptors();
 
-// What an array's elements are; nothing for a dtype that JAX doesn't have.
-std::optional<DType> known_dtype(PyArrayObject* array);
+// NumPy's array by its address and type, whatever its strides are; nothing for other objects, and
+// for a dtype that JAX doesn't have.
+std::optional<ArrayView> known_view(nb::handle object);
 
 // A new array over the view's memory. Null with a Python error for packed or unknown dtypes.
 PyObject* make_array(const ArrayView& view, bool writable, PyObject* base);
@@ -44,5 +46,13 @@ bool describe(PyObject* value, std::string& text);
 // Points `array` (a view of `old_data`'s memory that may outlive it) to the same offset in
 // `new_data`. With `base`, the array holds it from now on.
 void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base);
+
+// What Python hands to the runtime itself, outside of any program.
+
+// A contiguous array, borrowed. Throws Error for anything else; `what` is expected to be one.
+ArrayView view_of(nb::handle object, const char* what);
+
+// Strings, dictionaries of these, and arrays: of rank 0 numbers, of rank 1 arrays of numbers.
+Attributes attributes_of(const nb::dict& values);
 
 }  // namespace callgate::bindings

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays/host_arrays.h"
+#include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/handle.h"
+#include "bindings/python/references.h"
 #include "channel/tap.h"
 #include "core/interrupt.h"
 #include "core/registry.h"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "bindings/python/python.h"
+#include "bindings/python/gil.h"
 #include "channel/consumer.h"
 
 namespace callgate::bindings {

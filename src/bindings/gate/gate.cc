@@ -8,12 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays/device_call.h"
-#include "bindings/bind.h"
-#include "bindings/gate/gate_site.h"
+#include "bindings/arrays/device.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
+#include "bindings/python/references.h"
 #include "core/check.h"
 
 namespace callgate::bindings {

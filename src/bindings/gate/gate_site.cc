@@ -1,28 +1,59 @@
-// See the header. Everything below `PyGateSite::run_timed` holds the GIL.
-#include "bindings/gate/gate_site.h"
-
+// One call site of a gate: how a call of a compiled program becomes a call of the user's function.
+//
+// Takes the GIL once a call, makes one view per array and lane, vectorcalls, copies results (style
+// return), and looks at the views' reference counts for escapes. On the fast path nothing is
+// allocated but the views, and no lock is taken but the GIL. Everything below
+// `PyGateSite::run_timed` holds the GIL.
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/arrays/buffer.h"
-#include "bindings/arrays/device_call.h"
-#include "bindings/arrays/escapes.h"
+#include "bindings/arrays/device.h"
 #include "bindings/arrays/views.h"
-#include "bindings/gate/gate_results.h"
-#include "bindings/python/arguments.h"
-#include "bindings/python/deferred.h"
+#include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
+#include "bindings/python/references.h"
 #include "core/stall.h"
 
 namespace callgate::bindings {
 namespace {
 
+// New references to the arrays of one lane, as arguments; small calls stay on the stack.
+class Arguments : Immovable {
+ public:
+  explicit Arguments(std::size_t capacity) {
+    if (capacity > inline_.size()) overflow_.resize(capacity);
+  }
+  ~Arguments() {
+    for (PyObject* object : all()) Py_XDECREF(object);
+  }
+
+  // Takes a new reference; false when it is null.
+  bool push(PyObject* object) {
+    if (object == nullptr) return false;
+    data()[count_++] = object;
+    return true;
+  }
+  std::span<PyObject*> all() { return {data(), count_}; }
+  PyObject** data() { return overflow_.empty() ? inline_.data() : overflow_.data(); }
+  std::size_t size() const { return count_; }
+
+ private:
+  std::array<PyObject*, 24> inline_;
+  std::vector<PyObject*> overflow_;
+  std::size_t count_ = 0;
+};
+
 // A call on a GPU while it runs.
-struct OnGpu {
-  DeviceCall call;
+struct OnGpu : DeviceCall {
   unsigned default_streams = 0;  // as Buffer's, of all its buffers
 };
 
@@ -36,8 +67,7 @@ class PyGateSite final : public Site {
         target_(target),
         tuple_results_(tuple_results),
         spec_(std::move(spec)),
-        mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))),
-        results_(*callee_, spec_.spec, tuple_results) {}
+        mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
   ~PyGateSite() override { release_later(target_); }
 
   void run(const Call& call) override {
@@ -51,8 +81,11 @@ class PyGateSite final : public Site {
  private:
   void run_timed(const Call& call) {
     Counters& counters = callee_->counters();
+    std::size_t bytes = 0;
+    for (const ArrayView& view : call.operands) bytes += view.nbytes();
+    for (const ArrayView& view : call.results) bytes += view.nbytes();
     counters.calls.fetch_add(spec_.lanes.count(), std::memory_order_relaxed);  // see Counters
-    count_bytes(call, counters);
+    counters.bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
     if (!Recorder::instance().timing()) {
       GilScope gil;
       if (!run_where_it_is(call)) fail(call);
@@ -73,25 +106,21 @@ class PyGateSite final : public Site {
                           take_exception(callee_->name(), spec_.site, spec_.layout, call.context));
   }
 
-  static void count_bytes(const Call& call, Counters& counters) {
-    std::size_t bytes = 0;
-    for (const ArrayView& view : call.operands) bytes += view.nbytes();
-    for (const ArrayView& view : call.results) bytes += view.nbytes();
-    counters.bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-  }
-
   // False with a Python error, as all below.
   bool run_where_it_is(const Call& call) {
-    bool native = options_.native && call.context.stream != nullptr;
-    if (!native) {
+    if (!options_.native || call.context.stream == nullptr) {
       DeviceCallScope on_host(nullptr);
       return run_all(call, nullptr);
     }
     try {
-      drain_released();  // the results of earlier calls hold a GPU's memory
-      OnGpu gpu{DeviceCall::of(call.context)};
-      DeviceCallScope on_device(&gpu.call);
-      return run_on_device(call, gpu);
+      bool ok = false;
+      cuda::named(callee_->name(), [&] {
+        drain_released();  // the results of earlier calls hold a GPU's memory
+        OnGpu gpu{DeviceCall::of(call.context)};
+        DeviceCallScope on_device(&gpu);
+        ok = run_on_device(call, gpu);
+      });
+      return ok;
     } catch (const Error& error) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return false;
@@ -99,15 +128,15 @@ class PyGateSite final : public Site {
   }
 
   bool run_on_device(const Call& call, OnGpu& gpu) {
-    bool recorded = options_.command_buffer && cuda::capturing(gpu.call.stream);
+    bool recorded = options_.command_buffer && cuda::capturing(gpu.stream);
     // Default streams take no part in recordings.
     bool joins = options_.default_stream && !recorded;
-    if (joins) gpu.call.hold_back(kLegacyStream);
+    if (joins) gpu.hold_back(kLegacyStream);
     if (joins) gpu.default_streams = 1u << kLegacyStream;
     bool ok = run_all(call, &gpu);
-    if (recorded) return ok && was_recorded(gpu.call);
+    if (recorded) return ok && was_recorded(gpu);
     for (std::int64_t stream : {kLegacyStream, kThreadStream}) {
-      if ((gpu.default_streams & (1u << stream)) != 0) gpu.call.wait_for(stream);
+      if ((gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
     }
     return ok;
   }
@@ -125,21 +154,18 @@ class PyGateSite final : public Site {
   }
 
   bool run_all(const Call& call, OnGpu* gpu) {
-    return spec_.lanes.empty() ? run_lane(call.operands, call.results, call.context, gpu)
-                               : loop_lanes(call, gpu);
-  }
-
-  bool loop_lanes(const Call& call, OnGpu* gpu) {
+    const Lanes& lanes = spec_.lanes;
+    if (lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     try {
-      spec_.lanes.check(call.operands, call.results);
+      lanes.check(call.operands, call.results);
     } catch (const Error& error) {
       PyErr_SetString(PyExc_ValueError, error.what());
       return false;
     }
     std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
-    for (std::int64_t lane = 0; lane < spec_.lanes.count(); ++lane) {
-      spec_.lanes.select_operands(lane, call.operands, operands);
-      spec_.lanes.select_results(lane, call.results, results);
+    for (std::int64_t lane = 0; lane < lanes.count(); ++lane) {
+      lanes.select_operands(lane, call.operands, operands);
+      lanes.select_results(lane, call.results, results);
       if (!run_lane(operands, results, call.context, gpu)) return false;
     }
     return true;
@@ -148,39 +174,40 @@ class PyGateSite final : public Site {
   // One call of the callable.
   bool run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
                 const CallContext& context, OnGpu* gpu) {
-    const DeviceCall* on_gpu = gpu == nullptr ? nullptr : &gpu->call;
     // Once: another thread's call may change it. A GPU's memory is never copied here.
-    unsigned privately = on_gpu == nullptr ? callee_->private_views() : 0;
-    Arguments inputs(operands.size());
-    Arguments outputs(results.size());
+    unsigned privately = gpu == nullptr ? callee_->private_views() : 0;
+    bool own_inputs = (privately & kPrivateInputs) != 0;
+    bool own_results = (privately & kPrivateResults) != 0;
+    Arguments inputs(operands.size()), outputs(results.size());
     for (const ArrayView& view : operands) {
-      bool own = (privately & kPrivateInputs) != 0;
-      if (!inputs.push(make_argument(view, /*writable=*/false, context.device, on_gpu, own)))
+      if (!inputs.push(make_argument(view, /*writable=*/false, context.device, gpu, own_inputs)))
         return false;
     }
     if (options_.style != Style::kReturn) {
       for (const ArrayView& view : results) {
-        bool own = (privately & kPrivateResults) != 0;
-        if (!outputs.push(make_argument(view, /*writable=*/true, context.device, on_gpu, own)))
+        if (!outputs.push(make_argument(view, /*writable=*/true, context.device, gpu, own_results)))
           return false;
       }
     }
     // On a GPU it is slow: it waits for the stream. For debugging.
-    bool check = Settings::instance().check_writes.load(std::memory_order_relaxed);
-    check = check && !(options_.command_buffer && gpu != nullptr);
+    bool check = Settings::instance().check_writes.load(std::memory_order_relaxed) &&
+                 !(options_.command_buffer && gpu != nullptr);
     std::vector<std::size_t> sums;
-    if (check) sums = checksums(operands, on_gpu);
+    if (check) sums = checksums(operands, gpu);
     nb::object result = invoke(inputs, outputs, context);
-    if (gpu != nullptr) gpu->call.make_current();
-    bool ok = result.is_valid() &&
-              (options_.style == Style::kReturn ? results_.take(results, result, on_gpu)
-                                                : results_.returned_none(result));
+    if (gpu != nullptr) gpu->make_current();
+    bool ok = result.is_valid() && take(results, result, gpu);
     result.reset();
-    if (gpu != nullptr) note_default_streams(inputs, outputs, *gpu);
-    if (!settle_views(inputs, outputs, operands, results, ok, privately)) return false;
-    if ((privately & kPrivateResults) != 0 && !results_.write_back(results, outputs)) return false;
-    if (check && ok) ok = unwritten(sums, checksums(operands, on_gpu));
-    return ok;
+    if (gpu != nullptr) {
+      for (Arguments* views : {&inputs, &outputs}) {
+        for (PyObject* view : views->all())
+          gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
+      }
+    }
+    Views in{"argument", inputs, operands}, out{"result", outputs, results};
+    if (!settle_views(own_inputs ? nullptr : &in, own_results ? nullptr : &out, ok)) return false;
+    if (own_results && !write_back(results, outputs)) return false;
+    return ok && (!check || unwritten(sums, checksums(operands, gpu)));
   }
 
   static std::vector<std::size_t> checksums(std::span<const ArrayView> views,
@@ -189,13 +216,6 @@ class PyGateSite final : public Site {
     std::vector<std::size_t> sums;
     for (const ArrayView& view : views) sums.push_back(checksum(view));
     return sums;
-  }
-
-  static void note_default_streams(Arguments& inputs, Arguments& outputs, OnGpu& gpu) {
-    for (Arguments* views : {&inputs, &outputs}) {
-      for (PyObject* view : views->all())
-        gpu.default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
-    }
   }
 
   // What the callable gets for an array of the call; `own` for a copy that it may keep.
@@ -243,22 +263,107 @@ class PyGateSite final : public Site {
     return tuple;
   }
 
-  // Looks for views that outlived the call, as private ones may, and leaves XLA's memory behind
-  // where one did. `ok` is false while the call's own exception is set.
-  bool settle_views(Arguments& inputs, Arguments& outputs, std::span<const ArrayView> operands,
-                    std::span<ArrayView> results, bool ok, unsigned privately) {
-    bool escaped = false;
-    if ((privately & kPrivateInputs) == 0) {
-      for (PyObject* view : inputs.all()) escaped |= Py_REFCNT(view) != 1;
+  // The views of one kind of a call, and the memory that they show.
+  struct Views {
+    const char* kind;
+    Arguments& objects;
+    std::span<const ArrayView> memory;
+
+    bool escaped() const {
+      return std::ranges::any_of(objects.all(),
+                                 [](PyObject* view) { return Py_REFCNT(view) != 1; });
     }
-    if ((privately & kPrivateResults) == 0) {
-      for (PyObject* view : outputs.all()) escaped |= Py_REFCNT(view) != 1;
+    void add_to(nb::list& suspects) const {
+      for (std::size_t i = 0; i < objects.size(); ++i) {
+        suspects.append(nb::make_tuple(kind, i, nb::borrow(objects.data()[i]),
+                                       reinterpret_cast<std::uintptr_t>(memory[i].data),
+                                       memory[i].nbytes()));
+      }
     }
+  };
+
+  // Looks for views that outlived the call, as private ones may, for which a kind is null. Where
+  // one did, Python's `escaped` hook finds who holds them, and has what still refers to the views
+  // made safe; what can't be makes the callee's later views private. `ok` is false while the call's
+  // own exception is set: its frames may hold views, which is no error of the user's. False with a
+  // Python error: the call's own, or that of an escape.
+  bool settle_views(const Views* inputs, const Views* outputs, bool ok) {
+    bool escaped = inputs != nullptr && inputs->escaped();
+    escaped = (outputs != nullptr && outputs->escaped()) || escaped;
     if (!escaped) return ok;
-    std::vector<Views> views;
-    if ((privately & kPrivateInputs) == 0) views.push_back({"argument", inputs, operands});
-    if ((privately & kPrivateResults) == 0) views.push_back({"result", outputs, results});
-    return settle_escapes(callee_, spec_.spec, views, ok);
+    nb::object raised = ok ? nb::none() : take_raised();  // set aside while the hook runs
+    nb::list suspects;
+    if (inputs != nullptr) inputs->add_to(suspects);
+    if (outputs != nullptr) outputs->add_to(suspects);
+    nb::object make_private = nb::cpp_function([callee = callee_](const std::string& kind) {
+      callee->make_private(kind == "argument" ? kPrivateInputs : kPrivateResults);
+    });
+    nb::object done = nb::steal(call_python(Hooks::instance().escaped, "ssOOO",
+                                            callee_->name().c_str(), spec_.spec.c_str(),
+                                            suspects.ptr(), raised.ptr(), make_private.ptr()));
+    if (ok) return done.is_valid();
+    if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
+    restore_raised(std::move(raised));
+    return false;
+  }
+
+  // What the callable gave back, into XLA's memory; with another style it is to be None.
+  bool take(std::span<ArrayView> results, const nb::object& value, const DeviceCall* gpu) const {
+    if (options_.style != Style::kReturn) {
+      if (value.is_none()) return true;
+      return mismatch(-1, "None (results are written into `out`)",
+                      std::string("a value of type ") + nb::type_name(value.type()).c_str());
+    }
+    std::optional<CopySources> held;
+    CopySources* sources = gpu == nullptr ? nullptr : &held.emplace(*gpu);
+    if (!tuple_results_) return take_one(results[0], value.ptr(), 0, sources);
+    if (results.empty() && value.is_none()) return true;
+    bool sequence =
+        PyTuple_Check(value.ptr()) || (options_.flat_results && PyList_Check(value.ptr()));
+    if (!sequence || nb::len(value) != results.size()) {
+      std::string got = nb::type_name(value.type()).c_str();
+      if (sequence) got += " of " + std::to_string(nb::len(value));
+      return mismatch(-1, "a tuple of " + std::to_string(results.size()) + " arrays", got);
+    }
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      nb::object item = value[i];
+      if (!take_one(results[i], item.ptr(), i, sources)) return false;
+    }
+    return true;
+  }
+
+  // What the callable wrote into private results.
+  bool write_back(std::span<ArrayView> results, Arguments& outputs) const {
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      PyObject* value = outputs.data()[i];
+      if (options_.arrays == Arrays::kBuffer) {
+        copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view.data);
+      } else if (!take_one(results[i], value, i, /*sources=*/nullptr)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // `sources` are null on the host.
+  bool take_one(const ArrayView& target, PyObject* value, std::size_t index,
+                CopySources* sources) const {
+    auto number = static_cast<int>(index);
+    if (value == Py_None) return mismatch(number, to_string(target), "None");
+    std::string got;
+    Stored stored = sources == nullptr
+                        ? store(target, value, options_.cast)
+                        : store_on_device(target, value, options_.cast, *sources, got);
+    if (stored != Stored::kMismatch) return stored == Stored::kYes;
+    if (sources == nullptr && !describe(value, got)) return false;
+    return mismatch(number, to_string(target), got);
+  }
+
+  bool mismatch(int index, const std::string& expected, const std::string& got) const {
+    nb::object made =
+        nb::steal(call_python(Hooks::instance().result_error, "ssiss", callee_->name().c_str(),
+                              spec_.spec.c_str(), index, expected.c_str(), got.c_str()));
+    return false;  // the hook raises
   }
 
   bool unwritten(const std::vector<std::size_t>& before, const std::vector<std::size_t>& after) {
@@ -278,7 +383,6 @@ class PyGateSite final : public Site {
   bool tuple_results_;
   SiteSpec spec_;
   std::shared_ptr<const Mesh> mesh_;
-  GateResults results_;
 };
 
 }  // namespace

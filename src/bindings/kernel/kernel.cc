@@ -1,7 +1,9 @@
-// See the header. A kernel's calls don't come by here; only their failures do.
-#include "bindings/kernel/kernel.h"
+// Kernels, for the CPU and for CUDA, as Python makes them. Their calls don't come by here; only
+// their failures do.
+#include "core/kernel.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,15 +15,16 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays/host_arrays.h"
-#include "bindings/bind.h"
+#include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/handle.h"
 #include "bindings/python/hooks.h"
+#include "bindings/python/references.h"
 #include "core/crash_report.h"
-#include "core/kernel.h"
 #include "core/kernel_mode.h"
 #include "core/utf8.h"
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/nvrtc.h"
 
 namespace callgate::bindings {
 namespace {
@@ -41,8 +44,7 @@ void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
   nb::object text = nb::steal(call_hook(Hooks::instance().kernel_raised, "O",
                                         exception.is_valid() ? exception.ptr() : Py_None));
-  if (!text.is_valid()) PyErr_Clear();
-  call->services->fail(call, text.is_valid() ? text_of(text).c_str() : "it raised");
+  call->services->fail(call, text_or(text, "it raised").c_str());
 }
 
 std::vector<ArrayView> views(const nb::list& arrays) {
@@ -68,11 +70,23 @@ void call(const KernelHandle& kernel, const nb::list& operands, const nb::list& 
   without_gil([&] { site->run(Call{in, out, {}}, nullptr); });
 }
 
-std::string kernel_stall_report(const std::string& kernel, const std::string& call) {
-  std::string what = "kernel '" + kernel + "'";
-  ActiveGil gil;
-  if (gil) return stall_text(what, call, /*timed_out=*/false);
-  return "callgate: " + what + " called with " + call + " is stalled";
+// What becomes of a kernel's failures: text for XLA about a call that failed, by way of the hook,
+// which makes the exception and keeps it. Without Python, which may be gone, the message itself.
+KernelCalleeBase::Describe failures_of(std::string kernel) {
+  return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
+    std::string message = valid_utf8(said);  // native code says things in any encoding
+    std::string plain = "callgate: kernel '" + kernel + "': " + message;
+    ActiveGil gil;
+    if (!gil) return plain;
+    return text_or(nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
+                                       message.c_str(), site.c_str())),
+                   plain);
+  };
+}
+
+// Keeps a failure that XLA can't be told of.
+void defer_kernel_failure(const Error& error) {
+  if (ActiveGil gil; gil) call_deferred(error);
 }
 
 std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t function,
@@ -93,8 +107,10 @@ std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t funct
   auto callee =
       std::make_shared<KernelCallee>(std::move(info), failures_of(std::move(kernel)), share(keep));
   callee->set_defer(&defer_kernel_failure);
-  callee->set_report([kernel = callee->name()](const std::string& call) {
-    return kernel_stall_report(kernel, call);
+  callee->set_report([what = "kernel '" + callee->name() + "'"](const std::string& call) {
+    ActiveGil gil;
+    return gil ? stall_text(what, call, /*timed_out=*/false)
+               : "callgate: " + what + " called with " + call + " is stalled";
   });
   return callee;
 }
@@ -112,25 +128,52 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
   return kernels;
 }
 
+// --- For CUDA ------------------------------------------------------------------------------------
+
+using cuda::LaunchCallee;
+using cuda::Nvrtc;
+
+std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+using CudaKernelHandle = Handle<LaunchCallee>;
+
+std::shared_ptr<LaunchCallee> make_cuda_callee(
+    std::string name, const std::vector<std::pair<nb::bytes, int>>& images) {
+  std::vector<cuda::Image> held;
+  held.reserve(images.size());
+  for (const auto& [code, capability] : images) held.push_back({string_of(code), capability});
+  // Failures are the kernel's, whatever its variant.
+  std::string kernel = name.substr(0, name.find('['));
+  auto callee = std::make_shared<LaunchCallee>(std::move(name), std::move(held),
+                                               failures_of(std::move(kernel)));
+  callee->set_defer(&defer_kernel_failure);
+  return callee;
+}
+
+// The capabilities of the devices that this process sees; none where there is no driver.
+std::vector<int> capabilities() {
+  try {
+    std::vector<int> all(static_cast<std::size_t>(cuda::Device::count()));
+    for (std::size_t i = 0; i < all.size(); ++i)
+      all[i] = cuda::Device::capability_of(static_cast<int>(i));
+    return all;
+  } catch (const Error&) {
+    return {};  // no driver, or no device: a machine to compile on
+  }
+}
+
+nb::tuple compile(const Nvrtc& nvrtc, const std::string& source, const std::string& name,
+                  const std::vector<std::string>& options,
+                  const std::vector<std::pair<std::string, std::string>>& headers,
+                  const std::vector<std::string>& expressions) {
+  Nvrtc::Compiled compiled =
+      without_gil([&] { return nvrtc.compile({source, name, options, headers, expressions}); });
+  return nb::make_tuple(compiled.ok, bytes_of(compiled.code), nb::cast(compiled.names),
+                        bytes_of(compiled.log));
+}
+
 }  // namespace
-
-KernelCalleeBase::Describe failures_of(std::string kernel) {
-  return [kernel = std::move(kernel)](const std::string& said, const std::string& site) {
-    std::string message = valid_utf8(said);  // native code says things in any encoding
-    std::string plain = "callgate: kernel '" + kernel + "': " + message;
-    ActiveGil gil;
-    if (!gil) return plain;
-    nb::object text = nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                          message.c_str(), site.c_str()));
-    if (text.is_valid()) return text_of(text);
-    PyErr_Clear();
-    return plain;
-  };
-}
-
-void defer_kernel_failure(const Error& error) {
-  if (ActiveGil gil; gil) call_deferred(error);
-}
 
 void bind_kernel(nb::module_& module) {
   nb::class_<TurnHandle>(module, "KernelTurn", nb::is_weak_referenceable(),
@@ -171,6 +214,26 @@ void bind_kernel(nb::module_& module) {
   module.def("set_check_memory", [](bool on) { set_kernel_mode(KernelMode::kCheckMemory, on); });
   module.def("set_crash_report", &set_crash_report, nb::arg("on"));
   module.attr("KERNEL_ABI") = CALLGATE_ABI;
+  nb::class_<CudaKernelHandle>(module, "CudaKernel", nb::is_weak_referenceable(),
+                               "The runtime's handle on a kernel's images for CUDA, by name.")
+      .def(
+          "__init__",
+          [](CudaKernelHandle* self, std::string name,
+             const std::vector<std::pair<nb::bytes, int>>& images) {
+            new (self) CudaKernelHandle(make_cuda_callee(std::move(name), images));
+          },
+          nb::arg("name"), nb::arg("images"))
+      .def_prop_ro("name", &CudaKernelHandle::name);
+  nb::class_<Nvrtc>(module, "Nvrtc", "CUDA's run-time compiler, from a library.")
+      .def_static("open", &Nvrtc::open, nb::arg("path"), nb::rv_policy::reference)
+      .def_static("usual_name", &Nvrtc::usual_name)
+      .def_prop_ro("version", &Nvrtc::version)
+      .def_prop_ro("architectures", &Nvrtc::architectures)
+      .def("compile", &compile, nb::arg("source"), nb::arg("name"), nb::arg("options"),
+           nb::arg("headers"), nb::arg("expressions"),
+           "(whether it succeeded, code, the expressions' names in it, the log).");
+  module.def("cuda_capabilities", &capabilities,
+             "Compute capabilities of the devices that this process sees; none without a driver.");
 }
 
 }  // namespace callgate::bindings

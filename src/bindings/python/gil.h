@@ -1,5 +1,8 @@
-// Taking the GIL from threads that Python did not make, cheaply and safely.
+// Python, NumPy's C API and nanobind, included one way by every file of this folder, and the GIL.
 //
+// module.cc defines CALLGATE_IMPORT_NUMPY and owns NumPy's function table; the others share it.
+//
+// The GIL is taken from threads that Python did not make cheaply and safely:
 // PyGILState_Ensure creates a thread state for a foreign thread and Release destroys it:
 // microseconds a call, and the thread's Python-side locals are lost each time. So a foreign thread
 // is attached once, by an Ensure that is never released; from then on Ensure only swaps the state
@@ -8,16 +11,39 @@
 // behind is bounded by their number.
 #pragma once
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL callgate_numpy_api
+#ifndef CALLGATE_IMPORT_NUMPY
+#define NO_IMPORT_ARRAY
+#endif
 #include <cxxabi.h>
+#include <nanobind/nanobind.h>
+#include <numpy/arrayobject.h>
 #include <unistd.h>
 
 #include <optional>
 
-#include "bindings/python/python.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 
 namespace callgate::bindings {
+
+namespace nb = nanobind;
+
+// What each file of this layer adds to the module; channel/channel.h names its own.
+void bind_buffer(nb::module_& module);     // `Buffer`
+void bind_upload(nb::module_& module);     // `Upload`: an item of a feed on its way to a GPU
+void bind_gate(nb::module_& module);       // `Callee`, `Check`, `Context`
+void bind_kernel(nb::module_& module);     // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
+void bind_progress(nb::module_& module);   // the board of bars, for the thread that draws them
+void bind_interrupt(nb::module_& module);  // Ctrl-C in Python's terms, for core/interrupt.h
+// The very end of the process, after Python's: what came too late is reported, and failures that
+// were found at the end make the exit status say so.
+void bind_exit(nb::module_& module);
 
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way

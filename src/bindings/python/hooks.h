@@ -1,16 +1,18 @@
 // Python functions that the runtime calls off its fast path: to make and keep errors, to deal with
 // escaped views, to bind a call site's description. Set once at import (`start` in
-// python/callgate/_runtime/lifecycle.py); each is documented there. All of this runs under the GIL.
+// python/callgate/_runtime/lifecycle.py); each is documented there. All of this runs under the GIL,
+// and must not fail: a hook that raises is reported as text of its own.
 #pragma once
 
-#include <cstdint>
+#include <nanobind/stl/string.h>
+
 #include <string>
+#include <utility>
 
 #include "bindings/python/gil.h"
-#include "bindings/python/python.h"
-#include "core/array_view.h"
 #include "core/call.h"
 #include "core/error.h"
+#include "core/utf8.h"
 
 namespace callgate::bindings {
 
@@ -36,14 +38,37 @@ struct Hooks {
   CALLGATE_HOOKS(X)
 #undef X
 
-  static Hooks& instance();
+  static Hooks& instance() {
+    static constinit Hooks hooks;
+    return hooks;
+  }
 };
+
+// Whether this thread runs a hook, and has met an interrupt there.
+inline thread_local bool in_hook = false, met_interrupt = false;
+
+// Has the main thread raise a gate's KeyboardInterrupt as soon as it is in Python. The program ends
+// with an Exception, which many a caller takes for one to go on after: Ctrl-C would be lost.
+inline void pass_on_interrupt() {
+  auto raise = [](void*) -> int {
+    if (in_hook) {  // whose error would be taken for its own
+      met_interrupt = true;
+      return 0;
+    }
+    nb::object done = nb::steal(call_python(Hooks::instance().interrupted, ""));
+    return done.is_valid() ? 0 : -1;
+  };
+  (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
+}
 
 // Marks the thread as running a hook for as long as it lives: an interrupt to be raised waits.
 class RunningHook : Immovable {
  public:
-  RunningHook() noexcept;
-  ~RunningHook();
+  RunningHook() noexcept : outer_(std::exchange(in_hook, true)) {}
+  ~RunningHook() {
+    in_hook = outer_;
+    if (!outer_ && std::exchange(met_interrupt, false)) pass_on_interrupt();
+  }
 
  private:
   bool outer_;
@@ -56,24 +81,79 @@ PyObject* call_hook(PyObject* hook, const char* format, Args... args) {
   return call_python(hook, format, args...);
 }
 
-// Keeps a failure that its program was not told of, by way of the `deferred` hook.
-void call_deferred(const Error& error);
-
-// The report on a call of a gate or kernel that takes long, by way of the `stalled` hook.
-std::string stall_text(const std::string& what, const std::string& call, bool timed_out);
-
 // A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
-std::string text_of(nb::handle text);
+inline std::string text_of(nb::handle text) {
+  nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (bytes.is_valid())
+    return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
+  PyErr_Clear();
+  return "a text that can't be shown";
+}
+
+// What a hook gave, or its stand-in where it raised.
+inline std::string text_or(nb::object text, const std::string& otherwise) {
+  if (text.is_valid()) return text_of(text);
+  PyErr_Clear();
+  return otherwise;
+}
 
 // The current exception as an object, cleared; with its traceback attached.
-nb::object take_raised();
+inline nb::object take_raised() {
+#if PY_VERSION_HEX >= 0x030C0000
+  return nb::steal(PyErr_GetRaisedException());
+#else
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return nb::steal(value);
+#endif
+}
+
 // Makes it the current exception again.
-void restore_raised(nb::object exception);
+inline void restore_raised(nb::object exception) {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyErr_SetRaisedException(exception.release().ptr());
+#else
+  PyObject* type = exception.type().inc_ref().ptr();
+  PyObject* traceback = PyException_GetTraceback(exception.ptr());
+  PyErr_Restore(type, exception.release().ptr(), traceback);
+#endif
+}
+
+// Keeps a failure that its program was not told of, by way of the `deferred` hook.
+inline void call_deferred(const Error& error) {
+  nb::object done =
+      nb::steal(call_hook(Hooks::instance().deferred, "s", valid_utf8(error.what()).c_str()));
+  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+}
+
+// The report on a call of a gate or kernel that takes long, by way of the `stalled` hook.
+inline std::string stall_text(const std::string& what, const std::string& call, bool timed_out) {
+  return text_or(nb::steal(call_hook(Hooks::instance().stalled, "ssO", what.c_str(), call.c_str(),
+                                     timed_out ? Py_True : Py_False)),
+                 "callgate: " + what + " called with " + call + " is stalled");
+}
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
 // exception for the caller. Clears the exception. `layout` and the call's shard say on which part
 // of its arrays the call was, in a program over several devices (SiteSpec::layout).
-std::string take_exception(const std::string& gate, const std::string& site,
-                           const std::string& layout = "", const CallContext& context = {});
+inline std::string take_exception(const std::string& gate, const std::string& site,
+                                  const std::string& layout = "", const CallContext& context = {}) {
+  nb::object exception = take_raised();
+  // Not by "s#": what its length is depends on the Python that the module was built for.
+  auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
+  nb::object name = str(gate), place = str(site), parts = str(layout);
+  nb::object text = nb::steal(call_hook(
+      Hooks::instance().failed, "OOOOiLk", exception.ptr(), name.ptr(), place.ptr(), parts.ptr(),
+      static_cast<int>(context.shard), static_cast<long long>(context.run), context.thread));
+  if (text.is_valid() &&
+      PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0) {
+    pass_on_interrupt();
+  }
+  return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
+}
 
 }  // namespace callgate::bindings

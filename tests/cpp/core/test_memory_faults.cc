@@ -28,7 +28,7 @@
 #include "core/registry.h"
 #include "core/watchdog.h"
 #include "core/worker_pool.h"
-#include "cuda/launch_plan.h"
+#include "cuda/launch.h"
 #include "fake_attributes.h"
 #include "fake_callee.h"
 #include "fake_launch.h"

@@ -17,7 +17,6 @@
 #include "core/error.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
-#include "cuda/event.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {

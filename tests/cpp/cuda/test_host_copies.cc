@@ -16,7 +16,6 @@
 #include "cuda/completions.h"
 #include "cuda/copies.h"
 #include "cuda/driver.h"
-#include "cuda/event.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {
@@ -218,6 +217,36 @@ TEST_F(HostCopiesTest, ACopyThatIsRefusedIsAnError) {
   HostCopies copies(device_, {}, views({&a}));
   fakecuda_fail("cuMemcpyHtoDAsync_v2", 719, 0, 1);
   EXPECT_THROW(copies.publish(stream()), Error);
+}
+
+TEST_F(HostCopiesTest, WhereCopiesWereRefusedNoneIsUnderWay) {
+  Floats a({1, 2}), b({3});
+  fakecuda_delay_copies(2000);
+  auto side = device_.side_stream(Device::Direction::kToHost);
+  struct Refused {
+    const char* symbol;
+    int after;
+  };
+  for (auto [symbol, after] : {Refused{"cuMemcpyDtoHAsync_v2", 1}, Refused{"cuEventRecord", 0}}) {
+    HostCopies copies(device_, views({&a, &b}), {});
+    fakecuda_fail(symbol, 719, after, 1);
+    EXPECT_THROW(copies.fetch_with_event(stream()), Error) << symbol;
+    EXPECT_EQ(fakecuda_queued(stream_), 0U) << symbol;
+  }
+  for (int event : {0, 1}) {
+    HostCopies copies(device_, views({&a, &b}), {});
+    fakecuda_fail("cuEventRecord", 719, event, 1);
+    EXPECT_THROW(copies.fetch_aside(stream()), Error) << event;
+    EXPECT_EQ(fakecuda_queued(event == 0 ? stream_ : side), 0U) << event;
+    EXPECT_EQ(fakecuda_finish(stream_), 0);
+  }
+  auto copies = std::make_shared<HostCopies>(device_, std::span<const ArrayView>(), views({&a}));
+  write(copies->results()[0], {8, 9});
+  copies->publish(stream());
+  fakecuda_fail("cuEventRecord", 719, 0, 1);
+  EXPECT_THROW(keep_until(device_, stream(), std::move(copies)), Error);
+  EXPECT_EQ(fakecuda_queued(stream_), 0U);
+  EXPECT_THAT(a.values(), ElementsAre(8, 9));
 }
 
 TEST_F(HostCopiesTest, PoisonIsNanOrZero) {

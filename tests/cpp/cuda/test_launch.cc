@@ -9,7 +9,6 @@
 
 #include "core/error.h"
 #include "cuda/launch.h"
-#include "cuda/launch_plan.h"
 #include "fake_attributes.h"
 #include "fake_launch.h"
 #include "outcome.h"

@@ -11,7 +11,7 @@
 
 #include "core/error.h"
 #include "cuda/driver.h"
-#include "cuda/memory.h"
+#include "cuda/device.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {

@@ -13,7 +13,6 @@
 
 #include "cuda/completions.h"
 #include "cuda/device.h"
-#include "cuda/memory.h"
 #include "cuda_fake/fakecuda.h"
 
 namespace callgate::fake {

@@ -204,6 +204,36 @@ TEST_F(CudaGates, OnSeveralDevicesWhatIsThrownPoisonsTheResults) {
   EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("bad_alloc"));
 }
 
+TEST_F(CudaGates, OnSeveralDevicesACallThatCannotBeginPoisonsTheResults) {
+  Floats x({1}), y({5, 6});
+  behaviour_.run = doubled;
+  cuda::ContextScope of_xla(cuda::Device::at(0));
+  for (const char* symbol : {"cuStreamGetCtx", "cuCtxGetCurrent"}) {
+    behaviour_.deferred.clear();
+    y.set({5, 6});
+    fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
+    ASSERT_TRUE(program.load().ok());
+    fakecuda_fail(symbol, 719, 0, 1);
+    EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+    finish();
+    EXPECT_THAT(y.values(), Each(IsNan()));
+    ASSERT_EQ(behaviour_.deferred.size(), 1U);
+    EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("'f': " + std::string(symbol) + ": "));
+  }
+}
+
+TEST_F(CudaGates, TheFirstFailureIsToldOfWherePoisonFailsToo) {
+  Floats x({1}), y({5});
+  behaviour_.run = [](const Call&) { return Outcome::failure(ErrorCode::kInternal, "no luck"); };
+  fake::CudaGateProgram program("f", stream_, {{"on_error", "poison"}});
+  ASSERT_TRUE(program.load().ok());
+  fakecuda_fail("cuMemsetD8Async", 719, 0, 1);
+  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  finish();
+  ASSERT_EQ(behaviour_.deferred.size(), 1U);
+  EXPECT_THAT(behaviour_.deferred[0].message, HasSubstr("no luck"));
+}
+
 TEST_F(CudaGates, ANativeCallGetsTheDevicesArraysWithoutWaiting) {
   Floats x({1}), y({0});
   fakecuda_hold(stream_);

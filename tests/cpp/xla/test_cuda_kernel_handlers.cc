@@ -95,6 +95,20 @@ TEST_F(CudaKernels, PoisonTheirResultsWhereTheProgramAsksForIt) {
   EXPECT_THAT(deferred_[0], HasSubstr("CUDA_ERROR_INVALID_VALUE"));
 }
 
+TEST_F(CudaKernels, PoisonTheirResultsWhereTheCallCannotBegin) {
+  Floats x({1}), y({5});
+  fake::CudaKernelProgram program(kName, stream_,
+                                  {{"plan", fake::scale_plan(1)}, {"on_error", "poison"}});
+  ASSERT_TRUE(program.load().ok());
+  cuda::ContextScope of_xla(cuda::Device::at(0));
+  fakecuda_fail("cuStreamGetCtx", 719, 0, 1);
+  EXPECT_TRUE(program.execute({array(x)}, {array(y)}).wait().ok());
+  finish();
+  EXPECT_THAT(y.values(), ElementsAre(IsNan()));
+  ASSERT_EQ(deferred_.size(), 1U);
+  EXPECT_THAT(deferred_[0], HasSubstr("'" + std::string(kName) + "': cuStreamGetCtx: "));
+}
+
 TEST_F(CudaKernels, PoisonTheirResultsWhereThereIsNoScratchMemory) {
   Floats x({1}), y({5});
   fake::CudaKernelProgram program(

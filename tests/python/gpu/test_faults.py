@@ -60,7 +60,6 @@ class Fault:
   first: bool = False  # the program's first run, else its second
   new_size: bool = False  # for which no memory is kept
   before: str | None = None  # a program that runs before
-  broken: str = ""  # what is wrong with callgate there
 
   @property
   def id(self) -> str:
@@ -110,9 +109,6 @@ OBJECTS = ("cuStreamGetCaptureInfo_v2", "cuUserObjectCreate", "cuGraphRetainUser
 MODULE = ("cuThreadExchangeStreamCaptureMode", "cuModuleLoadData", "cuModuleGetFunction")
 WAIT, HOLD, CALL = "cuEventSynchronize", "cuStreamWaitValue32_v2", "cuLaunchHostFunc"
 NO_ROOM: dict[str, Any] = {"result": NO_MEMORY, "count": 2, "new_size": True}  # it is asked twice
-WAITED_FOR = (
-  "an error before the call itself is XLA's, and the other device waits in its collective"
-)
 
 FAULTS = [
   # -- a gate on copies in the host's memory, from the first call of a process on
@@ -202,15 +198,13 @@ FAULTS = [
   *faults("feed", "cuMemHostAlloc", "cuMemAlloc_v2", comes=EITHER, **NO_ROOM),
   # -- with a collective behind it, for which another device waits
   *faults("gate on two devices", "cuEventRecord", TO_HOST, TO_DEVICE),
-  Fault("gate on two devices", "cuStreamGetCtx", broken=WAITED_FOR),
-  Fault("kernel on two devices", "cuLaunchKernel"),
+  *faults("gate on two devices", *HANDLER),
+  *faults("kernel on two devices", *HANDLER, "cuLaunchKernel"),
 ]
 
 # Functions in src/cuda/driver.h that no program here can make fail.
 NEVER_CALLED = {
-  "cuStreamDestroy_v2": "streams of callgate's own last as long as the process",
   "cuEventDestroy_v2": "only where the host has no memory to keep an event",
-  "cuFuncGetParamInfo": "nothing calls it",
 }
 
 
@@ -290,12 +284,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     made.end(kind)
 
 
-def row(fault: Fault) -> Any:
-  broken = [pytest.mark.xfail(strict=True, reason=fault.broken)] if fault.broken else []
-  return pytest.param(fault, id=fault.id, marks=broken)
-
-
-@pytest.mark.parametrize("fault", [row(fault) for fault in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
 def test_a_call_that_fails_is_told_of_or_does_no_harm(workers: Workers, fault: Fault) -> None:
   answer = workers.ask(fault)
   assert "gone" not in answer
@@ -314,13 +303,7 @@ def test_a_call_that_fails_is_told_of_or_does_no_harm(workers: Workers, fault: F
     assert counts == {"sent": 1, "delivered": 0, "dropped": 1, "pending": 0}
 
 
-# After a program that hangs there is none.
-NEXT = [
-  row(fault) if fault.broken == WAITED_FOR else pytest.param(fault, id=fault.id) for fault in FAULTS
-]
-
-
-@pytest.mark.parametrize("fault", NEXT)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
 def test_the_next_run_of_the_program_is_right(workers: Workers, fault: Fault) -> None:
   answer = workers.ask(fault)
   assert "gone" not in answer
@@ -328,20 +311,11 @@ def test_the_next_run_of_the_program_is_right(workers: Workers, fault: Fault) ->
   assert (then["error"], then["value"], then.get("records", "right")) == ("", "right", "right")
 
 
-RAISING = [fault for fault in FAULTS if fault.comes == RAISES]
+# Where there is no driver, that holds for the whole process.
+RAISING = [fault for fault in FAULTS if fault.comes == RAISES and fault.function not in START]
 
 
-def place(where: str) -> Any:
-  """A kernel's launch says its name; gates, taps, feeds and what any call begins with don't."""
-  reason = "the error does not say whose call of CUDA's it was"
-  unnamed = [] if "kernel" in where else [pytest.mark.xfail(strict=True, reason=reason)]
-  return pytest.param(where, id=where, marks=unnamed)
-
-
-PLACES = [place(where) for where in dict.fromkeys(fault.where for fault in RAISING)]
-
-
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", dict.fromkeys(fault.where for fault in RAISING))
 def test_the_error_says_which_gate_or_kernel_it_comes_from(workers: Workers, where: str) -> None:
   errors = [workers.ask(fault).get("error", "") for fault in RAISING if fault.where == where]
   assert [error for error in errors if "faulty_" not in error] == []

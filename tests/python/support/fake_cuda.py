@@ -30,7 +30,7 @@ import numpy as np
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "cuda_fake"
-_TYPES = Path(__file__).parents[3] / "src" / "cuda" / "types.h"
+_TYPES = Path(__file__).parents[3] / "src" / "cuda" / "driver.h"
 
 ILLEGAL_ADDRESS, LAUNCH_FAILED, OUT_OF_MEMORY = 700, 719, 2
 

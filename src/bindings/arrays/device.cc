@@ -1,24 +1,30 @@
-// See the header. DLPack is asked first, since it says which GPU an array is on and knows every
-// type; CUDA's array interface serves libraries that have nothing else.
-#include "bindings/arrays/device_results.h"
+// See the header. The driver may make its caller wait for room in a stream's queue, and what
+// empties the queue may need the GIL: so none of its calls here is made with it.
+//
+// Of results DLPack is asked first, since it says which GPU an array is on and knows every type;
+// CUDA's array interface serves libraries that have nothing else.
+#include "bindings/arrays/device.h"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <memory>
+#include <functional>
 #include <optional>
-#include <utility>
+#include <string_view>
 
+#include "bindings/arrays/buffer.h"
 #include "bindings/arrays/dlpack.h"
-#include "bindings/python/deferred.h"
 #include "bindings/python/gil.h"
-#include "cuda/completions.h"
+#include "core/error.h"
 #include "cuda/copies.h"
-#include "cuda/driver.h"
 
 namespace callgate::bindings {
 namespace {
+
+cuda::Stream stream_of(std::int64_t number) {
+  return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
+}
 
 // An array on a GPU, by whatever protocol it came. Strides are in `stride_unit`s of bytes; none for
 // a dense array.
@@ -40,7 +46,6 @@ struct Foreign {
     }
     return true;
   }
-  std::string text() const { return type_text(type, shape); }
 };
 
 // The name of a DLPack type; empty for those that no array of XLA's has.
@@ -101,14 +106,6 @@ std::optional<Foreign> by_dlpack(nb::handle value, const DeviceCall& call) {
   return array;
 }
 
-int ordinal_of(const void* data) {
-  int ordinal = 0;
-  cuda::check(cuda::driver().pointer_attribute(&ordinal, cuda::PointerAttribute::kDeviceOrdinal,
-                                               cuda::address(data)),
-              "cuPointerGetAttribute");
-  return ordinal;
-}
-
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& call) {
   if (!nb::hasattr(value, "__cuda_array_interface__")) return {};
@@ -128,8 +125,13 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   }
   nb::object dtype = nb::module_::import_("numpy").attr("dtype")(interface["typestr"]);
   array.type = nb::cast<std::string>(nb::str(nb::object(dtype.attr("name"))));
-  array.ordinal = array.empty() ? call.device->ordinal() : ordinal_of(array.data);
-  if (nb::object stream = entry("stream"); !stream.is_none() && !array.empty()) {
+  array.ordinal = call.device->ordinal();
+  if (array.empty()) return array;
+  cuda::check(
+      cuda::driver().pointer_attribute(&array.ordinal, cuda::PointerAttribute::kDeviceOrdinal,
+                                       cuda::address(array.data)),
+      "cuPointerGetAttribute");
+  if (nb::object stream = entry("stream"); !stream.is_none()) {
     auto number = nb::cast<std::int64_t>(stream);
     if (number == 0)
       throw nb::value_error("__cuda_array_interface__: stream: expected None or a stream, got 0");
@@ -138,9 +140,10 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   return array;
 }
 
-Stored copy_from_gpu(const ArrayView& target, Foreign array, const DeviceCall& call,
-                     CopySources& sources, std::string& got) {
-  got = array.text();
+Stored copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources,
+                     std::string& got) {
+  const DeviceCall& call = sources.call();
+  got = type_text(array.type, array.shape);
   if (array.ordinal != call.device->ordinal()) {
     got += " on cuda:" + std::to_string(array.ordinal) +
            " (the program's GPU is cuda:" + std::to_string(call.device->ordinal()) + ")";
@@ -162,23 +165,72 @@ Stored copy_from_gpu(const ArrayView& target, Foreign array, const DeviceCall& c
   return Stored::kYes;
 }
 
-Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, const DeviceCall& call,
-                      CopySources& sources, std::string& got) {
-  cuda::PinnedBlock block =
-      without_gil([&] { return cuda::PinnedBlock(std::max<std::size_t>(target.nbytes(), 1)); });
+Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                      std::string& got) {
+  cuda::PinnedBlock block = without_gil([&] { return cuda::PinnedBlock(target.nbytes()); });
   ArrayView staged = target;
   staged.data = block.data();
   Stored stored = store(staged, value, cast);
   if (stored == Stored::kMismatch && !describe(value, got)) return Stored::kError;
   if (stored != Stored::kYes || target.nbytes() == 0) return stored;
   without_gil([&] {
-    cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(), call.stream);
+    cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(),
+                         sources.call().stream);
   });
   sources.keep(std::move(block));
   return Stored::kYes;
 }
 
 }  // namespace
+
+DeviceCall DeviceCall::of(const CallContext& context) {
+  auto stream = static_cast<cuda::Stream>(context.stream);
+  return {&cuda::Device::of(stream), stream};
+}
+
+std::uintptr_t DeviceCall::number() const noexcept {
+  auto handle = reinterpret_cast<std::uintptr_t>(stream);
+  return handle == 0 ? 1 : handle;
+}
+
+void DeviceCall::make_current() const {
+  cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
+}
+
+void DeviceCall::hold_back(std::int64_t consumer) const {
+  if (static_cast<std::uintptr_t>(consumer) == number()) return;
+  without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(stream_of(consumer)); });
+}
+
+void DeviceCall::wait_for(std::int64_t producer) const {
+  if (static_cast<std::uintptr_t>(producer) == number()) return;
+  without_gil([&] { cuda::StreamEvent(*device, stream_of(producer)).hold_back(stream); });
+}
+
+bool capture_failed(const DeviceCall& call) {
+  cuda::CaptureStatus status = cuda::CaptureStatus::kNone;
+  cuda::Result result = cuda::driver().stream_is_capturing(call.stream, &status);
+  if (result == cuda::Result::kStreamCaptureInvalidated) return true;
+  cuda::check(result, "cuStreamIsCapturing");
+  return status == cuda::CaptureStatus::kInvalidated;
+}
+
+std::vector<std::size_t> device_checksums(const DeviceCall& call,
+                                          std::span<const ArrayView> arrays) {
+  return without_gil([&] {
+    cuda::HostCopies copies(*call.device, arrays, {});
+    copies.fetch(call.stream);
+    cuda::wait_for(*call.device, call.stream);
+    std::vector<std::size_t> sums;
+    for (const ArrayView& view : copies.operands()) sums.push_back(checksum(view));
+    return sums;
+  });
+}
+
+std::size_t checksum(const ArrayView& host_array) {
+  return std::hash<std::string_view>()(
+      {static_cast<const char*>(host_array.data), host_array.nbytes()});
+}
 
 CopySources::~CopySources() {
   if (kept_->objects.empty() && kept_->blocks.empty()) return;
@@ -191,21 +243,86 @@ CopySources::~CopySources() {
   });
 }
 
-Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, const DeviceCall& call,
-                       CopySources& sources, std::string& got) try {
+Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                       std::string& got) try {
+  const DeviceCall& call = sources.call();
   std::optional<Foreign> array = running_python([&] { return by_dlpack(value, call); });
   if (!array) array = running_python([&] { return by_array_interface(value, call); });
-  if (array) return copy_from_gpu(target, *std::move(array), call, sources, got);
-  return copy_from_host(target, value, cast, call, sources, got);
+  return array ? copy_from_gpu(target, *std::move(array), sources, got)
+               : copy_from_host(target, value, cast, sources, got);
 } catch (nb::python_error& error) {
   error.restore();
   return Stored::kError;
 } catch (nb::builtin_exception& error) {
   PyErr_SetString(PyExc_TypeError, error.what());
   return Stored::kError;
-} catch (const std::exception& error) {
-  PyErr_SetString(PyExc_RuntimeError, error.what());
-  return Stored::kError;
+}
+
+// --- Upload --------------------------------------------------------------------------------------
+
+namespace {
+
+// An item of a feed on its way to a GPU. Made on the feed's thread, given on XLA's.
+class UploadHandle {
+ public:
+  UploadHandle(int ordinal, const nb::sequence& arrays) : ordinal_(ordinal) {
+    std::vector<ArrayView> types;
+    for (nb::handle array : arrays) {
+      std::optional<ArrayView> type = known_view(array);
+      if (!type) throw nb::type_error("Upload: expected NumPy arrays of a dtype that JAX has");
+      types.push_back(*type);  // its data is not looked at
+    }
+    without_gil(
+        [&] { upload_ = std::make_shared<cuda::Upload>(cuda::Device::at(ordinal), types); });
+    std::size_t index = 0;
+    for (nb::handle array : arrays) {
+      if (store(upload_->host()[index++], array.ptr(), /*cast=*/false) != Stored::kYes) {
+        if (PyErr_Occurred() != nullptr) nb::raise_python_error();
+        throw nb::type_error("Upload: expected arrays of the host");
+      }
+    }
+    without_gil([&] { upload_->start(); });
+  }
+  UploadHandle(UploadHandle&&) = default;
+  ~UploadHandle() {
+    if (upload_ != nullptr) without_gil([&] { upload_.reset(); });
+  }
+
+  int ordinal() const noexcept { return ordinal_; }
+
+  // Lane `lane` of `lanes` of each result.
+  void give(const nb::sequence& results, std::size_t lane, std::size_t lanes) {
+    const DeviceCall* call = DeviceCallScope::current();
+    if (call == nullptr || call->device != &upload_->device())
+      throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
+    std::vector<void*> targets;
+    for (nb::handle result : results) {
+      const ArrayView& view = nb::cast<const Buffer&>(result).view;
+      std::size_t bytes = view.nbytes() / lanes;
+      targets.push_back(static_cast<char*>(view.data) + lane * bytes);
+      if (targets.size() > upload_->host().size() ||
+          bytes != upload_->host()[targets.size() - 1].nbytes()) {
+        throw nb::value_error("Upload.give: expected results of the arrays' types");
+      }
+    }
+    without_gil([&] { cuda::Upload::give(upload_, targets, call->stream); });
+  }
+
+ private:
+  int ordinal_;
+  std::shared_ptr<cuda::Upload> upload_;
+};
+
+}  // namespace
+
+void bind_upload(nb::module_& module) {
+  nb::class_<UploadHandle>(module, "Upload",
+                           "Arrays of the host on their way to a GPU, by way of pinned memory.")
+      .def(nb::init<int, const nb::sequence&>(), nb::arg("ordinal"), nb::arg("arrays"))
+      .def_prop_ro("ordinal", &UploadHandle::ordinal, "The GPU's number for CUDA.")
+      .def("give", &UploadHandle::give, nb::arg("results"), nb::arg("lane") = 0,
+           nb::arg("lanes") = 1,
+           "Has the stream of the call that runs on this thread copy them to its results.");
 }
 
 }  // namespace callgate::bindings

@@ -1,23 +1,46 @@
+// What comes to the process from outside its programs: Ctrl-C, in Python's terms, and its end.
+//
 // Python runs exit handlers in the reverse of their order: those that were registered before
 // callgate's run after it, and may run programs still. What such programs tap can't be delivered
 // any more, but it is not lost in silence: it is counted, and reported when the C library ends the
-// process. That is after Python's end, so all here is C++.
+// process. That is after Python's end, so all of that is C++.
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <string>
 
-#include "bindings/bind.h"
+#include "bindings/python/gil.h"
 #include "channel/tap.h"
+#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 
 namespace callgate::bindings {
 namespace {
+
+// Held for the life of the process.
+PyObject* g_getsignal = nullptr;
+PyObject* g_default = nullptr;
+
+// Whether Python's own handler is there, which raises KeyboardInterrupt as soon as the main thread
+// is back in Python. In C alone: Python code would meet the interrupt itself, here.
+bool raises() {
+  GilScope gil;
+  nb::object handler = nb::steal(call_python(g_getsignal, "i", SIGINT));
+  if (!handler.is_valid()) PyErr_Clear();
+  return handler.ptr() == g_default;
+}
+
+// For a sender that waits, which asks many times a second. Earlier ones have been dealt with.
+bool interrupted() {
+  Interrupts::watch();
+  return Interrupts::recent();
+}
 
 struct ExitWatch {
   pid_t process = 0;
@@ -77,6 +100,18 @@ void watch_exit() {
 }
 
 }  // namespace
+
+void bind_interrupt(nb::module_& module) {
+  nb::module_ signals = nb::module_::import_("_signal");
+  g_getsignal = nb::object(signals.attr("getsignal")).release().ptr();
+  g_default = nb::object(signals.attr("default_int_handler")).release().ptr();
+  Interrupts::set_judge(&raises);
+  Channel::set_interrupted(&interrupted);
+  module.def("interrupted_recently", &Interrupts::recent,
+             "Whether Ctrl-C came in the last second.");
+  module.def("end_programs", &Interrupts::end_all, nb::arg("on"),
+             "Has every call of a program end it, until it is told False.");
+}
 
 void bind_exit(nb::module_& module) {
   module.def("watch_exit", &watch_exit, "What is tapped from now on is reported as too late.");

@@ -1,0 +1,242 @@
+"""Ctrl-C, exceptions and the end of the process, with programs in flight on a GPU."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from interpreters import Process, run_python, start
+
+pytestmark = pytest.mark.gpu
+
+PRELUDE = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+import jax, jax.numpy as jnp, numpy as np
+import callgate as cg
+
+X = jnp.arange(1000.0)
+same = lambda x: x
+started = threading.Event()
+
+def slow(x):
+  started.set()
+  time.sleep(0.5)
+  return x
+
+def in_thread(function, *arguments):
+  threading.Thread(
+    target=lambda: jax.block_until_ready(function(*arguments)), daemon=True
+  ).start()
+  assert started.wait(20)
+
+def tell(x):
+  print("go", flush=True)
+  return x
+
+def forever(step):
+  def program(x):
+    x = cg.call(tell, x, x, effect="io", name="tell")
+    return jax.lax.while_loop(lambda x: x[0] >= 0, step, x)
+  return jax.jit(program)(jnp.zeros(4))
+"""
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Any:
+  """The first GPU; the test is skipped where JAX has none."""
+  try:
+    return jax.devices("gpu")[0]
+  except RuntimeError as error:
+    pytest.skip(f"JAX has no GPU: {error}")
+
+
+def script(body: str) -> str:
+  return PRELUDE + textwrap.dedent(body)
+
+
+# -- the end of the process ------------------------------------------------------------------------
+IN_FLIGHT = {
+  "gate": "in_thread(jax.jit(lambda x: cg.call(slow, x, x, effect='io') + 1), X)",
+  "own thread": """
+    y = jax.jit(lambda x: cg.call(slow, x, x, effect="io", thread="own") * 2)(X)
+    assert started.wait(20)
+    """,
+  "own threads": """
+    gate = cg.gate(slow, out=same, effect="io", thread="own")
+    ys = [jax.jit(lambda x: gate(gate(x) + 1))(X + i) for i in range(4)]
+    """,
+  "device arrays": """
+    @cg.gate(out=same, arrays="buffer", style="inplace", aliases={0: 0})
+    def touch(out, x):
+      started.set()
+      time.sleep(0.5)
+    in_thread(jax.jit(lambda x: touch(x * 2) + 1), X)
+    """,
+  "expressions": """
+    twice = cg.elementwise("T x", "T y", "y = x * 2", name="twice")
+    y = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda i, x: twice(x) * 0.5, x))(X)
+    """,
+  "callback": """
+    cg.install()
+    in_thread(jax.jit(lambda x: jax.pure_callback(slow, x, x) + 1), X)
+    """,
+}
+ENDINGS = {
+  "end": ("", 0),
+  "exit": ("sys.exit(3)", 3),
+  "os._exit": ("os._exit(4)", 4),
+  "exception": ("raise LookupError('mine')", 1),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_the_process_ends_as_it_was_told_to(what: str, ending: str) -> None:
+  last, status = ENDINGS[ending]
+  done = run_python(script(textwrap.dedent(IN_FLIGHT[what]) + "\n" + last), timeout=100)
+  assert done.returncode == status, done.stderr
+  assert done.stderr.count("Traceback") == (ending == "exception"), done.stderr
+  assert ("LookupError: mine" in done.stderr) == (ending == "exception")
+
+
+TAPS = {
+  "small": ("X", "channel"),
+  "large": ("jnp.arange(200_000.0)", "channel"),
+  "ordered": ("X", "channel, ordered=True"),
+  "on the device": ("X", "write, on_device=True"),
+}
+
+
+@pytest.mark.parametrize("ending", ["end", "exit", "exception"])
+@pytest.mark.parametrize("tap", TAPS)
+def test_what_was_tapped_before_the_end_is_delivered(tap: str, ending: str, tmp_path: Path) -> None:
+  x, target = TAPS[tap]
+  path = tmp_path / "records.jsonl"
+  body = f"""
+  channel = cg.channel("c", to=cg.sinks.JSONL({str(path)!r}))
+  part = lambda x: x[:1] if x.size < 2000 else x
+  write = lambda x: print(x.tolist(), file=open({str(path)!r}, "a"), flush=True)
+  tap = lambda x: cg.tap(part(x), {target})
+  program = jax.jit(lambda x: jax.lax.fori_loop(0, 10, lambda i, x: (tap(x), x + 1)[1], x))
+  for _ in range(3):
+    y = program({x})
+  """
+  done = run_python(script(textwrap.dedent(body) + ENDINGS[ending][0]), timeout=100)
+  assert done.returncode == ENDINGS[ending][1], done.stderr
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  assert len(records) == 30
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+STEPS = {
+  "tap": "lambda x: cg.tap(x, lambda value: None) + 1",
+  "check": "lambda x: (cg.check(jnp.all(x >= 0), 'below'), x + 1)[1]",
+  "callback": "lambda x: (jax.debug.callback(lambda value: None, x), x + 1)[1]",
+  "gate": "lambda x: cg.call(lambda value: value, x, x, effect='io')",
+  "own thread": "lambda x: cg.call(lambda value: value, x, x, effect='io', thread='own')",
+  "device arrays": "lambda x: cg.call(lambda value: value, x, x, effect='io', arrays='buffer')",
+  "kernel": "lambda x: cg.elementwise('T x', 'T y', 'y = x + 1', name='add')(x)",
+}
+
+
+def begin(body: str) -> Process:
+  process = start(script(body))
+  assert process.stdout is not None
+  assert process.stdout.readline() == "go\n"
+  return process
+
+
+def finish(process: Process) -> tuple[str, str]:
+  try:
+    return process.communicate(timeout=100)
+  finally:
+    process.kill()
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_ctrl_c_ends_a_program_at_its_next_call(step: str) -> None:
+  process = begin(f"cg.install()\njax.block_until_ready(forever({step}))")
+  process.send_signal(signal.SIGINT)
+  _, errors = finish(process)
+  assert "KeyboardInterrupt" in errors
+  assert process.returncode in (1, 130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("step", [STEPS["tap"], STEPS["gate"]], ids=["tap", "gate"])
+def test_programs_after_ctrl_c_run_as_before_it(step: str) -> None:
+  process = begin(
+    f"""
+    try:
+      jax.block_until_ready(forever({step}))
+    except KeyboardInterrupt:
+      got = []
+      with cg.channel("after", to=lambda x: got.append(x.tolist())) as channel:
+        program = jax.jit(lambda x: cg.tap(cg.call(lambda x: x + 1, x, x, effect="io"), channel))
+        print(program(jnp.zeros(2)).tolist())
+      cg.barrier()
+      print(got)
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  printed, errors = finish(process)
+  assert process.returncode == 0, errors
+  assert printed.splitlines() == ["[1.0, 1.0]", "[[1.0, 1.0]]"]
+
+
+def test_ctrl_c_in_a_gate_is_the_program_s() -> None:
+  process = begin(
+    """
+    def wait(x):
+      print("go", flush=True)
+      time.sleep(50)
+      return x
+
+    try:
+      jax.block_until_ready(jax.jit(lambda x: cg.call(wait, x, x, effect="io") + 1)(X))
+    except KeyboardInterrupt:
+      print(jax.jit(lambda x: cg.call(lambda x: x * 2, x, x))(jnp.ones(1)).tolist())
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  printed, errors = finish(process)
+  assert process.returncode == 0, errors
+  assert printed.splitlines() == ["[2.0]"]
+
+
+def test_on_several_devices_ctrl_c_leaves_nobody_waiting() -> None:
+  process = begin(
+    """
+    if len(jax.devices()) < 2:
+      print("go")
+      print("one device", flush=True)
+      sys.exit()
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+
+    def program(x):
+      x = cg.call(tell, x, x, effect="io", name="tell", sharding="i -> i", where=0)
+      def step(i, x):
+        cg.tap(x, lambda value: None)
+        return jax.lax.psum(x, "d") / 2
+      return jax.lax.fori_loop(0, 30, step, x)
+
+    x = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, jax.P("d")))
+    shard = jax.shard_map(program, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    try:
+      while True:
+        jax.block_until_ready(jax.jit(shard)(x))
+    except KeyboardInterrupt:
+      print("ended", flush=True)
+    """
+  )
+  process.send_signal(signal.SIGINT)
+  printed, errors = finish(process)
+  if "one device" in printed:
+    pytest.skip("needs 2 GPUs")
+  assert process.returncode == 0, errors
+  assert "ended" in printed
