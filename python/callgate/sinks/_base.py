@@ -6,10 +6,11 @@ A sink belongs to one channel at a time, which calls it on its own thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class OwnedSink(Sink):
     self._process = os.getpid()  # that has opened it
 
   def __repr__(self) -> str:
-    return f"{type(self).__name__}({self._target!r})"
+    return f"{type(self).__name__}({repr(self._target) if self._target else ''})"
 
   def _error(self, what: str, *, lost: int = 0) -> SinkError:
     return SinkError(f"callgate.sinks.{self!r}: {what}", lost=lost)
@@ -107,9 +108,7 @@ class OwnedSink(Sink):
     self._begin()
     self._channel = channel
 
-  def _begin(self) -> None:
-    """Keeps other writers away."""
-    raise NotImplementedError
+  def _begin(self) -> None: ...  # keeps other writers away
 
   def _check(self, records: Sequence[Any]) -> None:
     """Raises SinkError in a fork's child of the opening process, and for what is no record."""
@@ -131,9 +130,13 @@ class LibrarySink(OwnedSink):
   then the first error is raised.
   """
 
-  def __init__(self, target: str) -> None:
-    super().__init__(target)
-    self._lost = 0
+  _lost = 0  # records
+
+  def _start(self) -> None: ...  # opens files; those that this sink wrote to before are continued
+  def _take(self, record: Record) -> None: ...  # a record, or raises and takes nothing of it
+  def _commit(self) -> None: ...  # after each batch
+  def _flush(self) -> None: ...  # makes everything visible
+  def _stop(self) -> None: ...  # writes out and releases, also when writing fails
 
   def _library(self, module: str, extra: str) -> Any:
     """Imports what the sink is made of; the extra of callgate that brings it, for the message."""
@@ -152,23 +155,23 @@ class LibrarySink(OwnedSink):
     self._check(records)
     errors: list[SinkError] = []
     for record in records:
-      info = record.info
-      try:
-        with self._naming(f"tap {info.name!r}, record {info.seq} of device {info.device}"):
-          self._take(record)
-      except SinkError as error:
-        error.lost = error.lost or 1
-        errors.append(error)
-    try:
-      with self._naming("cannot write"):
-        self._commit()
-    except SinkError as error:
-      errors.append(error)
+      at = record.info
+      what = f"tap {at.name!r}, record {at.seq} of device {at.device}"
+      self._try(errors, what, functools.partial(self._take, record), lost=1)
+    self._try(errors, "cannot write", self._commit, lost=0)
     if errors:
       lost = sum(error.lost for error in errors)
       self._lost += lost
       errors[0].count(lost, self._lost)
       raise errors[0]
+
+  def _try(self, errors: list[SinkError], what: str, step: Callable[[], None], lost: int) -> None:
+    try:
+      with self._naming(what):
+        step()
+    except SinkError as error:
+      error.lost = error.lost or lost
+      errors.append(error)
 
   def flush(self) -> None:
     if self._channel is not None and os.getpid() == self._process:
@@ -191,32 +194,22 @@ class LibrarySink(OwnedSink):
     except Exception as error:
       raise self._error(f"{what}: {type(error).__name__}: {error}") from error
 
-  def _start(self) -> None:
-    """Opens files; those that this sink wrote to before are continued."""
-
-  def _take(self, record: Record) -> None:
-    """Checks one record and takes it, or raises and takes nothing of it."""
-
-  def _commit(self) -> None:
-    """Called after each batch."""
-
-  def _flush(self) -> None:
-    """Makes everything visible."""
-
-  def _stop(self) -> None:
-    """Writes out and releases, also when writing fails."""
-
 
 class FilesSink(LibrarySink):
   """A sink of a file, or of several that are opened as their first records come."""
+
+  _extra = ""  # of callgate, that brings
+  _needs: tuple[str, ...] = ()  # modules; `_module` is the last
+  _module: Any = None
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
     label = f"sinks.{type(self).__name__}"
     super().__init__(options.path(label, "path", path))
     self._append = options.boolean(label, "append", append)
+    for module in self._needs:
+      self._module = self._library(module, self._extra)
     self._tables: dict[Any, Any] = {}  # the open ones, by path
-    self._made: set[pathlib.Path] = set()
-    self._refused: set[pathlib.Path] = set()
+    self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
     """The open file of that path; `make(keep)` opens it, and keeps what is in it if it is to.
@@ -224,38 +217,31 @@ class FilesSink(LibrarySink):
     A file that was another sink's when its first record came stays that one's. The other may have
     closed it by the next record: it must not be begun anew.
     """
-    if path in self._tables:
-      return self._tables[path]
-    if path in self._refused:
-      raise FileExistsError(
-        f"expected a file that nobody else writes to, got {str(path)!r}, which another sink wrote "
-        "when the first record came; it is not begun anew"
-      )
-    keep = self._append or path in self._made
-    try:
-      self._tables[path] = make(keep)
-    except FileExistsError:
-      if not keep:
-        self._refused.add(path)
-      raise
-    self._made.add(path)
+    if path not in self._tables:
+      if self._begun.get(path) is False:
+        raise FileExistsError(
+          f"expected a file that nobody else writes to, got {str(path)!r}, which another sink "
+          "wrote when the first record came; it is not begun anew"
+        )
+      try:
+        self._tables[path] = make(self._append or path in self._begun)
+      except FileExistsError:
+        if not self._append:
+          self._begun.setdefault(path, False)
+        raise
+      self._begun[path] = True
     return self._tables[path]
+
+  def _flush(self) -> None:
+    for table in self._tables.values():
+      table.flush()
 
   def _stop(self) -> None:
     tables, self._tables = self._tables, {}
-    each(table.close for table in tables.values())
-
-
-def each(actions: Iterable[Callable[[], None]]) -> None:
-  """Does all, then raises the first error."""
-  errors: list[Exception] = []
-  for action in actions:
-    try:
-      action()
-    except Exception as error:  # noqa: BLE001 - the others are done all the same
-      errors.append(error)
-  if errors:
-    raise errors[0]
+    with contextlib.ExitStack() as ends:  # each in its turn, last first, whatever the others raise
+      for table in tables.values():
+        ends.callback(table.close)
+        ends.callback(table.flush)
 
 
 def plain(leaf: Any) -> np.ndarray:

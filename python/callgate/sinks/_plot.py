@@ -65,9 +65,8 @@ class Plot(LibrarySink):
       value = plain(leaf)
       if value.ndim == 0:
         name += lane_suffix(record.info.lane)
-        curve = self._curves.setdefault(name, _Curve(self._max_points))
         number = abs(complex(value)) if value.dtype.kind == "c" else float(value)
-        curve.add(record.info.seq, number)
+        self._curves.setdefault(name, _Curve(self._max_points)).add(record.info.seq, number)
         self._changed = True
 
   def _commit(self) -> None:
@@ -84,7 +83,7 @@ class Plot(LibrarySink):
     axes = figure.add_subplot(xlabel="record", title=self._title or "")
     if self._log:
       axes.set_yscale("log", nonpositive="mask")
-    lines = [axes.plot(c.steps, c.values, linewidth=1.2)[0] for c in self._curves.values()]
+    lines = [axes.plot(*curve.line, linewidth=1.2)[0] for curve in self._curves.values()]
     axes.grid(alpha=0.3)
     if 0 < len(self._curves) <= 20:
       names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
@@ -117,9 +116,6 @@ class _Curve:
     self._count += 1
 
   @property
-  def steps(self) -> np.ndarray:
-    return np.array([step for step, _ in [*self._points, self._last]])
-
-  @property
-  def values(self) -> np.ndarray:
-    return np.array([value for _, value in [*self._points, self._last]])
+  def line(self) -> np.ndarray:
+    """The steps, and the values there."""
+    return np.array([*self._points, self._last]).T

@@ -31,13 +31,12 @@ def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.n
       got = f"{array.dtype}{list(array.shape)}"
       raise ValueError(f"expected the step {name!r} to be an integer, got {got}")
     step = int(array)
+  suffix = f"/lane_{'.'.join(map(str, lane))}" if lane else ""
   curves: list[tuple[str, np.ndarray]] = []
   for name, array in named.items():
-    name += f"/lane_{'.'.join(map(str, lane))}" if lane else ""
-    if array.dtype.kind == "c":
-      curves += [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
-    else:
-      curves.append((name, array))
+    complex_parts = {"/re": np.real(array), "/im": np.imag(array)}
+    parts = complex_parts if array.dtype.kind == "c" else {"": array}
+    curves += [(f"{name}{suffix}{part}", x) for part, x in parts.items()]
   return step, curves
 
 
@@ -55,29 +54,26 @@ class TensorBoard(LibrarySink):
     options.optional_texts("sinks.TensorBoard", step=step)
     self._tensorboard = self._library("tensorboardX", "tensorboard")
     self._step = step
-    self._writer: Any = None
 
   def _start(self) -> None:
-    self._writer = self._tensorboard.SummaryWriter(self._target)
+    self._writer: Any = self._tensorboard.SummaryWriter(self._target)
 
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
     seconds = record.info.time_ns * 1e-9
     for tag, array in curves:
+      values = np.asarray(array, np.float64)
+      values = values[np.isfinite(values)]  # bins have no place for the others
       if array.ndim == 0:
         self._writer.add_scalar(tag, float(array), step, walltime=seconds)
-        continue
-      values = np.asarray(array, np.float64).reshape(-1)
-      values = values[np.isfinite(values)]  # bins have no place for the others
-      if values.size:
+      elif values.size:
         self._writer.add_histogram(tag, values, step, walltime=seconds)
 
   def _flush(self) -> None:
     self._writer.flush()
 
   def _stop(self) -> None:
-    writer, self._writer = self._writer, None
-    writer.close()
+    self._writer.close()
 
 
 class MLflow(LibrarySink):
