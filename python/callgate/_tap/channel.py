@@ -1,8 +1,4 @@
-"""Channels: bounded streams of records from compiled programs to consumers.
-
-The stream itself lives in C++ (src/channel); here are the options, the consumers' adapters and
-what a user waits for.
-"""
+"""Channels: bounded streams of records from compiled programs to consumers (src/channel)."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ class Channel:
     if batch is not None and not isinstance(batch, bool):
       what = "a number of rows or True"
       self._limit = options.count(label, "batch", batch, least=1, what=what)
-    self._consumers: list[tuple[Attached, _callgate.Consumer]] = []
+    self._consumers: list[Attached] = []
     adapted = [self._adapt(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
@@ -63,23 +59,21 @@ class Channel:
     self._closed = False
     with _lock:
       if name in _open:
-        raise ValueError(
-          f"callgate: a channel named '{name}' is open already; close it first, or give this one "
-          "another name"
-        )
+        another = "close it first, or give this one another name"
+        raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
       _open[name] = None
     opened: list[Any] = []
     try:
       # Sinks first: with one that can't be opened there is no channel, and the records that wait
       # for one of this name wait on.
-      for attached, _ in adapted:
-        self._open_sink(attached.given)
-        opened.append(attached.given)
+      for sink in (one.given for one in adapted if one.is_sink()):
+        sink.open(name)
+        opened.append(sink)
       self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=rate)
       # Programs that were exported, or loaded from a cache, find the channel by this callee.
       self.tap = target.of_channel(name)
     except BaseException:
-      for sink in filter(_consumers.is_sink, opened):
+      for sink in opened:
         with contextlib.suppress(Exception):
           sink.close()
       del _open[name]
@@ -108,7 +102,8 @@ class Channel:
     if self._closed:
       raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
     adapted = self._adapt(consumer)
-    self._open_sink(consumer)
+    if adapted.is_sink():
+      consumer.open(self.name)
     self._attach([adapted])
 
   def remove(self, consumer: Any) -> None:
@@ -121,28 +116,24 @@ class Channel:
       GateDefinitionError: it is not a consumer of this channel.
     """
     check_not_forked()
-    for index, (attached, native) in enumerate(self._consumers):
+    for attached in self._consumers:
       if attached.given is consumer or attached.given == consumer:
-        del self._consumers[index]
+        self._consumers.remove(attached)
         attached.left = True
-        self._handle.remove(native)
+        self._handle.remove(attached.native)
         if hasattr(consumer, "close"):
           consumer.close()
         return
     raise GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _adapt(self, consumer: Any) -> tuple[Attached, _callgate.Consumer]:
+  def _adapt(self, consumer: Any) -> Attached:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
-  def _open_sink(self, consumer: Any) -> None:
-    if _consumers.is_sink(consumer):
-      consumer.open(self.name)
-
-  def _attach(self, consumers: Sequence[tuple[Attached, _callgate.Consumer]]) -> None:
+  def _attach(self, consumers: Sequence[Attached]) -> None:
     """Adds consumers at once: all get the same records."""
     self._consumers += consumers
     if consumers:
-      self._handle.add([native for _, native in consumers])
+      self._handle.add([one.native for one in consumers])
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
@@ -181,9 +172,8 @@ class Channel:
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._closed and not self._handle.flush(timeout):
-      raise TimeoutError(
-        f"{self._label}: {self.stats()['pending']} record(s) still wait after {timeout} s"
-      )
+      pending = self.stats()["pending"]
+      raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
     raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
@@ -200,10 +190,8 @@ class Channel:
     """
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout):
-      raise TimeoutError(
-        f"{self._label}: closed with {self.stats()['pending']} record(s) not delivered "
-        f"after {timeout} s"
-      )
+      left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
+      raise TimeoutError(f"{self._label}: closed with {left}")
     raise_consumer_errors()
 
   def _close(self, timeout: float | None) -> bool:
@@ -215,14 +203,15 @@ class Channel:
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
-    given = [attached.given for attached, _ in self._consumers]
-    for one in given:
-      if isinstance(one, _consumers.Records):
-        one.close(ended=False)
+    for one in self._consumers:
+      if isinstance(one.given, _consumers.Records):
+        one.given.close(ended=False)
     try:
       return self._handle.close(timeout)
     finally:
-      _consumers.leave(given)
+      for one in self._consumers:
+        if one.runs_natively:  # the runtime has closed it
+          getattr(one.given, "left", lambda: None)()
 
 
 def channel(
@@ -293,18 +282,14 @@ def close_all(seconds: float) -> None:
   a consumer raised.
   """
   deadline = time.monotonic() + seconds
-
-  def rest() -> float:
-    return max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))
-
-  left: list[tuple[str, int]] = []  # and how many records there are
-  for one in open_channels().values():
-    if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
-      left.append((f"channel '{one.name}'", one.stats()["pending"]))
+  ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
   for name, handle in target.own_channels():
-    if not handle.close(rest()):
-      what = "taps to functions" if name == target.DEFAULT else name
-      left.append((what, handle.stats()["pending"]))
+    what = "taps to functions" if name == target.DEFAULT else name
+    ends.append((what, handle.close, handle.stats))
+  left: list[tuple[str, int]] = []  # and how many records there are
+  for what, close, stats in ends:
+    if not close(max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))):
+      left.append((what, stats()["pending"]))
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
       left.append((f"channel '{name}', which was not open", stats["pending"]))

@@ -1,7 +1,4 @@
-"""What a channel can be given to deliver to, and how it becomes what the runtime calls.
-
-Functions, sinks, and the iterator that `Channel.records` returns.
-"""
+"""What a channel can be given to deliver to, and how it becomes what the runtime calls."""
 
 from __future__ import annotations
 
@@ -18,22 +15,19 @@ from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 
-def adapt(
-  consumer: Any, where: str, *, batch: bool, limit: int | None
-) -> tuple[Attached, _callgate.Consumer]:
-  """A consumer, and what the runtime takes for it.
+def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> Attached:
+  """A consumer, with what the runtime calls.
 
   With `batch` functions get stacked arrays, with at most `limit` rows a call; `where` is the
   channel, for messages.
   """
-  if isinstance(consumer, type) and is_sink(consumer):
-    raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
   attached = Attached(consumer)
-  native = _native_of(consumer)
-  if native is not None:
-    return attached, native
-  if callable(getattr(consumer, "write", None)):
-    rows = delivery.rows_to_records(attached)
+  if isinstance(consumer, type) and attached.is_sink():
+    raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
+  both = (consumer, getattr(consumer, "native", None))
+  if native := next((one for one in both if isinstance(one, _callgate.Consumer)), None):
+    attached.native, attached.runs_natively = native, True
+  elif callable(getattr(consumer, "write", None)):
 
     def control(what: str) -> None:
       try:
@@ -41,30 +35,16 @@ def adapt(
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
         keep_consumer_error(error, f"callgate: raised in {what}() of consumer {consumer!r}")
 
-    return attached, _callgate.python_consumer(rows, control=control)
-  if not callable(consumer):
+    rows = delivery.rows_to_records(attached)
+    attached.native = _callgate.python_consumer(rows, control=control)
+  elif callable(consumer):
+    delivery.check_takes_values(f"{where}: to: expected functions", consumer)
+    stacks, rows = delivery.stacks_to_function, delivery.rows_to_function
+    consume = stacks(attached, limit) if batch else rows(attached)
+    attached.native = _callgate.python_consumer(consume, stacked=batch)
+  else:
     raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
-  delivery.check_takes_values(f"{where}: to: expected functions", consumer)
-  to_function = delivery.rows_to_function
-  consume = delivery.stacks_to_function(attached, limit) if batch else to_function(attached)
-  return attached, _callgate.python_consumer(consume, stacked=batch)
-
-
-def _native_of(consumer: Any) -> _callgate.Consumer | None:
-  both = (consumer, getattr(consumer, "native", None))
-  return next((one for one in both if isinstance(one, _callgate.Consumer)), None)
-
-
-def is_sink(consumer: Any) -> bool:
-  """Whether it is to be opened, written to and closed."""
-  return hasattr(consumer, "open") and hasattr(consumer, "write")
-
-
-def leave(consumers: Sequence[Any]) -> None:
-  """Says to native sinks, which the runtime closes, that their channel has ended."""
-  for one in consumers:
-    if _native_of(one) is not None and hasattr(one, "left"):
-      one.left()
+  return attached
 
 
 class Records(Iterator[Record]):

@@ -192,10 +192,16 @@ def check_takes_values(where: str, function: Callable[..., Any]) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Attached:
-  """A consumer, as the user gave it, with its channel: one that has left has had its last call."""
+  """A consumer with its channel: one that has left has had its last call."""
 
-  given: Any
+  given: Any  # as the user gave it
+  native: Any = None  # what the runtime calls
+  runs_natively: bool = False  # without Python
   left: bool = False
+
+  def is_sink(self) -> bool:
+    """Whether it is to be opened, written to and closed."""
+    return hasattr(self.given, "open") and hasattr(self.given, "write")
 
 
 def rows_to_function(attached: Attached) -> Callable[..., int]:
