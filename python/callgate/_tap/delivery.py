@@ -1,9 +1,8 @@
-"""From what the runtime hands over to what a consumer is called with.
+"""From what the runtime hands over to what a consumer is called with, on a channel's thread.
 
-Runs on a channel's thread, under the GIL. A consumer's exception is kept with its record for
-`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next. The
-runtime is told how many records were lost so. Taps with `on_device=True` give jax.Arrays: from a
-GPU by DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the record's own.
+A consumer's exception is kept with its record, and the runtime told how many were lost; the
+consumer is called again for the next. Taps with `on_device=True` give jax.Arrays: from a GPU by
+DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the record's own.
 """
 
 from __future__ import annotations
@@ -47,21 +46,22 @@ class Description:
     code = json.loads(text)
     args, _ = encoding.Signature(code["spec"]).arguments(range(code["values"]))
     tree = jax.tree.structure(args[0])
+    lone = tree == jax.tree.structure(0)
     self._unflatten: Callable[[Sequence[Any]], Any] = (
-      operator.itemgetter(0)
-      if tree == jax.tree.structure(0)
-      else functools.partial(jax.tree.unflatten, tree)
+      operator.itemgetter(0) if lone else functools.partial(jax.tree.unflatten, tree)
     )
     self.values: int = code["values"]
     self.sizes: tuple[int, ...] = tuple(code["sizes"])
     self.dtypes: list[str | None] = code["dtypes"]
     self.logical: list[int] = code["logical"]
     self.transforms = tuple((name, dict(how)) for name, how in code["transforms"])
-    self._plain = not self.logical and not any(self.dtypes)
     self.on_device: bool = code.get("on_device", False)
+    self._plain = not self.logical and not any(self.dtypes)
     shards = code.get("shards")
     self._parts = [Part(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
+    # The shapes of the whole value's leaves; None where they are not known.
+    self.shapes = self._parts and self._unflatten([part.shape for part in self._parts])
 
   def value(self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False) -> Any:
     """The tapped pytree of one record, or of stacked ones whose values have one shape.
@@ -70,7 +70,7 @@ class Description:
     restored, and the padding is cut off.
     """
     if not self._plain:
-      sizes = self.logical_shapes(arrays)
+      sizes = [np.asarray(array) for array in arrays[self.values :]]
       arrays = list(arrays[: self.values])
       cut(arrays, self.logical, [n[0] for n in sizes] if stacked else sizes, self._parts, shard)
       for index, name in enumerate(self.dtypes):
@@ -78,18 +78,11 @@ class Description:
           arrays[index] = arrays[index].astype(dtype_named(name))
     return self._unflatten(arrays)
 
-  def logical_shapes(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """The logical sizes that came with a record, for each leaf that has them."""
-    return [np.asarray(array) for array in arrays[self.values :]]
-
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
-    """The runs of rows whose values have one shape, without padding: all rows where there is none.
-
-    `arrays` are the leaves and their logical sizes, `shard` the number of each row's shard.
-    """
+    """The runs of stacked records whose values have one shape, without padding."""
     if not self.logical:
       return [slice(0, len(shard))]
-    sizes = np.concatenate([*self.logical_shapes(arrays), shard[:, None]], axis=1)
+    sizes = np.concatenate([*arrays[self.values :], shard[:, None]], axis=1)
     changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
     return [slice(*pair) for pair in itertools.pairwise([0, *changes.tolist(), len(shard)])]
 
@@ -118,16 +111,9 @@ class Description:
       return None
     return self._unflatten([part.slices(number) for part in self._parts])
 
-  @functools.cached_property
-  def shapes(self) -> Any:
-    """The shape of the whole value's leaves; None where they are not known."""
-    return None if self._parts is None else self._unflatten([part.shape for part in self._parts])
 
-
-@functools.lru_cache(maxsize=4096)
-def description(text: str) -> Description:
-  """The decoded description, cached."""
-  return Description(text)
+# The decoded description.
+description = functools.lru_cache(maxsize=4096)(Description)
 
 
 class SizeError(ValueError):
@@ -156,10 +142,8 @@ def cut(
     part = parts[index] if parts and shard >= 0 else None
     for axis, (size, extent) in enumerate(zip(own, part.shape if part else shape, strict=True)):
       if not 0 <= size <= extent:
-        raise SizeError(
-          f"logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to {extent}, "
-          f"got {size}"
-        )
+        expected = f"expected a size from 0 to {extent}, got {size}"
+        raise SizeError(f"logical_shape of leaf {index}, dimension {axis}: {expected}")
     if part:  # how much of it counts, by the sizes of the whole
       own = np.clip(own - [one.start for one in part.slices(shard)], 0, shape)
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
@@ -205,7 +189,7 @@ class Attached:
 
 
 def rows_to_function(attached: Attached) -> Callable[..., int]:
-  """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
+  """Calls `function(value)` or `function(value, info)` for each row."""
   function = attached.given
   with_info = wants_info(function)
 
@@ -234,7 +218,7 @@ def rows_to_function(attached: Attached) -> Callable[..., int]:
 
 
 def rows_to_records(attached: Attached) -> Callable[..., int]:
-  """A consumer of rows that calls a sink's `write(records)` with all that are there."""
+  """Calls a sink's `write(records)` with all rows that are there."""
   sink = attached.given
 
   def consume(source: _RawSource, rows: list[_Row]) -> int:
@@ -257,15 +241,14 @@ def rows_to_records(attached: Attached) -> Callable[..., int]:
         sink.write(records)
     except BaseException as error:  # noqa: BLE001 - as above
       keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
-      # A SinkError knows.
-      return min(lost + getattr(error, "lost", len(rows)), len(rows))
+      lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
     return lost
 
   return consume
 
 
 def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., int]:
-  """A consumer of stacked arrays, with at most `limit` rows a call."""
+  """Calls a function with stacked arrays, of at most `limit` rows a call."""
   function = attached.given
   with_info = wants_info(function)
 
@@ -283,11 +266,17 @@ def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., i
         try:
           value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
           if with_info:
-            function(value, _batch_info(source, about, [n[part] for n in numbers], shard[part]))
+            lane, seq, time_ns, device, run, flags = (n[part] for n in numbers)
+            info = BatchInfo(
+              source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
+              about.lanes(lane, shard[part]), (flags & REPEATED) != 0, _process_index(),
+              shard[part],
+            )  # fmt: skip
+            function(value, info)
           else:
             function(value)
         except BaseException as error:  # noqa: BLE001 - as above
-          row = (*(int(n[start]) for n in numbers), ())
+          row = [int(n[start]) for n in numbers]
           keep_consumer_error(error, _where(function, source, row))
           lost += part.stop - part.start
     return lost
@@ -306,16 +295,6 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   )  # fmt: skip
 
 
-def _batch_info(
-  source: _RawSource, about: Description, numbers: Sequence[Any], shard: np.ndarray
-) -> BatchInfo:
-  lane, seq, time_ns, device, run, flags = numbers
-  return BatchInfo(
-    source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
-    about.lanes(lane, shard), (flags & REPEATED) != 0, _process_index(), shard,
-  )  # fmt: skip
-
-
 def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
   named = getattr(consumer, "__qualname__", None) or repr(consumer)
   who = f"callgate: raised in consumer {named} of tap '{source[1]}'"
@@ -326,10 +305,7 @@ def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> 
 
 
 def _converter() -> Callable[[Any], Any]:
-  """Puts jax.Arrays into rows, in place of what the runtime handed over.
-
-  The lanes of one record share its array.
-  """
+  """Puts jax.Arrays into rows; the lanes of one record share its array."""
   known: dict[int, tuple[Any, jax.Array]] = {}  # of each leaf: the last Buffer, and its array
 
   def made(index: int, array: Any, device: int) -> jax.Array:

@@ -35,7 +35,7 @@ from callgate._jax.tracing import Primitive
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import site as _site
-from callgate._tap.site import TapSite, Transforms
+from callgate._tap.site import TapSite
 from callgate._tap.target import Tap
 
 tap_p = Primitive("tap")
@@ -100,8 +100,8 @@ def _dense(tangent: Any, primal: Any) -> Any:
 
 def _where_inexact(primals: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
   """Tangents: the new ones of primals that have any, else what came."""
-  inexact = [dtypes.is_inexact(jnp.result_type(primal)) for primal in primals]
-  return [n if flag else o for flag, n, o in zip(inexact, new, old, strict=True)]
+  triples = zip(primals, new, old, strict=True)
+  return [n if dtypes.is_inexact(jnp.result_type(primal)) else o for primal, n, o in triples]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -122,9 +122,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
   return results, _where_inexact(_returned(site, primals), out, _returned(site, tangents))
 
 
-def _cotangent_jvp(
-  primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
+def _cotangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
   results = cotangent_p.bind(*primals, **params)
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
@@ -180,9 +178,7 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
 
 # -- batching ------------------------------------------------------------------------------------
-def _batch(
-  primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
   site: TapSite = params["site"]
   moved = dims
   if not site.whole or site.logical:  # the latter are for the last axes
@@ -212,15 +208,13 @@ def _remat(
   As JAX's own debug callbacks, it follows the policy: where the policy saves what it taps, there is
   no second run.
   """
-  outs = len(eqn.outvars)
+  no, yes = [False] * len(eqn.outvars), [True] * len(eqn.outvars)
   if any(unknown):
     needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
-    return None, eqn, [True] * outs, [True] * outs, needed
-  again = eqn.replace(params={**eqn.params, "repeated": True})
-  saved = tracing.is_saveable(saveable, eqn)
-  if saved and not all(instantiated):
-    return eqn, None, [False] * outs, [False] * outs, []
-  return eqn, again, [False] * outs, [True] * outs, []
+    return None, eqn, yes, yes, needed
+  if tracing.is_saveable(saveable, eqn) and not all(instantiated):
+    return eqn, None, no, no, []
+  return eqn, eqn.replace(params={**eqn.params, "repeated": True}), no, yes, []
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
@@ -228,25 +222,16 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
 
 # -- lowering ------------------------------------------------------------------------------------
 def _lower(
-  context: Any,
-  *operands: Any,
-  tap: Tap,
-  site: TapSite,
-  levels: tuple[Level, ...],
-  transforms: Transforms,
-  role: str,
-  repeated: bool,
+  context: Any, *operands: Any, tap: Tap, site: TapSite, levels: tuple[Level, ...], **how: Any
 ) -> Sequence[Any]:
   if site.kept is not None:
     lowering.add_keepalive(context, site.kept)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
-  on_host = not served or config.engine() == "jax"
-  on_host = on_host or (site.whole and lowering.is_automatic(context))
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
-  returned = site.values if dataflow and not on_host else 0
-  held = _site.encode(site, transforms, levels, role, repeated, returned)
-  if on_host:
+  if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
+    held = _site.encode(site, levels=levels, **how)
     return _lower_by_jax(context, operands, tap, site, levels, held)
+  held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   results, after = emit(
@@ -312,17 +297,16 @@ def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
 
   With `whole` those of all lanes at once (`TapSite.whole`), else all others.
   """
-  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr.eqns, whole) for jaxpr in jaxprs)
 
 
 def holds_whole_dataflow_tap(eqn: Any) -> bool:
   """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
-  return _dataflow_traced and any(_holds_tap(inner, True) for inner in tracing.subjaxprs(eqn))
+  return _dataflow_traced and any(_holds_tap(inner.eqns, True) for inner in tracing.subjaxprs(eqn))
 
 
-def _holds_tap(jaxpr: Any, whole: bool) -> bool:
-  found = ("dataflow", whole)
-  sites = [eqn.params["site"] for eqn in jaxpr.eqns if eqn.primitive is tap_p]
-  return any((site.effect, site.whole) == found for site in sites) or any(
-    _holds_tap(inner, whole) for eqn in jaxpr.eqns for inner in tracing.subjaxprs(eqn)
-  )
+def _holds_tap(eqns: Sequence[Any], whole: bool) -> bool:
+  return any(
+    (site.effect, site.whole) == ("dataflow", whole)
+    for site in (eqn.params["site"] for eqn in eqns if eqn.primitive is tap_p)
+  ) or any(_holds_tap(inner.eqns, whole) for eqn in eqns for inner in tracing.subjaxprs(eqn))

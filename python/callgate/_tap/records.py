@@ -107,9 +107,8 @@ def columns(record: Record) -> dict[str, np.ndarray]:
   for path, leaf in named_leaves(record.value):
     name = f"{root}/{path}" if path else root
     if name in named:
-      raise ValueError(
-        f"expected leaves of the tap {root!r} with names of their own, got two leaves {path!r}"
-      )
+      expected = f"expected leaves of the tap {root!r} with names of their own"
+      raise ValueError(f"{expected}, got two leaves {path!r}")
     named[name] = np.asarray(leaf)
   return named
 
@@ -122,12 +121,10 @@ def tap_key(info: TapInfo) -> str:
 @functools.lru_cache(maxsize=1024)
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
+  keystr = jax.tree_util.keystr
   indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(indexed)]
-  return tuple(
-    (jax.tree_util.keystr(path), jax.tree_util.keystr(path, simple=True, separator="/"))
-    for path in paths
-  )
+  paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(indexed))
+  return tuple((keystr(path), keystr(path, simple=True, separator="/")) for path in paths)
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from callgate._core import attributes, encoding
 from callgate._core.encoding import Level
+from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -59,12 +60,11 @@ def encode(
   repeated: bool,
   returned: int = 0,
 ) -> dict[str, Any]:
-  """What a program holds of a tap that met `transforms` (`TapSpec::of` in src/channel/tap.h).
+  """What a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
 
   `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
-  paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+  paths = [path for path, _ in leaf_paths(site.tree)]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
   return {
     "spec": describe(site, transforms, levels),
@@ -93,7 +93,5 @@ def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> 
     "dtypes": site.dtypes,
     "logical": site.logical,
     "transforms": transforms,
-  }
-  if site.on_device:
-    description["on_device"] = True
+  } | ({"on_device": True} if site.on_device else {})
   return json.dumps(description, separators=(",", ":"))
