@@ -1,10 +1,9 @@
 """Feeds: host iterators that compiled JAX programs read from.
 
-`feed` makes one. A producer thread (`producer.py`) iterates ahead; `Feed.next()` is an ordered gate
-that takes the next item from its queue, on XLA's thread, and waits only when the queue is empty.
-
-The gate's function holds the producer, and the producer's thread holds neither: once no Feed and no
-program is left that could take an item, the function dies and its finalizer ends the thread.
+A producer thread (`producer.py`) iterates ahead; `Feed.next()` is an ordered gate that takes the
+next item from its queue, and waits only when the queue is empty. Its function holds the producer,
+whose thread holds neither: once no Feed and no program is left that could take an item, the
+function dies and its finalizer ends the thread.
 
 `next()` has no arguments, so batching could not see it by them: a primitive of its own knows the
 axes that it is mapped over, and its call then takes an item for each lane.
@@ -69,17 +68,14 @@ class Feed:
     types = items.from_structs(name, shape) if shape is not None else None
     self._producer = _producer.Producer(name, _iterator(name, iterable), self.prefetch)
     try:
-      if types is not None:
-        pass
-      elif self._producer.wait_for_first():
+      if types is None and self._producer.wait_for_first():
         types = items.from_item(name, self._producer.first)
-      elif default is not _MISSING:
-        types = items.from_item(name, default, "default")
-      else:
+      elif types is None and default is _MISSING:
         raise GateDefinitionError(
           f"feed '{name}': the iterable is empty, so the items' types are not known; expected an "
           "item, shape= or default="
         )
+      types = types or items.from_item(name, default, "default")
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
       self.shape = jax.tree.unflatten(types.tree, structs)
@@ -103,8 +99,8 @@ class Feed:
 
     Each execution takes the next item, in program order, also across calls of the program. Under
     `jax.vmap` each lane takes an item of its own, in lane order, whether or not anything else in
-    the function is mapped. Items are constants to derivatives. In a
-    program over several devices one of them takes the item for all; see docs/feeds.md.
+    the function is mapped. Items are constants to derivatives. In a program over several devices
+    one of them takes the item for all; see docs/feeds.md.
 
     Raises:
       EndOfFeed: there are no more items, and no default.
@@ -214,8 +210,7 @@ class _Take:
   def __call__(self, outs: Sequence[Any]) -> None:
     batch = outs[0].ndim - self._rank
     lanes = math.prod(outs[0].shape[:batch])
-    place = _callgate.device_call()
-    if place is not None:
+    if place := _callgate.device_call():
       for lane in range(lanes):
         self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
       return
@@ -234,10 +229,9 @@ def _iterator(name: str, iterable: Any) -> Iterator[Any]:
   except TypeError as error:
     if hasattr(iterable, "__iter__") and getattr(iterable, "ndim", None) != 0:
       raise  # its own
-    hint = "; call the function" if callable(iterable) else ""
-    raise GateDefinitionError(
-      f"feed '{name}': iterable: expected an iterable of items, got {type(iterable).__name__}{hint}"
-    ) from error
+    got = type(iterable).__name__ + ("; call the function" if callable(iterable) else "")
+    expected = f"expected an iterable of items, got {got}"
+    raise GateDefinitionError(f"feed '{name}': iterable: {expected}") from error
 
 
 # -- the primitive ---------------------------------------------------------------------------------
@@ -259,14 +253,7 @@ def _abstract_eval(
   return tuple(tracing.varying_aval(aval, axes) for aval in avals), frozenset({effect})
 
 
-def _batch(
-  axis_data: Any,
-  operands: Sequence[Any],
-  dims: Sequence[Any],
-  *,
-  lead: tuple[int, ...],
-  **params: Any,
-) -> tuple[Sequence[Any], Sequence[int]]:
+def _batch(axis_data: Any, _: Any, dims: Any, *, lead: tuple[int, ...], **params: Any) -> Any:
   results = next_p.bind(lead=(axis_data.size, *lead), **params)
   return results, [0] * len(results)
 

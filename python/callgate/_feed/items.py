@@ -1,8 +1,7 @@
 """Items of a feed: pytrees of arrays, their types, and how a host value becomes one of them.
 
-`ItemTypes` is made on the thread that makes the feed and read on its producer thread, which
-converts and checks what the iterator gives. Arrays that the user could still write to are copied:
-an iterator may fill one buffer again and again while its earlier items wait in the queue.
+The producer thread converts and checks what the iterator gives. Arrays that the user could still
+write to are copied: an iterator may fill one buffer again while its earlier items wait.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ class ItemTypes:
       where = functools.partial(_where, self.feed, f"item {number}", item, index)
       array = _to_array(where, leaf, self.defaults)
       if array.shape != shape or array.dtype != dtype:
-        raise ResultError(
-          f"{where()}: expected {_describe(shape, dtype)}, got "
-          f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
-        )
+        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
+        cast = "(items are never cast silently)"
+        raise ResultError(f"{where()}: expected {expected}, got {got} {cast}")
       arrays.append(array)
     return arrays
 
@@ -91,9 +89,9 @@ class ItemTypes:
       except (ValueError, OverflowError):
         fits = False
       if not fits:
+        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
         raise GateDefinitionError(
-          f"{where()}: expected {_describe(shape, dtype)} or what broadcasts to it, got "
-          f"{_describe(array.shape, array.dtype)}"
+          f"{where()}: expected {expected} or what broadcasts to it, got {got}"
         )
       arrays.append(np.array(np.broadcast_to(array, shape)))
     return arrays
@@ -112,9 +110,10 @@ def from_structs(feed: str, shape: Any) -> ItemTypes:
 def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   """The types of a sample: the first item, or the default of a feed that has no items."""
   leaves, tree = jax.tree.flatten(item)
-  where = functools.partial(_where, feed, what, item)
-  of = _default_dtypes()
-  arrays = [_to_array(functools.partial(where, i), leaf, of) for i, leaf in enumerate(leaves)]
+  arrays = [
+    _to_array(functools.partial(_where, feed, what, item, index), leaf, _default_dtypes())
+    for index, leaf in enumerate(leaves)
+  ]
   return _checked(feed, what, tree, arrays)
 
 
@@ -151,19 +150,19 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   if not leaves:
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
-    numbers, why = "expected a dtype of numbers", None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      why = f"{numbers}, got {leaf.dtype}; feed jax.random.key_data of keys"
+      why = f"expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
     elif not _is_number(dtype := np.dtype(leaf.dtype)):
-      why = f"{numbers} that JAX has, got {dtype}"
+      why = f"expected a dtype of numbers that JAX has, got {dtype}"
     elif (canonical := np.dtype(tracing.canonical_dtype(dtype))) != dtype:
       why = f"{dtype.name} needs jax_enable_x64; expected {canonical.name} without it"
     elif is_packed(dtype):
       several = f"{dtype.name} has several elements in a byte"
       why = f"{several}; expected int8, or another dtype of whole bytes"
-    if why is not None:
-      where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
-      raise GateDefinitionError(f"{where}: {why}")
+    else:
+      continue
+    where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
+    raise GateDefinitionError(f"{where}: {why}")
   types = [(tuple(int(extent) for extent in x.shape), np.dtype(x.dtype)) for x in leaves]
   return ItemTypes(feed, tree, tuple(types))
 

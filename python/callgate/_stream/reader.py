@@ -1,8 +1,7 @@
 """Reads streams of tapped values: from files, and from processes that serve one on a socket.
 
-The format is that of include/callgate/stream.h, read in C++ without the GIL. Here whole records
-become one `StreamRecord` for each lane that was sent, and columns and tables of these. One thread
-reads a `StreamReader` at a time; another may close it, which ends the wait of the first.
+The format is that of include/callgate/stream.h, read in C++ without the GIL. One thread reads a
+`StreamReader` at a time; another may close it, which ends the wait of the first.
 """
 
 from __future__ import annotations
@@ -59,16 +58,12 @@ class _Input:
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
-    if self.native.closed:
-      return True
-    if self.is_file:
-      return not follow
-    if self.native.ended:
+    if self.native.ended and not (self.is_file or self.native.closed):
       raise ConnectionError(
         f"callgate.open_stream: {self.address}: the connection ended before the stream did: its "
         "writer is gone, or it disconnected this reader for being slow"
       )
-    return False
+    return self.native.closed or (self.is_file and not follow)
 
   def order(self) -> tuple[int, int, int, int]:
     """Of this input's next record among those of the others."""
@@ -88,8 +83,7 @@ class StreamReader:
     return self
 
   def __next__(self) -> StreamRecord:
-    record = self.read(None)
-    if record is None:
+    if (record := self.read(None)) is None:
       raise StopIteration
     return record
 
@@ -107,10 +101,8 @@ class StreamReader:
     seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
-      ready = [one for one in self._inputs if one.ready or one.fill(0.0)]
-      if ready:
-        first = ready[0] if len(ready) == 1 else min(ready, key=_Input.order)
-        return first.ready.pop()
+      if ready := [one for one in self._inputs if one.ready or one.fill(0.0)]:
+        return (min(ready, key=_Input.order) if len(ready) > 1 else ready[0]).ready.pop()
       waiting = [one for one in self._inputs if not one.over(self._follow)]
       left = np.inf if deadline is None else deadline - time.monotonic()
       if not waiting or left <= 0:
@@ -123,9 +115,8 @@ class StreamReader:
     """The names of the taps in the stream, sorted: of a connection, those described so far."""
     found: set[str] = set()
     for one in self._inputs:
-      native = one.native
+      native = _callgate.StreamReader(one.address) if one.is_file else one.native
       if one.is_file:
-        native = _callgate.StreamReader(one.address)
         native.scan()
       found.update(source["name"] for source in native.sources())
     return sorted(found)
@@ -207,14 +198,13 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
       options.refuse("open_stream", "where", "paths or addresses", where)
     return [address for one in several for address in _addresses(one)]
   address = options.path("open_stream", "where", where)
-  is_file = not is_address(address)
-  if is_file and PLACEHOLDER in address and not os.path.exists(address):
-    address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
-  is_pattern = is_file and glob.has_magic(address)
-  if not is_pattern or os.path.exists(address):
+  if is_address(address) or os.path.exists(address):
     return [address]
-  found = sorted(glob.glob(address, recursive=True))
-  if not found:
+  if PLACEHOLDER in address:
+    address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
+  if not glob.has_magic(address):
+    return [address]
+  if not (found := sorted(glob.glob(address, recursive=True))):
     raise FileNotFoundError(f"callgate.open_stream: no file matches {address!r}")
   return found
 

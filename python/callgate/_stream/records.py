@@ -1,8 +1,4 @@
-"""The records of a stream as Python has them: one for each lane of a tap, or columns of them.
-
-`Source` turns the whole records of one tap, as the native reader gives them, into `StreamRecord`s.
-Used by the thread that reads.
-"""
+"""The records of a stream as Python has them: one for each lane of a tap, or columns of them."""
 
 from __future__ import annotations
 
@@ -115,9 +111,8 @@ class Source:
     """As the native reader does: each lane costs time, so none comes without values."""
     held = {level for leaf in self.leaves for level in leaf.levels}
     bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
-    if len(held) < len(self.sizes) or math.prod(self.sizes) > max(
-      _FREE_LANES, bits + 64 * len(self.leaves)
-    ):
+    most = max(_FREE_LANES, bits + 64 * len(self.leaves))
+    if len(held) < len(self.sizes) or math.prod(self.sizes) > most:
       raise ValueError(
         f"callgate: a stream's tap {self.name!r}: expected lanes that its leaves hold, got levels "
         f"of {self.sizes} for {len(self.leaves)} leaves"
@@ -136,28 +131,26 @@ class Source:
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
     """The records of the lanes that were sent, from what the native reader gives."""
-    with self._sensible("its shards and lanes"):
-      return list(self._records(whole))
-
-  def _records(self, whole: Sequence[Any]) -> Iterator[StreamRecord]:
     _, seq, time_ns, run, device, flags, arrays = whole
-    if self.has_packed:
-      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
-    repeated = bool(flags & REPEATED)
-    number = shard_of(flags)
-    shard = shapes = None
-    if number >= 0 and self.parts:
-      named = list(zip(self.paths, self.parts, strict=True))
-      shard = {path: part.slices(number) for path, part in named}
-      shapes = {path: part.shape for path, part in named}
-    for lane, leaves in self._lanes(arrays, number):
-      yield StreamRecord(
-        self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description, repeated,
-        self.process, shard, shapes,
-      )  # fmt: skip
+    with self._sensible("its shards and lanes"):
+      number = shard_of(flags)
+      shard = shapes = None
+      if number >= 0 and self.parts:
+        named = list(zip(self.paths, self.parts, strict=True))
+        shard = {path: part.slices(number) for path, part in named}
+        shapes = {path: part.shape for path, part in named}
+      return [
+        StreamRecord(
+          self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description,
+          bool(flags & REPEATED), self.process, shard, shapes,
+        )
+        for lane, leaves in self._lanes(arrays, number)
+      ]  # fmt: skip
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""
+    if self.has_packed:
+      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
     starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
     for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
       selected = arrays
@@ -166,15 +159,14 @@ class Source:
           array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
           for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
-      if not self.has_where or selected[self.value_leaves].any():
-        if starts:  # the number among all devices' lanes
-          place = tuple(i + start for i, start in zip(index, starts, strict=True))
-          lane = int(np.ravel_multi_index(place, self.all_sizes))
-        values = selected[: self.values]
-        try:
-          cut(values, self.padded, selected[self.values : self.value_leaves], self.parts, shard)
-        except SizeError:  # the writer has counted it as lost
-          continue
+      if self.has_where and not selected[self.value_leaves].any():
+        continue
+      if starts:  # the number among all devices' lanes
+        place = tuple(i + start for i, start in zip(index, starts, strict=True))
+        lane = int(np.ravel_multi_index(place, self.all_sizes))
+      values = selected[: self.values]
+      with contextlib.suppress(SizeError):  # the writer has counted it as lost
+        cut(values, self.padded, selected[self.values : self.value_leaves], self.parts, shard)
         yield lane, dict(zip(self.paths, values, strict=True))
 
 
@@ -187,12 +179,8 @@ def _parse_description(text: str) -> Mapping[str, Any]:
 
 
 NUMBERS: Mapping[str, Any] = {
-  "seq": np.uint64,
-  "time_ns": np.int64,
-  "process": np.int32,
-  "device": np.int32,
-  "lane": np.int64,
-}
+  "seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32, "lane": np.int64
+}  # fmt: skip
 
 
 def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any]]:
@@ -201,16 +189,14 @@ def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any
     key: np.asarray([getattr(record, key) for record in records], dtype)
     for key, dtype in NUMBERS.items()
   }
-  for path in records[0].leaves if records else ():
-    columns[column_name(path)] = _stack(records, path)
-  return columns
+  paths = records[0].leaves if records else ()
+  return columns | {column_name(path): _stack(records, path) for path in paths}
 
 
 def table_of(columns: Mapping[str, np.ndarray[Any, Any]]) -> Any:
   """The columns as a `pyarrow.Table`."""
-  pyarrow = extras.library(
-    "pyarrow", "pyarrow", "arrow", by="callgate: StreamReader.table", error=ImportError
-  )
+  by = "callgate: StreamReader.table"
+  pyarrow = extras.library("pyarrow", "pyarrow", "arrow", by=by, error=ImportError)
   return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
 
 
