@@ -117,9 +117,8 @@ class Feed:
     """What has happened so far.
 
     Returns:
-      "produced" (items that the iterator gave), "served" (items that programs took, defaults
-      included), "waited" (times that a program found no item and had to wait) and "queued" (items
-      that wait in the queue).
+      "produced": items that the iterator gave. "served": that programs took, defaults included.
+      "waited": times that a program had to wait for one. "queued": items that wait in the queue.
     """
     return self._producer.stats()
 
@@ -150,7 +149,7 @@ def feed(
   default: Any = _MISSING,
   name: str | None = None,
 ) -> Feed:
-  """Lets compiled programs read a host iterator, which runs ahead of them on a thread of its own.
+  """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp, numpy as np
@@ -172,15 +171,11 @@ def feed(
     name: what messages and threads call the feed. Default: the iterable's qualified name, and a
       number from the second on.
 
-  Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones to that
-  GPU ahead of the program, as far as `prefetch` goes, through pinned memory and on a stream of
-  their own. The program's stream waits for such a copy where it must; nothing on the host waits for
+  Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
+  ahead of it, as far as `prefetch` goes, on a stream of their own; nothing on the host waits for
   the GPU. Each waiting item then takes its size in the GPU's memory and in pinned memory. Of a feed
-  that several GPUs read, an item is copied ahead to the one that asked last, and again where
-  another gets it.
-
-  Returns:
-    A `Feed`.
+  that several GPUs read, items are copied ahead to the one that asked last, and again where another
+  gets them.
 
   Raises:
     GateDefinitionError: an option is wrong, or there is no item to take the types from.

@@ -95,8 +95,7 @@ class StreamReader:
         waited for only with `follow=True`.
 
     Returns:
-      Of the next records of all files and connections, as far as they are there, the first by
-      time, then process, device and sequence number.
+      Of the next records of all inputs that are there, the first by time, process, device, `seq`.
     """
     seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -123,10 +122,7 @@ class StreamReader:
 
   @property
   def ended(self) -> bool:
-    """Whether the writers of all files and connections have closed them, as far as was read.
-
-    Of a file, a later writer may continue it: `read` then goes on.
-    """
+    """Whether all writers had closed the stream when it was read; a later one may continue a file."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
@@ -152,8 +148,7 @@ class StreamReader:
       name: as for `columns`.
 
     Returns:
-      A `pyarrow.Table`; arrays with dims become columns of fixed-size lists, nested for more
-      than one.
+      A `pyarrow.Table`; arrays become columns of fixed-size lists, nested for more than one dim.
 
     Raises:
       ImportError: pyarrow is not installed.
@@ -212,9 +207,8 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
 def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> StreamReader:
   """Opens a stream of tapped values, or several as one.
 
-  Records of one file or connection keep their order, which on each device is that of `seq`. Between
-  several, the one that was sent first comes first (`time_ns`), then the one of the lower process,
-  device and `seq`. Of those that still grow, it is what has been read by then that is put in order.
+  Records of one file or connection keep their order, which on each device is that of `seq`. Of
+  several they are ordered by `time_ns`, then process, device and `seq`, as far as they are there.
 
   Args:
     where: a file, a pattern of files ("run-*.cgs", or "run-{process}.cgs" as it was written),

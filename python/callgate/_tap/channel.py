@@ -109,8 +109,7 @@ class Channel:
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
 
-    After it the consumer is not called any more, not even for records that are with it: a consumer
-    that takes itself out has had its last call.
+    It is not called any more, not even for records that are with it, also where it called this.
 
     Raises:
       GateDefinitionError: it is not a consumer of this channel.
@@ -138,8 +137,7 @@ class Channel:
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
 
-    Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
-    consumer.
+    Each call is a consumer of its own; one that is not iterated holds the channel up, as slow ones.
     """
     records = _consumers.Records()
     if self._closed:
@@ -223,7 +221,7 @@ def channel(
   to: Any = (),
   batch: int | bool | None = None,
 ) -> Channel:
-  """Opens a channel: taps to `name` send their records to its consumers.
+  """Opens a `Channel`: taps to `name` send their records to its consumers.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -250,9 +248,6 @@ def channel(
     batch: functions get many records at once, as stacked arrays with a row a record, and a
       `BatchInfo`: at most so many rows, or True for all that are there.
 
-  Returns:
-    The `Channel`.
-
   Raises:
     GateDefinitionError: an option is wrong.
     ValueError: a channel of that name is open already.
@@ -278,8 +273,7 @@ def open_channels() -> dict[str, Channel]:
 def close_all(seconds: float) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
-  The time is for all of them: each has a thread of its own, and so delivers meanwhile. Raises what
-  a consumer raised.
+  The time is for all of them, which deliver side by side. Raises what a consumer raised.
   """
   deadline = time.monotonic() + seconds
   ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]

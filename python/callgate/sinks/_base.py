@@ -1,12 +1,8 @@
-"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports.
-
-A sink belongs to one channel at a time, which calls it on its own thread.
-"""
+"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pathlib
 import re
@@ -31,8 +27,7 @@ class SinkError(RuntimeError):
 
   def __init__(self, message: str, *, lost: int = 0) -> None:
     super().__init__(message)
-    self.lost = lost
-    self._said = message
+    self.lost, self._said = lost, message
 
   def count(self, lost: int, so_far: int) -> None:
     """Says how many records it stands for, and in the message how many the sink has lost so far."""
@@ -49,7 +44,7 @@ class SinkError(RuntimeError):
 
 
 class Sink:
-  """A consumer of records that a channel opens, feeds, flushes and closes.
+  """A consumer of records that a channel opens, feeds, flushes and closes, on its own thread.
 
   Subclass it and override `write`; the other methods do nothing here. `with sink:` opens and closes
   it where there is no channel.
@@ -95,6 +90,8 @@ class OwnedSink(Sink):
     self._channel: str | None = None  # that has it open
     self._process = os.getpid()  # that has opened it
 
+  def _begin(self) -> None: ...  # keeps other writers away
+
   def __repr__(self) -> str:
     return f"{type(self).__name__}({repr(self._target) if self._target else ''})"
 
@@ -108,15 +105,11 @@ class OwnedSink(Sink):
     self._begin()
     self._channel = channel
 
-  def _begin(self) -> None: ...  # keeps other writers away
-
   def _check(self, records: Sequence[Any]) -> None:
     """Raises SinkError in a fork's child of the opening process, and for what is no record."""
-    if os.getpid() != self._process:
-      raise self._error(
-        f"expected to be written to by process {self._process}, which has it open, got process "
-        f"{os.getpid()}, which was forked from it"
-      )
+    if (here := os.getpid()) != self._process:
+      by = f"expected to be written to by process {self._process}, which has it open"
+      raise self._error(f"{by}, got process {here}, which was forked from it")
     for record in records:
       if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise self._error(f"expected records, each a Record(value, TapInfo(...)), got {record!r}")
@@ -156,22 +149,17 @@ class LibrarySink(OwnedSink):
     errors: list[SinkError] = []
     for record in records:
       at = record.info
-      what = f"tap {at.name!r}, record {at.seq} of device {at.device}"
-      self._try(errors, what, functools.partial(self._take, record), lost=1)
-    self._try(errors, "cannot write", self._commit, lost=0)
+      with self._naming(f"tap {at.name!r}, record {at.seq} of device {at.device}", errors):
+        self._take(record)
+    for error in errors:
+      error.lost = error.lost or 1
+    with self._naming("cannot write", errors):
+      self._commit()
     if errors:
       lost = sum(error.lost for error in errors)
       self._lost += lost
       errors[0].count(lost, self._lost)
       raise errors[0]
-
-  def _try(self, errors: list[SinkError], what: str, step: Callable[[], None], lost: int) -> None:
-    try:
-      with self._naming(what):
-        step()
-    except SinkError as error:
-      error.lost = error.lost or lost
-      errors.append(error)
 
   def flush(self) -> None:
     if self._channel is not None and os.getpid() == self._process:
@@ -185,14 +173,19 @@ class LibrarySink(OwnedSink):
         self._stop()
 
   @contextlib.contextmanager
-  def _naming(self, what: str) -> Generator[None]:
-    """Turns errors of the block into SinkErrors that begin with a place."""
+  def _naming(self, what: str, kept: list[SinkError] | None = None) -> Generator[None]:
+    """Errors of the block become SinkErrors that begin with a place, which are raised or kept."""
     try:
-      yield
-    except SinkError:
-      raise
-    except Exception as error:
-      raise self._error(f"{what}: {type(error).__name__}: {error}") from error
+      try:
+        yield
+      except Exception as error:
+        if isinstance(error, SinkError):
+          raise
+        raise self._error(f"{what}: {type(error).__name__}: {error}") from error
+    except SinkError as error:
+      if kept is None:
+        raise
+      kept.append(error)
 
 
 class FilesSink(LibrarySink):
@@ -200,7 +193,7 @@ class FilesSink(LibrarySink):
 
   _extra = ""  # of callgate, that brings
   _needs: tuple[str, ...] = ()  # modules; `_module` is the last
-  _module: Any = None
+  _module: Any
 
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
     label = f"sinks.{type(self).__name__}"
@@ -219,10 +212,8 @@ class FilesSink(LibrarySink):
     """
     if path not in self._tables:
       if self._begun.get(path) is False:
-        raise FileExistsError(
-          f"expected a file that nobody else writes to, got {str(path)!r}, which another sink "
-          "wrote when the first record came; it is not begun anew"
-        )
+        had = "which another sink wrote when the first record came; it is not begun anew"
+        raise FileExistsError(f"expected a file that nobody else writes to, got '{path}', {had}")
       try:
         self._tables[path] = make(self._append or path in self._begun)
       except FileExistsError:
@@ -245,10 +236,7 @@ class FilesSink(LibrarySink):
 
 
 def plain(leaf: Any) -> np.ndarray:
-  """A leaf as an array of a dtype that NumPy has, exactly.
-
-  bfloat16 and smaller floats become float32, int4 and its like int8 or uint8.
-  """
+  """A leaf in a dtype that NumPy has, exactly: bfloat16 as float32, int4 as int8, and so on."""
   array = np.asarray(leaf)
   if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
     return array
@@ -270,11 +258,8 @@ def lane_suffix(lane: tuple[int, ...]) -> str:
 
 
 def file_for(path: str, name: str) -> pathlib.Path:
-  """The file of a tap, whose name replaces "{name}" in the path, with its folder made.
-
-  Characters that do not belong into a file's name become "_".
-  """
+  """The file of a tap, whose name replaces "{name}" in the path; its folder is made."""
   part = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.', "_", name)
-  file = pathlib.Path(path.replace("{name}", part))
+  file = pathlib.Path(path.replace("{name}", part))  # without characters that no file's name has
   file.parent.mkdir(parents=True, exist_ok=True)
   return file

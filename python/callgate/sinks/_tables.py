@@ -1,10 +1,7 @@
 """Sinks of columns: Zarr and HDF5, where arrays grow, and Parquet, over pyarrow.
 
-A tap has an array or a column for each field, which are in step. In Zarr and HDF5 they are
-`loss/seq`, `loss/time_ns`, `loss/process`, `loss/device`, `loss/value` of the tap "loss"; a pytree
-has `grad/value/w/0` and so on. Each batch of a channel is one append to each array: the slower the
-storage, the larger the batches. A Parquet file is readable once its footer is written, at close:
-until then the rows are in a file beside it, which then takes its place.
+A tap has an array or a column for each field, which are in step: `loss/seq`, `loss/value` and so on
+of the tap "loss", `grad/value/w/0` of a pytree's. Each batch of a channel is one append to each.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate import _callgate
-from callgate._tap.records import Record, named_leaves, tap_key
+from callgate._tap.records import Record, leaves_under, tap_key
 from callgate.sinks._base import FilesSink, file_for, plain
 
 _META = {"seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32}
@@ -50,13 +47,8 @@ class _Rows:
   def add(self, record: Record) -> None:
     row = _row(record)
     if (fields := _fields(row)) != self.fields:
-      expected, got = (
-        ", ".join(f"{name} {f.dtype}{list(f.shape)}" for name, f in of.items() if name not in _META)
-        for of in (self.fields, fields)
-      )
-      raise ValueError(
-        f"expected {expected or 'no leaf'} as in the first record, got {got or 'no leaf'}"
-      )
+      expected, got = _text(self.fields), _text(fields)
+      raise ValueError(f"expected {expected} as in the first record, got {got}")
     self._taken.append(row)
     self.nbytes += sum(array.nbytes for array in row.values())
 
@@ -74,10 +66,7 @@ def _row(record: Record) -> dict[str, np.ndarray]:
   row = {name: np.asarray(getattr(record.info, name), dtype) for name, dtype in _META.items()}
   if record.info.lane:
     row["lane"] = np.asarray(record.info.lane, np.int64)
-  for path, leaf in named_leaves(record.value):
-    name = f"value/{path}" if path else "value"
-    if name in row:
-      raise ValueError(f"expected leaves with names of their own, got two leaves {path!r}")
+  for name, leaf in leaves_under("value", record.value).items():
     row[name] = plain(leaf)
     if row[name].dtype.kind not in "biufc":
       raise ValueError(f"expected a dtype that JAX has, got {row[name].dtype} of {name}")
@@ -86,6 +75,11 @@ def _row(record: Record) -> dict[str, np.ndarray]:
 
 def _fields(row: dict[str, np.ndarray]) -> dict[str, Field]:
   return {name: Field(array.shape, array.dtype) for name, array in row.items()}
+
+
+def _text(fields: dict[str, Field]) -> str:
+  shown = [f"{name} {f.dtype}{list(f.shape)}" for name, f in fields.items() if name not in _META]
+  return ", ".join(shown) or "no leaf"
 
 
 # -- arrays that grow ------------------------------------------------------------------------------
