@@ -62,19 +62,16 @@ class Feed:
     # An unnamed one is called as the generator function or the iterable's class.
     named: Any = iterable if hasattr(iterable, "__qualname__") else type(iterable)
     self.name = name = options.name("feed", name) or registry.unique_name(named)
-    whole = "an integer of 1 or more"
-    limits = {"least": 1, "most": 2**31 - 1}
-    self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, what=whole, **limits)
+    limits: Any = {"least": 1, "most": 2**31 - 1, "what": "an integer of 1 or more"}
+    self.prefetch = options.count(f"feed '{name}'", "prefetch", prefetch, **limits)
     types = items.from_structs(name, shape) if shape is not None else None
     self._producer = _producer.Producer(name, _iterator(name, iterable), self.prefetch)
     try:
       if types is None and self._producer.wait_for_first():
         types = items.from_item(name, self._producer.first)
       elif types is None and default is _MISSING:
-        raise GateDefinitionError(
-          f"feed '{name}': the iterable is empty, so the items' types are not known; expected an "
-          "item, shape= or default="
-        )
+        empty = f"feed '{name}': the iterable is empty, so the items' types are not known"
+        raise GateDefinitionError(f"{empty}; expected an item, shape= or default=")
       types = types or items.from_item(name, default, "default")
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
@@ -187,9 +184,7 @@ def feed(
 
 
 class _FeedGate(Gate):
-  """A feed's gate: NumPy's arrays on the host, the GPU's own in a program for CUDA."""
-
-  native = True
+  native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
 
 
 class _Take:
@@ -238,13 +233,10 @@ tracing.define_impl(next_p)
 
 
 @next_p.def_effectful_abstract_eval
-def _abstract_eval(
-  *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
-) -> tuple[tuple[Any, ...], frozenset[Any]]:
+def _abstract_eval(*, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str) -> Any:
   effect = tracing.ordered_io_effect if engine == "jax" else effects.ORDERED_GATE_EFFECT
   avals = (tracing.shaped_array((*lead, *shape), dtype, ()) for shape, dtype in site.results)
-  # In a jax.shard_map each device takes items for itself.
-  axes = tracing.manual_axes()
+  axes = tracing.manual_axes()  # in a jax.shard_map each device takes items for itself
   return tuple(tracing.varying_aval(aval, axes) for aval in avals), frozenset({effect})
 
 
@@ -260,11 +252,11 @@ def _lower(
   context: Any, *, gate: Gate, site: CallSite, lead: tuple[int, ...], engine: str
 ) -> Sequence[Any]:
   results = tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
-  whole = dataclasses.replace(site, results=results)
-  if engine == "jax":
-    call = mlir.lower_fun(lambda: jax_engine.bind(gate, whole, ()), multiple_results=True)
-    return call(context)
-  return primitive.lower(context, gate=gate, site=whole, levels=(), whole=None)
+  site = dataclasses.replace(site, results=results)
+  if engine != "jax":
+    return primitive.lower(context, gate=gate, site=site, levels=(), whole=None)
+  call = mlir.lower_fun(lambda: jax_engine.bind(gate, site, ()), multiple_results=True)
+  return call(context)
 
 
 # Not cached, as the gates' own rule: its source line is part of the program.

@@ -74,9 +74,9 @@ class ItemTypes:
     try:
       given = jax.tree.leaves(jax.tree.broadcast(value, full))
     except (ValueError, TypeError) as error:
+      expected = f"the items' structure {self.tree} or a prefix of it"
       raise GateDefinitionError(
-        f"feed '{self.feed}': default: expected the items' structure {self.tree} or a prefix of "
-        f"it, got {jax.tree.structure(value)}"
+        f"feed '{self.feed}': default: expected {expected}, got {jax.tree.structure(value)}"
       ) from error
     arrays: Arrays = []
     for index, (leaf, (shape, dtype)) in enumerate(zip(given, self.types, strict=True)):
@@ -117,9 +117,7 @@ def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   return _checked(feed, what, tree, arrays)
 
 
-def _to_array(
-  where: Callable[[], str], value: Any, defaults: dict[type, np.dtype[Any]]
-) -> np.ndarray[Any, Any]:
+def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -> np.ndarray:
   got, cause = "", None
   if isinstance(value, jax.Array):
     if not jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -134,16 +132,14 @@ def _to_array(
         return array
     except (TypeError, ValueError, OverflowError) as error:
       cause = error
-  raise ResultError(
-    f"{where()}: expected an array or a number that JAX can hold, got {got or shown(value)}"
-  ) from cause
+  expected = "expected an array or a number that JAX can hold"
+  raise ResultError(f"{where()}: {expected}, got {got or shown(value)}") from cause
 
 
 def _is_number(dtype: Any) -> bool:
   # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order.
-  if dtype.kind in "mM" or dtype.char in "gG" or not dtype.isnative:
-    return False
-  return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+  held = dtype.kind not in "mM" and dtype.char not in "gG" and dtype.isnative
+  return held and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
 
 
 def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:

@@ -186,11 +186,10 @@ class Producer:
 
   def check(self) -> None:
     """Raises GateError when items can't be taken: the feed is closed, or of another process."""
-    if os.getpid() != self._process:
-      raise GateError(
-        f"feed '{self.name}' was made in process {self._process}, and its thread is not in the "
-        f"forked process {os.getpid()}; expected a feed that is made after the fork"
-      )
+    if (here := os.getpid()) != self._process:
+      its = f"was made in process {self._process}, and its thread is not in the forked process"
+      after = "expected a feed that is made after the fork"
+      raise GateError(f"feed '{self.name}' {its} {here}; {after}")
     if self._closed:
       raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
 
@@ -203,12 +202,11 @@ class Producer:
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:
     """Tells the thread to end, and those that wait for items; doesn't wait for them."""
-    if os.getpid() != self._process:
-      return  # a fork's child has no such thread
-    with self._changed:
-      self._closed = True
-      self._queue.clear()
-      self._changed.notify_all()
+    if os.getpid() == self._process:  # a fork's child has no such thread
+      with self._changed:
+        self._closed = True
+        self._queue.clear()
+        self._changed.notify_all()
 
   def close(self, timeout: float) -> bool:
     """Ends the thread, and says whether it has ended; if not, it ends when its iterator returns."""

@@ -122,7 +122,7 @@ class StreamReader:
 
   @property
   def ended(self) -> bool:
-    """Whether all writers had closed the stream when it was read; a later one may continue a file."""
+    """Whether all writers have closed the stream, as far as was read; files may be continued."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
   def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:

@@ -229,38 +229,28 @@ def _lower(
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held = _site.encode(site, levels=levels, **how)
-    return _lower_by_jax(context, operands, tap, site, levels, held)
+    held = {**_site.encode(site, levels=levels, **how), "batch": encode_levels(levels)}
+    key = repr((held["spec"], held["tap"], levels))
+    return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   results, after = emit(
-    context,
-    operands,
-    context.avals_in,
-    context.avals_out,
-    name=tap.name,
-    attributes=held,
-    levels=levels,
-    has_side_effect=True,
+    context, operands, context.avals_in, context.avals_out,
+    name=tap.name, attributes=held, levels=levels, has_side_effect=True,
     token=lowering.token_before(context, _order_of(site)) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
     sharded=calls.of_tap(context, site, levels),
-  )
+  )  # fmt: skip
   if ordered:
     lowering.set_token_after(context, _order_of(site), after)
   return results
 
 
 def _lower_by_jax(
-  context: Any,
-  operands: Sequence[Any],
-  tap: Tap,
-  site: TapSite,
-  levels: tuple[Level, ...],
-  held: dict[str, Any],
+  context: Any, operands: Sequence[Any], tap: Tap, site: TapSite, held: dict[str, Any], key: str
 ) -> Sequence[Any]:
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
   ordered = site.effect == "ordered"
@@ -270,8 +260,6 @@ def _lower_by_jax(
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
   count = site.values + len(site.logical) + int(site.where)
-  held = {**held, "batch": encode_levels(levels)}
-  key = repr((held["spec"], held["tap"], levels))
 
   def send(*arrays: Any) -> None:
     # Copies, never views.

@@ -58,9 +58,8 @@ def print(
   if not skip_format_check:
     _Checker().vformat(fmt, args, kwargs)
   if kwargs and not has_fields:  # with skip_format_check
-    raise GateDefinitionError(
-      f"print: values by name ({sorted(kwargs)}) need fields in fmt, got {fmt!r}"
-    )
+    by = f"values by name ({sorted(kwargs)})"
+    raise GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
   leaves, tree = jax.tree.flatten((args, kwargs))
   static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)}
   arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
@@ -69,24 +68,18 @@ def print(
 
   def write(arrays: Sequence[Any]) -> None:
     rest = iter(arrays)
-    places = range(tree.num_leaves)
-    values = jax.tree.unflatten(tree, [static[i] if i in static else next(rest) for i in places])
-    args = [_shown(value, fmt) for value in values[0]]
-    kwargs = {name: _shown(value, fmt) for name, value in values[1].items()}
+    filled = [static[i] if i in static else next(rest) for i in range(tree.num_leaves)]
+    args, kwargs = jax.tree.unflatten(tree, filled)
+    args = [_shown(value, fmt) for value in args]
+    kwargs = {name: _shown(value, fmt) for name, value in kwargs.items()}
     with np.printoptions(**print_options):
-      if has_fields:
-        text = fmt.format(*args, **kwargs)
-      else:
-        text = " ".join((fmt, *map(str, args)))
+      text = fmt.format(*args, **kwargs) if has_fields else " ".join((fmt, *map(str, args)))
     sys.stdout.write(text + "\n")
 
   write.__name__ = write.__qualname__ = "print"
-  site = TapSite(
-    tree=jax.tree.structure([0] * len(carried)),
-    name="print",
-    effect="ordered" if ordered else "io",
-    dtypes=tuple(name for _, name in carried),
-  )
+  dtype_names = tuple(name for _, name in carried)
+  several, effect = jax.tree.structure([0] * len(carried)), "ordered" if ordered else "io"
+  site = TapSite(tree=several, name="print", effect=effect, dtypes=dtype_names)
   bind(target.of_function(write), site, [x for x, _ in carried])
 
 
@@ -108,9 +101,7 @@ class _Checker(string.Formatter):
 
 def _shown(value: Any, fmt: str) -> Any:
   """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
-  bare = isinstance(value, (np.ndarray, np.generic))
-  if (bare and "!r" not in fmt) or not jax.tree.leaves(value):
+  if isinstance(value, (np.ndarray, np.generic)) and "!r" not in fmt:
     return value
-  return jax.tree.map(
-    lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
-  )
+  as_jax = jax.numpy.asarray
+  return jax.tree.map(lambda x: as_jax(x) if isinstance(x, np.ndarray) else x, value)

@@ -1,8 +1,4 @@
-"""What a tap is beyond its primitive: what programs hold of it.
-
-A program names its tap, and says of it: name, role, which operands are values, and for Python a
-description in JSON (`delivery.Description` reads it). Nothing of this process.
-"""
+"""What a tap is beyond its primitive, and what programs hold of it: nothing of this process."""
 
 from __future__ import annotations
 
@@ -69,29 +65,21 @@ def encode(
   return {
     "spec": describe(site, transforms, levels),
     "tap": {
-      "name": site.name,
-      "role": role,
-      "ordered": np.bool_(site.effect == "ordered"),
-      "repeated": np.bool_(repeated),
-      "every": np.int64(site.every),
-      "returned": np.int64(returned),
-      "where": np.bool_(site.where),
-      "on_device": np.bool_(site.on_device),
-      "paths": attributes.listed(paths),
+      "name": site.name, "role": role, "ordered": np.bool_(site.effect == "ordered"),
+      "repeated": np.bool_(repeated), "every": np.int64(site.every),
+      "returned": np.int64(returned), "where": np.bool_(site.where),
+      "on_device": np.bool_(site.on_device), "paths": attributes.listed(paths),
     },
     "padded": attributes.listed({"leaf": np.int64(index)} for index in site.logical),
-  }
+  }  # fmt: skip
 
 
 def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> str:
   """What `delivery.Description` reads."""
   tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
   description = {
-    "spec": encoding.encode(tree, jax.tree.structure(None), ()),
-    "values": site.values,
-    "sizes": [size for size, _ in levels],
-    "dtypes": site.dtypes,
-    "logical": site.logical,
+    "spec": encoding.encode(tree, jax.tree.structure(None), ()), "values": site.values,
+    "sizes": [size for size, _ in levels], "dtypes": site.dtypes, "logical": site.logical,
     "transforms": transforms,
-  } | ({"on_device": True} if site.on_device else {})
+  } | ({"on_device": True} if site.on_device else {})  # fmt: skip
   return json.dumps(description, separators=(",", ":"))

@@ -22,7 +22,7 @@ from callgate._tap import target as _target
 from callgate._tap.channel import Channel
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.primitive import cotangent_p, tap_p
-from callgate._tap.site import TapSite, Transforms
+from callgate._tap.site import TapSite
 from callgate._tap.target import DEFAULT, Tap
 
 Effect = Literal["io", "dataflow"]
@@ -113,8 +113,8 @@ def tap(
   options.choice(label, "effect", effect, get_args(Effect), what="'io' or 'dataflow'")
   options.booleans(label, ordered=ordered, on_device=on_device)
   if ordered and effect == "dataflow":
-    expected = "False with effect='dataflow', whose order is that of the data"
-    options.refuse(label, "ordered", expected, ordered)
+    why = "False with effect='dataflow', whose order is that of the data"
+    options.refuse(label, "ordered", why, ordered)
   if every is not None:
     options.count(label, "every", every, least=1, most=_MOST, what="a positive int")
   given: Any = roles
@@ -143,18 +143,11 @@ def tap(
   if not operands:
     return value
   site = TapSite(
-    tree=tree,
-    name=name,
-    effect="ordered" if ordered else effect,
-    every=int(every or 1),
-    where=where is not None,
-    roles=tuple(roles),
-    dtypes=tuple(name for _, name in carried),
-    logical=tuple(index for index, _ in sizes),
-    sharding=sharding,
-    replicas=replicas,
+    tree=tree, name=name, effect="ordered" if ordered else effect, every=int(every or 1),
+    where=where is not None, roles=tuple(roles), dtypes=tuple(own for _, own in carried),
+    logical=tuple(index for index, _ in sizes), sharding=sharding, replicas=replicas,
     on_device=on_device,
-  )
+  )  # fmt: skip
   results = bind(target, site, operands, extra)
   if effect == "io" and "cotangent" not in roles:
     return value
@@ -166,7 +159,7 @@ def bind(
   site: TapSite,
   operands: Sequence[Any],
   extra: Sequence[Any] = (),
-  transforms: Transforms = (),
+  transforms: Any = (),
 ) -> Sequence[Any]:
   """Binds a tap; returns its values, and what passes through it, to be used from here on.
 

@@ -50,20 +50,15 @@ def of_function(function: Callable[..., Any]) -> Tap:
   start_channel(DEFAULT)
 
   def make() -> Tap:
-    rows = delivery.rows_to_function(delivery.Attached(function))
-    consumer = _callgate.python_consumer(rows)
-    return Tap(registry.unique_name(function, prefix="tap:"), DEFAULT, consumer)
+    consume = delivery.rows_to_function(delivery.Attached(function))
+    name = registry.unique_name(function, prefix="tap:")
+    return Tap(name, DEFAULT, _callgate.python_consumer(consume))
 
   return shared(_taps, ("function", function), make)
 
 
 def of_rows(
-  key: Any,
-  consume: Callable[..., None],
-  name: str,
-  *,
-  channel: str = DEFAULT,
-  eager: Eager | None = None,
+  key: Any, consume: Callable[..., None], name: str, *, channel: str, eager: Eager | None
 ) -> Tap:
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
@@ -73,8 +68,8 @@ def of_rows(
   start_channel(channel)
 
   def make() -> Tap:
-    unique = registry.free_name(f"tap:{name}")
-    return Tap(unique, channel, _callgate.python_consumer(consume), eager)
+    consumer = _callgate.python_consumer(consume)
+    return Tap(registry.free_name(f"tap:{name}"), channel, consumer, eager)
 
   return shared(_taps, ("rows", key), make)
 
@@ -94,11 +89,10 @@ def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[
 def start_channel(name: str) -> Any:
   """The runtime's handle on a channel of callgate's own, which is opened once."""
   with _own_lock:
-    handle = _own.get(name)
-    if handle is None:
-      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
-      handle.start()
-    return handle
+    if name not in _own:
+      _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
+      _own[name].start()
+    return _own[name]
 
 
 def own_channels() -> list[tuple[str, Any]]:

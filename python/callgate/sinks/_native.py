@@ -50,11 +50,10 @@ class NativeSink(OwnedSink):
           raise ValueError(f"expected a role of {', '.join(ROLES)}, got {info.role!r}")
         leaves, tree = jax.tree.flatten(record.value)
         self._writer.write(
-          role=ROLES.index(info.role),
+          role=ROLES.index(info.role), lane=list(info.lane),
           leaves=[_leaf(path, x) for (path, _), x in zip(leaf_paths(tree), leaves, strict=True)],
-          lane=list(info.lane),
           **{name: getattr(info, name) for name in _PLAIN},
-        )
+        )  # fmt: skip
       except (ValueError, TypeError) as error:
         types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
         said = (

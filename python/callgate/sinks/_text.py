@@ -1,4 +1,4 @@
-"""Sinks of text: lines for people, and CSV tables of scalars. Python's own library does it."""
+"""Sinks of text: lines for people, and CSV tables of scalars."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def _check_format(text: str) -> None:
 def _line(record: Record) -> str:
   info, leaves = record.info, named_leaves(record.value)
   texts = [f"{path}={_value(leaf)!s}" if path else str(_value(leaf)) for path, leaf in leaves]
-  head = f"{tap_key(info)}{_base.lane_suffix(info.lane)} #{info.seq}:"
-  return ("\n" if any("\n" in text for text in texts) else " ").join([head, *texts])
+  between = "\n" if any("\n" in text for text in texts) else " "
+  return between.join([f"{tap_key(info)}{_base.lane_suffix(info.lane)} #{info.seq}:", *texts])
 
 
 def _value(leaf: Any) -> Any:
@@ -105,12 +105,9 @@ def _value(leaf: Any) -> Any:
 
 
 def _fields(record: Record) -> dict[str, Any]:
-  info = record.info
-  return {
-    "value": jax.tree.map(_value, record.value),
-    "time": datetime.datetime.fromtimestamp(info.time_ns * 1e-9),
-    **{name: getattr(info, name) for name in _FIELDS - {"value", "time"}},
-  }
+  named = {name: getattr(record.info, name) for name in _FIELDS - {"value", "time"}}
+  time = datetime.datetime.fromtimestamp(record.info.time_ns * 1e-9)
+  return {**named, "time": time, "value": jax.tree.map(_value, record.value)}
 
 
 class CSV(FilesSink):
@@ -153,10 +150,9 @@ class CSV(FilesSink):
     table = self._table(tap_key(info))
     table.header = table.header or [*meta, *(self._columns or row)]
     if (new := next((name for name in row if name not in table.header), None)) is not None:
-      raise ValueError(
-        f"expected the columns {', '.join(table.header)} of {str(table.path)!r}, got {new!r};"
-        ' name all with columns=, or put "{name}" in the path for a file each tap'
-      )
+      known = f"the columns {', '.join(table.header)} of {str(table.path)!r}"
+      advice = 'name all with columns=, or put "{name}" in the path for a file each tap'
+      raise ValueError(f"expected {known}, got {new!r}; {advice}")
     table.rows.append(meta | row)
 
   def _commit(self) -> None:
