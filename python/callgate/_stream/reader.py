@@ -45,14 +45,13 @@ class _Input:
   def fill(self, timeout: float) -> bool:
     """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
     while not self.ready:
-      read: list[Any] = self.native.read(timeout, _AT_ONCE)
-      if not read:
+      if not (read := self.native.read(timeout, _AT_ONCE)):
         return False
       for whole in read:
-        fields = whole[0]
-        if id(fields) not in self._sources:
-          self._sources[id(fields)] = fields, Source(fields)
-        self.ready.extend(self._sources[id(fields)][1].records(whole))
+        key = id(whole[0])
+        if key not in self._sources:
+          self._sources[key] = whole[0], Source(whole[0])
+        self.ready.extend(self._sources[key][1].records(whole))
       self.ready.reverse()
     return True
 
@@ -125,7 +124,7 @@ class StreamReader:
     """Whether all writers have closed the stream, as far as was read; files may be continued."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
-  def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
+  def columns(self, name: str | None = None) -> dict[str, np.ndarray]:
     """The records of one tap as columns.
 
     Args:

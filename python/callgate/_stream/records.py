@@ -47,7 +47,7 @@ class StreamRecord:
   run: int
   role: str
   lane: int
-  leaves: Mapping[str, np.ndarray[Any, Any]]
+  leaves: Mapping[str, np.ndarray]
   description: Mapping[str, Any]
   repeated: bool = False
   process: int = 0
@@ -63,7 +63,7 @@ class _Leaf:
   dims: tuple[int, ...]
   levels: tuple[int, ...]  # those that it has as leading axes
 
-  def array(self, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  def array(self, stored: np.ndarray) -> np.ndarray:
     """The stored elements as an array: packed ones come as their bytes."""
     if self.bits >= 8 or stored.dtype != np.uint8:
       return stored
@@ -82,15 +82,15 @@ class Source:
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
     self.name: str = fields["name"]
+    self._label = f"callgate: a stream's tap {self.name!r}"
     self.description = _parse_description(fields["description"])
     self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
-    sizes: list[tuple[int, str]] = fields["levels"]
-    self.sizes = tuple(size for size, _ in sizes)
-    leaves: list[tuple[str, str, int, tuple[int, ...]]] = fields["leaves"]
-    self.leaves = [
-      _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
-      for index, leaf in enumerate(leaves)
-    ]
+    levels: list[tuple[int, str]] = fields["levels"]
+    self.sizes = tuple(size for size, _ in levels)
+    self.leaves: list[_Leaf] = []
+    for index, (path, dtype, bits, dims) in enumerate(fields["leaves"]):
+      own = tuple(n for n, (_, mask) in enumerate(levels) if mask[index] == "1")
+      self.leaves.append(_Leaf(path, dtype, bits, dims, own))
     self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
@@ -113,10 +113,8 @@ class Source:
     bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
     most = max(_FREE_LANES, bits + 64 * len(self.leaves))
     if len(held) < len(self.sizes) or math.prod(self.sizes) > most:
-      raise ValueError(
-        f"callgate: a stream's tap {self.name!r}: expected lanes that its leaves hold, got levels "
-        f"of {self.sizes} for {len(self.leaves)} leaves"
-      )
+      got = f"levels of {self.sizes} for {len(self.leaves)} leaves"
+      raise ValueError(f"{self._label}: expected lanes that its leaves hold, got {got}")
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:
@@ -124,9 +122,9 @@ class Source:
     try:
       yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+      got = repr(self.description)
       raise ValueError(
-        f"callgate: a stream's tap {self.name!r}: expected {what} as a tap describes them, got "
-        f"{self.description!r}"
+        f"{self._label}: expected {what} as a tap describes them, got {got}"
       ) from error
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
@@ -155,10 +153,8 @@ class Source:
     for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
       selected = arrays
       if index:
-        selected = [
-          array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
-          for leaf, array in zip(self.leaves, arrays, strict=True)
-        ]
+        pairs = zip(self.leaves, arrays, strict=True)
+        selected = [x[(*map(index.__getitem__, leaf.levels), ...)] for leaf, x in pairs]
       if self.has_where and not selected[self.value_leaves].any():
         continue
       if starts:  # the number among all devices' lanes
@@ -172,62 +168,53 @@ class Source:
 
 def _parse_description(text: str) -> Mapping[str, Any]:
   try:
-    parsed = json.loads(text) if text else {}
+    parsed = json.loads(text or "{}")
   except (ValueError, RecursionError):
     parsed = {"text": text}
   return parsed if isinstance(parsed, dict) else {"value": parsed}
 
 
-NUMBERS: Mapping[str, Any] = {
+_NUMBERS: Mapping[str, Any] = {
   "seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32, "lane": np.int64
 }  # fmt: skip
 
 
-def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any]]:
+def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
   """The records of one tap as arrays with one entry a record: numbers, then each leaf."""
-  columns: dict[str, np.ndarray[Any, Any]] = {
+  columns: dict[str, np.ndarray] = {
     key: np.asarray([getattr(record, key) for record in records], dtype)
-    for key, dtype in NUMBERS.items()
+    for key, dtype in _NUMBERS.items()
   }
-  paths = records[0].leaves if records else ()
-  return columns | {column_name(path): _stack(records, path) for path in paths}
+  for path, first in records[0].leaves.items() if records else ():
+    arrays = [record.leaves.get(path) for record in records]
+    kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
+    if len(kinds) > 1:
+      got = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
+      raise ValueError(
+        f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes "
+        f"no column: expected one dtype and shape, got {got}"
+      )
+    column = path or "value"
+    column = f"{column}_" if column in _NUMBERS else column
+    columns[column] = np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)
+  return columns
 
 
-def table_of(columns: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+def table_of(columns: Mapping[str, np.ndarray]) -> Any:
   """The columns as a `pyarrow.Table`."""
   by = "callgate: StreamReader.table"
   pyarrow = extras.library("pyarrow", "pyarrow", "arrow", by=by, error=ImportError)
-  return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
 
+  def converted(key: str, column: np.ndarray) -> Any:
+    if len(column) and not column.size:  # lists without elements don't say how many they are
+      return pyarrow.array(column.tolist())
+    try:
+      array = pyarrow.array(column.reshape(-1))
+    except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
+      none = f"Arrow has no type for column {key!r}, {column.dtype}"
+      raise ValueError(f"callgate: {none}: take columns() instead") from error
+    for extent in reversed(column.shape[1:]):
+      array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
+    return array
 
-def column_name(path: str) -> str:
-  """The column of a leaf: its path, "value" for a lone array, apart from the other columns."""
-  column = path or "value"
-  return f"{column}_" if column in NUMBERS else column
-
-
-def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
-  arrays = [record.leaves.get(path) for record in records]
-  kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
-  if len(kinds) > 1:
-    what = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
-    raise ValueError(
-      f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
-      f"column: expected one dtype and shape, got {what}"
-    )
-  first = records[0].leaves[path]
-  return np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)
-
-
-def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:
-  if len(column) and not column.size:  # lists without elements don't say how many they are
-    return pyarrow.array(column.tolist())
-  try:
-    array = pyarrow.array(column.reshape(-1))
-  except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
-    raise ValueError(
-      f"callgate: Arrow has no type for column {key!r}, {column.dtype}: take columns() instead"
-    ) from error
-  for extent in reversed(column.shape[1:]):
-    array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
-  return array
+  return pyarrow.table({key: converted(key, column) for key, column in columns.items()})

@@ -121,11 +121,7 @@ class SizeError(ValueError):
 
 
 def cut(
-  values: list[Any],
-  padded: Sequence[int],
-  sizes: Sequence[np.ndarray],
-  parts: Sequence[Part] | None,
-  shard: int,
+  values: list[Any], padded: Sequence[int], sizes: Sequence[Any], parts: Any, shard: int
 ) -> None:
   """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
 
@@ -149,12 +145,11 @@ def cut(
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-# Told the newest scalar of each tap, once a batch: progress bars show it.
 _listener: Callable[[str, Any], None] | None = None
 
 
 def listen(listener: Callable[[str, Any], None]) -> None:
-  """Has `listener(name, value)` told the newest scalar of each tap."""
+  """Has `listener(name, value)` told the newest scalar of each tap, once a batch: progress bars."""
   global _listener
   _listener = listener
 
@@ -257,12 +252,12 @@ def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., i
     _tell(source, [array[-1, ...] for array in arrays])
     shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
     lost = 0
-    for run in about.same_shapes(arrays, shard):
-      step = limit or run.stop - run.start
-      for start in range(run.start, run.stop, step):
+    for same in about.same_shapes(arrays, shard):
+      step = limit or same.stop - same.start
+      for start in range(same.start, same.stop, step):
         if attached.left:
           break
-        part = slice(start, min(start + step, run.stop))
+        part = slice(start, min(start + step, same.stop))
         try:
           value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
           if with_info:

@@ -25,6 +25,7 @@ from callgate._tap.primitive import cotangent_p, tap_p
 from callgate._tap.site import TapSite
 from callgate._tap.target import DEFAULT, Tap
 
+_MOST = 2**31 - 1  # of int32
 Effect = Literal["io", "dataflow"]
 Role = Literal["primal", "tangent", "cotangent"]
 
@@ -267,9 +268,6 @@ def _is_size(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-_MOST = 2**31 - 1  # of int32
-
-
 def uncarried(array: Any, result: Any) -> Any:
   """A tap's result in the dtype of the array that the user gave: the inverse of `carried`."""
   if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -280,7 +278,7 @@ def uncarried(array: Any, result: Any) -> Any:
 def channel_stats() -> dict[str, dict[str, int]]:
   """Counters of every channel of the process, by name; see `Channel.stats`.
 
-  "default" is the channel of taps to functions. A name that no channel is open under has the
-  counters of the records that wait for one.
+  "default" is that of taps to functions. A name that no channel is open under has the counters of
+  the records that wait for one.
   """
   return _callgate.channel_stats()
