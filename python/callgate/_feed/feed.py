@@ -23,15 +23,12 @@ from jax.interpreters import batching, mlir
 from callgate import _callgate
 from callgate._call import jax_engine, primitive
 from callgate._call.site import CallSite
-from callgate._core import effects, options, registry
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
+from callgate._core import effects, errors, failures, options, registry
 from callgate._feed import items
 from callgate._feed import producer as _producer
 from callgate._gate.gate import Gate
 from callgate._gate.options import GateOptions
 from callgate._jax import tracing
-from callgate._jax.tracing import Primitive
 from callgate._runtime import config
 
 
@@ -71,7 +68,7 @@ class Feed:
         types = items.from_item(name, self._producer.first)
       elif types is None and default is _MISSING:
         empty = f"feed '{name}': the iterable is empty, so the items' types are not known"
-        raise GateDefinitionError(f"{empty}; expected an item, shape= or default=")
+        raise errors.GateDefinitionError(f"{empty}; expected an item, shape= or default=")
       types = types or items.from_item(name, default, "default")
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
@@ -105,7 +102,7 @@ class Feed:
       BaseException: what the iterator raised in the place of this item. All of these fail the
         program (`jax.errors.JaxRuntimeError`), and are raised as themselves by `callgate.errors()`.
     """
-    raise_deferred()
+    failures.raise_deferred()
     self._producer.check()
     flat = next_p.bind(gate=self._gate, site=self._site, lead=(), engine=config.engine())
     return jax.tree.unflatten(self._tree, flat)
@@ -221,13 +218,13 @@ def _iterator(name: str, iterable: Any) -> Iterator[Any]:
       raise  # its own
     got = type(iterable).__name__ + ("; call the function" if callable(iterable) else "")
     expected = f"expected an iterable of items, got {got}"
-    raise GateDefinitionError(f"feed '{name}': iterable: {expected}") from error
+    raise errors.GateDefinitionError(f"feed '{name}': iterable: {expected}") from error
 
 
 # -- the primitive ---------------------------------------------------------------------------------
 # Parameters: gate and site, as the gate's primitive has them; lead, the sizes of the axes that the
 # call is mapped over, outermost first; engine, what runs it.
-next_p = Primitive("feed_next")
+next_p = tracing.Primitive("feed_next")
 next_p.multiple_results = True
 tracing.define_impl(next_p)
 

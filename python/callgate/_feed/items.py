@@ -17,10 +17,8 @@ import numpy as np
 
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
-from callgate._core import registry
-from callgate._core.dtypes import is_packed
+from callgate._core import dtypes, masked, registry
 from callgate._core.errors import GateDefinitionError, ResultError
-from callgate._core.masked import is_masked, shown
 from callgate._jax import tracing
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -123,7 +121,7 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
     if not jnp.issubdtype(value.dtype, jax.dtypes.extended):
       return np.asarray(value)  # immutable: a view does
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
-  elif not is_masked(value):
+  elif not masked.is_masked(value):
     try:
       if type(value) in defaults:
         return np.array(value, defaults[type(value)])
@@ -133,7 +131,7 @@ def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -
     except (TypeError, ValueError, OverflowError) as error:
       cause = error
   expected = "expected an array or a number that JAX can hold"
-  raise ResultError(f"{where()}: {expected}, got {got or shown(value)}") from cause
+  raise ResultError(f"{where()}: {expected}, got {got or masked.shown(value)}") from cause
 
 
 def _is_number(dtype: Any) -> bool:
@@ -152,7 +150,7 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
       why = f"expected a dtype of numbers that JAX has, got {dtype}"
     elif (canonical := np.dtype(tracing.canonical_dtype(dtype))) != dtype:
       why = f"{dtype.name} needs jax_enable_x64; expected {canonical.name} without it"
-    elif is_packed(dtype):
+    elif dtypes.is_packed(dtype):
       several = f"{dtype.name} has several elements in a byte"
       why = f"{several}; expected int8, or another dtype of whole bytes"
     else:

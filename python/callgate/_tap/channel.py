@@ -11,15 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import options
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import LONG_SECONDS, raise_consumer_errors
-from callgate._runtime import lifecycle
-from callgate._runtime.barrier import wait_for_programs
+from callgate._core import errors, failures, options
+from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
-from callgate._tap import target
+from callgate._tap import delivery, target
 from callgate._tap.consumers import check_not_forked
-from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
@@ -41,7 +37,7 @@ class Channel:
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
-      raise GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
+      raise errors.GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
     self.name = name
     self._label = label = f"channel '{name}'"
     self._batch = batch is not None and batch is not False
@@ -49,7 +45,7 @@ class Channel:
     if batch is not None and not isinstance(batch, bool):
       what = "a number of rows or True"
       self._limit = options.count(label, "batch", batch, least=1, what=what)
-    self._consumers: list[Attached] = []
+    self._consumers: list[delivery.Attached] = []
     adapted = [self._adapt(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
@@ -91,8 +87,8 @@ class Channel:
     if kind is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
       return
-    wait_for_programs(None)
-    _callgate.drain_devices(LONG_SECONDS)  # what GPUs have sent is on its way
+    barrier.wait_for_programs(None)
+    _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
     self.close()
 
   # -- consumers ---------------------------------------------------------------------------------
@@ -123,12 +119,12 @@ class Channel:
         if hasattr(consumer, "close"):
           consumer.close()
         return
-    raise GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
+    raise errors.GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _adapt(self, consumer: Any) -> Attached:
+  def _adapt(self, consumer: Any) -> delivery.Attached:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
-  def _attach(self, consumers: Sequence[Attached]) -> None:
+  def _attach(self, consumers: Sequence[delivery.Attached]) -> None:
     """Adds consumers at once: all get the same records."""
     self._consumers += consumers
     if consumers:
@@ -172,7 +168,7 @@ class Channel:
     if not self._closed and not self._handle.flush(timeout):
       pending = self.stats()["pending"]
       raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
-    raise_consumer_errors()
+    failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
@@ -190,7 +186,7 @@ class Channel:
     if not self._close(timeout):
       left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
       raise TimeoutError(f"{self._label}: closed with {left}")
-    raise_consumer_errors()
+    failures.raise_consumer_errors()
 
   def _close(self, timeout: float | None) -> bool:
     if self._closed:
@@ -290,4 +286,4 @@ def close_all(seconds: float) -> None:
   for what, count in left:
     pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
-  raise_consumer_errors()
+  failures.raise_consumer_errors()

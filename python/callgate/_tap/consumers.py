@@ -8,22 +8,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import keep_consumer_error
+from callgate._core import errors, failures
 from callgate._tap import delivery
-from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 
-def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> Attached:
+def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> delivery.Attached:
   """A consumer, with what the runtime calls.
 
   With `batch` functions get stacked arrays, with at most `limit` rows a call; `where` is the
   channel, for messages.
   """
-  attached = Attached(consumer)
+  attached = delivery.Attached(consumer)
   if isinstance(consumer, type) and attached.is_sink():
-    raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
+    got = f"its class {consumer.__name__}"
+    raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
   both = (consumer, getattr(consumer, "native", None))
   if native := next((one for one in both if isinstance(one, _callgate.Consumer)), None):
     attached.native, attached.runs_natively = native, True
@@ -33,7 +32,8 @@ def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> Attac
       try:
         getattr(consumer, what, lambda: None)()
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-        keep_consumer_error(error, f"callgate: raised in {what}() of consumer {consumer!r}")
+        where = f"callgate: raised in {what}() of consumer {consumer!r}"
+        failures.keep_consumer_error(error, where)
 
     rows = delivery.rows_to_records(attached)
     attached.native = _callgate.python_consumer(rows, control=control)
@@ -43,7 +43,7 @@ def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> Attac
     consume = stacks(attached, limit) if batch else rows(attached)
     attached.native = _callgate.python_consumer(consume, stacked=batch)
   else:
-    raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
+    raise errors.GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
   return attached
 
 

@@ -20,11 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import encoding
-from callgate._core.dtypes import dtype_named
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import keep_consumer_error
-from callgate._core.signatures import signature_of, wants_info
+from callgate._core import dtypes, encoding, errors, failures, signatures
 from callgate._jax import dispatch
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -75,7 +71,7 @@ class Description:
       cut(arrays, self.logical, [n[0] for n in sizes] if stacked else sizes, self._parts, shard)
       for index, name in enumerate(self.dtypes):
         if name is not None:
-          arrays[index] = arrays[index].astype(dtype_named(name))
+          arrays[index] = arrays[index].astype(dtypes.dtype_named(name))
     return self._unflatten(arrays)
 
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
@@ -161,12 +157,13 @@ def _tell(source: _RawSource, arrays: Sequence[Any]) -> None:
 
 def check_takes_values(where: str, function: Callable[..., Any]) -> None:
   """Raises unless a consumer can be called with (value), or with (value, info)."""
-  signature = signature_of(function)
+  signature = signatures.signature_of(function)
   try:
     if signature is not None:
-      signature.bind(*(None,) * (2 if wants_info(function) else 1))
+      signature.bind(*(None,) * (2 if signatures.wants_info(function) else 1))
   except TypeError:
-    raise GateDefinitionError(f"{where} of (value) or of (value, info), got {function!r}") from None
+    expected = f"{where} of (value) or of (value, info)"
+    raise errors.GateDefinitionError(f"{expected}, got {function!r}") from None
 
 
 @dataclasses.dataclass(eq=False)
@@ -186,7 +183,7 @@ class Attached:
 def rows_to_function(attached: Attached) -> Callable[..., int]:
   """Calls `function(value)` or `function(value, info)` for each row."""
   function = attached.given
-  with_info = wants_info(function)
+  with_info = signatures.wants_info(function)
 
   def consume(source: _RawSource, rows: list[_Row]) -> int:
     about = description(source[3])
@@ -205,7 +202,7 @@ def rows_to_function(attached: Attached) -> Callable[..., int]:
         else:
           function(value_of(row[6], shard_of(row[5])))
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-        keep_consumer_error(error, _where(function, source, row))
+        failures.keep_consumer_error(error, _where(function, source, row))
         lost += 1
     return lost
 
@@ -230,12 +227,12 @@ def rows_to_records(attached: Attached) -> Callable[..., int]:
         try:
           records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
         except SizeError as error:  # the others are written all the same
-          keep_consumer_error(error, _where(sink, source, row))
+          failures.keep_consumer_error(error, _where(sink, source, row))
           lost += 1
       if records:
         sink.write(records)
     except BaseException as error:  # noqa: BLE001 - as above
-      keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
+      failures.keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
       lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
     return lost
 
@@ -245,7 +242,7 @@ def rows_to_records(attached: Attached) -> Callable[..., int]:
 def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., int]:
   """Calls a function with stacked arrays, of at most `limit` rows a call."""
   function = attached.given
-  with_info = wants_info(function)
+  with_info = signatures.wants_info(function)
 
   def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
     about = description(source[3])
@@ -272,7 +269,7 @@ def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., i
             function(value)
         except BaseException as error:  # noqa: BLE001 - as above
           row = [int(n[start]) for n in numbers]
-          keep_consumer_error(error, _where(function, source, row))
+          failures.keep_consumer_error(error, _where(function, source, row))
           lost += part.stop - part.start
     return lost
 

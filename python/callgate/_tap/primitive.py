@@ -26,21 +26,17 @@ from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
-from callgate._core import dtypes
-from callgate._core.effects import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
-from callgate._core.encoding import Level, encode_levels
-from callgate._core.errors import GateDefinitionError
+from callgate._core import dtypes, effects, encoding, errors
 from callgate._jax import dispatch, lowering, tracing
-from callgate._jax.tracing import Primitive
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import site as _site
 from callgate._tap.site import TapSite
 from callgate._tap.target import Tap
 
-tap_p = Primitive("tap")
+tap_p = tracing.Primitive("tap")
 tap_p.multiple_results = True
-cotangent_p = Primitive("tap_cotangent")
+cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
 # Whether a tap in the flow of data was ever traced: looking for them costs time.
 _dataflow_traced = False
@@ -77,12 +73,12 @@ def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any],
   if site.effect == "dataflow":
     _dataflow_traced = True
     return _returned(site, avals), frozenset()
-  return [], frozenset({_order_of(site) if site.effect == "ordered" else TAP_EFFECT})
+  return [], frozenset({_order_of(site) if site.effect == "ordered" else effects.TAP_EFFECT})
 
 
 def _order_of(site: TapSite) -> Any:
   """The effect whose token an ordered tap takes and gives."""
-  return WHOLE_TAP_EFFECT if site.whole else ORDERED_GATE_EFFECT
+  return effects.WHOLE_TAP_EFFECT if site.whole else effects.ORDERED_GATE_EFFECT
 
 
 # -- jvp -----------------------------------------------------------------------------------------
@@ -222,14 +218,14 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
 
 # -- lowering ------------------------------------------------------------------------------------
 def _lower(
-  context: Any, *operands: Any, tap: Tap, site: TapSite, levels: tuple[Level, ...], **how: Any
+  context: Any, *operands: Any, tap: Tap, site: TapSite, levels: tuple[Any, ...], **how: Any
 ) -> Sequence[Any]:
   if site.kept is not None:
     lowering.add_keepalive(context, site.kept)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
   if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
-    held = {**_site.encode(site, levels=levels, **how), "batch": encode_levels(levels)}
+    held = {**_site.encode(site, levels=levels, **how), "batch": encoding.encode_levels(levels)}
     key = repr((held["spec"], held["tap"], levels))
     return _lower_by_jax(context, operands, tap, site, held, key)
   held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
@@ -255,7 +251,7 @@ def _lower_by_jax(
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
   ordered = site.effect == "ordered"
   if ordered and not site.whole and lowering.is_partitioned(context):
-    raise GateDefinitionError(
+    raise errors.GateDefinitionError(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )

@@ -10,12 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core import dtypes, options
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
-from callgate._tap import target
+from callgate._core import dtypes, errors, failures, options
+from callgate._tap import tap, target
 from callgate._tap.site import TapSite
-from callgate._tap.tap import bind
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -50,7 +47,7 @@ def print(
 
   NumPy's print options are those that hold while tracing. Under vmap each lane prints.
   """
-  raise_deferred()
+  failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
   flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
   options.booleans("print", **flags)
@@ -59,7 +56,7 @@ def print(
     _Checker().vformat(fmt, args, kwargs)
   if kwargs and not has_fields:  # with skip_format_check
     by = f"values by name ({sorted(kwargs)})"
-    raise GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
+    raise errors.GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
   leaves, tree = jax.tree.flatten((args, kwargs))
   static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)}
   arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
@@ -80,7 +77,7 @@ def print(
   dtype_names = tuple(name for _, name in carried)
   several, effect = jax.tree.structure([0] * len(carried)), "ordered" if ordered else "io"
   site = TapSite(tree=several, name="print", effect=effect, dtypes=dtype_names)
-  bind(target.of_function(write), site, [x for x, _ in carried])
+  tap.bind(target.of_function(write), site, [x for x, _ in carried])
 
 
 class _Checker(string.Formatter):

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from callgate._core import attributes, encoding
-from callgate._core.encoding import Level
 from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
@@ -51,7 +50,7 @@ class TapSite:
 def encode(
   site: TapSite,
   transforms: Transforms,
-  levels: Sequence[Level],
+  levels: Sequence[encoding.Level],
   role: str,
   repeated: bool,
   returned: int = 0,
@@ -74,7 +73,7 @@ def encode(
   }  # fmt: skip
 
 
-def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> str:
+def describe(site: TapSite, transforms: Transforms, levels: Sequence[encoding.Level]) -> str:
   """What `delivery.Description` reads."""
   tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
   description = {

@@ -12,16 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import dtypes, options
+from callgate._core import dtypes, failures, masked, options
 from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
-from callgate._core.masked import shown
 from callgate._sharding import rules
-from callgate._tap import delivery
+from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
 from callgate._tap.channel import Channel
-from callgate._tap.consumers import check_not_forked
-from callgate._tap.primitive import cotangent_p, tap_p
 from callgate._tap.site import TapSite
 from callgate._tap.target import DEFAULT, Tap
 
@@ -103,8 +99,8 @@ def tap(
   Under vmap consumers get each lane by itself (`info.lane`); under `jax.checkpoint` the second pass
   sends again, marked `info.repeated`.
   """
-  raise_deferred()
-  check_not_forked()
+  failures.raise_deferred()
+  consumers.check_not_forked()
   target = _target_of(to)
   if name is None:
     own = getattr(to, "name" if isinstance(to, Channel) else "__name__", None)
@@ -169,14 +165,14 @@ def bind(
   """
   params: dict[str, Any] = {"tap": target, "levels": (), "transforms": transforms}
   params |= {"role": "primal", "repeated": False}
-  results = tap_p.bind(*operands, *extra, site=site, **params)
+  results = primitive.tap_p.bind(*operands, *extra, site=site, **params)
   if site.effect == "dataflow":
     return results
   if "cotangent" not in site.roles and not site.transposed:
     return operands
   plain = dataclasses.replace(site, where=False)
   sizes = extra[: len(site.logical)]
-  return cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
+  return primitive.cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
 
 
 def _target_of(to: Any) -> Tap:
@@ -196,7 +192,7 @@ def _as_array(label: str, leaf: Any, index: int) -> Any:
   try:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
-    got = shown(leaf)
+    got = masked.shown(leaf)
     raise GateDefinitionError(f"{label}: leaf {index}: expected an array, got {got}") from error
 
 

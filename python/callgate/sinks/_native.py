@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import options
-from callgate._core.masked import is_masked, shown
+from callgate._core import masked, options
 from callgate._process import group
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
@@ -182,8 +181,8 @@ class Stats(NativeSink):
 
 def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """A leaf in the form that `RecordWriter.write` takes."""
-  if is_masked(leaf):
-    raise ValueError(f"expected an array of the leaf {path!r}, got {shown(leaf)}")
+  if masked.is_masked(leaf):
+    raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
   array = np.asarray(leaf)
   name = array.dtype.name
   code = _codes().get(name)

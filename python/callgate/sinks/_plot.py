@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from callgate._core import options
-from callgate._core.paths import replaced
+from callgate._core import options, paths
 from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, plain
 
@@ -89,7 +88,7 @@ class Plot(LibrarySink):
       names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
       axes.legend(lines, names, loc="best", fontsize="small")
     path = pathlib.Path(self._target)
-    with replaced(path) as made:
+    with paths.replaced(path) as made:
       figure.savefig(made, format=path.suffix.removeprefix(".") or "png")
     self._changed = False
     self._next_drawing = time.monotonic() + self._every_seconds
