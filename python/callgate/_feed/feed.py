@@ -185,10 +185,7 @@ class _FeedGate(Gate):
 
 
 class _Take:
-  """The function of a feed's gate: writes the next item, or one for each lane, into the results.
-
-  On a GPU the results are Buffers, and items are on their way there already (`_feed/producer.py`).
-  """
+  """The function of a feed's gate: writes the next item, or one for each lane, into the results."""
 
   def __init__(self, producer: _producer.Producer, rank: int) -> None:
     self._producer = producer
@@ -197,7 +194,7 @@ class _Take:
   def __call__(self, outs: Sequence[Any]) -> None:
     batch = outs[0].ndim - self._rank
     lanes = math.prod(outs[0].shape[:batch])
-    if place := _callgate.device_call():
+    if place := _callgate.device_call():  # the results are Buffers, and items on their way there
       for lane in range(lanes):
         self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
       return

@@ -41,10 +41,7 @@ class ItemTypes:
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
   def convert(self, item: Any, number: int) -> Arrays:
-    """The leaves of the item of that number, from 0, as arrays that nobody else writes to.
-
-    Raises ResultError where its structure, a shape or a dtype differs from what the feed expects.
-    """
+    """The leaves of the item of that number, as arrays that nobody else writes to."""
     leaves, tree = jax.tree.flatten(item)
     if tree != self.tree:
       expected = f"expected the structure {self.tree}, got {tree}"
@@ -64,10 +61,7 @@ class ItemTypes:
     return arrays
 
   def broadcast(self, value: Any) -> Arrays:
-    """A default item: a pytree (prefix) of values, broadcast to the items' shapes.
-
-    Values are arrays of the items' dtypes, or Python scalars of their kind or a narrower one.
-    """
+    """A default item: a prefix of arrays, or of Python scalars, broadcast to the items' shapes."""
     full = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
     try:
       given = jax.tree.leaves(jax.tree.broadcast(value, full))

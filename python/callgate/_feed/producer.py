@@ -134,11 +134,7 @@ class Producer:
       return self._has_first
 
   def serve(self, convert: Convert, default: Item | None) -> None:
-    """Says how items are converted, and what is served after the last; items flow from here on.
-
-    `convert` makes flat arrays of an item and its number, on the producer thread. Without a default
-    the end of the data is an error.
-    """
+    """Says what makes flat arrays of an item and its number, and what is served after the last."""
     with self._changed:
       self._default, self._convert = default, convert
       self._changed.notify_all()

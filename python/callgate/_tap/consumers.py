@@ -14,11 +14,7 @@ from callgate._tap.records import Record
 
 
 def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> delivery.Attached:
-  """A consumer, with what the runtime calls.
-
-  With `batch` functions get stacked arrays, with at most `limit` rows a call; `where` is the
-  channel, for messages.
-  """
+  """A consumer of `where`; with `batch` functions get stacks of at most `limit` rows a call."""
   attached = delivery.Attached(consumer)
   if isinstance(consumer, type) and attached.is_sink():
     got = f"its class {consumer.__name__}"

@@ -62,8 +62,7 @@ class Description:
   def value(self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False) -> Any:
     """The tapped pytree of one record, or of stacked ones whose values have one shape.
 
-    `arrays` are its leaves, then their logical sizes. The dtypes that had to travel as others are
-    restored, and the padding is cut off.
+    `arrays` are its leaves, then their logical sizes. Dtypes are restored, and padding is cut off.
     """
     if not self._plain:
       sizes = [np.asarray(array) for array in arrays[self.values :]]
@@ -121,9 +120,9 @@ def cut(
 ) -> None:
   """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
 
-  `sizes` are, for each of these, the sizes that count, one a dimension; those of several lanes at
-  once (`TapSite.whole`) are left to the consumer. `parts` says where the shards of each leaf lie,
-  and `shard` which one they are: -1 for whole arrays. Native sinks do it in src/channel/record.cc.
+  `sizes` are those that count of each of these; of several lanes at once (`TapSite.whole`) they are
+  left to the consumer. `parts` says where the leaves' shards lie, and `shard` which one they are,
+  -1 for whole arrays. Native sinks do it in src/channel/record.cc.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:

@@ -199,11 +199,7 @@ batching.primitive_batchers[cotangent_p] = functools.partial(_batch, cotangent_p
 def _remat(
   saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-  """In `jax.checkpoint`: runs in both passes, and is marked in the second.
-
-  As JAX's own debug callbacks, it follows the policy: where the policy saves what it taps, there is
-  no second run.
-  """
+  """In `jax.checkpoint`: runs in both passes, unless the policy saves what it taps."""
   no, yes = [False] * len(eqn.outvars), [True] * len(eqn.outvars)
   if any(unknown):
     needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]

@@ -18,10 +18,7 @@ T = TypeVar("T")
 
 
 class Tap:
-  """Where a tap's records go: a channel, or a function by way of the default channel.
-
-  Held by the programs that are traced, as the runtime's callee is by those that are compiled.
-  """
+  """Where a tap's records go: a channel, or a function by way of the default channel."""
 
   def __init__(
     self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None
@@ -62,8 +59,8 @@ def of_rows(
 ) -> Tap:
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  Keys are equal for taps that are the same; one that is unhashable makes each its own. Records go
-  through `channel`, one of callgate's own; `eager` takes those that no compiled program sends.
+  The same for equal keys. Records go through `channel`, one of callgate's own; `eager` takes those
+  that no compiled program sends.
   """
   start_channel(channel)
 

@@ -123,18 +123,22 @@ class LibrarySink(OwnedSink):
   then the first error is raised.
   """
 
+  _extra = ""  # of callgate, that brings
+  _needs: tuple[str, ...] = ()  # modules; `_module` is the last
+  _module: Any
   _lost = 0  # records
+
+  def __init__(self, target: str) -> None:
+    super().__init__(target)
+    for module in self._needs:
+      by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
+      self._module = extras.library(module, title, self._extra, by=by, error=ImportError)
 
   def _start(self) -> None: ...  # opens files; those that this sink wrote to before are continued
   def _take(self, record: Record) -> None: ...  # a record, or raises and takes nothing of it
   def _commit(self) -> None: ...  # after each batch
   def _flush(self) -> None: ...  # makes everything visible
   def _stop(self) -> None: ...  # writes out and releases, also when writing fails
-
-  def _library(self, module: str, extra: str) -> Any:
-    """Imports what the sink is made of; the extra of callgate that brings it, for the message."""
-    by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
-    return extras.library(module, title, extra, by=by, error=ImportError)
 
   def _begin(self) -> None:
     with self._naming("cannot be opened"):
@@ -191,24 +195,17 @@ class LibrarySink(OwnedSink):
 class FilesSink(LibrarySink):
   """A sink of a file, or of several that are opened as their first records come."""
 
-  _extra = ""  # of callgate, that brings
-  _needs: tuple[str, ...] = ()  # modules; `_module` is the last
-  _module: Any
-
   def __init__(self, path: StrPath, *, append: bool = False) -> None:
     label = f"sinks.{type(self).__name__}"
     super().__init__(options.path(label, "path", path))
     self._append = options.boolean(label, "append", append)
-    for module in self._needs:
-      self._module = self._library(module, self._extra)
     self._tables: dict[Any, Any] = {}  # the open ones, by path
     self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
-    """The open file of that path; `make(keep)` opens it, and keeps what is in it if it is to.
+    """The open file of that path, by `make(keep)`, which keeps what is in it if it is to.
 
-    A file that was another sink's when its first record came stays that one's. The other may have
-    closed it by the next record: it must not be begun anew.
+    One that was another sink's when its first record came stays that one's, also once it is closed.
     """
     if path not in self._tables:
       if self._begun.get(path) is False:

@@ -1,7 +1,6 @@
 """The native sinks: their consumers are C++ (src/channel) and run without the GIL.
 
-A channel takes `native` and never calls `write`; `write` is for records made in Python, and may be
-called beside a channel.
+A channel takes `native`; `write` is for records made in Python, and may be called beside it.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class NativeSink(OwnedSink):
           **{name: getattr(info, name) for name in _PLAIN},
         )  # fmt: skip
       except (ValueError, TypeError) as error:
-        types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
-        said = (
-          error if isinstance(error, ValueError) else f"expected a TapInfo of {types}, got {info}"
-        )
+        said = str(error)
+        if isinstance(error, TypeError):
+          types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
+          said = f"expected a TapInfo of {types}, got {info}"
         first = first or (f"tap {info.name!r}, record {info.seq}: {said}", error)
     if first is not None:
       raise self._error(first[0]) from first[1]

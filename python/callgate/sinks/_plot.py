@@ -1,14 +1,12 @@
 """The sink Plot: learning curves as a picture that is drawn anew as they grow.
 
-Matplotlib's object interface alone: neither pyplot's state nor a display nor the backend that the
-program has chosen. A drawing replaces the file at once, so a viewer never sees half of one.
+Without pyplot's state, a display and the backend that the program has chosen.
 """
 
 from __future__ import annotations
 
 import pathlib
 import time
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +30,8 @@ class Plot(LibrarySink):
     max_points: of each curve.
   """
 
+  _extra, _needs = "plot", ("matplotlib.figure",)
+
   def __init__(
     self,
     path: StrPath,
@@ -44,7 +44,6 @@ class Plot(LibrarySink):
   ) -> None:
     label = "sinks.Plot"
     super().__init__(options.path(label, "path", path))
-    self._figure: Any = self._library("matplotlib.figure", "plot").Figure
     self._max_points = options.count(label, "max_points", max_points, least=2)
     self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
     self._title = options.or_none(options.text, label, "title", title)
@@ -78,7 +77,7 @@ class Plot(LibrarySink):
   def _flush(self) -> None:
     if not self._changed:
       return
-    figure = self._figure(figsize=self._size, layout="constrained")
+    figure = self._module.Figure(figsize=self._size, layout="constrained")
     axes = figure.add_subplot(xlabel="record", title=self._title or "")
     if self._log:
       axes.set_yscale("log", nonpositive="mask")

@@ -15,10 +15,9 @@ from callgate.sinks._base import LibrarySink, StrPath, plain, scalar
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
-  """The record's step, and its other columns by names that tell lanes apart.
+  """The record's step, its number or the column that says it; its other columns, with lanes apart.
 
-  The step is the record's number, or the column that says it. Complex columns come as two. The
-  names' characters are such that both trackers take.
+  Complex columns come as two.
   """
   named = {name: plain(value) for name, value in columns(record).items()}
   step, lane = record.info.seq, record.info.lane
@@ -49,14 +48,15 @@ class TensorBoard(LibrarySink):
       for the record's `seq`.
   """
 
+  _extra, _needs = "tensorboard", ("tensorboardX",)
+
   def __init__(self, logdir: StrPath, *, step: str | None = None) -> None:
     super().__init__(options.path("sinks.TensorBoard", "logdir", logdir))
     options.optional_texts("sinks.TensorBoard", step=step)
-    self._tensorboard = self._library("tensorboardX", "tensorboard")
     self._step = step
 
   def _start(self) -> None:
-    self._writer: Any = self._tensorboard.SummaryWriter(self._target)
+    self._writer: Any = self._module.SummaryWriter(self._target)
 
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
@@ -90,6 +90,7 @@ class MLflow(LibrarySink):
   """
 
   _BATCH = 1000  # the most metrics that MLflow takes at once
+  _extra, _needs = "mlflow", ("mlflow.entities", "mlflow.tracking", "mlflow")
 
   def __init__(
     self,
@@ -99,14 +100,11 @@ class MLflow(LibrarySink):
     run_name: str | None = None,
     step: str | None = None,
   ) -> None:
-    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
     options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    self._library("mlflow", "mlflow")
-    tracking = self._library("mlflow.tracking", "mlflow")
-    self._metric = self._library("mlflow.entities", "mlflow").Metric
+    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(uri).absolute().as_uri()
@@ -114,7 +112,7 @@ class MLflow(LibrarySink):
     before = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     try:
-      self._client: Any = tracking.MlflowClient(tracking_uri=uri)
+      self._client: Any = self._module.tracking.MlflowClient(tracking_uri=uri)
     finally:
       del os.environ["MLFLOW_ALLOW_FILE_STORE"]
       if before is not None:
@@ -136,11 +134,12 @@ class MLflow(LibrarySink):
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
     milliseconds = record.info.time_ns // 1_000_000
-    self._waiting += [
-      # MLflow's names hold letters, digits and these marks.
-      self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(scalar(tag, x)), milliseconds, step)
-      for tag, x in curves
-    ]
+    metrics: list[Any] = []
+    for tag, array in curves:
+      name = re.sub(r"[^\w\-. :/]", "_", tag)  # MLflow's hold letters, digits and these marks
+      value = float(scalar(tag, array))
+      metrics.append(self._module.entities.Metric(name, value, milliseconds, step))
+    self._waiting += metrics
 
   def _commit(self) -> None:
     waiting, self._waiting = self._waiting, []
