@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
@@ -45,8 +45,8 @@ class Channel:
     if batch is not None and not isinstance(batch, bool):
       what = "a number of rows or True"
       self._limit = options.count(label, "batch", batch, least=1, what=what)
-    self._consumers: list[delivery.Attached] = []
-    adapted = [self._adapt(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
+    self._consumers: dict[delivery.Attached, _callgate.Consumer] = {}
+    adapted = dict(map(self._adapt, to if isinstance(to, (list, tuple)) else [to]))
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
     rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
@@ -97,10 +97,10 @@ class Channel:
     check_not_forked()
     if self._closed:
       raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
-    adapted = self._adapt(consumer)
-    if adapted.is_sink():
+    attached, native = self._adapt(consumer)
+    if attached.is_sink():
       consumer.open(self.name)
-    self._attach([adapted])
+    self._attach({attached: native})
 
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
@@ -113,22 +113,21 @@ class Channel:
     check_not_forked()
     for attached in self._consumers:
       if attached.given is consumer or attached.given == consumer:
-        self._consumers.remove(attached)
         attached.left = True
-        self._handle.remove(attached.native)
+        self._handle.remove(self._consumers.pop(attached))
         if hasattr(consumer, "close"):
           consumer.close()
         return
     raise errors.GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _adapt(self, consumer: Any) -> delivery.Attached:
+  def _adapt(self, consumer: Any) -> tuple[delivery.Attached, _callgate.Consumer]:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
-  def _attach(self, consumers: Sequence[delivery.Attached]) -> None:
+  def _attach(self, consumers: dict[delivery.Attached, _callgate.Consumer]) -> None:
     """Adds consumers at once: all get the same records."""
-    self._consumers += consumers
+    self._consumers |= consumers
     if consumers:
-      self._handle.add([one.native for one in consumers])
+      self._handle.add([*consumers.values()])
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +14,9 @@ from callgate._tap import delivery
 from callgate._tap.records import Record
 
 
-def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> delivery.Attached:
+def adapt(
+  consumer: Any, where: str, *, batch: bool, limit: int | None
+) -> tuple[delivery.Attached, _callgate.Consumer]:
   """A consumer of `where`; with `batch` functions get stacks of at most `limit` rows a call."""
   attached = delivery.Attached(consumer)
   if isinstance(consumer, type) and attached.is_sink():
@@ -21,8 +24,9 @@ def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> deliv
     raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
   both = (consumer, getattr(consumer, "native", None))
   if native := next((one for one in both if isinstance(one, _callgate.Consumer)), None):
-    attached.native, attached.runs_natively = native, True
-  elif callable(getattr(consumer, "write", None)):
+    attached.runs_natively = True
+    return attached, native
+  if callable(getattr(consumer, "write", None)):
 
     def control(what: str) -> None:
       try:
@@ -31,16 +35,15 @@ def adapt(consumer: Any, where: str, *, batch: bool, limit: int | None) -> deliv
         where = f"callgate: raised in {what}() of consumer {consumer!r}"
         failures.keep_consumer_error(error, where)
 
-    rows = delivery.rows_to_records(attached)
-    attached.native = _callgate.python_consumer(rows, control=control)
-  elif callable(consumer):
-    delivery.check_takes_values(f"{where}: to: expected functions", consumer)
-    stacks, rows = delivery.stacks_to_function, delivery.rows_to_function
-    consume = stacks(attached, limit) if batch else rows(attached)
-    attached.native = _callgate.python_consumer(consume, stacked=batch)
-  else:
+    consume = functools.partial(delivery.write_records, attached)
+    return attached, _callgate.python_consumer(consume, control=control)
+  if not callable(consumer):
     raise errors.GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
-  return attached
+  delivery.check_takes_values(f"{where}: to: expected functions", consumer)
+  consume = functools.partial(delivery.call_with_rows, attached)
+  if batch:
+    consume = functools.partial(delivery.call_with_stacks, attached, limit)
+  return attached, _callgate.python_consumer(consume, stacked=batch)
 
 
 class Records(Iterator[Record]):

@@ -170,7 +170,6 @@ class Attached:
   """A consumer with its channel: one that has left has had its last call."""
 
   given: Any  # as the user gave it
-  native: Any = None  # what the runtime calls
   runs_natively: bool = False  # without Python
   left: bool = False
 
@@ -178,101 +177,90 @@ class Attached:
     """Whether it is to be opened, written to and closed."""
     return hasattr(self.given, "open") and hasattr(self.given, "write")
 
+  @functools.cached_property
+  def wants_info(self) -> bool:
+    return signatures.wants_info(self.given)
 
-def rows_to_function(attached: Attached) -> Callable[..., int]:
+
+def call_with_rows(attached: Attached, source: _RawSource, rows: list[_Row]) -> int:
   """Calls `function(value)` or `function(value, info)` for each row."""
-  function = attached.given
-  with_info = signatures.wants_info(function)
+  function, with_info = attached.given, attached.wants_info
+  about = description(source[3])
+  value_of = about.value
+  _tell(source, rows[-1][6])
+  convert = _converter() if about.on_device else None
+  lost = 0
+  for row in rows:
+    if attached.left:
+      break
+    try:
+      if convert is not None:
+        row = convert(row)
+      if with_info:
+        function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
+      else:
+        function(value_of(row[6], shard_of(row[5])))
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+      failures.keep_consumer_error(error, _where(function, source, row))
+      lost += 1
+  return lost
 
-  def consume(source: _RawSource, rows: list[_Row]) -> int:
-    about = description(source[3])
-    value_of = about.value
-    _tell(source, rows[-1][6])
-    convert = _converter() if about.on_device else None
-    lost = 0
+
+def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> int:
+  """Calls a sink's `write(records)` with all rows that are there."""
+  if attached.left:
+    return 0
+  sink, about = attached.given, description(source[3])
+  _tell(source, rows[-1][6])
+  lost = 0
+  try:
+    if about.on_device:
+      rows = list(map(_converter(), rows))
+    records: list[Record] = []
     for row in rows:
+      try:
+        records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
+      except SizeError as error:  # the others are written all the same
+        failures.keep_consumer_error(error, _where(sink, source, row))
+        lost += 1
+    if records:
+      sink.write(records)
+  except BaseException as error:  # noqa: BLE001 - as above
+    failures.keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
+    lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
+  return lost
+
+
+def call_with_stacks(
+  attached: Attached, limit: int | None, source: _RawSource, numbers: Any, arrays: Sequence[Any]
+) -> int:
+  """Calls a function with stacked arrays, of at most `limit` rows a call."""
+  function, about = attached.given, description(source[3])
+  _tell(source, [array[-1, ...] for array in arrays])
+  shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
+  lost = 0
+  for same in about.same_shapes(arrays, shard):
+    step = limit or same.stop - same.start
+    for start in range(same.start, same.stop, step):
       if attached.left:
         break
+      part = slice(start, min(start + step, same.stop))
       try:
-        if convert is not None:
-          row = convert(row)
-        if with_info:
-          function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
+        value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
+        if attached.wants_info:
+          lane, seq, time_ns, device, run, flags = (n[part] for n in numbers)
+          info = BatchInfo(
+            source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
+            about.lanes(lane, shard[part]), (flags & REPEATED) != 0, _process_index(), shard[part],
+          )  # fmt: skip
+          function(value, info)
         else:
-          function(value_of(row[6], shard_of(row[5])))
-      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+          function(value)
+      except BaseException as error:  # noqa: BLE001 - as above
+        row = [int(n[start]) for n in numbers]
         failures.keep_consumer_error(error, _where(function, source, row))
-        lost += 1
-    return lost
-
-  return consume
-
-
-def rows_to_records(attached: Attached) -> Callable[..., int]:
-  """Calls a sink's `write(records)` with all rows that are there."""
-  sink = attached.given
-
-  def consume(source: _RawSource, rows: list[_Row]) -> int:
-    if attached.left:
-      return 0
-    about = description(source[3])
-    _tell(source, rows[-1][6])
-    lost = 0
-    try:
-      if about.on_device:
-        rows = list(map(_converter(), rows))
-      records: list[Record] = []
-      for row in rows:
-        try:
-          records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
-        except SizeError as error:  # the others are written all the same
-          failures.keep_consumer_error(error, _where(sink, source, row))
-          lost += 1
-      if records:
-        sink.write(records)
-    except BaseException as error:  # noqa: BLE001 - as above
-      failures.keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
-      lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
-    return lost
-
-  return consume
-
-
-def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., int]:
-  """Calls a function with stacked arrays, of at most `limit` rows a call."""
-  function = attached.given
-  with_info = signatures.wants_info(function)
-
-  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
-    about = description(source[3])
-    _tell(source, [array[-1, ...] for array in arrays])
-    shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
-    lost = 0
-    for same in about.same_shapes(arrays, shard):
-      step = limit or same.stop - same.start
-      for start in range(same.start, same.stop, step):
-        if attached.left:
-          break
-        part = slice(start, min(start + step, same.stop))
-        try:
-          value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
-          if with_info:
-            lane, seq, time_ns, device, run, flags = (n[part] for n in numbers)
-            info = BatchInfo(
-              source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
-              about.lanes(lane, shard[part]), (flags & REPEATED) != 0, _process_index(),
-              shard[part],
-            )  # fmt: skip
-            function(value, info)
-          else:
-            function(value)
-        except BaseException as error:  # noqa: BLE001 - as above
-          row = [int(n[start]) for n in numbers]
-          failures.keep_consumer_error(error, _where(function, source, row))
-          lost += part.stop - part.start
-    return lost
-
-  return consume
+        lost += part.stop - part.start
+  return lost
 
 
 def _info_of(source: _RawSource, row: _Row) -> TapInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ def of_function(function: Callable[..., Any]) -> Tap:
   start_channel(DEFAULT)
 
   def make() -> Tap:
-    consume = delivery.rows_to_function(delivery.Attached(function))
+    consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
     name = registry.unique_name(function, prefix="tap:")
     return Tap(name, DEFAULT, _callgate.python_consumer(consume))
 
