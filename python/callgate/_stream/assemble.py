@@ -63,9 +63,9 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   first = shards[0]
   if first.parts is None:
     if len(found) > 1:
+      got = f"{len(found)}; records whose shard is None are not shards of one array"
       raise ValueError(
-        f"assemble: expected one record of the whole value of tap {first.name!r}, got "
-        f"{len(found)}; records whose shard is None are not shards of one array"
+        f"assemble: expected one record of the whole value of tap {first.name!r}, got {got}"
       )
     return first.value
   whole: list[np.ndarray] = []
@@ -80,10 +80,9 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
       dims = zip(counted, ends, leaf.shape, strict=True)
       counted = [max(size, end) if extent else size for size, end, extent in dims]
     if not filled.all():
-      raise ValueError(
-        f"assemble: expected shards that make up leaf {index} of tap {first.name!r}, of shape "
-        f"{list(shape)}, got {int(filled.sum())} of {filled.size} elements"
-      )
+      leaf = f"leaf {index} of tap {first.name!r}, of shape {list(shape)}"
+      got = f"{int(filled.sum())} of {filled.size} elements"
+      raise ValueError(f"assemble: expected shards that make up {leaf}, got {got}")
     whole.append(array[tuple(map(slice, counted))])
   return jax.tree.unflatten(first.tree, whole)
 
@@ -126,7 +125,5 @@ def _check_alike(shards: Sequence[_Shard]) -> None:
     )
   runs = sorted({(shard.process, shard.run) for shard in shards})
   if len(runs) > len({process for process, _ in runs}):
-    got = ", ".join(str(run) for _, run in runs)
-    raise ValueError(
-      f"assemble: expected the records of one execution, got those of the runs {got}"
-    )
+    got = f"those of the runs {', '.join(str(run) for _, run in runs)}"
+    raise ValueError(f"assemble: expected the records of one execution, got {got}")

@@ -58,10 +58,9 @@ class _Input:
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
     if self.native.ended and not (self.is_file or self.native.closed):
-      raise ConnectionError(
-        f"callgate.open_stream: {self.address}: the connection ended before the stream did: its "
-        "writer is gone, or it disconnected this reader for being slow"
-      )
+      why = "its writer is gone, or it disconnected this reader for being slow"
+      ended = f"{self.address}: the connection ended before the stream did: {why}"
+      raise ConnectionError(f"callgate.open_stream: {ended}")
     return self.native.closed or (self.is_file and not follow)
 
   def order(self) -> tuple[int, int, int, int]:
@@ -74,8 +73,7 @@ class StreamReader:
   """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
 
   def __init__(self, addresses: Sequence[str], *, follow: bool) -> None:
-    self._addresses = tuple(addresses)
-    self._follow = follow
+    self._addresses, self._follow = tuple(addresses), follow
     self._inputs = [_Input(address) for address in addresses]
 
   def __iter__(self) -> Iterator[StreamRecord]:
@@ -156,9 +154,9 @@ class StreamReader:
     return table_of(self.columns(name))
 
   def _all(self, name: str | None) -> list[StreamRecord]:
-    is_finite = all(one.is_file for one in self._inputs)
-    fresh = StreamReader(self._addresses, follow=False) if is_finite else None
-    with fresh or contextlib.nullcontext(self) as reader:
+    finite = all(one.is_file for one in self._inputs)
+    fresh = StreamReader(self._addresses, follow=False) if finite else contextlib.nullcontext(self)
+    with fresh as reader:
       records = [record for record in reader if name in (None, record.name)]
     names = sorted({record.name for record in records})
     if len(names) > 1:

@@ -134,16 +134,14 @@ class Source:
       number = shard_of(flags)
       shard = shapes = None
       if number >= 0 and self.parts:
-        named = list(zip(self.paths, self.parts, strict=True))
-        shard = {path: part.slices(number) for path, part in named}
-        shapes = {path: part.shape for path, part in named}
-      return [
-        StreamRecord(
-          self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description,
-          bool(flags & REPEATED), self.process, shard, shapes,
-        )
-        for lane, leaves in self._lanes(arrays, number)
-      ]  # fmt: skip
+        named = dict(zip(self.paths, self.parts, strict=True))
+        shard = {path: part.slices(number) for path, part in named.items()}
+        shapes = {path: part.shape for path, part in named.items()}
+      repeated = bool(flags & REPEATED)
+      about = (self.description, repeated, self.process, shard, shapes)
+      each = self._lanes(arrays, number)
+      head = (self.name, seq, time_ns, device, run, self.role)
+      return [StreamRecord(*head, lane, leaves, *about) for lane, leaves in each]
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""
@@ -181,19 +179,17 @@ _NUMBERS: Mapping[str, Any] = {
 
 def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
   """The records of one tap as arrays with one entry a record: numbers, then each leaf."""
-  columns: dict[str, np.ndarray] = {
-    key: np.asarray([getattr(record, key) for record in records], dtype)
-    for key, dtype in _NUMBERS.items()
-  }
+  columns: dict[str, np.ndarray] = {}
+  for key, dtype in _NUMBERS.items():
+    columns[key] = np.asarray([getattr(record, key) for record in records], dtype)
   for path, first in records[0].leaves.items() if records else ():
     arrays = [record.leaves.get(path) for record in records]
     kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
     if len(kinds) > 1:
       got = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
-      raise ValueError(
-        f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes "
-        f"no column: expected one dtype and shape, got {got}"
-      )
+      differs = f"leaf {path!r} of tap {records[0].name!r} differs among records"
+      expected = "so it makes no column: expected one dtype and shape"
+      raise ValueError(f"callgate: {differs}, {expected}, got {got}")
     column = path or "value"
     column = f"{column}_" if column in _NUMBERS else column
     columns[column] = np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)

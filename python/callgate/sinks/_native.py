@@ -169,12 +169,12 @@ class Stats(NativeSink):
       used = np.flatnonzero(counts)
       counts = counts[used[0] : used[-1] + 1] if some else counts[:0]
       edges = edges[used[0] : used[-1] + 2] if some else edges[:0]
+    histogram = {"edges": edges, "counts": counts, "below": summary["below"]}
     return {
       **{key: summary[key] for key in ("records", "count", "nan", "inf")},
       **{key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")},
       "last": np.array(summary["last"]).reshape(summary["last_shape"]),
-      "histogram": {"edges": edges, "counts": counts}
-      | {key: summary[key] for key in ("below", "above")},
+      "histogram": histogram | {"above": summary["above"]},
     }
 
 
@@ -184,8 +184,7 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
   array = np.asarray(leaf)
   name = array.dtype.name
-  code = _codes().get(name)
-  if code is None:
+  if (code := _codes().get(name)) is None:
     raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
   if not array.dtype.isnative:
     array = array.astype(array.dtype.newbyteorder("="))

@@ -94,7 +94,6 @@ class _GrowingArrays(FilesSink):
   def _flush(self) -> None: ...
 
   def _claim(self, path: pathlib.Path) -> pathlib.Path:
-    """What is claimed for the path."""
     return path
 
   def _start(self) -> None:
@@ -121,8 +120,7 @@ class _GrowingArrays(FilesSink):
     group = self._root.require_group(tap)
     existing = {name: group[name] for name in fields if name in group}
     for name, array in existing.items():
-      found = Field(tuple(array.shape[1:]), np.dtype(array.dtype))
-      if found != fields[name]:
+      if (found := Field(tuple(array.shape[1:]), np.dtype(array.dtype))) != fields[name]:
         raise ValueError(f"expected {name} to be {found} as in the file, got {fields[name]}")
     if not existing:
       return {name: self._create(group, name, field) for name, field in fields.items()}
@@ -243,10 +241,8 @@ class Parquet(FilesSink):
     make = functools.partial(_Table, self._module, self._error, path, record)
     table = self._open_table(path, make)
     if table.tap != tap:
-      raise ValueError(
-        f'expected the tap {table.tap!r} alone in {str(path)!r}, got {tap!r}; put "{{name}}" in the'
-        " path for a file each tap"
-      )
+      got = f'got {tap!r}; put "{{name}}" in the path for a file each tap'
+      raise ValueError(f"expected the tap {table.tap!r} alone in {str(path)!r}, {got}")
     table.rows.add(record)
 
   def _commit(self) -> None:
