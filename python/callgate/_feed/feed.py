@@ -12,6 +12,7 @@ axes that it is mapped over, and its call then takes an item for each lane.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,7 +74,7 @@ class Feed:
       structs = tuple(jax.ShapeDtypeStruct(*one) for one in types.types)
       self._tree = types.tree
       self.shape = jax.tree.unflatten(types.tree, structs)
-      take = _Take(self._producer, len(structs[0].shape))
+      take = functools.partial(_take, self._producer, len(structs[0].shape))
       weakref.finalize(take, self._producer.release).atexit = False
       made = GateOptions(out=structs, name=name, effect="ordered", style="inplace")
       self._gate = _FeedGate(take, made)
@@ -184,24 +185,21 @@ class _FeedGate(Gate):
   native = True  # NumPy's arrays on the host, the GPU's own in a program for CUDA
 
 
-class _Take:
-  """The function of a feed's gate: writes the next item, or one for each lane, into the results."""
+def _take(producer: _producer.Producer, rank: int, outs: Sequence[Any]) -> None:
+  """A feed's gate: writes the next item, or one for each lane, into the results.
 
-  def __init__(self, producer: _producer.Producer, rank: int) -> None:
-    self._producer = producer
-    self._rank = rank  # of an item's first leaf: what comes before are batch axes
-
-  def __call__(self, outs: Sequence[Any]) -> None:
-    batch = outs[0].ndim - self._rank
-    lanes = math.prod(outs[0].shape[:batch])
-    if place := _callgate.device_call():  # the results are Buffers, and items on their way there
-      for lane in range(lanes):
-        self._producer.take_uploaded(place[1]).give(outs, lane, lanes)
-      return
-    rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
+  `rank` is that of an item's first leaf: what comes before are batch axes.
+  """
+  batch = outs[0].ndim - rank
+  lanes = math.prod(outs[0].shape[:batch])
+  if place := _callgate.device_call():  # the results are Buffers, and items on their way there
     for lane in range(lanes):
-      for row, array in zip(rows, self._producer.take(), strict=True):
-        row[lane, ...] = array
+      producer.take_uploaded(place[1]).give(outs, lane, lanes)
+    return
+  rows = [out.reshape(lanes, *out.shape[batch:]) for out in outs]
+  for lane in range(lanes):
+    for row, array in zip(rows, producer.take(), strict=True):
+      row[lane, ...] = array
 
 
 # -- checks ----------------------------------------------------------------------------------------

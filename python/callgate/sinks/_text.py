@@ -87,9 +87,8 @@ def _check_format(text: str) -> None:
         raise ValueError(f"a field '{field}', which is none of {', '.join(sorted(_FIELDS))}")
       _check_format(spec or "")
   except ValueError as error:
-    raise GateDefinitionError(
-      f"sinks.Print: format: expected text for str.format, got {text!r}: {error}"
-    ) from error
+    expected = f"expected text for str.format, got {text!r}: {error}"
+    raise GateDefinitionError(f"sinks.Print: format: {expected}") from error
 
 
 def _line(record: Record) -> str:
