@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import operator
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from callgate._stream.records import Source, StreamRecord, columns_of, table_of
 
 Address = str | os.PathLike[str]
 _AT_ONCE = 256  # records read in one go
+_ORDER = operator.attrgetter("time_ns", "process", "device", "seq")
 
 
 def is_address(where: str) -> bool:
@@ -63,11 +65,6 @@ class _Input:
       raise ConnectionError(f"callgate.open_stream: {ended}")
     return self.native.closed or (self.is_file and not follow)
 
-  def order(self) -> tuple[int, int, int, int]:
-    """Of this input's next record among those of the others."""
-    head = self.ready[-1]
-    return head.time_ns, head.process, head.device, head.seq
-
 
 class StreamReader:
   """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
@@ -98,7 +95,7 @@ class StreamReader:
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
       if ready := [one for one in self._inputs if one.ready or one.fill(0.0)]:
-        return (min(ready, key=_Input.order) if len(ready) > 1 else ready[0]).ready.pop()
+        return min(ready, key=lambda one: _ORDER(one.ready[-1])).ready.pop()
       waiting = [one for one in self._inputs if not one.over(self._follow)]
       left = np.inf if deadline is None else deadline - time.monotonic()
       if not waiting or left <= 0:
@@ -136,7 +133,16 @@ class StreamReader:
     Raises:
       ValueError: the stream has no such tap, or the shapes of a leaf differ among its records.
     """
-    return columns_of(self._all(name))
+    finite = all(one.is_file for one in self._inputs)
+    fresh = StreamReader(self._addresses, follow=False) if finite else contextlib.nullcontext(self)
+    with fresh as reader:
+      records = [record for record in reader if name in (None, record.name)]
+    names = sorted({record.name for record in records})
+    if len(names) > 1:
+      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
+    if not names and name is not None and name not in self.names():
+      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
+    return columns_of(records)
 
   def table(self, name: str | None = None) -> Any:
     """The records of one tap as an Arrow table, with the columns of `columns`.
@@ -152,18 +158,6 @@ class StreamReader:
       ValueError: as for `columns`; or a dtype that Arrow lacks.
     """
     return table_of(self.columns(name))
-
-  def _all(self, name: str | None) -> list[StreamRecord]:
-    finite = all(one.is_file for one in self._inputs)
-    fresh = StreamReader(self._addresses, follow=False) if finite else contextlib.nullcontext(self)
-    with fresh as reader:
-      records = [record for record in reader if name in (None, record.name)]
-    names = sorted({record.name for record in records})
-    if len(names) > 1:
-      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
-    if not names and name is not None and name not in self.names():
-      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
-    return records
 
   def close(self) -> None:
     """Closes the files and connections; reading on is an error, also for a thread that waits."""

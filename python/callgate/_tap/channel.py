@@ -86,10 +86,10 @@ class Channel:
   def __exit__(self, kind: object, *exception: object) -> None:
     if kind is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
-      return
-    barrier.wait_for_programs(None)
-    _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
-    self.close()
+    else:
+      barrier.wait_for_programs(None)
+      _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
+      self.close()
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
