@@ -1,12 +1,9 @@
 """Feeds: host iterators that compiled JAX programs read from.
 
-A producer thread (`producer.py`) iterates ahead; `Feed.next()` is an ordered gate that takes the
-next item from its queue, and waits only when the queue is empty. Its function holds the producer,
-whose thread holds neither: once no Feed and no program is left that could take an item, the
-function dies and its finalizer ends the thread.
-
-`next()` has no arguments, so batching could not see it by them: a primitive of its own knows the
-axes that it is mapped over, and its call then takes an item for each lane.
+`Feed.next()` is an ordered gate that takes the next item from a producer's queue. Its function
+holds the producer, whose thread holds neither: once no Feed and no program is left that could take
+an item, the function dies and its finalizer ends the thread. `next()` has no arguments for batching
+to see, so a primitive of its own knows the axes that it is mapped over.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from callgate._jax import dispatch, lowering, tracing
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import site as _site
-from callgate._tap.site import TapSite
+from callgate._tap.site import Arrays, TapSite
 from callgate._tap.target import Tap
 
 tap_p = tracing.Primitive("tap")
@@ -46,7 +46,7 @@ _compiled_impl: Any = tap_p.impl
 
 
 @tap_p.def_impl
-def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
+def _impl(*operands: Any, **params: Any) -> Arrays:
   tap, site = params["tap"], params["site"]
   if tap.eager is None:
     return _compiled_impl(*operands, **params)
@@ -57,18 +57,18 @@ def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
 
 @cotangent_p.def_impl
 @cotangent_p.def_abstract_eval
-def _same(*operands: Any, **_: Any) -> Sequence[Any]:
+def _same(*operands: Any, **_: Any) -> Arrays:
   return operands
 
 
 # -- abstract evaluation -------------------------------------------------------------------------
-def _returned(site: TapSite, operands: Sequence[Any]) -> list[Any]:
+def _returned(site: TapSite, operands: Arrays) -> list[Any]:
   """Of the operands, or of anything in their order, what a tap gives back."""
   return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
 
 
 @tap_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Arrays, frozenset[Any]]:
   global _dataflow_traced
   if site.effect == "dataflow":
     _dataflow_traced = True
@@ -94,13 +94,13 @@ def _dense(tangent: Any, primal: Any) -> Any:
   return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
-def _where_inexact(primals: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def _where_inexact(primals: Arrays, new: Arrays, old: Arrays) -> list[Any]:
   """Tangents: the new ones of primals that have any, else what came."""
   triples = zip(primals, new, old, strict=True)
   return [n if dtypes.is_inexact(jnp.result_type(primal)) else o for primal, n, o in triples]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Any, Any]:
   site: TapSite = params["site"]
   results = tap_p.bind(*primals, **params)
   tail = len(primals) - site.untapped
@@ -118,7 +118,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
   return results, _where_inexact(_returned(site, primals), out, _returned(site, tangents))
 
 
-def _cotangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+def _cotangent_jvp(primals: Arrays, tangents: Arrays, **params: Any) -> Any:
   results = cotangent_p.bind(*primals, **params)
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
@@ -133,7 +133,7 @@ ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 
 
 # -- transpose -----------------------------------------------------------------------------------
-def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+def _transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
   """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
   if not cotangents:
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
@@ -160,7 +160,7 @@ def _of_undefined(cotangent: Any, operand: Any) -> Any:
   return cotangent if ad.is_undefined_primal(operand) else None
 
 
-def _cotangent_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+def _cotangent_transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
   site: TapSite = params["site"]
   sent = list(map(_sendable, cotangents, operands))
   sent[site.values :] = operands[site.values :]  # logical sizes
@@ -174,7 +174,7 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
 
 # -- batching ------------------------------------------------------------------------------------
-def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+def _batch(primitive: Any, operands: Arrays, dims: Arrays, **params: Any) -> Any:
   site: TapSite = params["site"]
   moved = dims
   if not site.whole or site.logical:  # the latter are for the last axes
@@ -215,7 +215,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
 # -- lowering ------------------------------------------------------------------------------------
 def _lower(
   context: Any, *operands: Any, tap: Tap, site: TapSite, levels: tuple[Any, ...], **how: Any
-) -> Sequence[Any]:
+) -> Arrays:
   if site.kept is not None:
     lowering.add_keepalive(context, site.kept)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
@@ -242,8 +242,8 @@ def _lower(
 
 
 def _lower_by_jax(
-  context: Any, operands: Sequence[Any], tap: Tap, site: TapSite, held: dict[str, Any], key: str
-) -> Sequence[Any]:
+  context: Any, operands: Arrays, tap: Tap, site: TapSite, held: dict[str, Any], key: str
+) -> Arrays:
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
   ordered = site.effect == "ordered"
   if ordered and not site.whole and lowering.is_partitioned(context):
@@ -257,7 +257,7 @@ def _lower_by_jax(
     # Copies, never views.
     tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[:count]])
 
-  def call(*args: Any) -> Sequence[Any]:
+  def call(*args: Any) -> Arrays:
     io_callback(send, None, *args, ordered=ordered)
     return _returned(site, args) if site.effect == "dataflow" else []
 
@@ -272,7 +272,7 @@ mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------
-def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
+def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
   """Whether closed programs hold taps in the flow of data, which have no effect to tell.
 
   With `whole` those of all lanes at once (`TapSite.whole`), else all others.
@@ -285,7 +285,7 @@ def holds_whole_dataflow_tap(eqn: Any) -> bool:
   return _dataflow_traced and any(_holds_tap(inner.eqns, True) for inner in tracing.subjaxprs(eqn))
 
 
-def _holds_tap(eqns: Sequence[Any], whole: bool) -> bool:
+def _holds_tap(eqns: Arrays, whole: bool) -> bool:
   return any(
     (site.effect, site.whole) == ("dataflow", whole)
     for site in (eqn.params["site"] for eqn in eqns if eqn.primitive is tap_p)

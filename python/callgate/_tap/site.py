@@ -15,6 +15,8 @@ from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+Levels = Sequence[encoding.Level]
+Arrays = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class TapSite:
 def encode(
   site: TapSite,
   transforms: Transforms,
-  levels: Sequence[encoding.Level],
+  levels: Levels,
   role: str,
   repeated: bool,
   returned: int = 0,
@@ -73,7 +75,7 @@ def encode(
   }  # fmt: skip
 
 
-def describe(site: TapSite, transforms: Transforms, levels: Sequence[encoding.Level]) -> str:
+def describe(site: TapSite, transforms: Transforms, levels: Levels) -> str:
   """What `delivery.Description` reads."""
   tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
   description = {

@@ -18,7 +18,7 @@ from callgate._sharding import rules
 from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
 from callgate._tap.channel import Channel
-from callgate._tap.site import TapSite
+from callgate._tap.site import Arrays, TapSite, Transforms
 from callgate._tap.target import DEFAULT, Tap
 
 _MOST = 2**31 - 1  # of int32
@@ -90,9 +90,6 @@ def tap(
       `callgate.config(engine="jax")`, arrays are made from the record's copy. `batch=` and native
       sinks are refused, when the record comes. XLA leaves such taps out of its CUDA graphs.
 
-  Returns:
-    `value`.
-
   Raises:
     GateDefinitionError: an argument is wrong.
 
@@ -152,16 +149,11 @@ def tap(
 
 
 def bind(
-  target: Tap,
-  site: TapSite,
-  operands: Sequence[Any],
-  extra: Sequence[Any] = (),
-  transforms: Any = (),
-) -> Sequence[Any]:
+  target: Tap, site: TapSite, operands: Arrays, extra: Arrays = (), transforms: Transforms = ()
+) -> Arrays:
   """Binds a tap; returns its values, and what passes through it, to be used from here on.
 
-  `extra` are logical sizes, the predicate and untapped arrays, as `site` says; `transforms` count
-  as met before all others.
+  `extra` are sizes, predicate and untapped arrays (`TapSite`); `transforms` are met before others.
   """
   params: dict[str, Any] = {"tap": target, "levels": (), "transforms": transforms}
   params |= {"role": "primal", "repeated": False}

@@ -51,18 +51,10 @@ class Sink:
   """
 
   def open(self, channel: str) -> None:
-    """Called before the first records, and again when a closed sink is used anew.
-
-    Args:
-      channel: name of the channel, for messages.
-    """
+    """Called before the first records, and anew where it was closed; `channel` is a name."""
 
   def write(self, records: Sequence[Record]) -> None:
-    """Takes records.
-
-    Args:
-      records: in the order in which the channel got them; those of a `vmap` one for each lane.
-    """
+    """Takes records, in the order in which the channel got them; of a `vmap` one for each lane."""
     raise NotImplementedError(f"{type(self).__name__}.write")
 
   def flush(self) -> None:

@@ -25,13 +25,7 @@ _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
 
 
 class NativeSink(OwnedSink):
-  """A sink in C++.
-
-  Attributes:
-    native: what a channel takes.
-  """
-
-  native: _callgate.Consumer
+  """A sink in C++; a channel takes its `native`."""
 
   def __init__(self, native: _callgate.Consumer, target: str) -> None:
     super().__init__(target)
