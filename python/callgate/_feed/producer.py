@@ -46,16 +46,13 @@ class Producer:
     self.name = name  # the feed's
     self.first: Any = None  # as the iterator gave it, once `wait_for_first` has returned
     self._prefetch = prefetch
-    # A full queue is refilled once it is half empty, so that the threads don't wake each other for
-    # every item.
-    self._refill = prefetch // 2
+    self._refill = prefetch // 2  # so that the threads don't wake each other for every item
     # Its lock is reentrant: the collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
     self._queue: collections.deque[_Entry] = collections.deque()
     self._convert: Convert | None = None
     self._default: Item | None = None
-    self._has_first = False
-    self._over = False
+    self._has_first = self._over = False
     self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
     self._gpu: int | None = None  # the number of the GPU whose program asked last

@@ -52,8 +52,7 @@ class Plot(LibrarySink):
       options.refuse(label, "size", "a width and a height in inches", size)
     self._size = [options.number(label, "size", extent, above=0) for extent in size]
     self._curves: dict[str, _Curve] = {}
-    self._changed = False
-    self._next_drawing = 0.0
+    self._changed, self._next_drawing = False, 0.0
 
   def _start(self) -> None:
     pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
@@ -98,8 +97,7 @@ class _Curve:
 
   def __init__(self, max_points: int) -> None:
     self._max_points = max_points
-    self._stride = 1
-    self._count = 0
+    self._stride, self._count = 1, 0
     self._last = (0.0, 0.0)
     self._points: list[tuple[float, float]] = []
 

@@ -117,8 +117,7 @@ class MLflow(LibrarySink):
       del os.environ["MLFLOW_ALLOW_FILE_STORE"]
       if before is not None:
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = before
-    self._run_name = run_name
-    self._step = step
+    self._run_name, self._step = run_name, step
     self._waiting: list[Any] = []
     self.run_id: str | None = None
 
@@ -128,8 +127,7 @@ class MLflow(LibrarySink):
       return
     found = self._client.get_experiment_by_name(self._target)
     experiment = found.experiment_id if found else self._client.create_experiment(self._target)
-    run = self._client.create_run(experiment, run_name=self._run_name)
-    self.run_id = run.info.run_id
+    self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
 
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
