@@ -1,8 +1,7 @@
 """Items of a feed: pytrees of arrays, their types, and how a host value becomes one of them.
 
-`ItemTypes` is made on the thread that makes the feed and read on its producer thread, which
-converts and checks what the iterator gives. Arrays that the user could still write to are copied:
-an iterator may fill one buffer again and again while its earlier items wait in the queue.
+The producer thread converts and checks what the iterator gives. Arrays that the user could still
+write to are copied: an iterator may fill one buffer again while its earlier items wait.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import numpy as np
 
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
-from callgate._core import registry
-from callgate._core.dtypes import is_packed
+from callgate._core import dtypes, masked, registry
 from callgate._core.errors import GateDefinitionError, ResultError
-from callgate._core.masked import is_masked, shown
 from callgate._jax import tracing
 
 Arrays = list[np.ndarray[Any, Any]]
@@ -44,10 +41,7 @@ class ItemTypes:
   defaults: dict[type, np.dtype[Any]] = dataclasses.field(default_factory=_default_dtypes)
 
   def convert(self, item: Any, number: int) -> Arrays:
-    """The leaves of the item of that number, from 0, as arrays that nobody else writes to.
-
-    Raises ResultError where its structure, a shape or a dtype differs from what the feed expects.
-    """
+    """The leaves of the item of that number, as arrays that nobody else writes to."""
     leaves, tree = jax.tree.flatten(item)
     if tree != self.tree:
       expected = f"expected the structure {self.tree}, got {tree}"
@@ -60,25 +54,21 @@ class ItemTypes:
       where = functools.partial(_where, self.feed, f"item {number}", item, index)
       array = _to_array(where, leaf, self.defaults)
       if array.shape != shape or array.dtype != dtype:
-        raise ResultError(
-          f"{where()}: expected {_describe(shape, dtype)}, got "
-          f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
-        )
+        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
+        cast = "(items are never cast silently)"
+        raise ResultError(f"{where()}: expected {expected}, got {got} {cast}")
       arrays.append(array)
     return arrays
 
   def broadcast(self, value: Any) -> Arrays:
-    """A default item: a pytree (prefix) of values, broadcast to the items' shapes.
-
-    Values are arrays of the items' dtypes, or Python scalars of their kind or a narrower one.
-    """
+    """A default item: a prefix of arrays, or of Python scalars, broadcast to the items' shapes."""
     full = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
     try:
       given = jax.tree.leaves(jax.tree.broadcast(value, full))
     except (ValueError, TypeError) as error:
+      expected = f"the items' structure {self.tree} or a prefix of it"
       raise GateDefinitionError(
-        f"feed '{self.feed}': default: expected the items' structure {self.tree} or a prefix of "
-        f"it, got {jax.tree.structure(value)}"
+        f"feed '{self.feed}': default: expected {expected}, got {jax.tree.structure(value)}"
       ) from error
     arrays: Arrays = []
     for index, (leaf, (shape, dtype)) in enumerate(zip(given, self.types, strict=True)):
@@ -91,9 +81,9 @@ class ItemTypes:
       except (ValueError, OverflowError):
         fits = False
       if not fits:
+        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
         raise GateDefinitionError(
-          f"{where()}: expected {_describe(shape, dtype)} or what broadcasts to it, got "
-          f"{_describe(array.shape, array.dtype)}"
+          f"{where()}: expected {expected} or what broadcasts to it, got {got}"
         )
       arrays.append(np.array(np.broadcast_to(array, shape)))
     return arrays
@@ -112,21 +102,20 @@ def from_structs(feed: str, shape: Any) -> ItemTypes:
 def from_item(feed: str, item: Any, what: str = "item 0") -> ItemTypes:
   """The types of a sample: the first item, or the default of a feed that has no items."""
   leaves, tree = jax.tree.flatten(item)
-  where = functools.partial(_where, feed, what, item)
-  of = _default_dtypes()
-  arrays = [_to_array(functools.partial(where, i), leaf, of) for i, leaf in enumerate(leaves)]
+  arrays = [
+    _to_array(functools.partial(_where, feed, what, item, index), leaf, _default_dtypes())
+    for index, leaf in enumerate(leaves)
+  ]
   return _checked(feed, what, tree, arrays)
 
 
-def _to_array(
-  where: Callable[[], str], value: Any, defaults: dict[type, np.dtype[Any]]
-) -> np.ndarray[Any, Any]:
+def _to_array(where: Callable[[], str], value: Any, defaults: dict[type, Any]) -> np.ndarray:
   got, cause = "", None
   if isinstance(value, jax.Array):
     if not jnp.issubdtype(value.dtype, jax.dtypes.extended):
       return np.asarray(value)  # immutable: a view does
     got = f"an array of {value.dtype} (pass jax.random.key_data of keys)"
-  elif not is_masked(value):
+  elif not masked.is_masked(value):
     try:
       if type(value) in defaults:
         return np.array(value, defaults[type(value)])
@@ -135,35 +124,33 @@ def _to_array(
         return array
     except (TypeError, ValueError, OverflowError) as error:
       cause = error
-  raise ResultError(
-    f"{where()}: expected an array or a number that JAX can hold, got {got or shown(value)}"
-  ) from cause
+  expected = "expected an array or a number that JAX can hold"
+  raise ResultError(f"{where()}: {expected}, got {got or masked.shown(value)}") from cause
 
 
 def _is_number(dtype: Any) -> bool:
   # A timedelta is an integer to NumPy; JAX has no long doubles, nor the other byte order.
-  if dtype.kind in "mM" or dtype.char in "gG" or not dtype.isnative:
-    return False
-  return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+  held = dtype.kind not in "mM" and dtype.char not in "gG" and dtype.isnative
+  return held and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
 
 
 def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
   if not leaves:
     raise GateDefinitionError(f"feed '{feed}': {what}: expected at least one array, got {tree}")
   for index, leaf in enumerate(leaves):
-    numbers, why = "expected a dtype of numbers", None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      why = f"{numbers}, got {leaf.dtype}; feed jax.random.key_data of keys"
+      why = f"expected a dtype of numbers, got {leaf.dtype}; feed jax.random.key_data of keys"
     elif not _is_number(dtype := np.dtype(leaf.dtype)):
-      why = f"{numbers} that JAX has, got {dtype}"
+      why = f"expected a dtype of numbers that JAX has, got {dtype}"
     elif (canonical := np.dtype(tracing.canonical_dtype(dtype))) != dtype:
       why = f"{dtype.name} needs jax_enable_x64; expected {canonical.name} without it"
-    elif is_packed(dtype):
+    elif dtypes.is_packed(dtype):
       several = f"{dtype.name} has several elements in a byte"
       why = f"{several}; expected int8, or another dtype of whole bytes"
-    if why is not None:
-      where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
-      raise GateDefinitionError(f"{where}: {why}")
+    else:
+      continue
+    where = _where(feed, what, jax.tree.unflatten(tree, leaves), index)
+    raise GateDefinitionError(f"{where}: {why}")
   types = [(tuple(int(extent) for extent in x.shape), np.dtype(x.dtype)) for x in leaves]
   return ItemTypes(feed, tree, tuple(types))
 

@@ -1,12 +1,9 @@
 """The producer of a feed: a thread that iterates ahead of the program, and the queue between them.
 
-A `Producer` is shared by its thread, which puts items in, and by whoever takes them: the feed's
-gate, on XLA's threads, or on the main thread outside of compiled code. The thread holds no lock
-while user code runs, so an iterator may itself run JAX programs and read other feeds.
-
-The thread ends by `close()`, the end of the data, the garbage collector once nobody can take items
-any more (feed.py), or the end of the process. It is a daemon thread, since Python can't interrupt
-an iterator that doesn't return; whoever closes it waits for a bounded time.
+The feed's gate takes items on any thread. The producer's holds no lock while user code runs, so an
+iterator may itself run JAX programs and read other feeds. It ends by `close()`, the end of the
+data, the garbage collector once nobody can take items any more (feed.py), or the end of the
+process. It is a daemon thread, since Python can't interrupt an iterator that doesn't return.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ class _Entry:
   upload: _callgate.Upload | None = None
 
 
+_END: Any = object()
 _alive: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
@@ -48,16 +46,13 @@ class Producer:
     self.name = name  # the feed's
     self.first: Any = None  # as the iterator gave it, once `wait_for_first` has returned
     self._prefetch = prefetch
-    # A full queue is refilled once it is half empty, so that the threads don't wake each other for
-    # every item.
-    self._refill = prefetch // 2
+    self._refill = prefetch // 2  # so that the threads don't wake each other for every item
     # Its lock is reentrant: the collector may call `release` on a thread that holds it.
     self._changed = threading.Condition()
     self._queue: collections.deque[_Entry] = collections.deque()
     self._convert: Convert | None = None
     self._default: Item | None = None
-    self._has_first = False
-    self._over = False
+    self._has_first = self._over = False
     self._failure: tuple[BaseException, Any] | None = None  # with its traceback
     self._closed = False
     self._gpu: int | None = None  # the number of the GPU whose program asked last
@@ -77,13 +72,8 @@ class Producer:
     failure = None
     try:
       for number in itertools.count():
-        if not self._wait_for_room():
-          break
-        try:
-          item = next(iterator)
-        except StopIteration:
-          break
-        if not self._put(item, number):
+        item = next(iterator, _END) if self._wait_for_room() else _END
+        if item is _END or not self._put(item, number):
           break
         del item  # not kept while the next one is made
     except BaseException as error:  # noqa: BLE001 - raised again where the item is taken
@@ -93,6 +83,7 @@ class Producer:
       self._changed.notify_all()
 
   def _wait_for_room(self) -> bool:
+    """Whether there is any, and not the end; sends what waits to the GPU meanwhile."""
     while True:
       with self._changed:
         if len(self._queue) >= self._prefetch:
@@ -111,9 +102,7 @@ class Producer:
 
   def _next_upload(self) -> _Entry | None:
     """The first item that is to be on its way to a GPU and is not."""
-    if self._gpu is None:
-      return None
-    return next((entry for entry in self._queue if not entry.tried), None)
+    return next((one for one in self._queue if self._gpu is not None and not one.tried), None)
 
   def _put(self, item: Any, number: int) -> bool:
     if number == 0:  # shown to the thread that makes the feed, which takes the types from it
@@ -126,12 +115,11 @@ class Producer:
       return False
     entry = _Entry(self._convert(item, number))
     with self._changed:
-      if self._closed:
-        return False
-      self._queue.append(entry)
-      self._produced += 1
-      self._changed.notify_all()
-    return True
+      if not self._closed:
+        self._queue.append(entry)
+        self._produced += 1
+        self._changed.notify_all()
+      return not self._closed
 
   # -- the thread that makes the feed ------------------------------------------------------------
   def wait_for_first(self) -> bool:
@@ -143,11 +131,7 @@ class Producer:
       return self._has_first
 
   def serve(self, convert: Convert, default: Item | None) -> None:
-    """Says how items are converted, and what is served after the last; items flow from here on.
-
-    `convert` makes flat arrays of an item and its number, on the producer thread. Without a default
-    the end of the data is an error.
-    """
+    """Says what makes flat arrays of an item and its number, and what is served after the last."""
     with self._changed:
       self._default, self._convert = default, convert
       self._changed.notify_all()
@@ -171,8 +155,7 @@ class Producer:
   def _take(self) -> _Entry:
     self.check()
     with self._changed:
-      if not (self._queue or self._over or self._closed):
-        self._waited += 1
+      self._waited += not (self._queue or self._over or self._closed)
       while not (self._queue or self._over or self._closed):
         # Woken without an item when the process ends: from then on patience is limited.
         if not self._changed.wait(self._patience) and self._patience is not None:
@@ -189,20 +172,17 @@ class Producer:
       elif self._default is not None:
         entry = _Entry(self._default)
       else:
-        raise EndOfFeed(
-          f"feed '{self.name}' ended after {self._produced} item(s); expected more data, or a "
-          "default= to serve from then on"
-        )
+        more = "expected more data, or a default= to serve from then on"
+        raise EndOfFeed(f"feed '{self.name}' ended after {self._produced} item(s); {more}")
       self._served += 1
       return entry
 
   def check(self) -> None:
     """Raises GateError when items can't be taken: the feed is closed, or of another process."""
-    if os.getpid() != self._process:
-      raise GateError(
-        f"feed '{self.name}' was made in process {self._process}, and its thread is not in the "
-        f"forked process {os.getpid()}; expected a feed that is made after the fork"
-      )
+    if (here := os.getpid()) != self._process:
+      its = f"was made in process {self._process}, and its thread is not in the forked process"
+      after = "expected a feed that is made after the fork"
+      raise GateError(f"feed '{self.name}' {its} {here}; {after}")
     if self._closed:
       raise GateError(f"feed '{self.name}' is closed; expected next() before close()")
 
@@ -215,12 +195,11 @@ class Producer:
   # -- the end -----------------------------------------------------------------------------------
   def release(self) -> None:
     """Tells the thread to end, and those that wait for items; doesn't wait for them."""
-    if os.getpid() != self._process:
-      return  # a fork's child has no such thread
-    with self._changed:
-      self._closed = True
-      self._queue.clear()
-      self._changed.notify_all()
+    if os.getpid() == self._process:  # a fork's child has no such thread
+      with self._changed:
+        self._closed = True
+        self._queue.clear()
+        self._changed.notify_all()
 
   def close(self, timeout: float) -> bool:
     """Ends the thread, and says whether it has ended; if not, it ends when its iterator returns."""
@@ -231,11 +210,10 @@ class Producer:
 
   def limit_patience(self, seconds: float) -> None:
     """From here on whoever takes an item waits for `seconds` at most."""
-    if os.getpid() != self._process:
-      return
-    with self._changed:
-      self._patience = seconds
-      self._changed.notify_all()
+    if os.getpid() == self._process:
+      with self._changed:
+        self._patience = seconds
+        self._changed.notify_all()
 
 
 # -- the end of the process ------------------------------------------------------------------------

@@ -40,22 +40,22 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
 
   Returns:
     The pytree, with NumPy arrays of the global shapes, or of what counts of them by the tap's
-    `logical_shape`; from a stream, the array of a tap of a lone
-    array, else a dictionary of arrays by their paths.
+    `logical_shape`; from a stream, a lone array, or a dictionary of arrays by their paths.
 
   Raises:
     ValueError: there is none, they are of several taps, lanes, shapes, executions or steps of a
       loop, or shards are missing.
   """
+  expected = "an iterable of records"
   if not isinstance(records, Iterable) or isinstance(records, (str, bytes, Mapping)):  # pyright: ignore[reportUnnecessaryIsInstance]
-    options.refuse("assemble", "records", "an iterable of records", records)
+    options.refuse("assemble", "records", expected, records)
   try:
     found = list(records)
   except TypeError:  # an array of no dimensions
-    options.refuse("assemble", "records", "an iterable of records", records)
+    options.refuse("assemble", "records", expected, records)
   for record in found:
     if not isinstance(record, (Record, StreamRecord)):  # pyright: ignore[reportUnnecessaryIsInstance]
-      options.refuse("assemble", "records", "an iterable of records", record)
+      options.refuse("assemble", "records", expected, record)
   if not found:
     raise ValueError("assemble: expected the records of one tap's shards, got none")
   shards = [_Shard(record) for record in found]
@@ -63,56 +63,47 @@ def assemble(records: Iterable[Record | StreamRecord]) -> Any:
   first = shards[0]
   if first.parts is None:
     if len(found) > 1:
+      got = f"{len(found)}; records whose shard is None are not shards of one array"
       raise ValueError(
-        f"assemble: expected one record of the whole value of tap {first.name!r}, got "
-        f"{len(found)}; records whose shard is None are not shards of one array"
+        f"assemble: expected one record of the whole value of tap {first.name!r}, got {got}"
       )
     return first.value
-  whole = [
-    np.empty(shape, leaf.dtype) for shape, leaf in zip(first.shapes, first.leaves, strict=True)
-  ]
-  filled = [np.zeros(shape, bool) for shape in first.shapes]
-  counted = [[0] * len(shape) for shape in first.shapes]  # what of each counts (`logical_shape`)
-  for shard in shards:
-    for array, mask, sizes, leaf, part in zip(
-      whole, filled, counted, shard.leaves, shard.parts or (), strict=True
-    ):
+  whole: list[np.ndarray] = []
+  for index, (shape, leaf) in enumerate(zip(first.shapes, first.leaves, strict=True)):
+    array, filled = np.empty(shape, leaf.dtype), np.zeros(shape, bool)
+    counted = [0] * len(shape)  # how much of each dimension counts (`logical_shape`)
+    for shard in shards:
+      leaf, part = shard.leaves[index], (shard.parts or ())[index]
       ends = [one.start + extent for one, extent in zip(part, leaf.shape, strict=True)]
       array[tuple(slice(one.start, end) for one, end in zip(part, ends, strict=True))] = leaf
-      mask[part] = True
-      for axis, (end, extent) in enumerate(zip(ends, leaf.shape, strict=True)):
-        sizes[axis] = max(sizes[axis], end) if extent else sizes[axis]
-  for index, mask in enumerate(filled):
-    if not mask.all():
-      raise ValueError(
-        f"assemble: expected shards that make up leaf {index} of tap {first.name!r}, of shape "
-        f"{list(mask.shape)}, got {int(mask.sum())} of {mask.size} elements"
-      )
-  cut = [x[tuple(map(slice, sizes))] for x, sizes in zip(whole, counted, strict=True)]
-  return jax.tree.unflatten(first.tree, cut)
+      filled[part] = True
+      dims = zip(counted, ends, leaf.shape, strict=True)
+      counted = [max(size, end) if extent else size for size, end, extent in dims]
+    if not filled.all():
+      leaf = f"leaf {index} of tap {first.name!r}, of shape {list(shape)}"
+      got = f"{int(filled.sum())} of {filled.size} elements"
+      raise ValueError(f"assemble: expected shards that make up {leaf}, got {got}")
+    whole.append(array[tuple(map(slice, counted))])
+  return jax.tree.unflatten(first.tree, whole)
 
 
 class _Shard:
   """One record's leaves, where they belong, and the shapes of the whole ones."""
 
   def __init__(self, record: Record | StreamRecord) -> None:
-    at: Any
-    self.value: Any
-    if isinstance(record, StreamRecord):
-      at, self.value = record, dict(record.leaves)
-    else:
-      at, self.value = record.info, record.value
+    streamed = isinstance(record, StreamRecord)
+    at: Any = record if streamed else record.info
+    value: Any = dict(record.leaves) if streamed else record.value
     parts, shapes = at.shard, at.global_shape
-    if at is record and list(self.value) == [""]:  # a lone array
-      self.value, parts, shapes = (x and x[""] for x in (self.value, parts, shapes))
+    if streamed and list(value) == [""]:  # a lone array
+      value, parts, shapes = (x and x[""] for x in (value, parts, shapes))
     self.name: str = at.name
     self.kind = (self.name, at.role, at.lane)
-    self.place = (at.process, at.device)
-    self.run = at.run
-    self.leaves, self.tree = jax.tree.flatten(self.value)
-    known = parts is not None
-    self.parts = self.tree.flatten_up_to(parts) if known else None
-    self.shapes: Sequence[Any] = self.tree.flatten_up_to(shapes) if known else ()
+    self.process, self.device, self.run = at.process, at.device, at.run
+    self.value = value
+    self.leaves, self.tree = jax.tree.flatten(value)
+    self.parts = None if parts is None else self.tree.flatten_up_to(parts)
+    self.shapes: Sequence[Any] = () if parts is None else self.tree.flatten_up_to(shapes)
 
 
 def _check_alike(shards: Sequence[_Shard]) -> None:
@@ -125,16 +116,14 @@ def _check_alike(shards: Sequence[_Shard]) -> None:
     raise ValueError(f"assemble: expected shards of one value, got shapes {', '.join(shapes)}")
   if shards[0].parts is None:
     return
-  places = collections.Counter(shard.place for shard in shards)
+  places = collections.Counter((shard.process, shard.device) for shard in shards)
   (process, device), count = places.most_common(1)[0]
   if count > 1:
     raise ValueError(
       f"assemble: expected one record of each device, got {count} of device {device} of process "
       f"{process}: those of several executions (info.run), or steps of a loop (info.seq)"
     )
-  runs = {(shard.place[0], shard.run) for shard in shards}
+  runs = sorted({(shard.process, shard.run) for shard in shards})
   if len(runs) > len({process for process, _ in runs}):
-    raise ValueError(
-      "assemble: expected the records of one execution, got those of the runs "
-      + ", ".join(str(run) for _, run in sorted(runs))
-    )
+    got = f"those of the runs {', '.join(str(run) for _, run in runs)}"
+    raise ValueError(f"assemble: expected the records of one execution, got {got}")

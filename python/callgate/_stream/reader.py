@@ -1,14 +1,14 @@
 """Reads streams of tapped values: from files, and from processes that serve one on a socket.
 
-The format is that of include/callgate/stream.h, read in C++ without the GIL. Here whole records
-become one `StreamRecord` for each lane that was sent, and columns and tables of these. One thread
-reads a `StreamReader` at a time; another may close it, which ends the wait of the first.
+The format is that of include/callgate/stream.h, read in C++ without the GIL. One thread reads a
+`StreamReader` at a time; another may close it, which ends the wait of the first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import operator
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +23,7 @@ from callgate._stream.records import Source, StreamRecord, columns_of, table_of
 
 Address = str | os.PathLike[str]
 _AT_ONCE = 256  # records read in one go
+_ORDER = operator.attrgetter("time_ns", "process", "device", "seq")
 
 
 def is_address(where: str) -> bool:
@@ -46,50 +47,37 @@ class _Input:
   def fill(self, timeout: float) -> bool:
     """Whether a record is ready; reads some, and waits for the first up to `timeout` seconds."""
     while not self.ready:
-      read: list[Any] = self.native.read(timeout, _AT_ONCE)
-      if not read:
+      if not (read := self.native.read(timeout, _AT_ONCE)):
         return False
       for whole in read:
-        fields = whole[0]
-        if id(fields) not in self._sources:
-          self._sources[id(fields)] = fields, Source(fields)
-        self.ready.extend(self._sources[id(fields)][1].records(whole))
+        key = id(whole[0])
+        if key not in self._sources:
+          self._sources[key] = whole[0], Source(whole[0])
+        self.ready.extend(self._sources[key][1].records(whole))
       self.ready.reverse()
     return True
 
   def over(self, follow: bool) -> bool:
     """Whether no record will follow, for all that this reader is to wait."""
-    if self.native.closed:
-      return True
-    if self.is_file:
-      return not follow
-    if self.native.ended:
-      raise ConnectionError(
-        f"callgate.open_stream: {self.address}: the connection ended before the stream did: its "
-        "writer is gone, or it disconnected this reader for being slow"
-      )
-    return False
-
-  def order(self) -> tuple[int, int, int, int]:
-    """Of this input's next record among those of the others."""
-    head = self.ready[-1]
-    return head.time_ns, head.process, head.device, head.seq
+    if self.native.ended and not (self.is_file or self.native.closed):
+      why = "its writer is gone, or it disconnected this reader for being slow"
+      ended = f"{self.address}: the connection ended before the stream did: {why}"
+      raise ConnectionError(f"callgate.open_stream: {ended}")
+    return self.native.closed or (self.is_file and not follow)
 
 
 class StreamReader:
   """The records of a stream, as `open_stream` gives it: an iterator and a context manager."""
 
   def __init__(self, addresses: Sequence[str], *, follow: bool) -> None:
-    self._addresses = tuple(addresses)
-    self._follow = follow
+    self._addresses, self._follow = tuple(addresses), follow
     self._inputs = [_Input(address) for address in addresses]
 
   def __iter__(self) -> Iterator[StreamRecord]:
     return self
 
   def __next__(self) -> StreamRecord:
-    record = self.read(None)
-    if record is None:
+    if (record := self.read(None)) is None:
       raise StopIteration
     return record
 
@@ -101,16 +89,13 @@ class StreamReader:
         waited for only with `follow=True`.
 
     Returns:
-      Of the next records of all files and connections, as far as they are there, the first by
-      time, then process, device and sequence number.
+      Of the next records of all inputs that are there, the first by time, process, device, `seq`.
     """
     seconds = options.or_none(options.seconds, "StreamReader.read", "timeout", timeout, zero=True)
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
-      ready = [one for one in self._inputs if one.ready or one.fill(0.0)]
-      if ready:
-        first = ready[0] if len(ready) == 1 else min(ready, key=_Input.order)
-        return first.ready.pop()
+      if ready := [one for one in self._inputs if one.ready or one.fill(0.0)]:
+        return min(ready, key=lambda one: _ORDER(one.ready[-1])).ready.pop()
       waiting = [one for one in self._inputs if not one.over(self._follow)]
       left = np.inf if deadline is None else deadline - time.monotonic()
       if not waiting or left <= 0:
@@ -123,22 +108,18 @@ class StreamReader:
     """The names of the taps in the stream, sorted: of a connection, those described so far."""
     found: set[str] = set()
     for one in self._inputs:
-      native = one.native
+      native = _callgate.StreamReader(one.address) if one.is_file else one.native
       if one.is_file:
-        native = _callgate.StreamReader(one.address)
         native.scan()
       found.update(source["name"] for source in native.sources())
     return sorted(found)
 
   @property
   def ended(self) -> bool:
-    """Whether the writers of all files and connections have closed them, as far as was read.
-
-    Of a file, a later writer may continue it: `read` then goes on.
-    """
+    """Whether all writers have closed the stream, as far as was read; files may be continued."""
     return all(one.native.closed and not one.ready for one in self._inputs)
 
-  def columns(self, name: str | None = None) -> dict[str, np.ndarray[Any, Any]]:
+  def columns(self, name: str | None = None) -> dict[str, np.ndarray]:
     """The records of one tap as columns.
 
     Args:
@@ -152,7 +133,16 @@ class StreamReader:
     Raises:
       ValueError: the stream has no such tap, or the shapes of a leaf differ among its records.
     """
-    return columns_of(self._all(name))
+    finite = all(one.is_file for one in self._inputs)
+    fresh = StreamReader(self._addresses, follow=False) if finite else contextlib.nullcontext(self)
+    with fresh as reader:
+      records = [record for record in reader if name in (None, record.name)]
+    names = sorted({record.name for record in records})
+    if len(names) > 1:
+      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
+    if not names and name is not None and name not in self.names():
+      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
+    return columns_of(records)
 
   def table(self, name: str | None = None) -> Any:
     """The records of one tap as an Arrow table, with the columns of `columns`.
@@ -161,26 +151,13 @@ class StreamReader:
       name: as for `columns`.
 
     Returns:
-      A `pyarrow.Table`; arrays with dims become columns of fixed-size lists, nested for more
-      than one.
+      A `pyarrow.Table`; arrays become columns of fixed-size lists, nested for more than one dim.
 
     Raises:
       ImportError: pyarrow is not installed.
       ValueError: as for `columns`; or a dtype that Arrow lacks.
     """
     return table_of(self.columns(name))
-
-  def _all(self, name: str | None) -> list[StreamRecord]:
-    is_finite = all(one.is_file for one in self._inputs)
-    fresh = StreamReader(self._addresses, follow=False) if is_finite else None
-    with fresh or contextlib.nullcontext(self) as reader:
-      records = [record for record in reader if name in (None, record.name)]
-    names = sorted({record.name for record in records})
-    if len(names) > 1:
-      raise ValueError(f"callgate: columns of one tap, by its name: expected one of {names}")
-    if not names and name is not None and name not in self.names():
-      raise ValueError(f"callgate: no tap {name!r} in {self!r}, which has {self.names()}")
-    return records
 
   def close(self) -> None:
     """Closes the files and connections; reading on is an error, also for a thread that waits."""
@@ -207,14 +184,13 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
       options.refuse("open_stream", "where", "paths or addresses", where)
     return [address for one in several for address in _addresses(one)]
   address = options.path("open_stream", "where", where)
-  is_file = not is_address(address)
-  if is_file and PLACEHOLDER in address and not os.path.exists(address):
-    address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
-  is_pattern = is_file and glob.has_magic(address)
-  if not is_pattern or os.path.exists(address):
+  if is_address(address) or os.path.exists(address):
     return [address]
-  found = sorted(glob.glob(address, recursive=True))
-  if not found:
+  if PLACEHOLDER in address:
+    address = glob.escape(address).replace(PLACEHOLDER, "[0-9]*")
+  if not glob.has_magic(address):
+    return [address]
+  if not (found := sorted(glob.glob(address, recursive=True))):
     raise FileNotFoundError(f"callgate.open_stream: no file matches {address!r}")
   return found
 
@@ -222,9 +198,8 @@ def _addresses(where: Address | Iterable[Address]) -> list[str]:
 def open_stream(where: Address | Iterable[Address], *, follow: bool = False) -> StreamReader:
   """Opens a stream of tapped values, or several as one.
 
-  Records of one file or connection keep their order, which on each device is that of `seq`. Between
-  several, the one that was sent first comes first (`time_ns`), then the one of the lower process,
-  device and `seq`. Of those that still grow, it is what has been read by then that is put in order.
+  Records of one file or connection keep their order, which on each device is that of `seq`. Of
+  several they are ordered by `time_ns`, then process, device and `seq`, as far as they are there.
 
   Args:
     where: a file, a pattern of files ("run-*.cgs", or "run-{process}.cgs" as it was written),

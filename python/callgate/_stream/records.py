@@ -1,8 +1,4 @@
-"""The records of a stream as Python has them: one for each lane of a tap, or columns of them.
-
-`Source` turns the whole records of one tap, as the native reader gives them, into `StreamRecord`s.
-Used by the thread that reads.
-"""
+"""The records of a stream as Python has them: one for each lane of a tap, or columns of them."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ class StreamRecord:
   run: int
   role: str
   lane: int
-  leaves: Mapping[str, np.ndarray[Any, Any]]
+  leaves: Mapping[str, np.ndarray]
   description: Mapping[str, Any]
   repeated: bool = False
   process: int = 0
@@ -67,7 +63,7 @@ class _Leaf:
   dims: tuple[int, ...]
   levels: tuple[int, ...]  # those that it has as leading axes
 
-  def array(self, stored: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+  def array(self, stored: np.ndarray) -> np.ndarray:
     """The stored elements as an array: packed ones come as their bytes."""
     if self.bits >= 8 or stored.dtype != np.uint8:
       return stored
@@ -86,15 +82,15 @@ class Source:
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
     self.name: str = fields["name"]
+    self._label = f"callgate: a stream's tap {self.name!r}"
     self.description = _parse_description(fields["description"])
     self.role = ROLES[fields["role"]] if fields["role"] < len(ROLES) else str(fields["role"])
-    sizes: list[tuple[int, str]] = fields["levels"]
-    self.sizes = tuple(size for size, _ in sizes)
-    leaves: list[tuple[str, str, int, tuple[int, ...]]] = fields["leaves"]
-    self.leaves = [
-      _Leaf(*leaf, levels=tuple(n for n, (_, mask) in enumerate(sizes) if mask[index] == "1"))
-      for index, leaf in enumerate(leaves)
-    ]
+    levels: list[tuple[int, str]] = fields["levels"]
+    self.sizes = tuple(size for size, _ in levels)
+    self.leaves: list[_Leaf] = []
+    for index, (path, dtype, bits, dims) in enumerate(fields["leaves"]):
+      own = tuple(n for n, (_, mask) in enumerate(levels) if mask[index] == "1")
+      self.leaves.append(_Leaf(path, dtype, bits, dims, own))
     self._check_lanes()
     shards: dict[str, Any] = self.description.get("shards") or {}
     with self._sensible("its shards"):
@@ -115,13 +111,10 @@ class Source:
     """As the native reader does: each lane costs time, so none comes without values."""
     held = {level for leaf in self.leaves for level in leaf.levels}
     bits = sum(math.prod(leaf.dims) * leaf.bits for leaf in self.leaves)
-    if len(held) < len(self.sizes) or math.prod(self.sizes) > max(
-      _FREE_LANES, bits + 64 * len(self.leaves)
-    ):
-      raise ValueError(
-        f"callgate: a stream's tap {self.name!r}: expected lanes that its leaves hold, got levels "
-        f"of {self.sizes} for {len(self.leaves)} leaves"
-      )
+    most = max(_FREE_LANES, bits + 64 * len(self.leaves))
+    if len(held) < len(self.sizes) or math.prod(self.sizes) > most:
+      got = f"levels of {self.sizes} for {len(self.leaves)} leaves"
+      raise ValueError(f"{self._label}: expected lanes that its leaves hold, got {got}")
 
   @contextlib.contextmanager
   def _sensible(self, what: str) -> Generator[None]:
@@ -129,119 +122,95 @@ class Source:
     try:
       yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+      got = repr(self.description)
       raise ValueError(
-        f"callgate: a stream's tap {self.name!r}: expected {what} as a tap describes them, got "
-        f"{self.description!r}"
+        f"{self._label}: expected {what} as a tap describes them, got {got}"
       ) from error
 
   def records(self, whole: Sequence[Any]) -> list[StreamRecord]:
     """The records of the lanes that were sent, from what the native reader gives."""
-    with self._sensible("its shards and lanes"):
-      return list(self._records(whole))
-
-  def _records(self, whole: Sequence[Any]) -> Iterator[StreamRecord]:
     _, seq, time_ns, run, device, flags, arrays = whole
-    if self.has_packed:
-      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
-    repeated = bool(flags & REPEATED)
-    number = shard_of(flags)
-    shard = shapes = None
-    if number >= 0 and self.parts:
-      named = list(zip(self.paths, self.parts, strict=True))
-      shard = {path: part.slices(number) for path, part in named}
-      shapes = {path: part.shape for path, part in named}
-    for lane, leaves in self._lanes(arrays, number):
-      yield StreamRecord(
-        self.name, seq, time_ns, device, run, self.role, lane, leaves, self.description, repeated,
-        self.process, shard, shapes,
-      )  # fmt: skip
+    with self._sensible("its shards and lanes"):
+      number = shard_of(flags)
+      shard = shapes = None
+      if number >= 0 and self.parts:
+        named = dict(zip(self.paths, self.parts, strict=True))
+        shard = {path: part.slices(number) for path, part in named.items()}
+        shapes = {path: part.shape for path, part in named.items()}
+      repeated = bool(flags & REPEATED)
+      about = (self.description, repeated, self.process, shard, shapes)
+      each = self._lanes(arrays, number)
+      head = (self.name, seq, time_ns, device, run, self.role)
+      return [StreamRecord(*head, lane, leaves, *about) for lane, leaves in each]
 
   def _lanes(self, arrays: list[Any], shard: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number and the value leaves of each lane that was sent."""
+    if self.has_packed:
+      arrays = [leaf.array(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
     starts = [level[shard] for level in self.lane_starts] if shard >= 0 else []
     for lane, index in enumerate(itertools.product(*map(range, self.sizes))):
       selected = arrays
       if index:
-        selected = [
-          array[(*[index[level] for level in leaf.levels], ...)] if leaf.levels else array
-          for leaf, array in zip(self.leaves, arrays, strict=True)
-        ]
-      if not self.has_where or selected[self.value_leaves].any():
-        if starts:  # the number among all devices' lanes
-          place = tuple(i + start for i, start in zip(index, starts, strict=True))
-          lane = int(np.ravel_multi_index(place, self.all_sizes))
-        values = selected[: self.values]
-        try:
-          cut(values, self.padded, selected[self.values : self.value_leaves], self.parts, shard)
-        except SizeError:  # the writer has counted it as lost
-          continue
+        pairs = zip(self.leaves, arrays, strict=True)
+        selected = [x[(*map(index.__getitem__, leaf.levels), ...)] for leaf, x in pairs]
+      if self.has_where and not selected[self.value_leaves].any():
+        continue
+      if starts:  # the number among all devices' lanes
+        place = tuple(i + start for i, start in zip(index, starts, strict=True))
+        lane = int(np.ravel_multi_index(place, self.all_sizes))
+      values = selected[: self.values]
+      with contextlib.suppress(SizeError):  # the writer has counted it as lost
+        cut(values, self.padded, selected[self.values : self.value_leaves], self.parts, shard)
         yield lane, dict(zip(self.paths, values, strict=True))
 
 
 def _parse_description(text: str) -> Mapping[str, Any]:
   try:
-    parsed = json.loads(text) if text else {}
+    parsed = json.loads(text or "{}")
   except (ValueError, RecursionError):
     parsed = {"text": text}
   return parsed if isinstance(parsed, dict) else {"value": parsed}
 
 
-NUMBERS: Mapping[str, Any] = {
-  "seq": np.uint64,
-  "time_ns": np.int64,
-  "process": np.int32,
-  "device": np.int32,
-  "lane": np.int64,
-}
+_NUMBERS: Mapping[str, Any] = {
+  "seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32, "lane": np.int64
+}  # fmt: skip
 
 
-def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray[Any, Any]]:
+def columns_of(records: Sequence[StreamRecord]) -> dict[str, np.ndarray]:
   """The records of one tap as arrays with one entry a record: numbers, then each leaf."""
-  columns: dict[str, np.ndarray[Any, Any]] = {
-    key: np.asarray([getattr(record, key) for record in records], dtype)
-    for key, dtype in NUMBERS.items()
-  }
-  for path in records[0].leaves if records else ():
-    columns[column_name(path)] = _stack(records, path)
+  columns: dict[str, np.ndarray] = {}
+  for key, dtype in _NUMBERS.items():
+    columns[key] = np.asarray([getattr(record, key) for record in records], dtype)
+  for path, first in records[0].leaves.items() if records else ():
+    arrays = [record.leaves.get(path) for record in records]
+    kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
+    if len(kinds) > 1:
+      got = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
+      differs = f"leaf {path!r} of tap {records[0].name!r} differs among records"
+      expected = "so it makes no column: expected one dtype and shape"
+      raise ValueError(f"callgate: {differs}, {expected}, got {got}")
+    column = path or "value"
+    column = f"{column}_" if column in _NUMBERS else column
+    columns[column] = np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)
   return columns
 
 
-def table_of(columns: Mapping[str, np.ndarray[Any, Any]]) -> Any:
+def table_of(columns: Mapping[str, np.ndarray]) -> Any:
   """The columns as a `pyarrow.Table`."""
-  pyarrow = extras.library(
-    "pyarrow", "pyarrow", "arrow", by="callgate: StreamReader.table", error=ImportError
-  )
-  return pyarrow.table({key: _arrow_array(pyarrow, key, c) for key, c in columns.items()})
+  by = "callgate: StreamReader.table"
+  pyarrow = extras.library("pyarrow", "pyarrow", "arrow", by=by, error=ImportError)
 
+  def converted(key: str, column: np.ndarray) -> Any:
+    if len(column) and not column.size:  # lists without elements don't say how many they are
+      return pyarrow.array(column.tolist())
+    try:
+      array = pyarrow.array(column.reshape(-1))
+    except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
+      none = f"Arrow has no type for column {key!r}, {column.dtype}"
+      raise ValueError(f"callgate: {none}: take columns() instead") from error
+    for extent in reversed(column.shape[1:]):
+      array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
+    return array
 
-def column_name(path: str) -> str:
-  """The column of a leaf: its path, "value" for a lone array, apart from the other columns."""
-  column = path or "value"
-  return f"{column}_" if column in NUMBERS else column
-
-
-def _stack(records: Sequence[StreamRecord], path: str) -> np.ndarray[Any, Any]:
-  arrays = [record.leaves.get(path) for record in records]
-  kinds = {None if a is None else (a.dtype, a.shape) for a in arrays}
-  if len(kinds) > 1:
-    what = ", ".join(sorted("none" if k is None else f"{k[0]}{list(k[1])}" for k in kinds))
-    raise ValueError(
-      f"callgate: leaf {path!r} of tap {records[0].name!r} differs among records, so it makes no "
-      f"column: expected one dtype and shape, got {what}"
-    )
-  first = records[0].leaves[path]
-  return np.asarray(arrays, first.dtype).reshape(len(arrays), *first.shape)
-
-
-def _arrow_array(pyarrow: Any, key: str, column: np.ndarray[Any, Any]) -> Any:
-  if len(column) and not column.size:  # lists without elements don't say how many they are
-    return pyarrow.array(column.tolist())
-  try:
-    array = pyarrow.array(column.reshape(-1))
-  except (TypeError, NotImplementedError, pyarrow.ArrowException) as error:
-    raise ValueError(
-      f"callgate: Arrow has no type for column {key!r}, {column.dtype}: take columns() instead"
-    ) from error
-  for extent in reversed(column.shape[1:]):
-    array = pyarrow.FixedSizeListArray.from_arrays(array, extent)
-  return array
+  return pyarrow.table({key: converted(key, column) for key, column in columns.items()})

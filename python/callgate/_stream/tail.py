@@ -50,31 +50,28 @@ def integer(expected: str, *, least: int = 0, most: int = 2**31) -> Callable[[st
 def _tail(arguments: argparse.Namespace) -> int:
   show = json_line if arguments.json else text_line
   is_live = any(map(is_address, arguments.where))
+
+  def print_all(records: Iterable[StreamRecord]) -> None:
+    for record in records:
+      print(printable(show(record)), flush=True)
+
+  def wanted(records: Iterable[StreamRecord]) -> Iterable[StreamRecord]:
+    return (record for record in records if arguments.name in (None, record.name))
+
   with open_stream(arguments.where, follow=arguments.follow) as stream:
-    wanted = (record for record in stream if arguments.name in (None, record.name))
     if not is_live:  # of a connection all is shown: what was sent before this reader came is gone
       last: collections.deque[StreamRecord] = collections.deque(maxlen=arguments.lines)
       try:
-        for record in iter(stream.read, None):  # those that need no waiting
-          if arguments.name in (None, record.name):
-            last.append(record)
+        last.extend(wanted(iter(stream.read, None)))  # those that need no waiting
       finally:  # those before a damaged place, too
-        _print(last, show)
+        print_all(last)
     if is_live or arguments.follow:
-      _print(wanted, show)
+      print_all(wanted(stream))
   return 0
 
 
-def _print(records: Iterable[StreamRecord], show: Callable[[StreamRecord], str]) -> None:
-  for record in records:
-    print(printable(show(record)), flush=True)
-
-
 def printable(text: str) -> str:
-  """A text as a terminal may have it: what steers one is written as Python writes it.
-
-  Names come from the stream, whose writer may be anybody.
-  """
+  """A text, by anybody, as a terminal may have it: what steers one is written as Python does."""
   shown = "".join(
     letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
   )
@@ -86,15 +83,13 @@ def text_line(record: StreamRecord) -> str:
   """One line for a person: time, device, name, number, what is special about it, values."""
   moment = datetime.datetime.fromtimestamp(record.time_ns // 10**9)
   clock = f"{moment:%H:%M:%S}.{record.time_ns % 10**9 // 10**6:03d}"
-  notes = [record.role] if record.role != "primal" else []
-  notes += ["repeated"] if record.repeated else []
-  lane = f"[{record.lane}]" if record.lane else ""
   process = f" process {record.process}" if record.process else ""
+  lane = f"[{record.lane}]" if record.lane else ""
   where = f"{clock}{process} device {record.device} {record.name}{lane} #{record.seq}"
-  values = "  ".join(
-    f"{path}={_short(array)}" if path else _short(array) for path, array in record.leaves.items()
-  )
-  return " ".join([where, *(f"({note})" for note in notes), values]).rstrip()
+  role = f" ({record.role})" if record.role != "primal" else ""
+  leaves = record.leaves.items()
+  values = "  ".join(f"{path}={_short(array)}" if path else _short(array) for path, array in leaves)
+  return f"{where}{role}{' (repeated)' if record.repeated else ''} {values}".rstrip()
 
 
 def _short(array: np.ndarray[Any, Any]) -> str:
@@ -108,9 +103,9 @@ def _short(array: np.ndarray[Any, Any]) -> str:
 
 def json_line(record: StreamRecord) -> str:
   """One JSON object: the record's fields, its arrays as (nested lists of) numbers."""
-  fields = ("name", "seq", "time_ns", "process", "device", "run", "role", "lane", "repeated")
+  names = ("name", "seq", "time_ns", "process", "device", "run", "role", "lane", "repeated")
   leaves = {path: _plain(array) for path, array in record.leaves.items()}
-  return json.dumps({name: getattr(record, name) for name in fields} | {"leaves": leaves})
+  return json.dumps({**{name: getattr(record, name) for name in names}, "leaves": leaves})
 
 
 def _plain(array: np.ndarray[Any, Any]) -> Any:

@@ -1,8 +1,4 @@
-"""Channels: bounded streams of records from compiled programs to consumers.
-
-The stream itself lives in C++ (src/channel); here are the options, the consumers' adapters and
-what a user waits for.
-"""
+"""Channels: bounded streams of records from compiled programs to consumers (src/channel)."""
 
 from __future__ import annotations
 
@@ -11,19 +7,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from callgate import _callgate
-from callgate._core import options
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import LONG_SECONDS, raise_consumer_errors
-from callgate._runtime import lifecycle
-from callgate._runtime.barrier import wait_for_programs
+from callgate._core import errors, failures, options
+from callgate._runtime import barrier, lifecycle
 from callgate._tap import consumers as _consumers
-from callgate._tap import target
+from callgate._tap import delivery, target
 from callgate._tap.consumers import check_not_forked
-from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 OnFull = Literal["block", "drop_new", "drop_old", "sample"]
@@ -45,7 +37,7 @@ class Channel:
     expected = "a line of text"
     name = options.name("channel", name) or options.refuse("channel", "name", expected, name)
     if name == target.DEFAULT:
-      raise GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
+      raise errors.GateDefinitionError(f"channel: the name '{name}' is that of taps to functions")
     self.name = name
     self._label = label = f"channel '{name}'"
     self._batch = batch is not None and batch is not False
@@ -53,8 +45,8 @@ class Channel:
     if batch is not None and not isinstance(batch, bool):
       what = "a number of rows or True"
       self._limit = options.count(label, "batch", batch, least=1, what=what)
-    self._consumers: list[tuple[Attached, _callgate.Consumer]] = []
-    adapted = [self._adapt(one) for one in (to if isinstance(to, (list, tuple)) else [to])]
+    self._consumers: dict[delivery.Attached, _callgate.Consumer] = {}
+    adapted = dict(map(self._adapt, to if isinstance(to, (list, tuple)) else [to]))
     what = "'block', 'drop_new', 'drop_old' or 'sample'"
     options.choice(label, "on_full", on_full, get_args(OnFull), what=what)
     rate = options.number(label, "rate", rate, above=0, what="records a second, above 0")
@@ -63,23 +55,21 @@ class Channel:
     self._closed = False
     with _lock:
       if name in _open:
-        raise ValueError(
-          f"callgate: a channel named '{name}' is open already; close it first, or give this one "
-          "another name"
-        )
+        another = "close it first, or give this one another name"
+        raise ValueError(f"callgate: a channel named '{name}' is open already; {another}")
       _open[name] = None
     opened: list[Any] = []
     try:
       # Sinks first: with one that can't be opened there is no channel, and the records that wait
       # for one of this name wait on.
-      for attached, _ in adapted:
-        self._open_sink(attached.given)
-        opened.append(attached.given)
+      for sink in (one.given for one in adapted if one.is_sink()):
+        sink.open(name)
+        opened.append(sink)
       self._handle = _callgate.Channel(name, capacity=size, on_full=on_full, rate=rate)
       # Programs that were exported, or loaded from a cache, find the channel by this callee.
       self.tap = target.of_channel(name)
     except BaseException:
-      for sink in filter(_consumers.is_sink, opened):
+      for sink in opened:
         with contextlib.suppress(Exception):
           sink.close()
       del _open[name]
@@ -96,10 +86,10 @@ class Channel:
   def __exit__(self, kind: object, *exception: object) -> None:
     if kind is not None or _callgate.channels_abandoned():
       self._close(None)  # what consumers raised must not hide the block's own exception
-      return
-    wait_for_programs(None)
-    _callgate.drain_devices(LONG_SECONDS)  # what GPUs have sent is on its way
-    self.close()
+    else:
+      barrier.wait_for_programs(None)
+      _callgate.drain_devices(failures.LONG_SECONDS)  # what GPUs have sent is on its way
+      self.close()
 
   # -- consumers ---------------------------------------------------------------------------------
   def add(self, consumer: Any) -> None:
@@ -107,48 +97,42 @@ class Channel:
     check_not_forked()
     if self._closed:
       raise ValueError(f"{self._label}: add: expected an open channel, got a closed one")
-    adapted = self._adapt(consumer)
-    self._open_sink(consumer)
-    self._attach([adapted])
+    attached, native = self._adapt(consumer)
+    if attached.is_sink():
+      consumer.open(self.name)
+    self._attach({attached: native})
 
   def remove(self, consumer: Any) -> None:
     """Takes a consumer out, and closes it if it is a sink; waits for the call it may be in.
 
-    After it the consumer is not called any more, not even for records that are with it: a consumer
-    that takes itself out has had its last call.
+    It is not called any more, not even for records that are with it, also where it called this.
 
     Raises:
       GateDefinitionError: it is not a consumer of this channel.
     """
     check_not_forked()
-    for index, (attached, native) in enumerate(self._consumers):
+    for attached in self._consumers:
       if attached.given is consumer or attached.given == consumer:
-        del self._consumers[index]
         attached.left = True
-        self._handle.remove(native)
+        self._handle.remove(self._consumers.pop(attached))
         if hasattr(consumer, "close"):
           consumer.close()
         return
-    raise GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
+    raise errors.GateDefinitionError(f"{self._label}: {consumer!r} is not one of its consumers")
 
-  def _adapt(self, consumer: Any) -> tuple[Attached, _callgate.Consumer]:
+  def _adapt(self, consumer: Any) -> tuple[delivery.Attached, _callgate.Consumer]:
     return _consumers.adapt(consumer, self._label, batch=self._batch, limit=self._limit)
 
-  def _open_sink(self, consumer: Any) -> None:
-    if _consumers.is_sink(consumer):
-      consumer.open(self.name)
-
-  def _attach(self, consumers: Sequence[tuple[Attached, _callgate.Consumer]]) -> None:
+  def _attach(self, consumers: dict[delivery.Attached, _callgate.Consumer]) -> None:
     """Adds consumers at once: all get the same records."""
-    self._consumers += consumers
+    self._consumers |= consumers
     if consumers:
-      self._handle.add([native for _, native in consumers])
+      self._handle.add([*consumers.values()])
 
   def records(self) -> Iterator[Record]:
     """Iterates over the records, from those that wait on; ends when the channel is closed.
 
-    Each call is a consumer of its own. One that is not iterated holds the channel up, like any slow
-    consumer.
+    Each call is a consumer of its own; one that is not iterated holds the channel up, as slow ones.
     """
     records = _consumers.Records()
     if self._closed:
@@ -181,10 +165,9 @@ class Channel:
     check_not_forked()
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._closed and not self._handle.flush(timeout):
-      raise TimeoutError(
-        f"{self._label}: {self.stats()['pending']} record(s) still wait after {timeout} s"
-      )
-    raise_consumer_errors()
+      pending = self.stats()["pending"]
+      raise TimeoutError(f"{self._label}: {pending} record(s) still wait after {timeout} s")
+    failures.raise_consumer_errors()
 
   def close(self, timeout: float | None = None) -> None:
     """Delivers what is there, then closes the consumers. Later records wait for a new channel.
@@ -200,11 +183,9 @@ class Channel:
     """
     options.or_none(options.seconds, self._label, "timeout", timeout, zero=True)
     if not self._close(timeout):
-      raise TimeoutError(
-        f"{self._label}: closed with {self.stats()['pending']} record(s) not delivered "
-        f"after {timeout} s"
-      )
-    raise_consumer_errors()
+      left = f"{self.stats()['pending']} record(s) not delivered after {timeout} s"
+      raise TimeoutError(f"{self._label}: closed with {left}")
+    failures.raise_consumer_errors()
 
   def _close(self, timeout: float | None) -> bool:
     if self._closed:
@@ -215,14 +196,15 @@ class Channel:
     with _lock:
       if _open.get(self.name) is self:
         del _open[self.name]
-    given = [attached.given for attached, _ in self._consumers]
-    for one in given:
-      if isinstance(one, _consumers.Records):
-        one.close(ended=False)
+    for one in self._consumers:
+      if isinstance(one.given, _consumers.Records):
+        one.given.close(ended=False)
     try:
       return self._handle.close(timeout)
     finally:
-      _consumers.leave(given)
+      for one in self._consumers:
+        if one.runs_natively:  # the runtime has closed it
+          getattr(one.given, "left", lambda: None)()
 
 
 def channel(
@@ -234,7 +216,7 @@ def channel(
   to: Any = (),
   batch: int | bool | None = None,
 ) -> Channel:
-  """Opens a channel: taps to `name` send their records to its consumers.
+  """Opens a `Channel`: taps to `name` send their records to its consumers.
 
   ```python
   import callgate as cg, jax, jax.numpy as jnp
@@ -261,9 +243,6 @@ def channel(
     batch: functions get many records at once, as stacked arrays with a row a record, and a
       `BatchInfo`: at most so many rows, or True for all that are there.
 
-  Returns:
-    The `Channel`.
-
   Raises:
     GateDefinitionError: an option is wrong.
     ValueError: a channel of that name is open already.
@@ -289,26 +268,21 @@ def open_channels() -> dict[str, Channel]:
 def close_all(seconds: float) -> None:
   """At the end of the process: closes every channel, and says what could not be delivered.
 
-  The time is for all of them: each has a thread of its own, and so delivers meanwhile. Raises what
-  a consumer raised.
+  The time is for all of them, which deliver side by side. Raises what a consumer raised.
   """
   deadline = time.monotonic() + seconds
-
-  def rest() -> float:
-    return max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))
-
-  left: list[tuple[str, int]] = []  # and how many records there are
-  for one in open_channels().values():
-    if not one._close(rest()):  # pyright: ignore[reportPrivateUsage]
-      left.append((f"channel '{one.name}'", one.stats()["pending"]))
+  ends = [(f"channel '{one.name}'", one._close, one.stats) for one in open_channels().values()]  # pyright: ignore[reportPrivateUsage]
   for name, handle in target.own_channels():
-    if not handle.close(rest()):
-      what = "taps to functions" if name == target.DEFAULT else name
-      left.append((what, handle.stats()["pending"]))
+    what = "taps to functions" if name == target.DEFAULT else name
+    ends.append((what, handle.close, handle.stats))
+  left: list[tuple[str, int]] = []  # and how many records there are
+  for what, close, stats in ends:
+    if not close(max(deadline - time.monotonic(), min(seconds, lifecycle.LAST_SECONDS))):
+      left.append((what, stats()["pending"]))
   for name, stats in _callgate.channel_stats().items():
     if stats["pending"]:
       left.append((f"channel '{name}', which was not open", stats["pending"]))
   for what, count in left:
     pending = f"{count} record(s)" if count else "a consumer's close() has not ended"
     print(f"callgate: not delivered at the end of the program: {what}: {pending}", file=sys.stderr)
-  raise_consumer_errors()
+  failures.raise_consumer_errors()

@@ -1,70 +1,49 @@
-"""What a channel can be given to deliver to, and how it becomes what the runtime calls.
-
-Functions, sinks, and the iterator that `Channel.records` returns.
-"""
+"""What a channel can be given to deliver to, and how it becomes what the runtime calls."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from callgate import _callgate
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import keep_consumer_error
+from callgate._core import errors, failures
 from callgate._tap import delivery
-from callgate._tap.delivery import Attached
 from callgate._tap.records import Record
 
 
 def adapt(
   consumer: Any, where: str, *, batch: bool, limit: int | None
-) -> tuple[Attached, _callgate.Consumer]:
-  """A consumer, and what the runtime takes for it.
-
-  With `batch` functions get stacked arrays, with at most `limit` rows a call; `where` is the
-  channel, for messages.
-  """
-  if isinstance(consumer, type) and is_sink(consumer):
-    raise GateDefinitionError(f"{where}: to: expected a sink, got its class {consumer.__name__}")
-  attached = Attached(consumer)
-  native = _native_of(consumer)
-  if native is not None:
+) -> tuple[delivery.Attached, _callgate.Consumer]:
+  """A consumer of `where`; with `batch` functions get stacks of at most `limit` rows a call."""
+  attached = delivery.Attached(consumer)
+  if isinstance(consumer, type) and attached.is_sink():
+    got = f"its class {consumer.__name__}"
+    raise errors.GateDefinitionError(f"{where}: to: expected a sink, got {got}")
+  both = (consumer, getattr(consumer, "native", None))
+  if native := next((one for one in both if isinstance(one, _callgate.Consumer)), None):
+    attached.runs_natively = True
     return attached, native
   if callable(getattr(consumer, "write", None)):
-    rows = delivery.rows_to_records(attached)
 
     def control(what: str) -> None:
       try:
         getattr(consumer, what, lambda: None)()
       except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-        keep_consumer_error(error, f"callgate: raised in {what}() of consumer {consumer!r}")
+        where = f"callgate: raised in {what}() of consumer {consumer!r}"
+        failures.keep_consumer_error(error, where)
 
-    return attached, _callgate.python_consumer(rows, control=control)
+    consume = functools.partial(delivery.write_records, attached)
+    return attached, _callgate.python_consumer(consume, control=control)
   if not callable(consumer):
-    raise GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
+    raise errors.GateDefinitionError(f"{where}: to: expected functions or sinks, got {consumer!r}")
   delivery.check_takes_values(f"{where}: to: expected functions", consumer)
-  to_function = delivery.rows_to_function
-  consume = delivery.stacks_to_function(attached, limit) if batch else to_function(attached)
+  consume = functools.partial(delivery.call_with_rows, attached)
+  if batch:
+    consume = functools.partial(delivery.call_with_stacks, attached, limit)
   return attached, _callgate.python_consumer(consume, stacked=batch)
-
-
-def _native_of(consumer: Any) -> _callgate.Consumer | None:
-  both = (consumer, getattr(consumer, "native", None))
-  return next((one for one in both if isinstance(one, _callgate.Consumer)), None)
-
-
-def is_sink(consumer: Any) -> bool:
-  """Whether it is to be opened, written to and closed."""
-  return hasattr(consumer, "open") and hasattr(consumer, "write")
-
-
-def leave(consumers: Sequence[Any]) -> None:
-  """Says to native sinks, which the runtime closes, that their channel has ended."""
-  for one in consumers:
-    if _native_of(one) is not None and hasattr(one, "left"):
-      one.left()
 
 
 class Records(Iterator[Record]):

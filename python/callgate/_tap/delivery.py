@@ -1,9 +1,8 @@
-"""From what the runtime hands over to what a consumer is called with.
+"""From what the runtime hands over to what a consumer is called with, on a channel's thread.
 
-Runs on a channel's thread, under the GIL. A consumer's exception is kept with its record for
-`barrier()`, `errors()` and the channel's `close()`; the consumer is called again for the next. The
-runtime is told how many records were lost so. Taps with `on_device=True` give jax.Arrays: from a
-GPU by DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the record's own.
+A consumer's exception is kept with its record, and the runtime told how many were lost; the
+consumer is called again for the next. Taps with `on_device=True` give jax.Arrays: from a GPU by
+DLPack, of Buffers that own a copy on the device, from the CPU of arrays of the record's own.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from callgate._core import encoding
-from callgate._core.dtypes import dtype_named
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import keep_consumer_error
-from callgate._core.signatures import signature_of, wants_info
+from callgate._core import dtypes, encoding, errors, failures, signatures
 from callgate._jax import dispatch
 from callgate._sharding.tiles import SHARD_BIT, Part, shard_of
 from callgate._tap.records import BatchInfo, Record, TapInfo
@@ -47,49 +42,42 @@ class Description:
     code = json.loads(text)
     args, _ = encoding.Signature(code["spec"]).arguments(range(code["values"]))
     tree = jax.tree.structure(args[0])
+    lone = tree == jax.tree.structure(0)
     self._unflatten: Callable[[Sequence[Any]], Any] = (
-      operator.itemgetter(0)
-      if tree == jax.tree.structure(0)
-      else functools.partial(jax.tree.unflatten, tree)
+      operator.itemgetter(0) if lone else functools.partial(jax.tree.unflatten, tree)
     )
     self.values: int = code["values"]
     self.sizes: tuple[int, ...] = tuple(code["sizes"])
     self.dtypes: list[str | None] = code["dtypes"]
     self.logical: list[int] = code["logical"]
     self.transforms = tuple((name, dict(how)) for name, how in code["transforms"])
-    self._plain = not self.logical and not any(self.dtypes)
     self.on_device: bool = code.get("on_device", False)
+    self._plain = not self.logical and not any(self.dtypes)
     shards = code.get("shards")
     self._parts = [Part(part) for part in shards["leaves"]] if shards else None
     self._lane_starts: list[list[int]] = shards["lanes"] if shards else []
+    # The shapes of the whole value's leaves; None where they are not known.
+    self.shapes = self._parts and self._unflatten([part.shape for part in self._parts])
 
   def value(self, arrays: Sequence[Any], shard: int = -1, *, stacked: bool = False) -> Any:
     """The tapped pytree of one record, or of stacked ones whose values have one shape.
 
-    `arrays` are its leaves, then their logical sizes. The dtypes that had to travel as others are
-    restored, and the padding is cut off.
+    `arrays` are its leaves, then their logical sizes. Dtypes are restored, and padding is cut off.
     """
     if not self._plain:
-      sizes = self.logical_shapes(arrays)
+      sizes = [np.asarray(array) for array in arrays[self.values :]]
       arrays = list(arrays[: self.values])
       cut(arrays, self.logical, [n[0] for n in sizes] if stacked else sizes, self._parts, shard)
       for index, name in enumerate(self.dtypes):
         if name is not None:
-          arrays[index] = arrays[index].astype(dtype_named(name))
+          arrays[index] = arrays[index].astype(dtypes.dtype_named(name))
     return self._unflatten(arrays)
 
-  def logical_shapes(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-    """The logical sizes that came with a record, for each leaf that has them."""
-    return [np.asarray(array) for array in arrays[self.values :]]
-
   def same_shapes(self, arrays: Sequence[Any], shard: np.ndarray) -> list[slice]:
-    """The runs of rows whose values have one shape, without padding: all rows where there is none.
-
-    `arrays` are the leaves and their logical sizes, `shard` the number of each row's shard.
-    """
+    """The runs of stacked records whose values have one shape, without padding."""
     if not self.logical:
       return [slice(0, len(shard))]
-    sizes = np.concatenate([*self.logical_shapes(arrays), shard[:, None]], axis=1)
+    sizes = np.concatenate([*arrays[self.values :], shard[:, None]], axis=1)
     changes = np.flatnonzero((sizes[1:] != sizes[:-1]).any(axis=1)) + 1
     return [slice(*pair) for pair in itertools.pairwise([0, *changes.tolist(), len(shard)])]
 
@@ -118,16 +106,9 @@ class Description:
       return None
     return self._unflatten([part.slices(number) for part in self._parts])
 
-  @functools.cached_property
-  def shapes(self) -> Any:
-    """The shape of the whole value's leaves; None where they are not known."""
-    return None if self._parts is None else self._unflatten([part.shape for part in self._parts])
 
-
-@functools.lru_cache(maxsize=4096)
-def description(text: str) -> Description:
-  """The decoded description, cached."""
-  return Description(text)
+# The decoded description.
+description = functools.lru_cache(maxsize=4096)(Description)
 
 
 class SizeError(ValueError):
@@ -135,17 +116,13 @@ class SizeError(ValueError):
 
 
 def cut(
-  values: list[Any],
-  padded: Sequence[int],
-  sizes: Sequence[np.ndarray],
-  parts: Sequence[Part] | None,
-  shard: int,
+  values: list[Any], padded: Sequence[int], sizes: Sequence[Any], parts: Any, shard: int
 ) -> None:
   """Puts what counts in the places of the `padded` ones of the leaves. Raises SizeError.
 
-  `sizes` are, for each of these, the sizes that count, one a dimension; those of several lanes at
-  once (`TapSite.whole`) are left to the consumer. `parts` says where the shards of each leaf lie,
-  and `shard` which one they are: -1 for whole arrays. Native sinks do it in src/channel/record.cc.
+  `sizes` are those that count of each of these; of several lanes at once (`TapSite.whole`) they are
+  left to the consumer. `parts` says where the leaves' shards lie, and `shard` which one they are,
+  -1 for whole arrays. Native sinks do it in src/channel/record.cc.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:
@@ -156,21 +133,18 @@ def cut(
     part = parts[index] if parts and shard >= 0 else None
     for axis, (size, extent) in enumerate(zip(own, part.shape if part else shape, strict=True)):
       if not 0 <= size <= extent:
-        raise SizeError(
-          f"logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to {extent}, "
-          f"got {size}"
-        )
+        expected = f"expected a size from 0 to {extent}, got {size}"
+        raise SizeError(f"logical_shape of leaf {index}, dimension {axis}: {expected}")
     if part:  # how much of it counts, by the sizes of the whole
       own = np.clip(own - [one.start for one in part.slices(shard)], 0, shape)
     values[index] = value[(slice(None),) * lead + tuple(slice(0, int(n)) for n in own)]
 
 
-# Told the newest scalar of each tap, once a batch: progress bars show it.
 _listener: Callable[[str, Any], None] | None = None
 
 
 def listen(listener: Callable[[str, Any], None]) -> None:
-  """Has `listener(name, value)` told the newest scalar of each tap."""
+  """Has `listener(name, value)` told the newest scalar of each tap, once a batch: progress bars."""
   global _listener
   _listener = listener
 
@@ -182,111 +156,111 @@ def _tell(source: _RawSource, arrays: Sequence[Any]) -> None:
 
 def check_takes_values(where: str, function: Callable[..., Any]) -> None:
   """Raises unless a consumer can be called with (value), or with (value, info)."""
-  signature = signature_of(function)
+  signature = signatures.signature_of(function)
   try:
     if signature is not None:
-      signature.bind(*(None,) * (2 if wants_info(function) else 1))
+      signature.bind(*(None,) * (2 if signatures.wants_info(function) else 1))
   except TypeError:
-    raise GateDefinitionError(f"{where} of (value) or of (value, info), got {function!r}") from None
+    expected = f"{where} of (value) or of (value, info)"
+    raise errors.GateDefinitionError(f"{expected}, got {function!r}") from None
 
 
 @dataclasses.dataclass(eq=False)
 class Attached:
-  """A consumer, as the user gave it, with its channel: one that has left has had its last call."""
+  """A consumer with its channel: one that has left has had its last call."""
 
-  given: Any
+  given: Any  # as the user gave it
+  runs_natively: bool = False  # without Python
   left: bool = False
 
+  def is_sink(self) -> bool:
+    """Whether it is to be opened, written to and closed."""
+    return hasattr(self.given, "open") and hasattr(self.given, "write")
 
-def rows_to_function(attached: Attached) -> Callable[..., int]:
-  """A consumer of rows that calls `function(value)` or `function(value, info)` for each."""
-  function = attached.given
-  with_info = wants_info(function)
+  @functools.cached_property
+  def wants_info(self) -> bool:
+    return signatures.wants_info(self.given)
 
-  def consume(source: _RawSource, rows: list[_Row]) -> int:
-    about = description(source[3])
-    value_of = about.value
-    _tell(source, rows[-1][6])
-    convert = _converter() if about.on_device else None
-    lost = 0
+
+def call_with_rows(attached: Attached, source: _RawSource, rows: list[_Row]) -> int:
+  """Calls `function(value)` or `function(value, info)` for each row."""
+  function, with_info = attached.given, attached.wants_info
+  about = description(source[3])
+  value_of = about.value
+  _tell(source, rows[-1][6])
+  convert = _converter() if about.on_device else None
+  lost = 0
+  for row in rows:
+    if attached.left:
+      break
+    try:
+      if convert is not None:
+        row = convert(row)
+      if with_info:
+        function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
+      else:
+        function(value_of(row[6], shard_of(row[5])))
+    except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
+      failures.keep_consumer_error(error, _where(function, source, row))
+      lost += 1
+  return lost
+
+
+def write_records(attached: Attached, source: _RawSource, rows: list[_Row]) -> int:
+  """Calls a sink's `write(records)` with all rows that are there."""
+  if attached.left:
+    return 0
+  sink, about = attached.given, description(source[3])
+  _tell(source, rows[-1][6])
+  lost = 0
+  try:
+    if about.on_device:
+      rows = list(map(_converter(), rows))
+    records: list[Record] = []
     for row in rows:
+      try:
+        records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
+      except SizeError as error:  # the others are written all the same
+        failures.keep_consumer_error(error, _where(sink, source, row))
+        lost += 1
+    if records:
+      sink.write(records)
+  except BaseException as error:  # noqa: BLE001 - as above
+    failures.keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
+    lost = min(lost + getattr(error, "lost", len(rows)), len(rows))  # a SinkError knows
+  return lost
+
+
+def call_with_stacks(
+  attached: Attached, limit: int | None, source: _RawSource, numbers: Any, arrays: Sequence[Any]
+) -> int:
+  """Calls a function with stacked arrays, of at most `limit` rows a call."""
+  function, about = attached.given, description(source[3])
+  _tell(source, [array[-1, ...] for array in arrays])
+  shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
+  lost = 0
+  for same in about.same_shapes(arrays, shard):
+    step = limit or same.stop - same.start
+    for start in range(same.start, same.stop, step):
       if attached.left:
         break
+      part = slice(start, min(start + step, same.stop))
       try:
-        if convert is not None:
-          row = convert(row)
-        if with_info:
-          function(value_of(row[6], shard_of(row[5])), _info_of(source, row))
+        value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
+        if attached.wants_info:
+          lane, seq, time_ns, device, run, flags = (n[part] for n in numbers)
+          info = BatchInfo(
+            source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
+            about.lanes(lane, shard[part]), (flags & REPEATED) != 0, _process_index(), shard[part],
+          )  # fmt: skip
+          function(value, info)
         else:
-          function(value_of(row[6], shard_of(row[5])))
-      except BaseException as error:  # noqa: BLE001 - kept, and raised where the user waits
-        keep_consumer_error(error, _where(function, source, row))
-        lost += 1
-    return lost
-
-  return consume
-
-
-def rows_to_records(attached: Attached) -> Callable[..., int]:
-  """A consumer of rows that calls a sink's `write(records)` with all that are there."""
-  sink = attached.given
-
-  def consume(source: _RawSource, rows: list[_Row]) -> int:
-    if attached.left:
-      return 0
-    about = description(source[3])
-    _tell(source, rows[-1][6])
-    lost = 0
-    try:
-      if about.on_device:
-        rows = list(map(_converter(), rows))
-      records: list[Record] = []
-      for row in rows:
-        try:
-          records.append(Record(about.value(row[6], shard_of(row[5])), _info_of(source, row)))
-        except SizeError as error:  # the others are written all the same
-          keep_consumer_error(error, _where(sink, source, row))
-          lost += 1
-      if records:
-        sink.write(records)
-    except BaseException as error:  # noqa: BLE001 - as above
-      keep_consumer_error(error, _where(sink, source, rows[0], last=rows[-1]))
-      # A SinkError knows.
-      return min(lost + getattr(error, "lost", len(rows)), len(rows))
-    return lost
-
-  return consume
-
-
-def stacks_to_function(attached: Attached, limit: int | None) -> Callable[..., int]:
-  """A consumer of stacked arrays, with at most `limit` rows a call."""
-  function = attached.given
-  with_info = wants_info(function)
-
-  def consume(source: _RawSource, numbers: Any, arrays: tuple[np.ndarray, ...]) -> int:
-    about = description(source[3])
-    _tell(source, [array[-1, ...] for array in arrays])
-    shard = (numbers[5] >> SHARD_BIT).astype(np.int64) - 1
-    lost = 0
-    for run in about.same_shapes(arrays, shard):
-      step = limit or run.stop - run.start
-      for start in range(run.start, run.stop, step):
-        if attached.left:
-          break
-        part = slice(start, min(start + step, run.stop))
-        try:
-          value = about.value([x[part] for x in arrays], int(shard[start]), stacked=True)
-          if with_info:
-            function(value, _batch_info(source, about, [n[part] for n in numbers], shard[part]))
-          else:
-            function(value)
-        except BaseException as error:  # noqa: BLE001 - as above
-          row = (*(int(n[start]) for n in numbers), ())
-          keep_consumer_error(error, _where(function, source, row))
-          lost += part.stop - part.start
-    return lost
-
-  return consume
+          function(value)
+      except BaseException as error:  # noqa: BLE001 - as above
+        row = [int(n[start]) for n in numbers]
+        failures.keep_consumer_error(error, _where(function, source, row))
+        lost += part.stop - part.start
+  return lost
 
 
 def _info_of(source: _RawSource, row: _Row) -> TapInfo:
@@ -300,16 +274,6 @@ def _info_of(source: _RawSource, row: _Row) -> TapInfo:
   )  # fmt: skip
 
 
-def _batch_info(
-  source: _RawSource, about: Description, numbers: Sequence[Any], shard: np.ndarray
-) -> BatchInfo:
-  lane, seq, time_ns, device, run, flags = numbers
-  return BatchInfo(
-    source[1], ROLES[source[2]], about.transforms, seq, time_ns, device, run,
-    about.lanes(lane, shard), (flags & REPEATED) != 0, _process_index(), shard,
-  )  # fmt: skip
-
-
 def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> str:
   named = getattr(consumer, "__qualname__", None) or repr(consumer)
   who = f"callgate: raised in consumer {named} of tap '{source[1]}'"
@@ -320,10 +284,7 @@ def _where(consumer: object, source: _RawSource, row: Any, last: Any = None) -> 
 
 
 def _converter() -> Callable[[Any], Any]:
-  """Puts jax.Arrays into rows, in place of what the runtime handed over.
-
-  The lanes of one record share its array.
-  """
+  """Puts jax.Arrays into rows; the lanes of one record share its array."""
   known: dict[int, tuple[Any, jax.Array]] = {}  # of each leaf: the last Buffer, and its array
 
   def made(index: int, array: Any, device: int) -> jax.Array:

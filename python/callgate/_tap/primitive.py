@@ -26,21 +26,17 @@ from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from callgate._call.lowering import emit
-from callgate._core import dtypes
-from callgate._core.effects import ORDERED_GATE_EFFECT, TAP_EFFECT, WHOLE_TAP_EFFECT
-from callgate._core.encoding import Level, encode_levels
-from callgate._core.errors import GateDefinitionError
+from callgate._core import dtypes, effects, encoding, errors
 from callgate._jax import dispatch, lowering, tracing
-from callgate._jax.tracing import Primitive
 from callgate._runtime import config, targets
 from callgate._sharding import calls
 from callgate._tap import site as _site
-from callgate._tap.site import TapSite, Transforms
+from callgate._tap.site import Arrays, TapSite
 from callgate._tap.target import Tap
 
-tap_p = Primitive("tap")
+tap_p = tracing.Primitive("tap")
 tap_p.multiple_results = True
-cotangent_p = Primitive("tap_cotangent")
+cotangent_p = tracing.Primitive("tap_cotangent")
 cotangent_p.multiple_results = True
 # Whether a tap in the flow of data was ever traced: looking for them costs time.
 _dataflow_traced = False
@@ -50,7 +46,7 @@ _compiled_impl: Any = tap_p.impl
 
 
 @tap_p.def_impl
-def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
+def _impl(*operands: Any, **params: Any) -> Arrays:
   tap, site = params["tap"], params["site"]
   if tap.eager is None:
     return _compiled_impl(*operands, **params)
@@ -61,28 +57,28 @@ def _impl(*operands: Any, **params: Any) -> Sequence[Any]:
 
 @cotangent_p.def_impl
 @cotangent_p.def_abstract_eval
-def _same(*operands: Any, **_: Any) -> Sequence[Any]:
+def _same(*operands: Any, **_: Any) -> Arrays:
   return operands
 
 
 # -- abstract evaluation -------------------------------------------------------------------------
-def _returned(site: TapSite, operands: Sequence[Any]) -> list[Any]:
+def _returned(site: TapSite, operands: Arrays) -> list[Any]:
   """Of the operands, or of anything in their order, what a tap gives back."""
   return [*operands[: site.values], *operands[len(operands) - site.untapped :]]
 
 
 @tap_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Sequence[Any], frozenset[Any]]:
+def _abstract_eval(*avals: Any, site: TapSite, **_: Any) -> tuple[Arrays, frozenset[Any]]:
   global _dataflow_traced
   if site.effect == "dataflow":
     _dataflow_traced = True
     return _returned(site, avals), frozenset()
-  return [], frozenset({_order_of(site) if site.effect == "ordered" else TAP_EFFECT})
+  return [], frozenset({_order_of(site) if site.effect == "ordered" else effects.TAP_EFFECT})
 
 
 def _order_of(site: TapSite) -> Any:
   """The effect whose token an ordered tap takes and gives."""
-  return WHOLE_TAP_EFFECT if site.whole else ORDERED_GATE_EFFECT
+  return effects.WHOLE_TAP_EFFECT if site.whole else effects.ORDERED_GATE_EFFECT
 
 
 # -- jvp -----------------------------------------------------------------------------------------
@@ -98,13 +94,13 @@ def _dense(tangent: Any, primal: Any) -> Any:
   return tangent if hasattr(tangent, "dtype") else jnp.asarray(tangent, jnp.result_type(primal))
 
 
-def _where_inexact(primals: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def _where_inexact(primals: Arrays, new: Arrays, old: Arrays) -> list[Any]:
   """Tangents: the new ones of primals that have any, else what came."""
-  inexact = [dtypes.is_inexact(jnp.result_type(primal)) for primal in primals]
-  return [n if flag else o for flag, n, o in zip(inexact, new, old, strict=True)]
+  triples = zip(primals, new, old, strict=True)
+  return [n if dtypes.is_inexact(jnp.result_type(primal)) else o for primal, n, o in triples]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Any, Any]:
   site: TapSite = params["site"]
   results = tap_p.bind(*primals, **params)
   tail = len(primals) - site.untapped
@@ -122,9 +118,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
   return results, _where_inexact(_returned(site, primals), out, _returned(site, tangents))
 
 
-def _cotangent_jvp(
-  primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
+def _cotangent_jvp(primals: Arrays, tangents: Arrays, **params: Any) -> Any:
   results = cotangent_p.bind(*primals, **params)
   if "cotangent" not in params["site"].roles:
     return results, list(tangents)
@@ -139,7 +133,7 @@ ad.primitive_jvps[cotangent_p] = _cotangent_jvp
 
 
 # -- transpose -----------------------------------------------------------------------------------
-def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+def _transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
   """Of the tap of a tangent: taps the cotangent, if asked to, and passes it on."""
   if not cotangents:
     return [None] * len(operands)  # with an effect: it has no results, and none to transpose
@@ -166,7 +160,7 @@ def _of_undefined(cotangent: Any, operand: Any) -> Any:
   return cotangent if ad.is_undefined_primal(operand) else None
 
 
-def _cotangent_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+def _cotangent_transpose(cotangents: Arrays, *operands: Any, **params: Any) -> list[Any]:
   site: TapSite = params["site"]
   sent = list(map(_sendable, cotangents, operands))
   sent[site.values :] = operands[site.values :]  # logical sizes
@@ -180,9 +174,7 @@ ad.primitive_transposes[cotangent_p] = _cotangent_transpose
 
 
 # -- batching ------------------------------------------------------------------------------------
-def _batch(
-  primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[Sequence[Any], Sequence[Any]]:
+def _batch(primitive: Any, operands: Arrays, dims: Arrays, **params: Any) -> Any:
   site: TapSite = params["site"]
   moved = dims
   if not site.whole or site.logical:  # the latter are for the last axes
@@ -207,20 +199,14 @@ batching.primitive_batchers[cotangent_p] = functools.partial(_batch, cotangent_p
 def _remat(
   saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
-  """In `jax.checkpoint`: runs in both passes, and is marked in the second.
-
-  As JAX's own debug callbacks, it follows the policy: where the policy saves what it taps, there is
-  no second run.
-  """
-  outs = len(eqn.outvars)
+  """In `jax.checkpoint`: runs in both passes, unless the policy saves what it taps."""
+  no, yes = [False] * len(eqn.outvars), [True] * len(eqn.outvars)
   if any(unknown):
     needed = [v for v, flag in zip(eqn.invars, instantiated, strict=True) if not flag]
-    return None, eqn, [True] * outs, [True] * outs, needed
-  again = eqn.replace(params={**eqn.params, "repeated": True})
-  saved = tracing.is_saveable(saveable, eqn)
-  if saved and not all(instantiated):
-    return eqn, None, [False] * outs, [False] * outs, []
-  return eqn, again, [False] * outs, [True] * outs, []
+    return None, eqn, yes, yes, needed
+  if tracing.is_saveable(saveable, eqn) and not all(instantiated):
+    return eqn, None, no, no, []
+  return eqn, eqn.replace(params={**eqn.params, "repeated": True}), no, yes, []
 
 
 partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
@@ -228,71 +214,50 @@ partial_eval.partial_eval_jaxpr_custom_rules[tap_p] = _remat
 
 # -- lowering ------------------------------------------------------------------------------------
 def _lower(
-  context: Any,
-  *operands: Any,
-  tap: Tap,
-  site: TapSite,
-  levels: tuple[Level, ...],
-  transforms: Transforms,
-  role: str,
-  repeated: bool,
-) -> Sequence[Any]:
+  context: Any, *operands: Any, tap: Tap, site: TapSite, levels: tuple[Any, ...], **how: Any
+) -> Arrays:
   if site.kept is not None:
     lowering.add_keepalive(context, site.kept)
   served = {"cpu", "cuda"} & set(context.module_context.platforms)
-  on_host = not served or config.engine() == "jax"
-  on_host = on_host or (site.whole and lowering.is_automatic(context))
   dataflow, ordered = site.effect == "dataflow", site.effect == "ordered"
-  returned = site.values if dataflow and not on_host else 0
-  held = _site.encode(site, transforms, levels, role, repeated, returned)
-  if on_host:
-    return _lower_by_jax(context, operands, tap, site, levels, held)
+  if not served or config.engine() == "jax" or (site.whole and lowering.is_automatic(context)):
+    held = {**_site.encode(site, levels=levels, **how), "batch": encoding.encode_levels(levels)}
+    key = repr((held["spec"], held["tap"], levels))
+    return _lower_by_jax(context, operands, tap, site, held, key)
+  held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
   results, after = emit(
-    context,
-    operands,
-    context.avals_in,
-    context.avals_out,
-    name=tap.name,
-    attributes=held,
-    levels=levels,
-    has_side_effect=True,
+    context, operands, context.avals_in, context.avals_out,
+    name=tap.name, attributes=held, levels=levels, has_side_effect=True,
     token=lowering.token_before(context, _order_of(site)) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
     sharded=calls.of_tap(context, site, levels),
-  )
+  )  # fmt: skip
   if ordered:
     lowering.set_token_after(context, _order_of(site), after)
   return results
 
 
 def _lower_by_jax(
-  context: Any,
-  operands: Sequence[Any],
-  tap: Tap,
-  site: TapSite,
-  levels: tuple[Level, ...],
-  held: dict[str, Any],
-) -> Sequence[Any]:
+  context: Any, operands: Arrays, tap: Tap, site: TapSite, held: dict[str, Any], key: str
+) -> Arrays:
   """Through JAX's own callback: one record of the whole value, whatever the partitioning."""
   ordered = site.effect == "ordered"
   if ordered and not site.whole and lowering.is_partitioned(context):
-    raise GateDefinitionError(
+    raise errors.GateDefinitionError(
       f"tap '{site.name}': ordered=True works in programs for one device, or inside "
       "jax.shard_map; this program is partitioned automatically. Records have `seq` to order by"
     )
   count = site.values + len(site.logical) + int(site.where)
-  held = {**held, "batch": encode_levels(levels)}
-  key = repr((held["spec"], held["tap"], levels))
 
   def send(*arrays: Any) -> None:
     # Copies, never views.
     tap.handle.send(key, held, -1, [np.array(array, order="C") for array in arrays[:count]])
 
-  def call(*args: Any) -> Sequence[Any]:
+  def call(*args: Any) -> Arrays:
     io_callback(send, None, *args, ordered=ordered)
     return _returned(site, args) if site.effect == "dataflow" else []
 
@@ -307,22 +272,21 @@ mlir.register_lowering(cotangent_p, lambda context, *operands, **_: operands)
 
 
 # -- taps in the flow of data --------------------------------------------------------------------
-def dataflow_taps_in(jaxprs: Sequence[Any], *, whole: bool = False) -> bool:
+def dataflow_taps_in(jaxprs: Arrays, *, whole: bool = False) -> bool:
   """Whether closed programs hold taps in the flow of data, which have no effect to tell.
 
   With `whole` those of all lanes at once (`TapSite.whole`), else all others.
   """
-  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr, whole) for jaxpr in jaxprs)
+  return _dataflow_traced and any(_holds_tap(jaxpr.jaxpr.eqns, whole) for jaxpr in jaxprs)
 
 
 def holds_whole_dataflow_tap(eqn: Any) -> bool:
   """Whether a tap of all lanes at once that is in the flow of data stands inside of an equation."""
-  return _dataflow_traced and any(_holds_tap(inner, True) for inner in tracing.subjaxprs(eqn))
+  return _dataflow_traced and any(_holds_tap(inner.eqns, True) for inner in tracing.subjaxprs(eqn))
 
 
-def _holds_tap(jaxpr: Any, whole: bool) -> bool:
-  found = ("dataflow", whole)
-  sites = [eqn.params["site"] for eqn in jaxpr.eqns if eqn.primitive is tap_p]
-  return any((site.effect, site.whole) == found for site in sites) or any(
-    _holds_tap(inner, whole) for eqn in jaxpr.eqns for inner in tracing.subjaxprs(eqn)
-  )
+def _holds_tap(eqns: Arrays, whole: bool) -> bool:
+  return any(
+    (site.effect, site.whole) == ("dataflow", whole)
+    for site in (eqn.params["site"] for eqn in eqns if eqn.primitive is tap_p)
+  ) or any(_holds_tap(inner.eqns, whole) for eqn in eqns for inner in tracing.subjaxprs(eqn))

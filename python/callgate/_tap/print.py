@@ -10,12 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from callgate._core import dtypes, options
-from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
-from callgate._tap import target
+from callgate._core import dtypes, errors, failures, options
+from callgate._tap import tap, target
 from callgate._tap.site import TapSite
-from callgate._tap.tap import bind
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -50,7 +47,7 @@ def print(
 
   NumPy's print options are those that hold while tracing. Under vmap each lane prints.
   """
-  raise_deferred()
+  failures.raise_deferred()
   options.text("print", "fmt", fmt, "text")
   flags = {"ordered": ordered, "partitioned": partitioned, "skip_format_check": skip_format_check}
   options.booleans("print", **flags)
@@ -58,9 +55,8 @@ def print(
   if not skip_format_check:
     _Checker().vformat(fmt, args, kwargs)
   if kwargs and not has_fields:  # with skip_format_check
-    raise GateDefinitionError(
-      f"print: values by name ({sorted(kwargs)}) need fields in fmt, got {fmt!r}"
-    )
+    by = f"values by name ({sorted(kwargs)})"
+    raise errors.GateDefinitionError(f"print: {by} need fields in fmt, got {fmt!r}")
   leaves, tree = jax.tree.flatten((args, kwargs))
   static = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, _ARRAYS)}
   arrays = [jax.numpy.asarray(leaf) for i, leaf in enumerate(leaves) if i not in static]
@@ -69,25 +65,19 @@ def print(
 
   def write(arrays: Sequence[Any]) -> None:
     rest = iter(arrays)
-    places = range(tree.num_leaves)
-    values = jax.tree.unflatten(tree, [static[i] if i in static else next(rest) for i in places])
-    args = [_shown(value, fmt) for value in values[0]]
-    kwargs = {name: _shown(value, fmt) for name, value in values[1].items()}
+    filled = [static[i] if i in static else next(rest) for i in range(tree.num_leaves)]
+    args, kwargs = jax.tree.unflatten(tree, filled)
+    args = [_shown(value, fmt) for value in args]
+    kwargs = {name: _shown(value, fmt) for name, value in kwargs.items()}
     with np.printoptions(**print_options):
-      if has_fields:
-        text = fmt.format(*args, **kwargs)
-      else:
-        text = " ".join((fmt, *map(str, args)))
+      text = fmt.format(*args, **kwargs) if has_fields else " ".join((fmt, *map(str, args)))
     sys.stdout.write(text + "\n")
 
   write.__name__ = write.__qualname__ = "print"
-  site = TapSite(
-    tree=jax.tree.structure([0] * len(carried)),
-    name="print",
-    effect="ordered" if ordered else "io",
-    dtypes=tuple(name for _, name in carried),
-  )
-  bind(target.of_function(write), site, [x for x, _ in carried])
+  dtype_names = tuple(name for _, name in carried)
+  several, effect = jax.tree.structure([0] * len(carried)), "ordered" if ordered else "io"
+  site = TapSite(tree=several, name="print", effect=effect, dtypes=dtype_names)
+  tap.bind(target.of_function(write), site, [x for x, _ in carried])
 
 
 class _Checker(string.Formatter):
@@ -108,9 +98,7 @@ class _Checker(string.Formatter):
 
 def _shown(value: Any, fmt: str) -> Any:
   """Arrays whose dtype shows, in containers or by `!r`, are jax.Arrays, as in jax.debug.print."""
-  bare = isinstance(value, (np.ndarray, np.generic))
-  if (bare and "!r" not in fmt) or not jax.tree.leaves(value):
+  if isinstance(value, (np.ndarray, np.generic)) and "!r" not in fmt:
     return value
-  return jax.tree.map(
-    lambda leaf: jax.numpy.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, value
-  )
+  as_jax = jax.numpy.asarray
+  return jax.tree.map(lambda x: as_jax(x) if isinstance(x, np.ndarray) else x, value)

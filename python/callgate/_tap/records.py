@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from typing import Any
@@ -21,9 +22,8 @@ class TapInfo:
     process: index of the process (`jax.process_index()`).
     device: global id of the device (`jax.Device.id`); -1 when unknown.
     run: XLA's id of the execution; the same on all its devices. -1 in the replay of a CUDA graph.
-    shard: slices of the global array that the value is, a pytree like the value with a tuple of
-      slices for each leaf; None in programs that are not partitioned over several devices, and
-      inside `jax.shard_map`.
+    shard: for each leaf of the value a tuple of slices: which part of the global array it is. None
+      in programs that are not partitioned over several devices, and inside `jax.shard_map`.
     lane: the value's index in each vmapped level, outermost first; () without vmap.
     role: "primal", "tangent" or "cotangent".
     transforms: transformations that the tap met, in order of application, as (name, parameters).
@@ -102,16 +102,8 @@ def columns(record: Record) -> dict[str, np.ndarray]:
   Raises:
     ValueError: two leaves have the same name, as in `{"a": {"b": x}, "a/b": y}`.
   """
-  root = tap_key(record.info)
-  named: dict[str, np.ndarray] = {}
-  for path, leaf in named_leaves(record.value):
-    name = f"{root}/{path}" if path else root
-    if name in named:
-      raise ValueError(
-        f"expected leaves of the tap {root!r} with names of their own, got two leaves {path!r}"
-      )
-    named[name] = np.asarray(leaf)
-  return named
+  named = leaves_under(tap_key(record.info), record.value)
+  return {name: np.asarray(x) for name, x in named.items()}
 
 
 def tap_key(info: TapInfo) -> str:
@@ -122,15 +114,23 @@ def tap_key(info: TapInfo) -> str:
 @functools.lru_cache(maxsize=1024)
 def leaf_paths(tree: Any) -> tuple[tuple[str, str], ...]:
   """Of each leaf the path as `jax.tree_util.keystr` writes it, and in the plain form "w/0"."""
+  keystr = jax.tree_util.keystr
   indexed = jax.tree.unflatten(tree, range(tree.num_leaves))
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(indexed)]
-  return tuple(
-    (jax.tree_util.keystr(path), jax.tree_util.keystr(path, simple=True, separator="/"))
-    for path in paths
-  )
+  paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(indexed))
+  return tuple((keystr(path), keystr(path, simple=True, separator="/")) for path in paths)
 
 
 def named_leaves(value: Any) -> list[tuple[str, Any]]:
   """The leaves of a value, each with its path in the plain form."""
   leaves, tree = jax.tree.flatten(value)
   return [(path, leaf) for (_, path), leaf in zip(leaf_paths(tree), leaves, strict=True)]
+
+
+def leaves_under(root: str, value: Any) -> dict[str, Any]:
+  """The leaves by names of their own, which begin with `root`."""
+  leaves = named_leaves(value)
+  named = {f"{root}/{path}" if path else root: leaf for path, leaf in leaves}
+  if len(named) < len(leaves):
+    twice = collections.Counter(path for path, _ in leaves).most_common(1)[0][0]
+    raise ValueError(f"{root}: expected leaves with names of their own, got two leaves {twice!r}")
+  return named

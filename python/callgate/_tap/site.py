@@ -1,8 +1,4 @@
-"""What a tap is beyond its primitive: what programs hold of it.
-
-A program names its tap, and says of it: name, role, which operands are values, and for Python a
-description in JSON (`delivery.Description` reads it). Nothing of this process.
-"""
+"""What a tap is beyond its primitive, and what programs hold of it: nothing of this process."""
 
 from __future__ import annotations
 
@@ -15,10 +11,12 @@ import jax
 import numpy as np
 
 from callgate._core import attributes, encoding
-from callgate._core.encoding import Level
+from callgate._tap.records import leaf_paths
 
 # As `TapInfo.transforms`, hashable: ("batch", (("batch_dims", (0, None)),)), ("jvp", ())
 Transforms = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
+Levels = Sequence[encoding.Level]
+Arrays = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,46 +52,35 @@ class TapSite:
 def encode(
   site: TapSite,
   transforms: Transforms,
-  levels: Sequence[Level],
+  levels: Levels,
   role: str,
   repeated: bool,
   returned: int = 0,
 ) -> dict[str, Any]:
-  """What a program holds of a tap that met `transforms` (`TapSpec::of` in src/channel/tap.h).
+  """What a program holds of a tap (`TapSpec::of` in src/channel/tap.h).
 
   `repeated`: it runs again in the backward pass. `returned`: how many values are results, too.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(site.tree, [0] * site.values))[0]
-  paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+  paths = [path for path, _ in leaf_paths(site.tree)]
   paths += [f"logical_shape{paths[index]}" for index in site.logical]
   return {
     "spec": describe(site, transforms, levels),
     "tap": {
-      "name": site.name,
-      "role": role,
-      "ordered": np.bool_(site.effect == "ordered"),
-      "repeated": np.bool_(repeated),
-      "every": np.int64(site.every),
-      "returned": np.int64(returned),
-      "where": np.bool_(site.where),
-      "on_device": np.bool_(site.on_device),
-      "paths": attributes.listed(paths),
+      "name": site.name, "role": role, "ordered": np.bool_(site.effect == "ordered"),
+      "repeated": np.bool_(repeated), "every": np.int64(site.every),
+      "returned": np.int64(returned), "where": np.bool_(site.where),
+      "on_device": np.bool_(site.on_device), "paths": attributes.listed(paths),
     },
     "padded": attributes.listed({"leaf": np.int64(index)} for index in site.logical),
-  }
+  }  # fmt: skip
 
 
-def describe(site: TapSite, transforms: Transforms, levels: Sequence[Level]) -> str:
+def describe(site: TapSite, transforms: Transforms, levels: Levels) -> str:
   """What `delivery.Description` reads."""
   tree = jax.tree.structure(((jax.tree.unflatten(site.tree, [0] * site.values),), {}))
   description = {
-    "spec": encoding.encode(tree, jax.tree.structure(None), ()),
-    "values": site.values,
-    "sizes": [size for size, _ in levels],
-    "dtypes": site.dtypes,
-    "logical": site.logical,
+    "spec": encoding.encode(tree, jax.tree.structure(None), ()), "values": site.values,
+    "sizes": [size for size, _ in levels], "dtypes": site.dtypes, "logical": site.logical,
     "transforms": transforms,
-  }
-  if site.on_device:
-    description["on_device"] = True
+  } | ({"on_device": True} if site.on_device else {})  # fmt: skip
   return json.dumps(description, separators=(",", ":"))

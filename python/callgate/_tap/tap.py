@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast, get_args
@@ -11,19 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import dtypes, options
+from callgate._core import dtypes, failures, masked, options
 from callgate._core.errors import GateDefinitionError
-from callgate._core.failures import raise_deferred
-from callgate._core.masked import shown
 from callgate._sharding import rules
-from callgate._tap import delivery
+from callgate._tap import consumers, delivery, primitive
 from callgate._tap import target as _target
 from callgate._tap.channel import Channel
-from callgate._tap.consumers import check_not_forked
-from callgate._tap.primitive import cotangent_p, tap_p
-from callgate._tap.site import TapSite, Transforms
+from callgate._tap.site import Arrays, TapSite, Transforms
 from callgate._tap.target import DEFAULT, Tap
 
+_MOST = 2**31 - 1  # of int32
 Effect = Literal["io", "dataflow"]
 Role = Literal["primal", "tangent", "cotangent"]
 
@@ -74,31 +72,23 @@ def tap(
     effect: "io": runs once per execution and is never removed. "dataflow": lives as long as the
       returned value is used, has no JAX effect and costs no dispatch time.
     roles: what else to send under differentiation: "tangent", "cotangent" of the value.
-    logical_shape: sizes of the part of a padded array that counts, traced or not: consumers get
-      that part. A tuple for a lone array, else a pytree like `value` with tuples (or None). A
-      traced size that is negative, or more than the array has, is the consumer's error: the record
+    logical_shape: sizes of the part of a padded array that counts, which consumers get: a tuple for
+      a lone array, else a pytree like `value` with tuples (or None); of integers, traced or not. A
+      traced one that is negative, or more than the array has, is the consumer's error: the record
       is lost, and `barrier()` raises it.
     sharding: in a program over several devices "shard" sends a record of each device's part, with
       `info.shard`; "gather" one of the whole; a rule such as "i [j]", with a term for each leaf,
-      gathers the dimensions in brackets alone; a function of the mesh and the leaves, each a
-      ShapeDtypeStruct with its sharding, returns one of these or a PartitionSpec for each leaf,
-      and gathers what that leaves whole.
+      gathers the dimensions in brackets alone; a function of the mesh and the leaves (each a
+      ShapeDtypeStruct with its sharding) returns one of these, or a PartitionSpec for each leaf and
+      gathers what that leaves whole.
     replicas: "once": of devices with copies of the same part one sends; "all": each does.
-    on_device: consumers get jax.Arrays on the device where the program ran, without a copy to the
-      host: for what goes on to be computed with there. On a GPU the program's stream makes a copy
-      in memory of callgate's, at the device's own speed, and nobody waits for it; the memory is
-      the arrays' and goes back when they are dropped. Records that wait take as much of the GPU's
-      memory as their channel's `capacity` says, besides one copy for each record that the program
-      has sent and its stream has not come to. A call takes about as long as a launch or two more
-      than without; a lane of a vmap is sliced from the array of all lanes, by a program of JAX's.
-      The consumers' thread runs JAX on the device, so it must not be waited for by what runs
-      there. On the CPU, and with `callgate.config(engine="jax")`, arrays are made from the
-      record's copy. For consumers in Python that are called for each record: `batch=` and native
-      sinks are refused, when the record comes. In a CUDA graph there is no memory to be had: XLA
-      leaves such taps out of its graphs.
-
-  Returns:
-    `value`.
+    on_device: consumers get jax.Arrays on the device where the program ran, to compute with there.
+      On a GPU the program's stream makes a copy in callgate's memory, without the host, and nobody
+      waits for it; the memory goes back with the arrays. Records that wait take as much of it as
+      their channel's `capacity` says, besides those that the stream has not come to. The consumers'
+      thread runs JAX on the device: nothing that runs there may wait for it. On the CPU, and with
+      `callgate.config(engine="jax")`, arrays are made from the record's copy. `batch=` and native
+      sinks are refused, when the record comes. XLA leaves such taps out of its CUDA graphs.
 
   Raises:
     GateDefinitionError: an argument is wrong.
@@ -106,27 +96,29 @@ def tap(
   Under vmap consumers get each lane by itself (`info.lane`); under `jax.checkpoint` the second pass
   sends again, marked `info.repeated`.
   """
-  raise_deferred()
-  check_not_forked()
+  failures.raise_deferred()
+  consumers.check_not_forked()
   target = _target_of(to)
-  if name is None and isinstance(to, (str, Channel)):
-    name = to if isinstance(to, str) else to.name
-  else:
-    name = name if name is not None else getattr(to, "__name__", None) or type(to).__name__
-    name = str(options.name("tap", name))
+  if name is None:
+    own = getattr(to, "name" if isinstance(to, Channel) else "__name__", None)
+    name = to if isinstance(to, str) else own or type(to).__name__
+  name = str(options.name("tap", name))
   label = f"tap '{name}'"
   options.choice(label, "effect", effect, get_args(Effect), what="'io' or 'dataflow'")
   options.booleans(label, ordered=ordered, on_device=on_device)
   if ordered and effect == "dataflow":
-    expected = "False with effect='dataflow', whose order is that of the data"
-    options.refuse(label, "ordered", expected, ordered)
+    why = "False with effect='dataflow', whose order is that of the data"
+    options.refuse(label, "ordered", why, ordered)
   if every is not None:
     options.count(label, "every", every, least=1, most=_MOST, what="a positive int")
   given: Any = roles
-  are_roles = isinstance(given, (list, tuple, set, frozenset)) and all(
-    isinstance(role, str) and role in delivery.ROLES for role in cast("Iterable[Any]", given)
-  )
-  if not are_roles or "primal" not in roles:
+  if not (
+    isinstance(given, (list, tuple, set, frozenset))
+    and all(
+      isinstance(role, str) and role in delivery.ROLES for role in cast("Iterable[Any]", given)
+    )
+    and "primal" in given
+  ):
     options.refuse(label, "roles", "'primal' and any of 'tangent' and 'cotangent'", roles)
   named = sharding in rules.BY_NAME if isinstance(sharding, str) else callable(sharding)
   # A rule of one name would say no more than "shard": such a word is one of these, misspelt.
@@ -141,24 +133,15 @@ def tap(
   if isinstance(sharding, str) and not named:  # raises, if the rule doesn't fit
     rules.parse(label, sharding, tuple(x.shape for x in operands), (), tap=True)
   sizes = logical_sizes(label, logical_shape, value, arrays)
-  extra = [size for _, size in sizes]
-  if where is not None:
-    extra.append(_predicate(label, where))
+  extra = [size for _, size in sizes] + ([] if where is None else [_predicate(label, where)])
   if not operands:
     return value
   site = TapSite(
-    tree=tree,
-    name=name,
-    effect="ordered" if ordered else effect,
-    every=int(every or 1),
-    where=where is not None,
-    roles=tuple(roles),
-    dtypes=tuple(name for _, name in carried),
-    logical=tuple(index for index, _ in sizes),
-    sharding=sharding,
-    replicas=replicas,
+    tree=tree, name=name, effect="ordered" if ordered else effect, every=int(every or 1),
+    where=where is not None, roles=tuple(roles), dtypes=tuple(own for _, own in carried),
+    logical=tuple(index for index, _ in sizes), sharding=sharding, replicas=replicas,
     on_device=on_device,
-  )
+  )  # fmt: skip
   results = bind(target, site, operands, extra)
   if effect == "io" and "cotangent" not in roles:
     return value
@@ -166,63 +149,53 @@ def tap(
 
 
 def bind(
-  target: Tap,
-  site: TapSite,
-  operands: Sequence[Any],
-  extra: Sequence[Any] = (),
-  transforms: Transforms = (),
-) -> Sequence[Any]:
+  target: Tap, site: TapSite, operands: Arrays, extra: Arrays = (), transforms: Transforms = ()
+) -> Arrays:
   """Binds a tap; returns its values, and what passes through it, to be used from here on.
 
-  `extra` are logical sizes, the predicate and untapped arrays, as `site` says; `transforms` count
-  as met before all others.
+  `extra` are sizes, predicate and untapped arrays (`TapSite`); `transforms` are met before others.
   """
   params: dict[str, Any] = {"tap": target, "levels": (), "transforms": transforms}
   params |= {"role": "primal", "repeated": False}
-  results = tap_p.bind(*operands, *extra, site=site, **params)
+  results = primitive.tap_p.bind(*operands, *extra, site=site, **params)
   if site.effect == "dataflow":
     return results
   if "cotangent" not in site.roles and not site.transposed:
     return operands
   plain = dataclasses.replace(site, where=False)
   sizes = extra[: len(site.logical)]
-  return cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
+  return primitive.cotangent_p.bind(*operands, *sizes, site=plain, **params)[: len(operands)]
 
 
 def _target_of(to: Any) -> Tap:
   if isinstance(to, Channel):
     return to.tap
-  if isinstance(to, str):
-    if not to or "\n" in to or to == DEFAULT:
-      options.refuse("tap", "to", "a channel's name", to)
-    return _target.of_channel(options.text("tap", "to", to))
-  if not callable(to):
+  if callable(to):
+    delivery.check_takes_values("tap: to: expected a function", to)
+    return _target.of_function(to)
+  if not isinstance(to, str):
     options.refuse("tap", "to", "a function, a channel or a channel's name", to)
-  delivery.check_takes_values("tap: to: expected a function", to)
-  return _target.of_function(to)
+  if not to or "\n" in to or to == DEFAULT:
+    options.refuse("tap", "to", "a channel's name", to)
+  return _target.of_channel(options.text("tap", "to", to))
 
 
 def _as_array(label: str, leaf: Any, index: int) -> Any:
-  if isinstance(leaf, jax.Array):
-    return leaf
   try:
-    return jnp.asarray(leaf)
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
-    raise GateDefinitionError(
-      f"{label}: leaf {index}: expected an array, got {shown(leaf)}"
-    ) from error
+    got = masked.shown(leaf)
+    raise GateDefinitionError(f"{label}: leaf {index}: expected an array, got {got}") from error
 
 
 def _predicate(label: str, where: Any) -> Any:
-  expected = "a bool of shape ()"
-  try:
+  got = repr(where)
+  with contextlib.suppress(TypeError, ValueError, OverflowError):
     predicate = jnp.asarray(where)
-  except (TypeError, ValueError, OverflowError):
-    options.refuse(label, "where", expected, where)
-  if predicate.shape != () or predicate.dtype != jnp.bool_:
+    if predicate.shape == () and predicate.dtype == jnp.bool_:
+      return jax.lax.stop_gradient(predicate)
     got = dtypes.type_text(predicate.dtype, predicate.shape)
-    raise GateDefinitionError(f"{label}: where: expected {expected}, got {got}")
-  return jax.lax.stop_gradient(predicate)
+  raise GateDefinitionError(f"{label}: where: expected a bool of shape (), got {got}")
 
 
 def logical_sizes(
@@ -242,32 +215,28 @@ def logical_sizes(
   else:
     options.refuse(label, "logical_shape", "a tuple of sizes", logical_shape)
   if len(shapes) != len(arrays):
-    raise GateDefinitionError(
-      f"{label}: logical_shape: expected a tuple or None for each of {len(arrays)} leaves, "
-      f"got {len(shapes)}"
-    )
+    expected = f"expected a tuple or None for each of {len(arrays)} leaves, got {len(shapes)}"
+    raise GateDefinitionError(f"{label}: logical_shape: {expected}")
   sizes: list[tuple[int, Any]] = []
   for index, (shape, array) in enumerate(zip(shapes, arrays, strict=True)):
     if shape is None:
       continue
     if not isinstance(shape, (tuple, list)):
       options.refuse(label, "logical_shape", f"a tuple or None for leaf {index}", shape)
+    leaf = f"{label}: logical_shape of leaf {index}"
     if len(shape) != array.ndim:
-      raise GateDefinitionError(
-        f"{label}: logical_shape of leaf {index}: expected {array.ndim} sizes for "
-        f"{dtypes.type_text(array.dtype, array.shape)}, got {len(shape)}"
-      )
+      of = dtypes.type_text(array.dtype, array.shape)
+      raise GateDefinitionError(f"{leaf}: expected {array.ndim} sizes for {of}, got {len(shape)}")
     if not all(size is None or _is_size(size) for size in shape):
       options.refuse(label, "logical_shape", "integers, traced or not", shape)
     for axis, (size, extent) in enumerate(zip(shape, array.shape, strict=True)):
       if isinstance(size, (int, np.integer)) and not 0 <= size <= extent:
-        raise GateDefinitionError(
-          f"{label}: logical_shape of leaf {index}, dimension {axis}: expected a size from 0 to "
-          f"{extent}, got {size}"
-        )
-    full = [have if want is None else want for want, have in zip(shape, array.shape, strict=True)]
-    if full:
-      sizes.append((index, jnp.stack([_as_size(size) for size in full])))
+        expected = f"expected a size from 0 to {extent}, got {size}"
+        raise GateDefinitionError(f"{leaf}, dimension {axis}: {expected}")
+    if shape:
+      pairs = zip(shape, array.shape, strict=True)
+      full = [_as_size(have if want is None else want) for want, have in pairs]
+      sizes.append((index, jnp.stack(full)))
   return sizes
 
 
@@ -282,13 +251,9 @@ def _as_size(size: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-  dtype = getattr(value, "dtype", None)
-  if dtype is not None:
-    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.shape(value) == ()
+  if hasattr(value, "dtype"):
+    return bool(jnp.issubdtype(value.dtype, jnp.integer)) and jnp.shape(value) == ()
   return isinstance(value, int) and not isinstance(value, bool)
-
-
-_MOST = 2**31 - 1  # of int32
 
 
 def uncarried(array: Any, result: Any) -> Any:
@@ -301,7 +266,7 @@ def uncarried(array: Any, result: Any) -> Any:
 def channel_stats() -> dict[str, dict[str, int]]:
   """Counters of every channel of the process, by name; see `Channel.stats`.
 
-  "default" is the channel of taps to functions. A name that no channel is open under has the
-  counters of the records that wait for one.
+  "default" is that of taps to functions. A name that no channel is open under has the counters of
+  the records that wait for one.
   """
   return _callgate.channel_stats()

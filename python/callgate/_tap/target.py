@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,10 +19,7 @@ T = TypeVar("T")
 
 
 class Tap:
-  """Where a tap's records go: a channel, or a function by way of the default channel.
-
-  Held by the programs that are traced, as the runtime's callee is by those that are compiled.
-  """
+  """Where a tap's records go: a channel, or a function by way of the default channel."""
 
   def __init__(
     self, name: str, channel: str, consumer: Any = None, eager: Eager | None = None
@@ -50,31 +48,26 @@ def of_function(function: Callable[..., Any]) -> Tap:
   start_channel(DEFAULT)
 
   def make() -> Tap:
-    rows = delivery.rows_to_function(delivery.Attached(function))
-    consumer = _callgate.python_consumer(rows)
-    return Tap(registry.unique_name(function, prefix="tap:"), DEFAULT, consumer)
+    consume = functools.partial(delivery.call_with_rows, delivery.Attached(function))
+    name = registry.unique_name(function, prefix="tap:")
+    return Tap(name, DEFAULT, _callgate.python_consumer(consume))
 
   return shared(_taps, ("function", function), make)
 
 
 def of_rows(
-  key: Any,
-  consume: Callable[..., None],
-  name: str,
-  *,
-  channel: str = DEFAULT,
-  eager: Eager | None = None,
+  key: Any, consume: Callable[..., None], name: str, *, channel: str, eager: Eager | None
 ) -> Tap:
   """A tap whose consumer gets `consume(source, rows)`, rows as they are, for `callgate.compat`.
 
-  Keys are equal for taps that are the same; one that is unhashable makes each its own. Records go
-  through `channel`, one of callgate's own; `eager` takes those that no compiled program sends.
+  The same for equal keys. Records go through `channel`, one of callgate's own; `eager` takes those
+  that no compiled program sends.
   """
   start_channel(channel)
 
   def make() -> Tap:
-    unique = registry.free_name(f"tap:{name}")
-    return Tap(unique, channel, _callgate.python_consumer(consume), eager)
+    consumer = _callgate.python_consumer(consume)
+    return Tap(registry.free_name(f"tap:{name}"), channel, consumer, eager)
 
   return shared(_taps, ("rows", key), make)
 
@@ -94,11 +87,10 @@ def shared(cache: weakref.WeakValueDictionary[Any, T], key: Any, make: Callable[
 def start_channel(name: str) -> Any:
   """The runtime's handle on a channel of callgate's own, which is opened once."""
   with _own_lock:
-    handle = _own.get(name)
-    if handle is None:
-      handle = _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
-      handle.start()
-    return handle
+    if name not in _own:
+      _own[name] = _callgate.Channel(name, capacity=64 << 20, on_full="block", rate=100.0)
+      _own[name].start()
+    return _own[name]
 
 
 def own_channels() -> list[tuple[str, Any]]:

@@ -17,21 +17,6 @@ from callgate.sinks._text import CSV, Print
 from callgate.sinks._trackers import MLflow, TensorBoard
 
 __all__ = [
-  "CSV",
-  "HDF5",
-  "JSONL",
-  "MLflow",
-  "Npy",
-  "Parquet",
-  "Plot",
-  "Print",
-  "Record",
-  "Sink",
-  "SinkError",
-  "Stats",
-  "Stream",
-  "TapInfo",
-  "TensorBoard",
-  "Zarr",
-  "columns",
-]
+  "CSV", "HDF5", "JSONL", "MLflow", "Npy", "Parquet", "Plot", "Print", "Record", "Sink",
+  "SinkError", "Stats", "Stream", "TapInfo", "TensorBoard", "Zarr", "columns",
+]  # fmt: skip

@@ -1,7 +1,4 @@
-"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports.
-
-A sink belongs to one channel at a time, which calls it on its own thread.
-"""
+"""The interface of sinks, and what the ones over libraries share: state, errors, lazy imports."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +27,7 @@ class SinkError(RuntimeError):
 
   def __init__(self, message: str, *, lost: int = 0) -> None:
     super().__init__(message)
-    self.lost = lost
-    self._said = message
+    self.lost, self._said = lost, message
 
   def count(self, lost: int, so_far: int) -> None:
     """Says how many records it stands for, and in the message how many the sink has lost so far."""
@@ -48,25 +44,17 @@ class SinkError(RuntimeError):
 
 
 class Sink:
-  """A consumer of records that a channel opens, feeds, flushes and closes.
+  """A consumer of records that a channel opens, feeds, flushes and closes, on its own thread.
 
   Subclass it and override `write`; the other methods do nothing here. `with sink:` opens and closes
   it where there is no channel.
   """
 
   def open(self, channel: str) -> None:
-    """Called before the first records, and again when a closed sink is used anew.
-
-    Args:
-      channel: name of the channel, for messages.
-    """
+    """Called before the first records, and anew where it was closed; `channel` is a name."""
 
   def write(self, records: Sequence[Record]) -> None:
-    """Takes records.
-
-    Args:
-      records: in the order in which the channel got them; those of a `vmap` one for each lane.
-    """
+    """Takes records, in the order in which the channel got them; of a `vmap` one for each lane."""
     raise NotImplementedError(f"{type(self).__name__}.write")
 
   def flush(self) -> None:
@@ -94,8 +82,10 @@ class OwnedSink(Sink):
     self._channel: str | None = None  # that has it open
     self._process = os.getpid()  # that has opened it
 
+  def _begin(self) -> None: ...  # keeps other writers away
+
   def __repr__(self) -> str:
-    return f"{type(self).__name__}({self._target!r})"
+    return f"{type(self).__name__}({repr(self._target) if self._target else ''})"
 
   def _error(self, what: str, *, lost: int = 0) -> SinkError:
     return SinkError(f"callgate.sinks.{self!r}: {what}", lost=lost)
@@ -107,17 +97,11 @@ class OwnedSink(Sink):
     self._begin()
     self._channel = channel
 
-  def _begin(self) -> None:
-    """Keeps other writers away."""
-    raise NotImplementedError
-
   def _check(self, records: Sequence[Any]) -> None:
     """Raises SinkError in a fork's child of the opening process, and for what is no record."""
-    if os.getpid() != self._process:
-      raise self._error(
-        f"expected to be written to by process {self._process}, which has it open, got process "
-        f"{os.getpid()}, which was forked from it"
-      )
+    if (here := os.getpid()) != self._process:
+      by = f"expected to be written to by process {self._process}, which has it open"
+      raise self._error(f"{by}, got process {here}, which was forked from it")
     for record in records:
       if not isinstance(record, Record) or not isinstance(record.info, TapInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise self._error(f"expected records, each a Record(value, TapInfo(...)), got {record!r}")
@@ -131,14 +115,22 @@ class LibrarySink(OwnedSink):
   then the first error is raised.
   """
 
+  _extra = ""  # of callgate, that brings
+  _needs: tuple[str, ...] = ()  # modules; `_module` is the last
+  _module: Any
+  _lost = 0  # records
+
   def __init__(self, target: str) -> None:
     super().__init__(target)
-    self._lost = 0
+    for module in self._needs:
+      by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
+      self._module = extras.library(module, title, self._extra, by=by, error=ImportError)
 
-  def _library(self, module: str, extra: str) -> Any:
-    """Imports what the sink is made of; the extra of callgate that brings it, for the message."""
-    by, title = f"callgate.sinks.{type(self).__name__}", module.partition(".")[0]
-    return extras.library(module, title, extra, by=by, error=ImportError)
+  def _start(self) -> None: ...  # opens files; those that this sink wrote to before are continued
+  def _take(self, record: Record) -> None: ...  # a record, or raises and takes nothing of it
+  def _commit(self) -> None: ...  # after each batch
+  def _flush(self) -> None: ...  # makes everything visible
+  def _stop(self) -> None: ...  # writes out and releases, also when writing fails
 
   def _begin(self) -> None:
     with self._naming("cannot be opened"):
@@ -152,18 +144,13 @@ class LibrarySink(OwnedSink):
     self._check(records)
     errors: list[SinkError] = []
     for record in records:
-      info = record.info
-      try:
-        with self._naming(f"tap {info.name!r}, record {info.seq} of device {info.device}"):
-          self._take(record)
-      except SinkError as error:
-        error.lost = error.lost or 1
-        errors.append(error)
-    try:
-      with self._naming("cannot write"):
-        self._commit()
-    except SinkError as error:
-      errors.append(error)
+      at = record.info
+      with self._naming(f"tap {at.name!r}, record {at.seq} of device {at.device}", errors):
+        self._take(record)
+    for error in errors:
+      error.lost = error.lost or 1
+    with self._naming("cannot write", errors):
+      self._commit()
     if errors:
       lost = sum(error.lost for error in errors)
       self._lost += lost
@@ -182,29 +169,19 @@ class LibrarySink(OwnedSink):
         self._stop()
 
   @contextlib.contextmanager
-  def _naming(self, what: str) -> Generator[None]:
-    """Turns errors of the block into SinkErrors that begin with a place."""
+  def _naming(self, what: str, kept: list[SinkError] | None = None) -> Generator[None]:
+    """Errors of the block become SinkErrors that begin with a place, which are raised or kept."""
     try:
-      yield
-    except SinkError:
-      raise
-    except Exception as error:
-      raise self._error(f"{what}: {type(error).__name__}: {error}") from error
-
-  def _start(self) -> None:
-    """Opens files; those that this sink wrote to before are continued."""
-
-  def _take(self, record: Record) -> None:
-    """Checks one record and takes it, or raises and takes nothing of it."""
-
-  def _commit(self) -> None:
-    """Called after each batch."""
-
-  def _flush(self) -> None:
-    """Makes everything visible."""
-
-  def _stop(self) -> None:
-    """Writes out and releases, also when writing fails."""
+      try:
+        yield
+      except Exception as error:
+        if isinstance(error, SinkError):
+          raise
+        raise self._error(f"{what}: {type(error).__name__}: {error}") from error
+    except SinkError as error:
+      if kept is None:
+        raise
+      kept.append(error)
 
 
 class FilesSink(LibrarySink):
@@ -215,54 +192,40 @@ class FilesSink(LibrarySink):
     super().__init__(options.path(label, "path", path))
     self._append = options.boolean(label, "append", append)
     self._tables: dict[Any, Any] = {}  # the open ones, by path
-    self._made: set[pathlib.Path] = set()
-    self._refused: set[pathlib.Path] = set()
+    self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
-    """The open file of that path; `make(keep)` opens it, and keeps what is in it if it is to.
+    """The open file of that path, by `make(keep)`, which keeps what is in it if it is to.
 
-    A file that was another sink's when its first record came stays that one's. The other may have
-    closed it by the next record: it must not be begun anew.
+    One that was another sink's when its first record came stays that one's, also once it is closed.
     """
-    if path in self._tables:
-      return self._tables[path]
-    if path in self._refused:
-      raise FileExistsError(
-        f"expected a file that nobody else writes to, got {str(path)!r}, which another sink wrote "
-        "when the first record came; it is not begun anew"
-      )
-    keep = self._append or path in self._made
-    try:
-      self._tables[path] = make(keep)
-    except FileExistsError:
-      if not keep:
-        self._refused.add(path)
-      raise
-    self._made.add(path)
+    if path not in self._tables:
+      if self._begun.get(path) is False:
+        had = "which another sink wrote when the first record came; it is not begun anew"
+        raise FileExistsError(f"expected a file that nobody else writes to, got '{path}', {had}")
+      try:
+        self._tables[path] = make(self._append or path in self._begun)
+      except FileExistsError:
+        if not self._append:
+          self._begun.setdefault(path, False)
+        raise
+      self._begun[path] = True
     return self._tables[path]
+
+  def _flush(self) -> None:
+    for table in self._tables.values():
+      table.flush()
 
   def _stop(self) -> None:
     tables, self._tables = self._tables, {}
-    each(table.close for table in tables.values())
-
-
-def each(actions: Iterable[Callable[[], None]]) -> None:
-  """Does all, then raises the first error."""
-  errors: list[Exception] = []
-  for action in actions:
-    try:
-      action()
-    except Exception as error:  # noqa: BLE001 - the others are done all the same
-      errors.append(error)
-  if errors:
-    raise errors[0]
+    with contextlib.ExitStack() as ends:  # each in its turn, last first, whatever the others raise
+      for table in tables.values():
+        ends.callback(table.close)
+        ends.callback(table.flush)
 
 
 def plain(leaf: Any) -> np.ndarray:
-  """A leaf as an array of a dtype that NumPy has, exactly.
-
-  bfloat16 and smaller floats become float32, int4 and its like int8 or uint8.
-  """
+  """A leaf in a dtype that NumPy has, exactly: bfloat16 as float32, int4 as int8, and so on."""
   array = np.asarray(leaf)
   if array.dtype.isbuiltin == 1 or array.dtype.kind in "SU":
     return array
@@ -284,11 +247,8 @@ def lane_suffix(lane: tuple[int, ...]) -> str:
 
 
 def file_for(path: str, name: str) -> pathlib.Path:
-  """The file of a tap, whose name replaces "{name}" in the path, with its folder made.
-
-  Characters that do not belong into a file's name become "_".
-  """
+  """The file of a tap, whose name replaces "{name}" in the path; its folder is made."""
   part = re.sub(r'[/\\:*?"<>|\x00-\x1f]|^\.', "_", name)
-  file = pathlib.Path(path.replace("{name}", part))
+  file = pathlib.Path(path.replace("{name}", part))  # without characters that no file's name has
   file.parent.mkdir(parents=True, exist_ok=True)
   return file

@@ -1,22 +1,20 @@
 """The native sinks: their consumers are C++ (src/channel) and run without the GIL.
 
-A channel takes `native` and never calls `write`; `write` is for records made in Python, and may be
-called beside a channel.
+A channel takes `native`; `write` is for records made in Python, and may be called beside it.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import options
-from callgate._core.masked import is_masked, shown
+from callgate._core import masked, options
 from callgate._process import group
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
@@ -24,19 +22,10 @@ from callgate.sinks._base import OwnedSink, StrPath
 
 _PACKED_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 _PLAIN = ("name", "seq", "time_ns", "run", "device", "repeated")
-_TYPES = (
-  "expected a TapInfo of texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
-)
 
 
 class NativeSink(OwnedSink):
-  """A sink in C++.
-
-  Attributes:
-    native: what a channel takes.
-  """
-
-  native: _callgate.Consumer
+  """A sink in C++; a channel takes its `native`."""
 
   def __init__(self, native: _callgate.Consumer, target: str) -> None:
     super().__init__(target)
@@ -52,15 +41,16 @@ class NativeSink(OwnedSink):
         if info.role not in ROLES:
           raise ValueError(f"expected a role of {', '.join(ROLES)}, got {info.role!r}")
         leaves, tree = jax.tree.flatten(record.value)
-        paths = [path for path, _ in leaf_paths(tree)]
         self._writer.write(
-          role=ROLES.index(info.role),
-          leaves=[_leaf(path, leaf) for path, leaf in zip(paths, leaves, strict=True)],
-          lane=list(info.lane),
+          role=ROLES.index(info.role), lane=list(info.lane),
+          leaves=[_leaf(path, x) for (path, _), x in zip(leaf_paths(tree), leaves, strict=True)],
           **{name: getattr(info, name) for name in _PLAIN},
-        )
+        )  # fmt: skip
       except (ValueError, TypeError) as error:
-        said = str(error) if isinstance(error, ValueError) else f"{_TYPES}, got {info}"
+        said = str(error)
+        if isinstance(error, TypeError):
+          types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
+          said = f"expected a TapInfo of {types}, got {info}"
         first = first or (f"tap {info.name!r}, record {info.seq}: {said}", error)
     if first is not None:
       raise self._error(first[0]) from first[1]
@@ -85,7 +75,18 @@ class NativeSink(OwnedSink):
       self._writer.close()
 
 
-class JSONL(NativeSink):
+class FileSink(NativeSink):
+  """A sink of a file, or of one for each leaf."""
+
+  _make: Callable[[str, bool], _callgate.Consumer]
+
+  def __init__(self, path: StrPath, *, append: bool = False) -> None:
+    label = f"sinks.{type(self).__name__}"
+    path = group.fill_index(options.path(label, "path", path))
+    super().__init__(self._make(path, options.boolean(label, "append", append)), path)
+
+
+class JSONL(FileSink):
   """A line of JSON for each record: https://jsonlines.org
 
   A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`,
@@ -100,13 +101,10 @@ class JSONL(NativeSink):
       line that a crash left unfinished is cut off. Without it nobody else may write to the file.
   """
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    path = group.fill_index(options.path("sinks.JSONL", "path", path))
-    append = options.boolean("sinks.JSONL", "append", append)
-    super().__init__(_callgate.jsonl_sink(path, append), path)
+  _make = staticmethod(_callgate.jsonl_sink)
 
 
-class Npy(NativeSink):
+class Npy(FileSink):
   """A `.npy` file for each leaf, with a row for each record: `np.load` reads it at any time.
 
   bfloat16 and smaller floats are stored as float32, int4 and its like as int8 or uint8. A change of
@@ -119,10 +117,7 @@ class Npy(NativeSink):
       at a time writes to a file.
   """
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    path = group.fill_index(options.path("sinks.Npy", "path", path))
-    append = options.boolean("sinks.Npy", "append", append)
-    super().__init__(_callgate.npy_sink(path, append), path)
+  _make = staticmethod(_callgate.npy_sink)
 
 
 class Stats(NativeSink):
@@ -134,21 +129,17 @@ class Stats(NativeSink):
 
   def __init__(self, bins: Sequence[float] | np.ndarray | None = None) -> None:
     self._trim = bins is None
+    given, edges = cast("Any", bins), list[float]()
     expected = "edges of bins, increasing numbers, or None"
-    edges: list[float] = []
     if bins is not None:
-      given: Any = bins
-      several = isinstance(given, (Sequence, np.ndarray)) and np.ndim(cast("Any", given)) == 1
-      if not several or isinstance(given, (str, bytes, bytearray)):
+      array_like = isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, bytearray)
+      if not array_like or np.ndim(given) != 1:  # a text has none
         options.refuse("sinks.Stats", "bins", expected, bins)
-      edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in bins]
+      edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in given]
       if not edges:
         raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
     native, self._reader = _callgate.stats_sink(edges)
     super().__init__(native, "")
-
-  def __repr__(self) -> str:
-    return "Stats()"
 
   def result(self) -> dict[str, dict[str, Any]]:
     """What has been counted, by column (`callgate.sinks.columns`); from any thread.
@@ -169,26 +160,25 @@ class Stats(NativeSink):
     some = summary["count"] > 0
     edges, counts = np.array(summary["edges"]), np.array(summary["counts"], np.uint64)
     if self._trim:
-      used = np.flatnonzero(counts)[[0, -1]] if some else (0, -1)
-      counts = counts[used[0] : used[1] + 1]
-      edges = edges[used[0] : used[1] + 2] if some else edges[:0]
-    outside = {key: summary[key] for key in ("below", "above")}
+      used = np.flatnonzero(counts)
+      counts = counts[used[0] : used[-1] + 1] if some else counts[:0]
+      edges = edges[used[0] : used[-1] + 2] if some else edges[:0]
+    histogram = {"edges": edges, "counts": counts, "below": summary["below"]}
     return {
       **{key: summary[key] for key in ("records", "count", "nan", "inf")},
       **{key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")},
       "last": np.array(summary["last"]).reshape(summary["last_shape"]),
-      "histogram": {"edges": edges, "counts": counts, **outside},
+      "histogram": histogram | {"above": summary["above"]},
     }
 
 
 def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   """A leaf in the form that `RecordWriter.write` takes."""
-  if is_masked(leaf):
-    raise ValueError(f"expected an array of the leaf {path!r}, got {shown(leaf)}")
+  if masked.is_masked(leaf):
+    raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
   array = np.asarray(leaf)
   name = array.dtype.name
-  code = _codes().get(name)
-  if code is None:
+  if (code := _codes().get(name)) is None:
     raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
   if not array.dtype.isnative:
     array = array.astype(array.dtype.newbyteorder("="))

@@ -1,19 +1,16 @@
 """The sink Plot: learning curves as a picture that is drawn anew as they grow.
 
-Matplotlib's object interface alone: neither pyplot's state nor a display nor the backend that the
-program has chosen. A drawing replaces the file at once, so a viewer never sees half of one.
+Without pyplot's state, a display and the backend that the program has chosen.
 """
 
 from __future__ import annotations
 
 import pathlib
 import time
-from typing import Any
 
 import numpy as np
 
-from callgate._core import options
-from callgate._core.paths import replaced
+from callgate._core import options, paths
 from callgate._tap.records import Record, columns
 from callgate.sinks._base import LibrarySink, StrPath, lane_suffix, plain
 
@@ -33,6 +30,8 @@ class Plot(LibrarySink):
     max_points: of each curve.
   """
 
+  _extra, _needs = "plot", ("matplotlib.figure",)
+
   def __init__(
     self,
     path: StrPath,
@@ -45,7 +44,6 @@ class Plot(LibrarySink):
   ) -> None:
     label = "sinks.Plot"
     super().__init__(options.path(label, "path", path))
-    self._figure: Any = self._library("matplotlib.figure", "plot").Figure
     self._max_points = options.count(label, "max_points", max_points, least=2)
     self._every_seconds = options.seconds(label, "every_seconds", every_seconds, zero=True)
     self._title = options.or_none(options.text, label, "title", title)
@@ -54,8 +52,7 @@ class Plot(LibrarySink):
       options.refuse(label, "size", "a width and a height in inches", size)
     self._size = [options.number(label, "size", extent, above=0) for extent in size]
     self._curves: dict[str, _Curve] = {}
-    self._changed = False
-    self._next_drawing = 0.0
+    self._changed, self._next_drawing = False, 0.0
 
   def _start(self) -> None:
     pathlib.Path(self._target).parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +62,8 @@ class Plot(LibrarySink):
       value = plain(leaf)
       if value.ndim == 0:
         name += lane_suffix(record.info.lane)
-        curve = self._curves.setdefault(name, _Curve(self._max_points))
         number = abs(complex(value)) if value.dtype.kind == "c" else float(value)
-        curve.add(record.info.seq, number)
+        self._curves.setdefault(name, _Curve(self._max_points)).add(record.info.seq, number)
         self._changed = True
 
   def _commit(self) -> None:
@@ -80,17 +76,17 @@ class Plot(LibrarySink):
   def _flush(self) -> None:
     if not self._changed:
       return
-    figure = self._figure(figsize=self._size, layout="constrained")
+    figure = self._module.Figure(figsize=self._size, layout="constrained")
     axes = figure.add_subplot(xlabel="record", title=self._title or "")
     if self._log:
       axes.set_yscale("log", nonpositive="mask")
-    lines = [axes.plot(c.steps, c.values, linewidth=1.2)[0] for c in self._curves.values()]
+    lines = [axes.plot(*curve.line, linewidth=1.2)[0] for curve in self._curves.values()]
     axes.grid(alpha=0.3)
     if 0 < len(self._curves) <= 20:
       names = [name.replace("$", r"\$") for name in self._curves]  # text, not formulas
       axes.legend(lines, names, loc="best", fontsize="small")
     path = pathlib.Path(self._target)
-    with replaced(path) as made:
+    with paths.replaced(path) as made:
       figure.savefig(made, format=path.suffix.removeprefix(".") or "png")
     self._changed = False
     self._next_drawing = time.monotonic() + self._every_seconds
@@ -101,8 +97,7 @@ class _Curve:
 
   def __init__(self, max_points: int) -> None:
     self._max_points = max_points
-    self._stride = 1
-    self._count = 0
+    self._stride, self._count = 1, 0
     self._last = (0.0, 0.0)
     self._points: list[tuple[float, float]] = []
 
@@ -117,9 +112,6 @@ class _Curve:
     self._count += 1
 
   @property
-  def steps(self) -> np.ndarray:
-    return np.array([step for step, _ in [*self._points, self._last]])
-
-  @property
-  def values(self) -> np.ndarray:
-    return np.array([value for _, value in [*self._points, self._last]])
+  def line(self) -> np.ndarray:
+    """The steps, and the values there."""
+    return np.array([*self._points, self._last]).T

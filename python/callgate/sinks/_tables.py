@@ -1,27 +1,24 @@
 """Sinks of columns: Zarr and HDF5, where arrays grow, and Parquet, over pyarrow.
 
-A tap has an array or a column for each field, which are in step. In Zarr and HDF5 they are
-`loss/seq`, `loss/time_ns`, `loss/process`, `loss/device`, `loss/value` of the tap "loss"; a pytree
-has `grad/value/w/0` and so on. Each batch of a channel is one append to each array: the slower the
-storage, the larger the batches. A Parquet file is readable once its footer is written, at close:
-until then the rows are in a file beside it, which then takes its place.
+A tap has an array or a column for each field, which are in step: `loss/seq`, `loss/value` and so on
+of the tap "loss", `grad/value/w/0` of a pytree's. Each batch of a channel is one append to each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from callgate import _callgate
-from callgate._tap.records import Record, named_leaves, tap_key
-from callgate.sinks._base import FilesSink, SinkError, StrPath, each, file_for, plain
+from callgate._tap.records import Record, leaves_under, tap_key
+from callgate.sinks._base import FilesSink, file_for, plain
 
 _META = {"seq": np.uint64, "time_ns": np.int64, "process": np.int32, "device": np.int32}
 _CHUNK_BYTES = 1 << 20
@@ -49,9 +46,9 @@ class _Rows:
 
   def add(self, record: Record) -> None:
     row = _row(record)
-    got, fields = _fields(row), self.fields
-    if got != fields:
-      raise ValueError(f"expected {_text(fields)} as in the first record, got {_text(got)}")
+    if (fields := _fields(row)) != self.fields:
+      expected, got = _text(self.fields), _text(fields)
+      raise ValueError(f"expected {expected} as in the first record, got {got}")
     self._taken.append(row)
     self.nbytes += sum(array.nbytes for array in row.values())
 
@@ -69,10 +66,7 @@ def _row(record: Record) -> dict[str, np.ndarray]:
   row = {name: np.asarray(getattr(record.info, name), dtype) for name, dtype in _META.items()}
   if record.info.lane:
     row["lane"] = np.asarray(record.info.lane, np.int64)
-  for path, leaf in named_leaves(record.value):
-    name = f"value/{path}" if path else "value"
-    if name in row:
-      raise ValueError(f"expected leaves with names of their own, got two leaves {path!r}")
+  for name, leaf in leaves_under("value", record.value).items():
     row[name] = plain(leaf)
     if row[name].dtype.kind not in "biufc":
       raise ValueError(f"expected a dtype that JAX has, got {row[name].dtype} of {name}")
@@ -94,6 +88,13 @@ class _GrowingArrays(FilesSink):
 
   _root: Any = None
   _claimed: Any = None  # keeps other writers away until the sink is closed; its error names them
+
+  def _open_root(self, path: pathlib.Path, mode: str) -> Any: ...
+  def _create(self, group: Any, name: str, field: Field) -> Any: ...
+  def _flush(self) -> None: ...
+
+  def _claim(self, path: pathlib.Path) -> pathlib.Path:
+    return path
 
   def _start(self) -> None:
     path = pathlib.Path(self._target)
@@ -119,13 +120,11 @@ class _GrowingArrays(FilesSink):
     group = self._root.require_group(tap)
     existing = {name: group[name] for name in fields if name in group}
     for name, array in existing.items():
-      found = Field(tuple(array.shape[1:]), np.dtype(array.dtype))
-      if found != fields[name]:
+      if (found := Field(tuple(array.shape[1:]), np.dtype(array.dtype))) != fields[name]:
         raise ValueError(f"expected {name} to be {found} as in the file, got {fields[name]}")
     if not existing:
       return {name: self._create(group, name, field) for name, field in fields.items()}
-    if len(existing) != len(fields):
-      missing = ", ".join(sorted(set(fields) - set(existing)))
+    if missing := ", ".join(sorted(fields.keys() - existing)):
       raise ValueError(f"expected the arrays of the file, got also {missing}")
     length = min(array.shape[0] for array in existing.values())
     for array in existing.values():
@@ -143,16 +142,6 @@ class _GrowingArrays(FilesSink):
           array.resize((start + len(values), *array.shape[1:]))
           array[start:] = values
 
-  def _claim(self, path: pathlib.Path) -> pathlib.Path:
-    """What is claimed for the path."""
-    return path
-
-  def _open_root(self, path: pathlib.Path, mode: str) -> Any:
-    raise NotImplementedError
-
-  def _create(self, group: Any, name: str, field: Field) -> Any:
-    raise NotImplementedError
-
 
 class Zarr(_GrowingArrays):
   """A Zarr group on disk: https://zarr.readthedocs.io
@@ -162,15 +151,13 @@ class Zarr(_GrowingArrays):
     append: continue an existing store.
   """
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    super().__init__(path, append=append)
-    self._zarr = self._library("zarr", "zarr")
+  _extra, _needs = "zarr", ("zarr",)
 
   def _claim(self, path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f".{path.name}.writing")  # beside the store: Zarr makes its folder anew
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any:
-    return self._zarr.open_group(str(path), mode=mode)
+    return self._module.open_group(str(path), mode=mode)
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
     shape = (0, *field.shape)
@@ -192,12 +179,11 @@ class HDF5(_GrowingArrays):
     append: continue an existing file.
   """
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    super().__init__(path, append=append)
-    self._h5py = self._library("h5py", "hdf5")
+  _extra, _needs = "hdf5", ("h5py",)
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any:
-    return self._h5py.File(str(path), mode if path.stat().st_size else "w")  # claimed, so it exists
+    # Claimed, so it exists.
+    return self._module.File(str(path), mode if path.stat().st_size else "w")
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
     # HDF5 has chunks of at least one element, and none beyond an extent that is fixed.
@@ -242,10 +228,7 @@ class Parquet(FilesSink):
     append: keep the rows of existing files; they are copied.
   """
 
-  def __init__(self, path: StrPath, *, append: bool = False) -> None:
-    super().__init__(path, append=append)
-    self._arrow = self._library("pyarrow", "parquet")
-    self._parquet = self._library("pyarrow.parquet", "parquet")
+  _extra, _needs = "parquet", ("pyarrow.parquet", "pyarrow")
 
   def _start(self) -> None:
     file_for(self._target, "_")  # the folder
@@ -255,117 +238,95 @@ class Parquet(FilesSink):
     path = pathlib.Path(os.path.realpath(file_for(self._target, tap)))
     if path.exists() and not path.is_file():
       raise ValueError(f"expected a regular file, got {str(path)!r}")
-    table = self._open_table(path, functools.partial(self._table, path, record))
+    make = functools.partial(_Table, self._module, self._error, path, record)
+    table = self._open_table(path, make)
     if table.tap != tap:
-      raise ValueError(
-        f'expected the tap {table.tap!r} alone in {str(path)!r}, got {tap!r}; put "{{name}}" in the'
-        " path for a file each tap"
-      )
+      got = f'got {tap!r}; put "{{name}}" in the path for a file each tap'
+      raise ValueError(f"expected the tap {table.tap!r} alone in {str(path)!r}, {got}")
     table.rows.add(record)
-
-  def _table(self, path: pathlib.Path, record: Record, keep: bool) -> _Table:
-    rows = _Rows(record)
-    schema = self._to_arrow(rows.take()).schema
-    partial = path.with_name(path.name + ".writing")
-    claimed = _callgate.FileClaim("Parquet", str(partial))
-    writer = self._parquet.ParquetWriter(str(partial), schema)
-    table = _Table(tap_key(record.info), rows, writer, partial, path, claimed)
-    if keep and path.exists():
-      try:
-        with self._parquet.ParquetFile(str(path)) as old:
-          for group in range(old.num_row_groups):
-            writer.write_table(old.read_row_group(group))
-      except BaseException:
-        table.discard()
-        raise
-    return table
 
   def _commit(self) -> None:
     for table in self._tables.values():
       if len(table.rows) >= _GROUP_ROWS or table.rows.nbytes >= _GROUP_BYTES:
-        self._write_group(table)
-
-  def _flush(self) -> None:
-    each(functools.partial(self._write_group, table) for table in self._tables.values())
-
-  def _stop(self) -> None:
-    try:
-      self._flush()
-    finally:
-      super()._stop()
-
-  def _write_group(self, table: _Table) -> None:
-    count = len(table.rows)
-    if count == 0:
-      return
-    rows = self._to_arrow(table.rows.take())
-    try:
-      if table.broken is None:
-        table.writer.write_table(rows)
-        table.written += count
-        return
-    except Exception as error:  # noqa: BLE001 - the library's file is of no use from here on
-      table.broken = error
-    said = f"tap {table.tap!r} cannot be written: {table.broken}"
-    raise self._error(said, lost=count) from table.broken
-
-  def _to_arrow(self, columns: dict[str, np.ndarray]) -> Any:
-    table: dict[str, Any] = {}
-    for name, array in columns.items():
-      short = name.removeprefix("value/")  # unless a column of the record's own is called so
-      table[name if short in columns else short] = self._column(array)
-    return self._arrow.table(table)
-
-  def _column(self, array: np.ndarray) -> Any:
-    """Rows as an Arrow array: nested fixed-size lists for the axes after the first."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if array.dtype.kind == "c":
-      parts = [self._arrow.array(part) for part in (np.real(flat).copy(), np.imag(flat).copy())]
-      column = self._arrow.StructArray.from_arrays(parts, ["re", "im"])
-    else:
-      column = self._arrow.array(flat)
-    for axis in range(array.ndim - 1, 0, -1):
-      if size := array.shape[axis]:
-        column = self._arrow.FixedSizeListArray.from_arrays(column, size)
-      else:
-        offsets = self._arrow.array(np.zeros(math.prod(array.shape[:axis]) + 1, np.int32))
-        column = self._arrow.ListArray.from_arrays(offsets, column)
-    return column
+        table.flush()
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class _Table:
   """The file of one tap, being written beside the path that it will have."""
 
-  tap: str
-  rows: _Rows
-  writer: Any
-  partial: pathlib.Path
-  path: pathlib.Path
-  claimed: Any  # keeps other processes away
-  broken: Exception | None = None  # why nothing more can be written
-  written: int = 0  # rows
+  def __init__(
+    self, arrow: Any, error: Callable[..., Exception], path: pathlib.Path, first: Record, keep: bool
+  ) -> None:
+    self.tap, self.rows = tap_key(first.info), _Rows(first)
+    self._arrow, self._error = arrow, error
+    self._path, self._partial = path, path.with_name(path.name + ".writing")
+    self._broken: Exception | None = None  # why nothing more can be written
+    self._written = 0  # rows
+    schema = self._to_arrow().schema
+    self._claimed = _callgate.FileClaim("Parquet", str(self._partial))  # keeps others away
+    self._writer = arrow.parquet.ParquetWriter(str(self._partial), schema)
+    if keep and path.exists():
+      try:
+        with arrow.parquet.ParquetFile(str(path)) as old:
+          for group in range(old.num_row_groups):
+            self._writer.write_table(old.read_row_group(group))
+      except BaseException:
+        self._discard()
+        raise
+
+  def flush(self) -> None:
+    """Writes a group of rows."""
+    if (count := len(self.rows)) == 0:
+      return
+    rows = self._to_arrow()
+    try:
+      if self._broken is None:
+        self._writer.write_table(rows)
+        self._written += count
+        return
+    except Exception as error:  # noqa: BLE001 - the library's file is of no use from here on
+      self._broken = error
+    said = f"tap {self.tap!r} cannot be written: {self._broken}"
+    raise self._error(said, lost=count) from self._broken
 
   def close(self) -> None:
     """Puts the file in its place; where it can't be finished, the one that is there stays."""
     try:
-      if self.broken is None:
-        self.writer.close()
-        os.replace(self.partial, self.path)
+      if self._broken is None:
+        self._writer.close()
+        os.replace(self._partial, self._path)
+        self._claimed.close()
+        return
     except Exception as error:  # noqa: BLE001 - said below
-      self.broken = error
-    if self.broken is None:
-      self.claimed.close()
-      return
-    self.discard()
-    raise SinkError(
-      f"callgate.sinks.Parquet: tap {self.tap!r}: {str(self.path)!r} cannot be finished, and is "
-      f"as it was: {self.broken}",
-      lost=self.written,
-    ) from self.broken
+      self._broken = error
+    self._discard()
+    where = f"tap {self.tap!r}: {str(self._path)!r}"
+    said = f"{where} cannot be finished, and is as it was: {self._broken}"
+    raise self._error(said, lost=self._written) from self._broken
 
-  def discard(self) -> None:
+  def _discard(self) -> None:
     with contextlib.suppress(Exception):  # it has failed before
-      self.writer.close()
-    self.partial.unlink(missing_ok=True)
-    self.claimed.close()
+      self._writer.close()
+    self._partial.unlink(missing_ok=True)
+    self._claimed.close()
+
+  def _to_arrow(self) -> Any:
+    """The rows, which are taken: nested fixed-size lists for the axes after the first."""
+    columns = self.rows.take()
+    table: dict[str, Any] = {}
+    for name, array in columns.items():
+      flat = np.ascontiguousarray(array).reshape(-1)
+      if array.dtype.kind == "c":
+        parts = [self._arrow.array(part.copy()) for part in (np.real(flat), np.imag(flat))]
+        column = self._arrow.StructArray.from_arrays(parts, ["re", "im"])
+      else:
+        column = self._arrow.array(flat)
+      for axis in range(array.ndim - 1, 0, -1):
+        if size := array.shape[axis]:
+          column = self._arrow.FixedSizeListArray.from_arrays(column, size)
+        else:
+          offsets = self._arrow.array(np.zeros(math.prod(array.shape[:axis]) + 1, np.int32))
+          column = self._arrow.ListArray.from_arrays(offsets, column)
+      short = name.removeprefix("value/")  # unless a column of the record's own is called so
+      table[name if short in columns else short] = column
+    return self._arrow.table(table)

@@ -1,4 +1,4 @@
-"""Sinks of text: lines for people, and CSV tables of scalars. Python's own library does it."""
+"""Sinks of text: lines for people, and CSV tables of scalars."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ class Print(LibrarySink):
     self, file: TextIO | None = None, format: str | Callable[[Record], str] | None = None
   ) -> None:
     options.or_none(options.writable, "sinks.Print", "file", file)
-    text = None if callable(format) else format
-    _check_format(options.or_none(options.text, "sinks.Print", "format", text) or "")
     super().__init__(str(getattr(file, "name", "")) if file is not None else "stdout")
     self._file = file
     self._shown: Callable[[Record], str] = format if callable(format) else _line
-    if text is not None:
-      self._shown = lambda record: text.format(**_fields(record))
+    if format is not None and not callable(format):
+      _check_format(options.text("sinks.Print", "format", format))
+      self._shown = lambda record: format.format(**_fields(record))
     self._lines: list[str] = []
 
   def _take(self, record: Record) -> None:
@@ -52,14 +51,13 @@ class Print(LibrarySink):
 
   def _commit(self) -> None:
     lines, self._lines = self._lines, []
-    out = self._out()
     errors: list[UnicodeEncodeError] = []
     try:
-      out.write("".join(lines))
+      self._out().write("".join(lines))
     except UnicodeEncodeError:  # of one of them: the others are printed all the same
       for line in lines:
         try:
-          out.write(line)
+          self._out().write(line)
         except UnicodeEncodeError as error:
           errors.append(error)
     if errors:
@@ -76,33 +74,28 @@ class Print(LibrarySink):
     return sys.stdout if self._file is None else self._file
 
 
+_FIELDS = frozenset(
+  "value time name seq time_ns process device run lane role repeated".split()  # noqa: SIM905
+)
+
+
 def _check_format(text: str) -> None:
   """Raises for text that `str.format` can't read, or that has other fields."""
   try:
     for _, field, spec, _ in string.Formatter().parse(text):
-      if field is None:
-        continue
-      if re.split(r"[.\[]", field)[0] not in _FIELDS:
-        known = ", ".join(sorted(_FIELDS))
-        raise ValueError(f"a field '{field}', which is none of {known}")
+      if field is not None and re.split(r"[.\[]", field)[0] not in _FIELDS:
+        raise ValueError(f"a field '{field}', which is none of {', '.join(sorted(_FIELDS))}")
       _check_format(spec or "")
   except ValueError as error:
-    raise GateDefinitionError(
-      f"sinks.Print: format: expected text for str.format, got {text!r}: {error}"
-    ) from error
-
-
-_FIELDS = frozenset(
-  ("value", "time", "name", "seq", "time_ns", "process", "device", "run", "lane", "role",
-   "repeated")
-)  # fmt: skip
+    expected = f"expected text for str.format, got {text!r}: {error}"
+    raise GateDefinitionError(f"sinks.Print: format: {expected}") from error
 
 
 def _line(record: Record) -> str:
   info, leaves = record.info, named_leaves(record.value)
   texts = [f"{path}={_value(leaf)!s}" if path else str(_value(leaf)) for path, leaf in leaves]
-  head = f"{tap_key(info)}{_base.lane_suffix(info.lane)} #{info.seq}:"
-  return ("\n" if any("\n" in text for text in texts) else " ").join([head, *texts])
+  between = "\n" if any("\n" in text for text in texts) else " "
+  return between.join([f"{tap_key(info)}{_base.lane_suffix(info.lane)} #{info.seq}:", *texts])
 
 
 def _value(leaf: Any) -> Any:
@@ -111,12 +104,9 @@ def _value(leaf: Any) -> Any:
 
 
 def _fields(record: Record) -> dict[str, Any]:
-  info = record.info
-  return {
-    "value": jax.tree.map(_value, record.value),
-    "time": datetime.datetime.fromtimestamp(info.time_ns * 1e-9),
-    **{name: getattr(info, name) for name in _FIELDS - {"value", "time"}},
-  }
+  named = {name: getattr(record.info, name) for name in _FIELDS - {"value", "time"}}
+  time = datetime.datetime.fromtimestamp(record.info.time_ns * 1e-9)
+  return {**named, "time": time, "value": jax.tree.map(_value, record.value)}
 
 
 class CSV(FilesSink):
@@ -131,8 +121,6 @@ class CSV(FilesSink):
       process at a time writes to a file.
     columns: names of the columns, for one table of several taps (`callgate.sinks.columns`).
   """
-
-  _META = ("seq", "time_ns", "device", "lane")
 
   def __init__(
     self, path: StrPath, *, append: bool = False, columns: Sequence[str] | None = None
@@ -156,62 +144,47 @@ class CSV(FilesSink):
     row = {name: str(_base.scalar(name, array)[()]) for name, array in found.items()}
     for text in (*row, *row.values()):
       text.encode()  # a record that the file can't hold must not take others along
+    lane = ";".join(map(str, info.lane))
+    meta = {"seq": info.seq, "time_ns": info.time_ns, "device": info.device, "lane": lane}
     table = self._table(tap_key(info))
-    table.begin([*self._META, *(self._columns or row)])
+    table.header = table.header or [*meta, *(self._columns or row)]
     if (new := next((name for name in row if name not in table.header), None)) is not None:
-      raise ValueError(
-        f"expected the columns {', '.join(table.header)} of {str(table.path)!r}, got {new!r};"
-        ' name all with columns=, or put "{name}" in the path for a file each tap'
-      )
-    meta = (info.seq, info.time_ns, info.device, ";".join(map(str, info.lane)))
-    table.write({**dict(zip(self._META, meta, strict=True)), **row})
+      known = f"the columns {', '.join(table.header)} of {str(table.path)!r}"
+      advice = 'name all with columns=, or put "{name}" in the path for a file each tap'
+      raise ValueError(f"expected {known}, got {new!r}; {advice}")
+    table.rows.append(meta | row)
 
   def _commit(self) -> None:
     self._flush()
 
-  def _flush(self) -> None:
-    for table in self._tables.values():
-      table.flush()
-
 
 class _Table:
-  """An open CSV file, and the rows that are not in it yet. Used by its sink alone."""
+  """An open CSV file, and the rows that are not in it yet."""
 
   def __init__(self, path: pathlib.Path, keep: bool) -> None:
     self.path = path
     self._file = _callgate.LineFile("CSV", str(path), keep)
     line = self._file.first_line().decode("utf-8")
     self.header: list[str] = next(csv.reader([line]), []) if line else []
-    self._rows: list[list[Any]] = []
-    self._heads = False  # the first of them is the header
-
-  def begin(self, header: list[str]) -> None:
-    """Writes the header, unless there is one."""
-    if not self.header:
-      self.header = header
-      self._heads = True
-      self._rows.append(header)
-
-  def write(self, row: dict[str, Any]) -> None:
-    self._rows.append([row.get(name, "") for name in self.header])
+    self._heads = not self.header  # it is still to be written
+    self.rows: list[dict[str, Any]] = []
 
   def flush(self) -> None:
     """Writes the rows out, as far as there is room; an error counts the rest, which is lost."""
-    rows, self._rows = self._rows, []
-    heads, self._heads = self._heads, False
-    if not rows:
+    rows, self.rows = self.rows, []
+    if not rows and not (self._heads and self.header):
       return
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    writer = csv.DictWriter(text, self.header, lineterminator="\n")
+    if heads := self._heads:
+      writer.writeheader()
+    writer.writerows(rows)
     written, problem = self._file.append(text.getvalue())
-    without = heads and written == 0  # the next records bring the header along again
-    if without:
+    self._heads = heads and written == 0
+    if self._heads:  # the next records bring the header along again
       self.header = []
     if problem:
-      raise SinkError(problem, lost=len(rows) - written - without)
+      raise SinkError(problem, lost=len(rows) - max(0, written - heads))
 
   def close(self) -> None:
-    try:
-      self.flush()
-    finally:
-      self._file.close()
+    self._file.close()

@@ -15,10 +15,9 @@ from callgate.sinks._base import LibrarySink, StrPath, plain, scalar
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
-  """The record's step, and its other columns by names that tell lanes apart.
+  """The record's step, its number or the column that says it; its other columns, with lanes apart.
 
-  The step is the record's number, or the column that says it. Complex columns come as two. The
-  names' characters are such that both trackers take.
+  Complex columns come as two.
   """
   named = {name: plain(value) for name, value in columns(record).items()}
   step, lane = record.info.seq, record.info.lane
@@ -31,13 +30,12 @@ def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.n
       got = f"{array.dtype}{list(array.shape)}"
       raise ValueError(f"expected the step {name!r} to be an integer, got {got}")
     step = int(array)
+  suffix = f"/lane_{'.'.join(map(str, lane))}" if lane else ""
   curves: list[tuple[str, np.ndarray]] = []
   for name, array in named.items():
-    name += f"/lane_{'.'.join(map(str, lane))}" if lane else ""
-    if array.dtype.kind == "c":
-      curves += [(f"{name}/re", np.real(array)), (f"{name}/im", np.imag(array))]
-    else:
-      curves.append((name, array))
+    complex_parts = {"/re": np.real(array), "/im": np.imag(array)}
+    parts = complex_parts if array.dtype.kind == "c" else {"": array}
+    curves += [(f"{name}{suffix}{part}", x) for part, x in parts.items()]
   return step, curves
 
 
@@ -50,34 +48,32 @@ class TensorBoard(LibrarySink):
       for the record's `seq`.
   """
 
+  _extra, _needs = "tensorboard", ("tensorboardX",)
+
   def __init__(self, logdir: StrPath, *, step: str | None = None) -> None:
     super().__init__(options.path("sinks.TensorBoard", "logdir", logdir))
     options.optional_texts("sinks.TensorBoard", step=step)
-    self._tensorboard = self._library("tensorboardX", "tensorboard")
     self._step = step
-    self._writer: Any = None
 
   def _start(self) -> None:
-    self._writer = self._tensorboard.SummaryWriter(self._target)
+    self._writer: Any = self._module.SummaryWriter(self._target)
 
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
     seconds = record.info.time_ns * 1e-9
     for tag, array in curves:
+      values = np.asarray(array, np.float64)
+      values = values[np.isfinite(values)]  # bins have no place for the others
       if array.ndim == 0:
         self._writer.add_scalar(tag, float(array), step, walltime=seconds)
-        continue
-      values = np.asarray(array, np.float64).reshape(-1)
-      values = values[np.isfinite(values)]  # bins have no place for the others
-      if values.size:
+      elif values.size:
         self._writer.add_histogram(tag, values, step, walltime=seconds)
 
   def _flush(self) -> None:
     self._writer.flush()
 
   def _stop(self) -> None:
-    writer, self._writer = self._writer, None
-    writer.close()
+    self._writer.close()
 
 
 class MLflow(LibrarySink):
@@ -94,6 +90,7 @@ class MLflow(LibrarySink):
   """
 
   _BATCH = 1000  # the most metrics that MLflow takes at once
+  _extra, _needs = "mlflow", ("mlflow.entities", "mlflow.tracking", "mlflow")
 
   def __init__(
     self,
@@ -103,14 +100,11 @@ class MLflow(LibrarySink):
     run_name: str | None = None,
     step: str | None = None,
   ) -> None:
-    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
     options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    self._library("mlflow", "mlflow")
-    tracking = self._library("mlflow.tracking", "mlflow")
-    self._metric = self._library("mlflow.entities", "mlflow").Metric
+    super().__init__(options.text("sinks.MLflow", "experiment", experiment))
     uri = str(tracking_uri)
     if "://" not in uri:
       uri = pathlib.Path(uri).absolute().as_uri()
@@ -118,13 +112,12 @@ class MLflow(LibrarySink):
     before = os.environ.get("MLFLOW_ALLOW_FILE_STORE")
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     try:
-      self._client: Any = tracking.MlflowClient(tracking_uri=uri)
+      self._client: Any = self._module.tracking.MlflowClient(tracking_uri=uri)
     finally:
       del os.environ["MLFLOW_ALLOW_FILE_STORE"]
       if before is not None:
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = before
-    self._run_name = run_name
-    self._step = step
+    self._run_name, self._step = run_name, step
     self._waiting: list[Any] = []
     self.run_id: str | None = None
 
@@ -134,17 +127,17 @@ class MLflow(LibrarySink):
       return
     found = self._client.get_experiment_by_name(self._target)
     experiment = found.experiment_id if found else self._client.create_experiment(self._target)
-    run = self._client.create_run(experiment, run_name=self._run_name)
-    self.run_id = run.info.run_id
+    self.run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
 
   def _take(self, record: Record) -> None:
     step, curves = _curves(record, self._step)
     milliseconds = record.info.time_ns // 1_000_000
-    self._waiting += [
-      # MLflow's names hold letters, digits and these marks.
-      self._metric(re.sub(r"[^\w\-. :/]", "_", tag), float(scalar(tag, x)), milliseconds, step)
-      for tag, x in curves
-    ]
+    metrics: list[Any] = []
+    for tag, array in curves:
+      name = re.sub(r"[^\w\-. :/]", "_", tag)  # MLflow's hold letters, digits and these marks
+      value = float(scalar(tag, array))
+      metrics.append(self._module.entities.Metric(name, value, milliseconds, step))
+    self._waiting += metrics
 
   def _commit(self) -> None:
     waiting, self._waiting = self._waiting, []

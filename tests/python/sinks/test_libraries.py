@@ -198,7 +198,8 @@ def test_curves_take_bounded_memory_and_keep_their_ends():
   curve = _Curve(100)
   for step in range(12345):
     curve.add(step, step * 0.5)
-  assert 50 <= len(curve.steps) <= 101
-  assert (curve.steps[0], curve.steps[-1]) == (0, 12344)
-  np.testing.assert_array_equal(curve.values, curve.steps * 0.5)
-  assert np.ptp(np.diff(curve.steps[:-1])) == 0
+  steps, values = curve.line
+  assert 50 <= len(steps) <= 101
+  assert (steps[0], steps[-1]) == (0, 12344)
+  np.testing.assert_array_equal(values, steps * 0.5)
+  assert np.ptp(np.diff(steps[:-1])) == 0

@@ -107,7 +107,7 @@ def _as_tuple(value: Any) -> Any:
 def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
   """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
   shapes: list[Any] = [array.shape for array in arrays[: about.values]]
-  for index, sizes in zip(about.logical, about.logical_shapes(arrays), strict=True):
+  for index, sizes in zip(about.logical, arrays[about.values :], strict=True):
     of_axes = np.moveaxis(sizes, -1, 0)
     shapes[index] = tuple(map(int, of_axes) if sizes.ndim == 1 else of_axes)
   return tuple(shapes)
