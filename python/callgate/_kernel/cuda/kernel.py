@@ -28,9 +28,9 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Parameter, check_types, refuse_packed
+from callgate._kernel.parameters import Kind, Signature, check_types, refuse_packed
 from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
-from callgate._kernel.variants import Static
+from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
 _TYPES = "_dtypes"
@@ -44,9 +44,7 @@ class CudaKernel(Kernel, CudaPart):
     name, parameters, effect, vmap: as for every kernel.
   """
 
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: CudaOptions
-  ) -> None:
+  def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
     """As `Kernel`'s, with IN, OUT and INOUT for arrays, NUMBER for what a program fixes."""
     self._arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
@@ -55,18 +53,15 @@ class CudaKernel(Kernel, CudaPart):
   def arch(self) -> tuple[int, ...]:
     return self._arch
 
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     given = [p for p in self.signature or () if p.is_given]
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
-    for parameter in given:
-      value = values.get(parameter.name)
-      if parameter.kind is Kind.NUMBER and isinstance(value, Tracer):
+    for name in (p.name for p in given if p.kind is Kind.NUMBER):
+      if isinstance(value := values.get(name), Tracer):
         raise GateDefinitionError(
-          f"{self.label}: argument '{parameter.name}': expected a number that is known when the "
-          f"program is traced, since the kernel takes it by value; got a traced array ({value}). "
-          f"Declare it as `const T* {parameter.name}` to pass an array"
+          f"{self.label}: argument '{name}': expected a number that is known when the program is "
+          f"traced, since the kernel takes it by value; got a traced array ({value}). Declare it "
+          f"as `const T* {name}` to pass an array"
         )
     return super()._arguments(args, kwargs)
 
@@ -130,18 +125,14 @@ class NamedKernel(CudaKernel):
       for name in names:
         if name not in self.named:
           raise GateDefinitionError(f"{self.label}: {option}: {known}, got '{name}'")
-    for name in self.outputs:
-      if name in self.constants or self.named[name].constant:
-        raise GateDefinitionError(
-          f"{self.label}: outputs: expected parameters that take arrays, got the static '{name}'"
-        )
+        if option == "outputs" and (name in self.constants or self.named[name].constant):
+          expected = "expected parameters that take arrays"
+          raise GateDefinitionError(f"{self.label}: outputs: {expected}, got the static '{name}'")
     taken = {*self.constants, *self.outputs}
     self.parameters = tuple(name for name in self.named if name not in taken)
 
   # -- calls -------------------------------------------------------------------------------------
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     places, known = self.parameters, ", ".join(self.parameters)
     if len(args) > len(places):
       raise GateDefinitionError(
@@ -154,16 +145,29 @@ class NamedKernel(CudaKernel):
         raise GateDefinitionError(f"{self.label}: got argument '{name}' {what}; expected {known}")
       given[name] = value
     arrays = [name for name in places if name in given and _is_array(given[name])]
-    self._check_given(given, arrays)
-    static: dict[str, Any] = {}
-    types: list[str] = []
-    for name, value in given.items():
-      if name in arrays:
+    for name in arrays:
+      if self.named[name].constant:
+        raise GateDefinitionError(
+          f"{self.label}: argument '{name}': expected a value that is known when the program is "
+          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
+        )
+    before_last = arrays != []
+    for name, parameter in self.named.items():
+      before_last = before_last and name != arrays[-1]
+      if name in given or name not in places or parameter.default is not NONE:
         continue
-      if isinstance(value, np.generic):
-        types.append(f"{name}={value.dtype.name}")
+      if parameter.constant or self.outputs:
+        raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
+      if before_last:
+        raise GateDefinitionError(
+          f"{self.label}: parameter '{name}' is left open before '{arrays[-1]}', which got an "
+          "array; results go to the last parameters, or to those that outputs= names"
+        )
+    static = {name: value for name, value in given.items() if name not in arrays}
+    types = [f"{n}={v.dtype.name}" for n, v in static.items() if isinstance(v, np.generic)]
+    for name, value in static.items():
       if isinstance(value, (bool, int, float, complex, np.generic)):
-        value = static_values.number(self.label, name, value, None, what="argument")
+        static[name] = static_values.number(self.label, name, value, None, what="argument")
       try:
         hash(value)
       except TypeError:
@@ -171,31 +175,9 @@ class NamedKernel(CudaKernel):
         raise GateDefinitionError(
           f"{self.label}: argument '{name}': expected an array or a hashable value, got {got}"
         ) from None
-      static[name] = value
     if types:
       static[_TYPES] = ",".join(types)
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
-
-  def _check_given(self, given: Mapping[str, Any], arrays: list[str]) -> None:
-    order = list(self.named)
-    for name in arrays:
-      if self.named[name].constant:
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected a value that is known when the program is "
-          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
-        )
-    last = order.index(arrays[-1]) if arrays else -1
-    for index, name in enumerate(order):
-      parameter = self.named[name]
-      if name in given or name not in self.parameters or parameter.default is not NONE:
-        continue
-      if parameter.constant or self.outputs:
-        raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
-      if index < last:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is left open before '{order[last]}', which got an "
-          "array; results go to the last parameters, or to those that outputs= names"
-        )
 
   # -- plans -------------------------------------------------------------------------------------
   def bound(self, call: CudaCall) -> dict[str, Bound]:
@@ -221,26 +203,23 @@ class NamedKernel(CudaKernel):
         open_.remove(name)
     takers = self.outputs or tuple(open_[ins:])
     if len(open_) != wanted or len(takers) != len(results):
-      and_takers = (
-        f" and ({', '.join(self.outputs)}) for results" if self.outputs else " and results"
-      )
+      more = f"({', '.join(self.outputs)}) for results" if self.outputs else "results"
       raise GateDefinitionError(
         f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
-        f"got ({', '.join(open_)}) for arrays{and_takers}"
+        f"got ({', '.join(open_)}) for arrays and {more}"
       )
     found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
-    for name, result in zip(takers, results, strict=True):
-      found[name] = Bound("result", result, call.results[result])
+    found |= {n: Bound("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)}
     found |= {name: Bound("static", -1, value) for name, value in static.items()}
     return {name: found[name] for name in self.named}
 
   def made_for(
-    self, key: str, capabilities: tuple[int, ...], make: Callable[[int, bool], Any]
+    self, key: str, capabilities: tuple[int, ...], make: Callable[..., Any]
   ) -> list[Any]:
-    """What `make(capability, ptx)` makes for each capability, once for a plan's key."""
+    """What `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
-        self._made[key, each] = make(each or ptx_capability(()), each == 0)
+        self._made[key, each] = make(each or ptx_capability(()), ptx=each == 0)
     return [self._made[key, each] for each in capabilities or (0,)]
 
   def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:
@@ -251,8 +230,8 @@ class NamedKernel(CudaKernel):
 
 def _is_array(value: Any) -> bool:
   """NumPy's scalars are numbers here, and what JAX made are arrays."""
-  known = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-  return isinstance(value, known) or hasattr(value, "__jax_array__")
+  kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  return isinstance(value, kinds) or hasattr(value, "__jax_array__")
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from typing import Any
@@ -76,12 +77,10 @@ class NumbaCudaKernel(NamedKernel):
     self, key: str, capabilities: tuple[int, ...]
   ) -> tuple[list[Any], list[tuple[str, list[int], Image]]]:
     """Numba's types of all parameters, and what it makes for them; see `compiler.compile_for`."""
-    types = self._compiler.parameter_types(self.label, self.function, json.loads(key))
-
-    def make(capability: int, ptx: bool) -> Any:
-      return self._compiler.compile_for(self.label, self.function, types, capability, ptx=ptx)
-
-    return types, self.made_for(key, capabilities, make)
+    compiler, label, function = self._compiler, self.label, self.function
+    types = compiler.parameter_types(label, function, json.loads(key))
+    compiled = functools.partial(compiler.compile_for, label, function, types)
+    return types, self.made_for(key, capabilities, compiled)
 
 
 @factories.of_one(NumbaCudaOptions)
