@@ -9,13 +9,11 @@ from typing import Any, cast
 
 from callgate._core import extras, factories, registry
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.cuda import source as _source
-from callgate._kernel.cuda.cuda import CudaSourceKernel
+from callgate._kernel.cuda.cuda import made
 from callgate._kernel.cuda.options import CupyOptions
-from callgate._kernel.cuda.part import BuildOptions, SourcePart
 from callgate._kernel.elementwise.elementwise import elementwise
+from callgate._kernel.elementwise.params import is_letter
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.program import parse_arch
 
 # As CuPy compiles: denormal numbers are zero, functions are the device's. Sources may have a `cg`
 # of their own.
@@ -40,8 +38,8 @@ def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
   for expected in (text for text, wrong in faults.items() if wrong):
     raise GateDefinitionError(f"{what}: expected {expected}")
   if function is None and hasattr(kernel, "get_function"):
-    names = list(kernel.name_expressions or ())
-    known = f" (its name_expressions are {', '.join(names)})" if names else ""
+    names = ", ".join(kernel.name_expressions or ())
+    known = f" (its name_expressions are {names})" if names else ""
     raise GateDefinitionError(
       f"{what}: expected the name of the RawModule's function as second argument{known}"
     )
@@ -53,9 +51,8 @@ def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
   given = cast("Sequence[str]", kernel.options)
   for option in given:
     if _REFUSED.match(option):
-      raise GateDefinitionError(
-        f"{what}: expected options of one unit, got '{option}', which needs a linker"
-      )
+      fault = f"expected options of one unit, got '{option}', which needs a linker"
+      raise GateDefinitionError(f"{what}: {fault}")
     if "CUPY_USE_JITIFY" in option:
       raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
   # C++17 has all that older standards have.
@@ -74,15 +71,14 @@ def _include_dirs(module: Any, source: str) -> tuple[str, ...]:
 def _params(label: str, parameters: Sequence[Any]) -> str:
   """CuPy's parameters as text."""
   found: list[str] = []
-  for p in parameters:
+  for p in (p for p in parameters if p.ctype is not None):
     kind = str(p.ctype if p.dtype is None else p.dtype.name)
-    if p.dtype is None and p.ctype is not None and not re.fullmatch(r"[A-Z][0-9]*", kind):
+    if p.dtype is None and not is_letter(kind):
       what = f"{label}: parameter '{p.name}'"
       raise GateDefinitionError(
         f"{what}: expected a dtype or a capital letter as its type, got '{kind}'"
       )
-    if p.ctype is not None:
-      found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
+    found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
   return ", ".join(found)
 
 
@@ -147,13 +143,9 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   what = f"kernel '{name}'" if name else "callgate.cupy"
   module = extras.library("cupy", "CuPy", "cupy", by=what)
   if isinstance(kernel, module.ElementwiseKernel):
-    default, refused = (
-      CupyOptions(),
-      ("grid", "block", "cluster", "scratch", "out", "vmap", "linear"),
-    )
-    given = [option for option in refused if getattr(options, option) != getattr(default, option)]
-    given += [] if function is None else ["function"]
-    if given:
+    refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
+    given = [n for n in refused if getattr(options, n) != getattr(CupyOptions(), n)]
+    if given := given + ["function"] * (function is not None):
       raise GateDefinitionError(
         f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
       )
@@ -163,20 +155,12 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     got = type(kernel).__name__
     if isinstance(kernel, module.ReductionKernel):
       got += "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
-    raise GateDefinitionError(
-      f"{what}: expected a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel, got {got}"
-    )
+    kinds = "a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel"
+    raise GateDefinitionError(f"{what}: expected {kinds}, got {got}")
   if options.grid is None or options.block is None or options.jvp is not None:
-    missing = "none" if options.grid is None else "no block="
-    wrong = "jvp=" if options.jvp is not None else missing
-    raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
+    got = "jvp=" if options.jvp is not None else "none" if options.grid is None else "no block="
+    raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {got}")
   source, named = _source_of(what, kernel, function)
-  known = _source.find(what, source, named)
-  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
-  label = f"kernel '{name}'"
-  building = BuildOptions(
-    _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, options.arch)
+  return made(
+    what, source, named, options, _options_of(what, kernel), _include_dirs(module, source)
   )
-  launching, aliases = options.launching(label), dict(options.aliases or {})
-  part = SourcePart(label, source, named, launching, building, aliases)
-  return CudaSourceKernel(name, part, options)
