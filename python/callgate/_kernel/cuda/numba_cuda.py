@@ -17,11 +17,7 @@ from callgate._kernel.program import CudaCall
 
 
 class NumbaCudaKernel(NamedKernel):
-  """A kernel of `@numba.cuda.jit`; see `callgate.numba_cuda`.
-
-  Attributes:
-    function: what the decorator made.
-  """
+  """A kernel of `@numba.cuda.jit`; see `callgate.numba_cuda`."""
 
   def __init__(self, function: Any, options: NumbaCudaOptions) -> None:
     what = f"kernel '{options.name}'" if options.name else "callgate.numba_cuda"
@@ -30,9 +26,7 @@ class NumbaCudaKernel(NamedKernel):
     from callgate._kernel.cuda import numba_cuda_compile as compiler
 
     compiler.check(what, function)
-    self._compiler = compiler
-    self.function = function
-    self._launching = options
+    self._compiler, self.function, self._launching = compiler, function, options
     own = inspect.signature(function.py_func).parameters.values()
     name = options.name if options.name is not None else registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
@@ -41,22 +35,20 @@ class NumbaCudaKernel(NamedKernel):
     bound, compiler, given = self.bound(call), self._compiler, self._launching
     # The leading axis of arrays under vmap="grid", which a call without a batch has too.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()
-    held: list[tuple[Any, ...]] = []  # what `compiler.type_of` takes
-    for name, (of, index, value) in bound.items():
-      if of == "static":
-        held.append((name, str(compiler.scalar_type(self.label, name, value)), -1, 0))
-      else:
-        written = int(of == "result" or index in self.aliases)
-        held.append((name, value.dtype.name, len(lanes) + len(value.shape), written))
+    held = [  # what `compiler.type_of` takes
+      (name, str(compiler.scalar_type(self.label, name, value)), -1, 0) if of == "static"
+      else (name, value.dtype.name, len(lanes) + len(value.shape),
+            int(of == "result" or index in self.aliases))
+      for name, (of, index, value) in bound.items()
+    ]  # fmt: skip
     key = json.dumps(held, separators=(",", ":"))
     types, built = self._built(key, call.capabilities)
     parameters: list[launch.Parameter] = []
     for (of, index, value), numba_type in zip(bound.values(), types, strict=True):
-      if of == "static":
-        parameters += compiler.scalar_parameters(value, numba_type)
-      else:
-        shape = (*lanes, *value.shape)
-        parameters += compiler.array_parameters(shape, value.dtype.itemsize, of, index)
+      parameters += (
+        compiler.scalar_parameters(value, numba_type) if of == "static"
+        else compiler.array_parameters((*lanes, *value.shape), value.dtype.itemsize, of, index)
+      )  # fmt: skip
     have = [len(p.data) for p in parameters]
     for declared in (declared for _, declared, _ in built if declared != have):
       fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"

@@ -1,9 +1,7 @@
-"""Compiles functions of `@numba.cuda.jit` for a compute capability, with or without a device.
+"""All that depends on the installed numba-cuda: functions of `@numba.cuda.jit` are compiled here.
 
-All that depends on the installed numba-cuda is here. The function is compiled to PTX by its public
-interface, its entry renamed so that it is the same in every process, and linked to a cubin by
-numba-cuda's linker, with what the decorator's `link=` names. Imported with the first kernel;
-compiles under Numba's own lock, on the lowering thread.
+The public interface makes PTX, whose entry is renamed so that it is the same in every process, and
+numba-cuda's linker a cubin with what `link=` names. Under Numba's own lock, on the lowering thread.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalCall=false
@@ -47,9 +45,8 @@ _REFUSED = {
 def check(label: str, function: Any) -> None:
   """Raises for what is no kernel of Numba's, or one that a program's launch can't respect."""
   if not isinstance(function, cuda.dispatcher.CUDADispatcher):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel that @numba.cuda.jit has made, got {function!r}"
-    )
+    expected = "expected a kernel that @numba.cuda.jit has made"
+    raise GateDefinitionError(f"{label}: {expected}, got {function!r}")
   for option, why in _REFUSED.items():
     if function.targetoptions.get(option):
       raise GateDefinitionError(f"{label}: expected a kernel {why}")
@@ -121,22 +118,17 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
   if numba_type == types.boolean:
     return [Parameter.scalar(bool(value), np.uint8)]
   dtype = np.dtype(str(numba_type))
-  if dtype.kind != "c":
-    return [Parameter.scalar(value, dtype)]
   number = np.asarray(value, dtype)
-  return [Parameter.scalar(part, part.dtype) for part in (number.real, number.imag)]
+  parts = (number.real, number.imag) if dtype.kind == "c" else (number,)
+  return [Parameter.scalar(part, part.dtype) for part in parts]
 
 
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
 ) -> tuple[str, list[int], Image]:
-  """Compiles a kernel for a capability, as 90; with `ptx` for any device that is not older.
+  """The name of the entry, the sizes of its parameters as PTX declares them, and the image.
 
-  Returns:
-    The name of the entry, the sizes of its parameters as PTX declares them, and the image.
-
-  Raises:
-    CompileError: Numba refuses the function.
+  For a capability, as 90; with `ptx` for any device that is not older.
   """
   given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
@@ -147,9 +139,8 @@ def compile_for(
       **options,
     )  # fmt: skip
   except Exception as error:  # Numba raises many kinds
-    raise CompileError(
-      f"{label}: Numba can't compile '{name}' for sm_{capability}: {error}", str(error)
-    ) from error
+    fault = f"Numba can't compile '{name}' for sm_{capability}: {error}"
+    raise CompileError(f"{label}: {fault}", str(error)) from error
   text = text if isinstance(text, str) else text.decode()
   ((entry, declared),) = entries(text).items()
   # A name that doesn't depend on what was compiled before, as Numba's does.
@@ -159,11 +150,9 @@ def compile_for(
   for pattern, why in _REFUSED_CODE.items():
     if re.search(pattern, text):
       raise GateDefinitionError(f"{label}: expected a kernel {why}")
-  if ptx and not given.get("link"):
-    image = Image(text.encode() + b"\0", 0)
-  else:
-    image = Image(_linked(label, text, cc, given), capability)
-  return renamed, [size for size, _ in declared], image
+  only_ptx = ptx and not given.get("link")
+  code = text.encode() + b"\0" if only_ptx else _linked(label, text, cc, given)
+  return renamed, [size for size, _ in declared], Image(code, 0 if only_ptx else capability)
 
 
 def _linked(label: str, text: str, cc: tuple[int, int], options: Mapping[str, Any]) -> bytes:

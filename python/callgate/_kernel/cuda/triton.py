@@ -26,13 +26,7 @@ _ALIGNMENT = 16  # bytes; Triton vectorises what it knows to be so aligned
 
 
 class TritonKernel(NamedKernel):
-  """A kernel of Triton; see `callgate.triton`.
-
-  Attributes:
-    function: the `@triton.jit` function below all decorators.
-    decorated: as given.
-    compile_options: of Triton, such as num_warps.
-  """
+  """A kernel of Triton; see `callgate.triton`."""
 
   def __init__(
     self, kernel: Any, options: TritonOptions, constants: Mapping[str, Any] | None = None
@@ -41,17 +35,14 @@ class TritonKernel(NamedKernel):
     extras.library("triton", "Triton", "triton", by=what)
     from callgate._kernel.cuda import triton_compile
 
-    self._compiler = triton_compile
+    self._compiler, self._options = triton_compile, options
     function = triton_compile.base_function(kernel)
     if function is None:
       raise GateDefinitionError(
         f"{what}: expected a function of @triton.jit, or one under @triton.autotune or "
         f"@triton.heuristics, got {kernel!r}"
       )
-    self.function = function
-    self.decorated = kernel
-    self.compile_options = options.of_triton()
-    self._grid, self._zeroed = options.grid, options.zeroed_outputs
+    self.function, self.decorated = function, kernel
     self._automatic = triton_compile.automatic(kernel)
     named = [
       Named(p.name, True, None) if p.name in self._automatic
@@ -99,7 +90,7 @@ class TritonKernel(NamedKernel):
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
-    given = {**constants, **self.compile_options}
+    given = {**constants, **self._options.of_triton()}
     found = compiler.candidates(label, self.decorated, arguments, given)
     found = [{**TRITON_DEFAULTS, **settings} for settings in found]
     for settings in found:
@@ -120,11 +111,11 @@ class TritonKernel(NamedKernel):
     results = sorted((b.position, b.value) for b in bound.values() if b.of == "result")
     own = {n: v for n, v in settings.items() if n in bound}
     options = TritonOptions(
-      name=registry.free_name(f"{self.name}.tuned"), grid=self._grid,
-      options={n: v for n, v in settings.items() if n not in bound}, zeroed_outputs=self._zeroed,
-      outputs=[n for n, b in bound.items() if b.of == "result"],
+      name=registry.free_name(f"{self.name}.tuned"), grid=self._options.grid,
+      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch(),
+      outputs=[n for n, b in bound.items() if b.of == "result"], aliases=self.aliases,
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
-      aliases=self.aliases, arch=self.arch(),
+      zeroed_outputs=self._options.zeroed_outputs,
     )  # fmt: skip
     return TritonKernel(self.function, options, {**static, **own})
 
@@ -146,7 +137,7 @@ class TritonKernel(NamedKernel):
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
       raise CompileError(f"{self.label}: {fault}", "")
     ((entry, threads, cluster, _),) = same
-    grid = self._grid
+    grid = self._options.grid
     if callable(grid):
       shapes = ((*call.operands, *call.results),) if takes_two(grid) else ()
       grid = grid(dict(meta), *shapes)
@@ -173,8 +164,8 @@ class TritonKernel(NamedKernel):
   def _zeroed_of(
     self, call: CudaCall, bound: Mapping[str, Bound], meta: Mapping[str, Any]
   ) -> tuple[int, ...]:
-    given = self._zeroed(dict(meta)) if callable(self._zeroed) else self._zeroed
-    found: set[int] = set()
+    given, found = self._options.zeroed_outputs, set[int]()
+    given = given(dict(meta)) if callable(given) else given
     for name in (given,) if isinstance(given, (int, str)) else cast("Sequence[Any]", given):
       target = bound.get(name) if isinstance(name, str) else None
       index = name if target is None else target.position if target.of == "result" else None
