@@ -6,7 +6,6 @@ kernel in C++.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,13 +20,13 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.cuda.source import CudaFunction, CudaParameter
+from callgate._kernel.cuda.source import CudaFunction
 from callgate._kernel.launch import Address, Launch, Plan
 from callgate._kernel.launch import Parameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.program import CudaCall, CudaPart
-from callgate._kernel.source import TemplateParameter, deduced
+from callgate._kernel.source import SourceParameter, TemplateParameter, deduced
 
 
 class BuildOptions(NamedTuple):
@@ -70,16 +69,16 @@ class SourcePart(CudaPart):
     """What a call gives and gets, in the order of the source."""
     parameters, templates = list[Parameter](), [t.name for t in self.function.template]
     for p in self.function.parameters:
-      if p.role == "scratch":
+      if p.kind is Kind.CONTEXT:
         continue
       dtype = self._dtype(p.element)
-      if p.role == "number" and dtype is None and p.element not in templates:
+      if p.kind is Kind.NUMBER and dtype is None and p.element not in templates:
         raise GateDefinitionError(
           f"{self.label}: parameter '{p.name}': expected a pointer, a view (cg::In<float, 1>) or a "
           f"number by value, got the type '{p.element}'"
         )
-      rank = 0 if p.role == "number" else int(p.rank) if p.rank.isdigit() else -1
-      parameters.append(Parameter(p.name, Kind[p.role.upper()], dtype, rank))
+      rank = 0 if p.kind is Kind.NUMBER else int(p.rank) if p.rank.isdigit() else -1
+      parameters.append(Parameter(p.name, p.kind, dtype, rank))
     return parameters
 
   def _dtype(self, element: str) -> np.dtype[Any] | None:
@@ -119,11 +118,12 @@ class SourcePart(CudaPart):
       raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {dtype}")
     return _source.TYPES[dtype.name]
 
-  def _arrays(self, call: CudaCall) -> list[tuple[CudaParameter, Any]]:
+  def _arrays(self, call: CudaCall) -> list[tuple[SourceParameter, Any]]:
     """Parameters that are arrays, with theirs; an operand and a result in one count as both."""
-    found: list[tuple[CudaParameter, Any]] = []
-    for what, role, arrays in (("operands", "in", call.operands), ("results", "out", call.results)):
-      side = [p for p in self.function.parameters if p.role in (role, "inout")]
+    found: list[tuple[SourceParameter, Any]] = []
+    sides = (("operands", Kind.IN, call.operands), ("results", Kind.OUT, call.results))
+    for what, kind, arrays in sides:
+      side = [p for p in self.function.parameters if p.kind in (kind, Kind.INOUT)]
       if len(side) != len(arrays):
         names = f"({', '.join(p.name for p in side)}), as the CUDA source has them"
         raise GateDefinitionError(
@@ -174,20 +174,20 @@ class SourcePart(CudaPart):
   def _parameters(self, call: CudaCall, scratch: Sequence[str]) -> Iterator[Argument]:
     operands, results = iter(enumerate(call.operands)), iter(enumerate(call.results))
     for p in self.function.parameters:
-      if p.role == "number":
+      if p.kind is Kind.NUMBER:
         yield self._number(p, call)
-      elif p.role == "scratch":
+      elif p.kind is Kind.CONTEXT:
         yield Argument.pointer("scratch", scratch.index(p.name))
       else:
-        if p.role == "inout":
+        if p.kind is Kind.INOUT:
           next(operands)
-        index, array = next(operands if p.role == "in" else results)
+        index, array = next(operands if p.kind is Kind.IN else results)
         # A pointer, or a view: the pointer and the extents (include/callgate/kernel_device.h).
         extents = np.array(array.shape if p.rank else (), "<i8").tobytes()
-        address = Address(0, "operand" if p.role == "in" else "result", index)
+        address = Address(0, "operand" if p.kind is Kind.IN else "result", index)
         yield Argument(bytes(8) + extents, (address,))
 
-  def _number(self, parameter: CudaParameter, call: CudaCall) -> Argument:
+  def _number(self, parameter: SourceParameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
     if name not in call.static:
       raise GateDefinitionError(
@@ -210,24 +210,23 @@ def _with_roles(
   label: str, function: CudaFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
 ) -> CudaFunction:
   """What pointers to non-const elements are: results, operands in place, or scratch memory."""
-  parameters: list[CudaParameter] = []
+  parameters: list[SourceParameter] = []
   operands = results = 0
   for p in function.parameters:
-    pointer = p.role == "out" and not p.rank
+    pointer = p.kind is Kind.OUT and not p.rank
     if p.name in scratch:
       if not pointer:
         raise GateDefinitionError(f"{label}: scratch: expected '{p.name}' to be a pointer `T*`")
-      p = dataclasses.replace(p, role="scratch")
+      p = p._replace(kind=Kind.CONTEXT)  # no operand and no result
     elif pointer and aliases.get(operands) == results:
-      p = dataclasses.replace(p, role="inout")
-    operands += p.role in ("in", "inout")
-    results += p.role in ("out", "inout")
+      p = p._replace(kind=Kind.INOUT)
+    operands += p.kind in (Kind.IN, Kind.INOUT)
+    results += p.kind in (Kind.OUT, Kind.INOUT)
     parameters.append(p)
   if unknown := scratch.keys() - {p.name for p in parameters}:
-    raise GateDefinitionError(
-      f"{label}: scratch: expected names of the kernel's parameters, got '{min(unknown)}'"
-    )
-  return dataclasses.replace(function, parameters=tuple(parameters))
+    expected = "expected names of the kernel's parameters"
+    raise GateDefinitionError(f"{label}: scratch: {expected}, got '{min(unknown)}'")
+  return function._replace(parameters=tuple(parameters))
 
 
 def saved(part: SourcePart) -> dict[str, Any]:
