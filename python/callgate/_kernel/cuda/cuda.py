@@ -24,11 +24,7 @@ from callgate._kernel.variants import Given
 
 
 class CudaSourceKernel(CudaKernel):
-  """A kernel from CUDA C++; see `callgate.cuda`.
-
-  Attributes:
-    part: the source with its options.
-  """
+  """A kernel from CUDA C++; see `callgate.cuda`."""
 
   def __init__(self, name: str, part: SourcePart, options: CudaOptions) -> None:
     self.part = part

@@ -1,12 +1,8 @@
 """Kernels that run on CUDA devices alone: what `callgate.cuda` and its siblings make.
 
-A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them; all
-else, from the call to the transformations, is as for kernels on the CPU.
-
-The parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call. It gives
-arrays, which become pointers or array structs, and numbers, which the program fixes; what it leaves
-open takes the results. The driver goes by what a PTX text declares of a kernel's parameters, so
-what a compiler says of them is held against it.
+A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them. The
+parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call: of arrays, and of
+numbers, which the program fixes; what it leaves open takes the results.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from callgate._call.site import CallSite
+from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
@@ -38,14 +35,9 @@ NONE: Any = inspect.Parameter.empty
 
 
 class CudaKernel(Kernel, CudaPart):
-  """A kernel for CUDA devices; called like any JAX function.
-
-  Attributes:
-    name, parameters, effect, vmap: as for every kernel.
-  """
+  """A kernel for CUDA devices; called like any JAX function."""
 
   def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
-    """As `Kernel`'s, with IN, OUT and INOUT for arrays, NUMBER for what a program fixes."""
     self._arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
@@ -73,10 +65,7 @@ class CudaKernel(Kernel, CudaPart):
 
 
 def evaluated(given: Any, call: CudaCall) -> Any:
-  """An option of a launch: as given, or what a function of the operands' types says.
-
-  Static arguments that the function has parameters for are passed by name.
-  """
+  """An option of a launch: as given, or what a function of operands' types and statics says."""
   if not callable(given):
     return given
   return given(*call.operands, **accepted(given, call.static, filled=len(call.operands)))
@@ -96,27 +85,19 @@ class Bound(NamedTuple):
 
   of: Literal["operand", "result", "static"]
   position: int  # which operand or result
-  # The type of an array, a ShapeDtypeStruct; or the static value: a number of Python's or NumPy's,
-  # or whatever the call gave.
-  value: Any
+  value: Any  # a ShapeDtypeStruct, or the static value
 
 
 class NamedKernel(CudaKernel):
-  """A kernel of named parameters.
-
-  Attributes:
-    named: the parameters of the function by name, in order.
-    outputs: names of those that take results; () for the last ones that a call leaves open.
-    constants: static values of parameters, given when the kernel was made.
-  """
+  """A kernel of named parameters, some of which have `constants` as their values."""
 
   def __init__(
     self, name: str, named: Iterable[Named], options: NamedOptions,
     constants: Mapping[str, Any] | None = None,
   ) -> None:  # fmt: skip
-    self.named = {p.name: p for p in named}
+    self.named = {p.name: p for p in named}  # in their order
     self.constants = dict(constants or {})
-    outputs = options.outputs or ()
+    outputs = options.outputs or ()  # by default the last ones that a call leaves open
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
@@ -135,9 +116,8 @@ class NamedKernel(CudaKernel):
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     places, known = self.parameters, ", ".join(self.parameters)
     if len(args) > len(places):
-      raise GateDefinitionError(
-        f"{self.label}: expected at most {len(places)} arguments ({known}), got {len(args)}"
-      )
+      expected = f"expected at most {len(places)} arguments ({known})"
+      raise GateDefinitionError(f"{self.label}: {expected}, got {len(args)}")
     given = dict(zip(places, args, strict=False))
     for name, value in kwargs.items():
       if name in given or name not in places:
@@ -171,10 +151,7 @@ class NamedKernel(CudaKernel):
       try:
         hash(value)
       except TypeError:
-        got = type(value).__name__
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected an array or a hashable value, got {got}"
-        ) from None
+        check.refuse(self.label, f"argument '{name}'", "an array or a hashable value", value)
     if types:
       static[_TYPES] = ",".join(types)
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
@@ -243,11 +220,11 @@ _PARAM = re.compile(
 
 def entries(ptx: str) -> dict[str, list[tuple[int, int]]]:
   """The kernels of a PTX text by name, with the size and alignment in bytes of each parameter."""
+
+  def declared(match: re.Match[str]) -> tuple[int, int]:
+    size = int(match["bits"]) // 8
+    return size * int(match["count"] or 1), int(match["align"] or size)
+
   text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
-  found: dict[str, list[tuple[int, int]]] = {}
-  for entry in _ENTRY.finditer(text):
-    found[entry[1]] = declared = []
-    for match in _PARAM.finditer(entry[2] or ""):
-      size = int(match["bits"]) // 8
-      declared.append((size * int(match["count"] or 1), int(match["align"] or size)))
-  return found
+  found = _ENTRY.finditer(text)
+  return {entry[1]: list(map(declared, _PARAM.finditer(entry[2] or ""))) for entry in found}

@@ -1,8 +1,4 @@
-"""CUDA source as the CUDA part of a kernel: its signature, its variants and its launches.
-
-`callgate.cuda` makes kernels of nothing else; `callgate.cpp(..., cuda_source=)` gives one to a
-kernel in C++.
-"""
+"""CUDA source as the CUDA part of a kernel, of `callgate.cuda` or `callgate.cpp`."""
 
 from __future__ import annotations
 
@@ -38,14 +34,7 @@ class BuildOptions(NamedTuple):
 
 
 class SourcePart(CudaPart):
-  """A kernel in CUDA C++; tracing and lowering threads use it at once.
-
-  Attributes:
-    label: for messages.
-    source, kernel, aliases: as given.
-    function: what was read of it.
-    launching, building: the options; folders are kept by their absolute paths.
-  """
+  """A kernel in CUDA C++; tracing and lowering threads use it at once."""
 
   def __init__(
     self, label: str, source: str, kernel: str | None, launching: LaunchOptions,
@@ -126,9 +115,8 @@ class SourcePart(CudaPart):
       side = [p for p in self.function.parameters if p.kind in (kind, Kind.INOUT)]
       if len(side) != len(arrays):
         names = f"({', '.join(p.name for p in side)}), as the CUDA source has them"
-        raise GateDefinitionError(
-          f"{self.label}: expected {len(side)} {what} {names}, got {len(arrays)}"
-        )
+        expected = f"expected {len(side)} {what} {names}"
+        raise GateDefinitionError(f"{self.label}: {expected}, got {len(arrays)}")
       found += zip(side, arrays, strict=True)
     return found
 

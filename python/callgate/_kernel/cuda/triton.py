@@ -68,12 +68,17 @@ class TritonKernel(NamedKernel):
         aligned = value.size * value.dtype.itemsize % _ALIGNMENT == 0
         arguments.append(compiler.pointer(parameter, value.dtype, label, aligned))
     options = {k: v for k, v in settings.items() if k not in bound}
-    key = self._key(arguments, options)
+    # The code doesn't depend on the value of what is passed.
+    held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
+    ordered = dict(sorted(options.items()))
+    about: dict[str, Any] = {"args": held, "options": ordered}
+    if not all(isinstance(v, _PLAIN) for v in (*(v for _, v, _ in held), *options.values())):
+      about = {"hash": cache.digest(repr([held, list(ordered.items())]))}
+    about = {"function": self.function.cache_key[:16], **about}
+    key = json.dumps(about, separators=(",", ":"))
     make = functools.partial(compiler.compile_for, label, self.function, arguments, options)
     built = self.made_for(key, call.capabilities, make)
-    launched, scratch = self._launch(call, built, arguments, bound, meta)
-    images = tuple(b.image for b in built)
-    return launch.Plan(key, images, (launched,), scratch, self._zeroed_of(call, bound, meta))
+    return self._plan(call, key, built, compiler.passed(arguments), bound, meta)
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     held, compiler, function = json.loads(key), self._compiler, self.function
@@ -95,9 +100,8 @@ class TritonKernel(NamedKernel):
     found = [{**TRITON_DEFAULTS, **settings} for settings in found]
     for settings in found:
       if missing := ", ".join(sorted(self._automatic - settings.keys())):
-        raise GateDefinitionError(
-          f"{label}: expected {missing} in each configuration of @triton.autotune, got none"
-        )
+        expected = f"expected {missing} in each configuration of @triton.autotune"
+        raise GateDefinitionError(f"{label}: {expected}, got none")
     device = compiler.cuda_device()
     return compiler.chosen(
       label, self.decorated, self.function, found, known,
@@ -119,25 +123,17 @@ class TritonKernel(NamedKernel):
     )  # fmt: skip
     return TritonKernel(self.function, options, {**static, **own})
 
-  def _key(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
-    # The code doesn't depend on the value of what is passed.
-    held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
-    ordered = dict(sorted(options.items()))
-    about: dict[str, Any] = {"args": held, "options": ordered}
-    if not all(isinstance(v, _PLAIN) for v in (*(v for _, v, _ in held), *options.values())):
-      about = {"hash": cache.digest(repr([held, list(ordered.items())]))}
-    return json.dumps({"function": self.function.cache_key[:16], **about}, separators=(",", ":"))
-
-  def _launch(
-    self, call: CudaCall, built: Sequence[Any], arguments: Sequence[Any],
+  def _plan(
+    self, call: CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
     bound: Mapping[str, Bound], meta: Mapping[str, Any],
-  ) -> tuple[launch.Launch, tuple[int, ...]]:  # fmt: skip
+  ) -> launch.Plan:  # fmt: skip
+    """The launch of what was compiled; `meta` has all arguments, constants and options."""
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
       raise CompileError(f"{self.label}: {fault}", "")
     ((entry, threads, cluster, _),) = same
-    grid = self._options.grid
+    grid, zeroed = self._options.grid, self._options.zeroed_outputs
     if callable(grid):
       shapes = ((*call.operands, *call.results),) if takes_two(grid) else ()
       grid = grid(dict(meta), *shapes)
@@ -150,7 +146,7 @@ class TritonKernel(NamedKernel):
       launch.Parameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
       if a.type[0] == "*"
       else launch.Parameter.scalar(a.value, a.dtype)
-      for a in self._compiler.passed(arguments)
+      for a in passed
     ]
     scratch: list[int] = []
     for of_block in zip(*(b.scratch for b in built), strict=True):
@@ -159,22 +155,18 @@ class TritonKernel(NamedKernel):
         scratch.append(size)
       else:
         parameters.append(launch.Parameter.null())
-    return launch.Launch(entry, blocks, block, tuple(parameters), shared, clusters), tuple(scratch)
-
-  def _zeroed_of(
-    self, call: CudaCall, bound: Mapping[str, Bound], meta: Mapping[str, Any]
-  ) -> tuple[int, ...]:
-    given, found = self._options.zeroed_outputs, set[int]()
-    given = given(dict(meta)) if callable(given) else given
-    for name in (given,) if isinstance(given, (int, str)) else cast("Sequence[Any]", given):
+    zeroed, positions = zeroed(dict(meta)) if callable(zeroed) else zeroed, set[int]()
+    for name in (zeroed,) if isinstance(zeroed, (int, str)) else cast("Sequence[Any]", zeroed):
       target = bound.get(name) if isinstance(name, str) else None
       index = name if target is None else target.position if target.of == "result" else None
       if not isinstance(index, int) or not 0 <= index < len(call.results):
         known = f"positions of results (0 to {len(call.results) - 1})"
         expected = f"{known} or names of parameters that take them"
         check.refuse(self.label, "zeroed_outputs", expected, name)
-      found.add(index)
-    return tuple(sorted(found))
+      positions.add(index)
+    launched = launch.Launch(entry, blocks, block, tuple(parameters), shared, clusters)
+    images = tuple(b.image for b in built)
+    return launch.Plan(key, images, (launched,), tuple(scratch), tuple(sorted(positions)))
 
 
 @factories.with_constants(TritonOptions)
