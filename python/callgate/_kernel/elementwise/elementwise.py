@@ -111,14 +111,7 @@ def elementwise(
 
 
 class ElementwiseKernel(CpuKernel):
-  """A kernel from the code of one element; see `callgate.elementwise`.
-
-  Attributes:
-    user_code: as given.
-    made_with: the options.
-    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
-    derivatives: for each argument that has one, by its position.
-  """
+  """A kernel from the code of one element; see `callgate.elementwise`."""
 
   hint = ""  # behind what the compiler says
 
@@ -133,17 +126,13 @@ class ElementwiseKernel(CpuKernel):
     self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
     if not code.knows_place:
       self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
-    self.derivatives: dict[int, derivatives.Derivative] = {}
-    factors = None
+    self.derivatives: dict[int, derivatives.Derivative] = {}  # by the arguments' positions
     if options.jvp is not None:
       make = functools.partial(_coefficients, self)
       self.derivatives = derivatives.derive(label, code, options.jvp, options.like, make)
-      factors = derivatives.by_expression
-    elif options.gradient is not None and options.like is None:
-      factors = derivatives.by_differences
-    if factors is not None:
-      rule = functools.partial(derivatives.jvp, factors, self)
-      self.rules.set_jvp(label, rule, symbolic_zeros=True)
+    if options.jvp is not None or (options.gradient is not None and options.like is None):
+      by = derivatives.by_differences if options.jvp is None else derivatives.by_expression
+      self.rules.set_jvp(label, functools.partial(derivatives.jvp, by, self), symbolic_zeros=True)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -254,9 +243,8 @@ class ElementwiseKernel(CpuKernel):
 
   def compile(self, types: CallTypes) -> Function:
     key = self.variant_key(types)
-    options = dict(self.build_options)
-    if self.bound(key).has_complex:
-      options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])
+    more = _COMPLEX_FLAGS if self.bound(key).has_complex else ()
+    options = {**self.build_options, "flags": (*more, *self.build_options["flags"])}
     with self.explaining():
       library = toolchain.build(self.label, self._source(key), **options)
     return Function.built(library, toolchain.load(library))
@@ -300,16 +288,14 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
     shape = np.broadcast_shapes(*shapes) if shapes else static.get("size", ())
   except ValueError:
     named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(code.mapped, shapes, strict=True))
-    raise GateDefinitionError(
-      f"{label}: expected arguments whose shapes broadcast, got {named}"
-    ) from None
+    fault = f"expected arguments whose shapes broadcast, got {named}"
+    raise GateDefinitionError(f"{label}: {fault}") from None
   results = [jax.ShapeDtypeStruct(shape, p.dtype(bound)) for p in code.outputs]
   return results[0] if len(results) == 1 else tuple(results)
 
 
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
-  if code.mapped:
-    names = ", ".join(repr(p.name) for p in code.mapped)
+  if names := ", ".join(repr(p.name) for p in code.mapped):
     raise GateDefinitionError(
       f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
       "expected size= where all arguments are raw"
@@ -317,9 +303,8 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
     got = "none" if size is None else repr(size)
-    raise GateDefinitionError(
-      f"{label}: expected size=, an integer or a shape, which no argument gives; got {got}"
-    )
+    expected = "expected size=, an integer or a shape, which no argument gives"
+    raise GateDefinitionError(f"{label}: {expected}; got {got}")
   return tuple(int(e) for e in extents)
 
 
