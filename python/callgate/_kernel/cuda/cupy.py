@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from callgate._core import extras, factories, registry
+from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cuda.cuda import made
 from callgate._kernel.cuda.options import CupyOptions
@@ -35,49 +36,22 @@ def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
     "a kernel without enable_cooperative_groups, whose cooperative launch callgate doesn't have":
       kernel.enable_cooperative_groups,
   }  # fmt: skip
+  names = ", ".join(getattr(kernel, "name_expressions", None) or ())
+  known = f" (its name_expressions are {names})" if names else ""
+  missing = f"the name of the RawModule's function as second argument{known}"
+  faults[missing] = function is None and hasattr(kernel, "get_function")
   for expected in (text for text, wrong in faults.items() if wrong):
     raise GateDefinitionError(f"{what}: expected {expected}")
-  if function is None and hasattr(kernel, "get_function"):
-    names = ", ".join(kernel.name_expressions or ())
-    known = f" (its name_expressions are {names})" if names else ""
-    raise GateDefinitionError(
-      f"{what}: expected the name of the RawModule's function as second argument{known}"
-    )
   return str(kernel.code), str(kernel.name) if function is None else function
 
 
-def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
-  """CuPy's options for the compiler."""
-  given = cast("Sequence[str]", kernel.options)
-  for option in given:
-    if _REFUSED.match(option):
-      fault = f"expected options of one unit, got '{option}', which needs a linker"
-      raise GateDefinitionError(f"{what}: {fault}")
-    if "CUPY_USE_JITIFY" in option:
-      raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
-  # C++17 has all that older standards have.
-  return (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
-
-
-def _include_dirs(module: Any, source: str) -> tuple[str, ...]:
-  """CuPy's headers, where the source includes them."""
-  if not _CUPY_HEADERS.search(source):
-    return ()
-  base = Path(module.__file__).parent / "_core" / "include"
-  bundled = [base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub")]
-  return tuple(str(folder) for folder in (base, *bundled) if folder.is_dir())
-
-
 def _params(label: str, parameters: Sequence[Any]) -> str:
-  """CuPy's parameters as text."""
   found: list[str] = []
   for p in (p for p in parameters if p.ctype is not None):
     kind = str(p.ctype if p.dtype is None else p.dtype.name)
     if p.dtype is None and not is_letter(kind):
-      what = f"{label}: parameter '{p.name}'"
-      raise GateDefinitionError(
-        f"{what}: expected a dtype or a capital letter as its type, got '{kind}'"
-      )
+      expected = "a dtype or a capital letter as its type"
+      check.refuse(label, f"parameter '{p.name}'", expected, kind)
     found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
   return ", ".join(found)
 
@@ -146,9 +120,8 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
     given = [n for n in refused if getattr(options, n) != getattr(CupyOptions(), n)]
     if given := given + ["function"] * (function is not None):
-      raise GateDefinitionError(
-        f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
-      )
+      fault = f"expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
+      raise GateDefinitionError(f"{what}: {fault}")
     name = name or registry.free_name(f"{registry.caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
@@ -161,6 +134,18 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
     got = "jvp=" if options.jvp is not None else "none" if options.grid is None else "no block="
     raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {got}")
   source, named = _source_of(what, kernel, function)
-  return made(
-    what, source, named, options, _options_of(what, kernel), _include_dirs(module, source)
-  )
+  given = cast("Sequence[str]", kernel.options)
+  for option in given:
+    if _REFUSED.match(option):
+      fault = f"expected options of one unit, got '{option}', which needs a linker"
+      raise GateDefinitionError(f"{what}: {fault}")
+    if "CUPY_USE_JITIFY" in option:
+      raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
+  # C++17 has all that older standards have.
+  flags = (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
+  folders: list[Path] = []
+  if _CUPY_HEADERS.search(source):
+    base = Path(module.__file__).parent / "_core" / "include"
+    bundled = (base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub"))
+    folders = [folder for folder in (base, *bundled) if folder.is_dir()]
+  return made(what, source, named, options, flags, tuple(map(str, folders)))

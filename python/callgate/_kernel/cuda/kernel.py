@@ -73,17 +73,13 @@ def evaluated(given: Any, call: CudaCall) -> Any:
 
 # -- named parameters ----------------------------------------------------------------------------
 class Named(NamedTuple):
-  """A parameter of a kernel's function."""
-
-  name: str
+  name: str  # of a parameter of a kernel's function
   constant: bool = False  # it takes no array
   default: Any = NONE  # a static value; `NONE` where there is none
 
 
 class Bound(NamedTuple):
-  """What a parameter is given in a call."""
-
-  of: Literal["operand", "result", "static"]
+  of: Literal["operand", "result", "static"]  # what a parameter is given in a call
   position: int  # which operand or result
   value: Any  # a ShapeDtypeStruct, or the static value
 

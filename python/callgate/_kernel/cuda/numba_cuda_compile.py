@@ -59,14 +59,12 @@ def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:
   try:
     element = from_dtype(dtype_named(dtype))
   except Exception as error:
-    raise GateDefinitionError(
-      f"{label}: parameter '{name}': Numba has no arrays of {dtype} on CUDA; convert it with astype"
-    ) from error
+    fault = f"Numba has no arrays of {dtype} on CUDA; convert it with astype"
+    raise GateDefinitionError(f"{label}: parameter '{name}': {fault}") from error
   return types.Array(element, rank, "C", readonly=not written)
 
 
 def scalar_type(label: str, name: str, value: Any) -> Any:
-  """Numba's type of a number."""
   if isinstance(value, (bool, np.bool_)):
     return types.boolean
   if isinstance(value, np.generic):
@@ -90,9 +88,8 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
     if len(signature) == len(own) and all(map(_accepts, signature, own)):
       return [a if hasattr(a, "ndim") else d for a, d in zip(own, signature, strict=True)]
   known = "; ".join(str(tuple(s)) for s in function.signatures)
-  raise GateDefinitionError(
-    f"{label}: expected arguments of a signature that @cuda.jit was given ({known}), got {own}"
-  )
+  expected = f"expected arguments of a signature that @cuda.jit was given ({known})"
+  raise GateDefinitionError(f"{label}: {expected}, got {own}")
 
 
 def _accepts(declared: Any, own: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,8 +27,6 @@ from callgate._kernel.source import SourceParameter, TemplateParameter, deduced
 
 
 class BuildOptions(NamedTuple):
-  """How a source is compiled."""
-
   options: tuple[str, ...]  # for NVRTC
   include_dirs: tuple[str, ...]  # folders of headers
   arch: tuple[int, ...]  # compute capabilities, where the process has no device
@@ -46,7 +45,10 @@ class SourcePart(CudaPart):
     self.building = building._replace(include_dirs=folders)
     function = _source.find(label, source, kernel)
     self.function = _with_roles(label, function, aliases, launching.scratch or {})
-    self._built: dict[tuple[str, int], nvrtc.Built] = {}
+    # The image of one variant, by its expression and capability, compiled at its first use.
+    self.built = functools.cache(functools.partial(
+      nvrtc.build, label, function.name, source, options=building.options, include_dirs=folders
+    ))  # fmt: skip
     self._configuration = (launching.grid, launching.block, launching.shared, launching.cluster)
     if not any(map(callable, self._configuration)):  # it can be checked at once
       _launch.checked(label, *self._configuration)
@@ -55,7 +57,6 @@ class SourcePart(CudaPart):
     return self.building.arch
 
   def signature(self) -> list[Parameter]:
-    """What a call gives and gets, in the order of the source."""
     parameters, templates = list[Parameter](), [t.name for t in self.function.template]
     for p in self.function.parameters:
       if p.kind is Kind.CONTEXT:
@@ -120,16 +121,6 @@ class SourcePart(CudaPart):
       found += zip(side, arrays, strict=True)
     return found
 
-  def built(self, expression: str, capability: int) -> nvrtc.Built:
-    """The image of one variant, compiled at its first use."""
-    if (expression, capability) not in self._built:
-      options, folders, _ = self.building
-      self._built[expression, capability] = nvrtc.build(
-        self.label, self.function.name, self.source, expression, capability,
-        options=options, include_dirs=folders,
-      )  # fmt: skip
-    return self._built[expression, capability]
-
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return tuple(self.built(key, each).image for each in capabilities or (0,))
 
@@ -141,9 +132,7 @@ class SourcePart(CudaPart):
     (x, y, z), block, shared, cluster = _launch.checked(label, *options)
     if call.batch is not None:
       if z != 1:
-        raise GateDefinitionError(
-          f"{label}: vmap='grid': expected a grid whose z is 1, for the lanes; got {(x, y, z)}"
-        )
+        check.refuse(label, "vmap='grid'", "a grid whose z is 1, for the lanes", (x, y, z))
       z = call.batch
     if call.results and all(0 in r.shape for r in call.results):  # nothing to write
       x = 0

@@ -1,7 +1,6 @@
 """What callgate reads in CUDA source before the compiler does: kernels and their parameters.
 
-How a kernel's parameters are filled in follows from their types as they are written: pointers and
-callgate's views are arrays, everything else is a number by value.
+By the types as they are written: pointers and callgate's views are arrays, all else numbers.
 """
 
 from __future__ import annotations

@@ -34,22 +34,15 @@ from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.program import CudaCall
 
 _DTYPES = {
-  "bool": "i1",
+  "bool": "i1", "bfloat16": "bf16",
   **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
   **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
   **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
-  "bfloat16": "bf16",
-  "float8_e4m3fn": "fp8e4nv",
-  "float8_e4m3fnuz": "fp8e4b8",
-  "float8_e5m2": "fp8e5",
-  "float8_e5m2fnuz": "fp8e5b16",
-}
+  "float8_e4m3fn": "fp8e4nv", "float8_e4m3fnuz": "fp8e4b8",
+  "float8_e5m2": "fp8e5", "float8_e5m2fnuz": "fp8e5b16",
+}  # fmt: skip
 # What scalars are passed as.
-_SCALARS = {
-  "i1": "int8",
-  "u1": "uint8",
-  **{code: name for name, code in _DTYPES.items() if code[:3] != "fp8" and name != "bool"},
-}
+_SCALARS = {c: n for n, c in _DTYPES.items() if c[:3] != "fp8"} | {"i1": "int8", "u1": "uint8"}
 _LOG = logging.getLogger("callgate")
 _COMPILING = threading.Lock()
 _PRUNING = threading.Lock()  # Triton's autotuner keeps the arguments in itself
@@ -101,7 +94,6 @@ def automatic(kernel: Any) -> set[str]:
 
 
 def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
-  """An array as an argument."""
   code, what = _DTYPES.get(dtype.name), f"{label}: parameter '{parameter.name}'"
   if code is None:
     fault = f"Triton has no pointers to {dtype.name}; expected one of {', '.join(_DTYPES)}"
@@ -148,10 +140,7 @@ def compile_for(
   label: str, function: Any, arguments: Sequence[Argument], options: Mapping[str, Any],
   capability: int, *, ptx: bool,
 ) -> Compiled:  # fmt: skip
-  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older.
-
-  `arguments` has one for each parameter, `options` are Triton's, such as num_warps.
-  """
+  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older."""
   target = GPUTarget("cuda", capability, 32)
   with _COMPILING:
     try:
@@ -210,7 +199,7 @@ def passed(arguments: Sequence[Argument]) -> list[Argument]:
 def candidates(
   label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[Settings]:
-  """The settings (constants of the kernel and options of its compilation) that a call may take.
+  """The constants of the kernel and options of its compilation that a call may take.
 
   `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
   """
@@ -249,10 +238,7 @@ def chosen(
   label: str, kernel: Any, function: Any, found: Sequence[Settings], arguments: Mapping[str, Any],
   measure: Callable[[Settings], float] | None,
 ) -> Settings:  # fmt: skip
-  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
-
-  `function` is the JITFunction; `measure` gives the seconds of a launch, None without a device.
-  """
+  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first."""
   if len(found) == 1:
     return found[0]
   # What Triton tunes by: the arguments named as `key`, all dtypes, and the device.
@@ -298,16 +284,14 @@ def cuda_device() -> Any:
 
 
 def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
-  """How long a launch with arrays of a call's shapes takes, the least of several rounds.
-
-  `function` is the kernel with its settings fixed. Infinity for one that fails.
-  """
-  found, compiled = list[float](), jax.jit(function)
+  """How long a launch with arrays of a call's shapes takes; infinity for one that fails."""
+  found: list[float] = []
 
   def run() -> None:
     try:
       with jax.default_device(device):
         arrays = [jnp.zeros(x.shape, x.dtype) for x in call.operands]
+        compiled = jax.jit(function)
         last = jax.block_until_ready(compiled(*arrays))
         for _ in range(_ROUNDS):
           begin = time.perf_counter()
