@@ -1,8 +1,7 @@
 """The CUDA part of `callgate.elementwise`: the same code of an element, gone through by threads.
 
-The source is a function that knows no device (`source.body`) and loops around it
-(include/callgate/elementwise_device.h). A variant is compiled for how operands lie along the
-result's elements; extents and strides are passed by the launch. Runs on lowering threads.
+The loops around it are of include/callgate/elementwise_device.h. A variant is compiled for how
+operands lie along the result's elements; extents and strides are passed by the launch.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ def _singles(bound: Bound, layout: Layout) -> str:
 class Layout(NamedTuple):
   """What a variant knows of how a call's arrays lie."""
 
-  # For each argument that is not raw "f" where it has the result's elements, "o" where it has one,
-  # "s" where it is broadcast along some axes.
+  # Of arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
   kinds: str
   axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
   vector: int  # elements that a thread takes at once
@@ -156,7 +154,6 @@ class Layout(NamedTuple):
 
   @staticmethod
   def parse(text: str) -> Layout:
-    """The inverse of `text`."""
     kinds, axes, vector, wide, ranks = text.split(":")
     numbers = tuple(map(int, filter(None, ranks.split(","))))
     return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
@@ -183,7 +180,7 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, each with the strides of the operands that are broadcast.
+  """The result's axes, innermost first, with the strides of the operands that are broadcast.
 
   Neighbours along which all strides continue are one; no operands give no axes.
   """

@@ -1,8 +1,7 @@
 """Derivatives of `callgate.elementwise`: `jvp=` expressions, and pointwise finite differences.
 
-An expression such as "dz = y * dx + x * dy" is linear in dx and dy, so that its coefficients are
-its values at dx = 1, dy = 0 and at dx = 0, dy = 1. Kernels compute these, one for each argument;
-what multiplies and adds them up is JAX, which can transpose that.
+The coefficients of "dz = y * dx + x * dy" are its values at dx = 1, dy = 0 and at dx = 0, dy = 1.
+Kernels compute these; what multiplies and adds them up is JAX, which can transpose that.
 """
 
 from __future__ import annotations

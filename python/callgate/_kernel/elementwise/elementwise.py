@@ -125,7 +125,8 @@ class ElementwiseKernel(CpuKernel):
     for_nvrtc = check.strings(label, "cuda_options", options.cuda_options)
     self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
     if not code.knows_place:
-      self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
+      kernel: Any = weakref.proxy(self)  # the program that is batched holds it
+      self.vmap_rule = functools.partial(_batch_in_front, kernel)
     self.derivatives: dict[int, derivatives.Derivative] = {}  # by the arguments' positions
     if options.jvp is not None:
       make = functools.partial(_coefficients, self)
@@ -309,12 +310,9 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
 
 
 def _batch_in_front(
-  reference: weakref.ref[ElementwiseKernel], size: int, batched: Sequence[bool], *args: Any,
-  **static: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+  kernel: ElementwiseKernel, size: int, batched: Sequence[bool], *args: Any, **static: Any
+) -> tuple[Any, Any]:
   """A batch axis is one more axis to broadcast, in front of all others."""
-  kernel = reference()
-  assert kernel is not None  # the program that is batched holds it
   lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
   core = np.broadcast_shapes(*lanes)
   moved = [

@@ -21,12 +21,9 @@ _LETTER = re.compile(r"[A-Z][0-9]*")
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 # Types that C and NumPy give different sizes.
 _UNCLEAR = {
-  "float": "float32 or float64",
-  "int": "int32 or int64",
-  "uint": "uint32 or uint64",
-  "long": "int32 or int64",
-  "complex": "complex64 or complex128",
-}
+  "float": "float32 or float64", "complex": "complex64 or complex128",
+  "int": "int32 or int64", "long": "int32 or int64", "uint": "uint32 or uint64",
+}  # fmt: skip
 _KEYWORDS = """
   alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
   char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
@@ -41,8 +38,6 @@ _KEYWORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-  """One parameter."""
-
   name: str  # in the code of an element
   type: str  # a dtype's name, or a letter that stands for one
   raw: bool = False  # the code indexes the whole array itself
@@ -53,12 +48,10 @@ class Param:
     return None if is_letter(self.type) else dtype_named(self.type)
 
   def dtype(self, bindings: Bindings) -> np.dtype[Any]:
-    """Its dtype in a call."""
     return self.own_dtype or bindings[self.type]
 
 
 def is_letter(name: str) -> bool:
-  """Whether a type's name stands for any dtype."""
   return _LETTER.fullmatch(name) is not None
 
 
@@ -74,7 +67,6 @@ def parse(label: str, option: str, text: str) -> tuple[Param, ...]:
 
 
 def _fault(option: str, words: list[str]) -> str | None:
-  """What is wrong with a parameter."""
   if len(words) < 2 or not {"raw", "const"}.issuperset(words[:-2]):
     return "expected a type and a name, such as 'T x', 'float32 x' or 'raw T x'"
   *qualifiers, kind, name = words
@@ -86,10 +78,8 @@ def _fault(option: str, words: list[str]) -> str | None:
   if name in ("i", "n"):
     return "expected another name: 'i' is the element's index and 'n' their number"
   if "raw" in qualifiers and option == "out_params":
-    return (
-      "expected no raw result: each result's element is written at its own index; callgate.cpp "
-      "makes kernels that write anywhere"
-    )
+    why = "each result's element is written at its own index"
+    return f"expected no raw result: {why}; callgate.cpp makes kernels that write anywhere"
   if is_letter(kind):
     return None
   if kind in _UNCLEAR:
@@ -102,17 +92,12 @@ def _fault(option: str, words: list[str]) -> str | None:
   return _PACKED.format(kind) if is_packed(kind) else None
 
 
-# -- calls -----------------------------------------------------------------------------------------
 def convert(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> list[Any]:
-  """A call's arguments as arrays of the parameters' dtypes.
+  """A call's arguments as arrays of the parameters' dtypes, which all but weak types must have.
 
-  Python's scalars, and arrays that JAX holds to be weakly typed, take the dtype of their parameter;
-  all others must have it. `given` is what letters stand for by keywords.
-
-  Raises:
-    GateDefinitionError: a dtype is wrong, or a letter would stand for two.
+  `given` is what letters stand for by keywords.
   """
   arrays = [_as_array(label, p, v) for p, v in zip(inputs, values, strict=True)]
   bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
@@ -130,9 +115,8 @@ def bind(
 ) -> dict[str, np.dtype[Any]]:
   """What the letters stand for, by keywords and by the arguments that are not None."""
   bound = {name: (dtype, f"{name}={dtype.name}") for name, dtype in given.items()}
-  for param, value in zip(inputs, values, strict=True):
-    if value is None:
-      continue
+  pairs = zip(inputs, values, strict=True)
+  for param, value in (pair for pair in pairs if pair[1] is not None):
     dtype, text = np.dtype(value.dtype), type_text(value.dtype, value.shape)
     own, what = param.own_dtype, f"argument '{param.name}'"
     if own not in (None, dtype):
@@ -140,9 +124,8 @@ def bind(
     if own is None:
       known, first = bound.setdefault(param.type, (dtype, f"{what} is {text}"))
       if known != dtype:
-        raise GateDefinitionError(
-          f"{label}: expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
-        )
+        fault = f"expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
+        raise GateDefinitionError(f"{label}: {fault}")
       if is_packed(dtype):
         fault = f"{what}: {_PACKED.format(dtype.name)}; convert to int8 before the call"
         raise GateDefinitionError(f"{label}: {fault}")
@@ -165,9 +148,8 @@ def _as_array(label: str, param: Param, value: Any) -> Any:
   try:
     return jnp.asarray(value)
   except (TypeError, ValueError) as error:
-    raise GateDefinitionError(
-      f"{label}: argument '{param.name}': expected an array, got {shown(value)}"
-    ) from error
+    fault = f"argument '{param.name}': expected an array, got {shown(value)}"
+    raise GateDefinitionError(f"{label}: {fault}") from error
 
 
 def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:

@@ -152,10 +152,7 @@ def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
 
 
 def cpu_unit(what: str, bound: Bound, varies: str) -> str:
-  """A whole source for the CPU.
-
-  `varies` has for each argument that is not raw "1" where it varies along rows, else "0".
-  """
+  """A whole source for the CPU; `varies` has "1" for each mapped argument that does along rows."""
   code, count, rows, arguments = bound.code, len(bound.code.mapped), list[str](), ["_start + _j"]
   for k, param in enumerate(code.mapped):
     name, stored, value = param.name, bound.stored(param), bound.value(param)
