@@ -48,12 +48,8 @@ def cuda_unit(what: str, entry: str, bound: Bound, layout: Layout) -> str:
   text = body(what, bound).replace(using, using + own, 1)
   if bound.has_complex:
     text = _on_device(text)  # the user's part as well
-  kinds = list(zip(code.mapped, layout.kinds, strict=True))
-  ones = [
-    f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);"
-    for p, kind in kinds
-    if kind == "o"
-  ]
+  single = [p for p, kind in zip(code.mapped, layout.kinds, strict=True) if kind == "o"]
+  ones = (f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);" for p in single)
   fields = ["int64_t _size", *bound.pointers]  # of the struct, and what the kernel takes
   names = ["_size", *(p.name for p in (*code.mapped, *code.outputs))]
   params = list(fields)

@@ -46,13 +46,9 @@ _LINEAR = (
 
 @factories.of_code(ElementwiseOptions)
 def elementwise(
-  in_params: str,
-  out_params: str,
-  operation: str,
-  name: str | None = None,
-  *,
+  in_params: str, out_params: str, operation: str, name: str | None = None, *,
   options: ElementwiseOptions,
-) -> ElementwiseKernel:
+) -> ElementwiseKernel:  # fmt: skip
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
 
   The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.
@@ -194,7 +190,6 @@ class ElementwiseKernel(CpuKernel):
   # -- variants ----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     # Compiles for the CPU, for which a machine whose programs run elsewhere may have no compiler.
-    # There a program for the CPU does so when it is lowered.
     if jax.default_backend() == "cpu":
       super().check_call(site, structs)
 
@@ -315,13 +310,11 @@ def _batch_in_front(
   """A batch axis is one more axis to broadcast, in front of all others."""
   lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
   core = np.broadcast_shapes(*lanes)
-  moved = [
-    jnp.broadcast_to(x, (size, *core))  # memory for every lane
-    if i in kernel.aliases
-    else x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
-    if flag
-    else x
-    for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True))
-  ]
+  moved = list(args)
+  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
+    if i in kernel.aliases:
+      moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
+    elif flag:
+      moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
   out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
   return out, jax.tree.map(lambda _: True, out)

@@ -126,10 +126,9 @@ def body(what: str, bound: Bound) -> str:
   params = [f"const {bound.value(p)} {p.name}" for p in code.mapped]
   params += [f"{bound.value(p)}& {p.name}" for p in code.outputs]
   raws = "".join(f", const auto& {p.name}" for p in code.inputs if p.raw)
-  operation, prepare, after = (
-    placed(what, part, _literals(getattr(code, part), bound))
-    for part in ("operation", "loop_prep", "after_loop")
-  )
+  parts = ("operation", "loop_prep", "after_loop")
+  codes = (placed(what, part, _literals(getattr(code, part), bound)) for part in parts)
+  operation, prepare, after = codes
   return f"""{types}{placed(what, "preamble", code.preamble, end="")}template <class Elements>
 CALLGATE_FUNCTION void callgate_body(const Elements& _elements,
                                      [[maybe_unused]] const int64_t n{raws}) {{
@@ -168,9 +167,7 @@ def cpu_unit(what: str, bound: Bound, varies: str) -> str:
   shapes = "".join(f"shape_of({p.name}), " for p in code.mapped)
   flags = "".join("true, " if flag == "1" else "false, " for flag in varies)
   data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
-  raws = "".join(
-    f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw
-  )
+  raws = [f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw]
   complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
   return f"""{complexes if bound.has_complex else ""}#include "callgate/elementwise.h"
 
@@ -198,7 +195,7 @@ void elementwise_kernel({", ".join(params)}, cg::Context& _context) {{
   const Layout<{count}> _layout(shape_of({code.outputs[0].name}), {{{shapes}Shape{{}}}});
   _layout.check({{{flags}false}});
   _layout.split(_context, [&](int64_t _first, int64_t _last) {{
-    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){raws});
+    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){"".join(raws)});
   }});
 }}
 }}  // namespace
