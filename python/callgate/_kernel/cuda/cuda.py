@@ -57,7 +57,7 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
 
 
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
-  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  """A kernel from its saved form, for programs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
   options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch())
   return CudaSourceKernel(form["name"], part, options)

@@ -97,18 +97,16 @@ class NamedKernel(CudaKernel):
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
-    known = f"expected names of parameters ({', '.join(self.named)})"
-    for option, names in (("outputs", self.outputs), ("constants", self.constants)):
-      for name in names:
+    names = f"names of parameters ({', '.join(self.named)})"
+    for option, given in (("outputs", self.outputs), ("constants", self.constants)):
+      for name in given:
         if name not in self.named:
-          raise GateDefinitionError(f"{self.label}: {option}: {known}, got '{name}'")
+          check.refuse(self.label, option, names, name)
         if option == "outputs" and (name in self.constants or self.named[name].constant):
-          expected = "expected parameters that take arrays"
-          raise GateDefinitionError(f"{self.label}: outputs: {expected}, got the static '{name}'")
+          check.refuse(self.label, option, "parameters that take arrays, none static", name)
     taken = {*self.constants, *self.outputs}
     self.parameters = tuple(name for name in self.named if name not in taken)
 
-  # -- calls -------------------------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     places, known = self.parameters, ", ".join(self.parameters)
     if len(args) > len(places):
@@ -152,7 +150,6 @@ class NamedKernel(CudaKernel):
       static[_TYPES] = ",".join(types)
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
-  # -- plans -------------------------------------------------------------------------------------
   def bound(self, call: CudaCall) -> dict[str, Bound]:
     """What each parameter is given in a call, by name, in the order of the function.
 
@@ -201,8 +198,7 @@ class NamedKernel(CudaKernel):
     return x, y, call.batch if call.batch is not None and z == 1 else z
 
 
-def _is_array(value: Any) -> bool:
-  """NumPy's scalars are numbers here, and what JAX made are arrays."""
+def _is_array(value: Any) -> bool:  # NumPy's scalars are numbers here
   kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
   return isinstance(value, kinds) or hasattr(value, "__jax_array__")
 

@@ -53,21 +53,17 @@ class NumbaCudaKernel(NamedKernel):
     for declared in (declared for _, declared, _ in built if declared != have):
       fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"
       raise CompileError(f"{self.label}: {fault}; callgate doesn't know this numba-cuda", "")
-    grid, block, shared, _ = launch.checked(
-      self.label,
-      self.extent("griddim", evaluated(given.griddim, call), call),
-      launch.extent(self.label, "blockdim", evaluated(given.blockdim, call)),
-      evaluated(given.sharedmem, call),
-    )
+    grid = self.extent("griddim", evaluated(given.griddim, call), call)
+    block = launch.extent(self.label, "blockdim", evaluated(given.blockdim, call))
+    dynamic = evaluated(given.sharedmem, call)
+    grid, block, shared, _ = launch.checked(self.label, grid, block, dynamic)
     launched = launch.Launch(built[0][0], grid, block, tuple(parameters), shared)
     return launch.Plan(key, tuple(image for _, _, image in built), (launched,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return tuple(image for _, _, image in self._built(key, capabilities)[1])
 
-  def _built(
-    self, key: str, capabilities: tuple[int, ...]
-  ) -> tuple[list[Any], list[tuple[str, list[int], Image]]]:
+  def _built(self, key: str, capabilities: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """Numba's types of all parameters, and what it makes for them; see `compiler.compile_for`."""
     compiler, label, function = self._compiler, self.label, self.function
     types = compiler.parameter_types(label, function, json.loads(key))

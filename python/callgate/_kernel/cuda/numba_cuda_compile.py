@@ -73,10 +73,9 @@ def scalar_type(label: str, name: str, value: Any) -> Any:
     return types.uint64 if value >= 2**63 else types.int64
   if isinstance(value, (float, complex)):
     return types.float64 if isinstance(value, float) else types.complex128
-  raise GateDefinitionError(
-    f"{label}: parameter '{name}': expected an array or a number, got {value!r}; constants are "
-    "globals or closure variables of the function"
-  )
+  expected = f"parameter '{name}': expected an array or a number, got {value!r}"
+  hint = "constants are globals or closure variables of the function"
+  raise GateDefinitionError(f"{label}: {expected}; {hint}")
 
 
 def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) -> list[Any]:
@@ -101,13 +100,11 @@ def _accepts(declared: Any, own: Any) -> bool:
 
 def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -> list[Parameter]:
   """An array as Numba's kernels take it: its struct's parts, one by one."""
-  numbers = [math.prod(shape), itemsize]
-  tail = [*shape, *(itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))]
+  strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
+  numbers = (math.prod(shape), itemsize, *shape, *strides)
+  size, item, *rest = (Parameter.scalar(n, np.int64) for n in numbers)
   null = Parameter.null()  # the owner's bookkeeping, which is the host's
-  return [
-    null, null, *(Parameter.scalar(n, np.int64) for n in numbers), Parameter.pointer(of, index),
-    *(Parameter.scalar(n, np.int64) for n in tail),
-  ]  # fmt: skip
+  return [null, null, size, item, Parameter.pointer(of, index), *rest]
 
 
 def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:

@@ -38,10 +38,8 @@ class TritonKernel(NamedKernel):
     self._compiler, self._options = triton_compile, options
     function = triton_compile.base_function(kernel)
     if function is None:
-      raise GateDefinitionError(
-        f"{what}: expected a function of @triton.jit, or one under @triton.autotune or "
-        f"@triton.heuristics, got {kernel!r}"
-      )
+      kinds = "a function of @triton.jit, or one under @triton.autotune or @triton.heuristics"
+      raise GateDefinitionError(f"{what}: expected {kinds}, got {kernel!r}")
     self.function, self.decorated = function, kernel
     self._automatic = triton_compile.automatic(kernel)
     named = [
@@ -52,7 +50,6 @@ class TritonKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
-  # -- plans -------------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> launch.Plan:
     compiler, label, bound = self._compiler, self.label, self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
@@ -96,8 +93,8 @@ class TritonKernel(NamedKernel):
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
     given = {**constants, **self._options.of_triton()}
-    found = compiler.candidates(label, self.decorated, arguments, given)
-    found = [{**TRITON_DEFAULTS, **settings} for settings in found]
+    several = compiler.candidates(label, self.decorated, arguments, given)
+    found = [{**TRITON_DEFAULTS, **settings} for settings in several]
     for settings in found:
       if missing := ", ".join(sorted(self._automatic - settings.keys())):
         expected = f"expected {missing} in each configuration of @triton.autotune"
