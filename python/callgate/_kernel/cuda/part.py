@@ -208,12 +208,8 @@ def _with_roles(
 
 def saved(part: SourcePart) -> dict[str, Any]:
   """A part as files hold it: for programs, which hold the launches."""
-  return {
-    "source": part.source,
-    "function": part.kernel,
-    **part.building._asdict(),
-    "aliases": sorted(part.aliases.items()),
-  }
+  form = {"source": part.source, "function": part.kernel, "aliases": sorted(part.aliases.items())}
+  return form | part.building._asdict()
 
 
 def restored(label: str, form: Mapping[str, Any]) -> SourcePart:

@@ -71,8 +71,7 @@ class TritonKernel(NamedKernel):
     about: dict[str, Any] = {"args": held, "options": ordered}
     if not all(isinstance(v, _PLAIN) for v in (*(v for _, v, _ in held), *options.values())):
       about = {"hash": cache.digest(repr([held, list(ordered.items())]))}
-    about = {"function": self.function.cache_key[:16], **about}
-    key = json.dumps(about, separators=(",", ":"))
+    key = json.dumps({"function": self.function.cache_key[:16], **about}, separators=(",", ":"))
     make = functools.partial(compiler.compile_for, label, self.function, arguments, options)
     built = self.made_for(key, call.capabilities, make)
     return self._plan(call, key, built, compiler.passed(arguments), bound, meta)
