@@ -107,7 +107,13 @@ def elementwise(
 
 
 class ElementwiseKernel(CpuKernel):
-  """A kernel from the code of one element; see `callgate.elementwise`."""
+  """A kernel from the code of one element; see `callgate.elementwise`.
+
+  Attributes:
+    user_code: as given.
+    derivatives: for each argument that has one, by its position.
+    build_options: flags, include_dirs, libraries and library_dirs of its compilation.
+  """
 
   hint = ""  # behind what the compiler says
 
@@ -123,7 +129,7 @@ class ElementwiseKernel(CpuKernel):
     if not code.knows_place:
       kernel: Any = weakref.proxy(self)  # the program that is batched holds it
       self.vmap_rule = functools.partial(_batch_in_front, kernel)
-    self.derivatives: dict[int, derivatives.Derivative] = {}  # by the arguments' positions
+    self.derivatives: dict[int, derivatives.Derivative] = {}
     if options.jvp is not None:
       make = functools.partial(_coefficients, self)
       self.derivatives = derivatives.derive(label, code, options.jvp, options.like, make)
