@@ -11,33 +11,26 @@ import numpy as np
 from callgate._build.nvrtc import Image
 from callgate._core import factories, registry
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import CudaKernel
-from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions
+from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions, CupyOptions
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import Plan
 from callgate._kernel.program import CudaCall, parse_arch
-from callgate._kernel.variants import Static
+from callgate._kernel.variants import Given
 
 
 class CudaSourceKernel(CudaKernel):
-  """A kernel from CUDA C++; see `callgate.cuda`.
-
-  Attributes:
-    part: the source with its options.
-  """
+  """A kernel from CUDA C++; see `callgate.cuda`."""
 
   def __init__(self, name: str, part: SourcePart, options: CudaOptions) -> None:
     self.part = part
     super().__init__(name, part.signature(), options)
 
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     template = [p.name for p in self.part.function.template if p.name in kwargs]
     bound = {name: _template_value(self.label, name, kwargs.pop(name)) for name in template}
     operands, static = super()._arguments(args, kwargs)
@@ -60,13 +53,11 @@ def _template_value(label: str, name: str, value: Any) -> int | str:
   if not isinstance(value, (float, jax.core.Tracer)) and value is not None:
     with contextlib.suppress(TypeError):
       return _source.dtype_by_name(value).name
-  raise GateDefinitionError(
-    f"{label}: template parameter '{name}': expected a dtype or an integer, got {value!r}"
-  )
+  check.refuse(label, f"template parameter '{name}'", "a dtype or an integer", value)
 
 
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
-  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  """A kernel from its saved form, for programs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
   options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch())
   return CudaSourceKernel(form["name"], part, options)
@@ -128,13 +119,22 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   name = check.name("cuda", options.name)
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
-  known = _source.find(f"kernel '{name}'" if name else "cuda", source, kernel)
-  label = f"kernel '{name or known.name}'"
-  given, folders = (
-    check.strings(label, n, getattr(options, n)) for n in ("options", "include_dirs")
+  what = f"kernel '{name}'" if name else "cuda"
+  flags, folders = (
+    check.strings(what, n, getattr(options, n)) for n in ("options", "include_dirs")
   )
-  building = _part.BuildOptions(given, folders, parse_arch(label, options.arch))
+  return made(what, source, kernel, options, flags, folders)
+
+
+def made(
+  what: str, source: str, kernel: str | None, options: CudaSourceOptions | CupyOptions,
+  flags: tuple[str, ...], folders: tuple[str, ...],
+) -> CudaSourceKernel:  # fmt: skip
+  """The kernel of a source, named after the caller's caller's module if `options` don't say."""
+  function = _source.find(what, source, kernel).name
+  name = options.name or registry.free_name(f"{registry.caller_module(4)}.{function}")
+  label = f"kernel '{name}'"
+  building = _part.BuildOptions(flags, folders, parse_arch(label, options.arch))
   launching, aliases = options.launching(label), check.aliases(label, options.aliases)
-  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
-  part = SourcePart(f"kernel '{name}'", source, kernel, launching, building, aliases)
+  part = SourcePart(label, source, kernel, launching, building, aliases)
   return CudaSourceKernel(name, part, options)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from callgate._core import extras, factories, registry
+from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.cuda import source as _source
-from callgate._kernel.cuda.cuda import CudaSourceKernel
+from callgate._kernel.cuda.cuda import made
 from callgate._kernel.cuda.options import CupyOptions
-from callgate._kernel.cuda.part import BuildOptions, SourcePart
 from callgate._kernel.elementwise.elementwise import elementwise
+from callgate._kernel.elementwise.params import is_letter
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.program import parse_arch
 
 # As CuPy compiles: denormal numbers are zero, functions are the device's. Sources may have a `cg`
 # of their own.
@@ -37,52 +36,23 @@ def _source_of(what: str, kernel: Any, function: str | None) -> tuple[str, str]:
     "a kernel without enable_cooperative_groups, whose cooperative launch callgate doesn't have":
       kernel.enable_cooperative_groups,
   }  # fmt: skip
+  names = ", ".join(getattr(kernel, "name_expressions", None) or ())
+  known = f" (its name_expressions are {names})" if names else ""
+  missing = f"the name of the RawModule's function as second argument{known}"
+  faults[missing] = function is None and hasattr(kernel, "get_function")
   for expected in (text for text, wrong in faults.items() if wrong):
     raise GateDefinitionError(f"{what}: expected {expected}")
-  if function is None and hasattr(kernel, "get_function"):
-    names = list(kernel.name_expressions or ())
-    known = f" (its name_expressions are {', '.join(names)})" if names else ""
-    raise GateDefinitionError(
-      f"{what}: expected the name of the RawModule's function as second argument{known}"
-    )
   return str(kernel.code), str(kernel.name) if function is None else function
 
 
-def _options_of(what: str, kernel: Any) -> tuple[str, ...]:
-  """CuPy's options for the compiler."""
-  given = cast("Sequence[str]", kernel.options)
-  for option in given:
-    if _REFUSED.match(option):
-      raise GateDefinitionError(
-        f"{what}: expected options of one unit, got '{option}', which needs a linker"
-      )
-    if "CUPY_USE_JITIFY" in option:
-      raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
-  # C++17 has all that older standards have.
-  return (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
-
-
-def _include_dirs(module: Any, source: str) -> tuple[str, ...]:
-  """CuPy's headers, where the source includes them."""
-  if not _CUPY_HEADERS.search(source):
-    return ()
-  base = Path(module.__file__).parent / "_core" / "include"
-  bundled = [base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub")]
-  return tuple(str(folder) for folder in (base, *bundled) if folder.is_dir())
-
-
 def _params(label: str, parameters: Sequence[Any]) -> str:
-  """CuPy's parameters as text."""
   found: list[str] = []
-  for p in parameters:
+  for p in (p for p in parameters if p.ctype is not None):
     kind = str(p.ctype if p.dtype is None else p.dtype.name)
-    if p.dtype is None and p.ctype is not None and not re.fullmatch(r"[A-Z][0-9]*", kind):
-      what = f"{label}: parameter '{p.name}'"
-      raise GateDefinitionError(
-        f"{what}: expected a dtype or a capital letter as its type, got '{kind}'"
-      )
-    if p.ctype is not None:
-      found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
+    if p.dtype is None and not is_letter(kind):
+      expected = "a dtype or a capital letter as its type"
+      check.refuse(label, f"parameter '{p.name}'", expected, kind)
+    found.append(f"{'raw ' if p.raw else ''}{kind} {p.name}")
   return ", ".join(found)
 
 
@@ -147,36 +117,35 @@ def cupy(kernel: Any, function: str | None = None, /, *, options: CupyOptions) -
   what = f"kernel '{name}'" if name else "callgate.cupy"
   module = extras.library("cupy", "CuPy", "cupy", by=what)
   if isinstance(kernel, module.ElementwiseKernel):
-    default, refused = (
-      CupyOptions(),
-      ("grid", "block", "cluster", "scratch", "out", "vmap", "linear"),
-    )
-    given = [option for option in refused if getattr(options, option) != getattr(default, option)]
-    given += [] if function is None else ["function"]
-    if given:
-      raise GateDefinitionError(
-        f"{what}: expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
-      )
+    refused = ("grid", "block", "cluster", "scratch", "out", "vmap", "linear")
+    given = [n for n in refused if getattr(options, n) != getattr(CupyOptions(), n)]
+    if given := given + ["function"] * (function is not None):
+      fault = f"expected none of {', '.join(given)} for an ElementwiseKernel, which broadcasts"
+      raise GateDefinitionError(f"{what}: {fault}")
     name = name or registry.free_name(f"{registry.caller_module()}.{kernel.name}")
     return _elementwise(kernel, name, options)
   if not isinstance(kernel, (module.RawKernel, module.RawModule)):
     got = type(kernel).__name__
     if isinstance(kernel, module.ReductionKernel):
       got += "; callgate.gate(arrays='cupy') calls a ReductionKernel with the arrays"
-    raise GateDefinitionError(
-      f"{what}: expected a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel, got {got}"
-    )
+    kinds = "a cupy.RawKernel, cupy.RawModule or cupy.ElementwiseKernel"
+    raise GateDefinitionError(f"{what}: expected {kinds}, got {got}")
   if options.grid is None or options.block is None or options.jvp is not None:
-    missing = "none" if options.grid is None else "no block="
-    wrong = "jvp=" if options.jvp is not None else missing
-    raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {wrong}")
+    got = "jvp=" if options.jvp is not None else "none" if options.grid is None else "no block="
+    raise GateDefinitionError(f"{what}: expected grid= and block= for a raw kernel, got {got}")
   source, named = _source_of(what, kernel, function)
-  known = _source.find(what, source, named)
-  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
-  label = f"kernel '{name}'"
-  building = BuildOptions(
-    _options_of(label, kernel), _include_dirs(module, source), parse_arch(label, options.arch)
-  )
-  launching, aliases = options.launching(label), dict(options.aliases or {})
-  part = SourcePart(label, source, named, launching, building, aliases)
-  return CudaSourceKernel(name, part, options)
+  given = cast("Sequence[str]", kernel.options)
+  for option in given:
+    if _REFUSED.match(option):
+      fault = f"expected options of one unit, got '{option}', which needs a linker"
+      raise GateDefinitionError(f"{what}: {fault}")
+    if "CUPY_USE_JITIFY" in option:
+      raise GateDefinitionError(f"{what}: expected a kernel without jitify=True")
+  # C++17 has all that older standards have.
+  flags = (*_OPTIONS, *(option for option in given if not _OLD_STANDARD.match(option)))
+  folders: list[Path] = []
+  if _CUPY_HEADERS.search(source):
+    base = Path(module.__file__).parent / "_core" / "include"
+    bundled = (base / "cupy" / "_cccl" / name for name in ("libcudacxx", "thrust", "cub"))
+    folders = [folder for folder in (base, *bundled) if folder.is_dir()]
+  return made(what, source, named, options, flags, tuple(map(str, folders)))

@@ -1,12 +1,8 @@
 """Kernels that run on CUDA devices alone: what `callgate.cuda` and its siblings make.
 
-A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them; all
-else, from the call to the transformations, is as for kernels on the CPU.
-
-The parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call. It gives
-arrays, which become pointers or array structs, and numbers, which the program fixes; what it leaves
-open takes the results. The driver goes by what a PTX text declares of a kernel's parameters, so
-what a compiler says of them is held against it.
+A subclass says what a call launches, `plan`, and `images` where a plan's key alone tells them. The
+parameters of a `NamedKernel`, Numba's and Triton's, get their types from a call: of arrays, and of
+numbers, which the program fixes; what it leaves open takes the results.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from callgate._call.site import CallSite
+from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
@@ -28,9 +25,9 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Parameter, check_types, refuse_packed
+from callgate._kernel.parameters import Kind, Signature, check_types, refuse_packed
 from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
-from callgate._kernel.variants import Static
+from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
 _TYPES = "_dtypes"
@@ -38,16 +35,9 @@ NONE: Any = inspect.Parameter.empty
 
 
 class CudaKernel(Kernel, CudaPart):
-  """A kernel for CUDA devices; called like any JAX function.
+  """A kernel for CUDA devices; called like any JAX function."""
 
-  Attributes:
-    name, parameters, effect, vmap: as for every kernel.
-  """
-
-  def __init__(
-    self, name: str, signature: Sequence[Parameter] | None, options: CudaOptions
-  ) -> None:
-    """As `Kernel`'s, with IN, OUT and INOUT for arrays, NUMBER for what a program fixes."""
+  def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
     self._arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
@@ -55,18 +45,15 @@ class CudaKernel(Kernel, CudaPart):
   def arch(self) -> tuple[int, ...]:
     return self._arch
 
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     given = [p for p in self.signature or () if p.is_given]
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
-    for parameter in given:
-      value = values.get(parameter.name)
-      if parameter.kind is Kind.NUMBER and isinstance(value, Tracer):
+    for name in (p.name for p in given if p.kind is Kind.NUMBER):
+      if isinstance(value := values.get(name), Tracer):
         raise GateDefinitionError(
-          f"{self.label}: argument '{parameter.name}': expected a number that is known when the "
-          f"program is traced, since the kernel takes it by value; got a traced array ({value}). "
-          f"Declare it as `const T* {parameter.name}` to pass an array"
+          f"{self.label}: argument '{name}': expected a number that is known when the program is "
+          f"traced, since the kernel takes it by value; got a traced array ({value}). Declare it "
+          f"as `const T* {name}` to pass an array"
         )
     return super()._arguments(args, kwargs)
 
@@ -78,10 +65,7 @@ class CudaKernel(Kernel, CudaPart):
 
 
 def evaluated(given: Any, call: CudaCall) -> Any:
-  """An option of a launch: as given, or what a function of the operands' types says.
-
-  Static arguments that the function has parameters for are passed by name.
-  """
+  """An option of a launch: as given, or what a function of operands' types and statics says."""
   if not callable(given):
     return given
   return given(*call.operands, **accepted(given, call.static, filled=len(call.operands)))
@@ -89,64 +73,45 @@ def evaluated(given: Any, call: CudaCall) -> Any:
 
 # -- named parameters ----------------------------------------------------------------------------
 class Named(NamedTuple):
-  """A parameter of a kernel's function."""
-
-  name: str
+  name: str  # of a parameter of a kernel's function
   constant: bool = False  # it takes no array
   default: Any = NONE  # a static value; `NONE` where there is none
 
 
 class Bound(NamedTuple):
-  """What a parameter is given in a call."""
-
-  of: Literal["operand", "result", "static"]
+  of: Literal["operand", "result", "static"]  # what a parameter is given in a call
   position: int  # which operand or result
-  # The type of an array, a ShapeDtypeStruct; or the static value: a number of Python's or NumPy's,
-  # or whatever the call gave.
-  value: Any
+  value: Any  # a ShapeDtypeStruct, or the static value
 
 
 class NamedKernel(CudaKernel):
-  """A kernel of named parameters.
-
-  Attributes:
-    named: the parameters of the function by name, in order.
-    outputs: names of those that take results; () for the last ones that a call leaves open.
-    constants: static values of parameters, given when the kernel was made.
-  """
+  """A kernel of named parameters, some of which have `constants` as their values."""
 
   def __init__(
     self, name: str, named: Iterable[Named], options: NamedOptions,
     constants: Mapping[str, Any] | None = None,
   ) -> None:  # fmt: skip
-    self.named = {p.name: p for p in named}
+    self.named = {p.name: p for p in named}  # in their order
     self.constants = dict(constants or {})
-    outputs = options.outputs or ()
+    outputs = options.outputs or ()  # by default the last ones that a call leaves open
     self.outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     self._made: dict[tuple[str, int], Any] = {}
     super().__init__(name, None, options)
-    known = f"expected names of parameters ({', '.join(self.named)})"
-    for option, names in (("outputs", self.outputs), ("constants", self.constants)):
-      for name in names:
+    names = f"names of parameters ({', '.join(self.named)})"
+    for option, given in (("outputs", self.outputs), ("constants", self.constants)):
+      for name in given:
         if name not in self.named:
-          raise GateDefinitionError(f"{self.label}: {option}: {known}, got '{name}'")
-    for name in self.outputs:
-      if name in self.constants or self.named[name].constant:
-        raise GateDefinitionError(
-          f"{self.label}: outputs: expected parameters that take arrays, got the static '{name}'"
-        )
+          check.refuse(self.label, option, names, name)
+        if option == "outputs" and (name in self.constants or self.named[name].constant):
+          check.refuse(self.label, option, "parameters that take arrays, none static", name)
     taken = {*self.constants, *self.outputs}
     self.parameters = tuple(name for name in self.named if name not in taken)
 
-  # -- calls -------------------------------------------------------------------------------------
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     places, known = self.parameters, ", ".join(self.parameters)
     if len(args) > len(places):
-      raise GateDefinitionError(
-        f"{self.label}: expected at most {len(places)} arguments ({known}), got {len(args)}"
-      )
+      expected = f"expected at most {len(places)} arguments ({known})"
+      raise GateDefinitionError(f"{self.label}: {expected}, got {len(args)}")
     given = dict(zip(places, args, strict=False))
     for name, value in kwargs.items():
       if name in given or name not in places:
@@ -154,50 +119,37 @@ class NamedKernel(CudaKernel):
         raise GateDefinitionError(f"{self.label}: got argument '{name}' {what}; expected {known}")
       given[name] = value
     arrays = [name for name in places if name in given and _is_array(given[name])]
-    self._check_given(given, arrays)
-    static: dict[str, Any] = {}
-    types: list[str] = []
-    for name, value in given.items():
-      if name in arrays:
-        continue
-      if isinstance(value, np.generic):
-        types.append(f"{name}={value.dtype.name}")
-      if isinstance(value, (bool, int, float, complex, np.generic)):
-        value = static_values.number(self.label, name, value, None, what="argument")
-      try:
-        hash(value)
-      except TypeError:
-        got = type(value).__name__
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected an array or a hashable value, got {got}"
-        ) from None
-      static[name] = value
-    if types:
-      static[_TYPES] = ",".join(types)
-    return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
-
-  def _check_given(self, given: Mapping[str, Any], arrays: list[str]) -> None:
-    order = list(self.named)
     for name in arrays:
       if self.named[name].constant:
         raise GateDefinitionError(
           f"{self.label}: argument '{name}': expected a value that is known when the program is "
           f"traced, since the kernel is compiled for it; got an array ({given[name]})"
         )
-    last = order.index(arrays[-1]) if arrays else -1
-    for index, name in enumerate(order):
-      parameter = self.named[name]
-      if name in given or name not in self.parameters or parameter.default is not NONE:
+    before_last = arrays != []
+    for name, parameter in self.named.items():
+      before_last = before_last and name != arrays[-1]
+      if name in given or name not in places or parameter.default is not NONE:
         continue
       if parameter.constant or self.outputs:
         raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
-      if index < last:
+      if before_last:
         raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is left open before '{order[last]}', which got an "
+          f"{self.label}: parameter '{name}' is left open before '{arrays[-1]}', which got an "
           "array; results go to the last parameters, or to those that outputs= names"
         )
+    static = {name: value for name, value in given.items() if name not in arrays}
+    types = [f"{n}={v.dtype.name}" for n, v in static.items() if isinstance(v, np.generic)]
+    for name, value in static.items():
+      if isinstance(value, (bool, int, float, complex, np.generic)):
+        static[name] = static_values.number(self.label, name, value, None, what="argument")
+      try:
+        hash(value)
+      except TypeError:
+        check.refuse(self.label, f"argument '{name}'", "an array or a hashable value", value)
+    if types:
+      static[_TYPES] = ",".join(types)
+    return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
-  # -- plans -------------------------------------------------------------------------------------
   def bound(self, call: CudaCall) -> dict[str, Bound]:
     """What each parameter is given in a call, by name, in the order of the function.
 
@@ -221,26 +173,23 @@ class NamedKernel(CudaKernel):
         open_.remove(name)
     takers = self.outputs or tuple(open_[ins:])
     if len(open_) != wanted or len(takers) != len(results):
-      and_takers = (
-        f" and ({', '.join(self.outputs)}) for results" if self.outputs else " and results"
-      )
+      more = f"({', '.join(self.outputs)}) for results" if self.outputs else "results"
       raise GateDefinitionError(
         f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
-        f"got ({', '.join(open_)}) for arrays{and_takers}"
+        f"got ({', '.join(open_)}) for arrays and {more}"
       )
     found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
-    for name, result in zip(takers, results, strict=True):
-      found[name] = Bound("result", result, call.results[result])
+    found |= {n: Bound("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)}
     found |= {name: Bound("static", -1, value) for name, value in static.items()}
     return {name: found[name] for name in self.named}
 
   def made_for(
-    self, key: str, capabilities: tuple[int, ...], make: Callable[[int, bool], Any]
+    self, key: str, capabilities: tuple[int, ...], make: Callable[..., Any]
   ) -> list[Any]:
-    """What `make(capability, ptx)` makes for each capability, once for a plan's key."""
+    """What `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
-        self._made[key, each] = make(each or ptx_capability(()), each == 0)
+        self._made[key, each] = make(each or ptx_capability(()), ptx=each == 0)
     return [self._made[key, each] for each in capabilities or (0,)]
 
   def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:
@@ -249,10 +198,9 @@ class NamedKernel(CudaKernel):
     return x, y, call.batch if call.batch is not None and z == 1 else z
 
 
-def _is_array(value: Any) -> bool:
-  """NumPy's scalars are numbers here, and what JAX made are arrays."""
-  known = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-  return isinstance(value, known) or hasattr(value, "__jax_array__")
+def _is_array(value: Any) -> bool:  # NumPy's scalars are numbers here
+  kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+  return isinstance(value, kinds) or hasattr(value, "__jax_array__")
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
@@ -264,11 +212,11 @@ _PARAM = re.compile(
 
 def entries(ptx: str) -> dict[str, list[tuple[int, int]]]:
   """The kernels of a PTX text by name, with the size and alignment in bytes of each parameter."""
+
+  def declared(match: re.Match[str]) -> tuple[int, int]:
+    size = int(match["bits"]) // 8
+    return size * int(match["count"] or 1), int(match["align"] or size)
+
   text = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
-  found: dict[str, list[tuple[int, int]]] = {}
-  for entry in _ENTRY.finditer(text):
-    found[entry[1]] = declared = []
-    for match in _PARAM.finditer(entry[2] or ""):
-      size = int(match["bits"]) // 8
-      declared.append((size * int(match["count"] or 1), int(match["align"] or size)))
-  return found
+  found = _ENTRY.finditer(text)
+  return {entry[1]: list(map(declared, _PARAM.finditer(entry[2] or ""))) for entry in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from typing import Any
@@ -16,11 +17,7 @@ from callgate._kernel.program import CudaCall
 
 
 class NumbaCudaKernel(NamedKernel):
-  """A kernel of `@numba.cuda.jit`; see `callgate.numba_cuda`.
-
-  Attributes:
-    function: what the decorator made.
-  """
+  """A kernel of `@numba.cuda.jit`; see `callgate.numba_cuda`."""
 
   def __init__(self, function: Any, options: NumbaCudaOptions) -> None:
     what = f"kernel '{options.name}'" if options.name else "callgate.numba_cuda"
@@ -29,9 +26,7 @@ class NumbaCudaKernel(NamedKernel):
     from callgate._kernel.cuda import numba_cuda_compile as compiler
 
     compiler.check(what, function)
-    self._compiler = compiler
-    self.function = function
-    self._launching = options
+    self._compiler, self.function, self._launching = compiler, function, options
     own = inspect.signature(function.py_func).parameters.values()
     name = options.name if options.name is not None else registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
@@ -40,48 +35,40 @@ class NumbaCudaKernel(NamedKernel):
     bound, compiler, given = self.bound(call), self._compiler, self._launching
     # The leading axis of arrays under vmap="grid", which a call without a batch has too.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()
-    held: list[tuple[Any, ...]] = []  # what `compiler.type_of` takes
-    for name, (of, index, value) in bound.items():
-      if of == "static":
-        held.append((name, str(compiler.scalar_type(self.label, name, value)), -1, 0))
-      else:
-        written = int(of == "result" or index in self.aliases)
-        held.append((name, value.dtype.name, len(lanes) + len(value.shape), written))
+    held = [  # what `compiler.type_of` takes
+      (name, str(compiler.scalar_type(self.label, name, value)), -1, 0) if of == "static"
+      else (name, value.dtype.name, len(lanes) + len(value.shape),
+            int(of == "result" or index in self.aliases))
+      for name, (of, index, value) in bound.items()
+    ]  # fmt: skip
     key = json.dumps(held, separators=(",", ":"))
     types, built = self._built(key, call.capabilities)
     parameters: list[launch.Parameter] = []
     for (of, index, value), numba_type in zip(bound.values(), types, strict=True):
-      if of == "static":
-        parameters += compiler.scalar_parameters(value, numba_type)
-      else:
-        shape = (*lanes, *value.shape)
-        parameters += compiler.array_parameters(shape, value.dtype.itemsize, of, index)
+      parameters += (
+        compiler.scalar_parameters(value, numba_type) if of == "static"
+        else compiler.array_parameters((*lanes, *value.shape), value.dtype.itemsize, of, index)
+      )  # fmt: skip
     have = [len(p.data) for p in parameters]
     for declared in (declared for _, declared, _ in built if declared != have):
       fault = f"expected that Numba makes a kernel with parameters of {have} bytes, got {declared}"
       raise CompileError(f"{self.label}: {fault}; callgate doesn't know this numba-cuda", "")
-    grid, block, shared, _ = launch.checked(
-      self.label,
-      self.extent("griddim", evaluated(given.griddim, call), call),
-      launch.extent(self.label, "blockdim", evaluated(given.blockdim, call)),
-      evaluated(given.sharedmem, call),
-    )
+    grid = self.extent("griddim", evaluated(given.griddim, call), call)
+    block = launch.extent(self.label, "blockdim", evaluated(given.blockdim, call))
+    dynamic = evaluated(given.sharedmem, call)
+    grid, block, shared, _ = launch.checked(self.label, grid, block, dynamic)
     launched = launch.Launch(built[0][0], grid, block, tuple(parameters), shared)
     return launch.Plan(key, tuple(image for _, _, image in built), (launched,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     return tuple(image for _, _, image in self._built(key, capabilities)[1])
 
-  def _built(
-    self, key: str, capabilities: tuple[int, ...]
-  ) -> tuple[list[Any], list[tuple[str, list[int], Image]]]:
+  def _built(self, key: str, capabilities: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
     """Numba's types of all parameters, and what it makes for them; see `compiler.compile_for`."""
-    types = self._compiler.parameter_types(self.label, self.function, json.loads(key))
-
-    def make(capability: int, ptx: bool) -> Any:
-      return self._compiler.compile_for(self.label, self.function, types, capability, ptx=ptx)
-
-    return types, self.made_for(key, capabilities, make)
+    compiler, label, function = self._compiler, self.label, self.function
+    types = compiler.parameter_types(label, function, json.loads(key))
+    compiled = functools.partial(compiler.compile_for, label, function, types)
+    return types, self.made_for(key, capabilities, compiled)
 
 
 @factories.of_one(NumbaCudaOptions)

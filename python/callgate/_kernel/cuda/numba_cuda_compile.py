@@ -1,9 +1,7 @@
-"""Compiles functions of `@numba.cuda.jit` for a compute capability, with or without a device.
+"""All that depends on the installed numba-cuda: functions of `@numba.cuda.jit` are compiled here.
 
-All that depends on the installed numba-cuda is here. The function is compiled to PTX by its public
-interface, its entry renamed so that it is the same in every process, and linked to a cubin by
-numba-cuda's linker, with what the decorator's `link=` names. Imported with the first kernel;
-compiles under Numba's own lock, on the lowering thread.
+The public interface makes PTX, whose entry is renamed so that it is the same in every process, and
+numba-cuda's linker a cubin with what `link=` names. Under Numba's own lock, on the lowering thread.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalCall=false
@@ -47,9 +45,8 @@ _REFUSED = {
 def check(label: str, function: Any) -> None:
   """Raises for what is no kernel of Numba's, or one that a program's launch can't respect."""
   if not isinstance(function, cuda.dispatcher.CUDADispatcher):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel that @numba.cuda.jit has made, got {function!r}"
-    )
+    expected = "expected a kernel that @numba.cuda.jit has made"
+    raise GateDefinitionError(f"{label}: {expected}, got {function!r}")
   for option, why in _REFUSED.items():
     if function.targetoptions.get(option):
       raise GateDefinitionError(f"{label}: expected a kernel {why}")
@@ -62,14 +59,12 @@ def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:
   try:
     element = from_dtype(dtype_named(dtype))
   except Exception as error:
-    raise GateDefinitionError(
-      f"{label}: parameter '{name}': Numba has no arrays of {dtype} on CUDA; convert it with astype"
-    ) from error
+    fault = f"Numba has no arrays of {dtype} on CUDA; convert it with astype"
+    raise GateDefinitionError(f"{label}: parameter '{name}': {fault}") from error
   return types.Array(element, rank, "C", readonly=not written)
 
 
 def scalar_type(label: str, name: str, value: Any) -> Any:
-  """Numba's type of a number."""
   if isinstance(value, (bool, np.bool_)):
     return types.boolean
   if isinstance(value, np.generic):
@@ -78,10 +73,9 @@ def scalar_type(label: str, name: str, value: Any) -> Any:
     return types.uint64 if value >= 2**63 else types.int64
   if isinstance(value, (float, complex)):
     return types.float64 if isinstance(value, float) else types.complex128
-  raise GateDefinitionError(
-    f"{label}: parameter '{name}': expected an array or a number, got {value!r}; constants are "
-    "globals or closure variables of the function"
-  )
+  expected = f"parameter '{name}': expected an array or a number, got {value!r}"
+  hint = "constants are globals or closure variables of the function"
+  raise GateDefinitionError(f"{label}: {expected}; {hint}")
 
 
 def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) -> list[Any]:
@@ -93,9 +87,8 @@ def parameter_types(label: str, function: Any, held: Iterable[Sequence[Any]]) ->
     if len(signature) == len(own) and all(map(_accepts, signature, own)):
       return [a if hasattr(a, "ndim") else d for a, d in zip(own, signature, strict=True)]
   known = "; ".join(str(tuple(s)) for s in function.signatures)
-  raise GateDefinitionError(
-    f"{label}: expected arguments of a signature that @cuda.jit was given ({known}), got {own}"
-  )
+  expected = f"expected arguments of a signature that @cuda.jit was given ({known})"
+  raise GateDefinitionError(f"{label}: {expected}, got {own}")
 
 
 def _accepts(declared: Any, own: Any) -> bool:
@@ -107,13 +100,11 @@ def _accepts(declared: Any, own: Any) -> bool:
 
 def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -> list[Parameter]:
   """An array as Numba's kernels take it: its struct's parts, one by one."""
-  numbers = [math.prod(shape), itemsize]
-  tail = [*shape, *(itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))]
+  strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
+  numbers = (math.prod(shape), itemsize, *shape, *strides)
+  size, item, *rest = (Parameter.scalar(n, np.int64) for n in numbers)
   null = Parameter.null()  # the owner's bookkeeping, which is the host's
-  return [
-    null, null, *(Parameter.scalar(n, np.int64) for n in numbers), Parameter.pointer(of, index),
-    *(Parameter.scalar(n, np.int64) for n in tail),
-  ]  # fmt: skip
+  return [null, null, size, item, Parameter.pointer(of, index), *rest]
 
 
 def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
@@ -121,22 +112,17 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
   if numba_type == types.boolean:
     return [Parameter.scalar(bool(value), np.uint8)]
   dtype = np.dtype(str(numba_type))
-  if dtype.kind != "c":
-    return [Parameter.scalar(value, dtype)]
   number = np.asarray(value, dtype)
-  return [Parameter.scalar(part, part.dtype) for part in (number.real, number.imag)]
+  parts = (number.real, number.imag) if dtype.kind == "c" else (number,)
+  return [Parameter.scalar(part, part.dtype) for part in parts]
 
 
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
 ) -> tuple[str, list[int], Image]:
-  """Compiles a kernel for a capability, as 90; with `ptx` for any device that is not older.
+  """The name of the entry, the sizes of its parameters as PTX declares them, and the image.
 
-  Returns:
-    The name of the entry, the sizes of its parameters as PTX declares them, and the image.
-
-  Raises:
-    CompileError: Numba refuses the function.
+  For a capability, as 90; with `ptx` for any device that is not older.
   """
   given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
@@ -147,9 +133,8 @@ def compile_for(
       **options,
     )  # fmt: skip
   except Exception as error:  # Numba raises many kinds
-    raise CompileError(
-      f"{label}: Numba can't compile '{name}' for sm_{capability}: {error}", str(error)
-    ) from error
+    fault = f"Numba can't compile '{name}' for sm_{capability}: {error}"
+    raise CompileError(f"{label}: {fault}", str(error)) from error
   text = text if isinstance(text, str) else text.decode()
   ((entry, declared),) = entries(text).items()
   # A name that doesn't depend on what was compiled before, as Numba's does.
@@ -159,11 +144,9 @@ def compile_for(
   for pattern, why in _REFUSED_CODE.items():
     if re.search(pattern, text):
       raise GateDefinitionError(f"{label}: expected a kernel {why}")
-  if ptx and not given.get("link"):
-    image = Image(text.encode() + b"\0", 0)
-  else:
-    image = Image(_linked(label, text, cc, given), capability)
-  return renamed, [size for size, _ in declared], image
+  only_ptx = ptx and not given.get("link")
+  code = text.encode() + b"\0" if only_ptx else _linked(label, text, cc, given)
+  return renamed, [size for size, _ in declared], Image(code, 0 if only_ptx else capability)
 
 
 def _linked(label: str, text: str, cc: tuple[int, int], options: Mapping[str, Any]) -> bytes:

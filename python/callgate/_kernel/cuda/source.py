@@ -1,24 +1,22 @@
 """What callgate reads in CUDA source before the compiler does: kernels and their parameters.
 
-How a kernel's parameters are filled in follows from their types as they are written: pointers and
-callgate's views are arrays, everything else is a number by value.
+By the types as they are written: pointers and callgate's views are arrays, all else numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
-from callgate._kernel.source import TemplateParameter
+from callgate._kernel.parameters import Kind
+from callgate._kernel.source import SourceParameter, TemplateParameter
 
-Role = Literal["in", "out", "inout", "number", "scratch"]
 # CUDA's names of each dtype's elements, the one that template arguments have first.
 _NAMES = {
   "bool": "bool",
@@ -42,7 +40,6 @@ _NAMES = {
 }
 TYPES = {name: texts.split("|")[0] for name, texts in _NAMES.items()}
 _DTYPES = {text: name for name, texts in _NAMES.items() for text in texts.split("|")}
-_VIEWS: Mapping[str, Role] = {"In": "in", "Out": "out", "InOut": "inout"}
 _ATTRIBUTE = re.compile(
   r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\((?:[^()]|\([^()]*\))*\)"
   r"|__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)|\[\[.*?\]\]",
@@ -59,26 +56,14 @@ _TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsig
 _VIEW = re.compile(r"^(?:::)?\s*(?:(?:cg|callgate)\s*::\s*)?(In|Out|InOut)\s*<(.*)>$", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class CudaParameter:
-  """A kernel's parameter."""
-
-  name: str  # its position where the source gives none
-  role: Role
-  element: str  # the text of its type, without pointer and qualifiers
-  rank: str = ""  # the text of a view's rank; "" for what is no view
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaFunction:
+class CudaFunction(NamedTuple):
   """A `__global__` function of a source."""
 
   name: str
   qualified: str  # with its namespaces
   template: tuple[TemplateParameter, ...]
-  parameters: tuple[CudaParameter, ...]
-  # Template arguments that the user gave, "float", by parameter.
-  bound: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+  parameters: tuple[SourceParameter, ...]  # numbers by value are of Kind.NUMBER
+  bound: Mapping[str, str]  # template arguments that the user gave, "float", by parameter
 
 
 def element_dtype(text: str) -> np.dtype[Any] | None:
@@ -98,47 +83,35 @@ def find(label: str, source: str, kernel: str | None) -> CudaFunction:
   text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
-  functions = filter(None, (_function(text, match) for match in _KERNEL.finditer(text)))
   wanted = f"::{name.removeprefix('::')}" if name else ""
-  found = [f for f in functions if f"::{f.qualified}".endswith(wanted)]
+  found: list[CudaFunction] = []
+  for match in _KERNEL.finditer(text):
+    before, end = text[: match.start()], _source.closing(text, match.end() - 1)
+    qualified = "::".join([*_source.scopes(before), match[1]])
+    declaration = end < 0 or not text[end + 1 :].lstrip().startswith("{")
+    if not declaration and f"::{qualified}".endswith(wanted):
+      parts = _source.split_arguments(text[match.end() : end])
+      parameters = tuple(_parameter(i, part) for i, part in enumerate(parts) if parts != ["void"])
+      found.append(CudaFunction(match[1], qualified, _source.template(before), parameters, {}))
   if len(found) != 1:
     several = ", ".join(f.qualified for f in found)
     expected = f"kernel=, since the source has several: {several}"
     if name:
-      expected = (
-        f"one kernel `__global__ void {name}(...)` in the source, found {several or 'none'}"
-      )
+      several = several or "none"
+      expected = f"one kernel `__global__ void {name}(...)` in the source, found {several}"
     elif not found:
       named = "`__global__ void name(const float* x, float* y) { ... }`"
       expected = f"a kernel {named} in the source, found none"
     raise GateDefinitionError(f"{label}: expected {expected}")
   (function,) = found
-  given = _source.split_arguments(arguments.rstrip().removesuffix(">"))
-  if len(given) > len(function.template):
-    most = f"{len(function.template)} ({', '.join(p.name for p in function.template)})"
-    raise GateDefinitionError(
-      f"{label}: expected template arguments, at most {most}; got {len(given)}"
-    )
-  bound = {p.name: value for p, value in zip(function.template, given, strict=False)}
-  return dataclasses.replace(function, bound=bound)
+  given, names = _source.split_arguments(arguments.rstrip().removesuffix(">")), function.template
+  if len(given) > len(names):
+    most = f"at most {len(names)} ({', '.join(p.name for p in names)})"
+    raise GateDefinitionError(f"{label}: expected template arguments, {most}; got {len(given)}")
+  return function._replace(bound={p.name: v for p, v in zip(names, given, strict=False)})
 
 
-def _function(text: str, match: re.Match[str]) -> CudaFunction | None:
-  """The definition at a match; None for a declaration."""
-  end = _source.closing(text, match.end() - 1)
-  if end < 0 or not text[end + 1 :].lstrip().startswith("{"):
-    return None
-  before = text[: match.start()]
-  parts = _source.split_arguments(text[match.end() : end])
-  return CudaFunction(
-    match[1],
-    "::".join([*_source.scopes(before), match[1]]),
-    _source.template(before),
-    tuple(_parameter(i, part) for i, part in enumerate(parts) if parts != ["void"]),
-  )
-
-
-def _parameter(index: int, text: str) -> CudaParameter:
+def _parameter(index: int, text: str) -> SourceParameter:
   text = text.split("=", 1)[0].strip()
   text = re.sub(r"(\w+)\s*\[\s*\w*\s*\]$", r"* \1", text)  # `float x[]` is a pointer
   match = re.search(r"(\w+)$", text)
@@ -147,12 +120,12 @@ def _parameter(index: int, text: str) -> CudaParameter:
     name, kind = "", text
   name = name or str(index)
   pointee, star, _ = kind.rpartition("*")
+  plain = " ".join(_QUALIFIERS.sub(" ", pointee if star else kind).split())
   if star:
-    element = " ".join(_QUALIFIERS.sub(" ", pointee).split())
-    return CudaParameter(name, "in" if re.search(r"\bconst\b", pointee) else "out", element)
-  plain = " ".join(_QUALIFIERS.sub(" ", kind).split())
+    is_const = re.search(r"\bconst\b", pointee) is not None
+    return SourceParameter(name, Kind.IN if is_const else Kind.OUT, plain, "")
   view = _VIEW.match(plain)
   if view is None:
-    return CudaParameter(name, "number", plain)
+    return SourceParameter(name, Kind.NUMBER, plain, "")
   element, rank, *_ = (*_source.split_arguments(view[2]), "?", "?")
-  return CudaParameter(name, _VIEWS[view[1]], element, rank)
+  return SourceParameter(name, Kind[view[1].upper()], element, rank)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from callgate._build import cache
 from callgate._build.nvrtc import Image
 from callgate._core import extras, factories, registry
+from callgate._core import options as check
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._core.signatures import takes_two
 from callgate._kernel import launch
@@ -22,13 +26,7 @@ _ALIGNMENT = 16  # bytes; Triton vectorises what it knows to be so aligned
 
 
 class TritonKernel(NamedKernel):
-  """A kernel of Triton; see `callgate.triton`.
-
-  Attributes:
-    function: the `@triton.jit` function below all decorators.
-    decorated: as given.
-    compile_options: of Triton, such as num_warps.
-  """
+  """A kernel of Triton; see `callgate.triton`."""
 
   def __init__(
     self, kernel: Any, options: TritonOptions, constants: Mapping[str, Any] | None = None
@@ -37,17 +35,12 @@ class TritonKernel(NamedKernel):
     extras.library("triton", "Triton", "triton", by=what)
     from callgate._kernel.cuda import triton_compile
 
-    self._compiler = triton_compile
+    self._compiler, self._options = triton_compile, options
     function = triton_compile.base_function(kernel)
     if function is None:
-      raise GateDefinitionError(
-        f"{what}: expected a function of @triton.jit, or one under @triton.autotune or "
-        f"@triton.heuristics, got {kernel!r}"
-      )
-    self.function = function
-    self.decorated = kernel
-    self.compile_options = options.of_triton()
-    self._grid, self._zeroed = options.grid, options.zeroed_outputs
+      kinds = "a function of @triton.jit, or one under @triton.autotune or @triton.heuristics"
+      raise GateDefinitionError(f"{what}: expected {kinds}, got {kernel!r}")
+    self.function, self.decorated = function, kernel
     self._automatic = triton_compile.automatic(kernel)
     named = [
       Named(p.name, True, None) if p.name in self._automatic
@@ -57,9 +50,8 @@ class TritonKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
-  # -- plans -------------------------------------------------------------------------------------
   def plan(self, call: CudaCall) -> launch.Plan:
-    bound = self.bound(call)
+    compiler, label, bound = self._compiler, self.label, self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
     settings = self._settings(call, bound, known)
     meta = {**known, **settings}
@@ -67,47 +59,51 @@ class TritonKernel(NamedKernel):
     for parameter in self.function.params:
       of, _, value = bound[parameter.name]
       if of == "static":
-        arguments.append(self._compiler.scalar(parameter, meta[parameter.name], self.label))
-        continue
-      # XLA's buffers are aligned, and so are the lanes of a batch if one's size is a multiple.
-      aligned = value.size * value.dtype.itemsize % _ALIGNMENT == 0
-      arguments.append(self._compiler.pointer(parameter, value.dtype, self.label, aligned))
+        arguments.append(compiler.scalar(parameter, meta[parameter.name], label))
+      else:
+        # XLA's buffers are aligned, and so are the lanes of a batch if one's size is a multiple.
+        aligned = value.size * value.dtype.itemsize % _ALIGNMENT == 0
+        arguments.append(compiler.pointer(parameter, value.dtype, label, aligned))
     options = {k: v for k, v in settings.items() if k not in bound}
-    key = self._key(arguments, options)
-    built = self._built(key, arguments, options, call.capabilities)
-    launched, scratch = self._launch(call, built, arguments, bound, meta)
-    images = tuple(b.image for b in built)
-    return launch.Plan(key, images, (launched,), scratch, self._zeroed_of(call, bound, meta))
+    # The code doesn't depend on the value of what is passed.
+    held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
+    ordered = dict(sorted(options.items()))
+    about: dict[str, Any] = {"args": held, "options": ordered}
+    if not all(isinstance(v, _PLAIN) for v in (*(v for _, v, _ in held), *options.values())):
+      about = {"hash": cache.digest(repr([held, list(ordered.items())]))}
+    key = json.dumps({"function": self.function.cache_key[:16], **about}, separators=(",", ":"))
+    make = functools.partial(compiler.compile_for, label, self.function, arguments, options)
+    built = self.made_for(key, call.capabilities, make)
+    return self._plan(call, key, built, compiler.passed(arguments), bound, meta)
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    held = json.loads(key)
-    if held["function"] != self.function.cache_key[:16] or "hash" in held:
+    held, compiler, function = json.loads(key), self._compiler, self.function
+    if held["function"] != function.cache_key[:16] or "hash" in held:
       return None
-    pairs = zip(self.function.params, held["args"], strict=True)
-    arguments = [self._compiler.Argument(p.name, *given) for p, given in pairs]
-    return tuple(b.image for b in self._built(key, arguments, held["options"], capabilities))
+    pairs = zip(function.params, held["args"], strict=True)
+    made = [compiler.Argument(p.name, *given) for p, given in pairs]
+    make = functools.partial(compiler.compile_for, self.label, function, made, held["options"])
+    return tuple(b.image for b in self.made_for(key, capabilities, make))
 
   def _settings(
     self, call: CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
   ) -> dict[str, Any]:
+    compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
-    given = {**constants, **self.compile_options}
-    found = self._compiler.candidates(self.label, self.decorated, arguments, given)
-    found = [{**TRITON_DEFAULTS, **settings} for settings in found]
+    given = {**constants, **self._options.of_triton()}
+    several = compiler.candidates(label, self.decorated, arguments, given)
+    found = [{**TRITON_DEFAULTS, **settings} for settings in several]
     for settings in found:
       if missing := ", ".join(sorted(self._automatic - settings.keys())):
-        raise GateDefinitionError(
-          f"{self.label}: expected {missing} in each configuration of @triton.autotune, got none"
-        )
-    device = self._compiler.cuda_device()
-
-    def measure(settings: Mapping[str, Any]) -> float:
-      return self._compiler.seconds_of(self._fixed(bound, settings), call, device)
-
-    return self._compiler.chosen(
-      self.label, self.decorated, self.function, found, known, None if device is None else measure
-    )
+        expected = f"expected {missing} in each configuration of @triton.autotune"
+        raise GateDefinitionError(f"{label}: {expected}, got none")
+    device = compiler.cuda_device()
+    return compiler.chosen(
+      label, self.decorated, self.function, found, known,
+      None if device is None
+      else lambda each: compiler.seconds_of(self._fixed(bound, each), call, device),
+    )  # fmt: skip
 
   def _fixed(self, bound: Mapping[str, Bound], settings: Mapping[str, Any]) -> TritonKernel:
     """The same kernel with all static values fixed, for a measurement."""
@@ -115,84 +111,58 @@ class TritonKernel(NamedKernel):
     results = sorted((b.position, b.value) for b in bound.values() if b.of == "result")
     own = {n: v for n, v in settings.items() if n in bound}
     options = TritonOptions(
-      name=registry.free_name(f"{self.name}.tuned"), grid=self._grid,
-      options={n: v for n, v in settings.items() if n not in bound}, zeroed_outputs=self._zeroed,
-      outputs=[n for n, b in bound.items() if b.of == "result"],
+      name=registry.free_name(f"{self.name}.tuned"), grid=self._options.grid,
+      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch(),
+      outputs=[n for n, b in bound.items() if b.of == "result"], aliases=self.aliases,
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
-      aliases=self.aliases, arch=self.arch(),
+      zeroed_outputs=self._options.zeroed_outputs,
     )  # fmt: skip
     return TritonKernel(self.function, options, {**static, **own})
 
-  def _key(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
-    # The code doesn't depend on the value of what is passed.
-    held = [[a.type, a.value if a.type == "constexpr" else None, a.divisible] for a in arguments]
-    about: dict[str, Any] = {"function": self.function.cache_key[:16]}
-    if all(isinstance(v, _PLAIN) for v in (*(v for _, v, _ in held), *options.values())):
-      about |= {"args": held, "options": dict(sorted(options.items()))}
-    else:
-      about["hash"] = cache.digest(repr([held, sorted(options.items())]))
-    return json.dumps(about, separators=(",", ":"))
-
-  def _built(
-    self, key: str, arguments: Sequence[Any], options: Mapping[str, Any],
-    capabilities: tuple[int, ...],
-  ) -> list[Any]:  # fmt: skip
-    def make(capability: int, ptx: bool) -> Any:
-      return self._compiler.compile_for(
-        self.label, self.function, arguments, options, capability, ptx=ptx
-      )
-
-    return self.made_for(key, capabilities, make)
-
-  def _launch(
-    self, call: CudaCall, built: Sequence[Any], arguments: Sequence[Any],
+  def _plan(
+    self, call: CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
     bound: Mapping[str, Bound], meta: Mapping[str, Any],
-  ) -> tuple[launch.Launch, tuple[int, ...]]:  # fmt: skip
+  ) -> launch.Plan:  # fmt: skip
+    """The launch of what was compiled; `meta` has all arguments, constants and options."""
     same = {(b.entry, b.threads, b.cluster, len(b.scratch)) for b in built}
     if len(same) != 1:
       fault = f"expected the same launch for all of arch=, got {sorted(same)}; give one"
       raise CompileError(f"{self.label}: {fault}", "")
-    ((entry, threads, (cx, cy, cz), _),) = same
-    grid = self._grid
+    ((entry, threads, cluster, _),) = same
+    grid, zeroed = self._options.grid, self._options.zeroed_outputs
     if callable(grid):
       shapes = ((*call.operands, *call.results),) if takes_two(grid) else ()
       grid = grid(dict(meta), *shapes)
-    x, y, z = self.extent("grid", grid, call)
-    blocks, block, shared, cluster = launch.checked(
-      self.label, (x * cx, y * cy, z * cz), threads, max(b.shared for b in built),
-      (cx, cy, cz) if (cx, cy, cz) != (1, 1, 1) else None,
+    programs = self.extent("grid", grid, call)
+    blocks, block, shared, clusters = launch.checked(
+      self.label, tuple(map(operator.mul, programs, cluster)), threads,
+      max(b.shared for b in built), cluster if cluster != (1, 1, 1) else None,
     )  # fmt: skip
     parameters = [
       launch.Parameter.pointer(cast("Any", bound[a.name].of), bound[a.name].position)
       if a.type[0] == "*"
       else launch.Parameter.scalar(a.value, a.dtype)
-      for a in self._compiler.passed(arguments)
+      for a in passed
     ]
     scratch: list[int] = []
     for of_block in zip(*(b.scratch for b in built), strict=True):
-      if size := max(of_block) * x * y * z:
+      if size := max(of_block) * math.prod(programs):
         parameters.append(launch.Parameter.pointer("scratch", len(scratch)))
         scratch.append(size)
       else:
         parameters.append(launch.Parameter.null())
-    return launch.Launch(entry, blocks, block, tuple(parameters), shared, cluster), tuple(scratch)
-
-  def _zeroed_of(
-    self, call: CudaCall, bound: Mapping[str, Bound], meta: Mapping[str, Any]
-  ) -> tuple[int, ...]:
-    given = self._zeroed(dict(meta)) if callable(self._zeroed) else self._zeroed
-    names = (given,) if isinstance(given, (int, str)) else tuple(cast("Sequence[Any]", given))
-    found: set[int] = set()
-    for name in names:
+    zeroed, positions = zeroed(dict(meta)) if callable(zeroed) else zeroed, set[int]()
+    for name in (zeroed,) if isinstance(zeroed, (int, str)) else cast("Sequence[Any]", zeroed):
       target = bound.get(name) if isinstance(name, str) else None
       index = name if target is None else target.position if target.of == "result" else None
       if not isinstance(index, int) or not 0 <= index < len(call.results):
-        raise GateDefinitionError(
-          f"{self.label}: zeroed_outputs: expected positions of results (0 to "
-          f"{len(call.results) - 1}) or names of parameters that take them, got {name!r}"
-        )
-      found.add(index)
-    return tuple(sorted(found))
+        known = f"positions of results (0 to {len(call.results) - 1})"
+        expected = f"{known} or names of parameters that take them"
+        check.refuse(self.label, "zeroed_outputs", expected, name)
+      positions.add(index)
+    launched = launch.Launch(entry, blocks, block, tuple(parameters), shared, clusters)
+    images = tuple(b.image for b in built)
+    return launch.Plan(key, images, (launched,), tuple(scratch), tuple(sorted(positions)))
 
 
 @factories.with_constants(TritonOptions)

@@ -1,15 +1,8 @@
 """All that depends on the installed Triton, whose versions 3.2 to 3.9 are known to work.
 
-Kernels are compiled for a compute capability, with or without a device, under one lock, on the
-tracing thread: here is how the compiler takes types, constants and what is known of alignment, and
-what a compiled kernel wants at launch. The parameters that a version adds behind the user's
-(scratch memory) are counted in the PTX that it made.
-
-Triton's decorators are taken apart: `@triton.autotune` names configurations, `@triton.heuristics`
-computes values from the arguments. Where this process has a device, each configuration is launched
-on it, by callgate, with arrays of the call's shapes, and the fastest is kept on disk; elsewhere the
-first that the pruning leaves is taken, and a log message says so. The launches are made by a thread
-of their own, outside the trace.
+Compiles under one lock, on the lowering thread, with or without a device. Decorators are taken
+apart: `@triton.autotune` names configurations, of which the fastest is measured where this process
+has a device, and kept on disk; `@triton.heuristics` computes values from the arguments.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -20,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,22 +34,15 @@ from callgate._kernel.cuda.kernel import entries
 from callgate._kernel.program import CudaCall
 
 _DTYPES = {
-  "bool": "i1",
+  "bool": "i1", "bfloat16": "bf16",
   **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
   **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
   **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
-  "bfloat16": "bf16",
-  "float8_e4m3fn": "fp8e4nv",
-  "float8_e4m3fnuz": "fp8e4b8",
-  "float8_e5m2": "fp8e5",
-  "float8_e5m2fnuz": "fp8e5b16",
-}
+  "float8_e4m3fn": "fp8e4nv", "float8_e4m3fnuz": "fp8e4b8",
+  "float8_e5m2": "fp8e5", "float8_e5m2fnuz": "fp8e5b16",
+}  # fmt: skip
 # What scalars are passed as.
-_SCALARS = {
-  "i1": "int8",
-  "u1": "uint8",
-  **{code: name for name, code in _DTYPES.items() if code[:3] != "fp8" and name != "bool"},
-}
+_SCALARS = {c: n for n, c in _DTYPES.items() if c[:3] != "fp8"} | {"i1": "int8", "u1": "uint8"}
 _LOG = logging.getLogger("callgate")
 _COMPILING = threading.Lock()
 _PRUNING = threading.Lock()  # Triton's autotuner keeps the arguments in itself
@@ -66,8 +51,6 @@ Settings = dict[str, Any]
 
 
 class Argument(NamedTuple):
-  """What a kernel's parameter is given."""
-
   name: str
   type: str  # Triton's, such as "*fp32" or "i32"; "constexpr" for what is compiled in
   value: Any = None  # of a scalar or constant
@@ -80,15 +63,12 @@ class Argument(NamedTuple):
 
 
 class Compiled(NamedTuple):
-  """A kernel compiled for one capability."""
-
-  image: Image
+  image: Image  # for one capability
   entry: str  # its name in the image
   threads: int  # of a block
   shared: int  # bytes of dynamic shared memory
   cluster: tuple[int, int, int]  # blocks
-  # Bytes of scratch memory for each block of the grid, for each of the pointers that come behind
-  # the user's parameters; 0 for a null pointer.
+  # Of each pointer behind the user's parameters: bytes for each block of the grid; 0 for null.
   scratch: tuple[int, ...]
 
 
@@ -108,62 +88,50 @@ def automatic(kernel: Any) -> set[str]:
   """The parameters that decorators give values."""
   found: set[str] = set()
   for layer in layers(kernel):
-    if isinstance(layer, Heuristics):
-      found |= set(layer.values)
-    if isinstance(layer, Autotuner):
-      found |= {name for config in layer.configs for name in config.kwargs}
+    found.update(layer.values if isinstance(layer, Heuristics) else ())
+    found.update(*(c.kwargs for c in layer.configs) if isinstance(layer, Autotuner) else ())
   return found
 
 
 def pointer(parameter: Any, dtype: np.dtype[Any], label: str, divisible: bool) -> Argument:
-  """An array as an argument."""
   code, what = _DTYPES.get(dtype.name), f"{label}: parameter '{parameter.name}'"
   if code is None:
-    known = ", ".join(_DTYPES)
-    raise GateDefinitionError(
-      f"{what}: Triton has no pointers to {dtype.name}; expected one of {known}"
-    )
+    fault = f"Triton has no pointers to {dtype.name}; expected one of {', '.join(_DTYPES)}"
+    raise GateDefinitionError(f"{what}: {fault}")
   if parameter.annotation_type:
-    raise GateDefinitionError(
-      f"{what}: expected a static number, as its annotation {parameter.annotation_type} says, got "
-      "an array"
-    )
+    fault = f"expected a static number, as its annotation {parameter.annotation_type} says"
+    raise GateDefinitionError(f"{what}: {fault}, got an array")
   aligned = divisible and _by_alignment(parameter)
   return Argument(parameter.name, ("*k" if parameter.is_const else "*") + code, None, aligned)
 
 
 def scalar(parameter: Any, value: Any, label: str) -> Argument:
   """A number or constant as an argument, specialised as Triton's launcher does it."""
-  what = f"{label}: parameter '{parameter.name}'"
+  name, what = parameter.name, f"{label}: parameter '{parameter.name}'"
   if parameter.is_constexpr or value is None:
-    return Argument(parameter.name, "constexpr", value)
+    return Argument(name, "constexpr", value)
   if not isinstance(value, (bool, int, float, np.generic)):
-    raise GateDefinitionError(
-      f"{what}: expected an array, a number, or the annotation tl.constexpr; got {value!r}"
-    )
+    expected = "expected an array, a number, or the annotation tl.constexpr"
+    raise GateDefinitionError(f"{what}: {expected}; got {value!r}")
   number = value.item() if isinstance(value, np.generic) else value
   whole = isinstance(number, int) and not isinstance(number, bool)
-  declared = parameter.annotation_type or ""
+  code = parameter.annotation_type or ""
   one = whole and number == 1 and not parameter.do_not_specialize
-  if one and declared[:2] not in ("fp", "bf", "u1"):
-    return Argument(parameter.name, "constexpr", 1)
-  code = declared or "i1"
-  if not declared and isinstance(value, np.generic):
+  if one and code[:2] not in ("fp", "bf", "u1"):
+    return Argument(name, "constexpr", 1)
+  if not code and isinstance(value, np.generic):
     code = _DTYPES.get(value.dtype.name, value.dtype.name)
-  elif not declared and isinstance(value, float):
-    code = "fp32"
-  elif not declared and whole:
+  elif not code and whole:
     code = "i32" if -(2**31) <= number < 2**31 else "u64" if number >= 2**63 else "i64"
+  elif not code:
+    code = "fp32" if isinstance(value, float) else "i1"
   if code not in _SCALARS:
-    known = ", ".join(_SCALARS)
-    raise GateDefinitionError(f"{what}: expected a type among {known}, got {code}")
-  return Argument(
-    parameter.name, code, number, whole and _by_alignment(parameter) and number % 16 == 0
-  )
+    expected = f"expected a type among {', '.join(_SCALARS)}"
+    raise GateDefinitionError(f"{what}: {expected}, got {code}")
+  return Argument(name, code, number, whole and _by_alignment(parameter) and number % 16 == 0)
 
 
 def _by_alignment(parameter: Any) -> bool:
-  """Whether the kernel is compiled for what is divisible by 16."""
   unaligned = getattr(parameter, "do_not_specialize_on_alignment", False)
   return not (parameter.do_not_specialize or unaligned)
 
@@ -172,13 +140,7 @@ def compile_for(
   label: str, function: Any, arguments: Sequence[Argument], options: Mapping[str, Any],
   capability: int, *, ptx: bool,
 ) -> Compiled:  # fmt: skip
-  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older.
-
-  `arguments` has one for each parameter, `options` are Triton's, such as num_warps.
-
-  Raises:
-    CompileError: Triton refuses the kernel.
-  """
+  """Compiles a JITFunction for a capability, as 90; with `ptx` for any device that is not older."""
   target = GPUTarget("cuda", capability, 32)
   with _COMPILING:
     try:
@@ -189,9 +151,8 @@ def compile_for(
       raise CompileError(f"{label}: {what}: {text}", text) from error
   metadata = made.metadata
   if getattr(metadata, "launch_cooperative_grid", False):
-    raise GateDefinitionError(
-      f"{label}: expected a kernel without launch_cooperative_grid, which callgate doesn't have"
-    )
+    fault = "expected a kernel without launch_cooperative_grid, which callgate doesn't have"
+    raise GateDefinitionError(f"{label}: {fault}")
   declared = entries(made.asm["ptx"]).get(metadata.name)
   sizes = None if declared is None else [size for size, _ in declared]
   wanted = [8 if a.type[0] == "*" else a.dtype.itemsize for a in passed(arguments)]
@@ -199,18 +160,14 @@ def compile_for(
     fault = f"expected that Triton {triton.__version__} makes a kernel with parameters of {wanted}"
     more = f"bytes and at most two pointers more, got {sizes}; callgate doesn't know this version"
     raise CompileError(f"{label}: {fault} {more}", "")
-  x, y, z = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
+  cluster = getattr(metadata, "cluster_dims", None) or (getattr(metadata, "num_ctas", 1), 1, 1)
+  x, y, z = map(int, cluster)
   of_block = (getattr(metadata, f"{n}_scratch_size", 0) or 0 for n in ("global", "profile"))
-  scratch = tuple(int(size) * math.prod((x, y, z)) for size in of_block)
+  scratch = [int(size) * x * y * z for size in of_block][: len(sizes or ()) - len(wanted)]
   text, code = str(made.asm["ptx"]).encode() + b"\0", bytes(made.asm["cubin"])
-  return Compiled(
-    Image(text, 0) if ptx else Image(code, capability),
-    metadata.name,
-    int(metadata.num_warps) * 32,
-    int(metadata.shared),
-    (int(x), int(y), int(z)),
-    scratch[: len(sizes or ()) - len(wanted)],
-  )
+  image = Image(text, 0) if ptx else Image(code, capability)
+  threads, shared = int(metadata.num_warps) * 32, int(metadata.shared)
+  return Compiled(image, metadata.name, threads, shared, (x, y, z), tuple(scratch))
 
 
 def _source(function: Any, arguments: Sequence[Argument]) -> Any:
@@ -242,7 +199,7 @@ def passed(arguments: Sequence[Argument]) -> list[Argument]:
 def candidates(
   label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[Settings]:
-  """The settings (constants of the kernel and options of its compilation) that a call may take.
+  """The constants of the kernel and options of its compilation that a call may take.
 
   `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
   """
@@ -270,11 +227,9 @@ def candidates(
         f"{label}: got a triton.Config with pre_hook, which is Python that would run before each "
         "launch; expected none. zeroed_outputs= sets results to zero"
       )
-    twice = sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))
-    if twice:
-      raise GateDefinitionError(
-        f"{label}: expected {', '.join(twice)} once, got both @triton.autotune's and the call's"
-      )
+    if twice := ", ".join(sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))):
+      fault = f"expected {twice} once, got both @triton.autotune's and the call's"
+      raise GateDefinitionError(f"{label}: {fault}")
     found += candidates(label, kernel.fn, arguments, {**settings, **config.all_kwargs()})
   return found
 
@@ -283,10 +238,7 @@ def chosen(
   label: str, kernel: Any, function: Any, found: Sequence[Settings], arguments: Mapping[str, Any],
   measure: Callable[[Settings], float] | None,
 ) -> Settings:  # fmt: skip
-  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first.
-
-  `function` is the JITFunction; `measure` gives the seconds of a launch, None without a device.
-  """
+  """One of the candidates: the fastest, as it is kept on disk or measured now, else the first."""
   if len(found) == 1:
     return found[0]
   # What Triton tunes by: the arguments named as `key`, all dtypes, and the device.
@@ -303,13 +255,11 @@ def chosen(
     if isinstance(best, int) and 0 <= best < len(found):
       return found[best]
   if measure is None:
-    _LOG.warning(
-      "%s: no device to try the %d configurations of @triton.autotune on; taking the first: %s",
-      label, len(found), found[0],
-    )  # fmt: skip
+    tried = f"no device to try the {len(found)} configurations of @triton.autotune on"
+    _LOG.warning("%s: %s; taking the first: %s", label, tried, found[0])
     return found[0]
   times = [measure(settings) for settings in found]
-  best = min(range(len(found)), key=times.__getitem__)
+  best = times.index(min(times))
   if times[best] == float("inf"):
     raise GateDefinitionError(f"{label}: expected a configuration that runs, got none that does")
   finite = [None if seconds == float("inf") else seconds for seconds in times]
@@ -322,7 +272,7 @@ def chosen(
 
 def _text(value: Any) -> str:
   shape = getattr(value, "shape", None)
-  return repr(value) if not shape else f"{value.dtype}{list(shape)}"
+  return f"{value.dtype}{list(shape)}" if shape else repr(value)
 
 
 def cuda_device() -> Any:
@@ -334,10 +284,7 @@ def cuda_device() -> Any:
 
 
 def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> float:
-  """How long a launch with arrays of a call's shapes takes, the least of several rounds.
-
-  `function` is the kernel with its settings fixed. Infinity for one that fails.
-  """
+  """How long a launch with arrays of a call's shapes takes; infinity for one that fails."""
   found: list[float] = []
 
   def run() -> None:
@@ -345,10 +292,9 @@ def seconds_of(function: Callable[..., Any], call: CudaCall, device: Any) -> flo
       with jax.default_device(device):
         arrays = [jnp.zeros(x.shape, x.dtype) for x in call.operands]
         compiled = jax.jit(function)
-        jax.block_until_ready(compiled(*arrays))
+        last = jax.block_until_ready(compiled(*arrays))
         for _ in range(_ROUNDS):
           begin = time.perf_counter()
-          last: Any = None
           for _ in range(_LAUNCHES):
             last = compiled(*arrays)
           jax.block_until_ready(last)

@@ -1,15 +1,13 @@
 """The CUDA part of `callgate.elementwise`: the same code of an element, gone through by threads.
 
-The source is a function that knows no device (`source.body`) and loops around it
-(include/callgate/elementwise_device.h). A variant is compiled for how operands lie along the
-result's elements; extents and strides are passed by the launch. Runs on lowering threads.
+The loops around it are of include/callgate/elementwise_device.h. A variant is compiled for how
+operands lie along the result's elements; extents and strides are passed by the launch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +16,6 @@ import numpy as np
 
 from callgate._build import nvrtc, toolchain
 from callgate._build.nvrtc import Image
-from callgate._kernel.elementwise.params import Param
 from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
 from callgate._kernel.launch import Address, Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, CudaPart
@@ -31,13 +28,6 @@ _HEADERS = ("elementwise_device.h", "elementwise_body.h", "complex_device.h", "s
 _OPTIONS = ("--std=c++20", "-default-device")
 
 
-class CudaOptions(NamedTuple):
-  """How an elementwise kernel is compiled for CUDA."""
-
-  options: tuple[str, ...] = ()  # for NVRTC, after callgate's own
-  arch: tuple[int, ...] = ()  # compute capabilities, where the process has no device
-
-
 def entry_of(name: str) -> str:
   """The function of a kernel, as profilers show it."""
   return f"callgate_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
@@ -45,36 +35,32 @@ def entry_of(name: str) -> str:
 
 # -- the source ----------------------------------------------------------------------------------
 def _on_device(text: str) -> str:
-  return text.replace("std::complex<", "callgate::elementwise::complex<").replace(
-    "cg::", "callgate::small::"
-  )
+  spelled = text.replace("std::complex<", "callgate::elementwise::complex<")
+  return spelled.replace("cg::", "callgate::small::")
 
 
 def cuda_unit(what: str, entry: str, bound: Bound, layout: Layout) -> str:
   """A whole source for CUDA; `entry` is the function's name, `what` the kernel in messages."""
-  code = bound.code
+  code, in_library = bound.code, "callgate::elementwise::"
   # CUDA has functions of these names that treat NaN otherwise.
   using = "  using namespace callgate::elementwise;\n"
   own = "".join(f"  using callgate::elementwise::{name};\n" for name in ("max", "min"))
   text = body(what, bound).replace(using, using + own, 1)
   if bound.has_complex:
     text = _on_device(text)  # the user's part as well
-  ones = [
-    f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);"
-    for p, kind in zip(code.mapped, layout.kinds, strict=True)
-    if kind == "o"
-  ]
+  single = [p for p, kind in zip(code.mapped, layout.kinds, strict=True) if kind == "o"]
+  ones = (f"const auto _one_{p.name} = static_cast<{bound.value(p)}>({p.name}[0]);" for p in single)
   fields = ["int64_t _size", *bound.pointers]  # of the struct, and what the kernel takes
   names = ["_size", *(p.name for p in (*code.mapped, *code.outputs))]
   params = list(fields)
-  if strided := len(_strided(code, layout)):
-    strides = f"callgate::elementwise::Strides<{layout.axes}, {strided}>"
+  if strided := layout.kinds.count("s"):
+    strides = f"{in_library}Strides<{layout.axes}, {strided}>"
     fields.append(f"const {strides}& _strides")
     params.append(f"{strides} _strides")
     names.append("_strides")
   raws = [p for p in code.inputs if p.raw]
   params += [
-    f"callgate::elementwise::Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
+    f"{in_library}Raw<{bound.stored(p)}, {bound.value(p)}, {rank}> {p.name}"
     for p, rank in zip(raws, layout.ranks, strict=True)
   ]
   # The digest is in the key of the compiled source.
@@ -103,23 +89,17 @@ __global__ void __launch_bounds__({_THREADS}) {entry}(
 """
 
 
-def _strided(code: Code, layout: Layout) -> list[Param]:
-  return [p for p, k in zip(code.mapped, layout.kinds, strict=True) if k == "s"]
-
-
 def _packs(bound: Bound, layout: Layout) -> str:
   """The loop over several neighbours at once."""
-  count = layout.vector
-  loads: list[str] = []
-  stores: list[str] = []
+  count, loads, stores = layout.vector, list[str](), list[str]()
   arguments = [f"_pack * {count} + _k"]
   for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
     if kind == "o":
       arguments.append(f"_one_{p.name}")
-      continue
-    pack = f"callgate::elementwise::Pack<{bound.stored(p)}, {count}>"
-    loads.append(f"const {pack} _in_{p.name} = reinterpret_cast<const {pack}*>({p.name})[_pack];")
-    arguments.append(f"static_cast<{bound.value(p)}>(_in_{p.name}.values[_k])")
+    else:
+      pack = f"callgate::elementwise::Pack<{bound.stored(p)}, {count}>"
+      loads.append(f"const {pack} _in_{p.name} = reinterpret_cast<const {pack}*>({p.name})[_pack];")
+      arguments.append(f"static_cast<{bound.value(p)}>(_in_{p.name}.values[_k])")
   for p in bound.code.outputs:
     pack = f"callgate::elementwise::Pack<{bound.stored(p)}, {count}>"
     loads.append(f"{pack} _out_{p.name};")
@@ -137,17 +117,14 @@ def _packs(bound: Bound, layout: Layout) -> str:
 
 def _singles(bound: Bound, layout: Layout) -> str:
   """The loop over elements one by one: the tail of the packs, or all."""
-  strided = _strided(bound.code, layout)
-  arguments = ["_i"]
+  arguments, strided = ["_i"], 0
   for p, kind in zip(bound.code.mapped, layout.kinds, strict=True):
-    place = f"_offsets[{strided.index(p)}]" if kind == "s" else "_i"
+    place = f"_offsets[{strided}]" if kind == "s" else "_i"
+    strided += kind == "s"
     loaded = f"static_cast<{bound.value(p)}>({p.name}[{place}])"
     arguments.append(f"_one_{p.name}" if kind == "o" else loaded)
   whole = "uint64_t" if layout.wide else "uint32_t"
-  offsets = (
-    f"int64_t _offsets[{len(strided)}];",
-    f"_strides.template place<{whole}>(_i, _offsets);",
-  )
+  offsets = (f"int64_t _offsets[{strided}];", f"_strides.template place<{whole}>(_i, _offsets);")
   inner = [*(offsets if strided else ()), *element(bound, arguments, "{}[_i]")]
   return f"""    for (int64_t _i = _done + _first; _i < _size; _i += _step) {{
 {lines(6, inner)}
@@ -158,8 +135,7 @@ def _singles(bound: Bound, layout: Layout) -> str:
 class Layout(NamedTuple):
   """What a variant knows of how a call's arrays lie."""
 
-  # For each argument that is not raw "f" where it has the result's elements, "o" where it has one,
-  # "s" where it is broadcast along some axes.
+  # Of arguments that are not raw: "f" for the result's elements, "o" for one, "s" for broadcast.
   kinds: str
   axes: int  # how many axes, once neighbours are collapsed, those of kind "s" take; 0 for none
   vector: int  # elements that a thread takes at once
@@ -169,14 +145,13 @@ class Layout(NamedTuple):
   @property
   def text(self) -> str:
     """As part of a variant's key."""
-    ranks = ",".join(map(str, self.ranks))
-    return f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:{ranks}"
+    start = f"{self.kinds}:{self.axes}:{self.vector}:{int(self.wide)}:"
+    return start + ",".join(map(str, self.ranks))
 
   @staticmethod
   def parse(text: str) -> Layout:
-    """The inverse of `text`."""
     kinds, axes, vector, wide, ranks = text.split(":")
-    numbers = tuple(int(rank) for rank in ranks.split(",") if rank)
+    numbers = tuple(map(int, filter(None, ranks.split(","))))
     return Layout(kinds, int(axes), int(vector), wide == "1", numbers)
 
 
@@ -201,16 +176,13 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, each with the strides of the operands that are broadcast.
+  """The result's axes, innermost first, with the strides of the operands that are broadcast.
 
   Neighbours along which all strides continue are one; no operands give no axes.
   """
   axes: list[tuple[int, list[int]]] = []
-  if not shapes:
-    return axes
-  result = tuple(results[0].shape)
   steps = [1] * len(shapes)
-  for back, extent in enumerate(reversed(result), 1):
+  for back, extent in enumerate(reversed(results[0].shape if shapes else ()), 1):
     strides = [0] * len(shapes)
     for k, shape in enumerate(shapes):
       if len(shape) >= back and shape[-back] != 1:
@@ -234,35 +206,31 @@ def _parameters(
   yield Parameter.scalar(math.prod(results[0].shape), np.int64)
   yield from (Parameter.pointer("operand", indices[p.name]) for p in code.mapped)
   yield from (Parameter.pointer("result", i) for i in range(len(code.outputs)))
-  axes = collapsed([operands[indices[p.name]].shape for p in _strided(code, layout)], results)
-  if axes:
-    numbers = [extent for extent, _ in axes]
-    numbers += [step for _, strides in axes for step in strides]
-    yield Parameter(struct.pack(f"<{len(numbers)}q", *numbers))
+  kinds = zip(code.mapped, layout.kinds, strict=True)
+  if axes := collapsed([operands[indices[p.name]].shape for p, k in kinds if k == "s"], results):
+    numbers = [extent for extent, _ in axes] + [step for _, strides in axes for step in strides]
+    yield Parameter(np.array(numbers, "<i8").tobytes())
   for index, param in enumerate(code.inputs):
     if param.raw:
-      extents = tuple(operands[index].shape) or (1,)
-      data = bytes(8) + struct.pack(f"<{len(extents)}q", *extents)
-      yield Parameter(data, (Address(0, "operand", index),))
+      extents = np.array(operands[index].shape or (1,), "<i8").tobytes()
+      yield Parameter(bytes(8) + extents, (Address(0, "operand", index),))
 
 
 class ElementwisePart(CudaPart):
   """What runs an elementwise kernel on CUDA devices; used by several threads at once."""
 
-  def __init__(self, kernel: Any, options: CudaOptions) -> None:
-    self._kernel = weakref.ref(kernel)  # which holds this
-    self.options = options  # of the compilation
+  def __init__(self, kernel: Any, options: tuple[str, ...], arch: tuple[int, ...]) -> None:
+    self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
+    self._options, self._arch = (*_OPTIONS, *options), arch  # of NVRTC
 
   def arch(self) -> tuple[int, ...]:
-    return self.options.arch
+    return self._arch
 
   def plan(self, call: CudaCall) -> Plan:
-    kernel = self._kernel()
-    assert kernel is not None  # whose call this is
-    code: Code = kernel.user_code
+    code: Code = self._kernel.user_code
     layout = layout_of(code, call.operands, call.results)
-    key = f"{kernel.letters_text(call.operands, call.static)}:{layout.text}"
-    built = self._built(kernel, key, call.capabilities)
+    key = f"{self._kernel.letters_text(call.operands, call.static)}:{layout.text}"
+    built = self._built(key, call.capabilities)
     taken = -(-math.prod(call.results[0].shape) // layout.vector)
     blocks = min(-(-taken // _THREADS), _BLOCKS)
     parameters = tuple(_parameters(code, layout, call.operands, call.results))
@@ -270,21 +238,19 @@ class ElementwisePart(CudaPart):
     return Plan(key, tuple(each.image for each in built), (launch,))
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    kernel = self._kernel()
-    assert kernel is not None
-    if not kernel.has_key(key):
+    if not self._kernel.has_key(key):
       return None
-    return tuple(built.image for built in self._built(kernel, key, capabilities))
+    return tuple(built.image for built in self._built(key, capabilities))
 
-  def _built(self, kernel: Any, key: str, capabilities: tuple[int, ...]) -> list[nvrtc.Built]:
+  def _built(self, key: str, capabilities: tuple[int, ...]) -> list[nvrtc.Built]:
+    kernel = self._kernel
     entry, layout = entry_of(kernel.name), Layout.parse(key.partition(":")[2])
     source = cuda_unit(kernel.label, entry, kernel.bound(key, _on_device), layout)
-    options, folders = (*_OPTIONS, *self.options.options), kernel.build_options["include_dirs"]
     with kernel.explaining():
       return [
         nvrtc.build(
           kernel.label, f"{kernel.name}.cu", source, entry, each,
-          options=options, include_dirs=folders,
+          options=self._options, include_dirs=kernel.build_options["include_dirs"],
         )
         for each in capabilities or (0,)
       ]  # fmt: skip

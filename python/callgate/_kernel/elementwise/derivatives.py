@@ -1,15 +1,12 @@
 """Derivatives of `callgate.elementwise`: `jvp=` expressions, and pointwise finite differences.
 
-An expression such as "dz = y * dx + x * dy" is linear in dx and dy, so that its coefficients are
-its values at dx = 1, dy = 0 and at dx = 0, dy = 1. Kernels compute these, one for each argument;
-what multiplies and adds them up is JAX, which can transpose that.
+The coefficients of "dz = y * dx + x * dy" are its values at dx = 1, dy = 0 and at dx = 0, dy = 1.
+Kernels compute these; what multiplies and adds them up is JAX, which can transpose that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -30,8 +27,7 @@ class Derivative(NamedTuple):
   kernel: Callable[..., Any]  # computes the coefficients, one for each result
   inputs: tuple[int, ...]  # positions of the primal arguments that it takes
   outputs: tuple[int, ...]  # positions of the primal results that it takes after them
-  # Where no argument gives its results a shape, whether they have the primal call's "own" or are
-  # "one" number for all elements.
+  # Where no argument gives its results a shape: the primal call's, or one number for all elements.
   size: Literal["own", "one"] | None
 
 
@@ -45,18 +41,15 @@ def derive(
   what its name ends in, its code and its reference.
   """
   _check_names(label, code, jvp)
-  used = words(jvp) | words(code.loop_prep)
-  found: dict[int, Derivative] = {}
+  used, found = words(jvp) | words(code.loop_prep), dict[int, Derivative]()
+  results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)
   for index, param in enumerate(code.inputs):
     if param.raw or not _has_tangent(param):
       continue
-    operation = _operation(label, code, jvp, index)
-    results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)
-    derived = Code(
-      code.inputs, results, operation, code.preamble, code.loop_prep, more_types=code.types
-    )
+    operation, types = _operation(label, code, jvp, index), code.types
+    derived = Code(code.mapped, results, operation, code.preamble, code.loop_prep, more_types=types)
     # All of them where the reference is to compute the same, or the place of an element counts.
-    placed_by = dataclasses.replace(derived, inputs=code.mapped).knows_place
+    placed_by = derived.knows_place
     every = like is not None or placed_by
     inputs = tuple(i for i, p in enumerate(code.inputs) if every or p.name in used)
     outputs = tuple(i for i, p in enumerate(code.outputs) if p.name in used)
@@ -94,17 +87,15 @@ def _check_names(label: str, code: Code, jvp: str) -> None:
 def _operation(label: str, code: Code, jvp: str, index: int) -> str:
   """What gives the coefficients: the expression where one tangent is 1, the others 0."""
   lines: list[str] = []
-  for i, p in enumerate(code.inputs):
-    if not p.raw:
-      start = f"{_type(p)}(1)" if i == index else ""
-      lines.append(f"[[maybe_unused]] const Tangent<{_type(p)}> d{p.name}{{{start}}};")
+  for p in code.mapped:
+    start = f"{_type(p)}(1)" if p is code.inputs[index] else ""
+    lines.append(f"[[maybe_unused]] const Tangent<{_type(p)}> d{p.name}{{{start}}};")
   lines += [f"Tangent<{_type(p)}> d{p.name};" for p in code.outputs]
   lines.append(placed(label, "jvp", jvp))
   return "\n".join((*lines, *(f"_d{p.name} = d{p.name}.factor();" for p in code.outputs)))
 
 
 def _type(param: Param) -> str:
-  """The type of a parameter's values in C++."""
   return param.type if param.own_dtype is None else value_type(param.own_dtype)
 
 
@@ -114,20 +105,18 @@ def jvp(
 ) -> Any:  # fmt: skip
   """The kernel's rule for `jax.custom_jvp` with symbolic zeros; `factors` is one of those below."""
   results, tree = jax.tree.flatten(kernel(*primals, **static))
-  parts: list[list[Any]] = [[] for _ in results]
+  totals: list[Any] = [None] * len(results)
   for index, tangent in enumerate(tangents):
     if isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0:
       continue
     found = factors(kernel, index, primals, results, static)
-    for own, result, factor in zip(parts, results, found, strict=True):
+    for i, (result, factor) in enumerate(zip(results, found, strict=True)):
       if is_inexact(result.dtype):
-        own.append(factor.astype(result.dtype) * tangent.astype(result.dtype))
-  totals = [
-    jnp.broadcast_to(functools.reduce(operator.add, own), result.shape)
-    if own
-    else zero_from_primal(result)
-    for own, result in zip(parts, results, strict=True)
-  ]
+        term = factor.astype(result.dtype) * tangent.astype(result.dtype)
+        totals[i] = term if totals[i] is None else totals[i] + term
+  for i, (total, result) in enumerate(zip(totals, results, strict=True)):
+    zero = total is None
+    totals[i] = zero_from_primal(result) if zero else jnp.broadcast_to(total, result.shape)
   return tree.unflatten(results), tree.unflatten(totals)
 
 
@@ -160,10 +149,7 @@ def by_expression(
 def by_differences(
   kernel: Any, index: int, primals: Sequence[Any], results: Sequence[Any], static: dict[str, Any]
 ) -> list[Any]:
-  """Central differences, each element by itself.
-
-  The step is that of `derivatives._jvp_by_differences`.
-  """
+  """Central differences, each element by itself, by the step of `_call/derivatives.py`."""
   param, x = kernel.user_code.inputs[index], primals[index]
   if param.raw or not jnp.issubdtype(x.dtype, jnp.floating):
     raise GateDefinitionError(
@@ -172,10 +158,8 @@ def by_differences(
     )
   step = float(jnp.finfo(x.dtype).eps) ** (1 / 3) * jnp.maximum(1, jnp.abs(x))
   up, down = x + step.astype(x.dtype), x - step.astype(x.dtype)
-  highs, lows = (
-    jax.tree.leaves(kernel(*primals[:index], y, *primals[index + 1 :], **static))
-    for y in (up, down)
-  )
+  around = ([*primals[:index], y, *primals[index + 1 :]] for y in (up, down))
+  highs, lows = (jax.tree.leaves(kernel(*given, **static)) for given in around)
   return [
     (high - low) / (up - down).astype(result.dtype) if is_inexact(result.dtype) else None
     for result, high, low in zip(results, highs, lows, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -21,14 +22,14 @@ from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
-from callgate._kernel.elementwise import cuda, derivatives, params
-from callgate._kernel.elementwise.cuda import CudaOptions
+from callgate._kernel.elementwise import derivatives, params
+from callgate._kernel.elementwise.cuda import ElementwisePart
 from callgate._kernel.elementwise.options import ElementwiseOptions
 from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
-from callgate._kernel.options import KernelOptions
+from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.program import PREFIX, parse_arch
-from callgate._kernel.variants import CallTypes, Function, Static
+from callgate._kernel.variants import CallTypes, Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule
 
@@ -36,17 +37,18 @@ from callgate._sharding.rules import Rule
 _FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 # Products and quotients of complex numbers by the plain formulas, as XLA has them.
 _COMPLEX_FLAGS = ("-fcx-fortran-rules",)
+_LINEAR = (
+  "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
+  "differences, and products and quotients with numbers; a tangent that is nowhere is written 0, "
+  "and a variable that holds one is declared auto"
+)
 
 
 @factories.of_code(ElementwiseOptions)
 def elementwise(
-  in_params: str,
-  out_params: str,
-  operation: str,
-  name: str | None = None,
-  *,
+  in_params: str, out_params: str, operation: str, name: str | None = None, *,
   options: ElementwiseOptions,
-) -> ElementwiseKernel:
+) -> ElementwiseKernel:  # fmt: skip
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
 
   The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.
@@ -84,11 +86,10 @@ def elementwise(
   name = check.name("elementwise", name)
   name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
   label = f"kernel '{name}'"
-  around = (options.preamble, options.loop_prep, options.after_loop)
-  check.texts(
-    label, in_params=in_params, out_params=out_params, operation=operation, preamble=around[0],
-    loop_prep=around[1], after_loop=around[2],
-  )  # fmt: skip
+  around = {part: getattr(options, part) for part in ("preamble", "loop_prep", "after_loop")}
+  check.texts(label, in_params=in_params, out_params=out_params, operation=operation, **around)
+  check.optional_texts(label, jvp=options.jvp)
+  check.boolean(label, "debug", options.debug)
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
   if not outputs:
@@ -102,18 +103,7 @@ def elementwise(
         f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
         "others have written; expected an argument that is not"
       )
-  check.boolean(label, "debug", options.debug)
-  check.optional_texts(label, jvp=options.jvp)
-  return ElementwiseKernel(
-    name,
-    Code(inputs, outputs, operation, *around),
-    shared(KernelOptions, options, thread_safe=True),
-    build_options=options.building(label, *_FLAGS),
-    cuda_options=CudaOptions(
-      check.strings(label, "cuda_options", options.cuda_options), parse_arch(label, options.arch)
-    ),
-    jvp=options.jvp,
-  )
+  return ElementwiseKernel(name, Code(inputs, outputs, operation, **around), options)
 
 
 class ElementwiseKernel(CpuKernel):
@@ -123,41 +113,32 @@ class ElementwiseKernel(CpuKernel):
     user_code: as given.
     derivatives: for each argument that has one, by its position.
     build_options: flags, include_dirs, libraries and library_dirs of its compilation.
-    cuda_options: of its compilation for CUDA.
   """
 
-  _hint = ""  # behind what the compiler says
+  hint = ""  # behind what the compiler says
 
-  def __init__(
-    self, name: str, code: Code, options: KernelOptions, *, build_options: Mapping[str, Any],
-    cuda_options: CudaOptions, jvp: str | None = None,
-  ) -> None:  # fmt: skip
-    self.user_code = code
-    self.build_options = dict(build_options)
-    self.cuda_options = cuda_options
-    self.derivatives: dict[int, derivatives.Derivative] = {}
+  def __init__(self, name: str, code: Code, options: ElementwiseOptions) -> None:
+    self.user_code, self.made_with, label = code, options, f"kernel '{name}'"
+    self.build_options = options.building(label, *_FLAGS)
     signature = [Parameter(p.name, Kind.IN, p.own_dtype) for p in code.inputs]
     signature += [Parameter(p.name, Kind.OUT, p.own_dtype) for p in code.outputs]
-    out = functools.partial(_result_types, f"kernel '{name}'", code)
-    super().__init__(name, signature, dataclasses.replace(options, out=out))
-    self.cuda = cuda.ElementwisePart(self, cuda_options)
+    out = functools.partial(_result_types, label, code)
+    super().__init__(name, signature, shared(KernelOptions, options, thread_safe=True, out=out))
+    for_nvrtc = check.strings(label, "cuda_options", options.cuda_options)
+    self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
     if not code.knows_place:
-      self.vmap_rule = functools.partial(_batch_in_front, weakref.ref(self))
-    factors = None
-    if jvp is not None:
-      make = functools.partial(_DerivativeKernel, self)
-      self.derivatives = derivatives.derive(self.label, code, jvp, options.like, make)
-      factors = derivatives.by_expression
-    elif options.gradient is not None and options.like is None:
-      factors = derivatives.by_differences
-    if factors is not None:
-      rule = functools.partial(derivatives.jvp, factors, self)
-      self.rules.set_jvp(self.label, rule, symbolic_zeros=True)
+      kernel: Any = weakref.proxy(self)  # the program that is batched holds it
+      self.vmap_rule = functools.partial(_batch_in_front, kernel)
+    self.derivatives: dict[int, derivatives.Derivative] = {}
+    if options.jvp is not None:
+      make = functools.partial(_coefficients, self)
+      self.derivatives = derivatives.derive(label, code, options.jvp, options.like, make)
+    if options.jvp is not None or (options.gradient is not None and options.like is None):
+      by = derivatives.by_differences if options.jvp is None else derivatives.by_expression
+      self.rules.set_jvp(label, functools.partial(derivatives.jvp, by, self), symbolic_zeros=True)
 
   # -- calls -------------------------------------------------------------------------------------
-  def _arguments(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[tuple[Any, ...], Static]:
+  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     code, rest = self.user_code, dict(kwargs)
     given: dict[str, np.dtype[Any]] = {}
     for letter in (name for name in code.letters if name in rest):
@@ -165,9 +146,7 @@ class ElementwiseKernel(CpuKernel):
       try:
         given[letter] = dtype_named(value) if isinstance(value, str) else np.dtype(value)
       except TypeError:
-        raise GateDefinitionError(
-          f"{self.label}: {letter}: expected a dtype, got {value!r}"
-        ) from None
+        check.refuse(self.label, letter, "a dtype", value)
     size = rest.pop("size", None)
     operands, _ = super()._arguments(args, rest)
     leaves = [jax.tree.leaves(operand)[0] for operand in operands]
@@ -217,14 +196,17 @@ class ElementwiseKernel(CpuKernel):
   # -- variants ----------------------------------------------------------------------------------
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     # Compiles for the CPU, for which a machine whose programs run elsewhere may have no compiler.
-    # There a program for the CPU does so when it is lowered.
     if jax.default_backend() == "cpu":
       super().check_call(site, structs)
 
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
     shapes = [x.shape for p, x in zip(self.user_code.inputs, operands, strict=True) if not p.raw]
-    key = f"{self.letters_text(operands, dict(static))}:{_varying(shapes, results[0].shape)}"
-    return self.types_of_key(key)
+    # For each whether it varies along the result's innermost axis of more than one element.
+    kinds, result = "1" * len(shapes), results[0].shape
+    if 0 not in result and math.prod(result) != 1:
+      back = next(i for i, extent in enumerate(reversed(result), 1) if extent != 1)
+      kinds = "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
+    return self.types_of_key(f"{self.letters_text(operands, dict(static))}:{kinds}")
 
   def letters_text(self, operands: Sequence[Any], static: Mapping[str, Any]) -> str:
     """What the letters stand for in a call, as the keys of variants begin."""
@@ -257,15 +239,14 @@ class ElementwiseKernel(CpuKernel):
     try:
       yield
     except CompileError as error:
-      if not self._hint:
+      if not self.hint:
         raise
-      raise CompileError(f"{error}{self._hint}", error.output) from None
+      raise CompileError(f"{error}{self.hint}", error.output) from None
 
   def compile(self, types: CallTypes) -> Function:
     key = self.variant_key(types)
-    options = dict(self.build_options)
-    if self.bound(key).has_complex:
-      options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])
+    more = _COMPLEX_FLAGS if self.bound(key).has_complex else ()
+    options = {**self.build_options, "flags": (*more, *self.build_options["flags"])}
     with self.explaining():
       library = toolchain.build(self.label, self._source(key), **options)
     return Function.built(library, toolchain.load(library))
@@ -274,34 +255,26 @@ class ElementwiseKernel(CpuKernel):
     return cpu_unit(self.label, self.bound(key), key.partition(":")[2])
 
 
-class _DerivativeKernel(ElementwiseKernel):
-  """The coefficients of a derivative."""
+def _coefficients(
+  of: ElementwiseKernel, suffix: str, code: Code, like: Callable[..., Any] | None
+) -> ElementwiseKernel:
+  """A kernel of a derivative's coefficients, compiled as the kernel that it is of."""
+  compiler = {f.name: getattr(of.made_with, f.name) for f in dataclasses.fields(CompilerOptions)}
+  options = ElementwiseOptions(**compiler, like=like)
+  made = ElementwiseKernel(f"{of.name}.{suffix}", code, options)
+  made.hint = _LINEAR
+  label = of.label
 
-  _hint = (
-    "\njvp= is compiled for tangents `dx` of a type that takes only what is linear: sums, "
-    "differences, and products and quotients with numbers; a tangent that is nowhere is written 0, "
-    "and a variable that holds one is declared auto"
-  )
+  def refuse(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise GateDefinitionError(
+      f"{label}: jvp= gives the first derivative, and this one is a derivative of it; expected "
+      "like= as well: a JAX function of the same arguments, from which the higher derivatives come"
+    )
 
-  def __init__(
-    self, of: ElementwiseKernel, suffix: str, code: Code, like: Callable[..., Any] | None
-  ) -> None:
-    name, options = of.name, KernelOptions(like=like, thread_safe=True)
-    super().__init__(
-      f"{name}.{suffix}", code, options, build_options=of.build_options,
-      cuda_options=of.cuda_options,
-    )  # fmt: skip
-
-    def refuse(primals: Any, tangents: Any) -> Any:
-      del primals, tangents
-      raise GateDefinitionError(
-        f"kernel '{name}': jvp= gives the first derivative, and this one is a derivative of it; "
-        "expected like= as well: a JAX function of the same arguments, from which the higher "
-        "derivatives come"
-      )
-
-    if like is None:
-      self.rules.set_jvp(self.label, refuse)
+  if like is None:
+    made.rules.set_jvp(made.label, refuse)
+  return made
 
 
 def _letters(key: str) -> dict[str, str]:
@@ -317,24 +290,14 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
     shape = np.broadcast_shapes(*shapes) if shapes else static.get("size", ())
   except ValueError:
     named = ", ".join(f"'{p.name}' {list(s)}" for p, s in zip(code.mapped, shapes, strict=True))
-    raise GateDefinitionError(
-      f"{label}: expected arguments whose shapes broadcast, got {named}"
-    ) from None
+    fault = f"expected arguments whose shapes broadcast, got {named}"
+    raise GateDefinitionError(f"{label}: {fault}") from None
   results = [jax.ShapeDtypeStruct(shape, p.dtype(bound)) for p in code.outputs]
   return results[0] if len(results) == 1 else tuple(results)
 
 
-def _varying(shapes: Sequence[Sequence[int]], result: Sequence[int]) -> str:
-  """Which operands vary along the innermost axis that has more than one element."""
-  if 0 in result or all(extent == 1 for extent in result):
-    return "1" * len(shapes)
-  back = next(i for i, extent in enumerate(reversed(result), 1) if extent != 1)
-  return "".join("01"[len(shape) >= back and shape[-back] != 1] for shape in shapes)
-
-
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
-  if code.mapped:
-    names = ", ".join(repr(p.name) for p in code.mapped)
+  if names := ", ".join(repr(p.name) for p in code.mapped):
     raise GateDefinitionError(
       f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
       "expected size= where all arguments are raw"
@@ -342,28 +305,22 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
     got = "none" if size is None else repr(size)
-    raise GateDefinitionError(
-      f"{label}: expected size=, an integer or a shape, which no argument gives; got {got}"
-    )
+    expected = "expected size=, an integer or a shape, which no argument gives"
+    raise GateDefinitionError(f"{label}: {expected}; got {got}")
   return tuple(int(e) for e in extents)
 
 
 def _batch_in_front(
-  reference: weakref.ref[ElementwiseKernel], size: int, batched: Sequence[bool], *args: Any,
-  **static: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+  kernel: ElementwiseKernel, size: int, batched: Sequence[bool], *args: Any, **static: Any
+) -> tuple[Any, Any]:
   """A batch axis is one more axis to broadcast, in front of all others."""
-  kernel = reference()
-  assert kernel is not None  # the program that is batched holds it
   lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
   core = np.broadcast_shapes(*lanes)
-  moved = [
-    jnp.broadcast_to(x, (size, *core))  # memory for every lane
-    if i in kernel.aliases
-    else x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
-    if flag
-    else x
-    for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True))
-  ]
+  moved = list(args)
+  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
+    if i in kernel.aliases:
+      moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
+    elif flag:
+      moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
   out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
   return out, jax.tree.map(lambda _: True, out)

@@ -16,16 +16,14 @@ from callgate._core.errors import GateDefinitionError
 from callgate._core.masked import shown
 
 Bindings = Mapping[str, np.dtype[Any]]  # a type letter to the dtype that it stands for in a call
+_PACKED = "{} has several elements in a byte, which kernels don't take"
 _LETTER = re.compile(r"[A-Z][0-9]*")
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 # Types that C and NumPy give different sizes.
 _UNCLEAR = {
-  "float": "float32 or float64",
-  "int": "int32 or int64",
-  "uint": "uint32 or uint64",
-  "long": "int32 or int64",
-  "complex": "complex64 or complex128",
-}
+  "float": "float32 or float64", "complex": "complex64 or complex128",
+  "int": "int32 or int64", "long": "int32 or int64", "uint": "uint32 or uint64",
+}  # fmt: skip
 _KEYWORDS = """
   alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
   char8_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
@@ -40,28 +38,20 @@ _KEYWORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-  """One parameter."""
-
   name: str  # in the code of an element
   type: str  # a dtype's name, or a letter that stands for one
   raw: bool = False  # the code indexes the whole array itself
 
   @property
-  def is_letter(self) -> bool:
-    return is_letter(self.type)
-
-  def dtype(self, bindings: Bindings) -> np.dtype[Any]:
-    """Its dtype in a call."""
-    return bindings[self.type] if self.is_letter else dtype_named(self.type)
-
-  @property
   def own_dtype(self) -> np.dtype[Any] | None:
     """Its dtype in every call; None for a letter."""
-    return None if self.is_letter else dtype_named(self.type)
+    return None if is_letter(self.type) else dtype_named(self.type)
+
+  def dtype(self, bindings: Bindings) -> np.dtype[Any]:
+    return self.own_dtype or bindings[self.type]
 
 
 def is_letter(name: str) -> bool:
-  """Whether a type's name stands for any dtype."""
   return _LETTER.fullmatch(name) is not None
 
 
@@ -77,23 +67,19 @@ def parse(label: str, option: str, text: str) -> tuple[Param, ...]:
 
 
 def _fault(option: str, words: list[str]) -> str | None:
-  """What is wrong with a parameter."""
   if len(words) < 2 or not {"raw", "const"}.issuperset(words[:-2]):
     return "expected a type and a name, such as 'T x', 'float32 x' or 'raw T x'"
   *qualifiers, kind, name = words
-  if not _NAME.fullmatch(name) or name in _KEYWORDS.split():
-    why = "is a word of C++'s own" if name in _KEYWORDS.split() else "is no such name"
-    return (
-      "expected a name of letters, digits and underscores that begins with a letter; "
-      f"'{name}' {why}"
-    )
+  reserved = name in _KEYWORDS.split()
+  if reserved or not _NAME.fullmatch(name):
+    what = "a name of letters, digits and underscores that begins with a letter"
+    why = "is a word of C++'s own" if reserved else "is no such name"
+    return f"expected {what}; '{name}' {why}"
   if name in ("i", "n"):
     return "expected another name: 'i' is the element's index and 'n' their number"
   if "raw" in qualifiers and option == "out_params":
-    return (
-      "expected no raw result: each result's element is written at its own index; callgate.cpp "
-      "makes kernels that write anywhere"
-    )
+    why = "each result's element is written at its own index"
+    return f"expected no raw result: {why}; callgate.cpp makes kernels that write anywhere"
   if is_letter(kind):
     return None
   if kind in _UNCLEAR:
@@ -101,29 +87,21 @@ def _fault(option: str, words: list[str]) -> str | None:
   try:
     dtype_code(dtype_named(kind))
   except (TypeError, GateDefinitionError):
-    return (
-      "expected a dtype's name, such as float32, or a letter, such as T, that stands for any "
-      f"dtype; got '{kind}'"
-    )
-  packed = is_packed(dtype_named(kind))
-  return f"{kind} has several elements in a byte, which kernels don't take" if packed else None
+    what = "a dtype's name, such as float32, or a letter, such as T, that stands for any dtype"
+    return f"expected {what}; got '{kind}'"
+  return _PACKED.format(kind) if is_packed(kind) else None
 
 
-# -- calls -----------------------------------------------------------------------------------------
 def convert(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> list[Any]:
-  """A call's arguments as arrays of the parameters' dtypes.
+  """A call's arguments as arrays of the parameters' dtypes, which all but weak types must have.
 
-  Python's scalars, and arrays that JAX holds to be weakly typed, take the dtype of their parameter;
-  all others must have it. `given` is what letters stand for by keywords.
-
-  Raises:
-    GateDefinitionError: a dtype is wrong, or a letter would stand for two.
+  `given` is what letters stand for by keywords.
   """
   arrays = [_as_array(label, p, v) for p, v in zip(inputs, values, strict=True)]
   bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
-  for letter in {p.type for p in inputs if p.is_letter} - bindings.keys():
+  for letter in {p.type for p in inputs if is_letter(p.type)} - bindings.keys():
     weak = [v for p, v in zip(inputs, arrays, strict=True) if p.type == letter]
     bindings[letter] = np.dtype(jnp.result_type(*weak))
   return [
@@ -137,23 +115,20 @@ def bind(
 ) -> dict[str, np.dtype[Any]]:
   """What the letters stand for, by keywords and by the arguments that are not None."""
   bound = {name: (dtype, f"{name}={dtype.name}") for name, dtype in given.items()}
-  for param, value in zip(inputs, values, strict=True):
-    if value is None:
-      continue
+  pairs = zip(inputs, values, strict=True)
+  for param, value in (pair for pair in pairs if pair[1] is not None):
     dtype, text = np.dtype(value.dtype), type_text(value.dtype, value.shape)
-    what = f"argument '{param.name}'"
-    if not param.is_letter:
-      if param.dtype({}) != dtype:
-        raise GateDefinitionError(f"{label}: {what}: expected {param.type}, got {text}")
-      continue
-    known, first = bound.setdefault(param.type, (dtype, f"{what} is {text}"))
-    if known != dtype:
-      raise GateDefinitionError(
-        f"{label}: expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
-      )
-    if is_packed(dtype):
-      fault = f"{dtype.name} has several elements in a byte, which kernels don't take"
-      raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
+    own, what = param.own_dtype, f"argument '{param.name}'"
+    if own not in (None, dtype):
+      raise GateDefinitionError(f"{label}: {what}: expected {param.type}, got {text}")
+    if own is None:
+      known, first = bound.setdefault(param.type, (dtype, f"{what} is {text}"))
+      if known != dtype:
+        fault = f"expected one dtype for {param.type}, got two: {first}, but {what} is {text}"
+        raise GateDefinitionError(f"{label}: {fault}")
+      if is_packed(dtype):
+        fault = f"{what}: {_PACKED.format(dtype.name)}; convert to int8 before the call"
+        raise GateDefinitionError(f"{label}: {fault}")
   return {letter: dtype for letter, (dtype, _) in bound.items()}
 
 
@@ -166,22 +141,20 @@ def _is_weak(value: Any) -> bool:
 
 
 def _as_array(label: str, param: Param, value: Any) -> Any:
-  if isinstance(value, jax.Array):
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value
-  if isinstance(value, jax.ShapeDtypeStruct) or _is_literal(value):
+  if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(value)
+  if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) or _is_literal(value):
     return value
   try:
     return jnp.asarray(value)
   except (TypeError, ValueError) as error:
-    raise GateDefinitionError(
-      f"{label}: argument '{param.name}': expected an array, got {shown(value)}"
-    ) from error
+    fault = f"argument '{param.name}': expected an array, got {shown(value)}"
+    raise GateDefinitionError(f"{label}: {fault}") from error
 
 
 def _weak_as(label: str, param: Param, value: Any, dtype: np.dtype[Any]) -> Any:
   text = repr(value) if _is_literal(value) else f"a weakly typed {value.dtype.name}"
-  said = f"{param.type}, which is {dtype.name} here" if param.is_letter else dtype.name
+  said = dtype.name if param.own_dtype else f"{param.type}, which is {dtype.name} here"
   what = f"{label}: argument '{param.name}': expected {said}"
   # Weak values go to a dtype of their own kind or a later one, as in JAX.
   kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)

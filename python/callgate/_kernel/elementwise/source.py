@@ -1,8 +1,7 @@
 """The C++ that `callgate.elementwise` compiles.
 
-It has two parts. The *body* says what happens to an element, and knows no device: it is a function
-of a thing that goes through elements. The rest makes a CPU kernel of it, by loops over the rows of
-the arrays (include/callgate/elementwise.h).
+The *body* says what happens to an element, and knows no device: it is a function of a thing that
+goes through elements. The rest makes a CPU kernel of it (include/callgate/elementwise.h).
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Code:
 
   @property
   def letters(self) -> tuple[str, ...]:
-    """The letters that stand for types."""
     return tuple(name for name in self.types if is_letter(name))
 
   @property
@@ -63,13 +61,12 @@ class Code:
     """The dtypes that letters stand for in a call."""
     given = {name: dtype_named(static[name]) for name in self.letters if name in static}
     bound = bind(label, self.inputs, operands, given)
-    for letter in self.letters:
-      if letter not in bound:
-        user = next((p.name for p in self.outputs if p.type == letter), letter)
-        raise GateDefinitionError(
-          f"{label}: the type {letter} of '{user}' is unknown, since no argument has it; expected "
-          f"it by keyword, such as {letter}='float32'"
-        )
+    for letter in (n for n in self.letters if n not in bound):
+      user = next((p.name for p in self.outputs if p.type == letter), letter)
+      raise GateDefinitionError(
+        f"{label}: the type {letter} of '{user}' is unknown, since no argument has it; expected it "
+        f"by keyword, such as {letter}='float32'"
+      )
     return bound
 
   @property
@@ -82,8 +79,7 @@ class Code:
 
 def words(code: str) -> set[str]:
   """The identifiers in some C++, without those in comments, strings and directives."""
-  found: list[str] = _WORDS.findall(code)
-  return {word for word in found if word[0].isalpha() or word[0] == "_"}
+  return {w for w in map(str, _WORDS.findall(code)) if w[0].isalpha() or w[0] == "_"}
 
 
 def value_type(dtype: np.dtype[Any]) -> str:
@@ -111,19 +107,16 @@ class Bound:
   @property
   def pointers(self) -> list[str]:
     """Declarations of pointers to the arrays that are gone through."""
-    return [
-      *(f"const {self.stored(p)}* {p.name}" for p in self.code.mapped),
-      *(f"{self.stored(p)}* {p.name}" for p in self.code.outputs),
-    ]
+    constant = [f"const {self.stored(p)}* {p.name}" for p in self.code.mapped]
+    return [*constant, *(f"{self.stored(p)}* {p.name}" for p in self.code.outputs)]
 
-  @property
-  def dtypes(self) -> set[str]:
-    """All that occur."""
-    return {self.bindings[n].name if is_letter(n) else n for n in self.code.types}
+  def has_any(self, *dtypes: str) -> bool:
+    have = {self.bindings[n].name if is_letter(n) else n for n in self.code.types}
+    return not have.isdisjoint(dtypes)
 
   @property
   def has_complex(self) -> bool:
-    return not self.dtypes.isdisjoint({"complex64", "complex128"})
+    return self.has_any("complex64", "complex128")
 
 
 def body(what: str, bound: Bound) -> str:
@@ -133,10 +126,9 @@ def body(what: str, bound: Bound) -> str:
   params = [f"const {bound.value(p)} {p.name}" for p in code.mapped]
   params += [f"{bound.value(p)}& {p.name}" for p in code.outputs]
   raws = "".join(f", const auto& {p.name}" for p in code.inputs if p.raw)
-  operation, prepare, after = (
-    placed(what, part, _literals(getattr(code, part), bound))
-    for part in ("operation", "loop_prep", "after_loop")
-  )
+  parts = ("operation", "loop_prep", "after_loop")
+  codes = (placed(what, part, _literals(getattr(code, part), bound)) for part in parts)
+  operation, prepare, after = codes
   return f"""{types}{placed(what, "preamble", code.preamble, end="")}template <class Elements>
 CALLGATE_FUNCTION void callgate_body(const Elements& _elements,
                                      [[maybe_unused]] const int64_t n{raws}) {{
@@ -159,13 +151,8 @@ def element(bound: Bound, arguments: Sequence[str], place: str) -> list[str]:
 
 
 def cpu_unit(what: str, bound: Bound, varies: str) -> str:
-  """A whole source for the CPU.
-
-  `varies` has for each argument that is not raw "1" where it varies along rows, else "0".
-  """
-  code, count = bound.code, len(bound.code.mapped)
-  rows: list[str] = []
-  arguments = ["_start + _j"]
+  """A whole source for the CPU; `varies` has "1" for each mapped argument that does along rows."""
+  code, count, rows, arguments = bound.code, len(bound.code.mapped), list[str](), ["_start + _j"]
   for k, param in enumerate(code.mapped):
     name, stored, value = param.name, bound.stored(param), bound.value(param)
     if varies[k] == "1":
@@ -180,9 +167,7 @@ def cpu_unit(what: str, bound: Bound, varies: str) -> str:
   shapes = "".join(f"shape_of({p.name}), " for p in code.mapped)
   flags = "".join("true, " if flag == "1" else "false, " for flag in varies)
   data = "".join(f", {p.name}.data()" for p in (*code.mapped, *code.outputs))
-  raws = "".join(
-    f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw
-  )
+  raws = [f", Raw<{bound.stored(p)}, {bound.value(p)}>({p.name})" for p in code.inputs if p.raw]
   complexes = "#define CALLGATE_ELEMENTWISE_COMPLEX 1\n#include <complex>\n"
   return f"""{complexes if bound.has_complex else ""}#include "callgate/elementwise.h"
 
@@ -210,7 +195,7 @@ void elementwise_kernel({", ".join(params)}, cg::Context& _context) {{
   const Layout<{count}> _layout(shape_of({code.outputs[0].name}), {{{shapes}Shape{{}}}});
   _layout.check({{{flags}false}});
   _layout.split(_context, [&](int64_t _first, int64_t _last) {{
-    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){raws});
+    callgate_body(Elements{{_layout, _first, _last{data}}}, _layout.size(){"".join(raws)});
   }});
 }}
 }}  // namespace
@@ -234,6 +219,6 @@ def placed(what: str, part: str, text: str, end: str = ";\n") -> str:
 
 def _literals(text: str, bound: Bound) -> str:
   """Floating literals are float's, as a Python scalar is, unless a double is anywhere near."""
-  if not bound.dtypes.isdisjoint({"float64", "complex128"}) or "double" in words(text):
+  if bound.has_any("float64", "complex128") or "double" in words(text):
     return text
   return _FLOATS.sub(lambda m: f"{m[0]}f" if m[0][0].isdigit() or m[0][0] == "." else m[0], text)

@@ -1,8 +1,7 @@
 """What Numba has compiled, on disk, and what it depends on, as text: half of its key there.
 
-Numba freezes what a function reads from its module and its closure into the code, so a key must
-hold these values, and those of the functions that it calls. Numba's own key, the text of the
-function's file, has neither, and knows no functions without a file: those of a notebook's cells.
+Numba freezes what a function reads from its module and closure, and the functions that it calls,
+into the code. Numba's own key has none of that, and knows no functions of a notebook's cells.
 """
 
 # The inside of Numba's compiler has no types.
@@ -41,19 +40,11 @@ class UnknownIdentityError(Exception):
   """A function depends on something whose value has no lasting text."""
 
 
-def identity(function: types.FunctionType) -> str | None:
-  """A digest of all that the function's machine code depends on; None where it can't be told."""
-  try:
-    return digest(list(_function(function, set())))
-  except UnknownIdentityError:
-    return None
-
-
 def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
   if id(function) in seen:
     return
   seen.add(id(function))
-  codes = list(_codes(function.__code__))
+  codes = [function.__code__]  # and of the functions in it
   for code in codes:
     # The lines, but not the file: exceptions tell them, and a cell's file changes with the process.
     yield repr((
@@ -64,7 +55,9 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
     for constant in code.co_consts:
       if isinstance(constant, frozenset):
         yield repr(sorted(map(repr, cast("frozenset[Any]", constant))))
-      elif not isinstance(constant, types.CodeType):
+      elif isinstance(constant, types.CodeType):
+        codes.append(constant)
+      else:
         yield repr(constant)
   names = sorted({name for code in codes for name in code.co_names})
   yield from _value(function.__defaults__, names, seen)
@@ -82,14 +75,6 @@ def _function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
       yield from _value(function.__globals__[name], names, seen)
     elif hasattr(builtins, name):
       yield f"builtin {name}"
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-  """A function's code, and that of the functions in it."""
-  yield code
-  for constant in code.co_consts:
-    if isinstance(constant, types.CodeType):
-      yield from _codes(constant)
 
 
 def _value(value: Any, names: list[str], seen: set[int]) -> Iterator[str]:
@@ -147,23 +132,19 @@ _FORMAT = 2  # of what is kept on disk, and of the code that is generated
 
 
 def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
-  source = identity(request.function)
-  if source is None:
+  """A digest of all that machine code depends on; None where it can't be told."""
+  try:
+    source = digest(list(_function(request.function, set())))
+  except UnknownIdentityError:
     return None
-  return digest(
-    [
-      _FORMAT,
-      _callgate.KERNEL_ABI,
-      source,
-      sorted((key, repr(value)) for key, value in request.options.items()),
-      repr((request.slots, request.types)),
-      request.cast,
-      [str(type) for type in argument_types],
-      [repr(getattr(numba.config, name, None)) for name in ("OPT", "BOUNDSCHECK")],
-      [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
-      cpu_target.target_context.codegen().magic_tuple(),
-    ]
-  )
+  return digest([
+    _FORMAT, _callgate.KERNEL_ABI, source,
+    sorted((key, repr(value)) for key, value in request.options.items()),
+    repr((request.slots, request.types)), request.cast, list(map(str, argument_types)),
+    [repr(getattr(numba.config, name, None)) for name in ("OPT", "BOUNDSCHECK")],
+    [numba.__version__, llvmlite.__version__, np.__version__, sys.version, platform.machine()],
+    cpu_target.target_context.codegen().magic_tuple(),
+  ])  # fmt: skip
 
 
 class Kept:
@@ -173,21 +154,21 @@ class Kept:
   """
 
   def __init__(self, key: str | None) -> None:
-    self._key = key
-    self.content: Any = None  # the entry, if it is there and whole
+    self._key, self.content = key, None  # the entry, if it is there and whole
     if key is not None:
-      with contextlib.suppress(OSError):
+      with contextlib.suppress(Exception):  # what it names may be gone too: it is compiled again
         kept = files.read(files.kept_folder("numba", key[:2]) / f"{key}.bin")
         if hashlib.sha256(kept[32:]).digest() == kept[:32]:
-          self.content = _loaded(kept[32:])
+          entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
+          context = cpu_target.target_context
+          context.refresh()
+          self.content = CompileResultCacheImpl.rebuild(None, context, pickle.loads(kept[32:]))
 
   def load_overload(self, signature: Any, context: Any) -> Any:
-    """Numba's question: the compiled function, or None."""
     del signature, context
     return self.content
 
   def save_overload(self, signature: Any, compiled: Any) -> None:
-    """Numba's offer of what it has compiled."""
     del signature
     key = self._key
     if key is None or compiled.library.has_dynamic_globals:
@@ -198,13 +179,3 @@ class Kept:
       content = dumps(compiled._reduce())
       path = files.made_folder("numba", key[:2], quiet=True) / f"{key}.bin"
       files.write(path, hashlib.sha256(content).digest() + content)
-
-
-def _loaded(content: bytes) -> Any:
-  try:
-    entrypoints.init_all()  # extensions of Numba, whose symbols the entry may need
-    context = cpu_target.target_context
-    context.refresh()
-    return CompileResultCacheImpl.rebuild(None, context, pickle.loads(content))
-  except Exception:  # noqa: BLE001 - a module that it names is gone: it is compiled again
-    return None

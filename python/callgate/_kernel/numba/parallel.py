@@ -1,12 +1,9 @@
 """Parallel loops of Numba's as kernels need them: without the GIL, and with their exceptions.
 
-Numba compiles the body of a `prange` to a function that its threading layer calls on many threads.
-As Numba makes it, entering such a loop takes the GIL, which a kernel must not wait for, and an
-exception in the body is set on the thread that met it, where it is lost. Inside `kernel_loops()`
-loops are compiled otherwise: the body's first failure is kept in a slot on the stack of the loop's
-caller, who raises it after the loop. The slot travels in the layer's unused `data` pointer.
-
-This replaces three functions of Numba's compiler, while its own lock is held.
+As Numba compiles a `prange`, entering it takes the GIL, and an exception in its body is set on the
+thread that met it, where it is lost. Inside `kernel_loops()`, which replaces three functions of the
+compiler while its lock is held, the body's first failure goes to a slot on the stack of the loop's
+caller, who raises it afterwards. The slot travels in the threading layer's unused `data` pointer.
 """
 
 # The inside of Numba's compiler has no types.
@@ -40,15 +37,11 @@ def kernel_loops() -> Generator[None]:
     (parfor_lowering, "call_parallel_gufunc", _call_loop),
     (wrappers._GufuncWrapper, "gen_loop_body", _loop_body),
   )
-  with global_compiler_lock:
-    before = [getattr(owner, name) for owner, name, _ in replaced]
+  with global_compiler_lock, contextlib.ExitStack() as stack:
     for owner, name, new in replaced:
+      stack.callback(setattr, owner, name, getattr(owner, name))
       setattr(owner, name, new)
-    try:
-      yield
-    finally:
-      for (owner, name, _), function in zip(replaced, before, strict=True):
-        setattr(owner, name, function)
+    yield
 
 
 _numbas_call = parfor_lowering.call_parallel_gufunc
@@ -58,8 +51,8 @@ _numbas_body = wrappers._GufuncWrapper.gen_loop_body
 def _build_loop(library: Any, context: Any, info: Any, signature: Any, inner_ndim: int) -> Any:
   """Replaces build_gufunc_kernel: a function that has the threading layer run a loop's body."""
   intp = context.get_value_type(types.intp)
-  body = ir.FunctionType(ir.VoidType(), [_I8P.as_pointer(), intp.as_pointer(), intp.as_pointer(),
-                                         _I8P])  # fmt: skip
+  sizes = intp.as_pointer()
+  body = ir.FunctionType(ir.VoidType(), [_I8P.as_pointer(), sizes, sizes, _I8P])
   made = context.codegen().create_library("callgate parallel loop")
   module = made.create_ir_module("callgate.parallel.loop")
   function = ir.Function(module, body, name=f"{_PREFIX}{id(info.env)}_{info.name}")
@@ -114,9 +107,7 @@ def _call_loop(lowerer: Any, *args: Any, **kwargs: Any) -> Any:
   failed = builder.icmp_unsigned("!=", code, _I32(0))
   with builder.if_then(failed, likely=False):
     info = builder.load(builder.gep(slot, [_I32(0), _I32(1)]))
-    status = Status(
-      code=code, is_ok=None, is_none=None, is_error=failed, is_stop_iteration=None,
-      is_python_exc=None, is_user_exc=None, excinfoptr=info,
-    )  # fmt: skip
+    status = Status(**dict.fromkeys(Status._fields))
+    status = status._replace(code=code, is_error=failed, excinfoptr=info)
     convention.return_status_propagate(builder, status)
   return result
