@@ -87,19 +87,15 @@ class CpuKernel(Kernel):
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     refuse_packed(self.label, structs, results)
     values = dict(site.static)
-    for parameter in self._checked(site, structs, results).parameters:
+    for parameter in self.checked(site, structs, results).parameters:
       if parameter.is_static and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
-  def _checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
-    """The variant for one lane of a call; raises unless the arrays' types and shapes fit."""
+  def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
+    """The variant for one lane of a call; raises unless its arrays fit."""
     variant = self.variant(self.types_of(operands, results, site.static))
     check_types(self, variant.parameters, site, operands, results)
-    self._check_shapes(site, operands, results)
     return variant
-
-  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
-    """Raises unless arrays whose types fit have shapes that do."""
 
   # -- programs ----------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
@@ -109,7 +105,7 @@ class CpuKernel(Kernel):
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
     core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
-    variant = self._checked(call.site, core, results)
+    variant = self.checked(call.site, core, results)
     groups = np.array(variant.groups(len(core), len(results)), np.int64)
     attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}
     if held := variant.held(call.site.static, static_values.for_program):

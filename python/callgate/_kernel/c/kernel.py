@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -23,12 +22,12 @@ from callgate._kernel.c import functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
 from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.functions import CFunction
-from callgate._kernel.c.glue import Glue, source
+from callgate._kernel.c.glue import Glue
 from callgate._kernel.c.types import CType
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Static, Type
+from callgate._kernel.variants import CallTypes, Function, Static, Variant
 
 
 class CKernel(CpuKernel):
@@ -50,19 +49,17 @@ class CKernel(CpuKernel):
     addresses = [functions.address_of(label, key, value) for key, value in pointers.items()]
     self._addresses = (ctypes.c_void_p * (1 + len(addresses)))(function.address, *addresses)
     self._keep = (function.keep, tuple(pointers.values()), self._addresses)
-    out = options.out
-    if out is None:
+    if options.out is None:
       inferred = [a for a in self._results if a.role is not Role.INOUT and not self.loop]
       unknown = next((a for a in inferred if a.dims is None or a.type.dtype is None), None)
       if unknown is None:
-        out = self._infer
+        options = dataclasses.replace(options, out=self._infer)
       elif options.like is None:
         raise GateDefinitionError(
           f"{label}: the type of result '{unknown.name}' ('{unknown.type.text}') is not known; "
           f"expected extents, as in 'out {unknown.name}[n]', or out=, as for callgate.gate"
         )
-    own = dataclasses.replace(options, out=out)
-    super().__init__(name, [self._parameter(n) for n in self._binding.names], own)
+    super().__init__(name, [self._parameter(n) for n in self._binding.names], options)
 
   def _parameter(self, name: str) -> Parameter:
     if name in self._binding.statics:
@@ -87,17 +84,13 @@ class CKernel(CpuKernel):
 
   def types_of_key(self, key: str) -> CallTypes:
     dtypes = self._dtypes(key)  # which are all that `compile` asks for
-
-    def types(side: Sequence[Array]) -> tuple[Type, ...]:
-      return tuple((dtypes[array.name], -1) for array in side)
-
-    return CallTypes(types(self._operands), types(self._results), ())
+    sides = [tuple((dtypes[a.name], -1) for a in side) for side in (self._operands, self._results)]
+    return CallTypes(sides[0], sides[1], ())
 
   def _dtypes(self, key: str) -> dict[str, np.dtype[Any]]:
     """The arrays' dtypes; a variant's key has those that are the call's matter."""
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
-    names = itertools.chain(key.split(","), itertools.repeat(""))
-    for array, name in zip(self._open, names, strict=False):
+    for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
       try:
         dtypes[array.name] = dtype_named(name)
       except TypeError:
@@ -108,11 +101,11 @@ class CKernel(CpuKernel):
 
   def compile(self, types: CallTypes) -> Function:
     assert self.signature is not None
-    text = source(self._glue, self.signature, self._dtypes(self.variant_key(types)))
+    text = self._glue.source(self.signature, self._dtypes(self.variant_key(types)))
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
-    keep = (made.keep, self._keep)
-    return made._replace(keep=keep, user_data=ctypes.addressof(self._addresses))
+    address = ctypes.addressof(self._addresses)
+    return made._replace(keep=(made.keep, self._keep), user_data=address)
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     # Of the C function itself, which may be of a library with others.
@@ -179,29 +172,34 @@ class CKernel(CpuKernel):
 
     return numbers, value
 
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    # Before a variant is compiled for it.
-    assert self.signature is not None
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    check_types(self, self.signature, site, structs, results)
-    self._check_shapes(site, structs, results)
-    super().check_call(site, structs)
+  def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
+    check_types(self, self.signature or (), site, operands, results)
+    self._check_shapes(site, operands, results)
+    return self.variant(self.types_of(operands, results, site.static))  # compiled last
 
   def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
     arrays = [("argument", *item) for item in structs.items()]
     arrays += [("result", *item) for item in outs.items()]
-    if self._cast_scalars:
-      self._check_casts(arrays)
+
+    def refuse(what: str, name: str, struct: Any, expected: str) -> NoReturn:
+      got = type_text(struct.dtype, struct.shape)
+      raise GateDefinitionError(f"{self.label}: {what} '{name}': expected {expected}, got {got}")
+
+    order = {"b": 0, "i": 1, "u": 1, "c": 3}  # of kinds; floating: 2
+    for what, name, struct in arrays if self._cast_scalars else ():
+      own = self._binding.arrays[name].type.dtype
+      if own is not None and self._is_open(self._binding.arrays[name]):
+        kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
+        if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
+          converted = f"{own.name} or what C converts to it without loss of kind"
+          refuse(what, name, struct, converted)
     if self.loop:
       shape = self._broadcast(structs)
       for name, struct in outs.items():
         if tuple(struct.shape) != shape:
-          raise GateDefinitionError(
-            f"{self.label}: result '{name}': expected the arguments' broadcast shape "
-            f"{list(shape)}, got {type_text(struct.dtype, struct.shape)}"
-          )
+          refuse("result", name, struct, f"the arguments' broadcast shape {list(shape)}")
       return
     numbers, value = self._known({**outs, **structs}, dict(site.static))
     for what, name, struct in arrays:
@@ -210,11 +208,8 @@ class CKernel(CpuKernel):
         where = {s: f" from '{a}'" for s, (a, _) in self._binding.symbols.items()}
         used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in numbers)
         values = ", ".join(f"{n} = {numbers[n]}{where.get(n, '')}" for n in used)
-        wanted = ", ".join(d.text for d in dims)
-        raise GateDefinitionError(
-          f"{self.label}: {what} '{name}': expected {struct.dtype.name}[{wanted}]"
-          f"{' with ' if values else ''}{values}, got {type_text(struct.dtype, struct.shape)}"
-        )
+        wanted = f"{struct.dtype.name}[{', '.join(d.text for d in dims)}]"
+        refuse(what, name, struct, f"{wanted} with {values}" if values else wanted)
     types = (parameter.type for parameter in self._glue.declaration.parameters)
     for argument, kind in zip(self._binding.arguments, types, strict=True):
       if argument.value is None:
@@ -225,20 +220,6 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
-
-  def _check_casts(self, arrays: Sequence[tuple[str, str, Any]]) -> None:
-    """Arguments convert as C converts, but to their own kind or a wider one."""
-    order = {"b": 0, "i": 1, "u": 1, "c": 3}  # floating: 2
-    for what, name, struct in arrays:
-      own = self._binding.arrays[name].type.dtype
-      if own is None or not self._is_open(self._binding.arrays[name]):
-        continue
-      kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
-      if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
-        raise GateDefinitionError(
-          f"{self.label}: {what} '{name}': expected {own.name} or what C converts to it without "
-          f"loss of kind, got {type_text(struct.dtype, struct.shape)}"
-        )
 
   # -- vmap --------------------------------------------------------------------------------------
   def batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
