@@ -30,13 +30,12 @@ class CpuKernel(Kernel):
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
 
-  # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
     """What a call's variant is chosen by, from its arrays, or their types, and static values."""
     sides = [tuple((np.dtype(x.dtype), len(x.shape)) for x in xs) for xs in (operands, results)]
     return CallTypes(sides[0], sides[1], static)
 
-  def compile(self, types: CallTypes) -> Function:
+  def compile(self, types: CallTypes, key: str) -> Function:
     """The function for a call; raises a GateDefinitionError for types that can't be."""
     raise NotImplementedError
 
@@ -48,22 +47,20 @@ class CpuKernel(Kernel):
     """What `variant_key` was given, as far as `compile` needs it."""
     return CallTypes((), (), ())
 
-  def variant(self, types: CallTypes) -> Variant:
-    """The variant for a call, compiled at its first use."""
-    key = self.variant_key(types)
-    return self._variants.get(key) or self._define(key, types)
-
   def define_variant(self, key: str) -> bool:
     if key.startswith(program.PREFIX):
       return super().define_variant(key)
-    if key not in self._variants:
-      self._define(key, self.types_of_key(key))
+    self.variant(self.types_of_key(key), key)
     return True
 
-  def _define(self, key: str, types: CallTypes) -> Variant:
+  def variant(self, types: CallTypes, key: str | None = None) -> Variant:
+    """The variant for a call, compiled at its first use."""
+    key = self.variant_key(types) if key is None else key
+    if known := self._variants.get(key):
+      return known
     with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
-        function = self.compile(types)
+        function = self.compile(types, key)
         known = function.parameters
         callee = _callgate.Kernel(
           f"{self.name}[{key}]" if key else self.name,
@@ -97,7 +94,6 @@ class CpuKernel(Kernel):
     check_types(self, variant.parameters, site, operands, results)
     return variant
 
-  # -- programs ----------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
     return self._emission if platform == "cpu" else super().backend(platform)
 

@@ -1,7 +1,6 @@
 """Kernels: native functions that compiled JAX programs call, with no Python at run time.
 
-A kernel is one native function, or a family of them: templates and Numba functions are compiled for
-the types of a call, as *variants* that programs name.
+Templates and Numba functions are families of them, compiled for a call's types, as *variants*.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import jax
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
-from callgate._call.site import Backend, CallSite
+from callgate._call.site import Backend, CallSite, ShapeDtype
 from callgate._core import options as check
 from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
-from callgate._kernel import parameters as _parameters
 from callgate._kernel import program
 from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Signature
+from callgate._kernel.parameters import Kind, Signature, arguments, linear_operands
 from callgate._kernel.variants import Given, Static
 from callgate._runtime import targets
+
+Types = Sequence[ShapeDtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Kernel(Operation):
       results = [p for p in self.signature if p.is_result]
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
-      self.linear = _parameters.linear_operands(label, self.linear, self.signature)
+      self.linear = linear_operands(label, self.linear, self.signature)
     if registry.get(name) is not None:
       raise ValueError(
         f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
@@ -128,22 +128,17 @@ class Kernel(Operation):
     return images is not None
 
   def retile(
-    self,
-    held: dict[str, Any],
-    lanes: Sequence[str],
-    operands: Sequence[tuple[tuple[int, ...], Any]],
-    results: Sequence[tuple[tuple[int, ...], Any]],
-    target: str,
+    self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
   ) -> str:
     """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
 
     `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
     have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
     """
-    part, about = self.cuda, json.loads(held["tiles"])
+    part, about, batch = self.cuda, json.loads(held["tiles"]), None
     assert part is not None  # which made the call
-    batch = results[0][0][len(lanes)] if about["grid"] else None
-    lanes = [*lanes, *(["1" * len(operands)] if about["grid"] else [])]
+    if about["grid"]:
+      batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
     tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
     types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
     static = {name: program.decoded(value) for name, value in about["static"].items()}
@@ -161,9 +156,9 @@ class Kernel(Operation):
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    "kind" names a function given to `files.register_kind` that makes the kernel again, of "name"
-    and whatever it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is
-    under "compiled"; forms that differ in nothing else are those of one kernel.
+    "kind" names the function of `files.kinds` that makes the kernel again, of "name" and whatever
+    it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is under
+    "compiled"; forms that differ in nothing else are those of one kernel.
     """
 
   def take_compiled(self, compiled: Any) -> None:
@@ -178,8 +173,7 @@ class Kernel(Operation):
         parameters; a sequence of arrays for a variadic one. Static values have their place, too.
       **kwargs: arrays and static values by the parameters' names.
 
-    Returns:
-      The pytree that `out` (or `like`) declares, of jax.Arrays.
+    Returns the pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
     operands, static = self._arguments(args, kwargs)
@@ -190,7 +184,7 @@ class Kernel(Operation):
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays)[0], static
-    return _parameters.arguments(self.label, self.signature, args, kwargs)
+    return arguments(self.label, self.signature, args, kwargs)
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(
@@ -260,9 +254,8 @@ class Kernel(Operation):
     fastest = [float("inf")] * len(jitted)
     end = time.perf_counter() + seconds
     while fastest[-1] == float("inf") or time.perf_counter() <= end:
-      # They take turns, so that a busy moment hits all.
-      for i, (function, batch) in enumerate(zip(jitted, batches, strict=True)):
-        fastest[i] = min(fastest[i], measured(function, batch))
+      for i, function in enumerate(jitted):  # in turns, so that a busy moment hits all
+        fastest[i] = min(fastest[i], measured(function, batches[i]))
     result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
     ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))

@@ -1,7 +1,7 @@
 """What a call of a CUDA kernel launches: functions of a compiled image with their parameters.
 
-Worked out when the call is lowered, from the shapes of one lane and the static arguments. Programs
-hold plain numbers: the runtime fills in addresses and launches, without Python.
+Worked out when the call is lowered, from one lane's shapes and the static arguments. Programs hold
+plain numbers: the runtime fills in addresses and launches, without Python.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Plan(NamedTuple):
   zeroed: tuple[int, ...] = ()  # results that are set to zero first, by flat position
 
 
-# -- limits --------------------------------------------------------------------------------------
 _GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
 _THREADS = 1024
@@ -103,9 +102,8 @@ def checked(
       if not least <= value <= most:
         check.refuse(label, f"{what}.{axis}", f"{least} to {most}", value)
   if (product := math.prod(threads)) > _THREADS:
-    raise GateDefinitionError(
-      f"{label}: block: expected at most {_THREADS} threads, got {threads}, which are {product}"
-    )
+    expected = f"expected at most {_THREADS} threads"
+    raise GateDefinitionError(f"{label}: block: {expected}, got {threads}, which are {product}")
   what = "bytes of dynamic shared memory"
   shared = check.count(label, "shared", shared, most=2**31 - 1, what=what)
   if cluster is None:
@@ -119,7 +117,6 @@ def checked(
   return blocks, threads, shared, groups
 
 
-# -- as programs hold it -------------------------------------------------------------------------
 _OF = ("operand", "result", "scratch")
 _ALIGNMENT = 16  # of a parameter; more than any type asks for
 
@@ -133,9 +130,8 @@ def encode(label: str, plan: Plan) -> dict[str, Any]:
   launches: list[dict[str, Any]] = []
   for launch in plan.launches:
     if not launch.entry:
-      raise GateDefinitionError(
-        f"{label}: expected a function's name as the image has it, got none"
-      )
+      problem = "expected a function's name as the image has it, got none"
+      raise GateDefinitionError(f"{label}: {problem}")
     block, starts, addresses = b"", list[int](), list[int]()
     for parameter in launch.parameters:
       block += bytes(-len(block) % _ALIGNMENT)

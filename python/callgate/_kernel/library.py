@@ -8,11 +8,12 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,18 +35,13 @@ _loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}  # by path, each ver
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
-def _inferred(label: str, function: str, parameters: Sequence[Parameter]) -> Callable[..., Any]:
-  """The results of a kernel as far as its parameters tell them; see `library`."""
-
+def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args: Any) -> Any:
+  """The results as far as the parameters tell them; see `library`."""
   operands = [p for p in parameters if p.is_operand]
+  given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
+  fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
 
-  def out(*args: Any) -> Any:
-    given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
-    fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
-    results = [result(p, given, fit) for p in parameters if p.is_result]
-    return results[0] if len(results) == 1 else tuple(results)
-
-  def result(wanted: Parameter, given: Sequence[tuple[Parameter, list[Any]]], fit: bool) -> Any:
+  def result(wanted: Parameter) -> Any:
     if not fit or wanted.rank == 0:
       # The call is refused for an argument in a moment; any result of the right type will do.
       return jax.ShapeDtypeStruct((0,) * max(wanted.rank, 0), wanted.dtype)
@@ -67,12 +63,13 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter]) -> Cal
     identifiers = all(p.name.isidentifier() for p in operands)
     names = ", ".join(p.name for p in operands) if identifiers else "*args"
     raise GateDefinitionError(
-      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not follow "
-      f"from the arguments, since {why}; expected out=, as in library.kernel('{function}', "
-      f"out=lambda {names}: ...)"
+      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not "
+      f"follow from the arguments, since {why}; expected out=, as in "
+      f"library.kernel('{function}', out=lambda {names}: ...)"
     )
 
-  return out
+  results = [result(p) for p in parameters if p.is_result]
+  return results[0] if len(results) == 1 else tuple(results)
 
 
 class LibraryKernel(CpuKernel):
@@ -83,12 +80,11 @@ class LibraryKernel(CpuKernel):
   ) -> None:
     self.library, self.function, self._native = library, function, native
     if options.out is None and options.like is None:
-      out = _inferred(f"kernel '{name}'", function, native.parameters)
+      out = functools.partial(_inferred, f"kernel '{name}'", function, native.parameters)
       options = dataclasses.replace(options, out=out)
     super().__init__(name, native.parameters, options)
 
-  def compile(self, types: CallTypes) -> Function:
-    del types
+  def compile(self, types: CallTypes, key: str) -> Function:
     return self._native
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:

@@ -42,8 +42,8 @@ class Kind(enum.IntEnum):
     return {Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}.get(self, self.name.capitalize())
 
 
-_OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
-_RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
+OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
+RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
 _STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
 
 
@@ -58,11 +58,11 @@ class Parameter:
 
   @property
   def is_operand(self) -> bool:
-    return self.kind in _OPERANDS
+    return self.kind in OPERANDS
 
   @property
   def is_result(self) -> bool:
-    return self.kind in _RESULTS
+    return self.kind in RESULTS
 
   @property
   def is_static(self) -> bool:
@@ -177,9 +177,10 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
   for index, value in enumerate((*operands, *results)):
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
+      problem = "has several elements in a byte, which kernels don't take"
+      name = np.dtype(value.dtype).name
       raise GateDefinitionError(
-        f"{label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, which "
-        "kernels don't take; convert to int8 before the call"
+        f"{label}: {what}: {name} {problem}; convert to int8 before the call"
       )
 
 

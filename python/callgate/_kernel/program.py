@@ -1,10 +1,9 @@
 """How programs for CUDA hold the calls of kernels: from a plan to a call's attributes.
 
-A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as text, and the
-name of a variant of the kernel, "name[cuda:key]", which stands for the images that the plan's
-functions are in. The runtime's handle on a variant lives as long as the kernel. Plans depend on
-shapes: where XLA's partitioner cuts a call's arrays into tiles, `Kernel.retile` makes one for a
-tile from what the call holds.
+A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan, and the name of a
+variant of the kernel, "name[cuda:key]", which stands for the images of the plan's functions; the
+runtime's handle on it lives as long as the kernel. Plans depend on shapes: where XLA's partitioner
+cuts a call's arrays into tiles, `Kernel.retile` makes one for a tile from what the call holds.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class CudaPart(abc.ABC):
     """What a call launches; raises where it can't take it, or can't be compiled."""
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    """The images that a plan of this key has, for a program from another process.
-
-    None where the key alone doesn't tell them: the kernel then has to be called first.
-    """
+    """The images of a plan of this key, for another process's program; None where it can't tell."""
     return None
 
   def arch(self) -> tuple[int, ...]:
@@ -98,7 +94,6 @@ def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
   return tuple(sorted(found))
 
 
-# -- variants ------------------------------------------------------------------------------------
 def variant(
   kernel: Callee, part: CudaPart, key: str, images: Sequence[Image]
 ) -> _callgate.CudaKernel:
@@ -110,7 +105,6 @@ def variant(
     return part.cuda_variants[key]
 
 
-# -- lowering ------------------------------------------------------------------------------------
 def lane(
   operands: Sequence[Any], results: Sequence[Any], masks: Sequence[Sequence[bool]]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -154,7 +148,6 @@ def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:
   return plan
 
 
-# -- partitioned programs ------------------------------------------------------------------------
 def _encoded(label: str, name: str, value: Any) -> Any:
   if value is None or isinstance(value, (bool, int, float, str)):  # JSON has floats to the last bit
     return value

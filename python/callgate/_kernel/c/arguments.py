@@ -12,9 +12,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from callgate._core.errors import GateDefinitionError
-from callgate._kernel.c import expressions as _expressions
-from callgate._kernel.c.expressions import Expression
+from callgate._kernel.c.expressions import Expression, parse
 from callgate._kernel.c.types import CType, Declaration
 from callgate._kernel.source import split_arguments
 
@@ -90,9 +88,9 @@ class Binding(NamedTuple):
 
 
 def read(
-  label: str, text: str | None, declaration: Declaration, *, loop: bool, pointers: Collection[str]
+  text: str | None, declaration: Declaration, *, loop: bool, pointers: Collection[str]
 ) -> Binding:
-  """Reads `args`, of which a loop may have none, and checks it against the declaration."""
+  """Reads `args`, of which a loop may have none; a ValueError says what the declaration expects."""
   if text is None:
     text = ", ".join(
       ("out " if p.type.pointer and not p.type.const else "")
@@ -102,21 +100,21 @@ def read(
   before, arrow, after = " ".join(text.split()).rpartition("->")
   items = split_arguments(before if arrow else after, quotes="'\"")
   if len(items) != (count := len(declaration.parameters)):
-    raise GateDefinitionError(
-      f"{label}: args: expected {count} items, one for each argument of '{declaration}', got "
+    raise ValueError(
+      f"expected {count} items, one for each argument of '{declaration}', got "
       f"{len(items)}: {', '.join(items) or 'none'}"
     )
-  arguments = [_item(label, item, pointers) for item in items]
+  arguments = [_item(item, pointers) for item in items]
   # Names that stand for a dimension or a static value are expressions.
   numbers = {a.name for a in arguments if a.role is Role.STATIC}
   numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
   for i, a in enumerate(arguments):
     if a.role is Role.IN and a.dims is None and a.name in numbers:
-      arguments[i] = Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
-  returned = _returned(label, after.strip() if arrow else "", declaration, loop)
+      arguments[i] = Argument(a.text, Role.VALUE, value=parse(a.name))
+  returned = _returned(after.strip() if arrow else "", declaration, loop)
   mentions = [(a, p.type) for a, p in zip(arguments, declaration.parameters, strict=True)]
   for argument, kind in mentions:
-    _check(label, argument, kind, loop)
+    _check(argument, kind, loop)
   if returned is not None:
     mentions.append((returned, declaration.result))
   arrays: dict[str, Array] = {}
@@ -124,7 +122,7 @@ def read(
     if argument.role in ARRAYS:
       new = Array(argument.name, argument.role, argument.dims, kind)
       old = arrays.get(new.name)
-      arrays[new.name] = new if old is None else _joined(label, old, new)
+      arrays[new.name] = new if old is None else _joined(old, new)
   statics = {a.name: kind for a, kind in mentions if a.role is Role.STATIC}
   symbols: dict[str, tuple[str, int]] = {}
   for array in arrays.values():
@@ -133,76 +131,78 @@ def read(
         symbols.setdefault(extent.symbol, (array.name, axis))
   names = [*arrays, *statics, *symbols]
   if clash := sorted(name for name in names if names.count(name) > 1):
-    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+    raise ValueError(f"'{clash[0]}' stands for two things; rename one")
   known = symbols.keys() | {name for name, kind in statics.items() if kind.limits is not None}
   expressions = [argument.value for argument in arguments if argument.value is not None]
   expressions += [extent for array in arrays.values() for extent in array.dims or ()]
   for expression in expressions:
     if unknown := [*sorted(expression.names - known), *sorted(expression.arrays - arrays.keys())]:
-      raise GateDefinitionError(
-        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
-        "an operand (n of x[n]), an integer that is 'static', or an array"
+      raise ValueError(
+        f"'{expression.text}': '{unknown[0]}' is not known; expected a dimension of an operand "
+        "(n of x[n]), an integer that is 'static', or an array"
       )
+  if loop and all(array.role not in RESULTS for array in arrays.values()):
+    raise ValueError("expected a result, 'out x' or '-> out x', got none")
   return Binding(tuple(arguments), returned, arrays, statics, symbols)
 
 
 # -- items -----------------------------------------------------------------------------------------
-def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
+def _item(text: str, pointers: Collection[str]) -> Argument:
   moded = _MODED.fullmatch(text)
   mode, rest = moded.groups() if moded else ("", text)
   array, scratch = _ARRAY.fullmatch(rest), _SCRATCH.fullmatch(text)
   if mode and array is None:
-    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode}'")
+    raise ValueError(f"'{text}': expected a name after '{mode}'")
   if array is not None and (mode or array[1] not in _RESERVED):
     name, inside = array.groups()
     if not mode and name in pointers:
       return Argument(text, Role.ADDRESS, name)
     parts = split_arguments(inside or "", quotes="'\"")
-    dims = tuple(_expression(label, text, part) for part in parts)
+    dims = tuple(_expression(text, part) for part in parts)
     return Argument(text, Role[mode.upper() or "IN"], name, None if inside is None else dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
   if scratch:
-    return Argument(text, Role.SCRATCH, value=_expression(label, text, scratch[1]))
+    return Argument(text, Role.SCRATCH, value=_expression(text, scratch[1]))
   try:
     literal = ast.literal_eval(text)
   except (ValueError, SyntaxError):
-    return Argument(text, Role.VALUE, value=_expression(label, text, text))
+    return Argument(text, Role.VALUE, value=_expression(text, text))
   if type(literal) in (bool, int, float, complex, str):
     return Argument(text, Role.LITERAL, literal=literal)
-  raise GateDefinitionError(f"{label}: args: '{text}': expected a number or text")
+  raise ValueError(f"'{text}': expected a number or text")
 
 
-def _expression(label: str, item: str, text: str) -> Expression:
+def _expression(item: str, text: str) -> Expression:
   try:
-    return _expressions.parse(text)
+    return parse(text)
   except SyntaxError as error:
-    raise GateDefinitionError(f"{label}: args: '{item}': {error.msg}") from None
+    raise ValueError(f"'{item}': {error.msg}") from None
 
 
-def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
-  where, result = f"{label}: args: '-> {text}':", declaration.result
+def _returned(text: str, declaration: Declaration, loop: bool) -> Argument | None:
+  where, result = f"'-> {text}':", declaration.result
   if result.dtype is None and not result.pointer:
     if text:
-      raise GateDefinitionError(f"{where} '{declaration}' returns nothing; expected no '->'")
+      raise ValueError(f"{where} '{declaration}' returns nothing; expected no '->'")
     return None
   if text in ("status", "info", "ignored"):
     if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
-      raise GateDefinitionError(f"{where} expected a function of an integer")
+      raise ValueError(f"{where} expected a function of an integer")
     return Argument(text, Role[text.upper()])
   text = text or ("out result" if loop else "")
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
   if out is None or result.pointer:
     start = f"'-> {text}': expected" if text else "expected at its end"
-    raise GateDefinitionError(
-      f"{label}: args: {start} what becomes of what '{declaration}' returns: '-> out name' (a "
-      "result of rank 0), '-> status' (0 for success) or '-> ignored'"
+    raise ValueError(
+      f"{start} what becomes of what '{declaration}' returns: '-> out name' (a result of rank 0), "
+      "'-> status' (0 for success) or '-> ignored'"
     )
   return Argument(text, Role.OUT, out[1], None if loop else ())
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
+def _check(argument: Argument, kind: CType, loop: bool) -> None:
   """Raises unless C's parameter takes the argument."""
   role, expected = argument.role, ""
   whole = role in (Role.COPY, Role.INOUT, Role.SCRATCH) or argument.dims is not None
@@ -225,9 +225,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
   if expected:
-    raise GateDefinitionError(
-      f"{label}: args: '{argument.text}': expected {expected}; C has '{kind.text}' there"
-    )
+    raise ValueError(f"'{argument.text}': expected {expected}; C has '{kind.text}' there")
 
 
 def _literal_fits(value: Any, kind: CType) -> str:
@@ -246,15 +244,15 @@ def _literal_fits(value: Any, kind: CType) -> str:
   return "" if kind.dtype.kind in kinds else "another number"
 
 
-def _joined(label: str, a: Array, b: Array) -> Array:
+def _joined(a: Array, b: Array) -> Array:
   """Two mentions of an array: the same memory for two arguments of C."""
   roles = {a.role, b.role} - {Role.IN}
   dims = [d for d in (a.dims, b.dims) if d is not None]
   same = len({tuple(extent.text for extent in d) for d in dims}) < 2
   alike = a.type.pointer == b.type.pointer and (a.type.pointer or not roles)
   if len(roles) > 1 or not same or not alike or a.type.dtype != b.type.dtype:
-    raise GateDefinitionError(
-      f"{label}: args: '{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
+    raise ValueError(
+      f"'{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
       f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
     )
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)

@@ -13,7 +13,6 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.c import arguments, functions
-from callgate._kernel.c.arguments import Array
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.c.kernel import CKernel
 from callgate._kernel.kernel import Kernel
@@ -97,9 +96,6 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
       (`__pyx_capi__`), or an address.
     signature: the function's declaration in C, where it doesn't know its own or that one is wrong.
 
-  Returns:
-    A `Kernel`.
-
   Raises:
     CompileError: there is no C++ compiler.
     GateDefinitionError: the function's type is not known, or an option is wrong.
@@ -124,9 +120,10 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
       "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
     )
   given = check.named(label, "pointers", options.pointers)
-  binding = arguments.read(label, args, found.declaration, loop=is_loop, pointers=given)
-  if is_loop and not binding.having(arguments.RESULTS):
-    raise GateDefinitionError(f"{label}: args: expected a result, 'out x' or '-> out x', got none")
+  try:
+    binding = arguments.read(args, found.declaration, loop=is_loop, pointers=given)
+  except ValueError as error:
+    raise GateDefinitionError(f"{label}: args: {error}") from None
   columns_first = _columns_first(label, options.order, binding.arrays)
   errors, parallel = _messages(label, options.errors), options.thread_safe and is_loop
   glue = Glue(
@@ -139,7 +136,7 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   return made
 
 
-def _columns_first(label: str, order: Any, arrays: Mapping[str, Array]) -> frozenset[str]:
+def _columns_first(label: str, order: Any, arrays: Mapping[str, arguments.Array]) -> frozenset[str]:
   by_name = isinstance(order, Mapping)
   orders = check.named(label, "order", order) if by_name else dict.fromkeys(arrays, order)
   if not all(isinstance(o, str) and o in ("C", "F") and key in arrays for key, o in orders.items()):

@@ -97,7 +97,6 @@ def address_of(label: str, name: str, value: Any) -> int:
     ) from None
 
 
-# -- ctypes ----------------------------------------------------------------------------------------
 def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   if function._flags_ & _WITH_THE_GIL:
@@ -143,7 +142,6 @@ def _spelled(text: str) -> CType:
   return parse(f"{text} (void)").result
 
 
-# -- cffi ------------------------------------------------------------------------------------------
 def _is_cffi(value: Any) -> bool:
   backend = sys.modules.get("_cffi_backend")
   if backend is None:

@@ -21,9 +21,7 @@ from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c import functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
 from callgate._kernel.c.expressions import Expression
-from callgate._kernel.c.functions import CFunction
 from callgate._kernel.c.glue import Glue
-from callgate._kernel.c.types import CType
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, check_types
@@ -36,7 +34,7 @@ class CKernel(CpuKernel):
   def __init__(
     self,
     name: str,
-    function: CFunction,
+    function: functions.CFunction,
     glue: Glue,
     options: KernelOptions,
     pointers: dict[str, Any],
@@ -82,26 +80,16 @@ class CKernel(CpuKernel):
     found = {a.name: dtype.name for side in sides for a, (dtype, _) in zip(*side, strict=False)}
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
-  def types_of_key(self, key: str) -> CallTypes:
-    dtypes = self._dtypes(key)  # which are all that `compile` asks for
-    sides = [tuple((dtypes[a.name], -1) for a in side) for side in (self._operands, self._results)]
-    return CallTypes(sides[0], sides[1], ())
-
-  def _dtypes(self, key: str) -> dict[str, np.dtype[Any]]:
-    """The arrays' dtypes; a variant's key has those that are the call's matter."""
+  def compile(self, types: CallTypes, key: str) -> Function:
+    # The key has the dtypes that are the call's matter.
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
     for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
       try:
         dtypes[array.name] = dtype_named(name)
       except TypeError:
-        raise GateDefinitionError(
-          f"{self.label}: a program calls a variant for '{name}', which is no dtype"
-        ) from None
-    return dtypes
-
-  def compile(self, types: CallTypes) -> Function:
-    assert self.signature is not None
-    text = self._glue.source(self.signature, self._dtypes(self.variant_key(types)))
+        problem = f"a program calls a variant for '{name}', which is no dtype"
+        raise GateDefinitionError(f"{self.label}: {problem}") from None
+    text = self._glue.source(self.signature or (), dtypes)
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
     address = ctypes.addressof(self._addresses)
@@ -115,40 +103,32 @@ class CKernel(CpuKernel):
   def _infer(self, *args: Any, **static: Any) -> Any:
     """The results' types, from `args=` and C's types."""
     structs = dict(zip(self.parameters, jax.tree.leaves(args), strict=True))
-    if self.loop:
-      shape, given = self._broadcast(structs), [s.dtype for s in structs.values()]
-      dtypes = [self._loop_dtype(array.type, given) for array in self._results]
-      results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
-    else:
-      _, value = self._known(structs, static)
-      results = [
-        structs[array.name]
-        if array.role is Role.INOUT
-        else jax.ShapeDtypeStruct(tuple(map(value, array.dims or ())), array.type.dtype)
-        for array in self._results
-      ]
+    shape = self._broadcast(structs) if self.loop else ()
+    inexact = [s.dtype for s in structs.values() if is_inexact(s.dtype)]
+    _, value = self._known(structs, static)
+    results: list[Any] = []
+    for array in self._results:
+      dtype: Any = array.type.dtype
+      if self.loop and self._cast_scalars:  # no wider than the arguments
+        dtype = canonical_dtype(dtype)
+        if inexact and is_inexact(dtype):
+          widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
+          if jax.numpy.finfo(dtype).bits > widest.itemsize * 8:
+            dtype = np.dtype(np.complex64) if dtype.kind == "c" else widest
+      if array.role is Role.INOUT:
+        results.append(structs[array.name])
+      else:
+        extents = shape if self.loop else tuple(map(value, array.dims or ()))
+        results.append(jax.ShapeDtypeStruct(extents, dtype))
     return results[0] if len(results) == 1 else tuple(results)
-
-  def _loop_dtype(self, kind: CType, operands: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    """C's own; with cast=True no wider than the arguments."""
-    assert kind.dtype is not None
-    own = canonical_dtype(kind.dtype) if self._cast_scalars else kind.dtype
-    inexact = list(filter(is_inexact, operands))
-    if not self._cast_scalars or not inexact or not is_inexact(own):
-      return own
-    widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
-    if jax.numpy.finfo(own).bits <= widest.itemsize * 8:
-      return own
-    return np.dtype(np.complex64 if own.kind == "c" else widest)
 
   def _broadcast(self, structs: Mapping[str, Any]) -> tuple[int, ...]:
     try:
       return np.broadcast_shapes(*(tuple(s.shape) for s in structs.values()))
     except ValueError:
       given = ", ".join(f"'{name}' {list(s.shape)}" for name, s in structs.items())
-      raise GateDefinitionError(
-        f"{self.label}: expected arguments that broadcast to one shape, got {given}"
-      ) from None
+      expected = "expected arguments that broadcast to one shape"
+      raise GateDefinitionError(f"{self.label}: {expected}, got {given}") from None
 
   # -- checks ------------------------------------------------------------------------------------
   def _known(
@@ -166,18 +146,13 @@ class CKernel(CpuKernel):
       try:
         return expression.evaluate(numbers, shapes)
       except (IndexError, KeyError, ZeroDivisionError) as error:
-        raise GateDefinitionError(
-          f"{self.label}: args: '{expression.text}' has no value: {error.args[0]}"
-        ) from None
+        problem = f"'{expression.text}' has no value: {error.args[0]}"
+        raise GateDefinitionError(f"{self.label}: args: {problem}") from None
 
     return numbers, value
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
     check_types(self, self.signature or (), site, operands, results)
-    self._check_shapes(site, operands, results)
-    return self.variant(self.types_of(operands, results, site.static))  # compiled last
-
-  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
     arrays = [("argument", *item) for item in structs.items()]
@@ -200,7 +175,6 @@ class CKernel(CpuKernel):
       for name, struct in outs.items():
         if tuple(struct.shape) != shape:
           refuse("result", name, struct, f"the arguments' broadcast shape {list(shape)}")
-      return
     numbers, value = self._known({**outs, **structs}, dict(site.static))
     for what, name, struct in arrays:
       dims = self._binding.arrays[name].dims or ()
@@ -212,7 +186,7 @@ class CKernel(CpuKernel):
         refuse(what, name, struct, f"{wanted} with {values}" if values else wanted)
     types = (parameter.type for parameter in self._glue.declaration.parameters)
     for argument, kind in zip(self._binding.arguments, types, strict=True):
-      if argument.value is None:
+      if argument.value is None or self.loop:
         continue
       where, number = f"{self.label}: args: '{argument.text}'", value(argument.value)
       if argument.role is Role.SCRATCH and number < 0:
@@ -220,8 +194,8 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
+    return self.variant(self.types_of(operands, results, site.static))  # compiled last
 
-  # -- vmap --------------------------------------------------------------------------------------
   def batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
     """One call for all lanes: a loop has no use for lanes."""
     shapes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]

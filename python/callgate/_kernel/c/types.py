@@ -42,8 +42,6 @@ _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 
 class CType(NamedTuple):
-  """A type of C."""
-
   text: str  # as C writes it, for messages
   # Of the value, or of what a pointer points to; None for void and what no array can hold.
   dtype: np.dtype[Any] | None = None
@@ -68,8 +66,6 @@ class CType(NamedTuple):
 
 
 class CParameter(NamedTuple):
-  """A parameter of a C function."""
-
   type: CType
   name: str = ""  # in the declaration; "" without one
   fixed: str = ""  # what is always passed, in C++; "" for what the caller passes

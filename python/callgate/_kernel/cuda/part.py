@@ -127,7 +127,8 @@ class SourcePart(CudaPart):
           f"{what}: expected a dtype or an integer, got {value!r}"
         ) from None
     else:
-      found = deduced(parameter, ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call)))
+      arrays = self._arrays(call)
+      found = deduced(parameter, ((p.element, p.rank, a.dtype, len(a.shape)) for p, a in arrays))
     if found is None or isinstance(found, int):
       return "" if found is None else str(found)
     if found.name not in _source.TYPES:

@@ -261,8 +261,7 @@ class ElementwiseKernel(CpuKernel):
         raise
       raise CompileError(f"{error}{self._hint}", error.output) from None
 
-  def compile(self, types: CallTypes) -> Function:
-    key = self.variant_key(types)
+  def compile(self, types: CallTypes, key: str) -> Function:
     options = dict(self.build_options)
     if self.bound(key).has_complex:
       options["flags"] = (*_COMPLEX_FLAGS, *options["flags"])

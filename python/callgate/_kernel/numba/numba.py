@@ -222,7 +222,7 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((name, _from_json(value)) for name, value in values.items()))
     return CallTypes(_types(operands), _types(results), frozen)
 
-  def compile(self, types: CallTypes) -> Function:
+  def compile(self, types: CallTypes, key: str) -> Function:
     slots = self._slots(types)
     parameters = [Parameter(f"result {i}", Kind.OUT, *t) for i, t in enumerate(types.results)]
     for parameter, slot in zip(self._given, slots, strict=True):
