@@ -40,8 +40,7 @@ def start(public: Mapping[str, Any]) -> None:
   draw.start()
   delivery.listen(progress.note)
   registry.find_by(library.find)
-  files.register_kind("cpp", kernel.restore)
-  files.register_kind("cuda", cuda.restore)
+  files.kinds.update(cpp=kernel.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()

@@ -3,11 +3,10 @@
 In the folder `kernels`, a *key* stands for all that is known before the compiler runs: source,
 flags, compiler, CPU. Its manifest, a JSON file, lists the libraries made under the key, with their
 checksums and those of the user's headers that the compiler read: a header that changes makes
-another library, and one that changes back finds the first.
-
-Any number of processes may read and build at once. Readers take no lock: files come into being by
-renaming, and what is missing, damaged or out of date counts as not there. One process at a time
-builds a key, under a file lock that dies with it; what a killed one left is removed by the next.
+another library, and one that changes back finds the first. Any number of processes may read and
+build at once. Readers take no lock: files come into being by renaming, and what is missing, damaged
+or out of date counts as not there. One process at a time builds a key, under a file lock that dies
+with it; what a killed one left is removed by the next.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def find_or_make(key: str, make: Make) -> Path:
   with contextlib.suppress(OSError):
     if found := _find(files.kept_folder(*names), key):
       return found
-  place = files.made_folder(*names)
   with contextlib.ExitStack() as stack:
     try:
+      place = files.usable_folder(*names)
       stack.enter_context(files.locked(place / f"{key}.lock"))
     except OSError as error:
       place = files.private_folder(error, *names)
@@ -98,16 +97,11 @@ def _find(folder: Path, key: str) -> Path | None:
 
 
 def _manifest(folder: Path, key: str) -> list[dict[str, Any]]:
-  library = re.compile(rf"{key}-[0-9a-f]+\.so")
   try:
     return [
-      {
-        "library": entry["library"],
-        "checksum": str(entry["checksum"]),
-        "dependencies": {str(f): str(known) for f, known in entry["dependencies"].items()},
-      }
-      for entry in json.loads(files.read(folder / f"{key}.json"))
-      if library.fullmatch(entry["library"])
+      {"library": e["library"], "checksum": e["checksum"], "dependencies": {**e["dependencies"]}}
+      for e in json.loads(files.read(folder / f"{key}.json"))
+      if re.fullmatch(rf"{key}-[0-9a-f]+\.so", e["library"])
     ]
-  except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+  except (OSError, ValueError, TypeError, KeyError, RecursionError):
     return []  # not there, or damaged: any bytes may be

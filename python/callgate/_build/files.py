@@ -1,10 +1,10 @@
 """Where compiled code is kept on disk, and who may have written it: what is there is run.
 
-Every cache of callgate's is a folder below `cache_dir()`. Such a folder belongs to this user, or to
-root, and nobody else can write to it; so do its files, which are opened without following a link.
-A folder that isn't so is refused with a warning that says what to do, and the process keeps its
-kernels in a private one; a file is made again. What is made here is for its owner alone, whatever
-the umask. All functions may be called from any thread; what they raise is an OSError.
+Every cache of callgate's is a folder below `cache_dir()`. It and its files, which are opened
+without following a link, belong to this user or to root, and nobody else can write to them. A
+folder that isn't so is refused with a warning, and the process keeps its kernels in a private one;
+a file is made again. What is made is for its owner alone, whatever the umask. All functions may be
+called from any thread; what they raise is an OSError.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ def usable_folder(*names: str) -> Path:
 
 
 def made_folder(*names: str, quiet: bool = False) -> Path:
-  """A folder of the cache; one of this process, with a warning, where that can't be used.
-
-  `quiet`: without the warning, unless somebody else may have written what is there.
-  """
+  """A folder of the cache, or where that can't be used a private one."""
   try:
     return usable_folder(*names)
   except OSError as error:
@@ -85,17 +82,20 @@ def made_folder(*names: str, quiet: bool = False) -> Path:
 
 
 def private_folder(problem: OSError, *names: str, quiet: bool = False) -> Path:
-  """A folder that this process alone uses, instead of one of the cache, which has a problem."""
+  """A folder that this process alone uses, instead of one of the cache, which has a problem.
+
+  `quiet`: without the warning, unless somebody else may have written what is there.
+  """
   cache = str(cache_dir())
   with _lock:
-    known = _private.get(cache)
-    folder = _private[cache] = known or Path(tempfile.mkdtemp(prefix="callgate-"))
-    say = cache not in _told and not (quiet and not isinstance(problem, UntrustedError))
+    folder = _private.get(cache)
+    if folder is None:
+      _private[cache] = folder = Path(tempfile.mkdtemp(prefix="callgate-"))
+      owner = os.getpid()  # not a fork's child
+      atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+    say = cache not in _told and (not quiet or isinstance(problem, UntrustedError))
     if say:
       _told.add(cache)
-  if known is None:
-    owner = os.getpid()  # not a fork's child
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
   _make_folders(folder.joinpath(*names))
   if say:
     warnings.warn(
@@ -187,10 +187,10 @@ def _opened(path: Path, flags: int, *, follow: bool = False) -> io.FileIO:
     descriptor = os.open(path, flags, 0o600)
   except ValueError as error:  # a NUL, or what no file system has
     raise FileNotFoundError(2, str(error)) from None
-  except OSError as error:
+  except OSError:
     if not follow and path.is_symlink():
       raise _refusal(path, "is a link", "remove it") from None
-    raise error
+    raise
   if not stat.S_ISREG(os.fstat(descriptor).st_mode):
     os.close(descriptor)
     raise OSError(22, f"{path} is not a file")

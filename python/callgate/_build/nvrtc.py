@@ -88,21 +88,18 @@ def _newest(*patterns: str) -> list[str]:
 
 def _cuda_headers(path: str, toolkit: str) -> Iterator[str]:
   """Folders of CUDA's headers beside a library of the same toolkit."""
-  library = Path(path)
-  if library.is_absolute():
-    _, root, packages, *_ = library.parents
+  folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
+  if os.path.isabs(path):
+    _, root, packages, *_ = Path(path).parents
     near = [root / "include", root / "targets/x86_64-linux/include"]
     if root.name == "cuda_nvrtc":
       near += [packages / name / "include" for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
-    folders = [*near, Path(toolkit) / "include"] if toolkit else near
-  else:
-    folders = [Path(toolkit or "/usr/local/cuda") / "include", Path("/usr/include")]
+    folders = [*near, *folders[:1]] if toolkit else near
   for folder in dict.fromkeys(folders):
     if any((folder / name).exists() for name in ("cuda_fp16.h", "cuda/std", "crt")):
       yield str(folder)
 
 
-# -- compiling -----------------------------------------------------------------------------------
 class Image(NamedTuple):
   """Machine code, or PTX for the driver to compile."""
 
@@ -133,21 +130,16 @@ def build(
   that every device runs. `expression` is the function as C++ names it: "scale<float, 4>"; messages
   say `label` for the kernel and `name` for its source.
   """
-  used = compiler()
-  folders = [os.path.abspath(d) for d in include_dirs]
-  target, made_for = _target(used, capability, options)
-  arguments = [
-    *target,
-    *([] if any(o.lstrip("-").startswith("std=") for o in options) else ["--std=c++17"]),
-    f"--include-path={toolchain.include_dir()}",
-    *(f"--include-path={d}" for d in (*folders, *used.include_dirs)),
-    *options,
-  ]
+  used, folders = compiler(), [os.path.abspath(d) for d in include_dirs]
+  arguments, made_for = _target(used, capability, options)
+  arguments += [] if any(o.lstrip("-").startswith("std=") for o in options) else ["--std=c++17"]
+  headers = (toolchain.include_dir(), *folders, *used.include_dirs)
+  arguments += [*(f"--include-path={folder}" for folder in headers), *options]
   includes = [i for pattern, i in _HEADERS if pattern.search(f"{source}\n{expression}")]
   includes = "".join(f"#include <{i}>\n" for i in includes)  # the source's lines keep their numbers
   unit = f'{includes}#include "callgate/kernel_device.h"\n#line 1 "{name}"\n{source}\n'
-  headers = toolchain.headers_digest("kernel_device.h")
-  key = cache.digest(["nvrtc", unit, expression, arguments, used.identity, headers])
+  own = toolchain.headers_digest("kernel_device.h")
+  key = cache.digest(["nvrtc", unit, expression, arguments, used.identity, own])
 
   def make(folder: Path) -> tuple[Path, list[str]]:
     made = folder / "kernel.cuda"
@@ -165,11 +157,10 @@ def _target(used: Compiler, capability: int, options: Sequence[str]) -> tuple[li
       return [], 0 if "compute_" in option else int(match[1])
   known = used.nvrtc.architectures
   if capability in known:  # a choice: machine code, or PTX for the driver to compile
-    output = os.environ.get("CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
+    output = os.environ.get(variable := "CALLGATE_NVRTC_OUTPUT", "").strip() or "cubin"
     if output not in ("cubin", "ptx"):
-      raise CompileError(
-        f"environment variable CALLGATE_NVRTC_OUTPUT: expected 'cubin' or 'ptx', got {output!r}"
-      )
+      expected = "expected 'cubin' or 'ptx'"
+      raise CompileError(f"environment variable {variable}: {expected}, got {output!r}")
     if output == "cubin":
       return [f"--gpu-architecture=sm_{capability}"], capability
   older = [each for each in known if each <= (capability or max(_LOWEST, known[0]))]
@@ -191,8 +182,7 @@ def _compile(
 
 def _included(source: str, folders: Sequence[str]) -> list[str]:
   """The user's headers that a source includes, directly or not: NVRTC doesn't tell."""
-  found: list[str] = []
-  texts = [(source, list(folders))]
+  found, texts = list[str](), [(source, list(folders))]
   while texts:
     text, near = texts.pop()
     for name in _INCLUDE.findall(text):

@@ -62,13 +62,12 @@ def compiler() -> list[str]:
   try:
     commands = [shlex.split(given)] if given else [[name] for name in _COMPILERS]
   except ValueError as error:
-    raise CompileError(
-      "environment variable CXX: expected a compiler's command as a shell has it, got "
-      f"{given!r}: {error}"
-    ) from None
-  for command in commands:
-    if found := shutil.which(command[0]):
-      return [found, *command[1:]]
+    expected = "a compiler's command as a shell has it"
+    problem = f"environment variable CXX: expected {expected}, got {given!r}: {error}"
+    raise CompileError(problem) from None
+  for name, *arguments in commands:
+    if found := shutil.which(name):
+      return [found, *arguments]
   looked = f"CXX={given}" if given else ", ".join(_COMPILERS)
   raise CompileError(
     f"no C++ compiler was found (looked for {looked}). Kernels in C++ need one that knows C++20: "
@@ -101,22 +100,21 @@ def build(
   Flags come after callgate's own; libraries are names for `-l`, or paths, and their folders are for
   the library's run path, too. Messages say `what` for the kernel, and the source's `#line`s.
   """
-  folders = [os.path.abspath(d) for d in library_dirs]
-  command = compiler()
-  headers = [f"-I{include_dir()}", *(f"-I{os.path.abspath(d)}" for d in include_dirs)]
-  arguments = [*_ALWAYS, *headers, *flags]
+  command, folders = compiler(), [os.path.abspath(d) for d in library_dirs]
+  arguments = [*_ALWAYS, f"-I{include_dir()}", *(f"-I{os.path.abspath(d)}" for d in include_dirs)]
+  arguments += flags
   paths = [os.path.abspath(name) if os.sep in name else "" for name in libraries]
-  found = [*folders, *(os.path.dirname(path) for path in paths if path)]
-  links = [
-    *(f"-L{d}" for d in folders),
-    *(f"-Wl,-rpath,{d}" for d in dict.fromkeys(found)),
-    *(path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)),
-  ]
+  run_path = dict.fromkeys([*folders, *(os.path.dirname(path) for path in paths if path)])
+  links = [*(f"-L{d}" for d in folders), *(f"-Wl,-rpath,{d}" for d in run_path)]
+  links += [path or f"-l{name}" for name, path in zip(libraries, paths, strict=True)]
   here = os.getcwd() if any(flag.startswith(_PATH_FLAGS) for flag in flags) else ""
   environment = [os.environ.get(name, "") for name in _ENVIRONMENT]
   # The headers stand for callgate's version: nothing else of it is in the library.
   own = [headers_digest("kernel*.h", "elementwise*.h"), _callgate.KERNEL_ABI]
-  version = _identity(tuple(command))
+  # The compiler's version is asked for once for each state of its programs' files.
+  programs = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
+  stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in programs]
+  version = _version(tuple(command), cache.digest([command, stamps])[:32])
   key = cache.digest([source, arguments, links, here, environment, version, cpu(), *own])
 
   def make(folder: Path) -> tuple[Path, list[str]]:
@@ -144,8 +142,8 @@ def open_library(path: str) -> ctypes.CDLL:
 
 def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
   """The library in this process; it stays until the process ends."""
+  key = str(library)
   with _lock:
-    key = str(library)
     if key not in _loaded:
       try:
         _loaded[key] = open_library(key)
@@ -157,13 +155,6 @@ def load(library: Path, what: str = "a kernel") -> ctypes.CDLL:
           problem,
         ) from None
     return _loaded[key]
-
-
-def _identity(command: tuple[str, ...]) -> str:
-  """The compiler's version, asked for once for each state of its program's file."""
-  files = [os.path.realpath(found) for part in command if (found := shutil.which(part))]
-  stamps = [(file, os.stat(file).st_mtime_ns, os.stat(file).st_size) for file in files]
-  return _version(command, cache.digest([command, stamps])[:32])
 
 
 @functools.cache
@@ -187,13 +178,13 @@ def _compile(
   """The library, and the files beside the source that it was made from."""
   unit, made, read = folder / "kernel.cc", folder / "kernel.so", folder / "kernel.d"
   unit.write_text(source, encoding="utf-8")
+  own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
   # -MMD: the headers of the system come with the compiler's version.
   result = _run([*command, "-MMD", "-MF", str(read), str(unit), "-o", str(made), *links], what)
   if result.returncode != 0 or not made.exists():
-    output = result.stderr.replace(f"{folder}{os.sep}", "").rstrip()
+    output = result.stderr.replace(own[0], "").rstrip()
     said = output or f"exit status {result.returncode}, without a message"
     raise CompileError(f"{what}: the C++ compiler ({command[0]}) refused it:\n{said}", output)
-  own = (f"{folder}{os.sep}", f"{include_dir()}{os.sep}")
   # A Makefile rule, as compilers write it.
   text = read.read_text("utf-8", "surrogateescape") if read.exists() else ""
   rule = text.replace("\\\n", " ").partition(": ")[2].partition("\n")[0]

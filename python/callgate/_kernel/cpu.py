@@ -12,12 +12,13 @@ import numpy as np
 from callgate import _callgate
 from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import static_values
+from callgate._core.dtypes import dtype_code
 from callgate._core.failures import raise_kept
 from callgate._kernel import program
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Signature, check_types, refuse_packed
-from callgate._kernel.variants import CallTypes, Function, Static, Type, Variant
+from callgate._kernel.variants import CallTypes, Function, Static, Variant
 from callgate._runtime import targets
 
 
@@ -29,95 +30,81 @@ class CpuKernel(Kernel):
     self._turn: _callgate.KernelTurn | None = None if self.thread_safe else _callgate.KernelTurn()
     self._variants: dict[str, Variant] = {}
 
-  # -- variants ----------------------------------------------------------------------------------
   def types_of(self, operands: Sequence[Any], results: Sequence[Any], static: Static) -> CallTypes:
     """What a call's variant is chosen by, from its arrays, or their types, and static values."""
+    sides = [tuple((np.dtype(x.dtype), len(x.shape)) for x in xs) for xs in (operands, results)]
+    return CallTypes(sides[0], sides[1], static)
 
-    def types(arrays: Sequence[Any]) -> tuple[Type, ...]:
-      return tuple((np.dtype(x.dtype), len(x.shape)) for x in arrays)
-
-    return CallTypes(types(operands), types(results), static)
-
-  def compile(self, types: CallTypes) -> Function:
+  def compile(self, types: CallTypes, key: str) -> Function:
     """The function for a call; raises a GateDefinitionError for types that can't be."""
     raise NotImplementedError
 
   def variant_key(self, types: CallTypes) -> str:
     """The key of the variant for a call; "" for a kernel that has one for all."""
-    del types
     return ""
 
   def types_of_key(self, key: str) -> CallTypes:
     """What `variant_key` was given, as far as `compile` needs it."""
-    del key
     return CallTypes((), (), ())
-
-  def variant(self, types: CallTypes) -> Variant:
-    """The variant for a call, compiled at its first use."""
-    key = self.variant_key(types)
-    return self._variants.get(key) or self._define(key, types)
 
   def define_variant(self, key: str) -> bool:
     if key.startswith(program.PREFIX):
       return super().define_variant(key)
-    if key not in self._variants:
-      self._define(key, self.types_of_key(key))
+    self.variant(self.types_of_key(key), key)
     return True
 
-  def _define(self, key: str, types: CallTypes) -> Variant:
+  def variant(self, types: CallTypes, key: str | None = None) -> Variant:
+    """The variant for a call, compiled at its first use."""
+    key = self.variant_key(types) if key is None else key
+    if known := self._variants.get(key):
+      return known
     with self.defining:  # threads that trace at once get the same variant
       if key not in self._variants:
-        function = self.compile(types)
+        function = self.compile(types, key)
+        known = function.parameters
         callee = _callgate.Kernel(
           f"{self.name}[{key}]" if key else self.name,
           function.address,
-          [p.code for p in function.parameters],
-          [p.name for p in function.parameters],
+          [(int(p.kind), 0 if p.dtype is None else dtype_code(p.dtype), p.rank) for p in known],
+          [p.name for p in known],
           user_data=function.user_data,
           thread_safe=self.thread_safe,
           repeatable=self.effect == "pure",
           keep=function.keep,
           turn=None if self.thread_safe else self.turn(function),
         )
-        self._variants[key] = Variant(callee, function.parameters)
+        self._variants[key] = Variant(callee, known)
       return self._variants[key]
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     """What calls take one at a time unless the kernel is thread-safe; its variants share it."""
-    del function
     return self._turn
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
     refuse_packed(self.label, structs, results)
-    variant = self.variant(self.types_of(structs, results, site.static))
-    check_types(self, variant.parameters, site, structs, results)
-    self._check_shapes(site, structs, results)
     values = dict(site.static)
-    for parameter in variant.parameters:
+    for parameter in self.checked(site, structs, results).parameters:
       if parameter.is_static and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
-  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
-    """Raises unless arrays whose types fit have shapes that do."""
+  def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
+    """The variant for one lane of a call; raises unless its arrays fit."""
+    variant = self.variant(self.types_of(operands, results, site.static))
+    check_types(self, variant.parameters, site, operands, results)
+    return variant
 
-  # -- programs ----------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
     return self._emission if platform == "cpu" else super().backend(platform)
 
   def _emission(self, call: Call) -> Emission:
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
-    site = call.site
     core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
-    variant = self.variant(self.types_of(core, results, site.static))
-    check_types(self, variant.parameters, site, core, results)
-    self._check_shapes(site, core, results)
-    attributes: dict[str, Any] = {
-      "signature": variant.callee.signature,
-      "groups": np.array(variant.groups(len(core), len(results)), np.int64),
-    }
-    if held := variant.held(site.static, static_values.for_program):
+    variant = self.checked(call.site, core, results)
+    groups = np.array(variant.groups(len(core), len(results)), np.int64)
+    attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}
+    if held := variant.held(call.site.static, static_values.for_program):
       attributes["attributes"] = held
     return Emission(variant.callee, targets.KERNEL_TARGET, attributes, call)
 

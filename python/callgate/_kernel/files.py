@@ -1,8 +1,7 @@
 """Kernels in files: `callgate.save_kernels` and `callgate.load_kernels`.
 
 A file is a zip archive. `manifest.json` holds the kernels' forms (`Kernel.saved_form`) as JSON; an
-object {"$bytes": digest} in it stands for the member `bytes/<digest>`, whose SHA-256 that is. A
-kind of kernel registers the function that makes a kernel of its form again.
+object {"$bytes": digest} in it stands for the member `bytes/<digest>`, whose SHA-256 that is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import platform
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from callgate import _callgate
 from callgate._build import files, toolchain
@@ -28,32 +27,23 @@ from callgate._kernel.kernel import Kernel
 _FORMAT = "callgate kernels"
 _VERSION = 1
 _MANIFEST = "manifest.json"
-_kinds: dict[str, Callable[[dict[str, Any]], Kernel]] = {}
+# What makes a kernel of its form, in which tuples have become lists, by the form's "kind".
+kinds: dict[str, Callable[[dict[str, Any]], Kernel]] = {}
 _open: set[LoadedKernels] = set()
 
 
-def register_kind(kind: str, restore: Callable[[dict[str, Any]], Kernel]) -> None:
-  """Has `restore` make the kernels whose form says "kind": `kind`. Tuples come back as lists."""
-  _kinds[kind] = restore
-
-
-def no_new_calls(name: str) -> Callable[..., Any]:
+def no_new_calls(name: str) -> Callable[..., NoReturn]:
   """The `out` of a loaded kernel: programs know their results, and nothing else calls it."""
 
-  def out(*args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
-    raise GateDefinitionError(
-      f"kernel '{name}' was loaded from a file; expected it to be defined here for new calls"
-    )
+  def out(*args: Any, **kwargs: Any) -> NoReturn:
+    problem = "was loaded from a file; expected it to be defined here for new calls"
+    raise GateDefinitionError(f"kernel '{name}' {problem}")
 
   return out
 
 
 def compiled_form(libraries: Mapping[str, Path], *, native: bool) -> dict[str, Any]:
-  """The form of a kernel's shared libraries, by the instance of its template that each has.
-
-  `native`: they were compiled for this machine's CPU, not for its architecture.
-  """
+  """The form of a kernel's libraries by instance of its template; `native`: for this very CPU."""
   contents: dict[str, bytes] = {}
   for instance, path in libraries.items():
     with contextlib.suppress(OSError):  # gone, with a cache that was emptied
@@ -80,10 +70,10 @@ def _install(library: bytes) -> Path:
   names, file = ("loaded", digest[:2]), f"{digest}.so"
   with contextlib.suppress(OSError):
     kept = files.kept_folder(*names) / file
-    if hashlib.sha256(files.read(kept)).hexdigest() == digest:
+    if files.read(kept) == library:
       return kept
-  path = files.made_folder(*names, quiet=True) / file
   try:
+    path = files.usable_folder(*names) / file
     files.write(path, library)
   except OSError as error:
     path = files.private_folder(error, *names, quiet=True) / file
@@ -125,26 +115,22 @@ def save_kernels(
     OSError: the file can't be written.
   """
   path = options.path("save_kernels", "path", path)
-  given: Any = [kernels] if isinstance(kernels, Kernel) else kernels
-  if given is None:
-    live = [kernel for _, kernel in sorted(registry.operations())]
-    given = [k for k in live if isinstance(k, Kernel) and k.saved_form() is not None]
+  live = kernels is None
+  given: Any = [kernel for _, kernel in sorted(registry.operations())] if live else kernels
   try:
-    if isinstance(kernels, str):
+    if isinstance(given, str):
       raise TypeError
-    chosen: dict[Any, None] = dict.fromkeys(given)
+    chosen: dict[Any, None] = dict.fromkeys([given] if isinstance(given, Kernel) else given)
   except TypeError:  # no iterable, or one of something else
     options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
-  forms: list[dict[str, Any]] = []
-  for kernel in chosen:
-    form = kernel.saved_form() if isinstance(kernel, Kernel) else None
-    if form is None:
-      raise GateDefinitionError(
-        "callgate.save_kernels: kernels: expected kernels that callgate.cpp or callgate.numba made"
-        f", got {kernel!r}, whose code is not callgate's to copy; make it anew, under the same name"
-      )
-    forms.append(form)
-  text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": forms})
+  forms = [(k, k.saved_form() if isinstance(k, Kernel) else None) for k in chosen]
+  if not live and (other := [kernel for kernel, form in forms if form is None]):
+    raise GateDefinitionError(
+      "callgate.save_kernels: kernels: expected kernels that callgate.cpp or callgate.numba made, "
+      f"got {other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
+    )
+  saved = [form for _, form in forms if form is not None]
+  text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": saved})
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
     for name, content in [(_MANIFEST, text), *members.items()]:
       # A ZipInfo has a fixed date: the same kernels make the same file.
@@ -164,7 +150,7 @@ def _packed(value: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
 
 
 # --- Loading ----------------------------------------------------------------------------------
-class LoadedKernels:
+class LoadedKernels(contextlib.AbstractContextManager["LoadedKernels"]):
   """The kernels, of `names`, that `load_kernels` has loaded; a context manager.
 
   They stay until `close()`, whether or not this object is kept; programs that were loaded before
@@ -180,9 +166,6 @@ class LoadedKernels:
     """Gives the names free for other kernels, once no program calls these any more."""
     self._kernels.clear()
     _open.discard(self)
-
-  def __enter__(self) -> LoadedKernels:
-    return self
 
   def __exit__(self, *error: object) -> None:
     self.close()
@@ -221,45 +204,36 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     FileNotFoundError: there is no such file.
   """
   forms = _read_archive(Path(options.path("load_kernels", "path", path)))
-  known = [_known(path, form) for form in forms]  # before any is made
+  known: list[Any] = [registry.get(form["name"]) for form in forms]
+  for form, live in zip(forms, known, strict=True):  # before any is made
+    own = live.saved_form() if isinstance(live, Kernel) else None
+    # What tells kernels apart, the same before and after it was in a file.
+    same = own is not None and _packed({**own, "compiled": 0}) == _packed({**form, "compiled": 0})
+    if live is not None and not same:
+      raise ValueError(
+        f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
+        f"{getattr(live, 'kind', 'gate')} of this process has; expected it to be free, or the same"
+      )
   return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
-
-
-def _known(path: Any, form: dict[str, Any]) -> Kernel | None:
-  """The live kernel of that name, if it is this one; raises where it is another."""
-  live = registry.get(form["name"])
-  if live is None:
-    return None
-  own = live.saved_form() if isinstance(live, Kernel) else None
-  # What tells kernels apart, the same before and after it was in a file.
-  if own is None or _packed({**own, "compiled": 0}) != _packed({**form, "compiled": 0}):
-    raise ValueError(
-      f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
-      f"{getattr(live, 'kind', 'gate')} of this process has; expected it to be free, or the same"
-    )
-  return live
 
 
 def _taken(path: Any, form: dict[str, Any], known: Kernel | None) -> Kernel:
   """The kernel of a form. What one of the wrong shape makes fail is the file's fault."""
   place = f"callgate.load_kernels: '{path}', kernel '{form['name']}'"
-  if known is None and form["kind"] not in _kinds:
-    kinds = ", ".join(sorted(_kinds))
-    raise KernelFileError(
-      f"{place}: expected a kind that this callgate knows ({kinds}), got '{form['kind']}'"
-    )
+  if known is None and form["kind"] not in kinds:
+    expected = f"a kind that this callgate knows ({', '.join(sorted(kinds))})"
+    raise KernelFileError(f"{place}: expected {expected}, got '{form['kind']}'")
   try:
     if known is None:
-      return _kinds[form["kind"]](form)
+      return kinds[form["kind"]](form)
     known.take_compiled(form.get("compiled"))
     return known
   except (CompileError, KernelFileError):
     raise
   except (AttributeError, LookupError, TypeError, ValueError, RecursionError, GateError) as error:
     problem = f"no {error} in it" if isinstance(error, KeyError) else error
-    raise KernelFileError(
-      f"{place}: expected what callgate.save_kernels wrote, got something damaged: {problem}"
-    ) from error
+    expected = "expected what callgate.save_kernels wrote, got something damaged"
+    raise KernelFileError(f"{place}: {expected}: {problem}") from error
 
 
 def _read_archive(path: Path) -> list[dict[str, Any]]:
@@ -270,10 +244,10 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       manifest = json.loads(text)
       if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']!r}")
-      if manifest["version"] != _VERSION:
+      if (version := manifest["version"]) != _VERSION:
         raise KernelFileError(
           f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
-          f"{manifest['version']}; save the kernels again with this version of callgate"
+          f"{version}; save the kernels again with this version of callgate"
         )
 
       def unpacked(entries: dict[str, Any]) -> Any:

@@ -1,7 +1,6 @@
 """Kernels: native functions that compiled JAX programs call, with no Python at run time.
 
-A kernel is one native function, or a family of them: templates and Numba functions are compiled for
-the types of a call, as *variants* that programs name.
+Templates and Numba functions are families of them, compiled for a call's types, as *variants*.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import jax
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
-from callgate._call.site import Backend, CallSite
+from callgate._call.site import Backend, CallSite, ShapeDtype
 from callgate._core import options as check
 from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
-from callgate._kernel import parameters as _parameters
 from callgate._kernel import program
 from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Signature
+from callgate._kernel.parameters import Kind, Signature, arguments, linear_operands
 from callgate._kernel.variants import Given, Static
 from callgate._runtime import targets
+
+Types = Sequence[ShapeDtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,38 +79,37 @@ class Kernel(Operation):
   def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
     # `signature`: the parameters, as far as they are known before a call; None for a function that
     # takes any number of arrays, and static values by any keyword. `options.name` does not count.
+    label = f"kernel '{name}'"
     check.name("kernel", name)
     if "[" in name or "]" in name:
-      raise GateDefinitionError(
-        f"kernel '{name}': expected a name without brackets, which mark a kernel's variants"
-      )
-    super().__init__(name, options.checked(f"kernel '{name}'", grid=True))
-    self.thread_safe = check.boolean(self.label, "thread_safe", options.thread_safe)
+      mark = "brackets, which mark a kernel's variants"
+      raise GateDefinitionError(f"{label}: expected a name without {mark}")
+    super().__init__(name, options.checked(label, grid=True))
+    self.thread_safe = check.boolean(label, "thread_safe", options.thread_safe)
     self.signature = None if signature is None else tuple(signature)
     self.defining = threading.RLock()
     if self.signature is not None:
       inouts = [p for p in self.signature if p.kind is Kind.INOUT]
       if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
-        raise GateDefinitionError(f"{self.label}: expected no InOut beside Ins or Outs, got both")
+        raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
       operands = [p for p in self.signature if p.is_operand]
       results = [p for p in self.signature if p.is_result]
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
-      self.linear = _parameters.linear_operands(self.label, self.linear, self.signature)
+      self.linear = linear_operands(label, self.linear, self.signature)
     if registry.get(name) is not None:
       raise ValueError(
         f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
         "name=, or drop the other one and the programs that call it"
       )
-    registry.register(self.name, self)
+    registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
-    if platform == "cuda" and self.cuda is not None:
+    cuda = platform == "cuda"
+    if cuda and self.cuda is not None:
       return functools.partial(program.emission, self, self.cuda)
-    own, got = (
-      ("the CPU", "CUDA") if platform == "cuda" else ("platform cuda", f"platform {platform}")
-    )
+    own, got = ("the CPU", "CUDA") if cuda else ("platform cuda", f"platform {platform}")
     raise GateDefinitionError(
       f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
       f"one for {got}. callgate.cuda makes kernels for CUDA, callgate.cpp(source, cuda_source=...) "
@@ -123,30 +122,23 @@ class Kernel(Operation):
     if part is None or not key.startswith(program.PREFIX):
       return False
     key = key.removeprefix(program.PREFIX)
-    if key not in part.cuda_variants:
-      images = part.images(key, program.capabilities(part))
-      if images is None:
-        return False
+    images = () if key in part.cuda_variants else part.images(key, program.capabilities(part))
+    if images is not None:
       program.variant(self, part, key, images)
-    return True
+    return images is not None
 
   def retile(
-    self,
-    held: dict[str, Any],
-    lanes: Sequence[str],
-    operands: Sequence[tuple[tuple[int, ...], Any]],
-    results: Sequence[tuple[tuple[int, ...], Any]],
-    target: str,
+    self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
   ) -> str:
     """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
 
     `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
     have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
     """
-    part, about = self.cuda, json.loads(held["tiles"])
+    part, about, batch = self.cuda, json.loads(held["tiles"]), None
     assert part is not None  # which made the call
-    batch = results[0][0][len(lanes)] if about["grid"] else None
-    lanes = [*lanes, *(["1" * len(operands)] if about["grid"] else [])]
+    if about["grid"]:
+      batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
     tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
     types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
     static = {name: program.decoded(value) for name, value in about["static"].items()}
@@ -158,18 +150,16 @@ class Kernel(Operation):
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
   def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    del site, mask, lanes
     return "broadcast" if self.vmap == "grid" else self.vmap
 
   # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    "kind" names a function given to `files.register_kind` that makes the kernel again, of "name"
-    and whatever it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is
-    under "compiled"; forms that differ in nothing else are those of one kernel.
+    "kind" names the function of `files.kinds` that makes the kernel again, of "name" and whatever
+    it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is under
+    "compiled"; forms that differ in nothing else are those of one kernel.
     """
-    return None
 
   def take_compiled(self, compiled: Any) -> None:
     """Takes the "compiled" of the same kernel's form in a file; by default it needs none."""
@@ -183,8 +173,7 @@ class Kernel(Operation):
         parameters; a sequence of arrays for a variadic one. Static values have their place, too.
       **kwargs: arrays and static values by the parameters' names.
 
-    Returns:
-      The pytree that `out` (or `like`) declares, of jax.Arrays.
+    Returns the pytree that `out` (or `like`) declares, of jax.Arrays.
     """
     raise_deferred()
     operands, static = self._arguments(args, kwargs)
@@ -195,11 +184,7 @@ class Kernel(Operation):
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays)[0], static
-    given = [p for p in self.signature if p.is_given]
-    values = _parameters.named_arguments(self.label, given, args, kwargs)
-    operands = _parameters.as_operands(self.label, given, values)
-    static = [(p.name, p.freeze(self.label, values[p.name])) for p in given if p.is_static]
-    return tuple(operands), tuple(sorted(static))
+    return arguments(self.label, self.signature, args, kwargs)
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(
@@ -245,20 +230,16 @@ class Kernel(Operation):
     ```
 
     A call is one of the jitted function, with JAX's dispatch (some microseconds); the kernel's and
-    the reference's calls take turns, and the fastest of each counts.
+    the reference's calls take turns, and the fastest of each counts. Returned as numbers, too.
 
     Args:
-      *args: as for a call.
-      **kwargs: as for a call.
+      *args, **kwargs: as for a call.
       seconds: how long to measure, about.
-
-    Returns:
-      What was measured, also as numbers.
     """
     given, static = self._arguments(args, kwargs)
-    operands, like = jax.tree.map(jax.numpy.asarray, given), self.like
+    operands = jax.tree.map(jax.numpy.asarray, given)
     jitted = [jax.jit(lambda *xs: derivatives.apply(self, self.rules, xs, {}, static))]
-    if like is not None:
+    if (like := self.like) is not None:
       jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
     results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles
     moved = sum(x.nbytes for x in jax.tree.leaves((operands, results[0])))
@@ -273,15 +254,14 @@ class Kernel(Operation):
     fastest = [float("inf")] * len(jitted)
     end = time.perf_counter() + seconds
     while fastest[-1] == float("inf") or time.perf_counter() <= end:
-      # They take turns, so that a busy moment hits all.
-      for i, (function, batch) in enumerate(zip(jitted, batches, strict=True)):
-        fastest[i] = min(fastest[i], measured(function, batch))
+      for i, function in enumerate(jitted):  # in turns, so that a busy moment hits all
+        fastest[i] = min(fastest[i], measured(function, batches[i]))
     result = BenchmarkResult(fastest[0], moved, fastest[1] if len(fastest) > 1 else None)
     ratio = "" if result.ratio is None else f", {result.ratio:.2f} times as fast as like"
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
     unit, scale = next((u for u in units if fastest[0] >= u[1]), units[-1])
-    duration = f"{fastest[0] / scale:.3g} {unit} a call"
-    print(f"{self.label}: {duration}, {result.gigabytes_per_second:.3g} GB/s{ratio}")
+    speed = f"{fastest[0] / scale:.3g} {unit} a call, {result.gigabytes_per_second:.3g} GB/s"
+    print(f"{self.label}: {speed}{ratio}")
     return result
 
   def on_host(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a call of a CUDA kernel launches: functions of a compiled image with their parameters.
 
-Worked out when the call is lowered, from the shapes of one lane and the static arguments. Programs
-hold plain numbers: the runtime fills in addresses and launches, without Python.
+Worked out when the call is lowered, from one lane's shapes and the static arguments. Programs hold
+plain numbers: the runtime fills in addresses and launches, without Python.
 """
 
 from __future__ import annotations
@@ -70,17 +70,20 @@ class Plan(NamedTuple):
   zeroed: tuple[int, ...] = ()  # results that are set to zero first, by flat position
 
 
-# -- limits --------------------------------------------------------------------------------------
 _GRID = (2**31 - 1, 65535, 65535)
 _BLOCK = (1024, 1024, 64)
 _THREADS = 1024
 _CLUSTER = 16  # blocks; more than 8 where the device allows it
 
 
+def is_int(value: Any) -> bool:
+  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def extent(label: str, what: str, value: Any) -> Extent:
   """An int or a tuple of up to three as x, y and z; what is left out is 1."""
   values: tuple[Any, ...] = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-  if not 1 <= len(values) <= 3 or not all(map(_is_int, values)):
+  if not 1 <= len(values) <= 3 or not all(map(is_int, values)):
     check.refuse(label, what, "an int or a tuple of up to three", value)
   x, y, z = (*map(int, values), 1, 1)[:3]
   return x, y, z
@@ -97,44 +100,38 @@ def checked(
   for what, values, least, limits in (("grid", blocks, 0, _GRID), ("block", threads, 1, _BLOCK)):
     for axis, value, most in zip("xyz", values, limits, strict=True):
       if not least <= value <= most:
-        raise GateDefinitionError(
-          f"{label}: {what}.{axis}: expected {least} to {most}, got {value}"
-        )
+        check.refuse(label, f"{what}.{axis}", f"{least} to {most}", value)
   if (product := math.prod(threads)) > _THREADS:
-    raise GateDefinitionError(
-      f"{label}: block: expected at most {_THREADS} threads, got {threads}, which are {product}"
-    )
-  if not _is_int(shared) or not 0 <= shared < 2**31:
-    check.refuse(label, "shared", "bytes of dynamic shared memory", shared)
+    expected = f"expected at most {_THREADS} threads"
+    raise GateDefinitionError(f"{label}: block: {expected}, got {threads}, which are {product}")
+  what = "bytes of dynamic shared memory"
+  shared = check.count(label, "shared", shared, most=2**31 - 1, what=what)
   if cluster is None:
-    return blocks, threads, int(shared), None
+    return blocks, threads, shared, None
   groups = extent(label, "cluster", cluster)
   if min(groups) < 1 or math.prod(groups) > _CLUSTER:
     check.refuse(label, "cluster", f"1 to {_CLUSTER} blocks", groups)
   if any(b % c for b, c in zip(blocks, groups, strict=True)):
-    raise GateDefinitionError(
-      f"{label}: cluster: expected extents that divide the grid's, {blocks}; got {groups}"
-    )
-  return blocks, threads, int(shared), groups
+    expected = f"extents that divide the grid's, {blocks}"
+    raise GateDefinitionError(f"{label}: cluster: expected {expected}; got {groups}")
+  return blocks, threads, shared, groups
 
 
-def _is_int(value: Any) -> bool:
-  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-# -- as programs hold it -------------------------------------------------------------------------
 _OF = ("operand", "result", "scratch")
 _ALIGNMENT = 16  # of a parameter; more than any type asks for
 
 
 def encode(label: str, plan: Plan) -> dict[str, Any]:
   """A plan as src/cuda/launch.cc reads it; without its images."""
+
+  def integers(**values: Sequence[int]) -> dict[str, Any]:
+    return {name: np.array([int(i) for i in held], np.int64) for name, held in values.items()}
+
   launches: list[dict[str, Any]] = []
   for launch in plan.launches:
     if not launch.entry:
-      raise GateDefinitionError(
-        f"{label}: expected a function's name as the image has it, got none"
-      )
+      problem = "expected a function's name as the image has it, got none"
+      raise GateDefinitionError(f"{label}: {problem}")
     block, starts, addresses = b"", list[int](), list[int]()
     for parameter in launch.parameters:
       block += bytes(-len(block) % _ALIGNMENT)
@@ -142,23 +139,9 @@ def encode(label: str, plan: Plan) -> dict[str, Any]:
       for address in parameter.addresses:
         addresses += [len(block) + address.offset, _OF.index(address.of), address.index]
       block += parameter.data
-    held: dict[str, Any] = {
-      "entry": launch.entry,
-      "grid": _integers(launch.grid),
-      "block": _integers(launch.block),
-      "shared": np.int64(launch.shared),
-      "bytes": np.frombuffer(block, np.uint8),
-      "starts": _integers(starts),
-      "addresses": _integers(addresses),
-    }
-    cluster = {} if launch.cluster is None else {"cluster": _integers(launch.cluster)}
-    launches.append(held | cluster)
-  return {
-    "scratch": _integers(plan.scratch),
-    "zeroed": _integers(plan.zeroed),
-    "launches": attributes.listed(launches),
-  }
-
-
-def _integers(values: Sequence[int]) -> np.ndarray[Any, Any]:
-  return np.array([int(value) for value in values], np.int64)
+    held = {"entry": launch.entry, "shared": np.int64(launch.shared)}
+    held |= integers(grid=launch.grid, block=launch.block, starts=starts, addresses=addresses)
+    held |= {} if launch.cluster is None else integers(cluster=launch.cluster)
+    launches.append(held | {"bytes": np.frombuffer(block, np.uint8)})
+  held = integers(scratch=plan.scratch, zeroed=plan.zeroed)
+  return held | {"launches": attributes.listed(launches)}

@@ -5,13 +5,15 @@ A library stays loaded until the process ends; one that was built again meanwhil
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,48 +31,45 @@ from callgate._kernel.parameters import Kind, Parameter, expected_text, fits
 from callgate._kernel.variants import CallTypes, Function, exported
 
 _lock = threading.Lock()
-_loaded: dict[str, list[tuple[tuple[int, ...], ctypes.CDLL]]] = {}
+_loaded: dict[str, dict[tuple[int, ...], ctypes.CDLL]] = {}  # by path, each version by its stamp
 _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDictionary()
 
 
-def _inferred(label: str, function: str, parameters: Sequence[Parameter]) -> Callable[..., Any]:
-  """The results of a kernel as far as its parameters tell them; see `library`."""
+def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args: Any) -> Any:
+  """The results as far as the parameters tell them; see `library`."""
+  operands = [p for p in parameters if p.is_operand]
+  given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
+  fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
 
-  def out(*args: Any) -> Any:
-    given = zip((p for p in parameters if p.is_operand), args, strict=False)
-    arrays = {p: jax.tree.leaves(value) for p, value in given}
-    fit = all(fits(p, x.dtype, len(x.shape)) for p, values in arrays.items() for x in values)
-    results = [result(p, arrays, fit) for p in parameters if p.is_result]
-    return results[0] if len(results) == 1 else tuple(results)
-
-  def result(wanted: Parameter, arrays: Mapping[Parameter, Sequence[Any]], fit: bool) -> Any:
+  def result(wanted: Parameter) -> Any:
     if not fit or wanted.rank == 0:
       # The call is refused for an argument in a moment; any result of the right type will do.
       return jax.ShapeDtypeStruct((0,) * max(wanted.rank, 0), wanted.dtype)
     if wanted.kind is Kind.INOUT:
-      return arrays[wanted][0]
+      return dict(given)[wanted][0]
     alike = {
-      f"{p.name}[{i}]" if p.kind is Kind.INS else p.name: value
-      for p, values in arrays.items()
-      for i, value in enumerate(values)
+      f"'{p.name}[{i}]'" if p.kind is Kind.INS else f"'{p.name}'": x
+      for p, values in given
+      for i, x in enumerate(values)
       if p.kind is not Kind.SCALAR and (p.dtype, p.rank) == (wanted.dtype, wanted.rank)
     }
-    shapes = {tuple(value.shape) for value in alike.values()}
+    shapes = {tuple(x.shape) for x in alike.values()}
     if wanted.kind is not Kind.OUTS and len(shapes) == 1:
       return jax.ShapeDtypeStruct(shapes.pop(), wanted.dtype)
-    shown = ", ".join(f"'{name}' is {type_text(x.dtype, x.shape)}" for name, x in alike.items())
+    shown = ", ".join(f"{name} is {type_text(x.dtype, x.shape)}" for name, x in alike.items())
     why = f"the arguments of that type differ: {shown}" if alike else "no argument has that type"
     if wanted.kind is Kind.OUTS:
       why = "it stands for any number of results"
-    operands = [p.name for p in parameters if p.is_operand]
-    names = ", ".join(operands) if all(map(str.isidentifier, operands)) else "*args"
+    identifiers = all(p.name.isidentifier() for p in operands)
+    names = ", ".join(p.name for p in operands) if identifiers else "*args"
     raise GateDefinitionError(
-      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not follow "
-      f"from the arguments, since {why}; expected out=, as in library.kernel('{function}', "
-      f"out=lambda {names}: ...)"
+      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not "
+      f"follow from the arguments, since {why}; expected out=, as in "
+      f"library.kernel('{function}', out=lambda {names}: ...)"
     )
 
-  return out
+  results = [result(p) for p in parameters if p.is_result]
+  return results[0] if len(results) == 1 else tuple(results)
 
 
 class LibraryKernel(CpuKernel):
@@ -81,12 +80,11 @@ class LibraryKernel(CpuKernel):
   ) -> None:
     self.library, self.function, self._native = library, function, native
     if options.out is None and options.like is None:
-      out = _inferred(f"kernel '{name}'", function, native.parameters)
+      out = functools.partial(_inferred, f"kernel '{name}'", function, native.parameters)
       options = dataclasses.replace(options, out=out)
     super().__init__(name, native.parameters, options)
 
-  def compile(self, types: CallTypes) -> Function:
-    del types
+  def compile(self, types: CallTypes, key: str) -> Function:
     return self._native
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
@@ -107,8 +105,23 @@ class Library:
 
   def __init__(self, path: str, name: str, loaded: ctypes.CDLL) -> None:
     self.name, self.path, self.cdll = name, path, loaded
-    self._functions = _functions(path, loaded)
     self._kernels: dict[str, Kernel] = {}
+    if not hasattr(loaded, "callgate_kernels"):
+      raise GateDefinitionError(
+        f"callgate.library: '{path}' is no library of kernels: expected the symbol "
+        "callgate_kernels, which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, "
+        "found none"
+      )
+    try:
+      table = exported(path, loaded)
+    except ValueError as error:
+      raise GateDefinitionError(f"callgate.library: {error}") from error
+    self._functions = dict(table)
+    if twice := [n for n, count in collections.Counter(n for n, _ in table).items() if count > 1]:
+      raise GateDefinitionError(
+        f"callgate.library: '{path}' exports two kernels '{twice[0]}'; expected one "
+        "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
+      )
 
   @factories.method(KernelOptions)
   def kernel(self, function: str, /, *, options: KernelOptions) -> Kernel:
@@ -129,17 +142,13 @@ class Library:
         lanes of `vmap="each"`. By default they take turns, with those of all other kernels of the
         library that are not thread-safe.
 
-    Returns:
-      A `Kernel`.
-
     Raises:
       AttributeError: the library has no such kernel.
       GateDefinitionError: an option is wrong.
       ValueError: the name is taken.
     """
-    if function not in self._functions:
-      known = ", ".join(self._functions) or "none"
-      text = f"library '{self.path}' has no kernel '{function}'; it has {known}"
+    if function not in self:
+      text = f"library '{self.path}' has no kernel '{function}'; it has {', '.join(self) or 'none'}"
       raise AttributeError(text, name=function, obj=self)
     name = options.name
     while name is None or (options.name is None and _is_live(name)):
@@ -170,7 +179,15 @@ class Library:
     return len(self._functions)
 
   def __repr__(self) -> str:
-    shown = ", ".join(f"{name}({_declared(f)})" for name, f in self._functions.items())
+    def declared(p: Parameter) -> str:  # "float32 a", "In<float32,1> x"
+      types = [] if p.dtype is None else [p.dtype.name]
+      if not p.is_static and p.kind not in (Kind.SCALAR, Kind.CONTEXT):
+        types.append("*" if p.rank < 0 else str(p.rank))
+      word, inside = "" if p.kind is Kind.SCALAR else p.kind.cpp, ",".join(types)
+      return f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}"
+
+    known = {name: ", ".join(map(declared, f.parameters)) for name, f in self._functions.items()}
+    shown = ", ".join(f"{name}({parameters})" for name, parameters in known.items())
     return f"<library '{self.name}' of {self.path}: {shown or 'no kernels'}>"
 
 
@@ -189,10 +206,8 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   these tell them: an `InOut` is as its argument; a result of rank 0 has no extents; an `Out` has
   the shape of the arguments whose parameters have its element type and rank, if they all have one
   shape. For any other result, and where this is not what the kernel means, give `out`: see
-  `Library.kernel`.
-
-  Opening a library again gives the same object while it is in use; one that was built again
-  meanwhile is loaded anew, and kernels made before go on with the code that they had.
+  `Library.kernel`. Opening a library again gives the same object while it is in use; one that was
+  built again meanwhile is loaded anew, and kernels made before go on with the code that they had.
 
   Args:
     path: the file. Its constructors run, as when any library is loaded.
@@ -205,25 +220,24 @@ def library(path: str | os.PathLike[str], *, name: str | None = None) -> Library
   Raises:
     FileNotFoundError: there is no such file.
     OSError: the system's loader refuses it, with its message.
-    GateDefinitionError: it is no library of kernels, or was built with the header of another binary
-      interface than this callgate's.
+    GateDefinitionError: it is no library of kernels, or of another binary interface than this.
   """
   file = os.path.abspath(_options.path("callgate.library", "path", path))
   name = _options.name("callgate.library", name)
   if not os.path.exists(file):
     raise FileNotFoundError(f"callgate.library: expected a shared library, found no file '{file}'")
   with _lock:
-    loaded = _load(file)
-    for known in list(_libraries.values()):
+    loaded, others = _load(file), dict(_libraries)
+    for known in others.values():
       if known.cdll is loaded and name in (None, known.name):
         return known
     if name is None:
       stem = os.path.basename(file).split(".")[0].removeprefix("lib")
       names = (f"{stem}#{number}" if number else stem for number in itertools.count())
-      name = next(name for name in names if name not in _libraries)
-    elif name in _libraries:
+      name = next(name for name in names if name not in others)
+    elif name in others:
       taken = f"callgate.library: the name '{name}' is taken by the library"
-      raise ValueError(f"{taken} '{_libraries[name].path}'; choose another name=")
+      raise ValueError(f"{taken} '{others[name].path}'; choose another name=")
     _libraries[name] = opened = Library(file, name, loaded)
     return opened
 
@@ -236,54 +250,16 @@ def _load(file: str) -> ctypes.CDLL:
   """The file as it is now: loading the same path twice would give what it was at first."""
   status = os.stat(file)
   stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-  versions = _loaded.setdefault(os.path.realpath(file), [])
-  for known, loaded in versions:
-    if known == stamp:
-      return loaded
-  # The loader compares paths before files, so each version gets a spelling of its own. A folder's
-  # name must not change: libraries look for others beside themselves.
-  folder, base = os.path.split(file)
-  spelling = os.path.join(folder, *["."] * len(versions), base)
-  try:
-    loaded = open_library(spelling)
-  except OSError as error:
-    raise OSError(f"callgate.library: '{file}' could not be loaded: {error}") from error
-  versions.append((stamp, loaded))
-  return loaded
-
-
-def _functions(file: str, loaded: ctypes.CDLL) -> dict[str, Function]:
-  """The table that the library exports."""
-  if not hasattr(loaded, "callgate_kernels"):
-    raise GateDefinitionError(
-      f"callgate.library: '{file}' is no library of kernels: expected the symbol callgate_kernels, "
-      "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
-    )
-  try:
-    table = exported(file, loaded)
-  except ValueError as error:
-    raise GateDefinitionError(f"callgate.library: {error}") from error
-  functions: dict[str, Function] = {}
-  for name, function in table:
-    if name in functions:
-      raise GateDefinitionError(
-        f"callgate.library: '{file}' exports two kernels '{name}'; expected one "
-        "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
-      )
-    functions[name] = function
-  return functions
-
-
-def _declared(function: Function) -> str:
-  """A kernel's parameters: "float32 a, In<float32,1> x, Out<float32,1> y"."""
-  shown: list[str] = []
-  for p in function.parameters:
-    types = [] if p.dtype is None else [p.dtype.name]
-    if p.kind is not Kind.SCALAR and not p.is_static and p.kind is not Kind.CONTEXT:
-      types.append("*" if p.rank < 0 else str(p.rank))
-    word, inside = "" if p.kind is Kind.SCALAR else p.kind.cpp, ",".join(types)
-    shown.append(f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}")
-  return ", ".join(shown)
+  versions = _loaded.setdefault(os.path.realpath(file), {})
+  if stamp not in versions:
+    # The loader compares paths before files, so each version gets a spelling of its own. A folder's
+    # name must not change: libraries look for others beside themselves.
+    folder, base = os.path.split(file)
+    try:
+      versions[stamp] = open_library(os.path.join(folder, *["."] * len(versions), base))
+    except OSError as error:
+      raise OSError(f"callgate.library: '{file}' could not be loaded: {error}") from error
+  return versions[stamp]
 
 
 def find(name: str) -> Kernel | None:
@@ -291,7 +267,5 @@ def find(name: str) -> Kernel | None:
   base, _, function = name.rpartition(".")
   with _lock:
     opened = _libraries.get(base)
-  if opened is None or function not in opened:
-    return None
-  kernel = opened[function]
-  return kernel if kernel.name == name else registry.get(name)
+  kernel = opened[function] if opened is not None and function in opened else None
+  return kernel if kernel is None or kernel.name == name else registry.get(name)

@@ -56,11 +56,10 @@ class LaunchOptions:
 
   def launching(self, label: str) -> "LaunchOptions":
     """These, checked as far as they can be before a call."""
-    return LaunchOptions(
-      **{name: getattr(self, name) for name in ("grid", "block", "shared", "cluster")},
-      zeroed=check.positions(label, "zeroed", self.zeroed, what="flat positions of results"),
-      scratch=check.named(label, "scratch", self.scratch),
-    )
+    zeroed = check.positions(label, "zeroed", self.zeroed, what="flat positions of results")
+    given = {name: getattr(self, name) for name in ("grid", "block", "shared", "cluster")}
+    scratch = check.named(label, "scratch", self.scratch)
+    return LaunchOptions(**given, zeroed=zeroed, scratch=scratch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

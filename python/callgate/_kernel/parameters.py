@@ -16,7 +16,7 @@ import numpy as np
 
 from callgate._call.site import Callee, CallSite
 from callgate._core import registry, static_values
-from callgate._core.dtypes import dtype_code, dtype_of, is_packed, type_text
+from callgate._core.dtypes import is_packed, type_text
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 
@@ -42,8 +42,8 @@ class Kind(enum.IntEnum):
     return {Kind.INOUT: "InOut", Kind.NUMBER: "Attr"}.get(self, self.name.capitalize())
 
 
-_OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
-_RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
+OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
+RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
 _STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
 
 
@@ -58,25 +58,19 @@ class Parameter:
 
   @property
   def is_operand(self) -> bool:
-    return self.kind in _OPERANDS
+    return self.kind in OPERANDS
 
   @property
   def is_result(self) -> bool:
-    return self.kind in _RESULTS
+    return self.kind in RESULTS
 
   @property
   def is_static(self) -> bool:
     return self.kind in _STATIC
 
   @property
-  def is_given(self) -> bool:
-    """True for what a caller passes."""
+  def is_given(self) -> bool:  # by the caller
     return self.is_operand or self.is_static
-
-  @property
-  def code(self) -> tuple[int, int, int]:
-    """(kind, dtype code, rank), as the runtime takes it."""
-    return int(self.kind), 0 if self.dtype is None else dtype_code(self.dtype), self.rank
 
   def freeze(self, label: str, value: Any) -> Any:
     """The hashable form of a static value; raises for one that doesn't fit."""
@@ -89,14 +83,6 @@ class Parameter:
 
 
 Signature = Sequence[Parameter] | None
-
-
-def from_codes(codes: Sequence[tuple[int, int, int]], names: Sequence[str]) -> list[Parameter]:
-  """Parameters as the runtime describes them."""
-  return [
-    Parameter(names[i] if names else str(i), Kind(kind), dtype_of(dtype) if dtype else None, rank)
-    for i, (kind, dtype, rank) in enumerate(codes)
-  ]
 
 
 def expected_text(parameter: Parameter) -> str:
@@ -116,25 +102,26 @@ def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
-def as_operands(label: str, given: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:
-  """The arrays of a call; raises where it is known before the results' types that one doesn't fit.
-
-  Python's scalars get the parameter's dtype where it holds them, as literals do in C++.
-  """
-  operands: list[Any] = []
-  parameters = [p for p in given if p.is_operand]
-  for name, dtype in ((p.name, p.dtype) for p in parameters):
-    operands.append(values[name])
-    if dtype is None or not isinstance(operands[-1], (bool, int, float, complex)):
-      continue
-    if _is_wide(dtype):
-      raise GateDefinitionError(
-        f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
-        "(cg::Attr in C++)"
-      )
-    number = static_values.number(label, name, operands[-1], dtype, what="argument")
-    operands[-1] = jnp.asarray(number.value)
-  for parameter, value in zip(parameters, operands, strict=True):
+def arguments(
+  label: str, signature: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+  """A call's operands, in the order of the parameters, and its static values, frozen."""
+  given = [p for p in signature if p.is_given]
+  names = [p.name for p in given]
+  expected = ", ".join(names)
+  if len(args) > len(given):
+    wanted = f"{len(given)} arguments ({expected})"
+    raise GateDefinitionError(f"{label}: expected {wanted}, got {len(args)}")
+  values = dict(zip(names, args, strict=False))
+  for name, value in kwargs.items():
+    if name in values or name not in names:
+      what = "twice" if name in values else "which it doesn't have"
+      raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {expected}")
+    values[name] = value
+  if missing := [name for name in names if name not in values]:
+    raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
+  operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.is_operand]
+  for parameter, value in operands:
     where = f"{label}: argument '{parameter.name}'"
     for leaf in leaves_of(label, parameter, value):
       if isinstance(leaf, (str, bytes)):
@@ -144,40 +131,30 @@ def as_operands(label: str, given: Sequence[Parameter], values: Mapping[str, Any
         dtype = tracing.canonical_dtype(dtype)
         if not fits(parameter, dtype, len(shape)):
           raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
-  return operands
+  static = [(p.name, p.freeze(label, values[p.name])) for p in given if p.is_static]
+  return tuple(value for _, value in operands), tuple(sorted(static))
+
+
+def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
+  """Python's scalars get the parameter's dtype where it holds them, as literals do in C++."""
+  name, dtype = parameter.name, parameter.dtype
+  if dtype is None or not isinstance(value, (bool, int, float, complex)):
+    return value
+  if _is_wide(dtype):
+    raise GateDefinitionError(
+      f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
+      "(cg::Attr in C++)"
+    )
+  return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
 
 
 def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
   """The arrays that one argument brings: one, or any number for a variadic parameter."""
   leaves = jax.tree.leaves(value)
   if parameter.kind is not Kind.INS and len(leaves) != 1:
-    raise GateDefinitionError(
-      f"{label}: argument '{parameter.name}': expected one array, got {len(leaves)}"
-    )
+    where = f"{label}: argument '{parameter.name}'"
+    raise GateDefinitionError(f"{where}: expected one array, got {len(leaves)}")
   return leaves
-
-
-# -- a call's arguments ------------------------------------------------------------------------
-def named_arguments(
-  label: str, given: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-  """The values of a call by the names of the parameters that it gives, each once."""
-  names = [p.name for p in given]
-  expected = ", ".join(names)
-  if len(args) > len(given):
-    raise GateDefinitionError(
-      f"{label}: expected {len(given)} arguments ({expected}), got {len(args)}"
-    )
-  values = dict(zip(names, args, strict=False))
-  for name, value in kwargs.items():
-    if name in values or name not in names:
-      what = "twice" if name in values else "which it doesn't have"
-      raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {expected}")
-    values[name] = value
-  for name in names:
-    if name not in values:
-      raise GateDefinitionError(f"{label}: expected argument '{name}', got none")
-  return values
 
 
 def linear_operands(
@@ -186,14 +163,13 @@ def linear_operands(
   """Users' `linear` counts a call's arguments; rules count those that are arrays."""
   if isinstance(linear, bool):
     return linear
-  given = [p for p in signature if p.is_given]
-  operands = [p for p in given if p.is_operand]
-  for position in linear:
-    if not 0 <= position < len(given) or not given[position].is_operand:
-      arrays = ", ".join(f"{i} ('{p.name}')" for i, p in enumerate(given) if p.is_operand)
-      expected = f"expected positions of arguments that are arrays, {arrays}"
-      raise GateDefinitionError(f"{label}: linear: {expected}; got {position}")
-  return tuple(operands.index(given[position]) for position in linear)
+  given = enumerate(p for p in signature if p.is_given)
+  arrays = {position: p.name for position, p in given if p.is_operand}
+  if wrong := [position for position in linear if position not in arrays]:
+    known = ", ".join(f"{position} ('{name}')" for position, name in arrays.items())
+    expected = f"expected positions of arguments that are arrays, {known}"
+    raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
+  return tuple(list(arrays).index(position) for position in linear)
 
 
 def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
@@ -201,9 +177,10 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
   for index, value in enumerate((*operands, *results)):
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
+      problem = "has several elements in a byte, which kernels don't take"
+      name = np.dtype(value.dtype).name
       raise GateDefinitionError(
-        f"{label}: {what}: {np.dtype(value.dtype).name} has several elements in a byte, which "
-        "kernels don't take; convert to int8 before the call"
+        f"{label}: {what}: {name} {problem}; convert to int8 before the call"
       )
 
 
@@ -215,40 +192,33 @@ def check_types(
   results: Sequence[Any],
 ) -> None:
   """Raises unless each array, or type of one, fits its parameter, and each parameter has one."""
-  source = f" from {'out' if kernel.out is not None else 'like'}"
   for side, given in (("argument", operands), ("result", results)):
     is_result = side == "result"
+    source = f" from {'like' if kernel.out is None else 'out'}" if is_result else ""
     have = [p for p in parameters if (p.is_result if is_result else p.is_operand)]
     variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in have]
     extra = len(given) - len(have)
     if sum(variadic) > 1 or (extra < -1 if any(variadic) else extra):
-      names = ", ".join(p.name for p in have)
-      got = f"{len(given)}{source if is_result else ''}"
-      raise GateDefinitionError(
-        f"{kernel.label}: expected {len(have)} {side}s ({names}), got {got}"
-      )
+      expected = f"{len(have)} {side}s ({', '.join(p.name for p in have)})"
+      raise GateDefinitionError(f"{kernel.label}: expected {expected}, got {len(given)}{source}")
     each = [p for p, many in zip(have, variadic, strict=True) for _ in range(extra * many + 1)]
     for index, (parameter, value) in enumerate(zip(each, given, strict=True)):
       if fits(parameter, value.dtype, len(value.shape)):
         continue
-      named = f"{index} ('{parameter.name}')"
-      if not is_result:
-        named = registry.argument(kernel.name, site.spec, index)
+      argument = None if is_result else registry.argument(kernel.name, site.spec, index)
+      named = argument or f"{index} ('{parameter.name}')"
+      problem = _misfit(parameter, value.dtype, value.shape, source)
       # Under vmap='whole' batched arrays have their leading axis here.
       ranks = zip(results, site.results, strict=True)
       whole = any(len(r.shape) != len(shape) for r, (shape, _) in ranks)
-      problem = _misfit(parameter, value.dtype, value.shape, source if is_result else "", whole)
+      if whole and len(value.shape) == parameter.rank + 1:
+        problem += (
+          "; under vmap='whole' and 'broadcast' batched arrays have a leading axis more, so the "
+          "rank is cg::dynamic or a template parameter"
+        )
       raise GateDefinitionError(f"{kernel.label}: {side} {named}: {problem}")
 
 
-def _misfit(
-  parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "", whole: bool = False
-) -> str:
-  """What is said of an array that doesn't fit, with what may have gone wrong."""
+def _misfit(parameter: Parameter, dtype: Any, shape: Sequence[int], source: str = "") -> str:
   hint = f" ({parameter.dtype} needs jax_enable_x64)" if _is_wide(parameter.dtype) else ""
-  if whole and len(shape) == parameter.rank + 1:
-    hint = (
-      "; under vmap='whole' and 'broadcast' batched arrays have a leading axis more, so the rank "
-      "is cg::dynamic or a template parameter"
-    )
   return f"expected {expected_text(parameter)}, got {type_text(dtype, shape)}{source}{hint}"

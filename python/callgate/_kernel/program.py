@@ -1,10 +1,9 @@
 """How programs for CUDA hold the calls of kernels: from a plan to a call's attributes.
 
-A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan as text, and the
-name of a variant of the kernel, "name[cuda:key]", which stands for the images that the plan's
-functions are in. The runtime's handle on a variant lives as long as the kernel. Plans depend on
-shapes: where XLA's partitioner cuts a call's arrays into tiles, `Kernel.retile` makes one for a
-tile from what the call holds.
+A kernel's *CUDA part* says what a call launches (`Plan`). Programs hold the plan, and the name of a
+variant of the kernel, "name[cuda:key]", which stands for the images of the plan's functions; the
+runtime's handle on it lives as long as the kernel. Plans depend on shapes: where XLA's partitioner
+cuts a call's arrays into tiles, `Kernel.retile` makes one for a tile from what the call holds.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ class CudaPart(abc.ABC):
     """What a call launches; raises where it can't take it, or can't be compiled."""
 
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
-    """The images that a plan of this key has, for a program from another process.
-
-    None where the key alone doesn't tell them: the kernel then has to be called first.
-    """
-    del key, capabilities
+    """The images of a plan of this key, for another process's program; None where it can't tell."""
     return None
 
   def arch(self) -> tuple[int, ...]:
@@ -88,9 +83,7 @@ def ptx_capability(known: tuple[int, ...]) -> int:
 
 def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
   """Compute capabilities from what the option `arch` takes: None, "sm_90", 90 or several."""
-  several: list[Any] = (
-    [] if arch is None else list(arch) if isinstance(arch, (list, tuple)) else [arch]
-  )
+  several: Any = () if arch is None else arch if isinstance(arch, (list, tuple)) else [arch]
   found: set[int] = set()
   for each in several:
     text = str(each).removeprefix("sm_").removeprefix("compute_").rstrip("af").replace(".", "")
@@ -101,7 +94,6 @@ def parse_arch(label: str, arch: Any) -> tuple[int, ...]:
   return tuple(sorted(found))
 
 
-# -- variants ------------------------------------------------------------------------------------
 def variant(
   kernel: Callee, part: CudaPart, key: str, images: Sequence[Image]
 ) -> _callgate.CudaKernel:
@@ -113,7 +105,6 @@ def variant(
     return part.cuda_variants[key]
 
 
-# -- lowering ------------------------------------------------------------------------------------
 def lane(
   operands: Sequence[Any], results: Sequence[Any], masks: Sequence[Sequence[bool]]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -127,16 +118,16 @@ def lane(
 
 def emission(kernel: Callee, part: CudaPart, call: Call) -> Emission:
   """What a program for CUDA holds of a call of a kernel, whose part for CUDA is `part`."""
-  in_grid = call.whole if kernel.vmap == "grid" else None
-  axes = call.levels if in_grid is None else (*call.levels, in_grid)
+  batch, axes = None, call.levels
+  if kernel.vmap == "grid" and call.whole is not None:
+    batch, axes = call.whole[0], (*axes, call.whole)
   types = lane(call.operands, call.results, [mask for _, mask in axes])
-  batch = None if in_grid is None else in_grid[0]
   static = {name: static_values.thaw(value) for name, value in call.site.static}
   plan = planned(kernel, part, CudaCall(*types, static, batch, capabilities(part)))
   attributes: dict[str, Any] = {"plan": encode(kernel.label, plan)}
   if call.devices > 1:  # what `Kernel.retile` has to know beside shapes
     held = {k: _encoded(kernel.label, k, v) for k, v in sorted(static.items())}
-    about = {"grid": in_grid is not None, "static": held}
+    about = {"grid": batch is not None, "static": held}
     attributes["tiles"] = json.dumps(about, separators=(",", ":"))
   # Calls with scratch memory are not captured in graphs, whose replays would not have it.
   target = targets.KERNEL_SCRATCH_TARGET if plan.scratch else targets.KERNEL_TARGET
@@ -147,28 +138,23 @@ def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:
   """The plan of a call, checked."""
   batch, grid = call.batch, f"{kernel.label}: vmap='grid': expected"
   if batch is not None and batch > _MAX_BATCH:
-    raise GateDefinitionError(
-      f"{grid} at most {_MAX_BATCH} lanes, as many as a grid has blocks along z; got {batch}"
-    )
+    most = f"{_MAX_BATCH} lanes, as many as a grid has blocks along z"
+    raise GateDefinitionError(f"{grid} at most {most}; got {batch}")
   plan = part.plan(call)
   for launch in plan.launches:
     if batch is not None and launch.grid[2] not in (batch, 0):
-      raise GateDefinitionError(
-        f"{grid} a grid whose z is free for the {batch} lanes, got {launch.grid}"
-      )
+      free = f"a grid whose z is free for the {batch} lanes"
+      raise GateDefinitionError(f"{grid} {free}, got {launch.grid}")
   return plan
 
 
-# -- partitioned programs ------------------------------------------------------------------------
 def _encoded(label: str, name: str, value: Any) -> Any:
-  if value is None or isinstance(value, (bool, int, str)):
+  if value is None or isinstance(value, (bool, int, float, str)):  # JSON has floats to the last bit
     return value
-  if isinstance(value, float):
-    return {"float": value.hex()}
   if isinstance(value, complex):
-    return {"complex": [value.real.hex(), value.imag.hex()]}
+    return {"complex": [value.real, value.imag]}
   if isinstance(value, tuple):
-    return {"tuple": [_encoded(label, name, v) for v in value]}  # pyright: ignore[reportUnknownVariableType]
+    return [_encoded(label, name, each) for each in value]  # pyright: ignore[reportUnknownVariableType]
   if isinstance(value, np.generic):
     return _encoded(label, name, value.item())
   try:
@@ -181,12 +167,10 @@ def _encoded(label: str, name: str, value: Any) -> Any:
 def decoded(value: Any) -> Any:
   """A static value as `emission` has held it."""
   match value:
-    case {"float": str(text)}:
-      return float.fromhex(text)
-    case {"complex": [real, imag]}:
-      return complex(float.fromhex(real), float.fromhex(imag))
-    case {"tuple": [*items]}:
+    case [*items]:
       return tuple(map(decoded, items))
+    case {"complex": [real, imag]}:
+      return complex(real, imag)
     case {"dtype": str(name)}:
       return dtype_named(name)
     case _:

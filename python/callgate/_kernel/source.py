@@ -1,14 +1,14 @@
 """What callgate reads in C++ text before the compiler does: names and template parameters.
 
-The compiler's own reading of the function's types is what counts. Here are the parameters' names,
-how a template's parameters follow from a call, and what C++ calls the types of elements.
+The compiler's own reading of types is what counts. Here are the parameters' names, how a template's
+parameters follow from a call, and what C++ calls the types of elements.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,15 +62,6 @@ class SourceFunction(NamedTuple):
   parameters: tuple[SourceParameter, ...] = ()  # none where the source doesn't show them
 
 
-class WrittenArray(Protocol):
-  """A parameter that takes an array, as its source writes it."""
-
-  @property
-  def element(self) -> str: ...
-  @property
-  def rank(self) -> str: ...
-
-
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
   text = without_comments(source)
@@ -91,10 +82,8 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
     names = ", ".join(f.qualified for f in found)
     problem = f"function=, since the source has several that take callgate's views: {names}"
   elif name is None:
-    problem = (
-      "a function `void name(cg::In<float, 1> x, cg::Out<float, 1> y) { … }` in the source, found "
-      "none that takes callgate's views"
-    )
+    example = "a function `void name(cg::In<float, 1> x, cg::Out<float, 1> y) { … }`"
+    problem = f"{example} in the source, found none that takes callgate's views"
   elif found:
     problem = f"one function '{name}', found {len(found)} in the source; give each its own name"
   elif re.search(r"^\s*#\s*include\s*[<\"]", source, re.MULTILINE):  # the compiler will find it
@@ -116,12 +105,11 @@ def blank(match: re.Match[str]) -> str:
 
 def scopes(before: str) -> list[str]:
   """Namespaces and classes that are open at the end of a text."""
-  opened: list[str] = []
-  start = 0
+  opened, start = list[str](), 0
   for i, char in enumerate(before):
     if char == "{":
       scope = _SCOPE.search(before[start:i])
-      opened.append(scope.group(1) if scope else "")
+      opened.append(scope[1] if scope else "")
     elif char == "}" and opened:
       opened.pop()
     if char in "{};":
@@ -155,10 +143,8 @@ def split_arguments(text: str, quotes: str = "") -> list[str]:
 
 def _parameter(text: str) -> SourceParameter:
   text = text.split("=", 1)[0].strip()
-  match = re.search(r"(\w+)$", text)
-  name, kind = (match[1], text[: match.start()].strip()) if match else ("", text)
-  if not kind:  # a type without a name
-    name, kind = "", text
+  kind = re.sub(r"\w+$", "", text)
+  name, kind = (text[len(kind) :], kind.strip()) if kind else ("", text)  # a type without a name
   view = _VIEW.search(kind)
   if view is None or view[1] not in _KINDS:
     # A number by value, or another name of a view: the compiler will tell.
@@ -183,16 +169,19 @@ def template(before: str) -> tuple[TemplateParameter, ...]:
 
 
 def deduced(
-  wanted: TemplateParameter, arrays: Iterable[tuple[WrittenArray, np.dtype[Any], int]]
+  wanted: TemplateParameter, arrays: Iterable[tuple[str, str, np.dtype[Any], int]]
 ) -> np.dtype[Any] | int | None:
-  """A template parameter from a call's arrays, an element type or a rank; None where none tells."""
-  for written, dtype, rank in arrays:
-    element = written.element.replace(" ", "")
+  """A template parameter from arrays, an element type or a rank; None where none tells.
+
+  `arrays` has the element's type and the rank as the source writes them, then those of the call.
+  """
+  for written, written_rank, dtype, rank in arrays:
+    element = written.replace(" ", "")
     if wanted.is_type and element == wanted.name:
       return dtype
     if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
       return np.dtype(f"float{dtype.itemsize * 4}")
-    if not wanted.is_type and written.rank == wanted.name:
+    if not wanted.is_type and written_rank == wanted.name:
       return rank
   return None
 

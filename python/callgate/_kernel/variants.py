@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate import _callgate
-from callgate._kernel.parameters import Kind, Parameter, from_codes
+from callgate._core.dtypes import dtype_of
+from callgate._kernel.parameters import Kind, Parameter
 
 Static = tuple[tuple[str, Any], ...]
 Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
@@ -63,7 +64,11 @@ class Function(NamedTuple):
 def exported(path: str, loaded: ctypes.CDLL) -> list[tuple[str, Function]]:
   """The kernels in the table that a library exports, by name."""
   table = ctypes.cast(loaded.callgate_kernels, ctypes.c_void_p).value or 0
-  return [
-    (name, Function(address, tuple(from_codes(codes, names)), keep=loaded))
-    for name, address, codes, names in _callgate.read_library(path, table)
-  ]
+  found: list[tuple[str, Function]] = []
+  for function, address, codes, names in _callgate.read_library(path, table):
+    parameters = tuple(
+      Parameter(names[i] if names else str(i), Kind(kind), dtype_of(dtype) if dtype else None, rank)
+      for i, (kind, dtype, rank) in enumerate(codes)
+    )
+    found.append((function, Function(address, parameters, keep=loaded)))
+  return found

@@ -12,10 +12,8 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from callgate._core.errors import GateDefinitionError
-from callgate._kernel.c import expressions as _expressions
-from callgate._kernel.c.expressions import Expression
-from callgate._kernel.c.types import CParameter, CType, Declaration
+from callgate._kernel.c.expressions import Expression, parse
+from callgate._kernel.c.types import CType, Declaration
 from callgate._kernel.source import split_arguments
 
 _MODED = re.compile(r"(out|inout|copy|static)\b\s*(.*)", re.DOTALL)
@@ -75,8 +73,7 @@ class Binding(NamedTuple):
   returned: Argument | None  # what becomes of the return value; None for void
   arrays: dict[str, Array]  # by name, in order of their first mention
   statics: dict[str, CType]  # static values with their C types
-  # Names of dimensions, with an operand and the axis that has them.
-  symbols: dict[str, tuple[str, int]]
+  symbols: dict[str, tuple[str, int]]  # dimensions, with an operand and the axis that has them
 
   @property
   def names(self) -> list[str]:
@@ -90,132 +87,126 @@ class Binding(NamedTuple):
     return [a for a in self.arrays.values() if a.role in roles]
 
 
-def default_text(declaration: Declaration) -> str:
-  """The `args` of a function that is called for each element, when none are given."""
-  return ", ".join(
-    ("out " if p.type.pointer and not p.type.const else "")
-    + (p.name if p.name not in ("", *_RESERVED) else f"x{i}")
-    for i, p in enumerate(declaration.parameters)
-  )
-
-
 def read(
-  label: str, text: str, declaration: Declaration, *, loop: bool, pointers: Collection[str]
+  text: str | None, declaration: Declaration, *, loop: bool, pointers: Collection[str]
 ) -> Binding:
-  """Reads `args`, and checks it against the declaration."""
+  """Reads `args`, of which a loop may have none; a ValueError says what the declaration expects."""
+  if text is None:
+    text = ", ".join(
+      ("out " if p.type.pointer and not p.type.const else "")
+      + (f"x{i}" if p.name in ("", *_RESERVED) else p.name)
+      for i, p in enumerate(declaration.parameters)
+    )
   before, arrow, after = " ".join(text.split()).rpartition("->")
   items = split_arguments(before if arrow else after, quotes="'\"")
   if len(items) != (count := len(declaration.parameters)):
-    raise GateDefinitionError(
-      f"{label}: args: expected {count} items, one for each argument of '{declaration}', got "
+    raise ValueError(
+      f"expected {count} items, one for each argument of '{declaration}', got "
       f"{len(items)}: {', '.join(items) or 'none'}"
     )
-  arguments = [_item(label, item, pointers) for item in items]
+  arguments = [_item(item, pointers) for item in items]
   # Names that stand for a dimension or a static value are expressions.
   numbers = {a.name for a in arguments if a.role is Role.STATIC}
   numbers |= {extent.symbol or "" for a in arguments for extent in a.dims or ()}
   for i, a in enumerate(arguments):
     if a.role is Role.IN and a.dims is None and a.name in numbers:
-      arguments[i] = Argument(a.text, Role.VALUE, value=_expressions.parse(a.name))
-  returned = _returned(label, after.strip() if arrow else "", declaration, loop)
-  mentions = list(zip(arguments, declaration.parameters, strict=True))
-  for argument, parameter in mentions:
-    _check(label, argument, parameter.type, loop)
-  if returned is not None and returned.role is Role.OUT:
-    mentions.append((returned, CParameter(declaration.result)))
+      arguments[i] = Argument(a.text, Role.VALUE, value=parse(a.name))
+  returned = _returned(after.strip() if arrow else "", declaration, loop)
+  mentions = [(a, p.type) for a, p in zip(arguments, declaration.parameters, strict=True)]
+  for argument, kind in mentions:
+    _check(argument, kind, loop)
+  if returned is not None:
+    mentions.append((returned, declaration.result))
   arrays: dict[str, Array] = {}
-  for argument, parameter in mentions:
+  for argument, kind in mentions:
     if argument.role in ARRAYS:
-      new = Array(argument.name, argument.role, argument.dims, parameter.type)
+      new = Array(argument.name, argument.role, argument.dims, kind)
       old = arrays.get(new.name)
-      arrays[new.name] = new if old is None else _joined(label, old, new)
-  statics = {a.name: p.type for a, p in mentions if a.role is Role.STATIC}
+      arrays[new.name] = new if old is None else _joined(old, new)
+  statics = {a.name: kind for a, kind in mentions if a.role is Role.STATIC}
   symbols: dict[str, tuple[str, int]] = {}
   for array in arrays.values():
     for axis, extent in enumerate(array.dims or ()):
       if array.role in OPERANDS and extent.symbol not in (None, *statics):
         symbols.setdefault(extent.symbol, (array.name, axis))
-  clash = sorted((arrays.keys() | statics.keys()) & symbols.keys())
-  clash += sorted(arrays.keys() & statics.keys())
-  if clash:
-    raise GateDefinitionError(f"{label}: args: '{clash[0]}' stands for two things; rename one")
+  names = [*arrays, *statics, *symbols]
+  if clash := sorted(name for name in names if names.count(name) > 1):
+    raise ValueError(f"'{clash[0]}' stands for two things; rename one")
   known = symbols.keys() | {name for name, kind in statics.items() if kind.limits is not None}
-  values = [argument.value for argument in arguments if argument.value is not None]
-  dims = [extent for array in arrays.values() for extent in array.dims or ()]
-  for expression in (*values, *dims):
-    unknown = sorted(expression.names - known) + sorted(expression.arrays - arrays.keys())
-    if unknown:
-      raise GateDefinitionError(
-        f"{label}: args: '{expression.text}': '{unknown[0]}' is not known; expected a dimension of "
-        "an operand (n of x[n]), an integer that is 'static', or an array"
+  expressions = [argument.value for argument in arguments if argument.value is not None]
+  expressions += [extent for array in arrays.values() for extent in array.dims or ()]
+  for expression in expressions:
+    if unknown := [*sorted(expression.names - known), *sorted(expression.arrays - arrays.keys())]:
+      raise ValueError(
+        f"'{expression.text}': '{unknown[0]}' is not known; expected a dimension of an operand "
+        "(n of x[n]), an integer that is 'static', or an array"
       )
+  if loop and all(array.role not in RESULTS for array in arrays.values()):
+    raise ValueError("expected a result, 'out x' or '-> out x', got none")
   return Binding(tuple(arguments), returned, arrays, statics, symbols)
 
 
 # -- items -----------------------------------------------------------------------------------------
-def _item(label: str, text: str, pointers: Collection[str]) -> Argument:
+def _item(text: str, pointers: Collection[str]) -> Argument:
   moded = _MODED.fullmatch(text)
   mode, rest = moded.groups() if moded else ("", text)
-  array = _ARRAY.fullmatch(rest)
+  array, scratch = _ARRAY.fullmatch(rest), _SCRATCH.fullmatch(text)
   if mode and array is None:
-    raise GateDefinitionError(f"{label}: args: '{text}': expected a name after '{mode}'")
+    raise ValueError(f"'{text}': expected a name after '{mode}'")
   if array is not None and (mode or array[1] not in _RESERVED):
     name, inside = array.groups()
     if not mode and name in pointers:
       return Argument(text, Role.ADDRESS, name)
     parts = split_arguments(inside or "", quotes="'\"")
-    dims = tuple(_expression(label, text, part) for part in parts)
-    role = Role[mode.upper()] if mode else Role.IN
-    return Argument(text, role, name, None if inside is None else dims)
+    dims = tuple(_expression(text, part) for part in parts)
+    return Argument(text, Role[mode.upper() or "IN"], name, None if inside is None else dims)
   if text in ("info", "status", "NULL"):
     return Argument(text, Role[text.upper()])
-  if scratch := _SCRATCH.fullmatch(text):
-    return Argument(text, Role.SCRATCH, value=_expression(label, text, scratch.group(1)))
+  if scratch:
+    return Argument(text, Role.SCRATCH, value=_expression(text, scratch[1]))
   try:
     literal = ast.literal_eval(text)
   except (ValueError, SyntaxError):
-    return Argument(text, Role.VALUE, value=_expression(label, text, text))
+    return Argument(text, Role.VALUE, value=_expression(text, text))
   if type(literal) in (bool, int, float, complex, str):
     return Argument(text, Role.LITERAL, literal=literal)
-  raise GateDefinitionError(f"{label}: args: '{text}': expected a number or text")
+  raise ValueError(f"'{text}': expected a number or text")
 
 
-def _expression(label: str, item: str, text: str) -> Expression:
+def _expression(item: str, text: str) -> Expression:
   try:
-    return _expressions.parse(text)
+    return parse(text)
   except SyntaxError as error:
-    raise GateDefinitionError(f"{label}: args: '{item}': {error.msg}") from None
+    raise ValueError(f"'{item}': {error.msg}") from None
 
 
-def _returned(label: str, text: str, declaration: Declaration, loop: bool) -> Argument | None:
-  where, result = f"{label}: args: '-> {text}':", declaration.result
+def _returned(text: str, declaration: Declaration, loop: bool) -> Argument | None:
+  where, result = f"'-> {text}':", declaration.result
   if result.dtype is None and not result.pointer:
     if text:
-      raise GateDefinitionError(f"{where} '{declaration}' returns nothing; expected no '->'")
+      raise ValueError(f"{where} '{declaration}' returns nothing; expected no '->'")
     return None
-  if not text and loop:
-    text = "out result"
   if text in ("status", "info", "ignored"):
     if text != "ignored" and (result.dtype is None or result.dtype.kind not in "iub"):
-      raise GateDefinitionError(f"{where} expected a function of an integer")
+      raise ValueError(f"{where} expected a function of an integer")
     return Argument(text, Role[text.upper()])
+  text = text or ("out result" if loop else "")
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
   if out is None or result.pointer:
     start = f"'-> {text}': expected" if text else "expected at its end"
-    raise GateDefinitionError(
-      f"{label}: args: {start} what becomes of what '{declaration}' returns: '-> out name' (a "
-      "result of rank 0), '-> status' (0 for success) or '-> ignored'"
+    raise ValueError(
+      f"{start} what becomes of what '{declaration}' returns: '-> out name' (a result of rank 0), "
+      "'-> status' (0 for success) or '-> ignored'"
     )
-  return Argument(text, Role.OUT, out.group(1), None if loop else ())
+  return Argument(text, Role.OUT, out[1], None if loop else ())
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
+def _check(argument: Argument, kind: CType, loop: bool) -> None:
   """Raises unless C's parameter takes the argument."""
-  role = argument.role
-  in_loop = (Role.COPY, Role.INOUT, Role.SCRATCH)
-  expected = ""
-  if loop and (role in in_loop or argument.dims is not None):
+  role, expected = argument.role, ""
+  whole = role in (Role.COPY, Role.INOUT, Role.SCRATCH) or argument.dims is not None
+  if loop and whole:
     expected = "x, out x, static x or a value: a loop passes single elements"
   elif role in _WRITTEN and (not kind.pointer or kind.const or kind.opaque):
     expected = "a parameter of C that points to what it writes"
@@ -234,9 +225,7 @@ def _check(label: str, argument: Argument, kind: CType, loop: bool) -> None:
   elif role is Role.LITERAL:
     expected = _literal_fits(argument.literal, kind)
   if expected:
-    raise GateDefinitionError(
-      f"{label}: args: '{argument.text}': expected {expected}; C has '{kind.text}' there"
-    )
+    raise ValueError(f"'{argument.text}': expected {expected}; C has '{kind.text}' there")
 
 
 def _literal_fits(value: Any, kind: CType) -> str:
@@ -251,22 +240,19 @@ def _literal_fits(value: Any, kind: CType) -> str:
     return "an array, NULL or a name of pointers="
   if type(value) is int and limits is not None:
     return "" if limits.min <= value <= limits.max else f"at most {limits.max}"
-  order = "biufc"
-  have = {bool: "b", int: "i", float: "f", complex: "c"}[type(value)]
-  return "" if order.index(have) <= max(order.index(kind.dtype.kind), 2) else "another number"
+  kinds = {float: "fc", complex: "c"}.get(type(value), "biufc")
+  return "" if kind.dtype.kind in kinds else "another number"
 
 
-def _joined(label: str, a: Array, b: Array) -> Array:
+def _joined(a: Array, b: Array) -> Array:
   """Two mentions of an array: the same memory for two arguments of C."""
   roles = {a.role, b.role} - {Role.IN}
   dims = [d for d in (a.dims, b.dims) if d is not None]
-  same = len(dims) < 2 or [d.text for d in dims[0]] == [d.text for d in dims[1]]
-  pointers = a.type.pointer and b.type.pointer
-  values = not (a.type.pointer or b.type.pointer)
-  types = a.type.dtype == b.type.dtype and (pointers or (values and not roles))
-  if len(roles) > 1 or not same or not types:
-    raise GateDefinitionError(
-      f"{label}: args: '{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
+  same = len({tuple(extent.text for extent in d) for d in dims}) < 2
+  alike = a.type.pointer == b.type.pointer and (a.type.pointer or not roles)
+  if len(roles) > 1 or not same or not alike or a.type.dtype != b.type.dtype:
+    raise ValueError(
+      f"'{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
       f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
     )
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)

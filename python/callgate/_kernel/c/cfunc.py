@@ -12,9 +12,7 @@ from callgate._call.options import Vmap, shared
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
 from callgate._kernel.c import arguments, functions
-from callgate._kernel.c.arguments import Array
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.c.kernel import CKernel
 from callgate._kernel.kernel import Kernel
@@ -98,9 +96,6 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
       (`__pyx_capi__`), or an address.
     signature: the function's declaration in C, where it doesn't know its own or that one is wrong.
 
-  Returns:
-    A `Kernel`.
-
   Raises:
     CompileError: there is no C++ compiler.
     GateDefinitionError: the function's type is not known, or an option is wrong.
@@ -112,24 +107,23 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   args = options.args
   found = functions.resolve(function, signature)
   if name is None:
-    name = registry.free_name(f"{caller_module()}.{found.declaration.name or 'cfunc'}")
+    name = registry.free_name(f"{registry.caller_module()}.{found.declaration.name or 'cfunc'}")
   label = f"kernel '{name}'"
-  # By default one that takes numbers by value and returns one.
-  types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
-  by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
-  by_default = args is None and len(types) > 1 and by_value
-  is_loop = by_default if options.loop is None else options.loop
+  is_loop = options.loop
+  if is_loop is None:  # one that takes numbers by value and returns one
+    types = [found.declaration.result, *(p.type for p in found.declaration.parameters)]
+    by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
+    is_loop = args is None and len(types) > 1 and by_value
   if args is None and not is_loop:
     raise GateDefinitionError(
       f"{label}: expected args=, an item for each argument of '{found.declaration}', such as "
       "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
     )
-  if args is None:
-    args = arguments.default_text(found.declaration)
   given = check.named(label, "pointers", options.pointers)
-  binding = arguments.read(label, args, found.declaration, loop=is_loop, pointers=given)
-  if is_loop and not binding.having(arguments.RESULTS):
-    raise GateDefinitionError(f"{label}: args: expected a result, 'out x' or '-> out x', got none")
+  try:
+    binding = arguments.read(args, found.declaration, loop=is_loop, pointers=given)
+  except ValueError as error:
+    raise GateDefinitionError(f"{label}: args: {error}") from None
   columns_first = _columns_first(label, options.order, binding.arrays)
   errors, parallel = _messages(label, options.errors), options.thread_safe and is_loop
   glue = Glue(
@@ -142,22 +136,22 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
   return made
 
 
-def _columns_first(label: str, order: Any, arrays: Mapping[str, Array]) -> frozenset[str]:
+def _columns_first(label: str, order: Any, arrays: Mapping[str, arguments.Array]) -> frozenset[str]:
   by_name = isinstance(order, Mapping)
   orders = check.named(label, "order", order) if by_name else dict.fromkeys(arrays, order)
-  for key, value in orders.items():
-    if not isinstance(value, str) or value not in ("C", "F") or key not in arrays:
-      expected = f"'C' or 'F', or these by names of {', '.join(arrays)}"
-      raise GateDefinitionError(f"{label}: order: expected {expected}; got {order!r}")
+  if not all(isinstance(o, str) and o in ("C", "F") and key in arrays for key, o in orders.items()):
+    expected = f"'C' or 'F', or these by names of {', '.join(arrays)}"
+    raise GateDefinitionError(f"{label}: order: expected {expected}; got {order!r}")
   return frozenset(key for key, value in orders.items() if value == "F")
 
 
 def _messages(label: str, errors: Any) -> tuple[tuple[int | str, str], ...]:
   """By number first, then by sign, then for all."""
-  table: Any = {"else": errors} if isinstance(errors, str) else {} if errors is None else errors
-  keys = ("else",) if isinstance(errors, str) else (">0", "<0")
+  if isinstance(errors, str):
+    return (("else", errors),)
+  table: Any = {} if errors is None else errors
   if not isinstance(table, Mapping) or not all(
-    (isinstance(key, (int, np.integer)) or key in keys) and isinstance(text, str)
+    (isinstance(key, (int, np.integer)) or key in (">0", "<0")) and isinstance(text, str)
     for key, text in table.items()
   ):
     check.refuse(label, "errors", "a text, or texts by numbers, '>0' and '<0'", errors)

@@ -86,7 +86,7 @@ def _fold(
   """What `leaves` make of the integers, names and shapes, put together by operations."""
 
   def combined(name: str, *parts: ast.expr) -> Any:
-    return functools.reduce(operation(name), [_fold(part, leaves, operation) for part in parts])
+    return functools.reduce(operation(name), (_fold(part, leaves, operation) for part in parts))
 
   match node:
     case ast.Name(name):
@@ -103,12 +103,11 @@ def _fold(
       return leaves[what](array)
     case ast.Call(ast.Name("len"), [ast.Name(array)], []):
       return leaves["shape"](array, 0)
-    case ast.Subscript(ast.Attribute(ast.Name(array), "shape"), ast.Constant(int(axis))):
-      return leaves["shape"](array, axis)
     case ast.Subscript(
-      ast.Attribute(ast.Name(array), "shape"), ast.UnaryOp(ast.USub(), ast.Constant(int(axis)))
+      ast.Attribute(ast.Name(array), "shape"),
+      (ast.Constant(int()) | ast.UnaryOp(ast.USub(), ast.Constant(int()))) as axis,
     ):
-      return leaves["shape"](array, -axis)
+      return leaves["shape"](array, ast.literal_eval(axis))
     case _:
       raise SyntaxError(
         "expected an integer, a dimension's name, x.size, x.ndim, x.shape[i], len(x), "

@@ -13,6 +13,7 @@ import numpy as np
 
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.c.types import CParameter, CType, Declaration, parse
+from callgate._kernel.launch import is_int
 
 _FUNCTION_POINTER: Any = ctypes.CDLL(None)._FuncPtr.__mro__[1]  # ctypes' base of all of them
 _POINTER: Any = ctypes.POINTER(ctypes.c_int).__mro__[1]
@@ -54,13 +55,13 @@ def resolve(function: Any, signature: str | None) -> CFunction:
     declaration = given or parse((_capsule_name(function) or b"").decode())
   elif _is_cffi(function):
     declaration = _from_cffi(function, given)
-  elif _is_address(function):
-    if given is None:
-      raise GateDefinitionError(
-        "cfunc: an address says nothing of the function's type; expected signature=, a C "
-        "declaration such as 'double norm(int n, const double *x)'"
-      )
+  elif given is not None and is_int(function):
     declaration = given
+  elif is_int(function):
+    raise GateDefinitionError(
+      "cfunc: an address says nothing of the function's type; expected signature=, a C "
+      "declaration such as 'double norm(int n, const double *x)'"
+    )
   else:
     raise GateDefinitionError(
       "cfunc: expected a C function (from ctypes or cffi, a capsule of a Cython module, or an "
@@ -72,16 +73,10 @@ def resolve(function: Any, signature: str | None) -> CFunction:
   return CFunction(address, declaration, function)
 
 
-def _is_address(value: Any) -> bool:
-  return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def address_of(label: str, name: str, value: Any) -> int:
   """The address that an object of ctypes or cffi, a capsule or an integer stands for."""
-  if value is None:
-    return 0
-  if _is_address(value):
-    return int(value)
+  if value is None or is_int(value):
+    return int(value or 0)
   if isinstance(value, _CAPSULE):
     return _capsule_pointer(value, _capsule_name(value)) or 0
   if _is_cffi(value):
@@ -102,7 +97,6 @@ def address_of(label: str, name: str, value: Any) -> int:
     ) from None
 
 
-# -- ctypes ----------------------------------------------------------------------------------------
 def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   name = str(getattr(function, "__name__", ""))
   if function._flags_ & _WITH_THE_GIL:
@@ -148,19 +142,17 @@ def _spelled(text: str) -> CType:
   return parse(f"{text} (void)").result
 
 
-# -- cffi ------------------------------------------------------------------------------------------
 def _is_cffi(value: Any) -> bool:
   backend = sys.modules.get("_cffi_backend")
-  return backend is not None and (
-    isinstance(value, backend.FFI.CData)
-    or isinstance(getattr(value, "__self__", None), backend.Lib)
-  )
+  if backend is None:
+    return False
+  of = getattr(value, "__self__", None)  # a compiled module's library
+  return isinstance(value, backend.FFI.CData) or isinstance(of, backend.Lib)
 
 
 def _from_cffi(function: Any, given: Declaration | None) -> Declaration:
-  kind = whole = sys.modules["_cffi_backend"].FFI().typeof(function)
-  if kind.kind == "pointer":
-    kind = kind.item
+  whole = sys.modules["_cffi_backend"].FFI().typeof(function)
+  kind = whole.item if whole.kind == "pointer" else whole
   if kind.kind != "function":
     raise GateDefinitionError(f"cfunc: expected a function, got cffi's '{whole.cname}'")
   name = str(getattr(function, "__name__", ""))

@@ -6,6 +6,7 @@ addresses of `pointers=` follow it; so the compiled glue can be kept on disk.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from callgate._kernel.c.types import CType, Declaration
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.source import cpp_type
 
+_quoted = functools.partial(json.dumps, ensure_ascii=False)  # a C++ string literal
+
 
 class Glue(NamedTuple):
-  """All that the source follows from."""
+  """All that a source follows from: v_x are views, s_k static values, n_n dimensions there."""
 
   declaration: Declaration  # of the C function
   binding: Binding  # where its arguments come from
@@ -29,26 +32,10 @@ class Glue(NamedTuple):
   pointers: tuple[str, ...]  # names of the addresses after the function's
   parallel: bool  # whether a loop may run on several threads
 
-
-def source(glue: Glue, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
-  """The C++ of a kernel with these parameters, whose arrays have these dtypes."""
-  return _Writer(glue).write(parameters, dtypes)
-
-
-class _Writer:
-  """One source. C++ names: v_x views, s_k static values, n_n dimensions, c_i arguments."""
-
-  def __init__(self, glue: Glue) -> None:
-    self.glue, self.binding = glue, glue.binding
-    self.before, self.after = list[str](), list[str]()  # statements around the call
-    self.pointers = set[str]()  # arrays that have a pointer by now
-    self._prefix = f"{glue.declaration.name}: " if glue.declaration.name else ""
-    self.index = "i" if glue.loop else "-1"  # of the element that messages name
-    self.at = "[i]" if glue.loop else "[0]"  # the element of a result that the call writes
-
-  def write(self, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
+  def source(self, parameters: Sequence[Parameter], dtypes: Mapping[str, Any]) -> str:
+    """The C++ of a kernel with these parameters, whose arrays have these dtypes."""
     helpers = (Path(__file__).parent / "glue.h").read_text().replace("#pragma once\n", "")
-    head, names = list[str](), ", ".join([*(p.name for p in parameters), "context"])
+    head, names = list[str](), ", ".join(["glue", *(p.name for p in parameters), "context"])
     for p in parameters:
       # Complex numbers are pairs, see glue.h.
       of = cpp_type(dtypes.get(p.name, p.dtype)).replace("std::complex<", "pair<")
@@ -56,57 +43,63 @@ class _Writer:
       kind = of if p.kind is Kind.SCALAR else f"cg::{p.kind.cpp}<{of}{view}>"
       head.append(f"{kind} {'s' if p.kind is Kind.NUMBER else 'v'}_{p.name}")
     head.append("cg::Context& context")
-    declaration, call = self.glue.declaration, self._call()
-    types = ", ".join(p.type.cpp for p in declaration.all_parameters)
-    kind = f"{declaration.result.cpp} (*)({types})"
-    body = [
+    types = ", ".join(p.type.cpp for p in self.declaration.all_parameters)
+    kind = f"{self.declaration.result.cpp} (*)({types})"
+    lines = [
       "void* const* user_data = static_cast<void* const*>(context.user_data());",
       f"const auto function = reinterpret_cast<{kind}>(user_data[0]);",
       *(f"const int64_t n_{s} = extent(v_{a}, {i});" for s, (a, i) in self.binding.symbols.items()),
-      *(self._loop(call) if self.glue.loop else call),
+      *(self._loop(self._call()) if self.loop else self._call()),
     ]
-    lines = "\n".join(f"  {line}" for line in body)
+    body = "".join(f"  {line}\n" for line in lines)
     return (
-      f"{helpers}\n"
-      f"namespace {{\n{self._checks()}"
-      f"void glue({', '.join(head)}) {{\n{lines}\n}}\n"
-      f'callgate_kernel callgate_made = ::callgate::detail::describe<&glue>("glue, {names}");\n'
+      f"{helpers}\nnamespace {{\n{self._checks()}void glue({', '.join(head)}) {{\n{body}}}\n"
+      f'callgate_kernel callgate_made = ::callgate::detail::describe<&glue>("{names}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made);\n}\n"
     )
 
   # -- the call ----------------------------------------------------------------------------------
   def _call(self) -> list[str]:
     """The call of the function, for one element in a loop."""
+    before, after = list[str](), list[str]()  # statements around it
     given = iter(self.binding.arguments)
     passed = [
-      parameter.fixed or self._passed(next(given), parameter.type, f"c_{i}")
-      for i, parameter in enumerate(self.glue.declaration.all_parameters)
+      parameter.fixed or self._passed(next(given), parameter.type, f"c_{i}", before, after)
+      for i, parameter in enumerate(self.declaration.all_parameters)
     ]
     call, returned = f"function({', '.join(passed)})", self.binding.returned
     if returned is not None and returned.role is Role.OUT:
-      call = f"store(v_{returned.name}.data(){self.at}, {call})"
+      call = self._store(returned, call)
     elif returned is not None and returned.role is not Role.IGNORED:
-      call = f"check_{returned.role.name.lower()}({call}, {self.index})"
-    return [*self.before, f"{call};", *self.after]
+      call = self._check(returned, call)
+    return [*before, f"{call};", *after]
 
-  def _passed(self, argument: Argument, kind: CType, name: str) -> str:
+  def _store(self, argument: Argument, value: str) -> str:
+    return f"store(v_{argument.name}.data()[{'i' if self.loop else '0'}], {value})"
+
+  def _check(self, argument: Argument, value: str) -> str:
+    return f"check_{argument.role.name.lower()}({value}, {'i' if self.loop else '-1'})"
+
+  def _passed(
+    self, argument: Argument, kind: CType, name: str, before: list[str], after: list[str]
+  ) -> str:
     """What is passed for an argument, as C++; `name` is free for a variable."""
     of, literal, value = kind.element, argument.literal, ""
     if argument.value is not None:
       statics = self.binding.statics
       value = argument.value.cpp(lambda n: f"int64_t(s_{n}.value())" if n in statics else f"n_{n}")
-    if argument.name in self.binding.arrays and not self.glue.loop:
-      return self._array(self.binding.arrays[argument.name], kind)
+    if argument.name in self.binding.arrays and not self.loop:
+      return self._array(self.binding.arrays[argument.name], kind, before, after)
     match argument.role:
       case Role.NULL:
         return "nullptr"
       case Role.ADDRESS:
-        return f"static_cast<{of}*>(user_data[{1 + self.glue.pointers.index(argument.name)}])"
+        return f"static_cast<{of}*>(user_data[{1 + self.pointers.index(argument.name)}])"
       case Role.SCRATCH:
         return f"context.scratch<{'char' if kind.dtype is None else of}>({value})"
       case Role.LITERAL if isinstance(literal, str) and kind.pointer:
         content = ", ".join(map(str, (*literal.encode(), 0)))
-        self.before.append(f"unsigned char {name}[] = {{{content}}};")
+        before.append(f"unsigned char {name}[] = {{{content}}};")
         return f"pointer<{of}>(&{name}[0])"
       case Role.LITERAL if isinstance(literal, complex):
         value = f"load<{of}>(pair<double>{{{literal.real!r}, {literal.imag!r}}})"
@@ -121,43 +114,39 @@ class _Writer:
         value = f"load<{of}>(s_{argument.name}.value())"
       case Role.INFO | Role.STATUS:
         value = "0"
-        self.after.insert(0, f"check_{argument.role.name.lower()}({name}, {self.index});")
+        after.insert(0, f"{self._check(argument, name)};")
       case Role.OUT:
         value = "{}"
-        self.after.append(f"store(v_{argument.name}.data(){self.at}, {name});")
+        after.append(f"{self._store(argument, name)};")
       case _:  # an element of an operand
         value = f"load<{of}>(v_{argument.name}.data()[i_{argument.name}])"
     if not kind.pointer:
       return value
-    self.before.append(f"{of} {name} = {value};")
+    before.append(f"{of} {name} = {value};")
     return f"&{name}"
 
-  def _array(self, array: Array, kind: CType) -> str:
+  def _array(self, array: Array, kind: CType, before: list[str], after: list[str]) -> str:
     view, pointer = f"v_{array.name}", f"p_{array.name}"
     if not kind.pointer:
       return f"load<{kind.element}>({view})"
-    if array.name not in self.pointers:
-      self.pointers.add(array.name)
-      ordered = array.name in self.glue.columns_first and (
-        array.dims is None or len(array.dims) > 1
-      )
+    if not any(line.startswith(f"auto* {pointer} = ") for line in before):  # else mentioned before
+      ordered = array.name in self.columns_first and (array.dims is None or len(array.dims) > 1)
       memory = f"copied(context, {view}, {str(ordered).lower()})"
       if ordered and array.role in RESULTS:
-        self.after.append(f"put_back(context, {pointer}, {view});")
+        after.append(f"put_back(context, {pointer}, {view});")
       if ordered and array.role is Role.OUT:
         memory = f"like(context, {view})"
       elif not ordered and array.role is not Role.COPY:
         memory = f"{view}.data()"
-      self.before.append(f"auto* {pointer} = {memory};")
+      before.append(f"auto* {pointer} = {memory};")
     return f"pointer<{kind.element}>({pointer})"
 
   def _loop(self, call: list[str]) -> list[str]:
     """A loop of calls over the elements of the results."""
     operands = [array.name for array in self.binding.having(OPERANDS)]
     first = self.binding.having(RESULTS)[0].name
-    run = f"range(0, v_{first}.size());"
-    if self.glue.parallel:
-      run = f"context.parallel_ranges(0, v_{first}.size(), 1024, range);"
+    size = f"0, v_{first}.size()"
+    run = f"context.parallel_ranges({size}, 1024, range);" if self.parallel else f"range({size});"
     return [
       f"const int64_t* dims = v_{first}.extents();",
       f"const int rank = v_{first}.rank();",
@@ -179,21 +168,28 @@ class _Writer:
   # -- failures ----------------------------------------------------------------------------------
   def _checks(self) -> str:
     """For `info` and `status` the function that throws for another number than 0."""
-    used = {a.role for a in (*self.binding.arguments, self.binding.returned) if a is not None}
-    checks = ""
+    arguments, checks = self.binding.arguments, ""
+    used = {a.role for a in (*arguments, self.binding.returned) if a is not None}
+    prefix = f"{self.declaration.name}: " if self.declaration.name else ""
+    conditions = {">0": "if (number > 0) ", "<0": "if (number < 0) ", "else": ""}
+
+    def thrown(key: int | str, text: str) -> str:
+      parts = [part.replace("%", "%%") for part in f"{prefix}{text}".split("{info}")]
+      values = [_quoted("%lld".join(parts) + "%s"), *["number"] * (len(parts) - 1), "where"]
+      condition = conditions.get(str(key), f"if (number == {key}) ")
+      return f"  {condition}throw cg::Error({', '.join(values)});\n"
+
     for role in (r for r in (Role.INFO, Role.STATUS) if r in used):
-      word = role.name.lower()
-      lines = [self._throw(key, text) for key, text in self.glue.errors]
+      word, body = role.name.lower(), "".join(thrown(*error) for error in self.errors)
       if role is Role.INFO:
-        items = ", ".join(_quoted(a.text) for a in self.binding.arguments)
-        form = _quoted(f"{self._prefix}info = %lld: argument %lld of C, '%s', is not valid%s")
-        lines += [
-          f"static const char* const kArguments[] = {{{items}}};",
-          f"if (number < 0 && number >= -{len(self.binding.arguments)})",
-          f"  throw cg::Error({form}, number, -number, kArguments[-number - 1], where);",
-        ]
-      lines.append(self._throw("else", "info = {info}" if role is Role.INFO else "status {info}"))
-      body = "".join(f"  {line}\n" for line in lines)
+        items = ", ".join(_quoted(a.text) for a in arguments)
+        form = _quoted(f"{prefix}info = %lld: argument %lld of C, '%s', is not valid%s")
+        body += (
+          f"  static const char* const kArguments[] = {{{items}}};\n"
+          f"  if (number < 0 && number >= -{len(arguments)})\n"
+          f"    throw cg::Error({form}, number, -number, kArguments[-number - 1], where);\n"
+        )
+      body += thrown("else", "info = {info}" if role is Role.INFO else "status {info}")
       checks += (
         f"[[noreturn]] void fail_{word}(long long number, const char* where) {{\n{body}}}\n"
         f"void check_{word}(long long number, int64_t index) {{\n"
@@ -204,17 +200,3 @@ class _Writer:
         f"  fail_{word}(number, where);\n}}\n"
       )
     return checks
-
-  def _throw(self, key: int | str, text: str) -> str:
-    """Throws for the numbers that a key of `errors=` stands for."""
-    parts = f"{self._prefix}{text}".split("{info}")
-    form = "%lld".join(part.replace("%", "%%") for part in parts) + "%s"
-    values = ["number"] * (len(parts) - 1)
-    thrown = f"throw cg::Error({', '.join([_quoted(form), *values, 'where'])});"
-    conditions = {">0": "if (number > 0) ", "<0": "if (number < 0) ", "else": ""}
-    return f"{conditions.get(str(key), f'if (number == {key}) ')}{thrown}"
-
-
-def _quoted(text: str) -> str:
-  """A C++ string literal."""
-  return json.dumps(text, ensure_ascii=False)

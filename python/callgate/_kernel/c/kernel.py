@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -22,13 +21,11 @@ from callgate._jax.tracing import canonical_dtype
 from callgate._kernel.c import functions
 from callgate._kernel.c.arguments import OPERANDS, RESULTS, Array, Role
 from callgate._kernel.c.expressions import Expression
-from callgate._kernel.c.functions import CFunction
-from callgate._kernel.c.glue import Glue, source
-from callgate._kernel.c.types import CType
+from callgate._kernel.c.glue import Glue
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Static, Type
+from callgate._kernel.variants import CallTypes, Function, Static, Variant
 
 
 class CKernel(CpuKernel):
@@ -37,7 +34,7 @@ class CKernel(CpuKernel):
   def __init__(
     self,
     name: str,
-    function: CFunction,
+    function: functions.CFunction,
     glue: Glue,
     options: KernelOptions,
     pointers: dict[str, Any],
@@ -50,19 +47,17 @@ class CKernel(CpuKernel):
     addresses = [functions.address_of(label, key, value) for key, value in pointers.items()]
     self._addresses = (ctypes.c_void_p * (1 + len(addresses)))(function.address, *addresses)
     self._keep = (function.keep, tuple(pointers.values()), self._addresses)
-    out = options.out
-    if out is None:
+    if options.out is None:
       inferred = [a for a in self._results if a.role is not Role.INOUT and not self.loop]
       unknown = next((a for a in inferred if a.dims is None or a.type.dtype is None), None)
       if unknown is None:
-        out = self._infer
+        options = dataclasses.replace(options, out=self._infer)
       elif options.like is None:
         raise GateDefinitionError(
           f"{label}: the type of result '{unknown.name}' ('{unknown.type.text}') is not known; "
           f"expected extents, as in 'out {unknown.name}[n]', or out=, as for callgate.gate"
         )
-    own = dataclasses.replace(options, out=out)
-    super().__init__(name, [self._parameter(n) for n in self._binding.names], own)
+    super().__init__(name, [self._parameter(n) for n in self._binding.names], options)
 
   def _parameter(self, name: str) -> Parameter:
     if name in self._binding.statics:
@@ -85,34 +80,20 @@ class CKernel(CpuKernel):
     found = {a.name: dtype.name for side in sides for a, (dtype, _) in zip(*side, strict=False)}
     return ",".join(found[array.name] for array in self._open if array.name in found)
 
-  def types_of_key(self, key: str) -> CallTypes:
-    dtypes = self._dtypes(key)  # which are all that `compile` asks for
-
-    def types(side: Sequence[Array]) -> tuple[Type, ...]:
-      return tuple((dtypes[array.name], -1) for array in side)
-
-    return CallTypes(types(self._operands), types(self._results), ())
-
-  def _dtypes(self, key: str) -> dict[str, np.dtype[Any]]:
-    """The arrays' dtypes; a variant's key has those that are the call's matter."""
+  def compile(self, types: CallTypes, key: str) -> Function:
+    # The key has the dtypes that are the call's matter.
     dtypes: dict[str, Any] = {name: a.type.dtype for name, a in self._binding.arrays.items()}
-    names = itertools.chain(key.split(","), itertools.repeat(""))
-    for array, name in zip(self._open, names, strict=False):
+    for array, name in zip(self._open, [*key.split(","), *[""] * len(self._open)], strict=False):
       try:
         dtypes[array.name] = dtype_named(name)
       except TypeError:
-        raise GateDefinitionError(
-          f"{self.label}: a program calls a variant for '{name}', which is no dtype"
-        ) from None
-    return dtypes
-
-  def compile(self, types: CallTypes) -> Function:
-    assert self.signature is not None
-    text = source(self._glue, self.signature, self._dtypes(self.variant_key(types)))
+        problem = f"a program calls a variant for '{name}', which is no dtype"
+        raise GateDefinitionError(f"{self.label}: {problem}") from None
+    text = self._glue.source(self.signature or (), dtypes)
     library = toolchain.build(self.label, text, flags=toolchain.DEFAULT_FLAGS)
     made = Function.built(library, toolchain.load(library))
-    keep = (made.keep, self._keep)
-    return made._replace(keep=keep, user_data=ctypes.addressof(self._addresses))
+    address = ctypes.addressof(self._addresses)
+    return made._replace(keep=(made.keep, self._keep), user_data=address)
 
   def turn(self, function: Function) -> _callgate.KernelTurn | None:
     # Of the C function itself, which may be of a library with others.
@@ -122,40 +103,32 @@ class CKernel(CpuKernel):
   def _infer(self, *args: Any, **static: Any) -> Any:
     """The results' types, from `args=` and C's types."""
     structs = dict(zip(self.parameters, jax.tree.leaves(args), strict=True))
-    if self.loop:
-      shape, given = self._broadcast(structs), [s.dtype for s in structs.values()]
-      dtypes = [self._loop_dtype(array.type, given) for array in self._results]
-      results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
-    else:
-      _, value = self._known(structs, static)
-      results = [
-        structs[array.name]
-        if array.role is Role.INOUT
-        else jax.ShapeDtypeStruct(tuple(map(value, array.dims or ())), array.type.dtype)
-        for array in self._results
-      ]
+    shape = self._broadcast(structs) if self.loop else ()
+    inexact = [s.dtype for s in structs.values() if is_inexact(s.dtype)]
+    _, value = self._known(structs, static)
+    results: list[Any] = []
+    for array in self._results:
+      dtype: Any = array.type.dtype
+      if self.loop and self._cast_scalars:  # no wider than the arguments
+        dtype = canonical_dtype(dtype)
+        if inexact and is_inexact(dtype):
+          widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
+          if jax.numpy.finfo(dtype).bits > widest.itemsize * 8:
+            dtype = np.dtype(np.complex64) if dtype.kind == "c" else widest
+      if array.role is Role.INOUT:
+        results.append(structs[array.name])
+      else:
+        extents = shape if self.loop else tuple(map(value, array.dims or ()))
+        results.append(jax.ShapeDtypeStruct(extents, dtype))
     return results[0] if len(results) == 1 else tuple(results)
-
-  def _loop_dtype(self, kind: CType, operands: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    """C's own; with cast=True no wider than the arguments."""
-    assert kind.dtype is not None
-    own = canonical_dtype(kind.dtype) if self._cast_scalars else kind.dtype
-    inexact = list(filter(is_inexact, operands))
-    if not self._cast_scalars or not inexact or not is_inexact(own):
-      return own
-    widest = jax.numpy.finfo(jax.numpy.result_type(*inexact)).dtype
-    if jax.numpy.finfo(own).bits <= widest.itemsize * 8:
-      return own
-    return np.dtype(np.complex64 if own.kind == "c" else widest)
 
   def _broadcast(self, structs: Mapping[str, Any]) -> tuple[int, ...]:
     try:
       return np.broadcast_shapes(*(tuple(s.shape) for s in structs.values()))
     except ValueError:
       given = ", ".join(f"'{name}' {list(s.shape)}" for name, s in structs.items())
-      raise GateDefinitionError(
-        f"{self.label}: expected arguments that broadcast to one shape, got {given}"
-      ) from None
+      expected = "expected arguments that broadcast to one shape"
+      raise GateDefinitionError(f"{self.label}: {expected}, got {given}") from None
 
   # -- checks ------------------------------------------------------------------------------------
   def _known(
@@ -173,36 +146,35 @@ class CKernel(CpuKernel):
       try:
         return expression.evaluate(numbers, shapes)
       except (IndexError, KeyError, ZeroDivisionError) as error:
-        raise GateDefinitionError(
-          f"{self.label}: args: '{expression.text}' has no value: {error.args[0]}"
-        ) from None
+        problem = f"'{expression.text}' has no value: {error.args[0]}"
+        raise GateDefinitionError(f"{self.label}: args: {problem}") from None
 
     return numbers, value
 
-  def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
-    # Before a variant is compiled for it.
-    assert self.signature is not None
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in site.results]
-    check_types(self, self.signature, site, structs, results)
-    self._check_shapes(site, structs, results)
-    super().check_call(site, structs)
-
-  def _check_shapes(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> None:
+  def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
+    check_types(self, self.signature or (), site, operands, results)
     structs = dict(zip((a.name for a in self._operands), operands, strict=True))
     outs = dict(zip((a.name for a in self._results), results, strict=True))
     arrays = [("argument", *item) for item in structs.items()]
     arrays += [("result", *item) for item in outs.items()]
-    if self._cast_scalars:
-      self._check_casts(arrays)
+
+    def refuse(what: str, name: str, struct: Any, expected: str) -> NoReturn:
+      got = type_text(struct.dtype, struct.shape)
+      raise GateDefinitionError(f"{self.label}: {what} '{name}': expected {expected}, got {got}")
+
+    order = {"b": 0, "i": 1, "u": 1, "c": 3}  # of kinds; floating: 2
+    for what, name, struct in arrays if self._cast_scalars else ():
+      own = self._binding.arrays[name].type.dtype
+      if own is not None and self._is_open(self._binding.arrays[name]):
+        kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
+        if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
+          converted = f"{own.name} or what C converts to it without loss of kind"
+          refuse(what, name, struct, converted)
     if self.loop:
       shape = self._broadcast(structs)
       for name, struct in outs.items():
         if tuple(struct.shape) != shape:
-          raise GateDefinitionError(
-            f"{self.label}: result '{name}': expected the arguments' broadcast shape "
-            f"{list(shape)}, got {type_text(struct.dtype, struct.shape)}"
-          )
-      return
+          refuse("result", name, struct, f"the arguments' broadcast shape {list(shape)}")
     numbers, value = self._known({**outs, **structs}, dict(site.static))
     for what, name, struct in arrays:
       dims = self._binding.arrays[name].dims or ()
@@ -210,14 +182,11 @@ class CKernel(CpuKernel):
         where = {s: f" from '{a}'" for s, (a, _) in self._binding.symbols.items()}
         used = dict.fromkeys(n for d in dims for n in sorted(d.names) if n in numbers)
         values = ", ".join(f"{n} = {numbers[n]}{where.get(n, '')}" for n in used)
-        wanted = ", ".join(d.text for d in dims)
-        raise GateDefinitionError(
-          f"{self.label}: {what} '{name}': expected {struct.dtype.name}[{wanted}]"
-          f"{' with ' if values else ''}{values}, got {type_text(struct.dtype, struct.shape)}"
-        )
+        wanted = f"{struct.dtype.name}[{', '.join(d.text for d in dims)}]"
+        refuse(what, name, struct, f"{wanted} with {values}" if values else wanted)
     types = (parameter.type for parameter in self._glue.declaration.parameters)
     for argument, kind in zip(self._binding.arguments, types, strict=True):
-      if argument.value is None:
+      if argument.value is None or self.loop:
         continue
       where, number = f"{self.label}: args: '{argument.text}'", value(argument.value)
       if argument.role is Role.SCRATCH and number < 0:
@@ -225,22 +194,8 @@ class CKernel(CpuKernel):
       limits = kind.limits if argument.role is Role.VALUE else None
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
+    return self.variant(self.types_of(operands, results, site.static))  # compiled last
 
-  def _check_casts(self, arrays: Sequence[tuple[str, str, Any]]) -> None:
-    """Arguments convert as C converts, but to their own kind or a wider one."""
-    order = {"b": 0, "i": 1, "u": 1, "c": 3}  # floating: 2
-    for what, name, struct in arrays:
-      own = self._binding.arrays[name].type.dtype
-      if own is None or not self._is_open(self._binding.arrays[name]):
-        continue
-      kinds = [order.get(dtype.kind, 2) for dtype in (struct.dtype, own)]
-      if kinds[0] > kinds[1] if what == "argument" else kinds[1] > kinds[0]:
-        raise GateDefinitionError(
-          f"{self.label}: {what} '{name}': expected {own.name} or what C converts to it without "
-          f"loss of kind, got {type_text(struct.dtype, struct.shape)}"
-        )
-
-  # -- vmap --------------------------------------------------------------------------------------
   def batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
     """One call for all lanes: a loop has no use for lanes."""
     shapes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]

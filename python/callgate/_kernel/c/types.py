@@ -6,7 +6,6 @@ Cython's names of types, which capsules of its modules hold, are known. What no 
 
 from __future__ import annotations
 
-import ctypes
 import re
 from typing import Any, NamedTuple
 
@@ -43,8 +42,6 @@ _HIDDEN = {"__pyx_skip_dispatch": "0", "__pyx_optional_args": "nullptr"}
 
 
 class CType(NamedTuple):
-  """A type of C."""
-
   text: str  # as C writes it, for messages
   # Of the value, or of what a pointer points to; None for void and what no array can hold.
   dtype: np.dtype[Any] | None = None
@@ -69,8 +66,6 @@ class CType(NamedTuple):
 
 
 class CParameter(NamedTuple):
-  """A parameter of a C function."""
-
   type: CType
   name: str = ""  # in the declaration; "" without one
   fixed: str = ""  # what is always passed, in C++; "" for what the caller passes
@@ -92,8 +87,10 @@ class Declaration(NamedTuple):
     def named(text: str, name: str) -> str:
       return f"{text}{'' if text.endswith('*') else ' '}{name}"
 
-    types = [(p.type.text, p.name) for p in self.parameters]
-    given = [named(*each) if each[1] and "(" not in each[0] else each[0] for each in types]
+    given = (
+      named(p.type.text, p.name) if p.name and "(" not in p.type.text else p.type.text
+      for p in self.parameters
+    )
     return f"{named(self.result.text, self.name)}({', '.join(given) or 'void'})"
 
 
@@ -111,23 +108,21 @@ def parse(text: str) -> Declaration:
     )
   result = _parameter(text[:opening].strip())
   inside = split_arguments(text[opening + 1 : -1])
-  if inside == ["void"]:
-    inside = []
   if "..." in inside:
     raise GateDefinitionError(f"{text!r}: functions with '...' can't be called")
-  return Declaration(result.name, result.type, tuple(_parameter(part) for part in inside))
+  parameters = () if inside == ["void"] else tuple(map(_parameter, inside))
+  return Declaration(result.name, result.type, parameters)
 
 
 def _parameter(text: str) -> CParameter:
   """A type with or without a name; the function's own, or a parameter's."""
-  function = re.search(r"\(\s*\*\s*(\w*)\s*\)\s*\(", text)
-  if function:
-    return CParameter(CType(text, pointer=True, opaque=True), function.group(1))
-  array = re.search(r"\[[^\]]*\]\s*$", text)
-  words = re.findall(r"\w+|\*", text[: array.start()] if array else text)
-  stars = words.count("*") + (array is not None)
-  name, kinds = "", list[str]()
-  tags = ("struct", "enum", "union")
+  if function := re.search(r"\(\s*\*\s*(\w*)\s*\)\s*\(", text):
+    return CParameter(CType(text, pointer=True, opaque=True), function[1])
+  bare = re.sub(r"\[[^\]]*\]\s*$", "", text)
+  is_array = bare != text
+  words = re.findall(r"\w+|\*", bare)
+  stars = words.count("*") + is_array
+  name, kinds, tags = "", list[str](), ("struct", "enum", "union")
   for word in words:
     if word == "*" or word in _NOT_OF_TYPES:
       continue
@@ -137,10 +132,7 @@ def _parameter(text: str) -> CParameter:
       name = word
   if not kinds or re.search(r"[^\w\s*\[\]]", text):
     raise GateDefinitionError(f"expected a C type, got {text!r}")
-  spelled = text[: array.start()].strip() if array else text
-  if name:
-    spelled = re.sub(rf"\b{re.escape(name)}$", "", spelled).strip()
-  spelled += " *" if array else ""
+  spelled = bare.strip().removesuffix(name).strip() + (" *" if is_array else "")
   kind = " ".join(kinds)
   dtype = _dtype(kind)
   if dtype is not None and "__pyx" in kind:  # as C writes it
@@ -150,8 +142,7 @@ def _parameter(text: str) -> CParameter:
       f"{spelled!r}: no array has elements of that type, so it can't be passed or returned by "
       "value; expected a number (char to long long, float, double, complex, bool) or a pointer"
     )
-  opaque = stars > 1 or (dtype is None and kind != "void")
-  const = "const" in words and stars < 2
+  opaque, const = stars > 1 or (dtype is None and kind != "void"), "const" in words and stars < 2
   found = CType(spelled, None if opaque else dtype, stars > 0, const, opaque)
   return CParameter(found, name, _HIDDEN.get(name, ""))
 
@@ -164,16 +155,12 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
   if words[0] in ("struct", "union"):
     return None
   if set(words) <= _INTEGERS:
-    size = ctypes.c_int
-    if "char" in words or "short" in words:
-      size = ctypes.c_byte if "char" in words else ctypes.c_short
-    elif "long" in words:
-      size = ctypes.c_long if words.count("long") == 1 else ctypes.c_longlong
-    return np.dtype(f"{'u' if 'unsigned' in words else ''}int{8 * ctypes.sizeof(size)}")
+    size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
+    return np.dtype(size.upper() if "unsigned" in words else size)
   if known := _NAMED.get(" ".join(sorted(words))):
     return np.dtype(known)
   if match := _LAPACK.fullmatch(kind):
-    return np.dtype(_LETTERS[match.group(1)])
-  if (match := _NUMPY.fullmatch(kind)) and match.group(1) in np.sctypeDict:
-    return np.dtype(np.sctypeDict[match.group(1)])
+    return np.dtype(_LETTERS[match[1]])
+  if (match := _NUMPY.fullmatch(kind)) and match[1] in np.sctypeDict:
+    return np.dtype(np.sctypeDict[match[1]])
   return None

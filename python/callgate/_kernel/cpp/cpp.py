@@ -7,7 +7,6 @@ import dataclasses
 from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
-from callgate._core.registry import caller_module
 from callgate._kernel import program
 from callgate._kernel import source as _source
 from callgate._kernel.cpp.kernel import CppKernel
@@ -56,9 +55,6 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
       of each call; what these don't tell is given by keyword.
     function: which function, where the source has several.
 
-  Returns:
-    A `Kernel`.
-
   Raises:
     CompileError: the compiler refuses the source, with its message and your line numbers; or there
       is no compiler.
@@ -73,20 +69,14 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
   label = f"kernel '{name or known.name}'"
   build_options = options.building(label)
   if cuda_source is None and any(x is not None for x in (options.grid, options.block, cuda_kernel)):
-    raise GateDefinitionError(
-      f"{label}: grid, block, cuda_kernel: expected with cuda_source= alone, got one without it"
-    )
-  if name is None:
-    name = registry.free_name(f"{caller_module()}.{known.name}")
+    problem = "expected with cuda_source= alone, got one without it"
+    raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
+  name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
   made = CppKernel(name, source, function, build_options, options)
-  launching = options.launching(label)
-  building = part.BuildOptions(
-    check.strings(label, "cuda_options", options.cuda_options),
-    build_options["include_dirs"],
-    program.parse_arch(label, options.arch),
-  )
+  launching, arch = options.launching(label), program.parse_arch(label, options.arch)
+  given = check.strings(label, "cuda_options", options.cuda_options)
+  building = part.BuildOptions(given, build_options["include_dirs"], arch)
   if cuda_source is not None:
-    made.cuda = part.SourcePart(
-      made.label, cuda_source, cuda_kernel, launching, building, made.aliases
-    )
+    parts = (cuda_source, cuda_kernel, launching, building, made.aliases)
+    made.cuda = part.SourcePart(made.label, *parts)
   return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._build import toolchain
+from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import source as _source
@@ -21,8 +21,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.source import SourceParameter, TemplateParameter
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter
 from callgate._kernel.variants import CallTypes, Function, Given
 
 # What kernels of one source, which is one library, take turns by; and those that link libraries,
@@ -43,21 +42,16 @@ class CppKernel(CpuKernel):
     options: KernelOptions,
     compiled: Any = None,
   ) -> None:
-    self.source = source
-    self.build_options = build_options
-    self._given_function = function
+    self.source, self.build_options, self._given_function = source, build_options, function
     self._libraries: dict[str, Path] = {}  # of the variants here
     self._from_files: dict[str, Path] = {}  # that `load_kernels` has brought
     if compiled is not None:
       self.take_compiled(compiled)
     label = f"kernel '{name}'"
     self.cpp_function = _source.find(label, source, function)
-    self._plain: Function | None = None
-    if not self.cpp_function.template:
-      self._plain = self._build(label, "")
-      signature = list(self._plain.parameters)
-    else:  # kinds and names, before it is compiled for a call
-      signature = list[Parameter]()
+    self._plain = None if self.cpp_function.template else self._build(label, "")
+    signature = list(self._plain.parameters if self._plain is not None else ())
+    if self._plain is None:  # kinds and names, before it is compiled for a call
       for i, p in enumerate(self.cpp_function.parameters):
         rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
         known = _source.DTYPES.get(p.element)
@@ -68,65 +62,54 @@ class CppKernel(CpuKernel):
       with _turns_lock:
         self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
-  # -- calls -------------------------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     given = [(p, kwargs.pop(p.name)) for p in self.cpp_function.template if p.name in kwargs]
     operands, static = super()._arguments(args, kwargs)
     bound = {p.name: _template_value(self.label, p, value) for p, value in given}
     return operands, tuple(sorted({**dict(static), **bound}.items())) if bound else static
 
-  # -- variants ----------------------------------------------------------------------------------
   def variant_key(self, types: CallTypes) -> str:
     given, parts = dict(types.static), list[str]()
     for parameter in self.cpp_function.template:
-      value = given.get(parameter.name)
+      name, value = parameter.name, given.get(parameter.name)
       if value is None:
         value = _source.deduced(parameter, self._arrays(types))
       if value is not None:
-        parts.append(f"{parameter.name}={value}")
+        parts.append(f"{name}={value}")
       elif not parameter.default:
         kind = "typename" if parameter.is_type else "int"
         raise GateDefinitionError(
-          f"{self.label}: expected the template parameter '{kind} {parameter.name}' by keyword "
-          f"({parameter.name}=...), since it is no array's element type or rank"
+          f"{self.label}: expected the template parameter '{kind} {name}' by keyword ({name}=...), "
+          "since it is no array's element type or rank"
         )
     return ",".join(parts)
 
-  def types_of_key(self, key: str) -> CallTypes:
-    return CallTypes((), (), tuple(sorted(_bound(key).items())))
+  def _arrays(self, types: CallTypes) -> Iterator[tuple[str, str, np.dtype[Any], int]]:
+    """Arrays as their parameters are written, and their dtypes and ranks, operands first."""
+    for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
+      side = [p for p in self.cpp_function.parameters if p.kind in kinds]
+      many = len(arrays) - len(side) + 1  # arrays of a variadic one
+      counts = [many if p.kind in (Kind.INS, Kind.OUTS) else 1 for p in side]
+      each = (p for p, count in zip(side, counts, strict=True) for _ in range(count))
+      yield from ((p.element, p.rank, *array) for p, array in zip(each, arrays, strict=False))
 
-  def _arrays(self, types: CallTypes) -> Iterator[tuple[SourceParameter, np.dtype[Any], int]]:
-    """Parameters with the dtype and rank of an array that they take, operands first."""
-    parameters = self.cpp_function.parameters
-    for kinds, arrays in (
-      ((Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS), types.operands),
-      ((Kind.OUT, Kind.INOUT, Kind.OUTS), types.results),
-    ):
-      side = [p for p in parameters if p.kind in kinds]
-      rest = iter(arrays)
-      for parameter in side:
-        variadic = parameter.kind in (Kind.INS, Kind.OUTS)
-        for array in itertools.islice(rest, len(arrays) - len(side) + 1 if variadic else 1):
-          yield parameter, *array
-
-  def compile(self, types: CallTypes) -> Function:
-    key = self.variant_key(types)
+  def compile(self, types: CallTypes, key: str) -> Function:
     if self._plain is not None:
       return self._plain
-    bound, arguments = _bound(key), list[str]()
+    bound = dict(part.split("=", 1) for part in key.split(",") if "=" in part)
+    arguments = list[str]()
     for parameter in self.cpp_function.template:
-      value = bound.get(parameter.name, parameter.default)
-      if parameter.is_type and parameter.name in bound:
+      name = parameter.name
+      value = bound.get(name, parameter.default)
+      if parameter.is_type and name in bound:
         value = _source.cpp_type(dtype_named(value))
         if not value:
-          raise GateDefinitionError(
-            f"{self.label}: {parameter.name}: C++ kernels have no type for "
-            f"{bound[parameter.name]}; expected one of {', '.join(_source.TYPES)}"
-          )
+          known = ", ".join(_source.TYPES)
+          problem = f"C++ kernels have no type for {bound[name]}; expected one of {known}"
+          raise GateDefinitionError(f"{self.label}: {name}: {problem}")
       arguments.append(value)
     function = self._build(self.label, f"<{', '.join(arguments)}>")
-    assert self.signature is not None
-    for read, real in zip(self.signature, function.parameters, strict=True):
+    for read, real in zip(self.signature or (), function.parameters, strict=True):
       if read.kind is not real.kind:
         raise GateDefinitionError(
           f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
@@ -136,21 +119,19 @@ class CppKernel(CpuKernel):
 
   def _build(self, label: str, instance: str) -> Function:
     """The function of one instance: as it came in a file, or compiled here."""
-    library, loaded = self._from_files.get(instance), None
-    if library is not None:
+    if library := self._from_files.get(instance):
       with contextlib.suppress(CompileError):  # an older C library here, say: compiling may do
         loaded = toolchain.load(library, label)
-    if library is None or loaded is None:
-      what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
-      library = toolchain.build(what, self._unit(instance), **self.build_options)
-      loaded = toolchain.load(library, label)
+        self._libraries[instance] = library
+        return Function.built(library, loaded)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = toolchain.build(what, self._unit(instance), **self.build_options)
+    loaded = toolchain.load(library, label)
     self._libraries[instance] = library
     return Function.built(library, loaded)
 
-  # -- files -------------------------------------------------------------------------------------
   def saved_form(self) -> dict[str, Any] | None:
     native = any("native" in flag for flag in self.build_options["flags"])
-    libraries = {**self._from_files, **self._libraries}
     return {
       "kind": "cpp",
       "name": self.name,
@@ -159,7 +140,7 @@ class CppKernel(CpuKernel):
       "build_options": self.build_options,
       "thread_safe": self.thread_safe,
       "cuda": _part.saved(self.cuda) if isinstance(self.cuda, _part.SourcePart) else None,
-      "compiled": compiled_form(libraries, native=native),
+      "compiled": compiled_form(self._from_files | self._libraries, native=native),
     }
 
   def take_compiled(self, compiled: Any) -> None:
@@ -180,21 +161,14 @@ class CppKernel(CpuKernel):
     )
 
 
-def _bound(key: str) -> dict[str, str]:
-  """The template arguments that a variant's key holds."""
-  return dict(part.split("=", 1) for part in key.split(",") if "=" in part)
-
-
-def _template_value(label: str, parameter: TemplateParameter, value: Any) -> str:
+def _template_value(label: str, parameter: _source.TemplateParameter, value: Any) -> str:
   if not parameter.is_type and isinstance(value, (bool, int, np.integer)):
     return str(int(value))
   if parameter.is_type and not isinstance(value, (bool, int, float)) and value is not None:
     with contextlib.suppress(TypeError, AttributeError):
       return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
   what = "a dtype" if parameter.is_type else "an integer"
-  raise GateDefinitionError(
-    f"{label}: template parameter '{parameter.name}': expected {what}, got {value!r}"
-  )
+  check.refuse(label, f"template parameter '{parameter.name}'", what, value)
 
 
 def restore(form: dict[str, Any]) -> CppKernel:

@@ -97,7 +97,8 @@ class SourcePart(CudaPart):
     """What a call's static values or arrays say of it; "" where they don't."""
     found: Any = call.static.get(parameter.name)
     if found is None:
-      found = deduced(parameter, ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call)))
+      arrays = self._arrays(call)
+      found = deduced(parameter, ((p.element, p.rank, a.dtype, len(a.shape)) for p, a in arrays))
     if found is None:
       return ""
     if isinstance(found, (int, np.integer)) or str(found).lstrip("-").isdigit():

@@ -243,8 +243,7 @@ class ElementwiseKernel(CpuKernel):
         raise
       raise CompileError(f"{error}{self.hint}", error.output) from None
 
-  def compile(self, types: CallTypes) -> Function:
-    key = self.variant_key(types)
+  def compile(self, types: CallTypes, key: str) -> Function:
     more = _COMPLEX_FLAGS if self.bound(key).has_complex else ()
     options = {**self.build_options, "flags": (*more, *self.build_options["flags"])}
     with self.explaining():

@@ -205,7 +205,7 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((name, _from_json(value)) for name, value in values.items()))
     return CallTypes(types(operands), types(results), frozen)
 
-  def compile(self, types: CallTypes) -> Function:
+  def compile(self, types: CallTypes, key: str) -> Function:
     slots, pointers = self._slots(types), self._pointers
     parameters = [Parameter(f"result {i}", Kind.OUT, *t) for i, t in enumerate(types.results)]
     for i, (parameter, slot) in enumerate(zip(self._given, slots, strict=True)):
