@@ -145,7 +145,7 @@ def cut(
 
   `sizes` are, for each of these, the sizes that count, one a dimension; those of several lanes at
   once (`TapSite.whole`) are left to the consumer. `parts` says where the shards of each leaf lie,
-  and `shard` which one they are: -1 for whole arrays. Native sinks do it in src/channel/record.cc.
+  and `shard` which one they are: -1 for whole arrays. Native sinks do it in src/channel/consumer.h.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:
