@@ -6,6 +6,8 @@
 #include <new>
 #include <system_error>
 
+#include "core/error.h"
+
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif

@@ -46,7 +46,6 @@
 #include "channel/record.h"
 #include "channel/store.h"
 #include "core/call.h"
-#include "core/error.h"
 #include "core/lifetime.h"
 
 namespace callgate {

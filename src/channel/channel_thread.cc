@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "channel/channel.h"
+#include "core/error.h"
 #include "core/lifecycle.h"
 
 namespace callgate {
@@ -163,8 +164,9 @@ void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
 
 // Calls `what` of each consumer in `current_`, which is empty then.
 void Channel::tell_current(void (Consumer::*what)()) noexcept {
-  for (std::size_t i = 0; i < current_.size(); ++i) {
-    const std::shared_ptr<Consumer> consumer = current_[i];  // held: see deliver()
+  std::shared_ptr<Consumer> consumer;  // held: remove() may take it out meanwhile
+  for (const auto& each : current_) {
+    consumer = each;
     if (consumer != nullptr) tell(*consumer, [&] { ((*consumer).*what)(); });
   }
   current_.clear();

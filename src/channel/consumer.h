@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "channel/record.h"
+#include "core/array_view.h"
 #include "core/error.h"
 
 namespace callgate {

@@ -68,10 +68,10 @@ struct StreamBatch {
 // A frame at the end of `out`, whose header's checksums seal() fills in.
 class StreamFrame {
  public:
-  StreamFrame(std::string& out, char kind) : out_(out), start_(out.size()) {
+  StreamFrame(std::string& out, char kind)
+      : out_(out), start_(out.size()), summed_(start_ + stream::kHeaderBytes) {
     out.append("cgs").push_back(kind);
     out.append(stream::kHeaderBytes - 4, '\0');
-    summed_ = out.size();
   }
 
   // Appends numbers, each with the bytes of its type.
@@ -114,7 +114,7 @@ class StreamFrame {
 
   std::string& out_;
   const std::size_t start_;
-  std::size_t summed_ = 0, outside_ = 0;
+  std::size_t summed_, outside_ = 0;
   std::uint32_t crc_ = 0;
 };
 

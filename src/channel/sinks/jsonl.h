@@ -171,18 +171,18 @@ class JsonlSink final : public Consumer {
 
   // What the lines of one source share.
   struct Layout {
-    explicit Layout(const Source& source) : views(source) {
+    explicit Layout(const Source& source)
+        : lone(source.values() == 1 && source.leaves.front().path.empty()), views(source) {
       check_names("JSONL", source);
       append_json_string(head, source.name);
       for (std::size_t i = 0; i < source.values(); ++i) {
         append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
         keys.back() += ':';
       }
-      lone = keys.size() == 1 && source.leaves.front().path.empty();
     }
     std::string head = R"({"name":)";  // {"name":"loss"
     std::vector<std::string> keys;     // of each value leaf, with the quotes: "w/0":
-    bool lone = false;                 // the value is the one leaf itself
+    bool lone;                         // the value is the one leaf itself
     RecordViews views;
   };
 
@@ -206,7 +206,7 @@ class JsonlSink final : public Consumer {
     json::append_number(lines_ += ",\"time_ns\":", record.time_ns);
     json::append_number(lines_ += ",\"device\":", record.device);
     json::append_number(lines_ += ",\"run\":", record.run);
-    ((lines_ += ",\"role\":\"") += role_name(record.source->role)) += '"';
+    ((lines_ += R"(,"role":")") += role_name(record.source->role)) += '"';
     if (const Lanes& lanes = record.source->lanes; !lanes.empty()) append_lane(lanes, lane);
     if ((record.flags & kRepeated) != 0) lines_ += ",\"repeated\":true";
     lines_ += layout.lone ? ",\"value\":" : ",\"value\":{";

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -132,7 +133,8 @@ class StatsSink final : public Consumer {
         const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
         const std::string& owner = owners.try_emplace(name, source.name).first->second;
         if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
-        throw Error("the sink Stats", "'" + name + "' of the tap '" + owner + "'",
+        throw Error("the sink Stats",
+                    std::string("'").append(name).append("' of the tap '").append(owner) + "'",
                     "that of the tap '" + source.name + "'");
       }
     }
