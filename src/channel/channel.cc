@@ -5,7 +5,12 @@
 #include <cstring>
 #include <new>
 #include <system_error>
-#include <utility>
+
+#include "core/error.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace callgate {
 namespace {
@@ -15,8 +20,28 @@ constexpr auto kRecheck = std::chrono::milliseconds(20);  // for interrupts, by 
 // would cost a switch of threads a record.
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
-std::atomic<Channel::Interrupted> g_interrupted{nullptr};
-std::atomic<bool> g_abandoned{false};
+// Copies a leaf into a record's payload, which is aligned to 16 bytes.
+void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept {
+  std::size_t streamed = 0;
+#ifdef __SSE2__
+  // From this size on, stores pass by the caches: the memory they go to was used long ago, and to
+  // fetch it first would cost more than the copy.
+  if (bytes >= 4096) streamed = bytes / 64 * 64;
+  auto* target = reinterpret_cast<__m128i*>(to);
+  const auto* source = static_cast<const __m128i*>(from);
+  for (std::size_t i = 0; i < streamed / 16; i += 4) {
+    __m128i a = _mm_loadu_si128(source + i), b = _mm_loadu_si128(source + i + 1);
+    __m128i c = _mm_loadu_si128(source + i + 2), d = _mm_loadu_si128(source + i + 3);
+    _mm_stream_si128(target + i, a);
+    _mm_stream_si128(target + i + 1, b);
+    _mm_stream_si128(target + i + 2, c);
+    _mm_stream_si128(target + i + 3, d);
+  }
+  if (streamed != 0) _mm_sfence();  // such stores are not ordered by the atomics that publish them
+#endif
+  if (bytes != streamed)
+    std::memcpy(to + streamed, static_cast<const char*>(from) + streamed, bytes - streamed);
+}
 
 // The record, whose payload is written here: the leaves, or, of a source with arrays on a device,
 // the handle and the control leaves.
@@ -44,24 +69,10 @@ void count_up(std::atomic<std::uint64_t>& counter, std::uint64_t count) noexcept
   counter.fetch_add(count, std::memory_order_release);
 }
 
-std::uint64_t next_id() noexcept {
-  static std::atomic<std::uint64_t> next{1};
-  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
-}
-
 }  // namespace
 
-void Channel::set_interrupted(Interrupted check) noexcept {
-  g_interrupted.store(check, std::memory_order_release);  // whoever reads it may call it
-}
-void Channel::abandon_all() noexcept { g_abandoned.store(true, std::memory_order_relaxed); }
-bool Channel::abandoned() noexcept {
-  return g_abandoned.load(std::memory_order_relaxed);  // set while no other thread is there
-}
-
 Channel::Channel(ChannelOptions options, OnError on_error)
-    : id_(next_id()),
-      options_(std::move(options)),
+    : options_(std::move(options)),
       on_error_(std::move(on_error)),
       store_(options_.capacity, /*copies=*/options_.on_full == OnFull::kDropOld) {}
 
@@ -85,12 +96,6 @@ void Channel::add_all(std::vector<std::shared_ptr<Consumer>> consumers) {
   for (auto& consumer : consumers) consumers_.push_back(std::move(consumer));
 }
 
-void Channel::remove(const std::shared_ptr<Consumer>& consumer) {
-  const std::uint64_t delivery = request_removal(consumer);
-  while (!removed(delivery, std::chrono::hours(1))) {
-  }
-}
-
 std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer) {
   if (abandoned()) return 0;  // nobody delivers, and the mutex may be held for ever
   std::lock_guard lock(mutex_);
@@ -100,16 +105,11 @@ std::uint64_t Channel::request_removal(const std::shared_ptr<Consumer>& consumer
   return deliveries_;
 }
 
-bool Channel::removed(std::uint64_t delivery, Clock::duration timeout) {
+bool Channel::removed(std::uint64_t delivery, Timeout timeout) {
   if (abandoned() || on_own_thread()) return true;
   std::unique_lock lock(mutex_);
   // The delivery that is under way: on a busy channel the next begins at once.
-  return done_.wait_for(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
-}
-
-void Channel::start() {
-  std::lock_guard lock(mutex_);
-  start_locked();
+  return wait_done(lock, timeout, [&] { return !in_delivery_ || deliveries_ != delivery; });
 }
 
 // The mutex is held: the thread, which begins by taking it, sees `running_`.
@@ -164,14 +164,11 @@ std::uint64_t Channel::request_flush() {
   return flush_wanted_;
 }
 
-bool Channel::flushed(std::uint64_t request, std::optional<Clock::duration> timeout) {
+bool Channel::flushed(std::uint64_t request, Timeout timeout) {
   if (on_own_thread()) return true;
   if (abandoned()) return false;
   std::unique_lock lock(mutex_);
-  auto served = [&] { return flush_served_ >= request || finished_; };
-  if (timeout) return done_.wait_for(lock, *timeout, served);
-  done_.wait(lock, served);
-  return true;
+  return wait_done(lock, timeout, [&] { return flush_served_ >= request || finished_; });
 }
 
 void Channel::refuse() noexcept {
@@ -180,31 +177,23 @@ void Channel::refuse() noexcept {
   room_.notify_all();
 }
 
-bool Channel::close(std::optional<Clock::duration> timeout) {
+bool Channel::close(Timeout timeout) {
   if (abandoned()) {
     if (thread_.joinable()) thread_.detach();  // it does not exist in this process
     return false;
   }
   refuse();
+  std::unique_lock lock(mutex_);
   while (senders_.load(std::memory_order_seq_cst) != 0) {  // see send()
-    std::unique_lock lock(mutex_);
     room_.notify_all();
     room_.wait_for(lock, std::chrono::milliseconds(1));
   }
-  std::thread ended;
-  {
-    std::unique_lock lock(mutex_);
-    closing_ = true;
-    work_.notify_one();
-    if (running_ && on_own_thread()) return true;  // it ends when it gets back to its loop
-    auto finished = [&] { return finished_ || !running_; };
-    if (!timeout) {
-      done_.wait(lock, finished);
-    } else if (!done_.wait_for(lock, *timeout, finished)) {
-      return false;
-    }
-    ended = std::move(thread_);  // two may close at once
-  }
+  closing_ = true;
+  work_.notify_one();
+  if (running_ && on_own_thread()) return true;  // it ends when it gets back to its loop
+  if (!wait_done(lock, timeout, [&] { return finished_ || !running_; })) return false;
+  std::thread ended = std::move(thread_);  // two may close at once
+  lock.unlock();
   if (ended.joinable()) ended.join();
   drop_the_rest();
   return true;
@@ -213,9 +202,8 @@ bool Channel::close(std::optional<Clock::duration> timeout) {
 // Everything that waits is dropped. There is no thread, or it has ended.
 void Channel::drop_the_rest() noexcept {
   if (abandoned()) return;  // the mutex may be held for ever
-  std::uint64_t dropped = store_.drop_all();
-  if (inherited_ != nullptr) dropped += inherited_->store_.drop_all();
-  count_up(dropped_, dropped);
+  count_up(dropped_, store_.drop_all());
+  if (inherited_ != nullptr) count_up(dropped_, inherited_->store_.drop_all());
 }
 
 ChannelStats Channel::stats() const noexcept {
@@ -260,10 +248,12 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
   // Relaxed: only this source's senders write it, and enrolling twice does no harm.
   if (Entry* entry = place.entry; entry != nullptr) {
     if (parcel.sender.enrolled.load(std::memory_order_relaxed) == id_ || enrol(parcel.sender)) {
-      char* payload = const_cast<char*>(entry->record.payload);
-      entry->record = make_record(parcel, seq, time_ns, payload);
+      entry->record = make_record(parcel, seq, time_ns, entry->record.data());
       store_.publish(*entry);
-      wake_thread();
+      // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees
+      // us.
+      const int rest = rest_.load(std::memory_order_seq_cst);
+      if (rest == kAsleep || (rest == kNapping && store_.half_full())) wake_thread();
       return true;
     }
     store_.give_up(*entry, bytes);
@@ -275,16 +265,15 @@ bool Channel::put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns)
   return false;
 }
 
-bool Channel::put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept {
-  try {
-    auto payload = std::make_unique_for_overwrite<char[]>(parcel.sender.source->payload_bytes);
-    const Record record = make_record(parcel, seq, time_ns, payload.get());
-    if (!enrol(parcel.sender)) return false;
-    overflow_.add(store_.tail(), record, std::move(payload));
-    return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
+bool Channel::put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept
+    try {
+  auto payload = std::make_unique_for_overwrite<char[]>(parcel.sender.source->payload_bytes);
+  const Record record = make_record(parcel, seq, time_ns, payload.get());
+  if (!enrol(parcel.sender)) return false;
+  overflow_.add(store_.tail(), record, std::move(payload));
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
 }
 
 bool Channel::passes_sampling(Sender& sender) const noexcept {
@@ -297,41 +286,35 @@ bool Channel::passes_sampling(Sender& sender) const noexcept {
 }
 
 Store::Place Channel::reserve(std::size_t payload) noexcept {
-  if (Store::Place place = reserve_now(payload); place.decided()) return place;
-  if (options_.on_full == OnFull::kBlock) return wait_for_room(payload);
-  if (options_.on_full == OnFull::kDropOld) return make_room(payload);
-  return {};
-}
-
-Store::Place Channel::reserve_now(std::size_t payload, bool starves) noexcept {
-  // Relaxed: who is late to see it overtakes once more.
-  if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return {};
-  return store_.reserve(payload);
+  for (;;) {
+    if (Store::Place place = reserve_now(payload); place.decided()) return place;
+    if (options_.on_full == OnFull::kBlock && !on_own_thread()) return wait_for_room(payload);
+    if (options_.on_full != OnFull::kDropOld) return {};
+    // Drops the oldest records until there is room, or all that fills the store is in delivery.
+    const std::optional<std::uint64_t> dropped = store_.drop_oldest();
+    if (!dropped) return {};
+    count_up(dropped_, *dropped);
+  }
 }
 
 // Keeps the size of the first record that found no memory, for the channel's thread to report.
 void Channel::note_no_memory(std::size_t bytes) noexcept {
   std::size_t none = 0;
+  bytes = std::max<std::size_t>(bytes, 2);
   // Relaxed: a number that says all; the channel's thread may be late to see it.
-  if (!no_memory_.compare_exchange_strong(none, std::max<std::size_t>(bytes, 2),
-                                          std::memory_order_relaxed) ||
-      on_own_thread())
-    return;
-  std::lock_guard lock(mutex_);
-  rest_.store(kAwake, std::memory_order_relaxed);  // as wake_thread()
-  work_.notify_one();
+  if (no_memory_.compare_exchange_strong(none, bytes, std::memory_order_relaxed) &&
+      !on_own_thread())
+    wake_thread();
 }
 
 // Waits until there is room, or an interrupt, or the channel is closed.
 Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
-  if (on_own_thread()) return {};
   Store::Place place;
   bool starves = false;
   auto patience = Clock::now() + kPatience;
   waiting_.fetch_add(1, std::memory_order_seq_cst);  // before we look, so that room is announced
-  for (;;) {
-    // Relaxed: a late answer costs one more round.
-    if (interrupted_.load(std::memory_order_relaxed) || closed()) break;
+  // Relaxed: a late answer costs one more round.
+  while (!interrupted_.load(std::memory_order_relaxed) && !closed()) {
     {
       std::unique_lock lock(mutex_);
       place = reserve_now(payload, starves);
@@ -341,8 +324,15 @@ Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
     }
     place = reserve_now(payload, starves);
     if (place.decided()) break;
-    Interrupted check = g_interrupted.load(std::memory_order_acquire);  // see set_interrupted
-    if (check != nullptr && check()) interrupt();
+    Interrupted check = interrupted_check_.load(std::memory_order_acquire);  // see set_interrupted
+    if (check != nullptr && check()) {
+      // From now on senders do not wait for room, until the channel's thread has found nothing to
+      // do. Relaxed: a late look costs a round more.
+      interrupted_.store(true, std::memory_order_relaxed);
+      std::lock_guard lock(mutex_);
+      room_.notify_all();
+      work_.notify_one();
+    }
     if (!starves && Clock::now() > patience) {
       starves = true;
       starving_.fetch_add(1, std::memory_order_relaxed);  // see reserve_now()
@@ -351,24 +341,6 @@ Store::Place Channel::wait_for_room(std::size_t payload) noexcept {
   if (starves) starving_.fetch_sub(1, std::memory_order_relaxed);  // see reserve_now()
   waiting_.fetch_sub(1, std::memory_order_relaxed);  // an early notice more does no harm
   return place;
-}
-
-// From now on senders do not wait for room, until the channel's thread has found nothing to do.
-void Channel::interrupt() noexcept {
-  interrupted_.store(true, std::memory_order_relaxed);  // a late look costs a round more
-  std::lock_guard lock(mutex_);
-  room_.notify_all();
-  work_.notify_one();
-}
-
-// Drops the oldest records until there is room, or all that fills the store is in delivery.
-Store::Place Channel::make_room(std::size_t payload) noexcept {
-  for (;;) {
-    if (Store::Place place = reserve_now(payload); place.decided()) return place;
-    const std::optional<std::uint64_t> dropped = store_.drop_oldest();
-    if (!dropped) return {};
-    count_up(dropped_, *dropped);
-  }
 }
 
 // Keeps the source for as long as the channel has records of it. False where there is no memory.
@@ -382,9 +354,6 @@ bool Channel::enrol(Sender& sender) noexcept try {
 }
 
 void Channel::wake_thread() noexcept {
-  // Sequentially consistent: after publish(), see rest(). Either we see the sleeper, or it sees us.
-  int rest = rest_.load(std::memory_order_seq_cst);
-  if (rest == kAwake || (rest == kNapping && !store_.half_full())) return;
   std::lock_guard lock(mutex_);
   rest_.store(kAwake, std::memory_order_relaxed);  // others need not notify, too
   work_.notify_one();

@@ -34,9 +34,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "channel/consumer.h"
@@ -44,6 +46,7 @@
 #include "channel/record.h"
 #include "channel/store.h"
 #include "core/call.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 
@@ -85,9 +88,10 @@ struct Parcel {
   bool lost = false;         // there was no memory to bring the arrays here: it counts as dropped
 };
 
-class Channel : public std::enable_shared_from_this<Channel> {
+class Channel : Immovable, public std::enable_shared_from_this<Channel> {
  public:
   using Clock = std::chrono::steady_clock;
+  using Timeout = std::optional<Clock::duration>;  // none: waits for as long as it takes
   // Told of a consumer that threw: the consumer and what it said. On the channel's thread.
   using OnError = std::function<void(const Channel&, const Consumer&, const std::string&)>;
   // Asked now and then by a sender that waits: should it stop waiting?
@@ -95,8 +99,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
 
   Channel(ChannelOptions options, OnError on_error);
   ~Channel();
-  Channel(const Channel&) = delete;
-  Channel& operator=(const Channel&) = delete;
 
   const ChannelOptions& options() const noexcept { return options_; }
 
@@ -109,30 +111,35 @@ class Channel : public std::enable_shared_from_this<Channel> {
   // the caller.
   void add(std::shared_ptr<Consumer> consumer) { add_all({std::move(consumer)}); }
   void add_all(std::vector<std::shared_ptr<Consumer>> consumers);
-  void remove(const std::shared_ptr<Consumer>& consumer);
+  void remove(const std::shared_ptr<Consumer>& consumer) {
+    removed(request_removal(consumer), std::nullopt);
+  }
 
   // The same in two steps, for who waits in slices: false when the time ran out.
   std::uint64_t request_removal(const std::shared_ptr<Consumer>& consumer);
-  bool removed(std::uint64_t delivery, Clock::duration timeout);
+  bool removed(std::uint64_t delivery, Timeout timeout);
 
   // Starts the thread without a consumer of the channel's: sources have their own.
-  void start();
+  void start() {
+    std::lock_guard lock(mutex_);
+    start_locked();
+  }
 
   // Waits until all that was sent before is with the consumers, and has been flushed by them:
   // the channel's, and those of sources that are not retired. False when the time ran out. On the
   // channel's own thread: true at once.
-  bool flush(std::optional<Clock::duration> timeout) { return flushed(request_flush(), timeout); }
+  bool flush(Timeout timeout) { return flushed(request_flush(), timeout); }
 
   // The same in two steps, for who waits in slices: what is sent after the request is not waited
   // for, however long the wait.
   std::uint64_t request_flush();
-  bool flushed(std::uint64_t request, std::optional<Clock::duration> timeout);
+  bool flushed(std::uint64_t request, Timeout timeout);
 
   // No record is taken any more (senders' are counted as dropped); delivers what is there, closes
   // the consumers, joins the thread. False when the time ran out: the thread then goes on, and ends
   // with the consumer that holds it up; close() again waits again. Without a thread, what is there
   // is dropped.
-  bool close(std::optional<Clock::duration> timeout);
+  bool close(Timeout timeout);
   bool closed() const noexcept { return closed_.load(std::memory_order_acquire); }
 
   // Takes over the records that wait in `other`, which nobody sends to any more and which never had
@@ -153,12 +160,16 @@ class Channel : public std::enable_shared_from_this<Channel> {
   static std::shared_ptr<void> lend(const Record& record) noexcept;
 
   // The check that senders who wait for room make; for the whole process.
-  static void set_interrupted(Interrupted check) noexcept;
+  static void set_interrupted(Interrupted check) noexcept {
+    interrupted_check_.store(check, std::memory_order_release);  // whoever reads it may call it
+  }
 
   // In a fork's child, which has no thread to deliver: from now on every channel of the process
   // drops what is sent and refuses to flush.
-  static void abandon_all() noexcept;
-  static bool abandoned() noexcept;
+  static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
+  static bool abandoned() noexcept {
+    return abandoned_.load(std::memory_order_relaxed);  // set while no other thread is there
+  }
 
  private:
   // A moment in the stream: what was sent before it.
@@ -182,13 +193,15 @@ class Channel : public std::enable_shared_from_this<Channel> {
   bool put(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
   bool put_besides(const Parcel& parcel, std::uint64_t seq, std::int64_t time_ns) noexcept;
   Store::Place reserve(std::size_t payload) noexcept;
-  Store::Place reserve_now(std::size_t payload, bool starves = false) noexcept;
+  Store::Place reserve_now(std::size_t payload, bool starves = false) noexcept {
+    // Relaxed: who is late to see it overtakes once more.
+    if (starving_.load(std::memory_order_relaxed) != 0 && !starves) return {};
+    return store_.reserve(payload);
+  }
   Store::Place wait_for_room(std::size_t payload) noexcept;
-  Store::Place make_room(std::size_t payload) noexcept;
   bool passes_sampling(Sender& sender) const noexcept;
   bool enrol(Sender& sender) noexcept;
   void note_no_memory(std::size_t bytes) noexcept;
-  void interrupt() noexcept;
   void wake_thread() noexcept;
 
   // Any thread.
@@ -197,12 +210,18 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return thread_id_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }
   Moment moment() const noexcept { return {store_.tail(), overflow_.added()}; }
+  // Whether `done` says true before the time runs out. The lock is of the mutex.
+  template <typename Done>
+  bool wait_done(std::unique_lock<std::mutex>& lock, Timeout timeout, Done&& done) {
+    if (timeout) return done_.wait_for(lock, *timeout, done);
+    done_.wait(lock, done);
+    return true;
+  }
   void start_locked();
   void drop_the_rest() noexcept;
 
   // The channel's thread.
   void run();
-  void deliver_inherited();
   bool deliver_some();
   Store::Collected deliver_from(Store& store);
   void deliver() noexcept;
@@ -218,7 +237,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
   void rest();
   void finish();
 
-  const std::uint64_t id_;  // unique in the process, from 1
+  static inline std::atomic<Interrupted> interrupted_check_{nullptr};
+  static inline std::atomic<bool> abandoned_{false};
+
+  const std::uint64_t id_ = next_id<Channel>();
   const ChannelOptions options_;
   const OnError on_error_;
   Store store_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "channel/channel.h"
+#include "core/error.h"
 #include "core/lifecycle.h"
 
 namespace callgate {
@@ -43,7 +44,12 @@ void Channel::run() {
   thread_id_.store(std::this_thread::get_id(), std::memory_order_relaxed);  // see on_own_thread()
   insist(
       [&] { pthread_setname_np(pthread_self(), ("cg:" + options_.name).substr(0, 15).c_str()); });
-  deliver_inherited();
+  for (bool some = inherited_ != nullptr; some;) {
+    some = deliver_from(inherited_->store_).some;
+    std::lock_guard lock(mutex_);
+    end_delivery();
+  }
+  inherited_.reset();
   for (;;) {
     bool some = deliver_some();
     report_no_memory();
@@ -69,10 +75,8 @@ Store::Collected Channel::deliver_from(Store& store) {
     current_ = consumers_;
   });
   Store::Collected collected = store.collect(batch_);
-  if (collected.dropped != 0) {
-    dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
-    note_no_memory(collected.no_memory);
-  }
+  dropped_.fetch_add(collected.dropped, std::memory_order_release);  // see stats()
+  if (collected.dropped != 0) note_no_memory(collected.no_memory);
   if (&store == &store_ && overflow_.some()) overflow_.collect(batch_, collected.position);
   const std::size_t count = batch_.records().size();
   if (count != 0) deliver();
@@ -98,15 +102,6 @@ bool Channel::deliver_some() {
     gone = std::move(retired_.front().source);
     retired_.pop_front();
   }
-}
-
-void Channel::deliver_inherited() {
-  for (bool some = inherited_ != nullptr; some;) {
-    some = deliver_from(inherited_->store_).some;
-    std::lock_guard lock(mutex_);
-    end_delivery();
-  }
-  inherited_.reset();
 }
 
 void Channel::deliver() noexcept {
@@ -144,7 +139,7 @@ void Channel::hand_over_host_arrays(Consumer& consumer, std::span<const Record> 
     if (refused == nullptr) refused = run.front().source;
   });
   if (refused == nullptr) return;
-  throw Error(ErrorCode::kInvalidArgument, "channel '" + options_.name + "'",
+  throw Error("channel '" + options_.name + "'",
               "consumers in Python, called for each record, of tap '" + refused->name +
                   "', which has on_device=True",
               consumer.description());
@@ -156,20 +151,15 @@ std::shared_ptr<void> Channel::lend(const Record& record) noexcept {
 
 // Reports what the action throws; the channel and its other consumers go on.
 template <typename Action>
-void Channel::tell(Consumer& consumer, Action&& action) noexcept {
-  auto report = [&](const char* what) {
-    try {
-      on_error_(*this, consumer, what);
-    } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
-    }
-  };
+void Channel::tell(Consumer& consumer, Action&& action) noexcept try {
   try {
     action();
   } catch (const std::exception& error) {
-    report(error.what());
+    on_error_(*this, consumer, error.what());
   } catch (...) {
-    report("an unknown C++ exception");
+    on_error_(*this, consumer, "an unknown C++ exception");
   }
+} catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
 }
 
 // Calls `what` of each consumer in `current_`, which is empty then.
@@ -237,17 +227,14 @@ void Channel::rest() {
     return;
   }
   bool sleep = idle_naps_++ >= kNapsBeforeSleep;
-  // Sequentially consistent: before we look once more; see wake_thread().
+  // Sequentially consistent: before we look once more; see put().
   rest_.store(sleep ? kAsleep : kNapping, std::memory_order_seq_cst);
   if (!store_.has_waiting() && !overflow_.some()) {
     // Everything has been taken, so senders may wait for room again. Said before the rest, not
     // after it: they may cut each rest short.
     interrupted_.store(false, std::memory_order_relaxed);
-    if (sleep) {
-      work_.wait(lock);
-    } else {
-      work_.wait_for(lock, kNap);
-    }
+    if (!sleep) work_.wait_for(lock, kNap);
+    if (sleep) work_.wait(lock);
   }
   rest_.store(kAwake, std::memory_order_relaxed);  // a notice more does no harm
   if (store_.has_waiting()) idle_naps_ = 0;
@@ -256,24 +243,20 @@ void Channel::rest() {
 void Channel::finish() {
   report_no_memory();
   auto gone = insist([] { return std::deque<Retired>(); });
-  std::unordered_map<const Source*, std::shared_ptr<const Source>> sources;
-  for (;;) {
-    {
-      std::lock_guard lock(mutex_);
-      if (consumers_.empty()) {
-        gone.swap(retired_);
-        sources.swap(sources_);
-        finished_ = true;
-        done_.notify_all();
-        return;
-      }
-      current_.swap(consumers_);  // others may come meanwhile
-      in_delivery_ = true;
-    }
+  decltype(sources_) sources;  // both are destroyed without the mutex
+  std::unique_lock lock(mutex_);
+  while (!consumers_.empty()) {  // others may come meanwhile
+    current_.swap(consumers_);
+    in_delivery_ = true;
+    lock.unlock();
     tell_current(&Consumer::close);
-    std::lock_guard lock(mutex_);
+    lock.lock();
     end_delivery();
   }
+  gone.swap(retired_);
+  sources.swap(sources_);
+  finished_ = true;
+  done_.notify_all();
 }
 
 // Reports, once in the channel's life, that a record was dropped for want of memory.

@@ -1,16 +1,23 @@
-// What takes records out of a channel.
+// What takes records out of a channel, and how it goes through them.
 //
 // A channel calls its consumers on its own thread, one after the other, with all records that are
 // there at once. A consumer that throws does not hurt the others: the channel keeps what it threw.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <exception>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "channel/first_error.h"
 #include "channel/record.h"
+#include "core/array_view.h"
+#include "core/error.h"
 
 namespace callgate {
 
@@ -48,6 +55,186 @@ class Consumer {
   std::atomic<std::uint64_t> lost_{0};
 };
 
+// Keeps the first exception of several steps, of which each is taken whatever the others throw.
+class FirstError {
+ public:
+  // Whether the step threw nothing.
+  template <typename Step>
+  bool survives(Step&& step) noexcept {
+    try {
+      step();
+      return true;
+    } catch (...) {
+      if (first_ == nullptr) first_ = std::current_exception();
+      return false;
+    }
+  }
+
+  // Throws what it keeps, if anything, and forgets it.
+  void rethrow() {
+    if (first_ != nullptr) std::rethrow_exception(std::exchange(first_, nullptr));
+  }
+
+ private:
+  std::exception_ptr first_;
+};
+
+// Takes a step that appends to `text`. Where it throws, `text` is as it was before.
+template <typename Step>
+void append_whole(std::string& text, Step&& step) {
+  const std::size_t before = text.size();
+  try {
+    step();
+  } catch (...) {
+    text.resize(before);
+    throw;
+  }
+}
+
+namespace padding {
+
+// Copies `count` elements from one position to another; packed ones lie from the low bits up.
+inline void copy_elements(const char* from, std::int64_t at, char* to, std::int64_t to_at,
+                          std::int64_t count, std::int64_t width) {
+  if (width >= 8) {
+    std::memcpy(to + to_at * width / 8, from + at * width / 8,
+                static_cast<std::size_t>(count * width / 8));
+    return;
+  }
+  const unsigned mask = (1U << width) - 1;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::int64_t read = (at + i) * width, write = (to_at + i) * width;
+    const unsigned value = static_cast<unsigned char>(from[read / 8]) >> (read % 8) & mask;
+    to[write / 8] =
+        static_cast<char>(static_cast<unsigned char>(to[write / 8]) | value << (write % 8));
+  }
+}
+
+// Copies the first `dims` of each axis, in row-major order, to zeroed memory.
+inline void copy_corner(const ArrayView& from, std::span<const std::int64_t> dims, char* to) {
+  const std::size_t last = dims.size() - 1;
+  std::vector<std::int64_t> index(dims.size(), 0);
+  for (std::int64_t done = 0;; done += dims[last]) {
+    std::int64_t position = 0;
+    for (std::size_t axis = 0; axis <= last; ++axis)
+      position = position * from.dims[axis] + index[axis];
+    copy_elements(static_cast<const char*>(from.data), position, to, done, dims[last],
+                  bits(from.dtype));
+    std::size_t axis = last;
+    while (axis > 0 && ++index[axis - 1] == dims[axis - 1]) index[--axis] = 0;
+    if (axis == 0) return;
+  }
+}
+
+}  // namespace padding
+
+// The leaves of a record as views into its payload, control leaves included.
+class RecordViews {
+ public:
+  explicit RecordViews(const Source& source)
+      : views_(source.leaves.size()), lane_(views_), cuts_(source.padded.size()) {}
+
+  // Views of the whole record.
+  std::span<const ArrayView> whole(const Record& record) {
+    const Source& source = *record.source;
+    KeptArrays::One kept;
+    if (source.kept != nullptr) kept = source.kept->at(record.handle());
+    for (std::size_t i = 0; i < source.leaves.size(); ++i) {
+      const LeafType& leaf = source.leaves[i];
+      // Views have no const form; consumers do not write.
+      void* data = const_cast<char*>(record.data(leaf));
+      if (source.kept != nullptr && i < source.value_leaves)
+        data = i < kept.data.size() ? kept.data[i] : nullptr;
+      views_[i] = {data, leaf.dims.data(), static_cast<std::int32_t>(leaf.dims.size()), leaf.dtype};
+    }
+    return views_;
+  }
+
+  // Calls visit(lane index, leaves of the tapped value) for each lane that is sent, in row-major
+  // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
+  // Padding is cut off. A lane whose sizes the array has not is left out, and so is one that
+  // visit() throws for: the others are visited all the same, then the first exception is thrown on.
+  template <typename Visit>
+  void each_lane(const Record& record, Visit&& visit) {
+    const Source& source = *record.source;
+    failed_ = 0;
+    FirstError errors;
+    each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
+      const bool visited = errors.survives([&] {
+        for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
+        visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
+      });
+      if (!visited) ++failed_;
+    });
+    errors.rethrow();
+  }
+
+  // How many lanes the last each_lane() left out so.
+  std::uint64_t failed() const noexcept { return failed_; }
+
+  // As each_lane(), with padding, and with the sizes behind the value's leaves.
+  template <typename Visit>
+  void each_lane_as_sent(const Record& record, Visit&& visit) {
+    const Source& source = *record.source;
+    whole(record);
+    for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
+      if (source.lanes.empty()) {
+        lane_ = views_;
+      } else {
+        source.lanes.select_operands(lane, views_, lane_);
+      }
+      if (source.has_where && *static_cast<const char*>(lane_[source.value_leaves].data) == 0)
+        continue;
+      visit(lane, std::span<const ArrayView>(lane_.data(), source.value_leaves));
+    }
+  }
+
+ private:
+  // What is left of a padded leaf.
+  struct Cut {
+    std::vector<std::int64_t> dims;
+    std::vector<char> data;
+  };
+
+  // Puts what counts of the padded leaf `i` into lane_.
+  void cut(const Record& record, std::size_t i) {
+    const Source& source = *record.source;
+    const Padded& padded = source.padded[i];
+    const ArrayView& sizes = lane_[source.values() + i];
+    ArrayView& leaf = lane_[padded.leaf];
+    // Sizes of several lanes at once come with records of all lanes, which stay whole.
+    if (sizes.rank != 1 || sizes.dims[0] > leaf.rank) return;
+    const auto count = static_cast<std::size_t>(sizes.dims[0]);
+    const std::size_t lead = static_cast<std::size_t>(leaf.rank) - count;
+    const std::int64_t shard = std::int64_t{record.flags >> kShardBit} - 1;
+    const bool split = shard >= 0 && static_cast<std::size_t>(shard) < padded.starts.size();
+    Cut& cut = cuts_[i];
+    cut.dims.assign(leaf.dims, leaf.dims + leaf.rank);
+    bool whole = true;
+    for (std::size_t axis = 0; axis < count; ++axis) {
+      const std::int64_t have = cut.dims[lead + axis], most = split ? padded.whole[axis] : have;
+      const std::int64_t size = static_cast<const std::int32_t*>(sizes.data)[axis];
+      if (size < 0 || size > most) {
+        throw Error("tap '" + source.name + "': logical_shape" + source.leaves[padded.leaf].path +
+                        ", dimension " + std::to_string(axis),
+                    "a size from 0 to " + std::to_string(most), std::to_string(size));
+      }
+      const std::int64_t start = split ? padded.starts[static_cast<std::size_t>(shard)][axis] : 0;
+      cut.dims[lead + axis] = std::clamp<std::int64_t>(size - start, 0, have);
+      whole = whole && cut.dims[lead + axis] == have;
+    }
+    if (whole) return;
+    const ArrayView kept{nullptr, cut.dims.data(), leaf.rank, leaf.dtype};
+    cut.data.assign(std::max<std::size_t>(kept.nbytes(), 1), 0);
+    if (kept.nbytes() != 0) padding::copy_corner(leaf, cut.dims, cut.data.data());
+    leaf = ArrayView{cut.data.data(), cut.dims.data(), leaf.rank, leaf.dtype};
+  }
+
+  std::vector<ArrayView> views_, lane_;
+  std::vector<Cut> cuts_;
+  std::uint64_t failed_ = 0;
+};
+
 // How native sinks go through a batch: a record that a sink refuses does not take the others along.
 //
 // Calls begin(), take(record) for each record, whatever some of them throw, then finish(), then
@@ -61,9 +248,8 @@ void consume_each(Consumer& consumer, std::span<const Record> records, Begin&& b
     consumer.lose(records.size());
     return errors.rethrow();
   }
-  for (const Record& record : records) {
+  for (const Record& record : records)
     if (!errors.survives([&] { take(record); })) consumer.lose(1);
-  }
   errors.survives(finish);
   errors.rethrow();
 }

@@ -1,9 +1,9 @@
 // The framing in which taps left the device in 2020 (jax.experimental.host_callback's outfeed).
 //
-// The functions are pure, for any thread; whatever the bytes hold, nothing beyond them is read. A
-// sink writes a file in the framing, and a reader reads it; each belongs to one thread at a time. A
-// message is a header, perhaps continued, and then the arrays' bytes, row-major, one after the
-// other without padding. All words are uint32, little-endian in memory:
+// The functions are pure, for any thread; whatever the bytes hold, nothing beyond them is read. The
+// sink and the reader of a file in it belong to one thread at a time. A message is a header,
+// perhaps continued, and then the arrays' bytes, row-major, one after the other without padding.
+// All words are uint32, little-endian in memory:
 //
 //   header, 32 words:    0      2178
 //                        1, 2   consumer id, 64 bits: the high word, then the low word
@@ -19,61 +19,212 @@
 // metadata is empty here, and may also be an empty msgpack array.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "channel/consumer.h"
-#include "channel/first_error.h"
+#include "channel/sinks/file.h"
 #include "channel/unique_fd.h"
 #include "core/dtype.h"
+#include "core/error.h"
+#include "core/process.h"
 
 namespace callgate::outfeed_2020 {
 
 inline constexpr std::uint32_t kStart = 2178;
 inline constexpr std::size_t kBlockBytes = 128;
-inline constexpr std::size_t kFirstMetadataBytes = 112;
+inline constexpr std::size_t kFieldBytes = 16;  // of a header, before its metadata
+inline constexpr std::array kDTypes{
+    // by code
+    DType::kS8,  DType::kS16,  DType::kS32,  DType::kS64, DType::kU8,
+    DType::kU16, DType::kU32,  DType::kU64,  DType::kF16, DType::kF32,
+    DType::kF64, DType::kBF16, DType::kPred, DType::kC64, DType::kC128,
+};
+
+[[noreturn]] inline void refuse(const std::string& expected, const std::string& got) {
+  throw Error("outfeed of 2020", expected, got);
+}
 
 struct ArrayType {
   DType dtype = DType::kInvalid;
   std::vector<std::int64_t> dims;
 
   // Throws Error when no memory could hold as much.
-  std::size_t nbytes() const;
+  std::size_t nbytes() const {
+    std::int64_t count = 1;
+    for (std::int64_t dim : dims)
+      if (dim < 0 || __builtin_mul_overflow(count, dim, &count) || count > (std::int64_t{1} << 55))
+        refuse("an array that fits into memory", "a larger one");
+    return storage_bytes(dtype, static_cast<std::size_t>(count));
+  }
   bool operator==(const ArrayType&) const = default;
 };
 
 // None for dtypes that the framing lacks.
-std::optional<std::uint32_t> code_of(DType dtype) noexcept;
-std::optional<DType> dtype_of(std::uint64_t code) noexcept;
+inline std::optional<std::uint32_t> code_of(DType dtype) noexcept {
+  const auto* found = std::ranges::find(kDTypes, dtype);
+  if (found == kDTypes.end()) return std::nullopt;
+  return static_cast<std::uint32_t>(found - kDTypes.begin());
+}
+inline std::optional<DType> dtype_of(std::uint64_t code) noexcept {
+  return code < kDTypes.size() ? std::optional(kDTypes[code]) : std::nullopt;
+}
+
+// The low `count` bytes of a number, the highest first.
+inline void put_big(std::string& out, std::uint64_t value, int count) {
+  while (count-- > 0) out.push_back(static_cast<char>((value >> (8 * count)) & 255U));
+}
+
+// msgpack: the shortest form of a number that is not negative.
+inline void put_number(std::string& out, std::uint64_t value) {
+  if (value < 128) return put_big(out, value, 1);
+  const unsigned exponent = value < (1U << 8)    ? 0
+                            : value < (1U << 16) ? 1
+                            : value >> 32 == 0   ? 2
+                                                 : 3;
+  put_big(out, 0xCC + exponent, 1);
+  put_big(out, value, 1 << exponent);
+}
+
+inline void put_array(std::string& out, std::size_t count) {
+  if (count < 16) return put_big(out, 0x90 | count, 1);
+  put_big(out, count < (1U << 16) ? 0xDC : 0xDD, 1);
+  put_big(out, count, count < (1U << 16) ? 2 : 4);
+}
+
+// Reads msgpack, of which the metadata needs arrays and integers, never beyond the end.
+class Unpacker {
+ public:
+  explicit Unpacker(std::string_view bytes) : bytes_(bytes) {}
+
+  bool done() const noexcept { return bytes_.empty(); }
+
+  // An array's length. Every element takes a byte or more, so no count exceeds what is left.
+  std::size_t array() {
+    const std::uint64_t tag = big(1);
+    const bool is_short = (tag & 0xF0) == 0x90;
+    if (!is_short && tag != 0xDC && tag != 0xDD)
+      refuse("an array in the metadata", "the msgpack byte " + std::to_string(tag));
+    const std::uint64_t count = is_short ? tag & 0x0F : big(tag == 0xDC ? 2 : 4);
+    if (count > bytes_.size()) refuse("metadata as long as it says", "a longer array");
+    return static_cast<std::size_t>(count);
+  }
+
+  // A number of 0 to 2^63 - 1.
+  std::uint64_t number() {
+    const std::uint64_t tag = big(1);
+    if (tag < 128) return tag;
+    const bool is_unsigned = tag >= 0xCC && tag <= 0xCF, is_signed = tag >= 0xD0 && tag <= 0xD3;
+    if (!is_unsigned && !is_signed)
+      refuse("a number of at least 0 in the metadata", "the msgpack byte " + std::to_string(tag));
+    const int width = 1 << (tag & 3);
+    const std::uint64_t value = big(width);
+    const int top = is_signed ? 8 * width - 1 : 63;  // the sign, or what int64 can't hold
+    if (((value >> top) & 1) != 0) refuse("a number from 0 to 2^63 - 1", "another");
+    return value;
+  }
+
+ private:
+  std::uint64_t big(std::size_t count) {
+    if (count > bytes_.size()) refuse("whole metadata", "its end within a value");
+    std::uint64_t value = 0;
+    for (char byte : bytes_.substr(0, count))
+      value = (value << 8) | static_cast<std::uint8_t>(byte);
+    bytes_.remove_prefix(count);
+    return value;
+  }
+
+  std::string_view bytes_;  // what is left
+};
 
 // Throw Error on a dtype without a code, and on bytes that are no such metadata.
-std::string encode_metadata(std::span<const ArrayType> arrays);
-std::vector<ArrayType> decode_metadata(std::string_view metadata);
-
-// The header with its continuations.
-std::string encode_header(std::uint64_t consumer, std::string_view metadata);
+inline std::string encode_metadata(std::span<const ArrayType> arrays) {
+  std::string out;
+  put_array(out, arrays.size());
+  for (const ArrayType& array : arrays) {
+    const std::optional<std::uint32_t> code = code_of(array.dtype);
+    if (!code)
+      refuse(
+          "a dtype of int8 to int64, uint8 to uint64, float16 to float64, bfloat16, bool or "
+          "complex",
+          std::string(name(array.dtype)));
+    put_array(out, 2);
+    put_number(out, *code);
+    put_array(out, array.dims.size());
+    for (std::int64_t dim : array.dims) put_number(out, static_cast<std::uint64_t>(dim));
+  }
+  return out;
+}
+inline std::vector<ArrayType> decode_metadata(std::string_view metadata) {
+  std::vector<ArrayType> arrays;
+  if (metadata.empty()) return arrays;
+  Unpacker in(metadata);
+  for (std::size_t left = in.array(); left > 0; --left) {
+    if (in.array() != 2) refuse("(dtype code, dims) for each array", "another number of values");
+    const std::uint64_t code = in.number();
+    const std::optional<DType> dtype = dtype_of(code);
+    if (!dtype) refuse("a dtype code of 0 to 14", std::to_string(code));
+    ArrayType array{*dtype, std::vector<std::int64_t>(in.array())};
+    for (std::int64_t& dim : array.dims) dim = static_cast<std::int64_t>(in.number());
+    arrays.push_back(std::move(array));
+  }
+  if (!in.done()) refuse("metadata as long as the header says", "bytes behind it");
+  return arrays;
+}
 
 struct Header {
   std::uint64_t consumer = 0;
   std::uint32_t metadata_bytes = 0;
 
   // Of the header and its continuations.
-  std::size_t size() const noexcept;
+  std::size_t size() const noexcept {
+    const std::size_t bytes = kFieldBytes + metadata_bytes;
+    return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  }
 };
 
+// The header with its continuations.
+inline std::string encode_header(std::uint64_t consumer, std::string_view metadata) {
+  if (metadata.size() > UINT32_MAX) refuse("less than 4 GiB of metadata", "more");
+  const Header header{consumer, static_cast<std::uint32_t>(metadata.size())};
+  std::string out(header.size(), '\0');
+  const std::array words{kStart, static_cast<std::uint32_t>(consumer >> 32),
+                         static_cast<std::uint32_t>(consumer), header.metadata_bytes};
+  std::memcpy(out.data(), words.data(), kFieldBytes);
+  for (std::size_t i = 0; i < metadata.size(); ++i) out[kFieldBytes + (i ^ 3U)] = metadata[i];
+  return out;
+}
+
 // Of the first block, which is at least kBlockBytes. Throws Error when it is no header.
-Header decode_header(std::string_view block);
+inline Header decode_header(std::string_view block) {
+  if (block.size() < kBlockBytes) refuse("a header of 128 bytes", std::to_string(block.size()));
+  std::array<std::uint32_t, 4> words{};
+  std::memcpy(words.data(), block.data(), kFieldBytes);
+  if (words[0] != kStart) refuse("a header that begins with 2178", std::to_string(words[0]));
+  return {(std::uint64_t{words[1]} << 32) | words[2], words[3]};
+}
 
 // The metadata out of the `header.size()` bytes of the header and its continuations.
-std::string metadata_of(const Header& header, std::string_view blocks);
+inline std::string metadata_of(const Header& header, std::string_view blocks) {
+  if (blocks.size() < header.size()) refuse("a whole header", "a part");
+  std::string metadata(header.metadata_bytes, '\0');
+  for (std::size_t i = 0; i < metadata.size(); ++i) metadata[i] = blocks[kFieldBytes + (i ^ 3U)];
+  return metadata;
+}
 
 }  // namespace callgate::outfeed_2020
 
@@ -85,30 +236,94 @@ namespace callgate {
 class Outfeed2020Sink final : public Consumer {
  public:
   // Makes the file, or empties it. Throws Error naming the path.
-  explicit Outfeed2020Sink(std::string path);
-  ~Outfeed2020Sink() override;
+  explicit Outfeed2020Sink(const std::string& path)
+      : file_("the outfeed file", path, {.makes_folders = false}) {
+    file_.claim();
+  }
+  ~Outfeed2020Sink() override {
+    FirstError().survives([&] { close(); });  // nobody is left to tell
+  }
 
   // Throws Error for a source with a dtype that the framing lacks, after the other records.
-  void consume(std::span<const Record> records) override;
-  // Writes the end marker and gives the lock back; nothing in a fork's child of the process that
-  // made this, whose file and lock they are.
-  void close() override;
-  std::string description() const override { return "outfeed of 2020 to " + path_; }
+  void consume(std::span<const Record> records) override {
+    if (closed_) return;
+    auto finish = [&] {
+      failure_.survives([&] { write(); });
+      failure_.rethrow();
+    };
+    consume_each(*this, records, [] {}, [&](const Record& record) { add(record); }, finish);
+  }
+
+  // Writes the end marker and gives the file up; nothing in a fork's child of the process that made
+  // this, whose file it is.
+  void close() override {
+    if (std::exchange(closed_, true) || !process_.here()) return;
+    FirstError errors;
+    buffer_ = outfeed_2020::encode_header(0, "");
+    errors.survives([&] { write(); });
+    errors.survives([&] { file_.close(); });
+    errors.rethrow();
+  }
+
+  std::string description() const override { return "outfeed of 2020 to " + file_.path(); }
 
  private:
-  const std::string& header_of(const Source& source);
-  void add(const Record& record);
-  void write();
+  static constexpr std::size_t kWriteBytes = std::size_t{1} << 20;
 
-  std::string path_;
-  UniqueFd fd_;
+  const std::string& header_of(const Source& source) try {
+    if (auto found = headers_.find(source.id); found != headers_.end()) return found->second;
+    std::vector<outfeed_2020::ArrayType> arrays;
+    for (const LeafType& leaf : std::span(source.leaves).first(source.value_leaves))
+      arrays.push_back({leaf.dtype, leaf.dims});
+    const std::string metadata = outfeed_2020::encode_metadata(arrays);
+    std::string header = outfeed_2020::encode_header(source.id, metadata);
+    return headers_.emplace(source.id, std::move(header)).first->second;
+  } catch (const Error& error) {
+    throw Error(error.code(), "outfeed file '" + file_.path() + "': the values of '" + source.name +
+                                  "' can't be written: " + error.what());
+  }
+
+  void add(const Record& record) {
+    const Source& source = *record.source;
+    const std::string& header = header_of(source);
+    bool sends = !source.has_where;
+    if (!sends) RecordViews(source).each_lane(record, [&](auto, auto) { sends = true; });
+    if (!sends) return;
+    append_whole(buffer_, [&] {
+      buffer_.append(header);
+      for (const LeafType& leaf : std::span(source.leaves).first(source.value_leaves))
+        if (leaf.nbytes != 0) buffer_.append(record.data(leaf), leaf.nbytes);
+      ends_.push_back(buffer_.size());
+    });
+    if (buffer_.size() >= kWriteBytes) failure_.survives([&] { write(); });
+  }
+
+  // What finds no room is lost, and counted.
+  void write() {
+    std::string bytes = std::exchange(buffer_, {});
+    const std::vector<std::size_t> ends = std::exchange(ends_, {});
+    const Transfer done = file_.write_at(size_, bytes);
+    if (done.error != 0) {
+      // Half a message would stand between this one and the next; those that are whole stay.
+      const Whole whole = whole_units(ends, done.bytes);
+      lose(ends.size() - whole.count);
+      size_ += whole.bytes;
+      file_.cut(size_);
+      file_.fail("write to", done.error);
+    }
+    size_ += bytes.size();
+    bytes.clear();
+    buffer_ = std::move(bytes);  // with its memory
+  }
+
+  File file_;
   std::string buffer_;
   std::vector<std::size_t> ends_;                           // of the messages in it
   std::uint64_t size_ = 0;                                  // of whole messages
   std::unordered_map<std::uint64_t, std::string> headers_;  // by Source::id
   FirstError failure_;                                      // to write the batch
   bool closed_ = false;
-  pid_t process_ = getpid();
+  OfProcess process_;
 };
 
 // Reads such a file, which may still be growing.
@@ -122,17 +337,52 @@ class Outfeed2020Reader {
   };
 
   // Throws Error naming the path.
-  explicit Outfeed2020Reader(std::string path);
+  explicit Outfeed2020Reader(std::string path)
+      : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+    if (!fd_) fail("opening", errno);
+  }
 
   // The next message; none when no whole one follows. Throws Error at what is none.
-  std::optional<Message> next();
+  std::optional<Message> next() try {
+    std::string blocks;
+    if (!read(offset_, outfeed_2020::kBlockBytes, blocks)) return std::nullopt;
+    const outfeed_2020::Header header = outfeed_2020::decode_header(blocks);
+    if (!read(offset_, header.size(), blocks)) return std::nullopt;
+    Message message{header.consumer, {}, "", false};
+    message.arrays = outfeed_2020::decode_metadata(outfeed_2020::metadata_of(header, blocks));
+    std::uint64_t bytes = 0;
+    for (const outfeed_2020::ArrayType& array : message.arrays) {
+      bytes += array.nbytes();
+      if (bytes > (std::uint64_t{1} << 60)) return std::nullopt;  // more than any file has
+    }
+    if (!read(offset_ + header.size(), bytes, message.data)) return std::nullopt;
+    message.end = header.consumer == 0 && message.arrays.empty();
+    offset_ += header.size() + bytes;
+    return message;
+  } catch (const Error& error) {
+    throw Error(error.code(), "outfeed file '" + path_ + "', at byte " + std::to_string(offset_) +
+                                  ": " + error.what());
+  }
 
   // Where the next message begins.
   std::uint64_t offset() const noexcept { return offset_; }
 
  private:
+  [[noreturn]] void fail(const std::string& step, int error) const {
+    throw Error(ErrorCode::kInvalidArgument,
+                "outfeed file '" + path_ + "': " + step + ": " + std::strerror(error));
+  }
+
   // `size` bytes from `offset`; false when the file is shorter.
-  bool read(std::uint64_t offset, std::uint64_t size, std::string& bytes) const;
+  bool read(std::uint64_t offset, std::uint64_t size, std::string& bytes) const {
+    const auto there =
+        static_cast<std::uint64_t>(std::max<off_t>(lseek(fd_.get(), 0, SEEK_END), 0));
+    if (offset > there || size > there - offset) return false;  // before memory is taken for it
+    bytes.resize(size);
+    const Transfer done = read_all(fd_.get(), offset, bytes);
+    if (done.error != 0) fail("reading", done.error);
+    return done.bytes == size;
+  }
 
   std::string path_;
   UniqueFd fd_;

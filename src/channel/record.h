@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -14,12 +15,12 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "channel/first_error.h"
-#include "core/array_view.h"
 #include "core/call.h"
+#include "core/dtype.h"
 #include "core/lanes.h"
 
 namespace callgate {
@@ -34,6 +35,10 @@ constexpr std::size_t align_record(std::size_t bytes) noexcept {
 
 enum class Role : std::uint8_t { kPrimal = 0, kTangent = 1, kCotangent = 2 };
 
+constexpr std::string_view role_name(Role role) noexcept {
+  return role == Role::kTangent ? "tangent" : role == Role::kCotangent ? "cotangent" : "primal";
+}
+
 enum RecordFlags : std::uint32_t {
   kRepeated = 1,  // the tap ran before in this execution: the second pass of jax.checkpoint
 };
@@ -41,6 +46,13 @@ enum RecordFlags : std::uint32_t {
 // The wall clock, since the Unix epoch.
 inline std::int64_t wall_time_ns() noexcept {
   return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// A number for each object of a kind, from 1, unique in the process.
+template <typename Kind>
+std::uint64_t next_id() noexcept {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
 }
 
 // From this bit on flags hold the shard's number plus one; 0 for a record of whole arrays.
@@ -85,12 +97,9 @@ class KeptArrays {
     return found == kept_.end() ? One{} : found->second;
   }
   void drop(std::uint64_t handle) noexcept {
-    One dropped;  // dies without the lock
-    std::lock_guard lock(mutex_);
-    auto found = kept_.find(handle);
-    if (found == kept_.end()) return;
-    dropped = std::move(found->second);
-    kept_.erase(found);
+    std::unique_lock lock(mutex_);
+    const auto dropped = kept_.extract(handle);
+    lock.unlock();  // it dies without the lock
   }
 
  private:
@@ -99,21 +108,25 @@ class KeptArrays {
   std::uint64_t last_ = 0;
 };
 
-// What the records of one tap in one program have in common. Immutable once records exist.
-struct Source {
-  std::uint64_t id = 0;     // unique in the process
+// What a tap's call site in a program tells of its records.
+struct SourceInfo {
   std::string name;         // the tap's name, as users see it
-  std::string description;  // JSON: tree, transforms and whatever Python wants to know of the tap
+  std::string description;  // JSON: tree, transforms and whatever Python wants to know of it
   Role role = Role::kPrimal;
+  std::size_t value_leaves = 0;  // leaves that belong to the tapped value, then sizes
+  std::vector<Padded> padded;    // one for each of the sizes, which are the last value leaves
+  bool ordered = false;          // consumers get its records in the order of all
+  bool has_where = false;        // leaf `value_leaves` is a bool for each lane: is it sent?
+  bool on_device = false;        // consumers want arrays on the device
+};
+
+// What the records of one tap in one program have in common. Immutable once records exist.
+struct Source : SourceInfo {
+  std::uint64_t id = 0;           // unique in the process
   Lanes lanes;                    // batch levels; empty for a tap that no vmap met
-  std::vector<LeafType> leaves;   // value leaves, then the control leaves below
-  std::size_t value_leaves = 0;   // leaves that belong to the tapped value, then sizes
-  std::vector<Padded> padded;     // one for each of the sizes, which are the last value leaves
-  bool ordered = false;           // consumers get its records in the order of all
-  bool has_where = false;         // leaf `value_leaves` is a bool for each lane: is it sent?
+  std::vector<LeafType> leaves;   // value leaves, then the control leaves above
   std::size_t payload_bytes = 0;  // of a whole record
-  bool on_device = false;         // consumers want arrays on the device
-  // Those that stay there; null for a source whose payloads are all on the host. Otherwise
+  // Arrays that stay on the device; null for a source whose payloads are all on the host. Otherwise
   // `payload_bytes` counts the arrays, though no more than `written_bytes` are written.
   std::shared_ptr<KeptArrays> kept;
   std::size_t written_bytes = 0;
@@ -133,6 +146,8 @@ struct Record {
   const char* payload = nullptr;
 
   const char* data(const LeafType& leaf) const noexcept { return payload + leaf.offset; }
+  // Of who made it: where the payload is written.
+  char* data() const noexcept { return const_cast<char*>(payload); }
 
   // Of a source with arrays on a device.
   std::uint64_t handle() const noexcept { return *reinterpret_cast<const std::uint64_t*>(payload); }
@@ -153,64 +168,5 @@ void each_run(std::span<const Record> records, Key&& key, Visit&& visit) {
     records = records.subspan(count);
   }
 }
-
-// The leaves of a record as views into its payload, control leaves included.
-class RecordViews {
- public:
-  explicit RecordViews(const Source& source)
-      : views_(source.leaves.size()), lane_(views_), cuts_(source.padded.size()) {}
-
-  // Views of the whole record.
-  std::span<const ArrayView> whole(const Record& record);
-
-  // Calls visit(lane index, leaves of the tapped value) for each lane that is sent, in row-major
-  // order; once with index 0 for a record without lanes. A lane whose `where` is False is left out.
-  // Padding is cut off. A lane whose sizes the array has not is left out, and so is one that
-  // visit() throws for: the others are visited all the same, then the first exception is thrown on.
-  template <typename Visit>
-  void each_lane(const Record& record, Visit&& visit) {
-    const Source& source = *record.source;
-    failed_ = 0;
-    FirstError errors;
-    each_lane_as_sent(record, [&](std::int64_t lane, std::span<const ArrayView>) {
-      const bool visited = errors.survives([&] {
-        for (std::size_t i = 0; i < source.padded.size(); ++i) cut(record, i);
-        visit(lane, std::span<const ArrayView>(lane_.data(), source.values()));
-      });
-      if (!visited) ++failed_;
-    });
-    errors.rethrow();
-  }
-
-  // How many lanes the last each_lane() left out so.
-  std::uint64_t failed() const noexcept { return failed_; }
-
-  // As each_lane(), with padding, and with the sizes behind the value's leaves.
-  template <typename Visit>
-  void each_lane_as_sent(const Record& record, Visit&& visit) {
-    const Source& source = *record.source;
-    whole(record);
-    for (std::int64_t lane = 0; lane < source.lanes.count(); ++lane) {
-      if (!select(source, lane)) continue;
-      visit(lane, std::span<const ArrayView>(lane_.data(), source.value_leaves));
-    }
-  }
-
- private:
-  // What is left of a padded leaf.
-  struct Cut {
-    std::vector<std::int64_t> dims;
-    std::vector<char> data;
-  };
-
-  // Makes lane_ the views of one lane; false when the lane is not sent.
-  bool select(const Source& source, std::int64_t lane);
-  // Puts what counts of the padded leaf `i` into lane_.
-  void cut(const Record& record, std::size_t i);
-
-  std::vector<ArrayView> views_, lane_;
-  std::vector<Cut> cuts_;
-  std::uint64_t failed_ = 0;
-};
 
 }  // namespace callgate

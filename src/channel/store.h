@@ -12,149 +12,18 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
-#include <utility>
-#include <vector>
+#include <thread>
 
+#include "channel/batch.h"
 #include "channel/record.h"
 #include "channel/ring.h"
 
 namespace callgate {
-
-// Copies a leaf into a record's payload, which is aligned to 16 bytes.
-void copy_leaf(char* to, const void* from, std::size_t bytes) noexcept;
-
-// Memory beside a ring, within a budget that the two share: payloads that are too large for the
-// ring, and copies of what a consumer reads. Blocks that came back are kept, within the budget, for
-// the next of their size: fresh memory costs more than the copy into it.
-class SideMemory {
- public:
-  explicit SideMemory(std::size_t budget) : budget_(budget) {}
-  ~SideMemory();
-  SideMemory(const SideMemory&) = delete;
-  SideMemory& operator=(const SideMemory&) = delete;
-
-  struct Block {
-    char* data = nullptr;
-    bool no_memory = false;  // the system has none: to wait for room would not help
-  };
-
-  // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
-  // else is in use, a block is granted whatever its size: nothing is too large to be sent.
-  Block take(std::size_t bytes, const Ring& ring) noexcept;
-  void give_back(char* block, std::size_t bytes) noexcept;
-
-  // Takes back a block that has been let go before: its reader kept it for longer.
-  void recycle(char* block, std::size_t bytes) noexcept;
-
-  // Counts memory that is not ours, and no more.
-  void hold(std::size_t bytes) noexcept;
-  void let_go(std::size_t bytes) noexcept;
-
-  // Sequentially consistent: a sender to the ring looks here, take() looks there.
-  std::size_t claimed() const noexcept { return claimed_.load(std::memory_order_seq_cst); }
-  // Without what take() is about to refuse. Relaxed: a gauge.
-  std::size_t in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
-
- private:
-  bool claim(std::size_t bytes, const Ring& ring) noexcept;
-  void keep(char* block, std::size_t bytes, std::size_t claimed) noexcept;
-
-  std::size_t budget_;
-  std::atomic<std::size_t> claimed_{0}, in_use_{0};
-  std::mutex mutex_;
-  // Blocks that nobody uses, all of one size, and no more of them than the budget has room for.
-  std::vector<char*> kept_;
-  std::size_t kept_bytes_ = 0;  // of each
-};
-
-// A block in the hands of who reads it, and of whom it is lent to.
-struct SideBlock {
-  SideBlock(std::shared_ptr<SideMemory> from, char* memory, std::size_t size)
-      : owner(std::move(from)), data(memory), bytes(size) {}
-  SideBlock(const SideBlock&) = delete;
-  SideBlock& operator=(const SideBlock&) = delete;
-  ~SideBlock() {
-    if (data != nullptr) owner->recycle(data, bytes);
-  }
-
-  std::shared_ptr<SideMemory> owner;
-  char* data;
-  std::size_t bytes;
-};
-
-// The records in delivery, with what holds those of their payloads that are not in the ring. Of the
-// channel's thread.
-class Batch {
- public:
-  // Makes room for the least records without which the thread could not go on where there is no
-  // memory for more.
-  void reserve();
-
-  // Whether the batch takes one more record. Where there is no memory for more, its records go
-  // first.
-  bool has_place() noexcept;
-
-  // There is a place, for each of these. Takes over an entry's block, or copies its payload if
-  // `copies`, counted in `aside`; false, and nothing has happened, where there is no memory.
-  bool take(const Entry& entry, const std::shared_ptr<SideMemory>& aside, bool copies) noexcept;
-  // Takes over a payload that is in no store.
-  void take(Record record, std::unique_ptr<char[]> payload);
-
-  std::span<const Record> records() const noexcept { return records_; }
-  // Of the payloads that are in no store.
-  std::size_t bytes_besides() const noexcept { return bytes_besides_; }
-
-  // See Channel::lend().
-  std::shared_ptr<void> lend(const Record& record) const noexcept;
-
-  // Gives the memory of blocks and copies back, but for blocks that are lent.
-  void give_back(SideMemory& aside) noexcept;
-  void clear() noexcept;
-
- private:
-  std::vector<Record> records_;
-  std::vector<std::unique_ptr<char[]>> copies_;
-  std::vector<std::shared_ptr<SideBlock>> blocks_;
-  std::size_t copied_bytes_ = 0;  // of copies, those that count against the capacity
-  std::size_t bytes_besides_ = 0;
-};
-
-// Records that the channel's own thread sent into a full store: it would wait for itself. Each
-// follows what was in the store then, and everything that the thread sends goes here until nothing
-// is left here. Not bounded. Of that thread, but for some() and added(), which are relaxed: other
-// threads count on what the thread did before they were told.
-class Overflow {
- public:
-  bool some() const noexcept { return some_.load(std::memory_order_relaxed); }
-  // How many there have been.
-  std::uint64_t added() const noexcept { return added_.load(std::memory_order_relaxed); }
-  std::uint64_t taken() const noexcept { return taken_; }
-  // Of those that wait.
-  std::size_t bytes() const noexcept { return bytes_; }
-
-  // A record behind `position` of the store.
-  void add(std::uint64_t position, Record record, std::unique_ptr<char[]> payload);
-  // Takes those that follow what was before `position`.
-  void collect(Batch& batch, std::uint64_t position);
-
- private:
-  struct Waiting {
-    std::uint64_t position;
-    Record record;
-    std::unique_ptr<char[]> payload;
-  };
-  std::deque<Waiting> waiting_;
-  std::size_t bytes_ = 0;
-  std::uint64_t taken_ = 0;
-  std::atomic<std::uint64_t> added_{0};
-  std::atomic<bool> some_{false};
-};
 
 class Store {
  public:
@@ -181,14 +50,43 @@ class Store {
   }
   void publish(Entry& entry) noexcept { ring_.publish(entry); }
   // A place that no record fills after all.
-  void give_up(Entry& entry, std::size_t payload) noexcept;
+  void give_up(Entry& entry, std::size_t payload) noexcept {
+    if (entry.kind == Entry::Kind::kAside) aside_->give_back(entry.record.data(), payload);
+    entry.kind = Entry::Kind::kFiller;
+    ring_.publish(entry);
+  }
 
   // Frees the oldest place that is not in delivery; returns how many records that drops: 0 where it
   // holds none, or is still being written. Nothing where all are in delivery.
-  std::optional<std::uint64_t> drop_oldest() noexcept;
+  std::optional<std::uint64_t> drop_oldest() noexcept {
+    std::unique_lock lock(head_mutex_);
+    Entry* oldest = ring_.at(next());
+    if (oldest == nullptr) {
+      if (all_collected()) return std::nullopt;
+      lock.unlock();
+      std::this_thread::yield();  // another sender is writing it
+      return 0;
+    }
+    note_high_water(/*bytes_besides=*/0);
+    const std::uint64_t after = Ring::after(*oldest);
+    const bool dropped = drop(*oldest);
+    next_.store(after, std::memory_order_relaxed);  // see next()
+    ring_.release(after);
+    return dropped ? 1 : 0;
+  }
 
   // Drops all that waits; returns how many. Where nobody is left to deliver to.
-  std::uint64_t drop_all() noexcept;
+  std::uint64_t drop_all() noexcept {
+    std::lock_guard lock(head_mutex_);
+    std::uint64_t next = this->next(), dropped = 0;
+    while (Entry* entry = ring_.at(next)) {
+      next = Ring::after(*entry);
+      dropped += drop(*entry) ? 1 : 0;
+    }
+    next_.store(next, std::memory_order_relaxed);  // see next()
+    ring_.release(next);
+    return dropped;
+  }
 
   // What collect() has taken up to `position`, and what it dropped for which there was no memory,
   // the first of it with so many bytes.
@@ -202,8 +100,35 @@ class Store {
   // The channel's thread: takes what waits into the batch, up to a part of the capacity, and frees
   // its places when the batch is done with. `bytes_besides`: of records in no store, for
   // high_water().
-  Collected collect(Batch& batch) noexcept;
-  void settle(Batch& batch, std::uint64_t position, std::size_t bytes_besides) noexcept;
+  Collected collect(Batch& batch) noexcept {
+    // A batch that is copied takes memory besides the ring's, so it is smaller.
+    const std::size_t limit = ring_.capacity() / (copies_ ? 16 : 4);
+    std::lock_guard lock(head_mutex_);
+    if (copies_) note_high_water(/*bytes_besides=*/0);
+    const std::uint64_t first = next();
+    Collected collected{.position = first};
+    while (batch.has_place()) {
+      Entry* entry = ring_.at(collected.position);
+      if (entry == nullptr) break;
+      const std::uint64_t after = Ring::after(*entry);
+      if (after - first > limit && !batch.records().empty()) break;
+      if (entry->kind != Entry::Kind::kFiller && !batch.take(*entry, aside_, copies_)) {
+        if (collected.dropped++ == 0) collected.no_memory = entry->record.source->payload_bytes;
+        drop(*entry);
+      }
+      collected.position = after;
+    }
+    collected.some = collected.position != first;
+    if (copies_) ring_.release(collected.position);
+    next_.store(collected.position, std::memory_order_relaxed);  // see next()
+    return collected;
+  }
+  void settle(Batch& batch, std::uint64_t position, std::size_t bytes_besides) noexcept {
+    std::lock_guard lock(head_mutex_);
+    note_high_water(bytes_besides);
+    if (!copies_) ring_.release(position);
+    batch.give_back(*aside_);
+  }
 
   // The channel's thread: does a record wait? Has everything been collected that was reserved?
   bool has_waiting() noexcept { return ring_.at(next()) != nullptr; }
@@ -213,7 +138,11 @@ class Store {
   std::uint64_t tail() const noexcept { return ring_.tail(); }
   bool half_full() const noexcept { return ring_.used() >= ring_.capacity() / 2; }
   // The most bytes that were ever used; without a lock, as far as it has been noted.
-  std::uint64_t high_water() const noexcept;
+  std::uint64_t high_water() const noexcept {
+    std::lock_guard lock(head_mutex_);
+    std::uint64_t waits = ring_.used();  // before the rest: while we hold the mutex, both only grow
+    return std::max<std::uint64_t>(noted_high_water(), waits + aside_->in_use());
+  }
   std::uint64_t noted_high_water() const noexcept {
     return high_water_.load(std::memory_order_relaxed);  // a gauge
   }
@@ -223,9 +152,36 @@ class Store {
   // size often go to fresh memory, which costs more than the copy.
   static constexpr std::size_t kLargestInline = std::size_t{1} << 20;
 
-  Place reserve_aside(std::size_t payload) noexcept;
-  bool drop(Entry& entry) noexcept;
-  void note_high_water(std::size_t bytes_besides) noexcept;
+  Place reserve_aside(std::size_t payload) noexcept {
+    SideMemory::Block block = aside_->take(payload, ring_);
+    if (block.data == nullptr) return {nullptr, block.no_memory};
+    Entry* entry = ring_.reserve(0);
+    if (entry == nullptr) {
+      aside_->give_back(block.data, payload);
+      return {};
+    }
+    entry->kind = Entry::Kind::kAside;
+    entry->record.payload = block.data;
+    return {entry};
+  }
+
+  // Whether the entry held a record. The mutex is held.
+  bool drop(Entry& entry) noexcept {
+    if (entry.kind == Entry::Kind::kFiller) return false;
+    const Record& record = entry.record;
+    record.let_go();
+    if (entry.kind == Entry::Kind::kAside)
+      aside_->give_back(record.data(), record.source->payload_bytes);
+    return true;
+  }
+
+  // While all that leaves does so by this thread's hand, or under the mutex, which is held.
+  void note_high_water(std::size_t bytes_besides) noexcept {
+    std::uint64_t now = ring_.used();  // before the rest, which only grows meanwhile
+    now += aside_->in_use() + bytes_besides;
+    if (now > noted_high_water()) high_water_.store(now, std::memory_order_relaxed);
+  }
+
   std::uint64_t next() const noexcept {
     // Relaxed: others move it only where records are copied; a late value costs one more round.
     return next_.load(std::memory_order_relaxed);

@@ -2,14 +2,28 @@
 //
 // A host that is left out ("tcp://:7000") is loopback: other machines are served only when an
 // address says so. Port 0 is any free one. Errors are thrown as callgate::Error and name the
-// address.
+// address. Plain POSIX sockets; getaddrinfo takes numeric and named hosts, IPv4 and IPv6.
 #pragma once
 
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "channel/unique_fd.h"
+#include "core/error.h"
 
 namespace callgate {
 
@@ -21,19 +35,153 @@ struct StreamAddress {
   std::string host;  // without the brackets that an IPv6 address has in text
   std::uint16_t port = 0;
 
-  std::string text() const;
+  static constexpr std::string_view kUnix = "unix:", kTcp = "tcp://";
+
+  std::string text() const {
+    if (transport == StreamTransport::kFile) return path;
+    if (transport == StreamTransport::kUnix) return std::string(kUnix) + path;
+    const bool v6 = host.find(':') != std::string::npos;
+    return std::string(kTcp) + (v6 ? "[" + host + "]" : host) + ":" + std::to_string(port);
+  }
+
+  [[noreturn]] void fail(const std::string& step,
+                         const std::string& reason = std::strerror(errno)) const {
+    throw Error(ErrorCode::kInvalidArgument, "stream at '" + text() + "': " + step + ": " + reason);
+  }
 };
 
-StreamAddress parse_stream_address(std::string_view text);
+inline StreamAddress parse_stream_address(std::string_view text) {
+  constexpr std::string_view kUnix = StreamAddress::kUnix, kTcp = StreamAddress::kTcp;
+  auto refuse_if = [&](bool bad) {
+    if (!bad) return;
+    throw Error("address of a stream", "a file's path, unix:PATH or tcp://HOST:PORT",
+                "'" + std::string(text) + "'");
+  };
+  refuse_if(text.empty() || text == kUnix || text.find('\0') != std::string_view::npos);
+  if (text.starts_with(kUnix))
+    return {StreamTransport::kUnix, std::string(text.substr(kUnix.size())), "", 0};
+  if (!text.starts_with(kTcp)) return {StreamTransport::kFile, std::string(text), "", 0};
+  const std::string_view rest = text.substr(kTcp.size());
+  const std::size_t colon = rest.rfind(':');
+  refuse_if(colon == std::string_view::npos);
+  std::string_view host = rest.substr(0, colon), port = rest.substr(colon + 1);
+  StreamAddress address{StreamTransport::kTcp, "", "", 0};
+  auto [end, error] = std::from_chars(port.data(), port.data() + port.size(), address.port);
+  refuse_if(error != std::errc() || end != port.data() + port.size());
+  const bool brackets = host.starts_with('[') && host.ends_with(']');
+  if (brackets) host = host.substr(1, host.size() - 2);
+  refuse_if(host.find_first_of(brackets ? "[]" : "[]:") != std::string_view::npos);
+  address.host = host.empty() ? "127.0.0.1" : std::string(host);
+  return address;
+}
+
+// Also closed by exec, and never a reason for SIGPIPE.
+inline void make_nonblocking(int fd) {
+  fcntl(fd, F_SETFD, FD_CLOEXEC);
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+#ifdef SO_NOSIGPIPE
+  int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof(on));
+#endif
+}
+
+namespace sockets {
+
+// What a socket is bound or connected to.
+struct Name {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof(storage);
+
+  Name() = default;
+  Name(const void* name, std::size_t bytes) : size(static_cast<socklen_t>(bytes)) {
+    std::memcpy(&storage, name, bytes);
+  }
+  sockaddr* get() noexcept { return reinterpret_cast<sockaddr*>(&storage); }
+};
+
+// At least one; of a host there may be several.
+inline std::vector<Name> names_of(const StreamAddress& address) {
+  if (address.transport == StreamTransport::kUnix) {
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    if (address.path.size() >= sizeof(name.sun_path))
+      address.fail("its path", "longer than a socket's may be");
+    std::memcpy(name.sun_path, address.path.data(), address.path.size());
+    return {{&name, sizeof(name)}};
+  }
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error =
+      getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
+  if (error != 0) address.fail("looking up its host", gai_strerror(error));
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, &freeaddrinfo);
+  std::vector<Name> names;
+  for (; found != nullptr; found = found->ai_next)
+    names.emplace_back(found->ai_addr, found->ai_addrlen);
+  return names;
+}
+
+inline UniqueFd make(const StreamAddress& address, const Name& name) {
+  UniqueFd fd(socket(name.storage.ss_family, SOCK_STREAM, 0));
+  if (!fd && errno != EAFNOSUPPORT) address.fail("making a socket");
+  if (fd) fcntl(fd.get(), F_SETFD, FD_CLOEXEC);
+  return fd;
+}
+
+// Without a connection `reason` is the errno of the last attempt.
+inline UniqueFd try_to_connect(const StreamAddress& address, int& reason) {
+  for (Name& name : names_of(address)) {
+    UniqueFd fd = make(address, name);
+    if (fd && connect(fd.get(), name.get(), name.size) == 0) return fd;
+    reason = errno;
+    if (reason == EINTR) break;
+  }
+  return UniqueFd();
+}
+
+// Removes the socket of a process that is gone.
+inline void clear_unix_path(const StreamAddress& address) {
+  struct stat status{};
+  if (lstat(address.path.c_str(), &status) != 0) return;
+  if (!S_ISSOCK(status.st_mode)) address.fail("listening", "a file of another kind is there");
+  int reason = 0;
+  if (try_to_connect(address, reason)) address.fail("listening", "another process listens there");
+  if (reason == ECONNREFUSED) unlink(address.path.c_str());
+}
+
+}  // namespace sockets
 
 // A non-blocking listening socket. `address` then has the port that was found, for port 0. What a
 // dead process left at a Unix path is replaced; a live one's is an error.
-UniqueFd listen_stream(StreamAddress& address);
+inline UniqueFd listen_stream(StreamAddress& address) {
+  const bool is_unix = address.transport == StreamTransport::kUnix;
+  sockets::Name name = sockets::names_of(address).front();
+  if (is_unix) sockets::clear_unix_path(address);
+  UniqueFd fd = sockets::make(address, name);
+  if (!fd) address.fail("making a socket");
+  make_nonblocking(fd.get());
+  int on = 1;  // the port of a process that has just ended may be used again
+  if (!is_unix) setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (bind(fd.get(), name.get(), name.size) != 0 ||
+      (is_unix && chmod(address.path.c_str(), 0600) != 0) || listen(fd.get(), SOMAXCONN) != 0)
+    address.fail("listening");
+  if (is_unix) return fd;
+  sockets::Name bound;
+  getsockname(fd.get(), bound.get(), &bound.size);
+  const auto* v6 = reinterpret_cast<const sockaddr_in6*>(&bound.storage);
+  const auto* v4 = reinterpret_cast<const sockaddr_in*>(&bound.storage);
+  address.port = ntohs(v6->sin6_family == AF_INET6 ? v6->sin6_port : v4->sin_port);
+  return fd;
+}
 
 // A blocking connection. Without one where a signal ended the wait.
-UniqueFd connect_stream(const StreamAddress& address);
-
-// Also closed by exec, and never a reason for SIGPIPE.
-void make_nonblocking(int fd);
+inline UniqueFd connect_stream(const StreamAddress& address) {
+  int reason = 0;
+  UniqueFd fd = sockets::try_to_connect(address, reason);
+  if (!fd && reason != EINTR) address.fail("connecting", std::strerror(reason));
+  return fd;
+}
 
 }  // namespace callgate

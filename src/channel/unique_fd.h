@@ -9,9 +9,8 @@ namespace callgate {
 
 class UniqueFd {
  public:
-  UniqueFd() = default;
-  explicit UniqueFd(int fd) noexcept : fd_(fd) {}
-  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  explicit UniqueFd(int fd = -1) noexcept : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(other.release()) {}
   UniqueFd& operator=(UniqueFd&& other) noexcept {
     std::swap(fd_, other.fd_);
     return *this;
@@ -25,7 +24,7 @@ class UniqueFd {
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
  private:
-  int fd_ = -1;
+  int fd_;
 };
 
 }  // namespace callgate

@@ -23,7 +23,7 @@ void tap(std::string_view bytes) {
     spec.held = read_attributes(in);
     spec.lanes = Lanes::of(spec.held.dictionary("batch"));
     const TapSpec tap = TapSpec::of(spec.held, "");
-    require(tap.paths.size() == tap.values, "a tap has a path for each value");
+    require(tap.paths.size() == tap.value_leaves, "a tap has a path for each value");
     static TapCallee callee("fuzz", "fuzz", nullptr);
     const std::shared_ptr<Site> site = callee.specialise(std::move(spec));
     // Operands that match lanes of two and three, and memory that holds no more than they.

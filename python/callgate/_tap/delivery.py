@@ -122,7 +122,7 @@ def cut(
 
   `sizes` are those that count of each of these; of several lanes at once (`TapSite.whole`) they are
   left to the consumer. `parts` says where the leaves' shards lie, and `shard` which one they are,
-  -1 for whole arrays. Native sinks do it in src/channel/record.cc.
+  -1 for whole arrays. Native sinks do it in src/channel/consumer.h.
   """
   for index, own in zip(padded, sizes, strict=True):
     if own.ndim != 1:

@@ -269,7 +269,7 @@ void bind_sinks(nb::module_& module) {
   nb::class_<File>(module, "FileClaim",
                    "Keeps other sinks away from a file that a library opens by itself.")
       .def(nb::new_([](const std::string& sink, const std::string& path) {
-             return claim<File>(sink, path, FileMode::kAppend, Place::kAlone, /*appends=*/false);
+             return claim<File>("the sink " + sink, path, FileUse{FileMode::kAppend});
            }),
            nb::arg("sink"), nb::arg("path"))
       .def("close", &close_file<File>)

@@ -17,26 +17,118 @@
 // read, and one that finds no room for all of a batch the lines that found some.
 #pragma once
 
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "channel/consumer.h"
-#include "channel/first_error.h"
 #include "channel/sinks/file.h"
+#include "channel/sinks/leaves.h"
 
 namespace callgate {
+namespace json {
+
+template <typename T>
+void append_number(std::string& out, T value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    out += value ? "true" : "false";
+  } else if constexpr (requires { value.imag(); }) {
+    append_number(out += '[', value.real());
+    append_number(out += ',', value.imag());
+    out += ']';
+  } else {
+    if (std::is_floating_point_v<T> && !std::isfinite(value)) {
+      out += std::isnan(value) ? "\"NaN\"" : value > 0 ? "\"Infinity\"" : "\"-Infinity\"";
+      return;
+    }
+    char text[32];  // the longest double takes 24
+    const std::string_view digits(text, std::to_chars(text, text + sizeof(text), value).ptr);
+    out += digits;
+    if (std::is_floating_point_v<T> && digits.find_first_of(".e") == std::string_view::npos)
+      out += ".0";
+  }
+}
+
+// An array without elements: [] of shape (0,), [[], []] of shape (2, 0).
+inline void append_empty(std::string& out, std::span<const std::int64_t> dims) {
+  out += '[';
+  for (std::int64_t i = 0; i < dims.front(); ++i) {
+    if (i != 0) out += ',';
+    append_empty(out, dims.subspan(1));
+  }
+  out += ']';
+}
+
+// True for one whole JSON object, or nothing but space: what a file of another program may end with
+// when that wrote no newline at the end.
+inline bool is_whole(std::string_view line) {
+  std::int64_t depth = 0;
+  bool quoted = false, escaped = false;
+  for (char c : line) {
+    if (quoted) {
+      if (!std::exchange(escaped, false)) {
+        escaped = c == '\\';
+        quoted = c != '"';
+      }
+      continue;
+    }
+    quoted = c == '"';
+    depth += (c == '{' || c == '[') - (c == '}' || c == ']');
+  }
+  std::size_t last = line.find_last_not_of(" \t\r");
+  return !quoted && depth == 0 && (last == std::string_view::npos || line[last] == '}');
+}
+
+}  // namespace json
 
 // `text`, UTF-8, as a JSON string with its quotes.
-void append_json_string(std::string& out, std::string_view text);
+inline void append_json_string(std::string& out, std::string_view text) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  out += '"';
+  for (char c : text) {
+    auto code = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      (out += '\\') += c;
+    } else if (code < 0x20) {
+      ((out += "\\u00") += kHex[code >> 4]) += kHex[code & 15];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
 
 // A number for rank 0, else lists nested to the array's rank.
-void append_json_array(std::string& out, const ArrayView& view);
+inline void append_json_array(std::string& out, const ArrayView& view) {
+  const std::span dims = view.shape();
+  if (view.size() == 0) return json::append_empty(out, dims);
+  std::vector<std::int64_t> index(dims.size(), 0);
+  std::size_t opening = dims.size();  // lists that begin with the next element
+  each_element(view, [&](auto value) {
+    out.append(std::exchange(opening, 0), '[');
+    json::append_number(out, value);
+    for (std::size_t axis = dims.size(); axis-- > 0;) {
+      if (++index[axis] < dims[axis]) {
+        out += ',';
+        return;
+      }
+      index[axis] = 0;
+      out += ']';
+      ++opening;
+    }
+  });
+}
 
 class JsonlSink final : public Consumer {
  public:
@@ -44,30 +136,108 @@ class JsonlSink final : public Consumer {
   // added to a file that exists, to which other processes may append as well; a last line that a
   // crash left unfinished is cut off. After close(), further records open the file again and are
   // appended.
-  JsonlSink(std::string path, FileMode mode);
+  JsonlSink(std::string path, FileMode mode)
+      : path_(std::move(path)), place_(mode == FileMode::kAppend ? Place::kShared : Place::kAlone) {
+    open_file(mode);
+  }
 
-  void open() override;
-  void consume(std::span<const Record> records) override;
-  void close() override;
+  void open() override {
+    std::lock_guard lock(mutex_);
+    if (file_ == nullptr) open_file(FileMode::kAppend);
+    file_->claim();
+  }
+
+  void consume(std::span<const Record> records) override {
+    std::lock_guard lock(mutex_);
+    auto begin = [&] {
+      if (file_ == nullptr) open_file(FileMode::kAppend);
+    };
+    auto finish = [&] {
+      write_out();
+      failure_.rethrow();
+    };
+    consume_each(*this, records, begin, [&](const Record& record) { add(record); }, finish);
+  }
+
+  void close() override {
+    std::lock_guard lock(mutex_);
+    if (const std::unique_ptr<LineFile> file = std::move(file_)) file->close();
+  }
+
   std::string description() const override { return "JSONL('" + path_ + "')"; }
 
  private:
+  static constexpr std::size_t kLineBytes = std::size_t{1} << 20;  // larger writes gain nothing
+
   // What the lines of one source share.
   struct Layout {
-    explicit Layout(const Source& source);
-    std::string head;                // {"name":"loss"
-    std::string role;                // ,"role":"primal"
-    std::vector<std::string> keys;   // of each value leaf, with the quotes: "w/0":
-    bool lone = false;               // the value is the one leaf itself
-    std::vector<std::int64_t> lane;  // scratch: the index of the current lane
+    explicit Layout(const Source& source)
+        : lone(source.values() == 1 && source.leaves.front().path.empty()), views(source) {
+      check_names("JSONL", source);
+      append_json_string(head, source.name);
+      for (std::size_t i = 0; i < source.values(); ++i) {
+        append_json_string(keys.emplace_back(), plain_path(source.leaves[i].path));
+        keys.back() += ':';
+      }
+    }
+    std::string head = R"({"name":)";  // {"name":"loss"
+    std::vector<std::string> keys;     // of each value leaf, with the quotes: "w/0":
+    bool lone;                         // the value is the one leaf itself
     RecordViews views;
   };
 
-  void open_file(FileMode mode);
-  void append_record(const Record& record);
-  void append_line(const Record& record, Layout& layout, std::int64_t lane,
-                   std::span<const ArrayView> leaves);
-  void write_out();
+  void open_file(FileMode mode) {
+    file_ = std::make_unique<LineFile>("JSONL", path_, mode, place_, &json::is_whole);
+  }
+
+  void add(const Record& record) {
+    Layout& layout = layouts_.try_emplace(record.source->id, *record.source).first->second;
+    auto add_lane = [&](std::int64_t lane, std::span<const ArrayView> leaves) {
+      append_whole(lines_, [&] { append_line(record, layout, lane, leaves); });
+      if (lines_.size() >= kLineBytes) write_out();
+    };
+    visit_lanes(*this, layout.views, record, add_lane);
+  }
+
+  void append_line(const Record& record, const Layout& layout, std::int64_t lane,
+                   std::span<const ArrayView> leaves) {
+    lines_ += layout.head;
+    json::append_number(lines_ += ",\"seq\":", record.seq);
+    json::append_number(lines_ += ",\"time_ns\":", record.time_ns);
+    json::append_number(lines_ += ",\"device\":", record.device);
+    json::append_number(lines_ += ",\"run\":", record.run);
+    ((lines_ += R"(,"role":")") += role_name(record.source->role)) += '"';
+    if (const Lanes& lanes = record.source->lanes; !lanes.empty()) append_lane(lanes, lane);
+    if ((record.flags & kRepeated) != 0) lines_ += ",\"repeated\":true";
+    lines_ += layout.lone ? ",\"value\":" : ",\"value\":{";
+    for (std::size_t i = 0; i < leaves.size(); ++i) {
+      if (i != 0) lines_ += ',';
+      if (!layout.lone) lines_ += layout.keys[i];
+      append_json_array(lines_, leaves[i]);
+    }
+    lines_ += layout.lone ? "}\n" : "}}\n";
+  }
+
+  // Row-major position `lane` as an index of each level.
+  void append_lane(const Lanes& lanes, std::int64_t lane) {
+    std::int64_t inner = lanes.count();  // lanes inside of one of the level
+    lines_ += ",\"lane\":";
+    char mark = '[';
+    for (std::int64_t size : lanes.sizes()) {
+      inner /= size;
+      json::append_number(lines_ += std::exchange(mark, ','), lane / inner % size);
+    }
+    lines_ += ']';
+  }
+
+  // What does not find room is lost: written later it would be out of order.
+  void write_out() {
+    std::uint64_t written = 0;
+    if (!lines_.empty() && !failure_.survives([&] { file_->append(lines_, written); }))
+      lose(static_cast<std::uint64_t>(std::ranges::count(lines_, '\n')) - written);
+    lines_.clear();
+    if (lines_.capacity() > 2 * kLineBytes) lines_.shrink_to_fit();  // after one great record
+  }
 
   std::mutex mutex_;  // guards what follows: Python may write and close beside a channel
   std::string path_;

@@ -6,16 +6,23 @@
 // (https://doi.org/10.1080/00031305.1983.10483115), which is Welford's for batches of one.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "channel/consumer.h"
+#include "channel/sinks/leaves.h"
+#include "core/error.h"
 
 namespace callgate {
 
@@ -28,11 +35,35 @@ struct Histogram {
 
   // Bins at powers of two, 2^-32 to 2^64, for each sign, between them one around zero, beyond them
   // two that are open.
-  static Histogram powers_of_two();
-  // Throws Error unless there are two edges at least, and each is greater than the one before.
-  static Histogram of(std::vector<double> edges);
+  static Histogram powers_of_two() {
+    std::vector<double> edges{std::numeric_limits<double>::infinity()};
+    for (int exponent = 64; exponent >= -32; --exponent) edges.push_back(std::ldexp(1.0, exponent));
+    for (std::size_t i = edges.size(); i-- > 0;) edges.push_back(-edges[i]);
+    std::ranges::reverse(edges);
+    return of(std::move(edges));
+  }
 
-  void add(double value);
+  // Throws Error unless there are two edges at least, and each is greater than the one before.
+  static Histogram of(std::vector<double> edges) {
+    auto falls = [](double edge, double next) { return !(edge < next); };  // NaN as well
+    if (edges.size() < 2 || std::ranges::adjacent_find(edges, falls) != edges.end())
+      throw Error("the sink Stats", "bins with two edges or more, each greater than the one before",
+                  std::to_string(edges.size()) + " edges that are not");
+    std::vector<std::uint64_t> counts(edges.size() - 1);
+    return {std::move(edges), std::move(counts)};
+  }
+
+  void add(double value) {
+    if (value < edges.front()) {
+      ++below;
+    } else if (value > edges.back()) {
+      ++above;
+    } else {
+      const auto upper = std::ranges::upper_bound(edges, value);
+      const auto bin = static_cast<std::size_t>(upper - edges.begin()) - 1;
+      ++counts[std::min(bin, counts.size() - 1)];
+    }
+  }
 };
 
 // Of the values that are numbers: count, mean, deviations, extremes, bins.
@@ -48,32 +79,101 @@ struct Summary {
   Histogram histogram;
 
   // The mean of (value - mean)^2, as numpy.var; NaN without values.
-  double variance() const noexcept;
+  double variance() const noexcept { return deviations / static_cast<double>(count); }
+
+  // Merges the finite values of a batch into what came before.
+  void merge(std::span<const double> values) {
+    if (values.empty()) return;
+    const auto size = static_cast<double>(values.size());
+    double its_mean = 0, its_deviations = 0;
+    for (double value : values) its_mean += value / size;  // a sum might overflow
+    for (double value : values) its_deviations += (value - its_mean) * (value - its_mean);
+    const auto before = static_cast<double>(count), total = before + size;
+    const double delta = its_mean - mean;
+    mean += delta * (size / total);
+    deviations += its_deviations + delta * delta * (before * size / total);
+    count += values.size();
+    const auto [least, greatest] = std::ranges::minmax(values);
+    min = std::min(min, least);
+    max = std::max(max, greatest);
+    for (double value : values) histogram.add(value);
+  }
 };
 
 class StatsSink final : public Consumer {
  public:
   // `edges`: of each histogram's bins; empty for powers of two.
-  explicit StatsSink(std::vector<double> edges);
+  explicit StatsSink(std::vector<double> edges)
+      : empty_(edges.empty() ? Histogram::powers_of_two() : Histogram::of(std::move(edges))) {}
 
-  void consume(std::span<const Record> records) override;
+  void consume(std::span<const Record> records) override {
+    std::lock_guard lock(consuming_);
+    consume_each(*this, records, [] {}, [&](const Record& record) { add_record(record); }, [] {});
+  }
   std::string description() const override { return "Stats()"; }
 
-  // By the leaves' names (names.h). Any thread.
-  std::map<std::string, Summary> read() const;
+  // By the leaves' names (leaves.h). Any thread.
+  std::map<std::string, Summary> read() const {
+    std::lock_guard lock(mutex_);
+    return summaries_;
+  }
+
   // Forgets all values. Any thread.
-  void clear();
+  void clear() {
+    std::lock_guard lock(mutex_);
+    summaries_.clear();
+  }
 
  private:
   struct Layout {
     // Throws Error where another tap has one of the names.
-    Layout(const Source& source, std::map<std::string, std::string>& owners);
+    Layout(const Source& source, std::map<std::string, std::string>& owners) : views(source) {
+      check_names("Stats", source);
+      for (std::size_t i = 0; i < source.values(); ++i) {
+        const std::string& name = names.emplace_back(column_name(source, source.leaves[i]));
+        const std::string& owner = owners.try_emplace(name, source.name).first->second;
+        if (owner == source.name) continue;  // {"b": x} of the tap 'a', and the tap 'a/b'
+        throw Error("the sink Stats",
+                    std::string("'").append(name).append("' of the tap '").append(owner) + "'",
+                    "that of the tap '" + source.name + "'");
+      }
+    }
     RecordViews views;
     std::vector<std::string> names;
   };
 
-  void add_record(const Record& record);
-  void add(const std::string& name, const ArrayView& view);
+  void add_record(const Record& record) {
+    const Source& source = *record.source;
+    Layout& layout = layouts_.try_emplace(source.id, source, owners_).first->second;
+    visit_lanes(*this, layout.views, record, [&](std::int64_t, std::span<const ArrayView> leaves) {
+      for (std::size_t i = 0; i < leaves.size(); ++i) add(layout.names[i], leaves[i]);
+    });
+  }
+
+  void add(const std::string& name, const ArrayView& view) {
+    values_.clear();
+    each_element(view, [&](auto element) {
+      if constexpr (requires { element.imag(); }) {
+        values_.push_back(std::hypot(element.real(), element.imag()));
+      } else {
+        values_.push_back(static_cast<double>(element));
+      }
+    });
+    finite_.clear();
+    std::ranges::copy_if(values_, std::back_inserter(finite_),
+                         [](double value) { return std::isfinite(value); });
+    const auto nan = std::ranges::count_if(values_, [](double value) { return std::isnan(value); });
+    std::lock_guard lock(mutex_);
+    Summary& summary = summaries_.try_emplace(name).first->second;
+    if (summary.histogram.edges.empty()) summary.histogram = Histogram(empty_);  // whole, or not
+    // What takes memory, before anything is counted.
+    summary.last_dims.assign(view.shape().begin(), view.shape().end());
+    summary.last = values_;
+    ++summary.records;
+    summary.nan += static_cast<std::uint64_t>(nan);
+    summary.inf += values_.size() - finite_.size() - static_cast<std::uint64_t>(nan);
+    summary.merge(finite_);
+  }
 
   const Histogram empty_;
   std::mutex consuming_;  // guards the next three lines: Python may write beside a channel

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "channel/sinks/jsonl.h"
-#include "channel/sinks/names.h"
+#include "channel/sinks/leaves.h"
 #include "core/error.h"
 #include "fake_records.h"
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "channel/consumer.h"
 #include "channel/record.h"
 #include "core/error.h"
 

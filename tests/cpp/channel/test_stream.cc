@@ -135,7 +135,7 @@ TEST(Stream, ASessionSaysWhichProcessWroteIt) {
 
 TEST(Stream, ASessionFromBeforeProcessIndicesIsReadAsUnknown) {
   StreamBatch batch;
-  StreamEncoder(StreamEncoder::kExternalBytes, 5).start(batch);
+  StreamEncoder(5).start(batch);
   std::string old = batch.bytes.substr(0, 40);
   std::uint64_t length = old.size();
   std::memcpy(old.data() + 8, &length, sizeof(length));

@@ -58,9 +58,9 @@ TEST(TapSpec, EveryFieldIsRead) {
   EXPECT_TRUE(spec.ordered);
   EXPECT_TRUE(spec.repeated);
   EXPECT_EQ(spec.every, 10);
-  EXPECT_EQ(spec.values, 2U);
+  EXPECT_EQ(spec.value_leaves, 2U);
   EXPECT_EQ(spec.returned, 1U);
-  EXPECT_TRUE(spec.where);
+  EXPECT_TRUE(spec.has_where);
   EXPECT_FALSE(spec.on_device);
   EXPECT_THAT(spec.paths, ElementsAre("['w']", "a=b"));
   ASSERT_EQ(spec.padded.size(), 1U);
@@ -74,7 +74,7 @@ TEST(TapSpec, WhatIsNotThereHasItsDefault) {
   for (const fake::AttributeMap& held : {fake::AttributeMap{}, fake::tap("", {})}) {
     TapSpec spec = spec_of(held);
     EXPECT_EQ(spec.every, 1);
-    EXPECT_EQ(spec.values, 0U);
+    EXPECT_EQ(spec.value_leaves, 0U);
     EXPECT_EQ(spec.role, Role::kPrimal);
     EXPECT_THAT(spec.padded, IsEmpty());
   }

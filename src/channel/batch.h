@@ -1,0 +1,283 @@
+// What a channel keeps records in beside its ring: blocks of memory for payloads that are large,
+// the batch that is in delivery, and the records that find no place in the store.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "channel/record.h"
+#include "channel/ring.h"
+#include "core/lifetime.h"
+
+namespace callgate {
+
+// Memory beside a ring, within a budget that the two share: payloads that are too large for the
+// ring, and copies of what a consumer reads. Blocks that came back are kept, within the budget, for
+// the next of their size: fresh memory costs more than the copy into it.
+class SideMemory : Immovable {
+ public:
+  explicit SideMemory(std::size_t budget) : budget_(budget) {}
+  ~SideMemory() {
+    for (char* block : kept_) std::free(block);
+  }
+
+  struct Block {
+    char* data = nullptr;
+    bool no_memory = false;  // the system has none: to wait for room would not help
+  };
+
+  // Null while less than `bytes` of the budget is left, the ring's share taken off. When nothing
+  // else is in use, a block is granted whatever its size: nothing is too large to be sent.
+  Block take(std::size_t bytes, const Ring& ring) noexcept {
+    if (!claim(bytes, ring)) return {};
+    std::vector<char*> useless;
+    char* block = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (kept_bytes_ != bytes || kept_.empty()) {
+        useless.swap(kept_);
+      } else {
+        block = kept_.back();
+        kept_.pop_back();
+      }
+    }
+    for (char* other : useless) std::free(other);  // before more is taken: the budget is kept
+    if (block == nullptr)
+      block = static_cast<char*>(std::aligned_alloc(kRecordAlignment, align_record(bytes)));
+    if (block != nullptr) {
+      in_use_.fetch_add(bytes, std::memory_order_relaxed);  // a gauge
+    } else {
+      claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
+    }
+    return {block, /*no_memory=*/block == nullptr};
+  }
+
+  void give_back(char* block, std::size_t bytes) noexcept {
+    keep(block, bytes, claimed() - bytes);
+    let_go(bytes);
+  }
+
+  // Takes back a block that has been let go before: its reader kept it for longer.
+  void recycle(char* block, std::size_t bytes) noexcept { keep(block, bytes, claimed()); }
+
+  // Counts memory that is not ours, and no more.
+  void hold(std::size_t bytes) noexcept {
+    claimed_.fetch_add(bytes, std::memory_order_seq_cst);  // see claimed()
+    in_use_.fetch_add(bytes, std::memory_order_relaxed);   // a gauge
+  }
+  void let_go(std::size_t bytes) noexcept {
+    in_use_.fetch_sub(bytes, std::memory_order_relaxed);   // a gauge
+    claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // see claimed()
+  }
+
+  // Sequentially consistent: a sender to the ring looks here, take() looks there.
+  std::size_t claimed() const noexcept { return claimed_.load(std::memory_order_seq_cst); }
+  // Without what take() is about to refuse. Relaxed: a gauge.
+  std::size_t in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
+
+ private:
+  bool claim(std::size_t bytes, const Ring& ring) noexcept {
+    auto fits = [&](std::size_t before) {
+      const std::size_t in_use = before + ring.used();
+      return in_use == 0 || in_use + bytes <= budget_;
+    };
+    if (!fits(claimed())) return false;
+    // Claimed first, then looked at once more: a sender that comes to the ring from here on sees
+    // the claim. One that is past its look may still take the room for its record besides.
+    if (fits(claimed_.fetch_add(bytes, std::memory_order_seq_cst))) return true;
+    claimed_.fetch_sub(bytes, std::memory_order_seq_cst);  // both: see claimed()
+    return false;
+  }
+
+  // `claimed`: by others.
+  void keep(char* block, std::size_t bytes, std::size_t claimed) noexcept try {
+    std::lock_guard lock(mutex_);
+    if (kept_bytes_ != bytes) {
+      for (char* other : kept_) std::free(other);
+      kept_.clear();
+      kept_bytes_ = bytes;
+    }
+    if (claimed + (kept_.size() + 1) * bytes <= budget_) {
+      kept_.push_back(block);
+    } else {
+      std::free(block);
+    }
+  } catch (const std::bad_alloc&) {
+    std::free(block);
+  }
+
+  std::size_t budget_;
+  std::atomic<std::size_t> claimed_{0}, in_use_{0};
+  std::mutex mutex_;
+  // Blocks that nobody uses, all of one size, and no more of them than the budget has room for.
+  std::vector<char*> kept_;
+  std::size_t kept_bytes_ = 0;  // of each
+};
+
+// The records in delivery, with what holds those of their payloads that are not in the ring. Of the
+// channel's thread.
+class Batch {
+ public:
+  // Makes room for the least records without which the thread could not go on where there is no
+  // memory for more.
+  void reserve() {
+    records_.reserve(kLeastPlaces);
+    copies_.reserve(kLeastPlaces);
+    blocks_.reserve(kLeastPlaces);
+  }
+
+  // Whether the batch takes one more record. Where there is no memory for more, its records go
+  // first.
+  bool has_place() noexcept try {
+    auto grow = [](auto& places) {
+      if (places.size() == places.capacity()) places.reserve(2 * places.capacity());
+    };
+    if (records_.size() >= kMostRecords) return false;
+    grow(records_);
+    grow(copies_);
+    grow(blocks_);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+
+  // There is a place, for each of these. Takes over an entry's block, or copies its payload if
+  // `copies`, counted in `aside`; false, and nothing has happened, where there is no memory.
+  bool take(const Entry& entry, const std::shared_ptr<SideMemory>& aside, bool copies) noexcept
+      try {
+    Record record = entry.record;
+    const Source& source = *record.source;
+    if (entry.kind == Entry::Kind::kAside) {
+      blocks_.push_back(std::make_shared<Block>(aside, record.data(), source.payload_bytes));
+    } else if (copies) {
+      copies_.push_back(std::make_unique_for_overwrite<char[]>(source.payload_bytes));
+      std::memcpy(copies_.back().get(), record.payload,
+                  source.kept ? source.written_bytes : source.payload_bytes);
+      record.payload = copies_.back().get();
+      aside->hold(source.payload_bytes);  // as the ring's memory that it leaves
+      copied_bytes_ += source.payload_bytes;
+    }
+    records_.push_back(record);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+
+  // Takes over a payload that is in no store.
+  void take(Record record, std::unique_ptr<char[]> payload) {
+    record.payload = payload.get();
+    records_.push_back(record);
+    copies_.push_back(std::move(payload));
+    bytes_besides_ += record.source->payload_bytes;
+  }
+
+  std::span<const Record> records() const noexcept { return records_; }
+  // Of the payloads that are in no store.
+  std::size_t bytes_besides() const noexcept { return bytes_besides_; }
+
+  // See Channel::lend().
+  std::shared_ptr<void> lend(const Record& record) const noexcept {
+    auto found =
+        std::ranges::find(blocks_, record.payload, [](auto& block) { return block->data; });
+    return found == blocks_.end() ? nullptr : *found;
+  }
+
+  // Gives the memory of blocks and copies back, but for blocks that are lent.
+  void give_back(SideMemory& aside) noexcept {
+    for (auto& block : blocks_) {
+      if (block.use_count() == 1) {
+        aside.give_back(std::exchange(block->data, nullptr), block->bytes);
+      } else {
+        aside.let_go(block->bytes);  // lent: the consumer's memory now
+      }
+    }
+    if (copied_bytes_ != 0) aside.let_go(std::exchange(copied_bytes_, 0));
+  }
+
+  void clear() noexcept {
+    records_.clear();
+    copies_.clear();
+    blocks_.clear();
+    bytes_besides_ = 0;
+  }
+
+ private:
+  static constexpr std::size_t kLeastPlaces = 64, kMostRecords = 4096;
+
+  // In the hands of who reads it, and of whom it is lent to.
+  struct Block : Immovable {
+    Block(std::shared_ptr<SideMemory> from, char* memory, std::size_t size)
+        : owner(std::move(from)), data(memory), bytes(size) {}
+    ~Block() {
+      if (data != nullptr) owner->recycle(data, bytes);
+    }
+
+    std::shared_ptr<SideMemory> owner;
+    char* data;
+    std::size_t bytes;
+  };
+
+  std::vector<Record> records_;
+  std::vector<std::unique_ptr<char[]>> copies_;
+  std::vector<std::shared_ptr<Block>> blocks_;
+  std::size_t copied_bytes_ = 0;  // of copies, those that count against the capacity
+  std::size_t bytes_besides_ = 0;
+};
+
+// Records that the channel's own thread sent into a full store: it would wait for itself. Each
+// follows what was in the store then, and everything that the thread sends goes here until nothing
+// is left here. Not bounded. Of that thread, but for some() and added(), which are relaxed: other
+// threads count on what the thread did before they were told.
+class Overflow {
+ public:
+  bool some() const noexcept { return some_.load(std::memory_order_relaxed); }
+  // How many there have been.
+  std::uint64_t added() const noexcept { return added_.load(std::memory_order_relaxed); }
+  std::uint64_t taken() const noexcept { return taken_; }
+  // Of those that wait.
+  std::size_t bytes() const noexcept { return bytes_; }
+
+  // A record behind `position` of the store.
+  void add(std::uint64_t position, Record record, std::unique_ptr<char[]> payload) {
+    waiting_.push_back({position, record, std::move(payload)});
+    bytes_ += record.source->payload_bytes;
+    added_.fetch_add(1, std::memory_order_relaxed);
+    some_.store(true, std::memory_order_relaxed);
+  }
+
+  // Takes those that follow what was before `position`.
+  void collect(Batch& batch, std::uint64_t position) {
+    while (!waiting_.empty() && waiting_.front().position <= position && batch.has_place()) {
+      bytes_ -= waiting_.front().record.source->payload_bytes;
+      batch.take(waiting_.front().record, std::move(waiting_.front().payload));
+      waiting_.pop_front();
+      ++taken_;
+    }
+    some_.store(!waiting_.empty(), std::memory_order_relaxed);
+  }
+
+ private:
+  struct Waiting {
+    std::uint64_t position;
+    Record record;
+    std::unique_ptr<char[]> payload;
+  };
+  std::deque<Waiting> waiting_;
+  std::size_t bytes_ = 0;
+  std::uint64_t taken_ = 0;
+  std::atomic<std::uint64_t> added_{0};
+  std::atomic<bool> some_{false};
+};
+
+}  // namespace callgate

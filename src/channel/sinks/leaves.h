@@ -1,0 +1,169 @@
+// What sinks make of the leaves of a record: their names in files, and their elements as C++
+// values. Any thread; nothing is owned.
+//
+// A leaf is called "loss" for a lone leaf of the tap "loss", else "loss/w/0"; of a tangent or
+// cotangent "loss:tangent", "loss:cotangent/w/0". The Python sinks (`callgate.sinks.columns`) name
+// leaves the same way.
+//
+// Elements are what sinks write out as text, widen or compute with. Types that C++ lacks are
+// widened without loss: bfloat16, float16 and the smaller floats to float, packed integers (the
+// first element in a byte's low bits, as XLA has them) to 64 bits.
+#pragma once
+
+#include <algorithm>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <set>
+#include <string>
+#include <string_view>
+
+#include "callgate/small_floats.h"
+#include "channel/record.h"
+#include "core/array_view.h"
+#include "core/dtype.h"
+#include "core/error.h"
+
+namespace callgate {
+namespace leaves {
+
+// The text of the Python string literal at the start of `text`, which loses it. Of the escapes
+// those of the quote, the backslash and the common control characters are undone.
+inline std::string take_literal(std::string_view& text) {
+  constexpr std::string_view kWritten = "ntr\\'\"", kMeant = "\n\t\r\\'\"";
+  const char quote = text.front();
+  std::string out;
+  std::size_t i = 1;
+  for (; i < text.size() && text[i] != quote; ++i) {
+    const bool escapes = text[i] == '\\' && i + 1 < text.size();
+    const std::size_t escape = escapes ? kWritten.find(text[i + 1]) : std::string_view::npos;
+    out += escape == std::string_view::npos ? text[i] : kMeant[escape];
+    if (escape != std::string_view::npos) ++i;
+  }
+  text.remove_prefix(std::min(i + 1, text.size()));
+  return out;
+}
+
+// The text before the first of `ends`, taken off `text`.
+inline std::string take_until(std::string_view& text, const char* ends) {
+  std::string out(text.substr(0, text.find_first_of(ends)));
+  text.remove_prefix(out.size());
+  return out;
+}
+
+// One key of the path: "['w']", "[0]", "[<flat index 0>]" or ".x".
+inline std::string take_key(std::string_view& path) {
+  constexpr std::string_view kFlat = "<flat index ";
+  const char first = path.front();
+  if (first != '[' && first != '.') return take_until(path, "");
+  path.remove_prefix(1);
+  if (first == '.') return take_until(path, ".[");
+  if (path.starts_with(kFlat)) path.remove_prefix(kFlat.size());
+  const bool quoted = path.starts_with('\'') || path.starts_with('"');
+  std::string key = quoted ? take_literal(path) : take_until(path, ">]");
+  path.remove_prefix(std::min(path.size(), path.find(']') + 1));
+  return key;
+}
+
+// Elements are read with memcpy: a lane of a record starts wherever the lane before it ends.
+template <typename Stored, typename As, typename Visit>
+void each_stored(const ArrayView& view, Visit&& visit) {
+  const char* data = static_cast<const char*>(view.data);
+  for (std::size_t i = 0, count = view.size(); i < count; ++i) {
+    Stored value;
+    std::memcpy(&value, data + i * sizeof(Stored), sizeof(Stored));
+    visit(static_cast<As>(value));
+  }
+}
+
+// The raw bits of each element of a packed type.
+template <typename Visit>
+void each_packed(const ArrayView& view, Visit&& visit) {
+  const auto* data = static_cast<const unsigned char*>(view.data);
+  auto width = static_cast<std::size_t>(bits(view.dtype)), per_byte = 8 / width;
+  for (std::size_t i = 0, count = view.size(); i < count; ++i)
+    visit((unsigned{data[i / per_byte]} >> (i % per_byte * width)) & ((1U << width) - 1U));
+}
+
+}  // namespace leaves
+
+// A leaf's path without the marks of its container's type: "w/0/x" of "['w'][0].x".
+inline std::string plain_path(std::string_view path) {
+  std::string out;
+  while (!path.empty()) {
+    if (!out.empty()) out += '/';
+    out += leaves::take_key(path);
+  }
+  return out;
+}
+
+// Throws Error where two leaves of a tap would have one name: {"a/b": x, "a": {"b": y}}.
+inline void check_names(std::string_view sink, const Source& source) {
+  std::set<std::string> seen;
+  for (std::size_t i = 0; i < source.values(); ++i) {
+    std::string path = plain_path(source.leaves[i].path);
+    if (seen.insert(path).second) continue;
+    throw Error("the sink " + std::string(sink) + ", tap '" + source.name + "'",
+                "leaves with names of their own", "two leaves '" + path + "'");
+  }
+}
+
+inline std::string column_name(const Source& source, const LeafType& leaf) {
+  std::string name = source.name;
+  if (source.role != Role::kPrimal) (name += ':') += role_name(source.role);
+  if (!leaf.path.empty()) (name += '/') += plain_path(leaf.path);
+  return name;
+}
+
+// Calls visit(value) for each element in row-major order. The value is a bool, std::int64_t,
+// std::uint64_t, float, double, std::complex<float> or std::complex<double>, by the dtype's kind.
+template <typename Visit>
+void each_element(const ArrayView& view, Visit&& visit) {
+  using leaves::each_stored, leaves::each_packed;
+  switch (view.dtype) {
+    case DType::kPred: return each_stored<std::uint8_t, bool>(view, visit);
+    case DType::kS8: return each_stored<std::int8_t, std::int64_t>(view, visit);
+    case DType::kS16: return each_stored<std::int16_t, std::int64_t>(view, visit);
+    case DType::kS32: return each_stored<std::int32_t, std::int64_t>(view, visit);
+    case DType::kS64: return each_stored<std::int64_t, std::int64_t>(view, visit);
+    case DType::kU8: return each_stored<std::uint8_t, std::uint64_t>(view, visit);
+    case DType::kU16: return each_stored<std::uint16_t, std::uint64_t>(view, visit);
+    case DType::kU32: return each_stored<std::uint32_t, std::uint64_t>(view, visit);
+    case DType::kU64: return each_stored<std::uint64_t, std::uint64_t>(view, visit);
+    case DType::kF16: return each_stored<float16, float>(view, visit);
+    case DType::kBF16: return each_stored<bfloat16, float>(view, visit);
+    case DType::kF32: return each_stored<float, float>(view, visit);
+    case DType::kF64: return each_stored<double, double>(view, visit);
+    case DType::kC64: return each_stored<std::complex<float>, std::complex<float>>(view, visit);
+    case DType::kC128: return each_stored<std::complex<double>, std::complex<double>>(view, visit);
+    case DType::kF8E5M2: return each_stored<float8_e5m2, float>(view, visit);
+    case DType::kF8E4M3FN: return each_stored<float8_e4m3fn, float>(view, visit);
+    case DType::kF8E4M3B11FNUZ: return each_stored<float8_e4m3b11fnuz, float>(view, visit);
+    case DType::kF8E5M2FNUZ: return each_stored<float8_e5m2fnuz, float>(view, visit);
+    case DType::kF8E4M3FNUZ: return each_stored<float8_e4m3fnuz, float>(view, visit);
+    case DType::kF8E4M3: return each_stored<float8_e4m3, float>(view, visit);
+    case DType::kF8E3M4: return each_stored<float8_e3m4, float>(view, visit);
+    case DType::kF8E8M0FNU: return each_stored<float8_e8m0fnu, float>(view, visit);
+    case DType::kF4E2M1FN: {
+      constexpr float kValues[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};  // the sign is the fourth bit
+      return each_packed(view,
+                         [&](unsigned raw) { visit(raw < 8 ? kValues[raw] : -kValues[raw - 8]); });
+    }
+    case DType::kU1:
+    case DType::kU2:
+    case DType::kU4: return each_packed(view, [&](unsigned raw) { visit(std::uint64_t{raw}); });
+    case DType::kS1:
+    case DType::kS2:
+    case DType::kS4: {
+      int unused = 64 - bits(view.dtype);  // shifting up and down again extends the sign
+      return each_packed(view, [&](unsigned raw) {
+        visit(static_cast<std::int64_t>(std::uint64_t{raw} << unused) >> unused);
+      });
+    }
+    case DType::kInvalid: break;
+  }
+  throw Error("a sink", "a dtype that callgate knows", to_string(view));
+}
+
+}  // namespace callgate
