@@ -23,7 +23,7 @@ from jax.interpreters import batching, mlir
 
 from callgate import _callgate
 from callgate._call import jax_engine, primitive
-from callgate._call.site import CallSite
+from callgate._call.site import BoundCall, CallSite
 from callgate._core import effects, options, registry
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
@@ -282,7 +282,7 @@ def _lower(
   if engine == "jax":
     call = mlir.lower_fun(lambda: jax_engine.bind(gate, whole, ()), multiple_results=True)
     return call(context)
-  return primitive.lower(context, gate=gate, site=whole, levels=(), whole=None)
+  return primitive.lower(context, call=BoundCall(gate, whole))
 
 
 # Not cached, as the gates' own rule: its source line is part of the program.

@@ -188,13 +188,13 @@ class Kernel(Operation):
     """
     raise_deferred()
     operands, static = self._arguments(args, kwargs)
-    return derivatives.apply(self, self.rules, operands, {}, static)
+    return derivatives.apply(self, operands, {}, static)
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
-      return shapes.to_positional(self, args, arrays)[0], static
+      return shapes.to_positional(self, args, arrays), static
     given = [p for p in self.signature if p.is_given]
     values = _parameters.named_arguments(self.label, given, args, kwargs)
     operands = _parameters.as_operands(self.label, given, values)
@@ -257,7 +257,7 @@ class Kernel(Operation):
     """
     given, static = self._arguments(args, kwargs)
     operands, like = jax.tree.map(jax.numpy.asarray, given), self.like
-    jitted = [jax.jit(lambda *xs: derivatives.apply(self, self.rules, xs, {}, static))]
+    jitted = [jax.jit(lambda *xs: derivatives.apply(self, xs, {}, static))]
     if like is not None:
       jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
     results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles

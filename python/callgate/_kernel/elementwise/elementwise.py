@@ -152,7 +152,7 @@ class ElementwiseKernel(CpuKernel):
       factors = derivatives.by_differences
     if factors is not None:
       rule = functools.partial(derivatives.jvp, factors, self)
-      self.rules.set_jvp(self.label, rule, symbolic_zeros=True)
+      self._set_jvp(rule, symbolic_zeros=True)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(
@@ -301,7 +301,7 @@ class _DerivativeKernel(ElementwiseKernel):
       )
 
     if like is None:
-      self.rules.set_jvp(self.label, refuse)
+      self._set_jvp(refuse)
 
 
 def _letters(key: str) -> dict[str, str]:
