@@ -13,22 +13,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from callgate import _callgate
 from callgate._core import encoding
 
-
-class Definable(Protocol):
-  """What can make the variants of a kernel that programs from other processes name."""
-
-  def define_variant(self, key: str) -> bool: ...
-
-
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_finders: list[Callable[[str], Definable | None]] = []
+_finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
@@ -48,19 +41,23 @@ def of(gate: str, spec: str, kind: str, index: int) -> str:
   """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
   if kind == "argument":
     return f"argument {argument(gate, spec, index)}"
-  path = encoding.result_path(spec, index)
+  path = (
+    "" if spec in ("", "*") else keystr(encoding.path_in(encoding.signature(spec).out_tree, index))
+  )
   return f"result {index}" + (f" ({path})" if path else "")
 
 
 def argument(gate: str, spec: str, index: int) -> str:
   """The quoted name of a flat argument: its parameter and, inside a pytree, its path."""
   parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
-  position, path, keyword = encoding.argument_path(spec, index)
-  if keyword is not None:
-    return f"'{keyword}{path}'"
-  if position < len(parameters):
-    return f"'{parameters[position]}{path}'"
-  return f"{position}{path}"
+  path = ""
+  if spec not in ("", "*"):
+    of_keywords, place, *inner = encoding.path_in(encoding.signature(spec).in_tree, index)
+    path = keystr(tuple(inner))
+    if of_keywords.idx:
+      return f"'{place.key}{path}'"
+    index = place.idx
+  return f"'{parameters[index]}{path}'" if index < len(parameters) else f"{index}{path}"
 
 
 def keystr(path: tuple[Any, ...]) -> str:
@@ -100,8 +97,8 @@ def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str
   base = f"{prefix}{_name_of(function)}"
   with _naming:
     taken = set(_callgate.registered_names())
-    numbered = (f"{base}#{number}" if number else base for number in itertools.count())
-    yield next(name for name in numbered if name not in taken)
+    names = (f"{base}#{number}" if number else base for number in itertools.count())
+    yield next(name for name in names if name not in taken)
 
 
 def free_name(base: str) -> str:
@@ -111,13 +108,13 @@ def free_name(base: str) -> str:
     while True:
       number = _counters[base]
       _counters[base] += 1
-      name = base if number == 0 else f"{base}#{number}"
+      name = f"{base}#{number}" if number else base
       if name not in taken:
         return name
 
 
 # -- what programs from other processes name -------------------------------------------------------
-def find_by(finder: Callable[[str], Definable | None]) -> None:
+def find_by(finder: Callable[[str], object]) -> None:
   """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
   _finders.append(finder)
 
