@@ -24,15 +24,9 @@ def batch_whole(
 ) -> Sequence[Any]:
   """Folds a batch level into the one leading axis that a "whole" or "broadcast" callable gets.
 
-  Args:
-    bind: makes the call, from operands and their leading axis.
-    method: the gate's `vmap`.
-    level: the new level, outermost; batched operands have its axis first.
-    operands: the flat arguments.
-    whole: the leading axis so far.
-
-  Returns:
-    The results, with `level`'s axis first.
+  `bind` makes the call of operands with that axis; `method` is the gate's `vmap`, `level` the new
+  level, outermost, and `whole` the axis so far. Batched operands and the results have `level`'s
+  axis first.
   """
   size, mask = level
   inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
@@ -56,10 +50,7 @@ def cuts_bytes(
 ) -> bool:
   """Whether lanes of types with several elements in a byte would begin within one.
 
-  Args:
-    operands: the flat arguments, batched ones with their axis first.
-    mask: which are batched.
-    results: shape and dtype of each, of one lane.
+  Batched operands have their axis first; `results` are shape and dtype of each, of one lane.
   """
   lanes = [(x.shape[1:], x.dtype) for x, flag in zip(operands, mask, strict=True) if flag]
   return any(
@@ -74,13 +65,7 @@ def one_by_one(
 ) -> Sequence[Any]:
   """A call for each lane, in order, by a loop of the program's: XLA takes the lanes apart.
 
-  Args:
-    bind: makes the call of one lane.
-    mask: which operands are batched.
-    operands: the flat arguments, batched ones with their axis first.
-
-  Returns:
-    The results, with the lanes' axis first.
+  `bind` makes the call of one; batched operands and the results have the lanes' axis first.
   """
 
   def lane(carry: None, batched: Sequence[Any]) -> tuple[None, Sequence[Any]]:

@@ -86,10 +86,7 @@ def _with_rules(gate: Callee, static: Static) -> Callable[..., Any]:
 
 
 def _vary_as(args: Any, found: Any) -> Any:
-  """In a `jax.shard_map`, what a rule found, varying over the axes that its arguments vary over.
-
-  Constants, such as a rule's zeros, vary over none.
-  """
+  """What a rule found, varying in a `jax.shard_map` as its arguments do: constants do not."""
   if not tracing.manual_axes():
     return found
   axes = tracing.varying_axes([x for x in jax.tree.leaves(args) if _is_number(x)])

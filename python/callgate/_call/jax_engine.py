@@ -21,7 +21,7 @@ from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
 from callgate._call.site import BoundCall, Callee, CallSite
 from callgate._core import encoding
-from callgate._core.encoding import Level, lanes
+from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
 from callgate._core.masked import ADVICE, is_masked
@@ -75,10 +75,11 @@ def _callback(
   def on_host(*inputs: Any) -> tuple[Any, ...]:
     try:
       arrays = [np.asarray(x) for x in inputs]
-      rows = [
-        _run_on_host(gate, site, lane, [x[i] for x, i in zip(arrays, index, strict=True)])
-        for index in lanes(levels, len(inputs))
-      ]
+      rows: list[Any] = []
+      for index in np.ndindex(*(size for size, _ in levels)):
+        places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
+        own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
+        rows.append(_run_on_host(gate, site, lane, own))
       return tuple(
         np.stack([row[k] for row in rows]).reshape(r.shape) if rows else np.empty(r.shape, r.dtype)
         for k, r in enumerate(types)
@@ -96,19 +97,13 @@ def _callback(
 
 
 class HostError(RuntimeError):
-  """What JAX's own callbacks are told of a gate's exception, which they would make text of.
-
-  It carries the id of the exception, so that `callgate.errors()` has that as it was raised.
-  """
+  """What JAX's own callbacks, which make text of exceptions, get: the id of the gate's own."""
 
 
 def _run_on_host(
   gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-  """One call of the function, of `inputs` to `results` (shape and dtype), without the runtime.
-
-  They are checked as the runtime checks them. "buffer" callables get NumPy arrays.
-  """
+  """One call of the function, to `results` (shape and dtype), checked as the runtime does."""
   convert = _host_converter(gate.arrays)
   copies = [np.array(x) for x in inputs]
   for copy in copies:
@@ -134,10 +129,7 @@ def _run_on_host(
 class HostContext:
   """`Context` for callables that JAX's own callbacks run."""
 
-  stage = "EXECUTE"
-  stream = 0
-  device = 0
-  ordinal = -1
+  stage, stream, device, ordinal = "EXECUTE", 0, 0, -1
 
   def stream_as(self, library: str) -> Any:
     """An error: there is no stream."""

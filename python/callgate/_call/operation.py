@@ -16,7 +16,7 @@ import numpy as np
 
 from callgate._call import derivatives, jax_engine, primitive, shapes
 from callgate._call.site import BoundCall, Callee, CallSite, Static
-from callgate._core import options, registry
+from callgate._core import options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._runtime import config
@@ -151,7 +151,7 @@ class Operation(Callee):
         reference,
         rtol=rtol,
         atol=atol,
-        err_msg=f"{self.label}, result {registry.keystr(path)}",
+        err_msg=f"{self.label}, result {jax.tree_util.keystr(path)}",
       )
 
 

@@ -16,15 +16,7 @@ from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, Callee
-from callgate._core import registry
-from callgate._core.effects import (
-  GATE_EFFECT,
-  ORDERED_GATE_EFFECT,
-  GateEffect,
-  OrderedGateEffect,
-  TapEffect,
-  WholeTapEffect,
-)
+from callgate._core import effects, registry
 from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError
 from callgate._jax import dispatch, lowering, tracing
@@ -62,7 +54,9 @@ def _abstract_eval(*avals: Any, call: BoundCall) -> tuple[tuple[Any, ...], froze
 def _effects(gate: Callee) -> frozenset[Any]:
   if gate.effect == "pure":
     return frozenset()
-  return frozenset({ORDERED_GATE_EFFECT if gate.effect == "ordered" else GATE_EFFECT})
+  return frozenset(
+    {effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else effects.GATE_EFFECT}
+  )
 
 
 # -- jvp -----------------------------------------------------------------------------------------
@@ -234,35 +228,31 @@ def _lower_to_runtime(
   bound: BoundCall, platform: str, context: Any, *operands: Any
 ) -> Sequence[Any]:
   gate, site = bound.gate, bound.site
-  ordered = gate.effect == "ordered"
+  avals_in, avals_out = context.avals_in, context.avals_out
   devices = lowering.device_count(context)
-  call = Call(site, context.avals_in, context.avals_out, bound.levels, bound.whole, devices)
+  call = Call(**vars(bound), operands=avals_in, results=avals_out, devices=devices)
   emission = gate.batched(bound.whole).backend(platform)(call)
   call, attributes = emission.call, emission.attributes
-  avals_in = context.avals_in
   if gate.collective and (located := calls.in_manual(context, gate)):
     partition, more = located
     operands, avals_in = (*operands, partition), [*avals_in, calls.PARTITION]
     attributes = {**attributes, **more}
   dispatch.keep_with_program(context, emission.callee)
-  token = lowering.token_before(context, ORDERED_GATE_EFFECT) if ordered else None
-  results, after = emit(
+  results = emit(
     context,
     operands,
     avals_in,
-    context.avals_out,
+    avals_out,
     name=emission.callee.name,
     levels=call.levels,
     target=emission.target,
     attributes=attributes,
     has_side_effect=gate.effect != "pure",
-    token=token,
+    order=effects.ORDERED_GATE_EFFECT if gate.effect == "ordered" else None,
     aliases=gate.aliases,
     sharded=calls.of_gate(context, gate, site, call.levels, call.whole),
   )
-  if ordered:
-    lowering.set_token_after(context, ORDERED_GATE_EFFECT, after)
-  return lowering.annotate(context, results, context.avals_out)
+  return lowering.annotate(context, results, avals_out)
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -277,6 +267,6 @@ for primitive in (gate_p, mesh_gate_p):
   # rule for all platforms: of several, JAX would make a branch of the program for each.
   mlir.register_lowering(primitive, lower, cacheable=False)
 tracing.needs_devices(mesh_gate_p)
-for effect, ordered in ((GateEffect, False), (TapEffect, False), (OrderedGateEffect, True)):
-  tracing.allow_effect(effect, ordered=ordered, kept=True)
-tracing.allow_effect(WholeTapEffect, ordered=True)
+for effect in (effects.GateEffect, effects.TapEffect, effects.OrderedGateEffect):
+  tracing.allow_effect(effect, ordered=effect is effects.OrderedGateEffect, kept=True)
+tracing.allow_effect(effects.WholeTapEffect, ordered=True)

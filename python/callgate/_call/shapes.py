@@ -58,10 +58,10 @@ def as_array(gate: Callee, leaf: Any, index: int) -> Any:
   try:
     return jnp.asarray(leaf)
   except (TypeError, ValueError, OverflowError) as error:
+    hint = "" if is_masked(leaf) else "; pass anything else as a keyword argument, which is static"
     raise GateDefinitionError(
       f"{gate.label}: argument {index}: expected an array or a pytree of arrays, got "
-      + shown(leaf)
-      + ("" if is_masked(leaf) else "; pass anything else as a keyword argument, which is static")
+      f"{shown(leaf)}{hint}"
     ) from error
 
 

@@ -66,42 +66,26 @@ class TangentCall:
   outputs: tuple[int, ...]  # flat positions of the results that have tangents
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Call:
-  """A call in a program that is being lowered.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Call(BoundCall):
+  """A call in a program that is being lowered, for so many devices.
 
-  Attributes:
-    site: the call's static description.
-    operands: abstract values, batch levels included.
-    results: likewise.
-    levels: batch levels that the runtime loops over.
-    whole: the one leading axis of batched arguments that the function gets, or None.
-    devices: how many run the program.
+  `operands` and `results` are abstract values, batch axes included.
   """
 
-  site: CallSite
   operands: Sequence[Any]
   results: Sequence[Any]
-  levels: tuple[Level, ...]
-  whole: Level | None
   devices: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emission:
-  """What a program holds of a call.
+  """What a program holds of a call."""
 
-  Attributes:
-    callee: the runtime's, which has a name.
-    target: the FFI target.
-    attributes: beside those of every call.
-    call: with the batch levels that the runtime loops over.
-  """
-
-  callee: Any
-  target: str
-  attributes: Mapping[str, Any]
-  call: Call
+  callee: Any  # the runtime's, which has a name
+  target: str  # the FFI target
+  attributes: Mapping[str, Any]  # beside those of every call
+  call: Call  # with the batch levels that the runtime loops over
 
 
 # What makes the calls of programs for one platform.
@@ -177,10 +161,7 @@ class Callee:
     return rules.of_call(self.label, self.sharding, operands, results)
 
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
-    """The call that computes tangents; asked of operations with `autograd`.
-
-    `moved` are the flat positions of the arguments that have tangents.
-    """
+    """The call for tangents of the arguments at `moved`; asked of operations with `autograd`."""
     raise NotImplementedError
 
   def transpose_call(

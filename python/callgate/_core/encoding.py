@@ -45,16 +45,15 @@ def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any
   return json.dumps(spec, separators=(",", ":"))
 
 
-class _Leaf:
-  """Stands for an array while a tree is written out."""
+_HERE = object()  # stands for an array while a tree is written out
 
 
 def _encode_tree(tree: PyTreeDef) -> Json:
-  return _encode_node(jax.tree.unflatten(tree, [_Leaf()] * tree.num_leaves), tree)
+  return _encode_node(jax.tree.unflatten(tree, [_HERE] * tree.num_leaves), tree)
 
 
 def _encode_node(node: Any, tree: PyTreeDef | None = None) -> Json:
-  if isinstance(node, _Leaf):
+  if node is _HERE:
     return _LEAF
   if node is None:
     return None
@@ -158,16 +157,6 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
       "return the pytree that `out` declares"
     )
   return leaves
-
-
-def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
-  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
-  sizes = [size for size, _ in levels]
-  masks = [mask for _, mask in levels]
-  return [
-    [tuple(int(i) for i, mask in zip(index, masks, strict=True) if mask[k]) for k in range(count)]
-    for index in np.ndindex(*sizes)
-  ]
 
 
 # A batch level: its extent and, for each operand, whether it has that axis.

@@ -110,8 +110,7 @@ def newest_first() -> list[Kept]:
 
 def is_claimed(number: int) -> bool:
   """Whether somebody has got it, and it is still here."""
-  with _lock:
-    return number in _store and _store[number].claimed
+  return (kept := _store.get(number)) is not None and kept.claimed
 
 
 def enter_block() -> int:

@@ -21,7 +21,8 @@ from callgate import _callgate
 from callgate._core import encoding
 
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_finders: list[Callable[[str], object]] = []
+# Asked for kernels that a loaded program names and nothing has defined yet.
+finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
@@ -41,9 +42,9 @@ def of(gate: str, spec: str, kind: str, index: int) -> str:
   """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
   if kind == "argument":
     return f"argument {argument(gate, spec, index)}"
-  path = (
-    "" if spec in ("", "*") else keystr(encoding.path_in(encoding.signature(spec).out_tree, index))
-  )
+  if spec in ("", "*"):
+    return f"result {index}"
+  path = jax.tree_util.keystr(encoding.path_in(encoding.signature(spec).out_tree, index))
   return f"result {index}" + (f" ({path})" if path else "")
 
 
@@ -53,16 +54,11 @@ def argument(gate: str, spec: str, index: int) -> str:
   path = ""
   if spec not in ("", "*"):
     of_keywords, place, *inner = encoding.path_in(encoding.signature(spec).in_tree, index)
-    path = keystr(tuple(inner))
+    path = jax.tree_util.keystr(tuple(inner))
     if of_keywords.idx:
       return f"'{place.key}{path}'"
     index = place.idx
   return f"'{parameters[index]}{path}'" if index < len(parameters) else f"{index}{path}"
-
-
-def keystr(path: tuple[Any, ...]) -> str:
-  """JAX's text for a path into a pytree."""
-  return jax.tree_util.keystr(path)
 
 
 def operations() -> list[tuple[str, Any]]:
@@ -114,23 +110,17 @@ def free_name(base: str) -> str:
 
 
 # -- what programs from other processes name -------------------------------------------------------
-def find_by(finder: Callable[[str], object]) -> None:
-  """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
-  _finders.append(finder)
-
-
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  found = get(base) or next(filter(None, (find(base) for find in _finders)), None)
+  found = get(base) or next(filter(None, (find(base) for find in finders)), None)
   define = getattr(found, "define_variant", None)
   return define is not None and define(key.removesuffix("]") if bracket else "")
 
 
 def caller_module(depth: int = 3) -> str:
-  """The module whose code makes a kernel, for its name.
+  """The module whose code makes a kernel, for its name: `depth` frames up from here.
 
-  Args:
-    depth: frames up from here: the function, what `_core/factories.py` wraps it in, the caller.
+  Between are the function that asks and what `_core/factories.py` wraps it in.
   """
   return str(sys._getframe(depth).f_globals.get("__name__", "__main__"))  # pyright: ignore[reportPrivateUsage]

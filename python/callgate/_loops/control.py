@@ -50,8 +50,7 @@ def start() -> None:
     (remat_rules, jax.lax.scan_p, _scan_remat_rule),
   ):
     rules[primitive] = functools.partial(rule, rules[primitive])
-  tracing.wrap_scan_hoisting(_hoisting)
-  tracing.wrap_partial_evaluation(_split)
+  tracing.wrap_rules(_hoisting, _split)
 
 
 def _cond_rule(

@@ -113,7 +113,7 @@ def _call_lower(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[A
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE, attributes=bar.held(kind),
     has_side_effect=True,
-  )[0]  # fmt: skip
+  )  # fmt: skip
 
 
 def _call_lower_by_jax(context: Any, *operands: Any, kind: str, bar: Bar) -> Sequence[Any]:

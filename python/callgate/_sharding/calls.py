@@ -144,7 +144,7 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
     )
   devices, mesh = lowering.device_count(context), lowering.mesh_axes(context)
   held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
-  return lowering.partition_id(context), held
+  return lowering.partition_id(), held
 
 
 def specs_of(rule: Rule, specs: Sequence[Sequence[Any]]) -> list[list[Any]]:

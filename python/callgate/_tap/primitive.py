@@ -249,7 +249,7 @@ def _lower(
     return _lower_by_jax(context, operands, tap, site, levels, held)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
-  results, after = emit(
+  return emit(
     context,
     operands,
     context.avals_in,
@@ -258,15 +258,12 @@ def _lower(
     attributes=held,
     levels=levels,
     has_side_effect=True,
-    token=lowering.token_before(context, _order_of(site)) if ordered else None,
+    order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
     sharded=calls.of_tap(context, site, levels),
   )
-  if ordered:
-    lowering.set_token_after(context, _order_of(site), after)
-  return results
 
 
 def _lower_by_jax(

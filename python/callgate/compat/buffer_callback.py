@@ -262,7 +262,7 @@ def _lowering_to_runtime(
   if not exported:
     lowering.add_keepalive(ctx, callee)
   graph = command_buffer_compatible and lowering.platforms_of(ctx)[0] == "cuda"
-  results, _ = emit(
+  return emit(
     ctx,
     operands,
     ctx.avals_in,
@@ -277,7 +277,6 @@ def _lowering_to_runtime(
     on_error="return",
     target=targets.GRAPH_TARGET if graph else targets.GATE_TARGET,
   )
-  return results
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

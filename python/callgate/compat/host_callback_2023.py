@@ -290,4 +290,4 @@ def _flush_taps() -> None:
   start_channel(CHANNEL).flush(None)
 
 
-dispatch.after_effects_barrier(_flush_taps)
+dispatch.after_effects_barrier.append(_flush_taps)

@@ -85,10 +85,9 @@ def elementwise(
   name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
   label = f"kernel '{name}'"
   around = (options.preamble, options.loop_prep, options.after_loop)
-  check.texts(
-    label, in_params=in_params, out_params=out_params, operation=operation, preamble=around[0],
-    loop_prep=around[1], after_loop=around[2],
-  )  # fmt: skip
+  texts = ("in_params", "out_params", "operation", "preamble", "loop_prep", "after_loop")
+  for option, text in zip(texts, (in_params, out_params, operation, *around), strict=True):
+    check.text(label, option, text)
   inputs = params.parse(label, "in_params", in_params)
   outputs = params.parse(label, "out_params", out_params)
   if not outputs:

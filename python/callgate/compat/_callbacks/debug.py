@@ -36,8 +36,8 @@ def _callback_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
 def _print_lowering(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
   if not _is_ours(ctx, params["fmt"]):
     return callbacks.debug_print_lowering(ctx, *operands, ordered=ordered, **params)
-  effect = tracing.ordered_debug_effect() if ordered else None
-  return _lower(ctx, operands, effect, callbacks.debug_print_callback(**params))
+  effect = tracing.ordered_debug_effect if ordered else None
+  return _lower(ctx, operands, effect, callbacks.debug_print_callback(params))
 
 
 def _is_ours(ctx: Any, callback: Any) -> bool:
@@ -85,4 +85,4 @@ def register() -> None:
   """Puts the rules in place of JAX's; once."""
   engine.replace_lowering(callbacks.debug_callback_p, _callback_lowering)
   engine.replace_lowering(callbacks.debug_print_p, _print_lowering)
-  dispatch.after_effects_barrier(after_barrier)
+  dispatch.after_effects_barrier.append(after_barrier)

@@ -56,7 +56,7 @@ def call(
 
 def device_of(device: int | None, index: int) -> Any:
   """The jax.Device of an id; where it is not known, the one at `index`."""
-  for one in dispatch.cpu_devices_or_none():
+  for one in dispatch.cpu_devices():
     if one.id == device:
       return one
   return jax.devices()[index]
