@@ -22,15 +22,24 @@ from callgate._core.errors import GateDefinitionError
 from callgate._jax import tracing
 
 
-def no_derivative_message(gate: Callee) -> str:
-  """What a user without derivative rules needs to know."""
+def no_derivative(
+  gate: Callee, site: CallSite, linear: frozenset[int], refused: Sequence[int]
+) -> GateDefinitionError:
+  """What a user without a derivative with respect to the `refused` needs to know."""
   it = gate.kind.split()[-1]
-  return (
+  ways = (
     f"{gate.label} has no derivative. Define one in any of four ways: {it}.defjvp(rule), "
     f"{it}.defvjp(fwd, bwd), like=reference (a JAX function of the same signature, whose "
     f"derivative then serves), or gradient='finite-difference'. A {it} that is linear takes "
     f"linear= and {it}.deftranspose(rule)."
   )
+  if linear:
+    ways = (
+      f"{gate.label}: differentiated with respect to argument "
+      f"{registry.argument(gate.name, site.spec, refused[0])}, in which it is not declared linear; "
+      f"expected a derivative in argument(s) {linear_names(gate, site)} alone. {ways}"
+    )
+  return GateDefinitionError(ways)
 
 
 def apply(gate: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:

@@ -16,9 +16,8 @@ from callgate._call import derivatives
 from callgate._call.jax_engine import lower_by_jax
 from callgate._call.lowering import emit
 from callgate._call.site import RUNTIME_PLATFORMS, BoundCall, Call, Callee
-from callgate._core import effects, registry
+from callgate._core import effects
 from callgate._core.encoding import Level
-from callgate._core.errors import GateDefinitionError
 from callgate._jax import dispatch, lowering, tracing
 from callgate._jax.tracing import Primitive
 from callgate._sharding import calls
@@ -68,16 +67,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: BoundCall) ->
     return _jvp_by_rule(primals, tangents, moved, call)
   if gate.autograd and not (linear and linear.issuperset(moved)):
     return _jvp_by_call(primals, tangents, moved, call)
-  if not linear:
-    raise GateDefinitionError(derivatives.no_derivative_message(gate))
-  for index in moved:
-    if index not in linear:
-      raise GateDefinitionError(
-        f"{gate.label}: differentiated with respect to argument "
-        f"{registry.argument(gate.name, site.spec, index)}, in which it is not declared linear; "
-        f"expected a derivative in argument(s) {derivatives.linear_names(gate, site)} alone. "
-        + derivatives.no_derivative_message(gate)
-      )
+  refused = [index for index in moved if index not in linear]
+  if refused or not linear:
+    raise derivatives.no_derivative(gate, site, linear, refused)
   mixed = [
     ad.instantiate_zeros(tangent) if index in linear else primal
     for index, (primal, tangent) in enumerate(zip(primals, tangents, strict=True))

@@ -44,7 +44,7 @@ class Kept:
 
 
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
-_blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
+blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
 deferred: list[Kept] = []
@@ -73,7 +73,7 @@ def _forget(count: int) -> None:
   claimed = [one.id for one in _store.values() if one.claimed][:count]
   for one in claimed:
     del _store[one]
-  first = min(_blocks, default=_next_id + 1)
+  first = min(blocks, default=_next_id + 1)
   for oldest in list(itertools.islice(_store, count - len(claimed))):
     if oldest >= first and len(_store) <= _LIMIT_IN_BLOCKS:
       return
@@ -116,19 +116,8 @@ def is_claimed(number: int) -> bool:
 def enter_block() -> int:
   """A block of `callgate.errors()` begins; returns the first id of what may fail in it."""
   with _lock:
-    _blocks.append(_next_id + 1)
+    blocks.append(_next_id + 1)
     return _next_id + 1
-
-
-def leave_block(first: int) -> None:
-  """It ends."""
-  with _lock:
-    _blocks.remove(first)
-
-
-def open_blocks() -> int:
-  """How many blocks are open, of all threads."""
-  return len(_blocks)
 
 
 def defer(text: str) -> BaseException:
@@ -148,7 +137,7 @@ def defer(text: str) -> BaseException:
 def take_interrupt() -> BaseException | None:
   """The newest KeyboardInterrupt that nobody has got, or None; a block asks for its own."""
   with _lock:
-    if _blocks:
+    if blocks:
       return None
     unclaimed = (kept for kept in reversed(_store.values()) if not kept.claimed)
     waiting = [kept for kept in unclaimed if isinstance(kept.exception, KeyboardInterrupt)]

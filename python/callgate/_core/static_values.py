@@ -21,11 +21,9 @@ from callgate._core.masked import is_masked, shown
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-  """A static value of a call.
+  """A static value of a call: a NumPy scalar, array of rank 1, or a dict of these and of strings.
 
-  Attributes:
-    value: a NumPy scalar, a one-dimensional array, or a dict of these and of strings.
-    key: what tells it from others.
+  `key` is what tells it from others.
   """
 
   value: Any = dataclasses.field(compare=False)

@@ -79,16 +79,16 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
   """
   if not _effect_tokens:
     return True
-  if timeout is None and watch is None:
+  requests = None
+  if timeout is not None or watch is not None:
+    # Tokens have no wait with a limit, so another thread waits; where it is too late for a thread,
+    # what came so late ran where it was dispatched.
+    with contextlib.suppress(RuntimeError):
+      requests = _idle_waiter()
+  if requests is None:
     _wait_for_tokens()
     return True
-  # Tokens have no wait with a limit, so another thread waits.
-  done = threading.Event()
-  try:
-    _idle_waiter().put(done)
-  except RuntimeError:  # too late for a thread: what came so late ran where it was dispatched
-    _wait_for_tokens()
-    return True
+  requests.put(done := threading.Event())
   if watch is None:
     return done.wait(timeout)
   deadline = math.inf if timeout is None else time.monotonic() + timeout

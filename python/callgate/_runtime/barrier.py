@@ -176,7 +176,7 @@ class errors:
           raise_original(kept.exception)
     finally:
       dispatch.forget_failed_tokens()
-      _kept.leave_block(self._first)
+      _kept.blocks.remove(self._first)
     return False
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
@@ -185,7 +185,7 @@ class errors:
     kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
       own, python_threads = threading.get_ident(), threads_of_python()
-      alone = _kept.open_blocks() == 1
+      alone = len(_kept.blocks) == 1
       unseen = [
         k
         for k in _kept.newest_first()
