@@ -39,7 +39,7 @@ def start(public: Mapping[str, Any]) -> None:
   group.start()
   draw.start()
   delivery.listen(progress.note)
-  registry.find_by(library.find)
+  registry.finders.append(library.find)
   files.kinds.update(cpp=kernel.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()

@@ -24,39 +24,25 @@ def batch_whole(
 ) -> Sequence[Any]:
   """Folds a batch level into the one leading axis that a "whole" or "broadcast" callable gets.
 
-  Args:
-    bind: makes the call, from operands and their leading axis.
-    method: the gate's `vmap`.
-    level: the new level, outermost; batched operands have its axis first.
-    operands: the flat arguments.
-    whole: the leading axis so far.
-
-  Returns:
-    The results, with `level`'s axis first.
+  `bind` makes the call of operands with that axis; `method` is the gate's `vmap`, `level` the new
+  level, outermost, and `whole` the axis so far. Batched operands and the results have `level`'s
+  axis first.
   """
   size, mask = level
   inner_size, inner_mask = whole if whole is not None else (1, (False,) * len(mask))
-  if method == "broadcast":
-    combined = (True,) * len(mask)
-  else:
-    combined = tuple(a or b for a, b in zip(mask, inner_mask, strict=True))
-  flat = [
-    _fold(x, size if outer else None, inner_size if inner else None, size, inner_size)
-    if both
-    else x
-    for x, outer, inner, both in zip(operands, mask, inner_mask, combined, strict=True)
-  ]
-  results = bind(flat, (size * inner_size, combined))
+  flat: list[Any] = []
+  combined: list[bool] = []
+  for x, outer, inner in zip(operands, mask, inner_mask, strict=True):
+    batched = outer or inner or method == "broadcast"
+    if batched:  # both axes, folded into one
+      core = x.shape[outer + inner :]
+      x = x.reshape((size if outer else 1, inner_size if inner else 1, *core))
+      x = jnp.broadcast_to(x, (size, inner_size, *core)).reshape((size * inner_size, *core))
+    flat.append(x)
+    combined.append(batched)
+  results = bind(flat, (size * inner_size, tuple(combined)))
   lead = (size,) if whole is None else (size, inner_size)
   return [r.reshape((*lead, *r.shape[1:])) for r in results]
-
-
-def _fold(x: Any, outer: int | None, inner: int | None, size: int, inner_size: int) -> Any:
-  """Gives `x`, which has the axes that are not None, both batch axes, folded into one."""
-  core = x.shape[(outer is not None) + (inner is not None) :]
-  lead = (size if outer is not None else 1, inner_size if inner is not None else 1)
-  full = jnp.broadcast_to(x.reshape((*lead, *core)), (size, inner_size, *core))
-  return full.reshape((size * inner_size, *core))
 
 
 def cuts_bytes(
@@ -64,10 +50,7 @@ def cuts_bytes(
 ) -> bool:
   """Whether lanes of types with several elements in a byte would begin within one.
 
-  Args:
-    operands: the flat arguments, batched ones with their axis first.
-    mask: which are batched.
-    results: shape and dtype of each, of one lane.
+  Batched operands have their axis first; `results` are shape and dtype of each, of one lane.
   """
   lanes = [(x.shape[1:], x.dtype) for x, flag in zip(operands, mask, strict=True) if flag]
   return any(
@@ -82,13 +65,7 @@ def one_by_one(
 ) -> Sequence[Any]:
   """A call for each lane, in order, by a loop of the program's: XLA takes the lanes apart.
 
-  Args:
-    bind: makes the call of one lane.
-    mask: which operands are batched.
-    operands: the flat arguments, batched ones with their axis first.
-
-  Returns:
-    The results, with the lanes' axis first.
+  `bind` makes the call of one; batched operands and the results have the lanes' axis first.
   """
 
   def lane(carry: None, batched: Sequence[Any]) -> tuple[None, Sequence[Any]]:
@@ -106,15 +83,14 @@ def apply_vmap_rule(
   """Runs the user's batching rule on flat values."""
   assert gate.vmap_rule is not None
   args, kwargs = jax.tree.unflatten(site.in_tree, operands)
-  flags, _ = jax.tree.unflatten(site.in_tree, mask)
-  rule = gate.vmap_rule
-  out, out_batched = gate.call_rule(rule, (size, list(flags)), args, kwargs, site.static)
+  lead = size, list(jax.tree.unflatten(site.in_tree, mask)[0])
+  out, out_batched = gate.call_rule(gate.vmap_rule, lead, args, kwargs, site.static)
   leaves, tree = jax.tree.flatten(out)
   if tree != site.out_tree:
     raise GateDefinitionError(
       f"{gate.label}: the vmap rule returned results of structure {tree}; expected {site.out_tree}"
     )
-  batched = _broadcast_prefix(out_batched, site.out_tree)
+  batched = [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(out_batched, out))]
   for leaf, (shape, dtype), flag in zip(leaves, site.results, batched, strict=True):
     want = ((size, *shape) if flag else shape, dtype)
     if (jnp.shape(leaf), leaf.dtype) != want:
@@ -123,13 +99,3 @@ def apply_vmap_rule(
         f"expected {want[1]}{list(want[0])}"
       )
   return leaves, batched
-
-
-def _broadcast_prefix(prefix: Any, tree: Any) -> list[bool]:
-  """One flag a leaf, from a flag or a pytree (prefix) of flags."""
-  full = jax.tree.unflatten(tree, range(tree.num_leaves))
-  flags: list[bool] = []
-  jax.tree.map(
-    lambda flag, part: flags.extend([bool(flag)] * len(jax.tree.leaves(part))), prefix, full
-  )
-  return flags

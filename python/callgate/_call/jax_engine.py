@@ -19,9 +19,9 @@ from jax.interpreters import mlir
 from callgate._arrays import gpu
 from callgate._arrays.torch import to_numpy
 from callgate._call.batching import apply_vmap_rule, batch_whole
-from callgate._call.site import Callee, CallSite
+from callgate._call.site import BoundCall, Callee, CallSite
 from callgate._core import encoding
-from callgate._core.encoding import Level, lanes
+from callgate._core.encoding import Level
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._core.failures import describe_failure
 from callgate._core.masked import ADVICE, is_masked
@@ -34,100 +34,76 @@ def bind(
   """Binds the call to JAX's own callbacks, batched as this gate is batched."""
   lead = () if whole is None else (whole[0],)
   types = [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in site.results]
-  function = host_function(gate, site, (), types)
+  call = _callback(gate, site, (), types)
+  if gate.vmap_rule is not None or gate.vmap not in ("each", "grid"):
+    call = jax.custom_batching.custom_vmap(call)
 
-  def call(*args: Any) -> Sequence[Any]:
-    if gate.effect == "pure":
-      return jax.pure_callback(function, types, *args, vmap_method="sequential")
-    return io_callback(function, types, *args, ordered=gate.effect == "ordered")
+    @call.def_vmap
+    def _(size: int, batched: Sequence[bool], *args: Any) -> Any:
+      if gate.vmap_rule is not None:
+        results, flags = apply_vmap_rule(gate, site, size, tuple(batched), args)
+        return list(results), list(flags)
+      inner = functools.partial(bind, gate, site)
+      results = batch_whole(inner, gate.vmap, (size, tuple(batched)), args, whole)
+      return list(results), [True] * len(results)
 
-  axes = tracing.varying_axes(leaves)
-
-  def vary(results: Sequence[Any]) -> list[Any]:
-    """JAX's callbacks don't know that their results vary."""
-    return [tracing.vary_over(axes, result) for result in results]
-
-  if gate.vmap_rule is None and gate.vmap in ("each", "grid"):
-    return vary(call(*leaves))
-  with_rule = jax.custom_batching.custom_vmap(call)
-
-  @with_rule.def_vmap
-  def _(size: int, batched: Sequence[bool], *args: Any) -> Any:
-    if gate.vmap_rule is not None:
-      results, flags = apply_vmap_rule(gate, site, size, tuple(batched), args)
-      return list(results), list(flags)
-    inner = functools.partial(bind, gate, site)
-    results = batch_whole(inner, gate.vmap, (size, tuple(batched)), args, whole)
-    return list(results), [True] * len(results)
-
-  return vary(with_rule(*leaves))
+  axes = tracing.varying_axes(leaves)  # JAX's callbacks don't know that their results vary
+  return [tracing.vary_over(axes, result) for result in call(*leaves)]
 
 
-def host_function(
-  gate: Callee, site: CallSite, levels: tuple[Level, ...], results: Sequence[Any]
-) -> Callable[..., tuple[Any, ...]]:
-  """What JAX's own callbacks call for this gate: flat arrays in, a tuple of arrays out."""
-  types = [(tuple(r.shape), r.dtype) for r in results]
-
-  def call(*inputs: Any) -> tuple[Any, ...]:
-    return _run_on_host(gate, site, types, inputs)
-
-  if not levels:
-    return _told(gate, call)
-
-  def loop(*inputs: Any) -> tuple[Any, ...]:
-    core = [(shape[len(levels) :], dtype) for shape, dtype in types]
-    arrays_in = [np.asarray(x) for x in inputs]
-    rows = [
-      _run_on_host(gate, site, core, [x[i] for x, i in zip(arrays_in, index, strict=True)])
-      for index in lanes(levels, len(inputs))
-    ]
-    return tuple(
-      np.stack([row[k] for row in rows]).reshape(shape) if rows else np.empty(shape, dtype)
-      for k, (shape, dtype) in enumerate(types)
+# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their
+# effect was decided when the call was traced.
+def lower_by_jax(call: BoundCall, context: Any, *operands: Any) -> Sequence[Any]:
+  gate = call.gate
+  if gate.effect == "ordered":
+    raise GateDefinitionError(
+      f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
+      "jax.shard_map; this program is partitioned automatically, or for platform "
+      f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
     )
-
-  return _told(gate, loop)
-
-
-class HostError(RuntimeError):
-  """What JAX's own callbacks are told of a gate's exception, which they would make text of.
-
-  It carries the id of the exception, so that `callgate.errors()` has that as it was raised.
-  """
+  types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
+  function = _callback(gate.batched(call.whole), call.site, call.levels, types)
+  return mlir.lower_fun(function, multiple_results=True)(context, *operands)
 
 
-def _told(gate: Callee, call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-  """The function, with the exceptions that it raises kept for the caller."""
+def _callback(
+  gate: Callee, site: CallSite, levels: Sequence[Level], types: Sequence[Any]
+) -> Callable[..., Any]:
+  """The call as a JAX function of flat arrays, by JAX's own callbacks."""
+  lane = [(r.shape[len(levels) :], r.dtype) for r in types]
 
-  def told(*inputs: Any) -> tuple[Any, ...]:
+  def on_host(*inputs: Any) -> tuple[Any, ...]:
     try:
-      return call(*inputs)
+      arrays = [np.asarray(x) for x in inputs]
+      rows: list[Any] = []
+      for index in np.ndindex(*(size for size, _ in levels)):
+        places = [(i, mask) for i, (_, mask) in zip(index, levels, strict=True)]
+        own = [x[tuple(i for i, mask in places if mask[k])] for k, x in enumerate(arrays)]
+        rows.append(_run_on_host(gate, site, lane, own))
+      return tuple(
+        np.stack([row[k] for row in rows]).reshape(r.shape) if rows else np.empty(r.shape, r.dtype)
+        for k, r in enumerate(types)
+      )
     except BaseException as error:  # noqa: BLE001 - as the runtime does: the caller gets it
       text = describe_failure(error, gate.name, site="")
     raise HostError(text)
 
-  return told
+  def call(*args: Any) -> Any:
+    if gate.effect == "pure":
+      return jax.pure_callback(on_host, types, *args, vmap_method="sequential")
+    return io_callback(on_host, types, *args, ordered=gate.effect == "ordered")
+
+  return call
+
+
+class HostError(RuntimeError):
+  """What JAX's own callbacks, which make text of exceptions, get: the id of the gate's own."""
 
 
 def _run_on_host(
-  gate: Callee,
-  site: CallSite,
-  results: Sequence[tuple[tuple[int, ...], Any]],
-  inputs: Sequence[Any],
+  gate: Callee, site: CallSite, results: Sequence[tuple[Any, Any]], inputs: Sequence[Any]
 ) -> tuple[Any, ...]:
-  """One call of the gate's function without the runtime, for JAX's own callbacks.
-
-  Args:
-    gate: the Gate. Only "numpy", "jax" and "torch" arrays exist outside the runtime: "buffer"
-      callables get NumPy arrays.
-    site: the CallSite.
-    results: (shape, dtype) of each result.
-    inputs: arrays, copied.
-
-  Returns:
-    The results, checked as the runtime checks them.
-  """
+  """One call of the function, to `results` (shape and dtype), checked as the runtime does."""
   convert = _host_converter(gate.arrays)
   copies = [np.array(x) for x in inputs]
   for copy in copies:
@@ -153,10 +129,7 @@ def _run_on_host(
 class HostContext:
   """`Context` for callables that JAX's own callbacks run."""
 
-  stage = "EXECUTE"
-  stream = 0
-  device = 0
-  ordinal = -1
+  stage, stream, device, ordinal = "EXECUTE", 0, 0, -1
 
   def stream_as(self, library: str) -> Any:
     """An error: there is no stream."""
@@ -164,16 +137,12 @@ class HostContext:
 
 
 def _host_converter(arrays: str) -> Callable[[Any], Any]:
-  if arrays == "jax":
-    return jax.numpy.asarray
-  if arrays == "torch":
-    return _to_torch
   if arrays in ("cupy", "numba"):
     raise GateDefinitionError(
       f"arrays={arrays!r} needs callgate's runtime on a CUDA device; this call goes through JAX's "
       "own callbacks, where 'numpy', 'buffer', 'jax' and 'torch' are arrays of the host"
     )
-  return lambda array: array
+  return {"jax": jax.numpy.asarray, "torch": _to_torch}.get(arrays, lambda array: array)
 
 
 def _to_torch(array: Any) -> Any:
@@ -182,7 +151,7 @@ def _to_torch(array: Any) -> Any:
   writable = array if array.flags.writeable else array.copy()  # torch warns about any other
   if not hasattr(ml_dtypes, array.dtype.name):
     return torch.from_numpy(writable)
-  words = np.dtype(f"u{array.dtype.itemsize}" if array.dtype.itemsize == 1 else "i2")
+  words = np.dtype("u1" if array.dtype.itemsize == 1 else "i2")
   return torch.from_numpy(writable.view(words)).view(getattr(torch, array.dtype.name))
 
 
@@ -197,30 +166,3 @@ def _checked(gate: Callee, value: Any, shape: tuple[int, ...], dtype: Any, index
       + (f"a masked array ({got}), {ADVICE}" if masked else got)
     )
   return array.astype(dtype, copy=False)
-
-
-# Platforms without callgate's runtime go through JAX's own callbacks. Ordered gates can't: their
-# effect was decided when the call was traced.
-def lower_by_jax(
-  context: Any,
-  *operands: Any,
-  gate: Callee,
-  site: CallSite,
-  levels: tuple[Level, ...],
-  whole: Level | None,
-) -> Sequence[Any]:
-  if gate.effect == "ordered":
-    raise GateDefinitionError(
-      f"{gate.label}: effect='ordered' works in programs for one CPU or CUDA device, or inside "
-      "jax.shard_map; this program is partitioned automatically, or for platform "
-      f"{'/'.join(context.module_context.platforms)}. callgate.config(engine='jax') may serve there"
-    )
-  function = host_function(gate.batched(whole), site, levels, context.avals_out)
-  types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_out]
-
-  def call(*args: Any) -> Any:
-    if gate.effect == "pure":
-      return jax.pure_callback(function, types, *args, vmap_method="sequential")
-    return io_callback(function, types, *args)
-
-  return mlir.lower_fun(call, multiple_results=True)(context, *operands)

@@ -1,8 +1,7 @@
 """Emits the custom call `callgate.gate` inside a lowering rule.
 
-What the program holds: the gate's name, the call site's spec and source line, the batch levels; of
-a kernel's call, also a hash of these.
-Nothing of this process.
+A program holds the gate's name, the call site's spec and source line, the batch levels, and of a
+kernel's call a hash of these; nothing of this process.
 """
 
 from __future__ import annotations
@@ -37,31 +36,27 @@ def emit(
   attributes: Mapping[str, Any] | None = None,
   levels: Sequence[Level] = (),
   has_side_effect: bool,
-  token: Any = None,
+  order: Any = None,
   aliases: Mapping[int, int] | None = None,
   sharding: Any = None,
   on_error: str | None = None,
   target: str = GATE_TARGET,
   sharded: tuple[Sharded, Rule | None] | None = None,
-) -> tuple[Sequence[Any], Any]:
-  """The call's results and, given a token, the token that later calls depend on.
+) -> Sequence[Any]:
+  """Emits a call of what is registered by `name`, and gives its results.
 
   Args:
     context: the LoweringRuleContext.
-    operands: MLIR values; `avals_in` their abstract values.
-    avals_out: abstract values of the results.
-    name: the callee's registered name.
-    spec: see `_core/encoding.py`.
-    attributes: what the call holds beside these.
+    operands: MLIR values; the abstract values beside them may be others than the context's.
+    spec: see `_core/encoding.py`; `attributes`: what the call holds beside these.
     levels: batch levels that the runtime loops over, outermost first.
     has_side_effect: the call may be neither removed nor merged.
-    token: an hlo token that orders the call.
+    order: the ordered effect that the call has, whose token it takes and gives.
     aliases: flat operand position to flat result position: one memory.
     sharding: the operation's sharding annotation.
     on_error: "return" the error of a failing call to XLA, or "poison" its results and keep the
       error. Default: poison in programs over several devices, where an error that one of them
       returns would leave the others waiting (src/xla/gate.cc).
-    target: the call's FFI target.
     sharded: what the partitioner has to know, and the rule by which XLA propagates shardings.
   """
   platforms = context.module_context.platforms
@@ -96,8 +91,8 @@ def emit(
     held,
     has_side_effect=has_side_effect,
     aliases=aliases or {},
-    token=token,
+    order=order,
     sharding=sharding,
     # Nothing follows without operands or results, and Shardy's rules know no tokens.
-    rule=rule if avals_in and avals_out and token is None else None,
+    rule=rule if avals_in and avals_out and order is None else None,
   )

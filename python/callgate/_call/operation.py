@@ -7,65 +7,28 @@ An operation is what a user calls like a JAX function. `Gate` (a Python callable
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from callgate._call import derivatives, jax_engine, primitive, shapes
-from callgate._call.options import CallOptions, Effect, Vmap
-from callgate._call.rules import Rules
-from callgate._call.site import Backend, CallSite, TangentCall
-from callgate._core import options, registry, signatures
-from callgate._core.encoding import Level
+from callgate._call.site import BoundCall, Callee, CallSite, Static
+from callgate._core import options
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._runtime import config
-from callgate._sharding import rules
 
 
-class Operation:
+class Operation(Callee):
   """A function of arrays that compiled programs call; see `Gate` and `Kernel`.
 
   Attributes:
     name: what compiled programs call it by; unique among the live ones of the process.
     effect, vmap: as given.
   """
-
-  kind = "operation"
-  parameters: tuple[str, ...] = ()
-  arrays = "numpy"
-  style = "inplace"
-  cast = False
-  collective = False
-  # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
-  autograd = False
-  # Whether one call does in programs for several platforms.
-  same_on_all_platforms = False
-  one_calls_for_all = False
-
-  def __init__(self, name: str, options: CallOptions) -> None:
-    """Takes options that are checked."""
-    self.name = name
-    self.out = options.out
-    self.like = options.like
-    self.effect: Effect = options.effect
-    self.vmap_rule: Callable[..., Any] | None = options.vmap if callable(options.vmap) else None
-    self.vmap: Vmap = "each" if callable(options.vmap) else options.vmap
-    self.sharding = options.sharding
-    self.linear = cast("bool | tuple[int, ...]", options.linear)
-    self.aliases = dict(options.aliases or {})
-    self.rules = Rules(gradient=options.gradient)
-
-  @property
-  def label(self) -> str:
-    """What messages call it."""
-    return f"{self.kind} '{self.name}'"
-
-  def __repr__(self) -> str:
-    return f"<{self.label}>"
 
   # -- calling -----------------------------------------------------------------------------------
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,124 +44,36 @@ class Operation:
     """
     raise_deferred()
     arrays, static = shapes.split_static(self.label, kwargs)
-    if self.rules.defined or self.like is not None:
-      if arrays:
-        args, arrays = shapes.to_positional(self, args, arrays)
+    if self.has_rule:
+      args, arrays = shapes.to_positional(self, args, arrays), {}
       shapes.check_arrays(self, args)
-    return derivatives.apply(self, self.rules, args, arrays, static)
+    return derivatives.apply(self, args, arrays, static)
 
-  def apply_raw(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[tuple[str, Any], ...]
-  ) -> Any:
-    """Binds the call, without derivative rules of its own."""
+  def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
     derivatives.check(self, len(args) + len(kwargs))
     leaves, in_tree = jax.tree.flatten((args, kwargs))
     leaves = [shapes.as_array(self, leaf, i) for i, leaf in enumerate(leaves)]
-    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
-    results, out_tree = shapes.result_types(self, in_tree, structs, static)
+    results, out_tree = shapes.result_types(self, in_tree, _structs(leaves), static)
     return self.bind(CallSite(in_tree, out_tree, static, results), leaves)
 
   def bind(self, site: CallSite, leaves: Sequence[Any]) -> Any:
     """Makes the call that `site` describes, after checks, of flat arguments."""
-    structs = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]
+    structs = _structs(leaves)
     by_jax = config.engine() == "jax"
-    # JAX's callbacks know no derivatives: calls that have one stay calls of ours until lowered.
-    stays = self.autograd and self.effect != "ordered"
     site = dataclasses.replace(site, by_jax=by_jax)
     shapes.check_call(self, site, structs)
     self.check_call(site, structs)
     if isinstance(self.sharding, str):  # raises, if it is a rule that doesn't fit
       self.sharding_rule(site, [s.shape for s in structs], [shape for shape, _ in site.results])
-    if by_jax and not stays:
+    # JAX's callbacks know no derivatives: calls that have one stay calls of ours until lowered.
+    if by_jax and not (self.autograd and self.effect != "ordered"):
       flat = jax_engine.bind(self, site, leaves)
     else:
-      flat = primitive.bind(*leaves, gate=self, site=site, levels=(), whole=None)
+      flat = primitive.bind(*leaves, call=BoundCall(self, site))
     return jax.tree.unflatten(site.out_tree, flat)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
     """Raises unless the function can take these arrays; by default it takes all."""
-
-  def backend(self, platform: str) -> Backend:
-    """What makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
-
-    Raises:
-      GateDefinitionError: it has no code for that platform.
-    """
-    raise NotImplementedError
-
-  def sharding_rule(
-    self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
-  ) -> rules.Rule:
-    """Which dimensions of one lane's arrays may be split over devices.
-
-    Args:
-      site: the call's static description.
-      operands: the shapes of a lane's operands.
-      results: the shapes of its results.
-    """
-    del site
-    return rules.of_call(self.label, self.sharding, operands, results)
-
-  def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
-    """The call that computes tangents; asked of operations with `autograd`.
-
-    Args:
-      site: the call's static description.
-      moved: flat positions of the arguments that have tangents.
-    """
-    raise NotImplementedError
-
-  def transpose_call(
-    self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
-  ) -> Sequence[Any]:
-    """Cotangents of the linear arguments of a tangent call; asked of operations with `autograd`.
-
-    Args:
-      site: the call's static description.
-      cotangents: of the results.
-      flat: the arguments; ShapeDtypeStructs for those at `linear`.
-      linear: the flat positions whose cotangents are wanted.
-    """
-    raise NotImplementedError
-
-  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
-    """How a call is batched that the runtime does not loop over yet.
-
-    Args:
-      site: the call's static description.
-      mask: for each flat argument, whether it has a batch axis.
-      lanes: ShapeDtypeStructs of one lane's arguments.
-    """
-    del site, mask, lanes
-    return self.vmap
-
-  def batched(self, whole: Level | None) -> Operation:
-    """What runs a call whose arguments have the one leading axis `whole`: itself, as a rule."""
-    del whole
-    return self
-
-  def on_host(self, *args: Any, **kwargs: Any) -> Any:
-    """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
-    raise NotImplementedError
-
-  def call_rule(
-    self,
-    function: Callable[..., Any],
-    lead: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    static: tuple[tuple[str, Any], ...],
-  ) -> Any:
-    """Calls a user's function about this operation: a rule, a reference.
-
-    Args:
-      function: takes `lead` and the call's arguments.
-      lead: what comes before the arguments.
-      args: the arguments that are arrays (or types of them).
-      kwargs: those by keyword.
-      static: the static ones; the function gets those that it has parameters for.
-    """
-    return function(*lead, *args, **kwargs, **signatures.accepted(function, dict(static)))
 
   def reference(self, *args: Any, **kwargs: Any) -> Any:
     """What `like` says of the same call."""
@@ -212,8 +87,14 @@ class Operation:
     As `jax.custom_jvp.defjvp`; the rule may call this operation. Static keyword arguments are
     passed on to a rule that has parameters for them. Returns the rule, for use as a decorator.
     """
-    self.rules.set_jvp(self.label, options.function(self.label, "defjvp: rule", rule))
+    self.set_jvp(options.function(self.label, "defjvp: rule", rule))
     return rule
+
+  def set_jvp(self, rule: Callable[..., Any], *, symbolic_zeros: bool = False) -> None:
+    if self.vjp_rules is not None:
+      raise GateDefinitionError(f"{self.label}: defjvp after defvjp; expected one of the two")
+    self.jvp_rule, self.symbolic_zeros = rule, symbolic_zeros
+    self.differentiable.clear()
 
   def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
     """Defines reverse-mode derivatives, as `jax.custom_vjp.defvjp`.
@@ -222,11 +103,12 @@ class Operation:
       fwd: `fwd(*args) -> (out, residuals)`.
       bwd: `bwd(residuals, cotangent) -> tuple of cotangents`, one for each positional argument.
     """
-    self.rules.set_vjp(
-      self.label,
-      options.function(self.label, "defvjp: fwd", fwd),
-      options.function(self.label, "defvjp: bwd", bwd),
-    )
+    given = (("fwd", fwd), ("bwd", bwd))
+    forward, backward = (options.function(self.label, f"defvjp: {n}", f) for n, f in given)
+    if self.jvp_rule is not None:
+      raise GateDefinitionError(f"{self.label}: defvjp after defjvp; expected one of the two")
+    self.vjp_rules = forward, backward
+    self.differentiable.clear()
 
   def deftranspose(self, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Defines the transpose of what is linear (see `linear=`).
@@ -237,7 +119,7 @@ class Operation:
 
     Where `linear=` names no arguments, the operation counts as linear in all of them from here on.
     """
-    self.rules.transpose = options.function(self.label, "deftranspose: rule", rule)
+    self.transpose_rule = options.function(self.label, "deftranspose: rule", rule)
     if self.linear is False:
       self.linear = True
     return rule
@@ -269,5 +151,9 @@ class Operation:
         reference,
         rtol=rtol,
         atol=atol,
-        err_msg=f"{self.label}, result {registry.keystr(path)}",
+        err_msg=f"{self.label}, result {jax.tree_util.keystr(path)}",
       )
+
+
+def _structs(leaves: Sequence[Any]) -> list[Any]:
+  return [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in leaves]

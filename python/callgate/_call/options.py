@@ -55,21 +55,23 @@ class CallOptions:
   gradient: Literal["finite-difference"] | None = None
 
   def checked(self: _Options, label: str, *, grid: bool = False) -> _Options:
-    """The options as plain values.
-
-    Args:
-      label: whose they are, in messages.
-      grid: vmap may be "grid".
+    """The options as plain values; `label` says whose, and with `grid` vmap may be "grid".
 
     Raises:
       GateDefinitionError: one is none that it can be, or nothing tells the results' shapes.
     """
     effect: Effect = check.choice(label, "effect", self.effect, ("pure", "io", "ordered"))
-    vmap = self.vmap if callable(self.vmap) else check.vmap_method(label, self.vmap, grid=grid)
+    methods = ("each", "whole", "broadcast", *(("grid",) if grid else ()))
+    vmap = self.vmap if callable(self.vmap) else check.choice(label, "vmap", self.vmap, methods)
     check.sharding(label, self.sharding)
     check.or_none(check.function, label, "like", self.like)
     linear, aliases = check.linear(label, self.linear), check.aliases(label, self.aliases)
-    check.gradient(label, self.gradient, effect)
+    check.or_none(check.choice, label, "gradient", self.gradient, allowed=("finite-difference",))
+    if self.gradient is not None and effect != "pure":
+      raise GateDefinitionError(
+        f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
+        f"be 'pure', got {effect!r}"
+      )
     if self.out is None and self.like is None:
       raise GateDefinitionError(
         f"{label}: the results' shapes are not known; expected out= (a pytree of "

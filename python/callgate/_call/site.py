@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, cast
 
-from callgate._call.options import Effect, Vmap
-from callgate._call.rules import Rules
-from callgate._core import encoding
+from callgate._call.options import CallOptions, Effect, Vmap
+from callgate._core import encoding, signatures
 from callgate._core.encoding import Level
-from callgate._sharding.calls import Called
+from callgate._sharding import rules
 
-ShapeDtype = tuple[tuple[int, ...], Any]
+Static = tuple[tuple[str, Any], ...]
 # Where callgate's runtime runs gates; JAX's own callbacks do elsewhere.
 RUNTIME_PLATFORMS = ("cpu", "cuda")
 
@@ -24,14 +23,34 @@ class CallSite:
 
   in_tree: Any  # of (args, kwargs), arrays as leaves
   out_tree: Any
-  static: tuple[tuple[str, Any], ...]
-  results: tuple[ShapeDtype, ...]  # of one lane
+  static: Static
+  results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype, of one lane
   by_jax: bool = False  # lowered to JAX's own callbacks
 
   @functools.cached_property
   def spec(self) -> str:
     """The text that programs hold for this call."""
     return encoding.encode(self.in_tree, self.out_tree, self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundCall:
+  """The parameter of the primitive: what is called, where, and on which batch axes.
+
+  `levels` are those that the runtime loops over, outermost first (vmap="each"). `whole` is the one
+  leading batch axis that the callable gets on its batched arguments (vmap="whole" and "broadcast");
+  nested vmaps are folded into it.
+  """
+
+  gate: Callee
+  site: CallSite
+  levels: tuple[Level, ...] = ()
+  whole: Level | None = None
+
+  @property
+  def axes(self) -> tuple[Level, ...]:
+    """All batch axes of the call's arrays, outermost first."""
+    return self.levels if self.whole is None else (*self.levels, self.whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,82 +66,140 @@ class TangentCall:
   outputs: tuple[int, ...]  # flat positions of the results that have tangents
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Call:
-  """A call in a program that is being lowered.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Call(BoundCall):
+  """A call in a program that is being lowered, for so many devices.
 
-  Attributes:
-    site: the call's static description.
-    operands: abstract values, batch levels included.
-    results: likewise.
-    levels: batch levels that the runtime loops over.
-    whole: the one leading axis of batched arguments that the function gets, or None.
-    devices: how many run the program.
+  `operands` and `results` are abstract values, batch axes included.
   """
 
-  site: CallSite
   operands: Sequence[Any]
   results: Sequence[Any]
-  levels: tuple[Level, ...]
-  whole: Level | None
   devices: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Emission:
-  """What a program holds of a call.
+  """What a program holds of a call."""
 
-  Attributes:
-    callee: the runtime's, which has a name.
-    target: the FFI target.
-    attributes: beside those of every call.
-    call: with the batch levels that the runtime loops over.
-  """
-
-  callee: Any
-  target: str
-  attributes: Mapping[str, Any]
-  call: Call
+  callee: Any  # the runtime's, which has a name
+  target: str  # the FFI target
+  attributes: Mapping[str, Any]  # beside those of every call
+  call: Call  # with the batch levels that the runtime loops over
 
 
 # What makes the calls of programs for one platform.
 Backend = Callable[[Call], Emission]
 
 
-class Callee(Called, Protocol):
-  """What the rules of the primitive see of a gate or kernel; `Operation` says what each is."""
+class Callee:
+  """A gate or kernel as the primitive's rules see it; `Operation` is what users call."""
 
-  kind: str
-  effect: Effect  # pyright: ignore[reportIncompatibleMethodOverride]
-  out: Any
-  like: Callable[..., Any] | None
-  linear: bool | tuple[int, ...]
-  rules: Rules
-  vmap: Vmap
-  vmap_rule: Callable[..., Any] | None
-  parameters: tuple[str, ...]
-  arrays: str
-  style: str
-  cast: bool
-  autograd: bool
-  same_on_all_platforms: bool
+  kind = "operation"
+  parameters: tuple[str, ...] = ()
+  arrays = "numpy"
+  style = "inplace"
+  cast = False
+  collective = False
+  # Whether it differentiates itself (`tangent_call`), where the user gives no rule.
+  autograd = False
+  # Whether one call does in programs for several platforms.
+  same_on_all_platforms = False
+  one_calls_for_all = False
+  # The user's rules of differentiation; with `symbolic_zeros` that of the jvp is told which
+  # tangents are zero, as by `jax.custom_jvp`.
+  jvp_rule: Callable[..., Any] | None = None
+  symbolic_zeros = False
+  vjp_rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+  transpose_rule: Callable[..., Any] | None = None
 
-  def backend(self, platform: str) -> Backend: ...
-  def batched(self, whole: Level | None) -> Callee: ...
-  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap: ...
-  def on_host(self, *args: Any, **kwargs: Any) -> Any: ...
-  def apply_raw(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[tuple[str, Any], ...]
-  ) -> Any: ...
+  def __init__(self, name: str, options: CallOptions) -> None:
+    """Takes options that are checked."""
+    self.name = name
+    self.out = options.out
+    self.like = options.like
+    self.effect: Effect = options.effect
+    self.vmap_rule: Callable[..., Any] | None = options.vmap if callable(options.vmap) else None
+    self.vmap: Vmap = "each" if callable(options.vmap) else options.vmap
+    self.sharding = options.sharding
+    self.linear = cast("bool | tuple[int, ...]", options.linear)
+    self.aliases = dict(options.aliases or {})
+    self.gradient = options.gradient
+    self.differentiable: dict[Static, Callable[..., Any]] = {}  # calls with the rules around them
+
+  @property
+  def label(self) -> str:
+    """What messages call it."""
+    return f"{self.kind} '{self.name}'"
+
+  def __repr__(self) -> str:
+    return f"<{self.label}>"
+
+  @property
+  def has_rule(self) -> bool:
+    """Whether a rule of the user's, a reference or differences give its derivatives."""
+    rules = self.jvp_rule, self.vjp_rules, self.gradient, self.like
+    return any(rule is not None for rule in rules)
+
+  def apply_raw(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
+    """Binds the call, without derivative rules of its own."""
+    raise NotImplementedError
+
+  def backend(self, platform: str) -> Backend:
+    """What makes the calls of programs for a platform of `RUNTIME_PLATFORMS`.
+
+    Raises:
+      GateDefinitionError: it has no code for that platform.
+    """
+    raise NotImplementedError
+
+  def sharding_rule(
+    self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]
+  ) -> rules.Rule:
+    """Which dimensions of one lane's arrays, of these shapes, may be split over devices."""
+    del site
+    return rules.of_call(self.label, self.sharding, operands, results)
+
+  def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
+    """The call for tangents of the arguments at `moved`; asked of operations with `autograd`."""
+    raise NotImplementedError
+
+  def transpose_call(
+    self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
+  ) -> Sequence[Any]:
+    """Cotangents of a tangent call's arguments at `linear`; asked of operations with `autograd`.
+
+    `flat` are the arguments; ShapeDtypeStructs for those at `linear`.
+    """
+    raise NotImplementedError
+
+  def batching(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> Vmap:
+    """How a call is batched that the runtime does not loop over yet.
+
+    `mask` says which flat arguments have a batch axis; `lanes` are ShapeDtypeStructs of one lane's.
+    """
+    del site, mask, lanes
+    return self.vmap
+
+  def batched(self, whole: Level | None) -> Callee:
+    """What runs a call whose arguments have the one leading axis `whole`: itself, as a rule."""
+    del whole
+    return self
+
+  def on_host(self, *args: Any, **kwargs: Any) -> Any:
+    """The function on the host's arrays, without the runtime: what JAX's own callbacks call."""
+    raise NotImplementedError
+
   def call_rule(
     self,
     function: Callable[..., Any],
     lead: Sequence[Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    static: tuple[tuple[str, Any], ...],
-  ) -> Any: ...
-  def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall: ...
-  def transpose_call(
-    self, site: CallSite, cotangents: Sequence[Any], flat: Sequence[Any], linear: Sequence[int]
-  ) -> Sequence[Any]: ...
+    static: Static,
+  ) -> Any:
+    """Calls a user's function about this operation (a rule, a reference) with `lead` and the call.
+
+    Static arguments go where the function has parameters for them.
+    """
+    return function(*lead, *args, **kwargs, **signatures.accepted(function, dict(static)))

@@ -43,11 +43,7 @@ def _plain(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-  """An attribute as MLIR writes it.
-
-  Args:
-    value: a string, `Raw`, a bool or an int64, an array of int64 or uint8, or a dictionary.
-  """
+  """A string, `Raw`, bool, int64, array of int64 or uint8, or a dictionary, as MLIR writes it."""
   if isinstance(value, Raw):
     return value
   if isinstance(value, str):

@@ -79,9 +79,7 @@ def carried(leaf: Any) -> tuple[Any, str | None]:
 
 def carrier(dtype: Any) -> np.dtype[Any]:
   """What an array of a type travels as on the host: itself, unless it packs several into a byte."""
-  if not is_packed(dtype):
-    return np.dtype(dtype)
   name = np.dtype(dtype).name
-  return np.dtype(
-    "float32" if name.startswith("float") else "uint8" if name.startswith("u") else "int8"
-  )
+  if name not in _PACKED:
+    return np.dtype(dtype)
+  return np.dtype("float32" if name[0] == "f" else "uint8" if name[0] == "u" else "int8")

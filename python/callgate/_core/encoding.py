@@ -14,6 +14,7 @@ import ast
 import functools
 import hashlib
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any, cast
@@ -31,10 +32,10 @@ _table: dict[str, Any] = {}
 
 def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any], ...]) -> str:
   """The spec of a call with arguments `(args, kwargs)` of `in_tree` and results of `out_tree`."""
-  if not static and in_tree == _tree_of(in_tree.num_leaves, flat=True):
+  if not static and in_tree == jax.tree.structure(((0,) * in_tree.num_leaves, {})):
     if out_tree == jax.tree.structure(0):
       return ""
-    if out_tree == _tree_of(out_tree.num_leaves, flat=False):
+    if out_tree == jax.tree.structure((0,) * out_tree.num_leaves):
       return "*"
   spec = {
     "in": _encode_tree(in_tree),
@@ -44,54 +45,41 @@ def encode(in_tree: PyTreeDef, out_tree: PyTreeDef, static: tuple[tuple[str, Any
   return json.dumps(spec, separators=(",", ":"))
 
 
-@functools.cache
-def _tree_of(count: int, *, flat: bool) -> PyTreeDef:
-  """Of a tuple, or of the arguments of a call that has these alone."""
-  leaves = (0,) * count
-  return jax.tree.structure((leaves, {}) if flat else leaves)
+_HERE = object()  # stands for an array while a tree is written out
 
 
 def _encode_tree(tree: PyTreeDef) -> Json:
-  return _encode_node(jax.tree.unflatten(tree, [_Leaf()] * tree.num_leaves), tree)
-
-
-class _Leaf:
-  """Stands for an array while a tree is written out."""
+  return _encode_node(jax.tree.unflatten(tree, [_HERE] * tree.num_leaves), tree)
 
 
 def _encode_node(node: Any, tree: PyTreeDef | None = None) -> Json:
-  if isinstance(node, _Leaf):
+  if node is _HERE:
     return _LEAF
   if node is None:
     return None
-  if type(node) is tuple:
-    return {"t": [_encode_node(item) for item in cast("tuple[Any, ...]", node)]}
-  if type(node) is list:
-    return {"l": [_encode_node(item) for item in cast("list[Any]", node)]}
+  if type(node) in (tuple, list):
+    items = cast("Sequence[Any]", node)
+    return {"t" if type(node) is tuple else "l": [_encode_node(item) for item in items]}
   if type(node) is dict:
     entries = cast("dict[Any, Any]", node)
     if all(type(key) is str for key in entries):
       return {"d": [[key, _encode_node(entries[key])] for key in sorted(entries)]}
-  children_tree = tree if tree is not None else jax.tree.structure(node)
-  return {"x": _remember(children_tree, "tree"), "n": children_tree.num_leaves}
-
-
-def _decode_tree(code: Json) -> PyTreeDef:
-  return jax.tree.structure(_decode_node(code))
+  known: PyTreeDef = jax.tree.structure(node) if tree is None else tree
+  return {"x": _remember(known, "tree"), "n": known.num_leaves}
 
 
 def _decode_node(code: Json) -> Any:
-  if code == _LEAF:
-    return 0
-  if code is None:
-    return None
-  if "t" in code:
-    return tuple(_decode_node(item) for item in code["t"])
-  if "l" in code:
-    return [_decode_node(item) for item in code["l"]]
-  if "d" in code:
-    return {key: _decode_node(item) for key, item in code["d"]}
-  return jax.tree.unflatten(_recall(code["x"], "pytree node type"), [0] * code["n"])
+  match code:
+    case "*" | None:
+      return 0 if code else None
+    case {"t": items}:
+      return tuple(map(_decode_node, items))
+    case {"l": items}:
+      return list(map(_decode_node, items))
+    case {"d": items}:
+      return {key: _decode_node(item) for key, item in items}
+    case _:
+      return jax.tree.unflatten(_recall(code["x"], "pytree node type"), [0] * code["n"])
 
 
 def _encode_static(value: Any) -> Json:
@@ -104,18 +92,16 @@ def _encode_static(value: Any) -> Json:
 
 def _is_literal(value: Any) -> bool:
   if type(value) is tuple:
-    return all(_is_literal(item) for item in cast("tuple[Any, ...]", value))
+    return all(map(_is_literal, cast("tuple[Any, ...]", value)))
   if type(value) is float:
-    return value == value and value not in (float("inf"), float("-inf"))
+    return math.isfinite(value)
   return value is None or type(value) in (bool, int, str, bytes)
 
 
 def _decode_static(code: Json) -> Any:
   if "v" in code:
     return ast.literal_eval(code["v"])
-  if "dtype" in code:
-    return np.dtype(code["dtype"])
-  return _recall(code["x"], "static argument")
+  return np.dtype(code["dtype"]) if "dtype" in code else _recall(code["x"], "static argument")
 
 
 def _remember(value: Any, kind: str) -> str:
@@ -130,14 +116,13 @@ def _remember(value: Any, kind: str) -> str:
 
 
 def _recall(key: str, what: str) -> Any:
-  try:
-    return _table[key]
-  except KeyError:
+  if key not in _table:
     raise GateDefinitionError(
       f"a program that was loaded from elsewhere calls a gate with a {what} ({key}) that this "
       "process has not seen. Expected: plain tuples, lists, dicts and literals, which travel with "
       "the program; or trace one call of the gate with the same value in this process first"
-    ) from None
+    )
+  return _table[key]
 
 
 class Signature:
@@ -145,8 +130,7 @@ class Signature:
 
   def __init__(self, spec: str) -> None:
     code = json.loads(spec)
-    self.in_tree = _decode_tree(code["in"])
-    self.out_tree = _decode_tree(code["out"])
+    self.in_tree, self.out_tree = (jax.tree.structure(_decode_node(code[k])) for k in ("in", "out"))
     self.static: dict[str, Any] = {name: _decode_static(v) for name, v in code["static"]}
 
   def arguments(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,27 +139,11 @@ class Signature:
     return args, {**kwargs, **self.static}
 
 
-@functools.lru_cache(maxsize=1024)
-def signature(spec: str) -> Signature:
-  """The decoded spec, cached."""
-  return Signature(spec)
+signature = functools.lru_cache(maxsize=1024)(Signature)
 
 
-def result_path(spec: str, index: int) -> str:
-  """The path of a flat result in its pytree; "" for a single result."""
-  return "" if spec in ("", "*") else jax.tree_util.keystr(_path(signature(spec).out_tree, index))
-
-
-def argument_path(spec: str, index: int) -> tuple[int, str, str | None]:
-  """(position, path inside it, keyword or None) of a flat argument."""
-  if spec in ("", "*"):
-    return index, "", None
-  path = _path(signature(spec).in_tree, index)
-  inner = jax.tree_util.keystr(path[2:])
-  return (0, inner, path[1].key) if path[0].idx == 1 else (path[1].idx, inner, None)
-
-
-def _path(tree: PyTreeDef, index: int) -> Any:
+def path_in(tree: PyTreeDef, index: int) -> tuple[Any, ...]:
+  """The path of a flat position in a pytree."""
   full = jax.tree.unflatten(tree, range(tree.num_leaves))
   return jax.tree_util.tree_flatten_with_path(full)[0][index][0]
 
@@ -189,16 +157,6 @@ def check_structure(expected: PyTreeDef, value: Any, gate: str) -> list[Any]:
       "return the pytree that `out` declares"
     )
   return leaves
-
-
-def lanes(levels: Sequence[Level], count: int) -> list[list[tuple[int, ...]]]:
-  """For each lane, row-major, the index of each of `count` operands into its leading axes."""
-  sizes = [size for size, _ in levels]
-  masks = [mask for _, mask in levels]
-  return [
-    [tuple(int(i) for i, mask in zip(index, masks, strict=True) if mask[k]) for k in range(count)]
-    for index in np.ndindex(*sizes)
-  ]
 
 
 # A batch level: its extent and, for each operand, whether it has that axis.

@@ -15,17 +15,10 @@ _MOST = 1e8  # seconds, three years: what is more overflows clocks
 
 
 def seconds(name: str, default: float) -> float:
-  """The seconds that an environment variable asks for.
-
-  Args:
-    name: of the variable.
-    default: where it is not set, or empty.
-  """
+  """The seconds that an environment variable asks for; `default` where it is not set, or empty."""
   given = os.environ.get(name, "").strip()
-  if not given:
-    return default
   with contextlib.suppress(ValueError):
-    if 0 <= (value := float(given)) <= _MOST:
+    if 0 <= (value := float(given or default)) <= _MOST:
       return value
   _tell(name, given, default)
   return default

@@ -11,14 +11,9 @@ from callgate._core.errors import GateDefinitionError
 def library(
   module: str, title: str, extra: str, *, by: str, error: type[Exception] = GateDefinitionError
 ) -> Any:
-  """Imports a library that callgate does without elsewhere.
+  """Imports a module of a library, `title`, that callgate does without elsewhere.
 
-  Args:
-    module: the module's name, with dots.
-    title: the library's, for the message.
-    extra: the extra of callgate that brings it.
-    by: what needs it, for the message: "kernel 'saxpy'".
-    error: what is raised where it can't be imported.
+  `extra` of callgate's brings it; `by` is what needs it: "kernel 'saxpy'". Raises `error` without.
   """
   try:
     return importlib.import_module(module)

@@ -15,22 +15,9 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 P = ParamSpec("P")
-Owner = TypeVar("Owner", contravariant=True)
+Owner = TypeVar("Owner")
 What = TypeVar("What", contravariant=True)
-Options = TypeVar("Options", contravariant=True)
 Made = TypeVar("Made", covariant=True)
-
-
-class _Written(Protocol[What, Options, Made]):
-  def __call__(self, what: What, /, *, options: Options) -> Made: ...
-
-
-class _WrittenMethod(Protocol[Owner, What, Options, Made]):
-  def __call__(self, owner: Owner, what: What, /, *, options: Options) -> Made: ...
-
-
-class _WrittenOfTwo(Protocol[What, Options, Made]):
-  def __call__(self, what: What, name: str | None = None, /, *, options: Options) -> Made: ...
 
 
 class Decorator(Protocol[P, Made]):
@@ -52,18 +39,6 @@ class OfTwo(Protocol[What, P, Made]):
   ) -> Made: ...
 
 
-class _WrittenOfCode(Protocol[Options, Made]):
-  def __call__(
-    self,
-    in_params: str,
-    out_params: str,
-    operation: str,
-    name: str | None = None,
-    *,
-    options: Options,
-  ) -> Made: ...
-
-
 class OfCode(Protocol[P, Made]):
   """Takes parameters and code."""
 
@@ -73,40 +48,36 @@ class OfCode(Protocol[P, Made]):
   ) -> Made: ...  # fmt: skip
 
 
-def decorator(
-  declared: Callable[P, Options],
-) -> Callable[[_Written[Callable[..., Any], Options, Made]], Decorator[P, Made]]:
+def decorator(declared: Callable[P, Any]) -> Callable[[Callable[..., Made]], Decorator[P, Made]]:
   return functools.partial(_taking, declared, decorates=True)
 
 
 def of_one(
-  declared: Callable[P, Options],
-) -> Callable[[_Written[What, Options, Made]], Callable[Concatenate[What, P], Made]]:
+  declared: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[What, ...], Made]], Callable[Concatenate[What, P], Made]]:
   return functools.partial(_taking, declared)
 
 
 def of_two(
-  declared: Callable[P, Options],
-) -> Callable[[_WrittenOfTwo[What, Options, Made]], OfTwo[What, P, Made]]:
+  declared: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[What, ...], Made]], OfTwo[What, P, Made]]:
   return functools.partial(_taking, declared)
 
 
-def of_code(
-  declared: Callable[P, Options],
-) -> Callable[[_WrittenOfCode[Options, Made]], OfCode[P, Made]]:
+def of_code(declared: Callable[P, Any]) -> Callable[[Callable[..., Made]], OfCode[P, Made]]:
   return functools.partial(_taking, declared)
 
 
 def method(
-  declared: Callable[P, Options],
+  declared: Callable[P, Any],
 ) -> Callable[
-  [_WrittenMethod[Owner, What, Options, Made]], Callable[Concatenate[Owner, What, P], Made]
+  [Callable[Concatenate[Owner, What, ...], Made]], Callable[Concatenate[Owner, What, P], Made]
 ]:
   return functools.partial(_taking, declared)
 
 
 def with_constants(
-  declared: Callable[..., Options],
+  declared: Callable[..., Any],
 ) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
   """For a function that takes any other keyword, too."""
   return functools.partial(_taking, declared)

@@ -7,6 +7,7 @@ original exception object is kept (`kept.py`), under the id that the text carrie
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -32,37 +33,37 @@ def describe_failure(
 ) -> str:
   """The runtime's `failed` hook: keeps the exception, returns the text for XLA's error.
 
-  Args:
-    exception: what the gate raised, with its traceback.
-    gate: the gate's name.
-    site: where the call was traced, "" when unknown.
-    shard: which part of its arrays the call was on, "" for whole ones.
-    run: XLA's number of the program's run.
-    thread: the one that gave the call to XLA, or that XLA made it on.
+  `site` is where the call was traced, `shard` which part of its arrays it was on ("" for unknown,
+  and for whole ones), `run` XLA's number of the program's run, and `thread` the one that gave the
+  call to XLA, or that XLA made it on.
   """
   if gate.startswith(JAX_CALLBACK):
     # The text of JAX's own callbacks, for programs that look at it.
-    text = "".join(_traceback.format_exception(exception)).rstrip()
     number = _kept.keep(exception, run, thread)
+    text = _text(exception)
     return f"CpuCallback error calling callback: {text}\n[callgate error #{number}]"
   if isinstance(exception, CheckError) and not exception.site:
     exception.at(site)
-  on = f" on {shard}" if shard else ""
-  return _describe(exception, f"gate '{gate}'{on}", site, run, thread)
+  return _describe(
+    exception, f"gate '{gate}'" + (f" on {shard}" if shard else ""), site, run, thread
+  )
 
 
-def _describe(
-  exception: BaseException,
-  what: str,
-  site: str,
-  run: int = _kept.NO_RUN,
-  thread: int = _kept.THIS_THREAD,
-) -> str:
+def _describe(exception: BaseException, what: str, site: str, *origin: int) -> str:
   where = f"callgate: raised in {what}" + (f", called at {site}" if site else "")
-  if where not in getattr(exception, "__notes__", ()):
-    exception.add_note(where)
-  text = "".join(_traceback.format_exception(exception)).rstrip()
-  return f"[callgate error #{_kept.keep(exception, run, thread)}] {where}\n{text}"
+  _add_note(exception, where)
+  text = _text(exception)
+  return f"[callgate error #{_kept.keep(exception, *origin)}] {where}\n{text}"
+
+
+def _text(exception: BaseException) -> str:
+  return "".join(_traceback.format_exception(exception)).rstrip()
+
+
+def _add_note(exception: BaseException, note: str) -> None:
+  """Once."""
+  if note not in getattr(exception, "__notes__", ()):
+    exception.add_note(note)
 
 
 def raise_interrupt() -> None:
@@ -71,12 +72,12 @@ def raise_interrupt() -> None:
   The gate's program fails with JAX's exception, which an `except Exception` takes for an error that
   one can go on after. A block of `errors()` raises the interrupt itself.
   """
-  interrupt = _kept.take_interrupt()
-  if interrupt is not None:
+  if (interrupt := _kept.take_interrupt()) is not None:
     raise interrupt
 
 
 _raised: dict[int, BaseException] = {}
+_numbers = itertools.count(1)
 _RAISED = re.compile(r"\[callgate exception #(\d+)\]")
 
 
@@ -84,19 +85,14 @@ def kernel_raised(exception: BaseException | None) -> str:
   """The runtime's hook for code that has raised: a message that stands for the exception."""
   if exception is None:
     return "it failed without an exception"
-  with _lock:
-    number = len(_raised) + 1
-    while number in _raised:
-      number += 1
-    _raised[number] = exception
+  _raised[number := next(_numbers)] = exception
   return f"[callgate exception #{number}]"
 
 
 def kernel_failed(kernel: str, message: str, site: str) -> str:
   """The runtime's hook for failing kernels: keeps the exception, returns text for XLA's error."""
   match = _RAISED.fullmatch(message)
-  with _lock:
-    exception = _raised.pop(int(match.group(1)), None) if match else None
+  exception = _raised.pop(int(match[1]), None) if match else None
   if exception is None:
     exception = KernelError(kernel, message)
   return _describe(exception, f"kernel '{kernel}'", site)
@@ -104,8 +100,7 @@ def kernel_failed(kernel: str, message: str, site: str) -> str:
 
 def raise_kept(error: BaseException) -> None:
   """Raises the exception that an error's text stands for, if it is still here."""
-  kept = _kept.find(str(error))
-  if kept is not None:
+  if (kept := _kept.find(str(error))) is not None:
     raise kept.exception from None
 
 
@@ -122,9 +117,7 @@ def defer(text: str) -> None:
   for integers), and the exception waits for `errors()`, `barrier()`, the next call of a gate or the
   end of the process.
   """
-  exception = _kept.defer(text)
-  if _POISONED not in getattr(exception, "__notes__", ()):
-    exception.add_note(_POISONED)
+  _add_note(_kept.defer(text), _POISONED)
 
 
 def raise_deferred(*, of_all_threads: bool = False) -> None:
@@ -132,26 +125,23 @@ def raise_deferred(*, of_all_threads: bool = False) -> None:
 
   Those of programs that another thread of Python called wait for that thread, or for `barrier()`.
   """
-  if not _kept.has_deferred():  # asked on every call of a gate
+  if not _kept.deferred:  # asked on every call of a gate
     return
   others = set[int | None]() if of_all_threads else threads_of_python() - {threading.get_ident()}
-  taken = _kept.take_deferred(others)
-  if taken:
+  if taken := _kept.take_deferred(others):
     _name_others(taken[0], taken[1:])
     raise_original(taken[0])
 
 
 def print_deferred() -> bool:
   """At the end of the process: shows the deferred exceptions; whether there were any."""
-  taken = _kept.take_deferred(set())
-  if not taken:
-    return False
-  print("callgate: failures that no program's caller was told of:", file=sys.stderr)
+  if taken := _kept.take_deferred(set()):
+    print("callgate: failures that no program's caller was told of:", file=sys.stderr)
   for exception in taken[:_SHOWN]:
     _traceback.print_exception(exception)
   if len(taken) > _SHOWN:
     print(f"callgate: and {len(taken) - _SHOWN} more", file=sys.stderr)
-  return True
+  return bool(taken)
 
 
 _SHOWN = 10
@@ -162,8 +152,8 @@ def _name_others(first: BaseException, others: Sequence[BaseException], more: in
   others = [other for other in others if other is not first]
   for other in others[:_SHOWN]:
     first.add_note(f"callgate: then {type(other).__name__}: {other}")
-  if len(others) + more > _SHOWN:
-    first.add_note(f"callgate: and {len(others) + more - min(len(others), _SHOWN)} more")
+  if (unnamed := len(others[_SHOWN:]) + more) > 0:
+    first.add_note(f"callgate: and {unnamed} more")
 
 
 # What consumers of taps raised, oldest first, until it is raised where the user waits. Bounded: a
@@ -220,8 +210,6 @@ def raise_consumer_errors() -> None:
   The others are in its `callgate_others`, a tuple, and named in its notes.
   """
   global _consumer_errors_more
-  if not _consumer_errors:
-    return
   with _lock:
     errors, more = list(_consumer_errors), _consumer_errors_more
     _consumer_errors.clear()
@@ -248,13 +236,11 @@ def threads_of_python() -> set[int | None]:
 
 def raise_original(exception: BaseException) -> None:
   """Raises the exception as it is: the chain that the user built is not replaced."""
-  context = exception.__context__
-  suppress = exception.__suppress_context__
+  chain = exception.__context__, exception.__suppress_context__
   try:
     raise exception
   finally:
-    exception.__context__ = context
-    exception.__suppress_context__ = suppress
+    exception.__context__, exception.__suppress_context__ = chain
 
 
 def last_error() -> BaseException | None:
@@ -263,10 +249,9 @@ def last_error() -> BaseException | None:
   In a process with several threads: the newest of this thread, or of a thread of XLA's own.
   The object is the one that was raised, with its traceback.
   """
-  own = threading.get_ident()
-  python_threads = threads_of_python()
+  others = threads_of_python() - {threading.get_ident()}
   for kept in _kept.newest_first():
-    if kept.thread == own or kept.thread not in python_threads:
+    if kept.thread not in others:
       kept.claimed = True
       return kept.exception
   return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 import threading
 from collections.abc import Container
@@ -43,10 +44,10 @@ class Kept:
 
 
 _store: collections.OrderedDict[int, Kept] = collections.OrderedDict()
-_blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
+blocks: list[int] = []  # for each block that is open, the first id that can be of a failure in it
 # Failures that no program's error tells of. The caller has only wrong numbers, so these stay here
 # whatever happens to the store.
-_deferred: list[Kept] = []
+deferred: list[Kept] = []
 # The runs whose KeyboardInterrupt somebody has got: each shard's call may raise one.
 _interrupted: collections.deque[int] = collections.deque(maxlen=64)
 # The main thread may be told of an interrupt anywhere, so also where it has the lock.
@@ -72,14 +73,11 @@ def _forget(count: int) -> None:
   claimed = [one.id for one in _store.values() if one.claimed][:count]
   for one in claimed:
     del _store[one]
-  count -= len(claimed)
-  first = min(_blocks, default=_next_id + 1)
-  while count > 0:
-    oldest = next(iter(_store))
+  first = min(blocks, default=_next_id + 1)
+  for oldest in list(itertools.islice(_store, count - len(claimed))):
     if oldest >= first and len(_store) <= _LIMIT_IN_BLOCKS:
       return
     del _store[oldest]
-    count -= 1
 
 
 def id_in(text: str) -> int | None:
@@ -112,26 +110,14 @@ def newest_first() -> list[Kept]:
 
 def is_claimed(number: int) -> bool:
   """Whether somebody has got it, and it is still here."""
-  with _lock:
-    return number in _store and _store[number].claimed
+  return (kept := _store.get(number)) is not None and kept.claimed
 
 
 def enter_block() -> int:
   """A block of `callgate.errors()` begins; returns the first id of what may fail in it."""
   with _lock:
-    _blocks.append(_next_id + 1)
+    blocks.append(_next_id + 1)
     return _next_id + 1
-
-
-def leave_block(first: int) -> None:
-  """It ends."""
-  with _lock:
-    _blocks.remove(first)
-
-
-def open_blocks() -> int:
-  """How many blocks are open, of all threads."""
-  return len(_blocks)
 
 
 def defer(text: str) -> BaseException:
@@ -139,47 +125,37 @@ def defer(text: str) -> BaseException:
 
   The runtime's own errors stand for none, nor do those that others have pushed out of the store.
   """
-  kept = find(text, claim=False)
   with _lock:
+    kept = find(text, claim=False)
     if kept is None:
-      keep(jax.errors.JaxRuntimeError(text))
-      kept = next(reversed(_store.values()))
-    if len(_deferred) < _LIMIT:
-      _deferred.append(kept)
+      kept = _store[keep(jax.errors.JaxRuntimeError(text))]
+    if len(deferred) < _LIMIT:
+      deferred.append(kept)
   return kept.exception
 
 
 def take_interrupt() -> BaseException | None:
   """The newest KeyboardInterrupt that nobody has got, or None; a block asks for its own."""
   with _lock:
-    if _blocks:
+    if blocks:
       return None
-    waiting = [
-      kept
-      for kept in reversed(_store.values())
-      if isinstance(kept.exception, KeyboardInterrupt) and not kept.claimed
-    ]
-    for kept in waiting:
-      if kept.run == waiting[0].run:
-        kept.claimed = True
+    unclaimed = (kept for kept in reversed(_store.values()) if not kept.claimed)
+    waiting = [kept for kept in unclaimed if isinstance(kept.exception, KeyboardInterrupt)]
     if not waiting:
       return None
+    for kept in waiting:
+      kept.claimed = kept.run == waiting[0].run
     if waiting[0].run != NO_RUN:
       _interrupted.append(waiting[0].run)
     return waiting[0].exception
 
 
-def has_deferred() -> bool:
-  """Whether anything was put aside."""
-  return bool(_deferred)
-
-
 def take_deferred(others: Container[int | None]) -> list[BaseException]:
   """What was put aside and nobody has got yet, oldest first, but for that of `others`, threads."""
   with _lock:
-    waiting = [one for one in _deferred if not one.claimed]
+    waiting = [one for one in deferred if not one.claimed]
     taken = [one for one in waiting if one.thread not in others]
-    _deferred[:] = [one for one in waiting if one.thread in others]
+    deferred[:] = [one for one in waiting if one.thread in others]
     for one in taken:
       one.claimed = True
   return [one.exception for one in taken]

@@ -45,21 +45,14 @@ def booleans(label: str, **options: Any) -> dict[str, bool]:
 
 
 def count(
-  label: str,
-  option: str,
-  value: Any,
-  *,
-  least: int = 0,
-  most: int = _MOST,
-  what: str | None = None,
+  label: str, option: str, value: Any, *, least: int = 0, most: int = _MOST, what: str | None = None
 ) -> int:
   """An integer; `what` says it in the option's own words, here and below."""
-  whole = _is_whole(value)
-  if not whole or not least <= value <= most:
-    what = what or f"an integer of at least {least}"
-    too_large = whole and value > most
-    refuse(label, option, f"{what}, at most {most}" if too_large else what, value)
-  return int(value)
+  if _is_whole(value) and least <= value <= most:
+    return int(value)
+  what = what or f"an integer of at least {least}"
+  too_large = _is_whole(value) and value > most
+  refuse(label, option, f"{what}, at most {most}" if too_large else what, value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -109,12 +102,6 @@ def _encodable(label: str, option: str, value: str) -> str:
   return str(value)
 
 
-def texts(label: str, **options: Any) -> None:
-  """Several by name."""
-  for option, value in options.items():
-    text(label, option, value)
-
-
 def optional_texts(label: str, **options: Any) -> None:
   """Several by name; None is let through."""
   for option, value in options.items():
@@ -123,11 +110,9 @@ def optional_texts(label: str, **options: Any) -> None:
 
 def name(label: str, value: Any) -> str | None:
   """What something is called by: a line of text, or None."""
-  if value is None:
-    return None
-  if not isinstance(value, str) or not value or "\n" in value:
+  if isinstance(value, str) and (not value or "\n" in value):
     refuse(label, "name", "a line of text", value)
-  return _encodable(label, "name", value)
+  return or_none(text, label, "name", value, expected="a line of text")
 
 
 def path(label: str, option: str, value: Any) -> str:
@@ -157,20 +142,18 @@ def positions(
   label: str, option: str, value: Any, *, what: str = "positions, integers from 0"
 ) -> tuple[int, ...]:
   """Several positions."""
-  if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
-    refuse(label, option, what, value)
-  items = cast("Sequence[Any]", value)
-  if not all(_is_whole(item) and 0 <= item <= _MOST for item in items):
-    refuse(label, option, what, value)
-  return tuple(map(int, items))
+  if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+    items = cast("Sequence[Any]", value)
+    if all(_is_whole(item) and 0 <= item <= _MOST for item in items):
+      return tuple(map(int, items))
+  refuse(label, option, what, value)
 
 
 def named(label: str, option: str, value: Any) -> dict[str, Any]:
   """A mapping whose keys are names; {} for None."""
-  if value is None:
-    return {}
-  items = cast("Mapping[Any, Any]", value)
-  if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in items):
+  given: Any = {} if value is None else value
+  items = cast("Mapping[Any, Any]", given)
+  if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in items):
     refuse(label, option, "a mapping by name", value)
   return dict(items)
 
@@ -179,18 +162,15 @@ def linear(label: str, value: Any) -> bool | tuple[int, ...]:
   """True, False, or the positions of the linear arguments."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
-  one = isinstance(value, (int, np.integer))
-  return positions(
-    label, "linear", [value] if one else value, what="a bool, a position or positions from 0"
-  )
+  given = [value] if _is_whole(value) else value
+  return positions(label, "linear", given, what="a bool, a position or positions from 0")
 
 
 def aliases(label: str, value: Any) -> dict[int, int]:
   """Input positions to output positions; {} for None."""
-  if value is None:
-    return {}
-  pairs = cast("Mapping[Any, Any]", value)
-  if not isinstance(value, Mapping) or not all(
+  given: Any = {} if value is None else value
+  pairs = cast("Mapping[Any, Any]", given)
+  if not isinstance(given, Mapping) or not all(
     _is_whole(i) and i >= 0 for pair in pairs.items() for i in pair
   ):
     refuse(label, "aliases", "a mapping of input positions to output positions", value)
@@ -205,19 +185,12 @@ def choice(
   return str(value)
 
 
-def vmap_method(label: str, value: Any, *, grid: bool = False) -> Any:
-  more = ("grid",) if grid else ()
-  return choice(label, "vmap", value, ("each", "whole", "broadcast", *more))
-
-
 def sharding(label: str, value: Any) -> Any:
   known = isinstance(value, str) and (value in ("shard", "gather") or "->" in value)
-  if known or value is None or callable(value):
-    return value
-  raise GateDefinitionError(
-    f"{label}: sharding: expected None, 'shard', 'gather', a rule such as 'i j, j k -> i k', or a "
-    f"function of the mesh and the operands, got {value!r}"
-  )
+  if not known and value is not None and not callable(value):
+    rule = "a rule such as 'i j, j k -> i k', or a function of the mesh and the operands"
+    refuse(label, "sharding", f"None, 'shard', 'gather', {rule}", value)
+  return value
 
 
 def strings(label: str, option: str, value: Any, *, what: str | None = None) -> tuple[str, ...]:
@@ -233,19 +206,3 @@ def strings(label: str, option: str, value: Any, *, what: str | None = None) -> 
         refuse(label, option, "strings without a NUL character", value)
       return tuple(_encodable(label, option, one) for one in texts)
   refuse(label, option, what or "a sequence of strings, such as ['a', 'b']", value)
-
-
-def timeout(label: str, value: float | None) -> float:
-  return 0.0 if value is None else seconds(label, "timeout", value)
-
-
-def gradient(label: str, value: Any, effect: str) -> Any:
-  if value is None:
-    return None
-  choice(label, "gradient", value, ("finite-difference",))
-  if effect != "pure":
-    raise GateDefinitionError(
-      f"{label}: gradient='finite-difference' calls the gate many times, so its effect must "
-      f"be 'pure', got {effect!r}"
-    )
-  return value

@@ -13,22 +13,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from callgate import _callgate
 from callgate._core import encoding
 
-
-class Definable(Protocol):
-  """What can make the variants of a kernel that programs from other processes name."""
-
-  def define_variant(self, key: str) -> bool: ...
-
-
 _gates: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_finders: list[Callable[[str], Definable | None]] = []
+# Asked for kernels that a loaded program names and nothing has defined yet.
+finders: list[Callable[[str], object]] = []
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _naming = threading.RLock()  # held from the choice of a name until it is taken
@@ -48,24 +42,23 @@ def of(gate: str, spec: str, kind: str, index: int) -> str:
   """ "argument 'x'", "result 0" or "result ['w']" for a flat position of a call."""
   if kind == "argument":
     return f"argument {argument(gate, spec, index)}"
-  path = encoding.result_path(spec, index)
+  if spec in ("", "*"):
+    return f"result {index}"
+  path = jax.tree_util.keystr(encoding.path_in(encoding.signature(spec).out_tree, index))
   return f"result {index}" + (f" ({path})" if path else "")
 
 
 def argument(gate: str, spec: str, index: int) -> str:
   """The quoted name of a flat argument: its parameter and, inside a pytree, its path."""
   parameters: tuple[str, ...] = getattr(_gates.get(gate), "parameters", ())
-  position, path, keyword = encoding.argument_path(spec, index)
-  if keyword is not None:
-    return f"'{keyword}{path}'"
-  if position < len(parameters):
-    return f"'{parameters[position]}{path}'"
-  return f"{position}{path}"
-
-
-def keystr(path: tuple[Any, ...]) -> str:
-  """JAX's text for a path into a pytree."""
-  return jax.tree_util.keystr(path)
+  path = ""
+  if spec not in ("", "*"):
+    of_keywords, place, *inner = encoding.path_in(encoding.signature(spec).in_tree, index)
+    path = jax.tree_util.keystr(tuple(inner))
+    if of_keywords.idx:
+      return f"'{place.key}{path}'"
+    index = place.idx
+  return f"'{parameters[index]}{path}'" if index < len(parameters) else f"{index}{path}"
 
 
 def operations() -> list[tuple[str, Any]]:
@@ -100,8 +93,8 @@ def name_while_alive(function: Callable[..., Any], prefix: str) -> Generator[str
   base = f"{prefix}{_name_of(function)}"
   with _naming:
     taken = set(_callgate.registered_names())
-    numbered = (f"{base}#{number}" if number else base for number in itertools.count())
-    yield next(name for name in numbered if name not in taken)
+    names = (f"{base}#{number}" if number else base for number in itertools.count())
+    yield next(name for name in names if name not in taken)
 
 
 def free_name(base: str) -> str:
@@ -111,29 +104,23 @@ def free_name(base: str) -> str:
     while True:
       number = _counters[base]
       _counters[base] += 1
-      name = base if number == 0 else f"{base}#{number}"
+      name = f"{base}#{number}" if number else base
       if name not in taken:
         return name
 
 
 # -- what programs from other processes name -------------------------------------------------------
-def find_by(finder: Callable[[str], Definable | None]) -> None:
-  """Has `finder` asked for kernels that a loaded program names and nothing has defined yet."""
-  _finders.append(finder)
-
-
 def undefined(name: str) -> bool:
   """The runtime's hook: defines a variant that a loaded program names."""
   base, bracket, key = name.partition("[")
-  found = get(base) or next(filter(None, (find(base) for find in _finders)), None)
+  found = get(base) or next(filter(None, (find(base) for find in finders)), None)
   define = getattr(found, "define_variant", None)
   return define is not None and define(key.removesuffix("]") if bracket else "")
 
 
 def caller_module(depth: int = 3) -> str:
-  """The module whose code makes a kernel, for its name.
+  """The module whose code makes a kernel, for its name: `depth` frames up from here.
 
-  Args:
-    depth: frames up from here: the function, what `_core/factories.py` wraps it in, the caller.
+  Between are the function that asks and what `_core/factories.py` wraps it in.
   """
   return str(sys._getframe(depth).f_globals.get("__name__", "__main__"))  # pyright: ignore[reportPrivateUsage]

@@ -21,21 +21,14 @@ def signature_of(function: Callable[..., Any], skip: int = 0) -> inspect.Signatu
   return signature.replace(parameters=parameters[len(dropped) :])
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-  signature = signature_of(function)
+def _parameters(function: Callable[..., Any], skip: int = 0) -> list[inspect.Parameter]:
+  signature = signature_of(function, skip)
   return [] if signature is None else list(signature.parameters.values())
 
 
 def positional(function: Callable[..., Any], skip: int = 0) -> list[inspect.Parameter]:
   """A callable's positional parameters after the first `skip`."""
-  signature = signature_of(function, skip)
-  found = () if signature is None else signature.parameters.values()
-  return [p for p in found if p.kind in _POSITIONAL]
-
-
-def parameters_of(function: Callable[..., Any], skip: int) -> tuple[str, ...]:
-  """The names of these."""
-  return tuple(p.name for p in positional(function, skip))
+  return [p for p in _parameters(function, skip) if p.kind in _POSITIONAL]
 
 
 def accepted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from jax.core import Tracer
@@ -21,11 +21,9 @@ from callgate._core.masked import is_masked, shown
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-  """A static value of a call.
+  """A static value of a call: a NumPy scalar, array of rank 1, or a dict of these and of strings.
 
-  Attributes:
-    value: a NumPy scalar, a one-dimensional array, or a dict of these and of strings.
-    key: what tells it from others.
+  `key` is what tells it from others.
   """
 
   value: Any = dataclasses.field(compare=False)
@@ -52,38 +50,34 @@ def number(
   label: str, name: str, value: Any, dtype: np.dtype[Any] | None, what: str = "attribute"
 ) -> Frozen:
   """A number attribute of the declared dtype, exactly; None where it is not known yet."""
-  kind = "a number" if dtype is None else f"a number that {dtype.name} holds"
-  return _declared(f"{label}: {what} '{name}'", kind, value, dtype, 0)
+  return _declared(f"{label}: {what} '{name}'", "a number", value, dtype, 0)
 
 
 def numbers(label: str, name: str, value: Any, dtype: np.dtype[Any] | None) -> Frozen:
   """An array attribute of the declared dtype, exactly; None where it is not known yet."""
-  kind = "numbers" if dtype is None else f"numbers that {dtype.name} holds"
-  kind = f"a one-dimensional array of {kind}"
-  return _declared(f"{label}: attribute '{name}'", kind, value, dtype, 1)
+  where = f"{label}: attribute '{name}'"
+  return _declared(where, "a one-dimensional array of numbers", value, dtype, 1)
 
 
 def _declared(where: str, kind: str, value: Any, dtype: np.dtype[Any] | None, rank: int) -> Frozen:
   array = _array(value)
-  if array is None or array.ndim != rank or not _fits(array, dtype):
-    raise GateDefinitionError(f"{where}: expected {kind}, got {_shown(value)}")
-  return _frozen(_cast(array, dtype))
+  array = _fitting(array, dtype) if array is not None and array.ndim == rank else None
+  if array is None:
+    holds = "" if dtype is None else f" that {dtype.name} holds"
+    raise GateDefinitionError(f"{where}: expected {kind}{holds}, got {_shown(value)}")
+  return _frozen(array)
 
 
 def string(label: str, name: str, value: Any) -> str:
   """A string attribute."""
-  if not isinstance(value, str):
-    raise GateDefinitionError(
-      f"{label}: attribute '{name}': expected a string, got {_shown(value)}"
-    )
-  return value
+  return value if isinstance(value, str) else _refuse(label, name, "a string", value)
 
 
 def dictionary(label: str, name: str, value: Any) -> Frozen:
   """A dictionary attribute; its values keep their own types."""
   value = _raw(value)
   if not isinstance(value, Mapping):
-    raise GateDefinitionError(f"{label}: attribute '{name}': expected a dict, got {_shown(value)}")
+    _refuse(label, name, "a dict", value)
   entries: dict[str, Any] = {}
   for key, entry in cast("Mapping[Any, Any]", value).items():
     if not isinstance(key, str):
@@ -102,19 +96,20 @@ def _entry(label: str, name: str, value: Any) -> Any:
     return dictionary(label, name, value)
   array = _array(value)
   if array is None or array.ndim > 1:
-    raise GateDefinitionError(
-      f"{label}: attribute '{name}': expected a number, a string, an array of numbers or a dict, "
-      f"got {_shown(value)}"
-    )
+    _refuse(label, name, "a number, a string, an array of numbers or a dict", value)
   return _frozen(array)
+
+
+def _refuse(label: str, name: str, expected: str, value: Any) -> NoReturn:
+  raise GateDefinitionError(
+    f"{label}: attribute '{name}': expected {expected}, got {_shown(value)}"
+  )
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
   """The value as an array of numbers, if it is one."""
   value = _raw(value)
-  if isinstance(value, (str, bytes, Mapping)):
-    return None
-  if is_masked(value):
+  if isinstance(value, (str, bytes, Mapping)) or is_masked(value):
     return None
   try:
     array = np.asarray(value)
@@ -134,32 +129,23 @@ def _shown(value: Any) -> str:
   return shown(value) if is_masked(value) else repr(value)
 
 
-def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None) -> bool:
-  """Whether the numbers are the same in `dtype`, but for rounding of real and complex ones."""
-  if dtype is None or array.size == 0:
-    return True
-  if array.dtype.kind == "c" and dtype.kind != "c" and bool(np.any(array.imag != 0)):
-    return False
-  with np.errstate(all="ignore"):
-    converted, array = (
-      _cast(array, dtype),
-      _cast(array, None if dtype.kind == "c" else _real(array)),
-    )
-    if dtype.kind in "biu":
-      finite = array.dtype.kind in "biu" or bool(np.all(_finite(array)))
-      return finite and bool(np.all(converted.astype(array.dtype) == array))
-    # Rounded to the parameter's precision, as in C++; an overflow is no rounding.
-    return bool(np.all(_finite(converted) | ~_finite(array)))
-
-
-def _cast(array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
-  if dtype is None or array.dtype == dtype:
+def _fitting(
+  array: np.ndarray[Any, Any], dtype: np.dtype[Any] | None
+) -> np.ndarray[Any, Any] | None:
+  """The numbers in `dtype`; None where they change, but for rounding of real and complex ones."""
+  if dtype is None:
     return array
-  return (array.real if array.dtype.kind == "c" and dtype.kind != "c" else array).astype(dtype)
-
-
-def _real(array: np.ndarray[Any, Any]) -> np.dtype[Any]:
-  return array.real.dtype if array.dtype.kind == "c" else array.dtype
+  if array.dtype.kind == "c" and dtype.kind != "c":
+    if np.any(array.imag != 0):
+      return None
+    array = array.real
+  with np.errstate(all="ignore"):
+    converted = array.astype(dtype)
+    if dtype.kind in "biu":
+      same = np.all(_finite(array)) and np.all(converted.astype(array.dtype) == array)
+    else:  # rounded to the parameter's precision, as in C++; an overflow is no rounding
+      same = np.all(_finite(converted) | ~_finite(array))
+  return converted if same else None
 
 
 def _finite(array: np.ndarray[Any, Any]) -> Any:
@@ -173,36 +159,31 @@ def _frozen(array: np.ndarray[Any, Any]) -> Frozen:
   return Frozen(array[()] if array.ndim == 0 else array, key)
 
 
-def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
-  """A frozen value as a program's FFI attribute."""
-  return _converted(_raw(value), dtype, scalars=True)
-
-
 def for_runtime(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
   """A frozen value as the runtime's bindings take it: numbers are NumPy arrays of rank 0."""
-  return _converted(_raw(value), dtype, scalars=False)
-
-
-def _converted(value: Any, dtype: np.dtype[Any] | None, *, scalars: bool) -> Any:
-  if isinstance(value, str):
-    return value
+  value = _raw(value)
   if isinstance(value, Mapping):
     entries = cast("Mapping[str, Any]", value)
-    return {key: _converted(entries[key], None, scalars=scalars) for key in sorted(entries)}
-  array = np.asarray(value, dtype)
-  if not scalars:
-    return array
-  if array.dtype.name in (_IN_ARRAYS if array.ndim else _IN_SCALARS):
-    return array if array.ndim else array[()]
+    return {key: for_runtime(entries[key]) for key in sorted(entries)}
+  return value if isinstance(value, str) else np.asarray(value, dtype)
+
+
+def for_program(value: Any, dtype: np.dtype[Any] | None = None) -> Any:
+  """A frozen value as a program's FFI attribute."""
+  held = for_runtime(value, dtype)
+  if isinstance(held, str):
+    return held
+  if isinstance(held, dict):
+    return {key: for_program(entry) for key, entry in cast("dict[str, Any]", held).items()}
+  if held.dtype.name in (_IN_ARRAYS if held.ndim else _IN_SCALARS):
+    return held if held.ndim else held[()]
   return {  # its bytes, which src/xla/attributes.cc puts together
-    "callgate:dtype": np.int32(dtype_code(array.dtype)),
-    f"callgate:number{'s' if array.ndim else ''}": np.frombuffer(array.tobytes(), np.uint8),
+    "callgate:dtype": np.int32(dtype_code(held.dtype)),
+    f"callgate:number{'s' if held.ndim else ''}": np.frombuffer(held.tobytes(), np.uint8),
   }
 
 
 # What XLA's attributes hold.
-_IN_ARRAYS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
-  "float32",
-  "float64",
-}
+_INTEGERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+_IN_ARRAYS = _INTEGERS | {"float32", "float64"}
 _IN_SCALARS = _IN_ARRAYS | {"bool"}

@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 
 from callgate import _callgate
 from callgate._call import jax_engine, primitive
-from callgate._call.site import CallSite
+from callgate._call.site import BoundCall, CallSite
 from callgate._core import effects, errors, failures, options, registry
 from callgate._feed import items
 from callgate._feed import producer as _producer
@@ -243,7 +243,7 @@ def _lower(
   results = tuple(((*lead, *shape), dtype) for shape, dtype in site.results)
   site = dataclasses.replace(site, results=results)
   if engine != "jax":
-    return primitive.lower(context, gate=gate, site=site, levels=(), whole=None)
+    return primitive.lower(context, call=BoundCall(gate, site))
   call = mlir.lower_fun(lambda: jax_engine.bind(gate, site, ()), multiple_results=True)
   return call(context)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from callgate._arrays.torch import to_numpy
 from callgate._call import shapes
-from callgate._core import dtypes, masked, registry
+from callgate._core import dtypes, masked
 from callgate._core.errors import GateDefinitionError, ResultError
 from callgate._jax import tracing
 
@@ -158,7 +158,7 @@ def _checked(feed: str, what: str, tree: Any, leaves: list[Any]) -> ItemTypes:
 def _where(feed: str, what: str, item: Any, index: int) -> str:
   """A feed's item and the path of one of its leaves; the item alone where it is one array."""
   paths = jax.tree_util.tree_flatten_with_path(item, is_leaf=shapes.is_type)[0]
-  return f"feed '{feed}': {what}{registry.keystr(paths[index][0])}"
+  return f"feed '{feed}': {what}{jax.tree_util.keystr(paths[index][0])}"
 
 
 def _describe(shape: tuple[int, ...], dtype: Any) -> str:

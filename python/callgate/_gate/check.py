@@ -19,7 +19,7 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._call import primitive, shapes
-from callgate._call.site import Call, CallSite, Emission
+from callgate._call.site import BoundCall, Call, CallSite, Emission
 from callgate._core import masked, options, registry
 from callgate._core.errors import CheckError, GateDefinitionError
 from callgate._core.failures import raise_deferred
@@ -111,7 +111,7 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   site = CallSite(tree, jax.tree.structure(()), (), ())
   shapes.check_call(gate, site, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
   _check_format(message, jax.tree.unflatten(tree, arrays)[1])
-  primitive.bind(*arrays, gate=gate, site=site, levels=(), whole=None)
+  primitive.bind(*arrays, call=BoundCall(gate, site))
 
 
 def _check_format(message: str, values: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class Gate(Operation):
     self.cast, self.copy = options.cast, options.copy
     self.collective, self.command_buffer = options.collective, options.command_buffer
     leading = {"return": 0, "inplace": 1, "context": 2}[self.style]
-    self.parameters = signatures.parameters_of(function, leading)
+    self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.callee = _callgate.Callee(
       self.name,
       function,

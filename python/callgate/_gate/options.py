@@ -55,7 +55,7 @@ class GateOptions(CallOptions):
     made = dataclasses.replace(
       super().checked(label, grid=grid),
       **check.booleans(label, **{name: getattr(self, name) for name in flags}),
-      timeout=check.timeout(label, self.timeout),
+      timeout=check.or_none(check.seconds, label, "timeout", self.timeout),
     )
     check.choice(label, "style", made.style, get_args(Style))
     check.choice(label, "arrays", made.arrays, get_args(Arrays))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import debugging as _debugging
 from jax._src import ffi as _ffi
+from jax._src import mesh as _mesh
+from jax._src import named_sharding as _named_sharding
+from jax._src import sharding_impls as _sharding_impls
 
 # -- JAX's callbacks: callgate.compat and callgate.install -----------------------------------------
 # The primitives of `pure_callback` and `io_callback` and their own lowering rules (0.10 to 0.12);
@@ -27,27 +30,17 @@ debug_callback_lowering: Callable[..., Any] = _debugging.debug_callback_lowering
 debug_print_lowering: Callable[..., Any] = _debugging.debug_print_lowering_rule
 
 
-def debug_print_callback(
-  *,
-  fmt: str,
-  in_tree: Any,
-  static_args: Any,
-  np_printoptions: Any,
-  has_placeholders: bool,
-  logging_record: Any,
-  **_: Any,
-) -> Callable[..., Any]:
+def debug_print_callback(params: Mapping[str, Any]) -> Callable[..., Any]:
   """The function of flat arrays that JAX calls for a `jax.debug.print` (0.10 to 0.12)."""
   form = functools.partial(
     _debugging._format_print_callback,  # pyright: ignore[reportPrivateUsage]
-    fmt,
-    dict(np_printoptions),
-    has_placeholders,
-    logging_record,
+    params["fmt"],
+    dict(params["np_printoptions"]),
+    params["has_placeholders"],
+    params["logging_record"],
   )
-  return _debugging._make_flat_callback(  # pyright: ignore[reportPrivateUsage]
-    in_tree, form, static_args
-  )
+  make = _debugging._make_flat_callback  # pyright: ignore[reportPrivateUsage]
+  return make(params["in_tree"], form, params["static_args"])
 
 
 # The batching rule of all of JAX's foreign calls, by `vmap_method` (0.10 to 0.12). No public name;
@@ -64,19 +57,17 @@ def callback_sharding(
   partly automatic meshes and for a `sharding` that JAX doesn't support. Stands for
   `_callback_op_sharding` and for what `emit_python_callback` adds to it (0.10 to 0.12).
   """
-  from jax._src import named_sharding, sharding_impls
-
   axes = context.module_context.axis_context
   annotation: Any = _callback._callback_op_sharding(  # pyright: ignore[reportPrivateUsage]
     axes, sharding, result_avals
   )
-  if not (token and result_avals and isinstance(annotation, sharding_impls.SdyArrayList)):
+  if not (token and result_avals and isinstance(annotation, _sharding_impls.SdyArrayList)):
     return annotation
   shardings: Any = annotation.shardings
-  of_token = named_sharding.SdyArray(
+  of_token = _named_sharding.SdyArray(
     mesh_shape=(), dim_shardings=(), logical_device_ids=shardings[0].logical_device_ids
   )
-  return sharding_impls.SdyArrayList((of_token, *shardings))
+  return _sharding_impls.SdyArrayList((of_token, *shardings))
 
 
 def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -90,18 +81,12 @@ def callback_scope(device: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]
   restore_device = _config.default_device.set_local
   if jax.__version_info__ < (0, 12):
     return lambda: set_device(device), restore_device
-  from jax._src import mesh as _mesh
-
   mesh: Any = _mesh  # these names are 0.12's
   concrete, abstract = mesh.device_context, mesh.abstract_mesh_context_manager
   no_mesh, no_abstract_mesh = mesh.empty_concrete_mesh, mesh.empty_abstract_mesh
 
   def enter() -> Any:
-    return (
-      set_device(device),
-      concrete.swap_local(no_mesh),
-      abstract.swap_local(no_abstract_mesh),
-    )
+    return set_device(device), concrete.swap_local(no_mesh), abstract.swap_local(no_abstract_mesh)
 
   def leave(before: Any) -> None:
     restore_device(before[0])

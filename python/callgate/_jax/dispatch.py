@@ -18,45 +18,42 @@ import jax
 from jax._src import config as _config
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 # JAX keeps the tokens of dispatched programs for each thread alone, and `jax.effects_barrier` waits
 # for those of its own thread (0.10 to 0.12). No public way to wait for another thread's.
 _effect_tokens: dict[Any, Any] = {}
-_after_barrier: list[Callable[[], None]] = []
+# What `jax.effects_barrier()` calls when its programs are done (0.10 to 0.12).
+after_effects_barrier: list[Callable[[], None]] = []
 _local = threading.local()
-
-
-def after_effects_barrier(function: Callable[[], None]) -> None:
-  """Has `jax.effects_barrier()` call a function when its programs are done (0.10 to 0.12)."""
-  _after_barrier.append(function)
 
 
 def remember_effects() -> None:
   """Keeps the newest token of each thread, device and ordered effect where all threads see it."""
   tokens: Any = _dispatch.RuntimeTokenSet
-  set_output, set_result = tokens.set_output_runtime_token, tokens.set_token_result
 
-  def set_output_runtime_token(self: Any, device: Any, token: Any) -> None:
-    _have_waiter()
-    _effect_tokens[threading.get_ident(), device] = token
-    set_output(self, device, token)
+  def remembering(original: Callable[..., None]) -> Callable[..., None]:
+    def remember(self: Any, of: Any, token: Any) -> None:
+      if not _waiters:
+        with contextlib.suppress(RuntimeError):  # at the end of the process: see `_waiters`
+          _waiters.append(_idle_waiter())
+      _effect_tokens[threading.get_ident(), of] = token
+      original(self, of, token)
 
-  def set_token_result(self: Any, effect: Any, token: Any) -> None:
-    _have_waiter()
-    _effect_tokens[threading.get_ident(), effect] = token
-    set_result(self, effect, token)
+    return remember
 
   def block_until_ready(self: Any) -> None:
     wait(self)
     if not getattr(_local, "alone", False):
-      for after in _after_barrier:
+      for after in after_effects_barrier:
         after()
 
   wait = tokens.block_until_ready
   tokens.block_until_ready = block_until_ready
-  tokens.set_output_runtime_token = set_output_runtime_token
-  tokens.set_token_result = set_token_result
+  tokens.set_output_runtime_token = remembering(tokens.set_output_runtime_token)
+  tokens.set_token_result = remembering(tokens.set_token_result)
 
 
 def effects_barrier_alone() -> None:
@@ -82,16 +79,16 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
   """
   if not _effect_tokens:
     return True
-  if timeout is None and watch is None:
+  requests = None
+  if timeout is not None or watch is not None:
+    # Tokens have no wait with a limit, so another thread waits; where it is too late for a thread,
+    # what came so late ran where it was dispatched.
+    with contextlib.suppress(RuntimeError):
+      requests = _idle_waiter()
+  if requests is None:
     _wait_for_tokens()
     return True
-  # Tokens have no wait with a limit, so another thread waits.
-  done = threading.Event()
-  try:
-    _idle_waiter().put(done)
-  except RuntimeError:  # too late for a thread: what came so late ran where it was dispatched
-    _wait_for_tokens()
-    return True
+  requests.put(done := threading.Event())
   if watch is None:
     return done.wait(timeout)
   deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -104,12 +101,7 @@ def wait_for_effects(timeout: float | None, watch: Callable[[], None] | None = N
 # The requests of each idle thread that waits for tokens on another's behalf. There is one from the
 # first program with effects on: at the end of the process Python 3.12 makes no thread any more.
 _waiters: collections.deque[queue.SimpleQueue[threading.Event]] = collections.deque()
-
-
-def _have_waiter() -> None:
-  if not _waiters:
-    with contextlib.suppress(RuntimeError):  # at the end of the process: see above
-      _waiters.append(_idle_waiter())
+forget_waiters = _waiters.clear  # in a fork's child, which has none of these threads
 
 
 def _idle_waiter() -> queue.SimpleQueue[threading.Event]:
@@ -117,22 +109,16 @@ def _idle_waiter() -> queue.SimpleQueue[threading.Event]:
   with contextlib.suppress(IndexError):
     return _waiters.pop()
   requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
-  name, own = "callgate barrier", (requests,)
-  threading.Thread(target=_wait_on_request, args=own, name=name, daemon=True).start()
+
+  def wait_on_request() -> None:
+    while True:
+      done = requests.get()
+      _wait_for_tokens()
+      _waiters.append(requests)
+      done.set()
+
+  threading.Thread(target=wait_on_request, name="callgate barrier", daemon=True).start()
   return requests
-
-
-def _wait_on_request(requests: queue.SimpleQueue[threading.Event]) -> None:
-  while True:
-    done = requests.get()
-    _wait_for_tokens()
-    _waiters.append(requests)
-    done.set()
-
-
-def forget_waiters() -> None:
-  """In a fork's child, which has none of these threads."""
-  _waiters.clear()
 
 
 def _wait_for_tokens() -> None:
@@ -171,10 +157,7 @@ def is_jitted(value: Any) -> bool:
 
 @functools.cache
 def _jitted_type() -> type[Any]:
-  return type(jax.jit(_nothing))
-
-
-def _nothing() -> None: ...
+  return type(jax.jit(lambda: None))
 
 
 def keep_with_program(context: Any, value: object) -> None:
@@ -185,9 +168,8 @@ def keep_with_program(context: Any, value: object) -> None:
   weakref.finalize(context.module_context.module, id, value).atexit = False
 
 
-def exclude_from_tracebacks(path: str) -> None:
-  """Leaves files under `path` out of JAX's notion of the user's code."""
-  _source_info.register_exclusion(path)
+# Leaves files under a path out of JAX's notion of the user's code.
+exclude_from_tracebacks: Callable[[str], None] = _source_info.register_exclusion
 
 
 # -- dispatch --------------------------------------------------------------------------------------
@@ -199,11 +181,9 @@ def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
 
   def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    if self.has_unordered_effects:
-      effects = kwargs.get("unordered_effects")
-      if effects is None:
-        effects = args[5]  # after xla_executable, name, backend, in_handler, out_handler
-      self.has_unordered_effects = any(keep(effect) for effect in effects)
+    # after xla_executable, name, backend, in_handler, out_handler
+    effects = kwargs["unordered_effects"] if "unordered_effects" in kwargs else args[5]
+    self.has_unordered_effects = any(map(keep, effects))
 
   _pxla.ExecuteReplicated.__init__ = __init__
 
@@ -211,9 +191,8 @@ def filter_dispatch_effects(keep: Callable[[Any], bool]) -> None:
 def keep_ordered_programs_off_cpp_path() -> None:
   """Makes compiled (AOT) programs with ordered effects take JAX's Python dispatch, as jit does.
 
-  `MeshExecutable.create_cpp_call` looks at unordered effects and host callbacks, but not at ordered
-  effects (0.10 to 0.12): from its second call on such a program would get no token. JAX's own
-  ordered callbacks are host callbacks, so they never meet this.
+  `MeshExecutable.create_cpp_call` does not look at ordered effects (0.10 to 0.12): from its second
+  call on such a program would get no token. JAX's own ordered callbacks are host callbacks.
   """
   original = _pxla.MeshExecutable.create_cpp_call
 
@@ -235,24 +214,25 @@ def ask_before_execution(kind: type[Any]) -> None:
 
   def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
     init(self, *args, **kwargs)
-    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
-      self.has_unordered_effects = True
+    self.has_unordered_effects |= bool(_kept(self, kind))
 
   def __call__(self: Any, *args: Any) -> Any:
-    for kept in self.keepalive or ():
-      if isinstance(kept, kind):
-        kept(self._local_devices)  # pyright: ignore[reportCallIssue]
+    for kept in _kept(self, kind):
+      kept(self._local_devices)
     return call(self, *args)
 
   _pxla.ExecuteReplicated.__init__ = __init__
   _pxla.ExecuteReplicated.__call__ = __call__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _kept(execute: Any, kind: type[Any]) -> list[Any]:
+  return [kept for kept in execute.keepalive or () if isinstance(kept, kind)]
+
+
 def mark_host_callbacks(context: Any) -> None:
   """Has JAX take the program being lowered for one with callbacks of its own (0.10 to 0.12).
 
-  It only asks whether there are some. XLA's CPU client runs such a program on the thread that
-  dispatches it; on all platforms `jax.effects_barrier` waits for it and raises its failure.
+  XLA's CPU client runs it on the thread that dispatches it; `jax.effects_barrier` waits for it.
   """
   context.module_context.add_host_callback(lambda: None)
 
@@ -267,7 +247,7 @@ def end_before_dispatch_returns(kind: type[Any]) -> None:
 
   def __call__(self: Any, *args: Any) -> Any:
     out = call(self, *args)
-    if any(isinstance(kept, kind) for kept in self.keepalive or ()):
+    if _kept(self, kind):
       thread = threading.get_ident()
       own = [token for (of, _), token in list(_effect_tokens.items()) if of == thread]
       for value in (*out, *own):
@@ -279,13 +259,13 @@ def end_before_dispatch_returns(kind: type[Any]) -> None:
 
 
 # -- waiting ---------------------------------------------------------------------------------------
+# Whether JAX has started its devices (0.10 to 0.12); no public name.
+has_backend: Callable[[], bool] = _bridge.backends_are_initialized
+
+
 def _backends() -> Sequence[Any]:
   """Those that have been started (0.10 to 0.12)."""
-  if not has_backend():
-    return []
-  from jax._src import xla_bridge
-
-  return list(xla_bridge.backends().values())
+  return list(_bridge.backends().values()) if has_backend() else []
 
 
 def live_arrays() -> Sequence[Any]:
@@ -298,27 +278,19 @@ def local_devices() -> dict[str, list[Any]]:
   return {backend.platform: list(backend.local_devices()) for backend in _backends()}
 
 
-def cpu_devices_or_none() -> list[Any]:
-  """This process's devices of the CPU backend; none where JAX_PLATFORMS names others alone."""
-  try:
-    return jax.local_devices(backend="cpu")
-  except RuntimeError:
-    return []
+def cpu_devices(what: str | None = None) -> list[Any]:
+  """This process's devices of the CPU backend, which JAX may not have (JAX_PLATFORMS).
 
-
-def cpu_devices(what: str) -> list[Any]:
-  """The same, for `what`, which can't do without.
-
-  Raises:
-    RuntimeError: there are none.
+  Raises RuntimeError then, for `what`, which can't do without; else there are none.
   """
-  devices = cpu_devices_or_none()
-  if not devices:
-    raise RuntimeError(
-      f"callgate: {what} needs JAX's CPU backend; expected 'cpu' among JAX_PLATFORMS, got "
-      f"{_config.jax_platforms.value!r}"
-    )
-  return devices
+  with contextlib.suppress(RuntimeError):
+    return jax.local_devices(backend="cpu")
+  if what is None:
+    return []
+  raise RuntimeError(
+    f"callgate: {what} needs JAX's CPU backend; expected 'cpu' among JAX_PLATFORMS, got "
+    f"{_config.jax_platforms.value!r}"
+  )
 
 
 def forget_failed_tokens() -> None:
@@ -329,23 +301,11 @@ def forget_failed_tokens() -> None:
   """
   tokens: dict[Any, Any] = _dispatch.runtime_tokens.current_tokens
   for effect, token in list(tokens.items()):
-    if token._buf.is_ready() and _has_failed(token):
-      del tokens[effect]
-
-
-def _has_failed(token: Any) -> bool:
-  try:
-    token.block_until_ready()
-  except Exception:  # noqa: BLE001 - whatever its program failed with
-    return True
-  return False
-
-
-def has_backend() -> bool:
-  """Whether JAX has started its devices (0.10 to 0.12); no public name."""
-  from jax._src import xla_bridge
-
-  return xla_bridge.backends_are_initialized()
+    if token._buf.is_ready():
+      try:
+        token.block_until_ready()
+      except Exception:  # noqa: BLE001 - whatever its program failed with
+        del tokens[effect]
 
 
 def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -354,9 +314,7 @@ def fast_device_put() -> tuple[Callable[..., Any], tuple[Any, ...]]:
   What `jax.device_put` ends in, at a tenth of its cost (jaxlib 0.10 to 0.12): to be replaced by it
   when it is quick. The array's memory is shared where it is aligned, so it must never change again.
   """
-  import importlib
-
-  jaxlib: Any = importlib.import_module("jaxlib._jax")  # has no type stubs
+  jaxlib: Any = _xla_client
   committed, force_copy, keep_x64 = True, False, True
   semantics = jaxlib.HostBufferSemantics.ZERO_COPY
   return jaxlib.batched_device_put, (committed, force_copy, semantics, keep_x64)

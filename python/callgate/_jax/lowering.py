@@ -7,8 +7,11 @@ from typing import Any
 
 from jax._src import core as _core
 from jax._src import ffi as _ffi
+from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lib.mlir.dialects import hlo as _hlo
 
 from callgate._jax.partitioner import set_sharding_rule
 from callgate._jax.tracing import is_explicit, ordered_io_effect
@@ -26,31 +29,40 @@ def emit_ffi_call(
   *,
   has_side_effect: bool,
   aliases: Mapping[int, int],
-  token: Any = None,
+  order: Any = None,
   sharding: Any = None,
   rule: Any = None,
-) -> tuple[Sequence[Any], Any]:
-  """Emits a typed FFI custom call; returns its results and, given a token, the token after it."""
-  offset = 0
-  if token is not None:
-    operands = [token, *operands]
-    operand_avals = [_core.abstract_token, *operand_avals]
-    result_avals = [_core.abstract_token, *result_avals]
-    offset = 1
-  context = context.replace(avals_in=list(operand_avals), avals_out=list(result_avals))
+) -> Sequence[Any]:
+  """Emits a typed FFI custom call, in the order of an effect if one is given; returns its results.
+
+  Tokens of effects are not public (0.10 to 0.12).
+  """
+  token = [] if order is None else [context.tokens_in.get(order)]
+  abstract = [_core.abstract_token for _ in token]
+  offset = len(token)
   operation = _ffi.build_ffi_lowering_function(
     target,
     has_side_effect=has_side_effect,
     operand_output_aliases={i + offset: o + offset for i, o in aliases.items()} or None,
-  )(context, *operands, **attributes)
+  )(
+    context.replace(avals_in=[*abstract, *operand_avals], avals_out=[*abstract, *result_avals]),
+    *token,
+    *operands,
+    **attributes,
+  )
   if sharding is not None:
     _mlir.set_sharding(context.module_context, operation, sharding)
   if rule is not None:
     set_sharding_rule(operation, rule)
   results = list(operation.results)
-  if token is None:
-    return results, None
-  return results[1:], results[0]
+  if order is not None:
+    _set_token_after(context, order, results.pop(0))
+  return results
+
+
+def _set_token_after(context: Any, effect: Any, token: Any) -> None:
+  """Orders later calls with this effect after the one being lowered."""
+  context.set_tokens_out(context.tokens_in.update_tokens(_mlir.TokenSet({effect: token})))
 
 
 def platforms_of(context: Any) -> tuple[str, ...]:
@@ -85,21 +97,12 @@ def lower_in_order(
 
   `jax.interpreters.mlir.lower_fun` is public, tokens are not (0.10 to 0.12).
   """
-  token = token_before(context, effect)
-  inner = context.replace(tokens_in=_mlir.TokenSet({ordered_io_effect: token}))
+  inner = context.replace(
+    tokens_in=_mlir.TokenSet({ordered_io_effect: context.tokens_in.get(effect)})
+  )
   results = _mlir.lower_fun(function, multiple_results=True)(inner, *operands)
-  set_token_after(context, effect, inner.tokens_out.get(ordered_io_effect))
+  _set_token_after(context, effect, inner.tokens_out.get(ordered_io_effect))
   return results
-
-
-def token_before(context: Any, effect: Any) -> Any:
-  """The token that orders the call being lowered after the earlier calls with this effect."""
-  return context.tokens_in.get(effect)
-
-
-def set_token_after(context: Any, effect: Any, token: Any) -> None:
-  """Orders later calls with this effect after the one being lowered."""
-  context.set_tokens_out(context.tokens_in.update_tokens(_mlir.TokenSet({effect: token})))
 
 
 def device_count(context: Any) -> int:
@@ -113,10 +116,8 @@ def device_count(context: Any) -> int:
 
 def program_devices(context: Any) -> tuple[Any, ...] | None:
   """The devices of the program being lowered; None inside a manual region (0.10 to 0.12)."""
-  from jax._src import sharding_impls
-
   axes = context.module_context.axis_context
-  if not isinstance(axes, sharding_impls.ShardingContext):
+  if not isinstance(axes, _sharding_impls.ShardingContext):
     return None
   devices = axes.device_assignment
   return tuple(devices) if devices is not None else (None,) * axes.num_devices
@@ -129,9 +130,7 @@ def call_site(context: Any) -> tuple[str, int, str] | None:
   """
   traceback = getattr(context, "traceback", None)
   frame = _source_info.user_frame(traceback) if traceback is not None else None
-  if frame is None:
-    return None
-  return frame.file_name, frame.start_line, frame.function_name
+  return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
 def is_automatic(context: Any) -> bool:
@@ -141,25 +140,21 @@ def is_automatic(context: Any) -> bool:
 
 def is_partly_manual(context: Any) -> bool:
   """Whether the call being lowered is in a `jax.shard_map` that leaves some mesh axes automatic."""
-  manual = getattr(context.module_context.axis_context, "manual_axes", frozenset())
-  mesh = getattr(context.module_context.axis_context, "mesh", None)
+  axes = context.module_context.axis_context
+  manual, mesh = getattr(axes, "manual_axes", ()), getattr(axes, "mesh", None)
   return mesh is not None and 0 < len(manual) < len(mesh.axis_names)
 
 
 def mesh_axes(context: Any) -> tuple[tuple[str, int], ...]:
   """Names and sizes of the mesh of the program being lowered; () where it has told none."""
   axes = context.module_context.axis_context
-  for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None)):
-    if mesh is not None and not mesh.empty:
-      return tuple((str(name), int(size)) for name, size in mesh.shape.items())
+  meshes = [getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None)]
   for aval in (*context.avals_in, *context.avals_out):
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    meshes.append(getattr(getattr(aval, "sharding", None), "mesh", None))
+  for mesh in (*meshes, _mesh.thread_resources.env.physical_mesh):
     if mesh is not None and not mesh.empty:
       return tuple((str(name), int(size)) for name, size in mesh.shape.items())
-  from jax._src import mesh as _mesh
-
-  mesh = _mesh.thread_resources.env.physical_mesh
-  return tuple((str(n), int(s)) for n, s in mesh.shape.items()) if not mesh.empty else ()
+  return ()
 
 
 def annotate(context: Any, results: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -172,12 +167,8 @@ def annotate(context: Any, results: Sequence[Any], avals: Sequence[Any]) -> list
   ]
 
 
-def partition_id(context: Any) -> Any:
-  """The device's position in the program, as a value of a fully manual program."""
-  del context
-  from jax._src.lib.mlir.dialects import hlo
-
-  return hlo.partition_id()
+# The device's position in the program, as a value of a fully manual program.
+partition_id: Callable[[], Any] = _hlo.partition_id
 
 
 def is_partitioned(context: Any) -> bool:
@@ -185,10 +176,8 @@ def is_partitioned(context: Any) -> bool:
 
   False inside a fully manual `jax.shard_map`. Stands for `axis_context`'s type; no public name.
   """
-  from jax._src import sharding_impls
-
   axes = context.module_context.axis_context
-  return isinstance(axes, sharding_impls.ShardingContext) and axes.num_devices > 1
+  return isinstance(axes, _sharding_impls.ShardingContext) and axes.num_devices > 1
 
 
 def add_keepalive(context: Any, value: object) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _bridge
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -21,8 +23,6 @@ def register_partitioner(
   infer: Callable[..., Any],
 ) -> None:
   """Has XLA's partitioner ask these about custom calls of a target, on plugins too."""
-  from jax._src import xla_bridge
-
   options: dict[str, Any] = {
     "name": target,
     "prop_user_sharding": propagate,
@@ -32,7 +32,7 @@ def register_partitioner(
   }
   register: Any = _xla_client.register_custom_call_partitioner
   register(**options)
-  xla_bridge.register_plugin_callbacks(functools.partial(register, **options))
+  _bridge.register_plugin_callbacks(functools.partial(register, **options))
 
 
 def set_sharding_rule(operation: Any, rule: Any) -> None:
@@ -97,9 +97,8 @@ def sharding_of_grid(grid: Any, rank: int) -> Any:
   return _xla_client.HloSharding.from_proto(proto)
 
 
-def replicated_sharding() -> Any:
-  """The `HloSharding` of an array that every device holds."""
-  return _xla_client.HloSharding.replicate()
+# The `HloSharding` of an array that every device holds.
+replicated_sharding: Callable[[], Any] = _xla_client.HloSharding.replicate
 
 
 def tuple_sharding(shardings: Sequence[Any]) -> Any:
@@ -112,6 +111,4 @@ def tuple_sharding(shardings: Sequence[Any]) -> Any:
 
 def spec_of_sharding(sharding: Any, mesh: Any) -> Any:
   """The PartitionSpec on a mesh that an `HloSharding` stands for."""
-  from jax._src import sharding_impls
-
-  return sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]
+  return _sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]

@@ -6,6 +6,7 @@ public API would replace it. A new JAX version that moves one of these is served
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax._src import effects as _effects
 from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.control_flow import loops as _loops
 
 # -- programs ------------------------------------------------------------------------------------
@@ -37,56 +39,36 @@ Effect = _effects.Effect
 def allow_effect(effect: type[Any], *, ordered: bool, kept: bool = False) -> None:
   """Lets an effect class of ours through every transformation of JAX.
 
-  With `kept` linearization keeps a call of which nothing is used, as it does JAX's own debug
-  callbacks.
+  With `kept`, what is evaluated later keeps a call of which nothing is used, as it does JAX's own
+  debug callbacks.
   """
-  allowed = [
-    _effects.lowerable_effects,
-    _effects.control_flow_allowed_effects,
-    _effects.remat_allowed_effects,
-    _effects.custom_derivatives_allowed_effects,
-  ]
-  if kept:
-    allowed.append(_effects.partial_eval_kept_effects)
-  if ordered:
-    allowed += [_effects.ordered_effects, _effects.shardable_ordered_effects]
-  for types in allowed:
-    types.add_type(effect)
+  kinds = ["lowerable", "control_flow_allowed", "remat_allowed", "custom_derivatives_allowed"]
+  kinds += ["partial_eval_kept"] * kept + ["ordered", "shardable_ordered"] * ordered
+  for kind in kinds:
+    getattr(_effects, f"{kind}_effects").add_type(effect)
 
 
-def keep_through_partial_evaluation(effect: type[Any]) -> None:
-  """Keeps calls with the effect in what is evaluated later, although nothing uses them."""
-  _effects.partial_eval_kept_effects.add_type(effect)
-
+# Whether a JAX effect keeps program order (0.10 to 0.12).
+is_ordered_effect: Callable[[Any], bool] = _effects.ordered_effects.contains
+ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPrivateUsage]
+ordered_debug_effect: Any = _debugging.ordered_debug_effect
 
 # -- configuration that is part of jit's cache key -------------------------------------------------
-# `jax.config` has no public way to add an option (0.10 to 0.12).
-def define_enum(name: str, values: Sequence[str], default: str, help: str) -> Any:
-  """A process-wide and thread-local option; jit retraces when it changes."""
-  return _config.enum_state(
-    name=name,
-    enum_values=list(values),
-    default=default,
-    help=help,
-    include_in_jit_key=True,
-    include_in_trace_context=True,
-  )
+# `jax.config` has no public way to add an option (0.10 to 0.12). These are process-wide and
+# thread-local ones; jit retraces when they change.
+_in_key = {"include_in_jit_key": True, "include_in_trace_context": True}
+define_enum: Callable[..., Any] = functools.partial(_config.enum_state, **_in_key)
+define_bool: Callable[..., Any] = functools.partial(_config.bool_state, **_in_key)
+update_option: Callable[[str, object], None] = _config.config.update
+# What JAX's own caches of traces depend on besides the arguments.
+trace_key: Callable[[], Any] = _config.trace_context
+# Whether this thread is outside of all transformations.
+in_no_trace: Callable[[], bool] = _core.trace_state_clean
 
 
-def define_bool(name: str, default: bool, help: str) -> Any:
-  """As `define_enum`, for a flag."""
-  return _config.bool_state(
-    name=name,
-    default=default,
-    help=help,
-    include_in_jit_key=True,
-    include_in_trace_context=True,
-  )
-
-
-def update_option(name: str, value: object) -> None:
-  """Sets an option for the whole process."""
-  _config.config.update(name, value)
+def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """An LRU cache that `jax.clear_caches()` empties (0.10 to 0.12); no public API."""
+  return _util.cache(max_size=max_size, trace_context_in_key=False)
 
 
 # -- abstract values -------------------------------------------------------------------------------
@@ -110,20 +92,15 @@ def shaped_array(
 # shows the axes; JAX has no public way to give an abstract value its axes (0.10 to 0.12).
 def varying_axes(values: Sequence[Any]) -> frozenset[Any]:
   """The manual mesh axes that one of the values, abstract or not, varies over."""
-  axes: frozenset[Any] = frozenset()
-  for value in values:
-    axes |= _manual_type(value).varying
-  return axes
+  return frozenset[Any]().union(*(_manual_type(value).varying for value in values))
 
 
 def varying_aval(aval: Any, axes: frozenset[Any]) -> Any:
   """An abstract value that varies over the axes as well as over its own."""
-  more = axes - aval.manual_axis_type.varying
-  if not more:
+  own = aval.manual_axis_type
+  if axes <= own.varying:
     return aval
-  return aval.update(
-    manual_axis_type=aval.manual_axis_type.update(varying=aval.manual_axis_type.varying | more)
-  )
+  return aval.update(manual_axis_type=own.update(varying=own.varying | axes))
 
 
 def vary_over(axes: frozenset[Any], value: Any) -> Any:
@@ -137,6 +114,11 @@ def manual_axes() -> frozenset[Any]:
   if not _config._check_vma.value:  # pyright: ignore[reportPrivateUsage]
     return frozenset()
   return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def in_manual_region() -> bool:
+  """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
+  return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
 def vary_alike(what: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -154,19 +136,28 @@ def _manual_type(value: Any) -> Any:
   return getattr(aval, "manual_axis_type", _core.empty_mat)
 
 
-def canonical_dtype(dtype: Any) -> Any:
-  """The dtype that JAX gives an array of `dtype`: 64-bit types shrink unless x64 is enabled."""
-  return _dtypes.canonicalize_dtype(dtype)
+# The dtype that JAX gives an array of a dtype: 64-bit types shrink unless x64 is enabled.
+canonical_dtype: Callable[[Any], Any] = _dtypes.canonicalize_dtype
+# A NumPy array in that dtype; TypeError for what no JAX array can hold. `jax.numpy.asarray` would
+# make a jax.Array of it (0.10 to 0.12).
+canonicalize_value: Callable[[Any], Any] = _dtypes.canonicalize_value
+# The abstract value that stands for a PRNG key's in a program; any other is itself (0.10 to 0.12).
+physical_aval: Callable[[Any], Any] = _core.physical_aval
+
+# -- running and lowering a primitive --------------------------------------------------------------
+# Runs a primitive eagerly by compiling it alone. `jax.interpreters.xla.apply_primitive` was the
+# public name; removed before 0.10.
+define_impl: Callable[[Any], None] = _dispatch.simple_impl
+# Has JAX tell a program's mesh to the lowering of programs with a primitive (0.10 to 0.12).
+needs_devices: Callable[[Any], None] = _dispatch.prim_requires_devices_during_lowering.add
 
 
-# -- running a primitive outside jit ---------------------------------------------------------------
-# `jax.interpreters.xla.apply_primitive` was the public name; removed before 0.10.
-def define_impl(primitive: Any) -> None:
-  """Runs the primitive eagerly by compiling it alone."""
-  _dispatch.simple_impl(primitive)
+def lowering_rule(primitive: Any) -> Callable[..., Any]:
+  """A primitive's lowering rule for all platforms (0.10 to 0.12); none of them is public."""
+  return _mlir._lowerings[primitive].rule  # pyright: ignore[reportPrivateUsage]
 
 
-# -- batching --------------------------------------------------------------------------------------
+# -- jaxprs --------------------------------------------------------------------------------------
 def batched(
   jaxpr: Any, axis_data: Any, batched: Sequence[bool], instantiate: Any
 ) -> tuple[Any, list[bool]]:
@@ -179,7 +170,6 @@ def batched(
   return result, list(flags)
 
 
-# -- jaxprs --------------------------------------------------------------------------------------
 def subjaxprs(eqn: Any) -> list[Any]:
   """The jaxprs in an equation's parameters (0.10 to 0.12); `jax.extend` has no public walker."""
   return list(_core.jaxprs_in_params(eqn.params))
@@ -187,10 +177,9 @@ def subjaxprs(eqn: Any) -> list[Any]:
 
 def is_saveable(saveable: Any, eqn: Any) -> bool:
   """Whether a `jax.checkpoint` policy saves what the equation gives (0.10 to 0.12)."""
-  from jax._src.interpreters import partial_eval
-
   says = saveable(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params)
-  return says is True or says is partial_eval.Saveable or isinstance(says, partial_eval.Offloadable)
+  saved = says is True or says is _partial_eval.Saveable
+  return saved or isinstance(says, _partial_eval.Offloadable)
 
 
 def keep_results(holds: Callable[[Any], bool]) -> None:
@@ -200,89 +189,42 @@ def keep_results(holds: Callable[[Any], bool]) -> None:
   only it needs, whether it has an effect or not (0.10 to 0.12; `while_loop` has a rule since 0.12).
   JAX has no public way to say that an equation counts where it stands.
   """
-  from jax._src.interpreters import partial_eval
   from jax._src.pjit import jit_p
 
-  rules: dict[Any, Callable[..., Any]] = partial_eval.dce_rules
+  def keeping(rule: Callable[..., Any]) -> Callable[..., Any]:
+    # 0.12 says which inputs live, too: rule(used, live, eqn).
+    def wrapped(used: Sequence[bool], *live_and_eqn: Any) -> Any:
+      whole = any(used) and not all(used) and holds(live_and_eqn[-1])
+      return rule([True] * len(used) if whole else used, *live_and_eqn)
+
+    return wrapped
+
+  rules: dict[Any, Callable[..., Any]] = _partial_eval.dce_rules
   for primitive in (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p, jit_p):
     if primitive in rules:
-      rules[primitive] = _keeping_results(rules[primitive], holds)
-
-
-def _keeping_results(rule: Callable[..., Any], holds: Callable[[Any], bool]) -> Callable[..., Any]:
-  # 0.12 says which inputs live, too: rule(used, live, eqn).
-  def keeping(used: Sequence[bool], *live_and_eqn: Any) -> Any:
-    whole = any(used) and not all(used) and holds(live_and_eqn[-1])
-    return rule([True] * len(used) if whole else used, *live_and_eqn)
-
-  return keeping
-
-
-# -- loops -----------------------------------------------------------------------------------------
-def wrap_scan_hoisting(wrapped: Callable[[Any], Any]) -> None:
-  """Puts `wrapped(original)` in the place of what hoists out of a scan (0.10 to 0.12).
-
-  `jax._src.lax.control_flow.loops._scan_known_hoisting`; it has no public name.
-  """
-  from jax._src.lax.control_flow import loops
-
-  loops._scan_known_hoisting = wrapped(loops._scan_known_hoisting)  # pyright: ignore[reportPrivateUsage]
-
-
-def wrap_partial_evaluation(wrapped: Callable[[Any], Any]) -> None:
-  """Puts `wrapped(original)` in the place of `partial_eval_jaxpr_nounits` (0.10 to 0.12).
-
-  `jax._src.interpreters.partial_eval`, where JAX's own rules look it up; it has no public name.
-  """
-  from jax._src.interpreters import partial_eval
-
-  partial_eval.partial_eval_jaxpr_nounits = wrapped(partial_eval.partial_eval_jaxpr_nounits)
-
-
-def move_binders_to_front(jaxpr: Any, moved: Sequence[bool]) -> Any:
-  """The jaxpr with some of its arguments before the others (0.10 to 0.12)."""
-  from jax._src.interpreters import partial_eval
-
-  return partial_eval.move_binders_to_front(jaxpr, moved)
-
-
-def in_manual_region() -> bool:
-  """Whether the code being traced is inside a `jax.shard_map` or `jax.pmap` (0.10 to 0.12)."""
-  return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
-
-
-def in_no_trace() -> bool:
-  """Whether this thread is outside of all transformations (0.10 to 0.12); no public name."""
-  return _core.trace_state_clean()
-
-
-def trace_key() -> Any:
-  """What JAX's own caches of traces depend on besides the arguments (0.10 to 0.12)."""
-  return _config.trace_context()
+      rules[primitive] = keeping(rules[primitive])
 
 
 # -- loops -----------------------------------------------------------------------------------------
 # What `jax.lax.scan` is once it is lowered: a `while_loop` on whole arrays (0.10 to 0.12). Takes
 # the parameters of the primitive, whatever they are called. No public name.
 scan_impl: Callable[..., Any] = _loops._scan_impl  # pyright: ignore[reportPrivateUsage]
+# A jaxpr with some of its arguments before the others: (jaxpr, whether each moves) (0.10 to 0.12).
+move_binders_to_front: Callable[[Any, Sequence[bool]], Any] = _partial_eval.move_binders_to_front
 
 
-def lowering_rule(primitive: Any) -> Callable[..., Any]:
-  """A primitive's lowering rule for all platforms (0.10 to 0.12); none of them is public."""
-  return _mlir._lowerings[primitive].rule  # pyright: ignore[reportPrivateUsage]
+def wrap_rules(hoist: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
+  """Puts these, which get the original first, in place of two functions of JAX's (0.10 to 0.12).
+
+  `hoist`: what hoists out of a scan; `evaluate`: `partial_eval_jaxpr_nounits`, where JAX's own
+  rules look it up. Neither has a public name.
+  """
+  hoisting, evaluation = _loops._scan_known_hoisting, _partial_eval.partial_eval_jaxpr_nounits  # pyright: ignore[reportPrivateUsage]
+  _loops._scan_known_hoisting = functools.partial(hoist, hoisting)  # pyright: ignore[reportPrivateUsage]
+  _partial_eval.partial_eval_jaxpr_nounits = functools.partial(evaluate, evaluation)
 
 
-# -- caches --------------------------------------------------------------------------------------
-def clearable_cache(max_size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """An LRU cache that `jax.clear_caches()` empties (0.10 to 0.12); no public API."""
-  return _util.cache(max_size=max_size, trace_context_in_key=False)
-
-
-def needs_devices(primitive: Any) -> None:
-  """Has JAX tell a program's mesh to the lowering of programs with this primitive."""
-  _dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
+# -- explicit sharding -----------------------------------------------------------------------------
 def is_explicit(avals: Sequence[Any]) -> bool:
   """Whether these abstract values lie on a mesh with explicit axes (0.10 to 0.12)."""
   return any(aval.sharding.mesh._any_axis_explicit for aval in avals)
@@ -303,33 +245,7 @@ def with_spec(aval: Any, operands: Sequence[Any], spec: Sequence[Any]) -> Any:
   return aval.update(sharding=sharding)
 
 
-ordered_io_effect: Any = _callback._OrderedIOEffect  # pyright: ignore[reportPrivateUsage]
-
-
-def is_ordered_effect(effect: Any) -> bool:
-  """Whether a JAX effect keeps program order (0.10 to 0.12)."""
-  return _effects.ordered_effects.contains(effect)
-
-
-def ordered_debug_effect() -> Any:
-  """The effect of ordered debug prints (0.10 to 0.12)."""
-  return _debugging.ordered_debug_effect
-
-
 def closes_over(function: Any, kind: type[Any]) -> bool:
   """Whether a function that JAX made around a debug callback holds a value of the type."""
   cells = getattr(function, "__closure__", None) or ()
   return any(isinstance(cell.cell_contents, kind) for cell in cells)
-
-
-def physical_aval(aval: Any) -> Any:
-  """The abstract value that stands for a PRNG key's in a program (0.10 to 0.12); else `aval`."""
-  return _core.physical_aval(aval)
-
-
-def canonicalize_value(value: Any) -> Any:
-  """A NumPy array in the dtype that JAX gives it under its `jax_enable_x64` (0.10 to 0.12).
-
-  TypeError for what no JAX array can hold. `jax.numpy.asarray` would make a jax.Array of it.
-  """
-  return _dtypes.canonicalize_value(value)

@@ -18,7 +18,7 @@ import jax
 from callgate._call import derivatives, shapes
 from callgate._call.operation import Operation
 from callgate._call.options import Vmap
-from callgate._call.site import Backend, CallSite, ShapeDtype
+from callgate._call.site import Backend, CallSite
 from callgate._core import options as check
 from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
@@ -31,7 +31,7 @@ from callgate._kernel.parameters import Kind, Signature, arguments, linear_opera
 from callgate._kernel.variants import Given, Static
 from callgate._runtime import targets
 
-Types = Sequence[ShapeDtype]
+Types = Sequence[tuple[tuple[int, ...], Any]]  # shapes and dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +177,13 @@ class Kernel(Operation):
     """
     raise_deferred()
     operands, static = self._arguments(args, kwargs)
-    return derivatives.apply(self, self.rules, operands, {}, static)
+    return derivatives.apply(self, operands, {}, static)
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """A call's operands, in the order of the parameters, and its static values, frozen."""
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
-      return shapes.to_positional(self, args, arrays)[0], static
+      return shapes.to_positional(self, args, arrays), static
     return arguments(self.label, self.signature, args, kwargs)
 
   # -- rules and references ----------------------------------------------------------------------
@@ -233,12 +233,13 @@ class Kernel(Operation):
     the reference's calls take turns, and the fastest of each counts. Returned as numbers, too.
 
     Args:
-      *args, **kwargs: as for a call.
+      *args: as for a call.
+      **kwargs: as for a call.
       seconds: how long to measure, about.
     """
     given, static = self._arguments(args, kwargs)
     operands = jax.tree.map(jax.numpy.asarray, given)
-    jitted = [jax.jit(lambda *xs: derivatives.apply(self, self.rules, xs, {}, static))]
+    jitted = [jax.jit(lambda *xs: derivatives.apply(self, xs, {}, static))]
     if (like := self.like) is not None:
       jitted.append(jax.jit(lambda *xs: self.call_rule(like, (), xs, {}, static)))
     results = [jax.block_until_ready(function(*operands)) for function in jitted]  # compiles

@@ -49,8 +49,7 @@ def start() -> None:
     (remat_rules, jax.lax.scan_p, _scan_remat_rule),
   ):
     rules[primitive] = functools.partial(rule, rules[primitive])
-  tracing.wrap_scan_hoisting(lambda original: functools.partial(_hoist, original))
-  tracing.wrap_partial_evaluation(lambda original: functools.partial(_split, original))
+  tracing.wrap_rules(_hoist, _split)
 
 
 def _cond_rule(original: _Rule, axis_data: Any, args: _Values, dims: _Values, **params: Any) -> Any:

@@ -80,7 +80,7 @@ def _emit(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequenc
   return emit(
     context, operands, context.avals_in, context.avals_out, name=CALLEE,
     attributes={"spec": bar.text, "progress": call}, has_side_effect=True,
-  )[0]  # fmt: skip
+  )  # fmt: skip
 
 
 def _by_jax(context: Any, operands: Sequence[Any], kind: str, bar: Bar) -> Sequence[Any]:

@@ -151,7 +151,7 @@ class errors:
           failures.raise_original(kept.exception)
     finally:
       dispatch.forget_failed_tokens()
-      _kept.leave_block(self._first)
+      _kept.blocks.remove(self._first)
 
   def _raise_unseen(self, failure: BaseException | None) -> None:
     if failure is not None and _is_stale(failure, self._first):
@@ -159,7 +159,7 @@ class errors:
     kept = _kept.find(str(failure)) if failure is not None else None
     if kept is None:
       own, python_threads = threading.get_ident(), failures.threads_of_python()
-      alone = _kept.open_blocks() == 1
+      alone = len(_kept.blocks) == 1
       unseen = [
         k
         for k in _kept.newest_first()

@@ -90,7 +90,7 @@ def _device_worker(begin: bool) -> None:
     _worker.scope.close()
     return
   _worker.scope = contextlib.ExitStack()
-  for cpu in dispatch.cpu_devices_or_none()[:1]:
+  for cpu in dispatch.cpu_devices()[:1]:
     _worker.scope.enter_context(jax.default_device(cpu))
 
 

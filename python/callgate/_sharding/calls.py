@@ -204,7 +204,7 @@ def in_manual(context: Any, gate: Called) -> tuple[Any, dict[str, Any]] | None:
     return None
   _check_order(context, f"{gate.label}: collective=True")
   held = {"shards": "1" * devices, "mesh": held_mesh(devices, mesh), "layout": ""}
-  return lowering.partition_id(context), held
+  return lowering.partition_id(), held
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,18 +227,15 @@ def _lower(
   held = _site.encode(site, levels=levels, returned=site.values if dataflow else 0, **how)
   dispatch.keep_with_program(context, tap)
   passed = enumerate(_returned(site, range(len(operands)))) if dataflow else ()
-  results, after = emit(
+  return emit(
     context, operands, context.avals_in, context.avals_out,
     name=tap.name, attributes=held, levels=levels, has_side_effect=True,
-    token=lowering.token_before(context, _order_of(site)) if ordered else None,
+    order=_order_of(site) if ordered else None,
     aliases={operand: result for result, operand in passed},
     # No CUDA graph can allocate the memory of copies on the device.
     target=targets.GATE_TARGET if site.on_device else targets.TAP_TARGET,
     sharded=calls.of_tap(context, site, levels),
   )  # fmt: skip
-  if ordered:
-    lowering.set_token_after(context, _order_of(site), after)
-  return results
 
 
 def _lower_by_jax(

@@ -21,7 +21,7 @@ import numpy as np
 
 from callgate._call.options import Vmap
 from callgate._call.primitive import bind
-from callgate._call.site import CallSite, TangentCall
+from callgate._call.site import BoundCall, CallSite, TangentCall
 from callgate._core import registry
 from callgate._core.dtypes import is_inexact
 from callgate._core.encoding import Level
@@ -170,7 +170,7 @@ class TorchGate(Gate):
     part = self.root.part(*self.path[:-1], step)
     types = tuple((tuple(jnp.shape(x)), np.dtype(x.dtype)) for x in taken)
     made = _site_of_part(site, args, kwargs, len(cotangents), types)
-    found = bind(*flat[:first], *cotangents, gate=part, site=made, levels=(), whole=None)
+    found = bind(*flat[:first], *cotangents, call=BoundCall(part, made))
     return found if kind == "jvp" else [found[i] for i in kept]
 
 

@@ -226,7 +226,7 @@ def _lowering(ctx: Any, *operands: Any, **params: Any) -> Sequence[Any]:
     spec=encoding.encode(params["in_tree"], params["out_tree"], ()), has_side_effect=effect,
     aliases=aliases, sharded=sharded, on_error="return",
     target=targets.GRAPH_TARGET if graph and platform == "cuda" else targets.GATE_TARGET,
-  )[0]  # fmt: skip
+  )  # fmt: skip
 
 
 def _callee(name: str, callback: Callable[..., None], graph: bool) -> Callee:

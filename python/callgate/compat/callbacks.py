@@ -185,8 +185,8 @@ def _debug_lowering(ctx: Any, *operands: Any, **params: Any) -> Any:
   if not (served and (config.installed() or tracing.closes_over(given, OnCallgate))):
     rule = callbacks.debug_print_lowering if printed else callbacks.debug_callback_lowering
     return rule(ctx, *operands, **params)
-  effect = tracing.ordered_debug_effect() if params.get("ordered") else params.get("effect")
-  callback = callbacks.debug_print_callback(**params) if printed else given
+  effect = tracing.ordered_debug_effect if params.get("ordered") else params.get("effect")
+  callback = callbacks.debug_print_callback(params) if printed else given
   start_channel(DEFAULT)
   flat = (0,) * len(operands)
   run = engine.host_function(ctx, callback, jax.tree.structure((flat, {})), "debug.callback")
@@ -231,7 +231,7 @@ def register() -> None:
     # Not cached, as JAX's is not: each call site has its own callback.
     for platform in ("cpu", "cuda"):
       mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
-  dispatch.after_effects_barrier(_after_barrier)
+  dispatch.after_effects_barrier.append(_after_barrier)
 
 
 register()

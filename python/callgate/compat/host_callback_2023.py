@@ -238,7 +238,7 @@ def call(
 
 def _device_of(device: int | None, index: int) -> Any:
   """The jax.Device of an id; where it is not known, the one at `index`."""
-  known = (one for one in dispatch.cpu_devices_or_none() if one.id == device)
+  known = (one for one in dispatch.cpu_devices() if one.id == device)
   return next(known, None) or jax.devices()[index]
 
 
@@ -344,4 +344,4 @@ def barrier_wait(logging_name: str | None = None) -> None:
 
 
 # What functions of taps raise is for `barrier_wait`.
-dispatch.after_effects_barrier(lambda: start_channel(tapped.CHANNEL).flush(None))
+dispatch.after_effects_barrier.append(lambda: start_channel(tapped.CHANNEL).flush(None))

@@ -87,7 +87,9 @@ def elementwise(
   name = name or registry.free_name(f"{registry.caller_module()}.elementwise")
   label = f"kernel '{name}'"
   around = {part: getattr(options, part) for part in ("preamble", "loop_prep", "after_loop")}
-  check.texts(label, in_params=in_params, out_params=out_params, operation=operation, **around)
+  texts = {"in_params": in_params, "out_params": out_params, "operation": operation, **around}
+  for option, text in texts.items():
+    check.text(label, option, text)
   check.optional_texts(label, jvp=options.jvp)
   check.boolean(label, "debug", options.debug)
   inputs = params.parse(label, "in_params", in_params)
@@ -135,7 +137,7 @@ class ElementwiseKernel(CpuKernel):
       self.derivatives = derivatives.derive(label, code, options.jvp, options.like, make)
     if options.jvp is not None or (options.gradient is not None and options.like is None):
       by = derivatives.by_differences if options.jvp is None else derivatives.by_expression
-      self.rules.set_jvp(label, functools.partial(derivatives.jvp, by, self), symbolic_zeros=True)
+      self.set_jvp(functools.partial(derivatives.jvp, by, self), symbolic_zeros=True)
 
   # -- calls -------------------------------------------------------------------------------------
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -272,7 +274,7 @@ def _coefficients(
     )
 
   if like is None:
-    made.rules.set_jvp(made.label, refuse)
+    made.set_jvp(refuse)
   return made
 
 

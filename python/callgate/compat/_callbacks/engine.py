@@ -72,11 +72,8 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
     return value if value.type == target else stablehlo.convert(target, value)
 
   avals, outs = ([carrier(aval).aval for aval in side] for side in (ctx.avals_in, ctx.avals_out))
-  token = None if effect is None else lowering.token_before(ctx, effect)
   values = list(map(convert, operands, avals))
-  results, token = emit(ctx, values, avals, outs, token=token, **options)
-  if effect is not None:
-    lowering.set_token_after(ctx, effect, token)
+  results = emit(ctx, values, avals, outs, order=effect, **options)
   return [convert(value, aval) for value, aval in zip(results, ctx.avals_out, strict=True)]
 
 
