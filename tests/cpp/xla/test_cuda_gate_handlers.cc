@@ -409,6 +409,25 @@ TEST_F(CudaGates, LargeArraysGoAsideAndTheStreamGoesOn) {
   EXPECT_THAT(order, ElementsAre(100'000, 1));  // in the program's order all the same
 }
 
+TEST_F(CudaGates, NobodyWaitsForRoomOnADeviceThatHasFailed) {
+  Floats x(std::vector<float>(70 << 20));  // more than half of what may wait
+  int runs = 0;
+  behaviour_.on_device = OnDevice::kDeferred;
+  behaviour_.run = [&](const Call&) {
+    ++runs;
+    return Outcome::success();
+  };
+  fake::CudaGateProgram program("f", stream_);
+  ASSERT_TRUE(program.load().ok());
+  fakecuda_hold(stream_);
+  ASSERT_TRUE(program.execute({array(x)}).wait().ok());
+  fakecuda_fail("cuEventRecord", 719, 0, 1);  // as every call does from then on
+  EXPECT_THAT(program.execute({array(x)}).wait().message, HasSubstr("'f': cuEventRecord: "));
+  fakecuda_release(stream_);
+  finish();
+  EXPECT_EQ(runs, 1);
+}
+
 TEST_F(CudaGates, ADeferredCallsResultsAreItsOperands) {
   Floats x({1, 2}), y({0, 0});
   behaviour_.on_device = OnDevice::kDeferred;
