@@ -1,7 +1,7 @@
 // The element types of arrays that cross a call: one row per XLA FFI type code.
 //
 // The codes are those of XLA_FFI_DataType (a stable ABI), restated here so that the core needs no
-// XLA header; src/xla/decode.cc checks at compile time that the two agree. A *packed* type holds
+// XLA header; src/xla/decode.h checks at compile time that the two agree. A *packed* type holds
 // more than one element in a byte on XLA's side: its byte count follows from `bits`, never from an
 // element size, and no view of it is handed out without unpacking.
 #pragma once

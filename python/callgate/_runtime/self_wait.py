@@ -3,7 +3,7 @@
 While JAX calls a jitted function for the first time, other threads that call it wait until that
 call has ended, with the gates in it. Such a gate, with `thread="own"`, that calls the very function
 would wait for ever. On the thread of the program the same call is JAX's RecursionError, so it is
-one here: the runtime asks in the first run of a program, every second (src/xla/self_wait.h).
+one here: the runtime asks in the first run of a program, every second (src/xla/owned_call.h).
 """
 
 from __future__ import annotations
