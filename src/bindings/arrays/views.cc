@@ -173,16 +173,6 @@ bool describe(PyObject* value, std::string& text) {
   return true;
 }
 
-void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base) {
-  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
-  fields->data = static_cast<char*>(new_data) + (fields->data - static_cast<const char*>(old_data));
-  if (base == nullptr) return;
-  Py_INCREF(base);
-  PyObject* before = fields->base;
-  fields->base = base;
-  Py_XDECREF(before);
-}
-
 ArrayView view_of(nb::handle object, const char* what) {
   auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
   if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {

@@ -45,10 +45,9 @@ PyObject* g_on_error = nullptr;  // (channel, consumer, message, lost so far); s
 
 void report_error(const Channel& channel, const Consumer& consumer, const std::string& message) {
   GilScope gil;
-  nb::object done = nb::steal(call_python(g_on_error, "sssK", channel.options().name.c_str(),
-                                          consumer.description().c_str(), message.c_str(),
-                                          static_cast<unsigned long long>(consumer.lost())));
-  if (!done.is_valid()) PyErr_WriteUnraisable(g_on_error);
+  call_unraisable(g_on_error, "sssK", channel.options().name.c_str(),
+                  consumer.description().c_str(), message.c_str(),
+                  static_cast<unsigned long long>(consumer.lost()));
 }
 
 OnFull parse_on_full(const std::string& text) {

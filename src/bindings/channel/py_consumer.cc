@@ -223,7 +223,7 @@ class PyConsumer final : public Consumer {
     ActiveCall active;
     if (!active.entered() || control_ == Py_None) return;
     GilScope gil;
-    nb::object done = nb::steal(call_python(control_, "s", what));
+    nb::object done = call_python(control_, "s", what);
     if (done.is_valid()) return;
     nb::python_error error;  // takes the exception
     throw std::runtime_error(error.what());
@@ -247,13 +247,14 @@ class PyConsumer final : public Consumer {
       nb::list rows = rows_of(source, records);
       if (nb::len(rows) == 0) return;
       nb::tuple about = about_source(source);
-      done = taken(call_python(function_, "OO", about.ptr(), rows.ptr()));
+      done = call_python(function_, "OO", about.ptr(), rows.ptr());
     } else {
       Stack stack(source, records);
       if (stack.empty()) return;
       nb::tuple about = about_source(source), numbers = stack.numbers(), arrays = stack.arrays();
-      done = taken(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
+      done = call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr());
     }
+    if (!done.is_valid()) nb::raise_python_error();
     // How many of them the consumer raised for; None where nobody counted.
     const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
     if (failed > 0) lose(static_cast<std::uint64_t>(failed));

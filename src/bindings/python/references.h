@@ -58,6 +58,13 @@ inline void release_later(PyObject* object) noexcept {
   queue.scheduled = false;
 }
 
+// A reference that may die anywhere.
+struct ReleaseLater {
+  void operator()(PyObject* object) const noexcept { release_later(object); }
+};
+using LateReference = std::unique_ptr<PyObject, ReleaseLater>;
+inline LateReference late(nb::object object) { return LateReference(object.release().ptr()); }
+
 // After this, queued references are leaked: the interpreter is going away.
 inline void stop_releasing() noexcept {
   drain_released();
@@ -89,5 +96,12 @@ class Handle {
  private:
   std::shared_ptr<C> callee_;
 };
+
+// The Python type of a handle. Its `__init__` is for the caller to add.
+template <typename H, typename... Extra>
+nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
+  return nb::class_<H>(module, name, nb::is_weak_referenceable(), extra...)
+      .def_prop_ro("name", &H::name);
+}
 
 }  // namespace callgate::bindings
