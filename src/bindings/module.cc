@@ -10,7 +10,6 @@
 #include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
@@ -67,10 +66,9 @@ nb::dict targets() {
   nb::dict platforms;
   for (const auto& [platform, target, instantiate, execute] : all) {
     if (!platforms.contains(platform)) platforms[platform] = nb::dict();
-    nb::dict pair;
-    pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
-    pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-    platforms[platform][nb::str(target.data(), target.size())] = pair;
+    platforms[platform][nb::str(target.data(), target.size())] =
+        dict_of("instantiate", nb::capsule(reinterpret_cast<void*>(instantiate)), "execute",
+                nb::capsule(reinterpret_cast<void*>(execute)));
   }
   return platforms;
 }

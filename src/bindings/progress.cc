@@ -16,9 +16,8 @@ namespace {
 nb::list poll() {
   nb::list bars;
   for (const ProgressState& state : ProgressBoard::instance().poll()) {
-    const char* phase = state.phase == ProgressState::Phase::kLive     ? "live"
-                        : state.phase == ProgressState::Phase::kFailed ? "failed"
-                                                                       : "ended";
+    using enum ProgressState::Phase;
+    const char* phase = state.phase == kLive ? "live" : state.phase == kFailed ? "failed" : "ended";
     bars.append(nb::make_tuple(state.handle, state.bar, state.spec, state.run, state.total,
                                state.count, static_cast<double>(state.age_ns) * 1e-9,
                                static_cast<double>(state.elapsed_ns) * 1e-9, phase));

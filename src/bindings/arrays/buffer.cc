@@ -67,9 +67,14 @@ nb::object Buffer::dtype() const {
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
 }
 
-PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
-                      const DeviceCall* gpu) {
-  return nb::cast(Buffer(view, !writable, device, gpu), nb::rv_policy::move).release().ptr();
+const char* format_of(DType dtype) noexcept {
+  constexpr std::pair<DType, const char*> kFormats[] = {
+      {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
+      {DType::kS64, "q"},  {DType::kU8, "B"},   {DType::kU16, "H"}, {DType::kU32, "I"},
+      {DType::kU64, "Q"},  {DType::kF16, "e"},  {DType::kF32, "f"}, {DType::kF64, "d"},
+      {DType::kC64, "Zf"}, {DType::kC128, "Zd"}};
+  const auto* found = std::ranges::find(kFormats, dtype, &std::pair<DType, const char*>::first);
+  return found == std::end(kFormats) ? nullptr : found->second;
 }
 
 namespace {
@@ -96,17 +101,6 @@ nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
   if (!other && !copy.is_none() && nb::cast<bool>(copy)) return taken(make_copy(buffer.view));
   nb::object view = taken(make_array(buffer.view, !buffer.readonly, self.ptr()));
   return other ? nb::object(view.attr("astype")(dtype)) : view;
-}
-
-// The struct-module letter of a type, for Python's buffer protocol; null where it has none.
-const char* format_of(DType dtype) noexcept {
-  constexpr std::pair<DType, const char*> kFormats[] = {
-      {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
-      {DType::kS64, "q"},  {DType::kU8, "B"},   {DType::kU16, "H"}, {DType::kU32, "I"},
-      {DType::kU64, "Q"},  {DType::kF16, "e"},  {DType::kF32, "f"}, {DType::kF64, "d"},
-      {DType::kC64, "Zf"}, {DType::kC128, "Zd"}};
-  const auto* found = std::ranges::find(kFormats, dtype, &std::pair<DType, const char*>::first);
-  return found == std::end(kFormats) ? nullptr : found->second;
 }
 
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {

@@ -23,7 +23,6 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/references.h"
 #include "core/array_view.h"
 #include "core/call.h"
 #include "core/lifetime.h"
@@ -36,30 +35,30 @@ struct DeviceCall {
   cuda::Stream stream = nullptr;
 
   // The call's, from its context. Throws Error.
-  static DeviceCall of(const CallContext& context);
+  static DeviceCall of(const CallContext& context) {
+    auto stream = static_cast<cuda::Stream>(context.stream);
+    return {&cuda::Device::of(stream), stream};
+  }
 
   // The stream as DLPack and CUDA's array interface number it: 1 for the legacy default stream.
-  std::uintptr_t number() const noexcept;
+  std::uintptr_t number() const noexcept { return stream == nullptr ? 1 : number_of(stream); }
   // Makes the device's context the thread's again, after code that may have chosen another one.
-  void make_current() const;
+  void make_current() const {
+    cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
+  }
   // Both take a stream by that number, release the GIL meanwhile, and throw Error.
   void hold_back(std::int64_t consumer) const;  // it waits for XLA's stream
   void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
 };
 
 // The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
-class DeviceCallScope : Immovable {
- public:
-  // Null for a call on the host.
+struct DeviceCallScope : Immovable {
   explicit DeviceCallScope(const DeviceCall* call) noexcept
-      : before_(std::exchange(current_, call)) {}
-  ~DeviceCallScope() { current_ = before_; }
+      : before(std::exchange(current, call)) {}
+  ~DeviceCallScope() { current = before; }
 
-  static const DeviceCall* current() noexcept { return current_; }
-
- private:
-  static inline thread_local const DeviceCall* current_ = nullptr;
-  const DeviceCall* before_;
+  static inline thread_local const DeviceCall* current = nullptr;  // null for one on the host
+  const DeviceCall* before;
 };
 
 // A number for the contents of each array; on a GPU, once its stream has come this far: that is
@@ -123,9 +122,9 @@ struct Buffer {
   int exports = 0;
 };
 
-// A new Python Buffer, or null with a Python error.
-PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
-                      const DeviceCall* gpu);
+// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
+// have none that are not NumPy's own.
+const char* format_of(DType dtype) noexcept;
 
 // Adds to the Python type how other libraries get at the memory: DLPack, on the host and on GPUs,
 // and CUDA's array interface.

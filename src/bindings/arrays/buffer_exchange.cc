@@ -154,13 +154,6 @@ nb::object dlpack_unchecked(nb::handle self) {
   return export_as<dlpack::ManagedTensor>(self, /*copied=*/false);
 }
 
-// Whether the type is one of NumPy's own: those of ml_dtypes have names that say something else.
-bool has_numpy_name(DType dtype) {
-  auto type = dlpack::data_type(dtype);
-  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;  // below: integers
-  return type && (type->code <= kFloat || type->code == kComplex || type->code == kBool);
-}
-
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 nb::dict cuda_array_interface(Buffer& buffer) {
   buffer.check_alive();
@@ -169,22 +162,17 @@ nb::dict cuda_array_interface(Buffer& buffer) {
     refuse(nb::attribute_error, "Buffer.__cuda_array_interface__: " + type +
                                     " is on the CPU; use __array__ or __dlpack__");
   }
-  nb::object dtype = has_numpy_name(buffer.view.dtype) ? buffer.dtype() : nb::none();
-  if (dtype.is_none())
+  // Types of ml_dtypes have names that say something else.
+  if (format_of(buffer.view.dtype) == nullptr)
     refuse(nb::attribute_error,
            "Buffer.__cuda_array_interface__: it has no name for the elements of " + type +
                "; use __dlpack__");
   std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
-  nb::dict interface;
-  interface["shape"] = buffer.shape();
-  interface["typestr"] = dtype.attr("str");
-  interface["data"] = nb::make_tuple(address, buffer.readonly);
-  interface["strides"] = nb::none();
-  interface["version"] = 3;
-  interface["stream"] = buffer.gpu->number();
   // Consumers don't say which stream they use; by default it is this one.
   buffer.default_streams |= 1u << 1;
-  return interface;
+  return dict_of("shape", buffer.shape(), "typestr", buffer.dtype().attr("str"), "data",
+                 nb::make_tuple(address, buffer.readonly), "strides", nb::none(), "version", 3,
+                 "stream", buffer.gpu->number());
 }
 
 }  // namespace

@@ -170,20 +170,6 @@ Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopyS
 
 }  // namespace
 
-DeviceCall DeviceCall::of(const CallContext& context) {
-  auto stream = static_cast<cuda::Stream>(context.stream);
-  return {&cuda::Device::of(stream), stream};
-}
-
-std::uintptr_t DeviceCall::number() const noexcept {
-  auto handle = reinterpret_cast<std::uintptr_t>(stream);
-  return handle == 0 ? 1 : handle;
-}
-
-void DeviceCall::make_current() const {
-  cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
-}
-
 void DeviceCall::hold_back(std::int64_t consumer) const {
   if (static_cast<std::uintptr_t>(consumer) == number()) return;
   without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(stream_of(consumer)); });
@@ -277,7 +263,7 @@ class UploadHandle : Immovable {
 
   // Lane `lane` of `lanes` of each result.
   void give(const nb::sequence& results, std::size_t lane, std::size_t lanes) {
-    const DeviceCall* call = DeviceCallScope::current();
+    const DeviceCall* call = DeviceCallScope::current;
     if (call == nullptr || call->device != &upload_->device())
       throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
     std::vector<void*> targets;

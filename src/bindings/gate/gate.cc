@@ -12,48 +12,33 @@
 #include <utility>
 
 #include "bindings/arrays/buffer.h"
+#include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/check.h"
 #include "core/kernel_mode.h"
 
 namespace callgate::bindings {
 
-PyCallee::PyCallee(std::string name, nb::object function, nb::object bind, GateOptions options)
-    : private_views(options.owned_inputs ? +kPrivateInputs : 0u),
-      name_(std::move(name)),
-      function_(late(std::move(function))),
-      bind_(bind.is_none() ? nullptr : late(std::move(bind))),
-      options_(options) {}
+PyCallee::PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
+    : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
+      options(chosen),
+      function(late(std::move(called))),
+      bind(binder.is_none() ? nullptr : late(std::move(binder))),
+      name_(std::move(name)) {}
 
 std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
   GilScope gil;
-  nb::object target = nb::borrow(function_.get());
-  bool tuple = options_.flat_results || spec.spec == "*";
-  if (bind_ != nullptr) {
+  nb::object target = nb::borrow(function.get());
+  bool tuple = options.flat_results || spec.spec == "*";
+  if (bind != nullptr) {
     // bind(spec) -> (callable, whether results come and go as a tuple)
-    nb::object bound = call_python(bind_.get(), "s", spec.spec.c_str());
+    nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
     if (!bound.is_valid())
       throw Error(ErrorCode::kInvalidArgument, take_exception(name_, spec.site));
     target = bound[0];
     tuple = nb::cast<bool>(bound[1]);
   }
   return make_gate_site(shared_from_this(), late(std::move(target)), tuple, std::move(spec));
-}
-
-int PyCallee::traverse(visitproc visit, void* arg) {
-  if (weak_from_this().use_count() != 1) return 0;
-  Py_VISIT(function_.get());
-  Py_VISIT(bind_.get());
-  return 0;
-}
-
-void PyCallee::clear() {
-  if (weak_from_this().use_count() != 1) return;
-  LateReference none = late(nb::none());
-  std::swap(function_, none);
-  Py_DECREF(none.release());
-  Py_XDECREF(bind_.release());
 }
 
 void PyCallee::defer(const Error& error) {
@@ -89,14 +74,12 @@ Style style_of(const std::string& text) {
 }
 
 nb::dict stats_of(const CalleeHandle& handle) {
-  nb::dict stats;
-  for (auto [name, counter] : {std::pair{"calls", &Counters::calls},
-                               {"errors", &Counters::errors},
-                               {"bytes", &Counters::bytes},
-                               {"python_ns", &Counters::python_ns},
-                               {"gil_wait_ns", &Counters::gil_wait_ns}})
-    stats[name] = (handle.callee().counters.*counter).load(std::memory_order_relaxed);  // see there
-  return stats;
+  const Counters& counters = handle.callee().counters;
+  // Relaxed: see Counters.
+  auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+  return dict_of("calls", read(counters.calls), "errors", read(counters.errors), "bytes",
+                 read(counters.bytes), "python_ns", read(counters.python_ns), "gil_wait_ns",
+                 read(counters.gil_wait_ns));
 }
 
 // Python's cycle collector sees through the handle: a callable may refer to its own gate. Only
@@ -104,11 +87,20 @@ nb::dict stats_of(const CalleeHandle& handle) {
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
-  return nb::inst_ptr<CalleeHandle>(self)->callee().traverse(visit, arg);
+  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  Py_VISIT(callee.function.get());
+  Py_VISIT(callee.bind.get());
+  return 0;
 }
 
 int clear(PyObject* self) {
-  nb::inst_ptr<CalleeHandle>(self)->callee().clear();
+  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  LateReference none = late(nb::none());
+  std::swap(callee.function, none);
+  Py_DECREF(none.release());
+  Py_XDECREF(callee.bind.release());
   return 0;
 }
 
@@ -203,7 +195,7 @@ void bind_gate(nb::module_& module) {
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {
-        const DeviceCall* call = DeviceCallScope::current();
+        const DeviceCall* call = DeviceCallScope::current;
         if (call == nullptr) return std::nullopt;
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
@@ -216,16 +208,15 @@ void bind_gate(nb::module_& module) {
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            GateOptions options{style_of(style),
-                                arrays == "buffer" ? Arrays::kBuffer : Arrays::kNumpy,
-                                cast,
-                                owned_inputs,
-                                flat_results,
-                                own_thread || timeout > 0,
-                                native,
-                                default_stream,
-                                command_buffer,
-                                seconds_of(timeout)};
+            GateOptions options{.style = style_of(style), .buffers = arrays == "buffer"};
+            options.cast = cast;
+            options.owned_inputs = owned_inputs;
+            options.flat_results = flat_results;
+            options.own_thread = own_thread || timeout > 0;
+            options.native = native;
+            options.default_stream = default_stream;
+            options.command_buffer = command_buffer;
+            options.timeout = seconds_of(timeout);
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },

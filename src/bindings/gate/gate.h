@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "bindings/python/gil.h"
-#include "bindings/python/references.h"
 #include "core/call.h"
 
 namespace callgate::bindings {
@@ -46,11 +45,10 @@ struct Settings {
 inline constinit Settings settings;
 
 enum class Style { kReturn, kInplace, kContext };
-enum class Arrays { kNumpy, kBuffer };
 
 struct GateOptions {
   Style style = Style::kReturn;
-  Arrays arrays = Arrays::kNumpy;
+  bool buffers = false;       // its arrays are Buffers
   bool cast = false;          // same-kind casts of results
   bool owned_inputs = false;  // inputs are copies that the callable may keep
   bool flat_results = false;  // results come and go as a flat tuple, whatever the spec says
@@ -72,34 +70,29 @@ class PyCallee final : public Callee, public std::enable_shared_from_this<PyCall
 
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }
-  bool own_thread() const noexcept override { return options_.own_thread; }
+  bool own_thread() const noexcept override { return options.own_thread; }
   bool reads_context() const noexcept override {
-    return options_.style == Style::kContext || options_.arrays == Arrays::kBuffer;
+    return options.style == Style::kContext || options.buffers;
   }
   OnDevice on_device() const noexcept override {
-    return options_.native ? OnDevice::kNative : OnDevice::kStaged;
+    return options.native ? OnDevice::kNative : OnDevice::kStaged;
   }
-  std::chrono::nanoseconds timeout() const noexcept override { return options_.timeout; }
+  std::chrono::nanoseconds timeout() const noexcept override { return options.timeout; }
   void defer(const Error& error) override;
   void enter_worker(bool of_device) override;
   std::string stall_report(const std::string& call, bool timed_out) override;
   std::string self_wait(unsigned long thread) override;
-
-  // For Python's cycle collector, by way of the handle.
-  int traverse(visitproc visit, void* arg);
-  void clear();
-
-  const GateOptions& options() const noexcept { return options_; }
 
   // Which views are private from the next call on. Relaxed: it orders nothing, and a call that
   // comes too early gets views, whose escape is found again.
   std::atomic<unsigned> private_views;
   Counters counters;
 
+  const GateOptions options;
+  LateReference function, bind;  // the latter null when None
+
  private:
   std::string name_;
-  LateReference function_, bind_;  // the latter null when None
-  GateOptions options_;
 };
 
 struct Context : CallContext {

@@ -21,7 +21,6 @@
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/stall.h"
 
 namespace callgate::bindings {
@@ -51,6 +50,25 @@ class Arguments : Immovable {
   std::array<PyObject*, 24> inline_;
   std::vector<PyObject*> overflow_;
   std::size_t count_ = 0;
+};
+
+// The views of one kind of a call, and the memory that they show.
+struct Views : Arguments {
+  Views(const char* of_kind, std::span<const ArrayView> shown, bool is_own)
+      : Arguments(shown.size()), kind(of_kind), memory(shown), own(is_own) {}
+
+  bool escaped() {
+    return !own && std::ranges::any_of(all(), [](PyObject* view) { return Py_REFCNT(view) != 1; });
+  }
+  void add_to(nb::list& suspects) {
+    for (std::size_t i = 0; !own && i < size(); ++i)
+      suspects.append(nb::make_tuple(kind, i, nb::borrow(data()[i]), number_of(memory[i].data),
+                                     memory[i].nbytes()));
+  }
+
+  const char* kind;
+  std::span<const ArrayView> memory;
+  bool own;  // private ones, which may outlive the call
 };
 
 // A call on a GPU while it runs.
@@ -103,15 +121,13 @@ class PyGateSite final : public Site {
   }
 
   void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
-    Counters& counters = callee_->counters;
-    counters.gil_wait_ns.fetch_add(gil_wait_ns, std::memory_order_relaxed);  // see Counters
-    counters.python_ns.fetch_add(python_ns, std::memory_order_relaxed);
+    callee_->counters.gil_wait_ns.fetch_add(gil_wait_ns, std::memory_order_relaxed);
+    callee_->counters.python_ns.fetch_add(python_ns, std::memory_order_relaxed);
     if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
     thread_local const std::int64_t thread = gettid();
-    auto& trace = immortal<Trace>();
-    std::lock_guard lock(trace.mutex);
-    trace.events.emplace_back(callee_->name(), thread, start_ns, gil_wait_ns,
-                              gil_wait_ns + python_ns);
+    std::lock_guard lock(immortal<Trace>().mutex);
+    immortal<Trace>().events.emplace_back(callee_->name(), thread, start_ns, gil_wait_ns,
+                                          gil_wait_ns + python_ns);
   }
 
   // False with a Python error, as all below.
@@ -144,9 +160,8 @@ class PyGateSite final : public Site {
     }
     bool ok = run_all(call, &gpu);
     if (recorded) return ok && was_recorded(gpu);
-    for (std::int64_t stream : {kLegacyStream, kThreadStream}) {
+    for (std::int64_t stream : {kLegacyStream, kThreadStream})
       if ((gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
-    }
     return ok;
   }
 
@@ -159,10 +174,9 @@ class PyGateSite final : public Site {
     }
     std::string text =
         "gate '" + callee_->name() +
-        "': command_buffer=True: what it did can't be recorded. Expected: launches "
-        "and asynchronous copies on XLA's stream, with no waiting, no allocation by "
-        "the driver and no other stream that does not come back to it; got a capture "
-        "that CUDA has given up";
+        "': command_buffer=True: what it did can't be recorded. Expected: launches and "
+        "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver and no "
+        "other stream that does not come back to it; got a capture that CUDA has given up";
     PyErr_SetString(hooks.capture_error, text.c_str());
     return false;
   }
@@ -191,19 +205,11 @@ class PyGateSite final : public Site {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
-    bool own_inputs = (privately & kPrivateInputs) != 0;
-    bool own_results = (privately & kPrivateResults) != 0;
-    Arguments inputs(operands.size()), outputs(results.size());
-    for (const ArrayView& view : operands) {
-      if (!inputs.push(make_argument(view, /*writable=*/false, context.device, gpu, own_inputs)))
-        return false;
-    }
-    if (options_.style != Style::kReturn) {
-      for (const ArrayView& view : results) {
-        if (!outputs.push(make_argument(view, /*writable=*/true, context.device, gpu, own_results)))
-          return false;
-      }
-    }
+    Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
+    Views outputs("result", results, (privately & kPrivateResults) != 0);
+    if (!show(inputs, /*writable=*/false, context.device, gpu)) return false;
+    if (options_.style != Style::kReturn && !show(outputs, /*writable=*/true, context.device, gpu))
+      return false;
     // On a GPU it is slow: it waits for the stream. For debugging.
     bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
@@ -213,27 +219,29 @@ class PyGateSite final : public Site {
     bool ok = result.is_valid() && take(results, result, gpu);
     result.reset();
     if (gpu != nullptr) {
-      for (Arguments* views : {&inputs, &outputs}) {
+      for (Arguments* views : {&inputs, &outputs})
         for (PyObject* view : views->all())
           gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
-      }
     }
-    Views in{"argument", inputs, operands, own_inputs},
-        out{"result", outputs, results, own_results};
-    if (!settle_views(in, out, ok)) return false;
-    if (own_results && !write_back(results, outputs)) return false;
+    if (!settle_views(inputs, outputs, ok)) return false;
+    if (outputs.own && !write_back(results, outputs)) return false;
     return ok && (!check || unwritten(sums, checksums(operands, gpu)));
   }
 
-  // What the callable gets for an array of the call; `own` for a copy that it may keep.
-  PyObject* make_argument(const ArrayView& view, bool writable, std::int64_t device,
-                          const DeviceCall* gpu, bool own) const {
-    if (options_.arrays == Arrays::kBuffer || gpu != nullptr) {
-      PyObject* buffer = make_buffer(view, writable, device, gpu);
-      if (own && buffer != nullptr) nb::cast<Buffer&>(nb::handle(buffer)).detach();
-      return buffer;
+  // Makes what the callable gets for arrays of the call.
+  bool show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) const {
+    for (const ArrayView& view : views.memory) {
+      PyObject* made = nullptr;
+      if (options_.buffers || gpu != nullptr) {
+        Buffer buffer(view, !writable, device, gpu);
+        if (views.own) buffer.detach();
+        made = nb::cast(std::move(buffer)).release().ptr();
+      } else {
+        made = views.own ? make_copy(view) : make_view(view, writable);
+      }
+      if (!views.push(made)) return false;
     }
-    return own ? make_copy(view) : make_view(view, writable);
+    return true;
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
@@ -243,10 +251,7 @@ class PyGateSite final : public Site {
     if (options_.style == Style::kContext)
       arguments.push(nb::cast(Context{context, mesh_}).release().ptr());
     if (!arguments.push(out_argument(outputs))) return {};
-    for (PyObject* input : inputs.all()) {
-      Py_INCREF(input);
-      arguments.push(input);
-    }
+    for (PyObject* input : inputs.all()) arguments.push(nb::handle(input).inc_ref().ptr());
     return vectorcall(arguments);
   }
 
@@ -257,43 +262,20 @@ class PyGateSite final : public Site {
   }
 
   PyObject* out_argument(Arguments& outputs) const {
-    if (!tuple_results_) {
-      Py_INCREF(outputs.data()[0]);
-      return outputs.data()[0];
-    }
+    if (!tuple_results_) return nb::handle(outputs.data()[0]).inc_ref().ptr();
     PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
-    if (tuple == nullptr) return nullptr;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      Py_INCREF(outputs.data()[i]);
-      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), outputs.data()[i]);
+    for (std::size_t i = 0; tuple != nullptr && i < outputs.size(); ++i) {
+      PyObject* output = nb::handle(outputs.data()[i]).inc_ref().ptr();
+      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), output);
     }
     return tuple;
   }
-
-  // The views of one kind of a call, and the memory that they show.
-  struct Views {
-    const char* kind;
-    Arguments& objects;
-    std::span<const ArrayView> memory;
-    bool own;  // private ones, which may outlive the call
-
-    bool escaped() const {
-      auto held = [](PyObject* view) { return Py_REFCNT(view) != 1; };
-      return !own && std::ranges::any_of(objects.all(), held);
-    }
-    void add_to(nb::list& suspects) const {
-      for (std::size_t i = 0; !own && i < objects.size(); ++i) {
-        suspects.append(nb::make_tuple(kind, i, nb::borrow(objects.data()[i]),
-                                       number_of(memory[i].data), memory[i].nbytes()));
-      }
-    }
-  };
 
   // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
   // them, and has what still refers to the views made safe; what can't be makes the callee's later
   // views private. `ok` is false while the call's own exception is set: its frames may hold views,
   // which is no error of the user's. False with a Python error: the call's own, or an escape's.
-  bool settle_views(const Views& inputs, const Views& outputs, bool ok) {
+  bool settle_views(Views& inputs, Views& outputs, bool ok) {
     if (!inputs.escaped() && !outputs.escaped()) return ok;
     nb::object raised = ok ? nb::none() : take_raised();  // set aside while the hook runs
     nb::list suspects;
@@ -341,7 +323,7 @@ class PyGateSite final : public Site {
   bool write_back(std::span<ArrayView> results, Arguments& outputs) const {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];
-      if (options_.arrays == Arrays::kBuffer) {
+      if (options_.buffers) {
         copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view.data);
       } else if (!take_one(results[i], value, i, /*sources=*/nullptr)) {
         return false;
@@ -380,7 +362,7 @@ class PyGateSite final : public Site {
   }
 
   std::shared_ptr<PyCallee> callee_;
-  const GateOptions& options_ = callee_->options();
+  const GateOptions& options_ = callee_->options;
   LateReference target_;
   bool tuple_results_;
   SiteSpec spec_;

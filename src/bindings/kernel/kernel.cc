@@ -18,7 +18,6 @@
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/crash_report.h"
 #include "core/kernel_mode.h"
 #include "core/utf8.h"
@@ -30,12 +29,6 @@ namespace callgate::bindings {
 namespace {
 
 using Parameters = std::vector<std::tuple<int, int, int>>;  // kind, dtype, rank
-
-// A reference that may die on a thread without the GIL.
-std::shared_ptr<void> share(nb::handle object) {
-  if (object.is_none()) return nullptr;
-  return late(nb::borrow(object));
-}
 
 // For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
 // fails the call with a text that stands for it.
@@ -101,7 +94,9 @@ void make_kernel(KernelHandle* self, std::string name, std::uintptr_t function,
   info.thread_safe = thread_safe;
   info.repeatable = repeatable;
   if (turn != nullptr) info.turn = turn->turn;
-  auto callee = std::make_shared<KernelCallee>(std::move(info), failures_of(name), share(keep));
+  std::shared_ptr<void> held;
+  if (!keep.is_none()) held = late(std::move(keep));
+  auto callee = std::make_shared<KernelCallee>(std::move(info), failures_of(name), std::move(held));
   callee->set_defer(&defer_kernel_failure);
   callee->set_report([what = "kernel '" + name + "'"](const std::string& call) {
     ActiveGil gil;
