@@ -8,11 +8,8 @@
 
 #include "bindings/arrays/views.h"
 #include "bindings/channel/channel.h"
-#include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
-#include "core/kernel_mode.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
 #include "core/watchdog.h"
@@ -30,14 +27,14 @@ PyObject* keep(nb::handle object) { return nb::borrow(object).release().ptr(); }
 // All of them, by name.
 void set_hooks(const nb::kwargs& given) {
   std::size_t known = 0;
-#define X(name) Hooks::instance().name = keep(given[#name]), ++known;
+#define X(name) hooks.name = keep(given[#name]), ++known;
   CALLGATE_HOOKS(X)
 #undef X
   if (given.size() != known) throw nb::type_error("set_hooks: got a hook that is none");
   Registry::instance().set_resolver([](const std::string& name) {
     ActiveGil gil;
     if (!gil) return false;
-    nb::object found = nb::steal(call_python(Hooks::instance().undefined, "s", name.c_str()));
+    nb::object found = call_python(hooks.undefined, "s", name.c_str());
     if (found.is_valid()) return nb::cast<bool>(found);
     throw Error(ErrorCode::kInvalidArgument, take_exception(name, ""));
   });
@@ -51,6 +48,7 @@ nb::list dtype_codes() {
   return codes;
 }
 
+// The handlers of each FFI target, by platform and target.
 nb::dict targets() {
   using namespace xla_ffi;
   const struct {
@@ -66,12 +64,11 @@ nb::dict targets() {
              {"CUDA", kKernelTarget, cuda_kernel_instantiate, cuda_kernel_execute},
              {"CUDA", kKernelScratchTarget, cuda_kernel_instantiate, cuda_kernel_scratch_execute}};
   nb::dict platforms;
-  for (const char* platform : {"cpu", "CUDA"}) platforms[platform] = nb::dict();
   for (const auto& [platform, target, instantiate, execute] : all) {
-    nb::dict pair;
-    pair["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
-    pair["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-    platforms[platform][nb::str(target.data(), target.size())] = pair;
+    if (!platforms.contains(platform)) platforms[platform] = nb::dict();
+    platforms[platform][nb::str(target.data(), target.size())] =
+        dict_of("instantiate", nb::capsule(reinterpret_cast<void*>(instantiate)), "execute",
+                nb::capsule(reinterpret_cast<void*>(execute)));
   }
   return platforms;
 }
@@ -82,8 +79,7 @@ bool shut_down(double seconds) {
   constexpr std::chrono::seconds kSecond(1);  // for what needs no Python any more
   bool quiet = without_gil([&] {              // calls inside need it to finish
     bool busy = Lifecycle::instance().active() != 0;
-    bool left = Lifecycle::instance().close(
-        std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9)));
+    bool left = Lifecycle::instance().close(seconds_of(seconds));
     if (left) WorkerPool::instance().stop();
     if (left) left = cuda::Completions::stop_all(kSecond);
     if (left) Watchdog::instance().stop();
@@ -108,62 +104,29 @@ NB_MODULE(_callgate, module) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      bool of_the_callers = error.code() == ErrorCode::kInvalidArgument ||
-                            error.code() == ErrorCode::kNotFound ||
-                            error.code() == ErrorCode::kAlreadyExists;
+      using enum ErrorCode;
+      bool of_the_callers = error.code() == kInvalidArgument || error.code() == kNotFound ||
+                            error.code() == kAlreadyExists;
       PyErr_SetString(of_the_callers ? PyExc_ValueError : PyExc_RuntimeError, error.what());
     }
   });
-  bind_buffer(module);
-  bind_interrupt(module);
-  bind_channel(module);
-  bind_sinks(module);
-  bind_gate(module);
-  bind_kernel(module);
-  bind_stream(module);
-  bind_exit(module);
-  bind_progress(module);
-  bind_upload(module);
-  module.def("targets", &targets,
-             "The handlers of each FFI target, by platform and target, for jax.ffi.");
+  for (auto* bind : {bind_buffer, bind_process, bind_channel, bind_sinks, bind_gate, bind_kernel,
+                     bind_stream, bind_progress, bind_upload})
+    bind(module);
+  module.def("targets", &targets, "By platform and target, for jax.ffi.");
   module.def("set_hooks", &set_hooks);
   module.def("dtype_codes", &dtype_codes);
   module.def("set_dtype", [](int code, nb::handle dtype) {
     descriptors()[static_cast<std::size_t>(code)] = reinterpret_cast<PyArray_Descr*>(keep(dtype));
   });
-  module.def(
-      "repoint",
-      [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data, nb::handle base) {
-        repoint(array.ptr(), reinterpret_cast<const void*>(old_data),
-                reinterpret_cast<void*>(new_data), base.is_none() ? nullptr : base.ptr());
-      },
-      nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
-  module.def("set_timing", [](bool on) { Recorder::instance().set_timing(on); });
-  module.def("start_trace", [] { Recorder::instance().start_trace(); });
-  module.def("stop_trace", [] {
-    nb::list events;
-    for (const TraceEvent& e : Recorder::instance().stop_trace())
-      events.append(nb::make_tuple(e.gate, e.thread, e.start_ns, e.gil_wait_ns, e.duration_ns));
-    return events;
-  });
-  module.def("set_check_writes", [](bool on) {
-    Settings::instance().check_writes.store(on, std::memory_order_relaxed);  // see run_lane
-  });
-  module.def("set_stall_seconds", [](double seconds) {
-    auto delay = static_cast<std::int64_t>(seconds * 1e9);
-    Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
-    set_kernel_stall_ns(delay);
-  });
   module.def("registered_names", [] { return Registry::instance().names(); });
   module.def(
       "drain_devices",
       [](double seconds) {
-        const std::chrono::nanoseconds wait(static_cast<std::int64_t>(seconds * 1e9));
         // What waits to be done may need it.
-        return without_gil([&] { return cuda::Completions::drain_all(wait); });
+        return without_gil([&] { return cuda::Completions::drain_all(seconds_of(seconds)); });
       },
-      nb::arg("seconds"),
-      "Waits for what GPUs' programs have sent so far; False when the time ran out.");
+      nb::arg("seconds"), "Waits for what GPUs' programs have sent; False when time ran out.");
   module.def(
       "device_memory_in_use",
       [] {

@@ -19,15 +19,14 @@ namespace callgate::bindings {
 
 Buffer::Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on)
     : dims(of.dims, of.dims + of.rank),
-      strides(dims.size(), 1),
+      byte_strides(dims.size(), bits(of.dtype) / 8),  // 0, and unused, for packed ones
       view(of),
       readonly(is_readonly),
       device(on_device) {
   if (on != nullptr) gpu = *on;
   view.dims = dims.data();
   for (std::size_t axis = dims.size(); axis-- > 1;)
-    strides[axis - 1] = strides[axis] * std::max<std::int64_t>(dims[axis], 1);
-  for (std::int64_t stride : strides) byte_strides.push_back(stride * bits(view.dtype) / 8);
+    byte_strides[axis - 1] = byte_strides[axis] * std::max<std::int64_t>(dims[axis], 1);
 }
 
 void* Buffer::detach() {
@@ -62,21 +61,20 @@ void Buffer::refuse_packed(const char* what) const {
   refuse(nb::buffer_error, text);
 }
 
-nb::tuple Buffer::shape() const {
-  nb::list shape;
-  for (std::int64_t extent : dims) shape.append(extent);
-  return nb::tuple(shape);
-}
-
 nb::object Buffer::dtype() const {
   PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(view.dtype)];
   if (descr == nullptr) throw nb::type_error("Buffer.dtype: NumPy has no dtype for this type");
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
 }
 
-PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
-                      const DeviceCall* gpu) {
-  return nb::cast(Buffer(view, !writable, device, gpu), nb::rv_policy::move).release().ptr();
+const char* format_of(DType dtype) noexcept {
+  constexpr std::pair<DType, const char*> kFormats[] = {
+      {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
+      {DType::kS64, "q"},  {DType::kU8, "B"},   {DType::kU16, "H"}, {DType::kU32, "I"},
+      {DType::kU64, "Q"},  {DType::kF16, "e"},  {DType::kF32, "f"}, {DType::kF64, "d"},
+      {DType::kC64, "Zf"}, {DType::kC128, "Zd"}};
+  const auto* found = std::ranges::find(kFormats, dtype, &std::pair<DType, const char*>::first);
+  return found == std::end(kFormats) ? nullptr : found->second;
 }
 
 namespace {
@@ -91,36 +89,18 @@ void refuse_gpu(const Buffer& buffer, const char* what) {
              "host's memory, or __dlpack__ or __cuda_array_interface__ where it is");
 }
 
-nb::object checked(PyObject* object) {
-  if (object == nullptr) nb::raise_python_error();
-  return nb::steal(object);
-}
-
 // NumPy's protocol: https://numpy.org/doc/stable/user/basics.interoperability.html
 nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
   const auto& buffer = nb::cast<const Buffer&>(self);
   refuse_gpu(buffer, "__array__");
   buffer.refuse_packed("__array__");
   bool other =
-      !dtype.is_none() && !nb::cast<bool>(nb::module_::import_("numpy").attr("dtype")(dtype).attr(
-                              "__eq__")(buffer.dtype()));
-  if (other && !copy.is_none() && !nb::cast<bool>(copy)) {
+      !dtype.is_none() && !nb::module_::import_("numpy").attr("dtype")(dtype).equal(buffer.dtype());
+  if (other && !copy.is_none() && !nb::cast<bool>(copy))
     throw nb::value_error("Buffer.__array__: a dtype other than the buffer's needs a copy");
-  }
-  if (!other && !copy.is_none() && nb::cast<bool>(copy)) return checked(make_copy(buffer.view));
-  nb::object view = checked(make_array(buffer.view, !buffer.readonly, self.ptr()));
+  if (!other && !copy.is_none() && nb::cast<bool>(copy)) return taken(make_copy(buffer.view));
+  nb::object view = taken(make_array(buffer.view, !buffer.readonly, self.ptr()));
   return other ? nb::object(view.attr("astype")(dtype)) : view;
-}
-
-// The struct-module letter of a type, for Python's buffer protocol; null where it has none.
-const char* format_of(DType dtype) noexcept {
-  constexpr std::pair<DType, const char*> kFormats[] = {
-      {DType::kPred, "?"}, {DType::kS8, "b"},   {DType::kS16, "h"}, {DType::kS32, "i"},
-      {DType::kS64, "q"},  {DType::kU8, "B"},   {DType::kU16, "H"}, {DType::kU32, "I"},
-      {DType::kU64, "Q"},  {DType::kF16, "e"},  {DType::kF32, "f"}, {DType::kF64, "d"},
-      {DType::kC64, "Zf"}, {DType::kC128, "Zd"}};
-  const auto* found = std::ranges::find(kFormats, dtype, &std::pair<DType, const char*>::first);
-  return found == std::end(kFormats) ? nullptr : found->second;
 }
 
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {
@@ -180,10 +160,8 @@ nb::object unpack(nb::handle self) {
   refuse_gpu(buffer, "unpack");
   const ArrayView& view = buffer.view;
   if (!is_packed(view.dtype)) return array(self, nb::none(), nb::bool_(true));
-  nb::object made = checked(PyArray_SimpleNew(
-      view.rank, reinterpret_cast<npy_intp*>(const_cast<std::int64_t*>(view.dims)), NPY_UINT8));
-  auto* out =
-      static_cast<unsigned char*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(made.ptr())));
+  nb::object made = taken(PyArray_SimpleNew(view.rank, buffer.dims.data(), NPY_UINT8));
+  auto* out = static_cast<unsigned char*>(data_of(made));
   const auto* in = static_cast<const unsigned char*>(view.data);
   const Packing packing(view.dtype);
   bool is_signed = name(view.dtype).starts_with("int");
@@ -215,7 +193,7 @@ void pack(nb::handle self, nb::handle values) {
     auto text = [&](const char* of) { return nb::str(nb::object(array.attr(of))); };
     expected(std::string(text("dtype").c_str()) + text("shape").c_str());
   }
-  void* data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
+  void* data = data_of(array);
   if (!is_packed(view.dtype)) return copy_to(view, data);
   const auto* in = static_cast<const unsigned char*>(data);
   auto* out = static_cast<unsigned char*>(view.data);
@@ -264,15 +242,24 @@ void bind_buffer(nb::module_& module) {
       .def_prop_ro("writeable", [](const Buffer& b) { return !b.readonly; })
       .def("__array__", &array, nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none())
       .def_ro("_exports", &Buffer::exports)
-      .def("_detach", [](Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.detach()); })
-      .def_prop_ro("_data",
-                   [](const Buffer& b) { return reinterpret_cast<std::uintptr_t>(b.view.data); })
+      .def("_detach", [](Buffer& b) { return number_of(b.detach()); })
+      .def_prop_ro("_data", [](const Buffer& b) { return number_of(b.view.data); })
       .def("unpack", &unpack,
            "A new array with one element a byte: for int4 and the other sub-byte types.")
       .def("pack", &pack, nb::arg("values"),
            "Writes an array of the buffer's shape and dtype, packed as XLA has it.")
       .def("__repr__", &repr);
   bind_buffer_exchange(type);
+  // Points `array`, a view of `old_data`'s memory that may outlive it, to the same offset in
+  // `new_data`. With `base`, the array holds it from now on.
+  module.def(
+      "repoint",
+      [](nb::handle array, std::uintptr_t old_data, std::uintptr_t new_data, nb::object base) {
+        auto* fields = reinterpret_cast<PyArrayObject_fields*>(array.ptr());
+        fields->data += static_cast<std::ptrdiff_t>(new_data - old_data);
+        if (!base.is_none()) Py_XDECREF(std::exchange(fields->base, base.release().ptr()));
+      },
+      nb::arg("array"), nb::arg("old_data"), nb::arg("new_data"), nb::arg("base").none());
 }
 
 }  // namespace callgate::bindings

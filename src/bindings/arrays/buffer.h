@@ -1,22 +1,88 @@
-// `callgate.Buffer`: an array of the running call that every consumer library can read in place.
+// The arrays of a call as Python gets them in place: `callgate.Buffer`, and the call on a GPU that
+// they may belong to. The GIL is held.
 //
 // A Buffer borrows XLA's memory for the length of one call. All that it hands out (NumPy arrays,
 // DLPack capsules, memoryviews) holds a reference to it, so its own reference count tells, when the
 // call is over, whether anything escaped; then it takes a copy and goes on from there. Memory of a
 // GPU is not copied: there the Buffer ends, and whoever asks it for the memory gets an error.
+//
+// On a GPU the handler has made the device's context current (src/xla/cuda_gate.cc), and what a
+// callable with style="return" gives back is copied to XLA's memory: arrays on the same GPU there,
+// on XLA's stream, which first waits for the stream that they were made in; all others through
+// pinned memory of the host. Nobody waits for the copies: what they read lives until they have run.
+// Nothing here waits for the GPU but checksums(), which debugging alone asks for.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "bindings/arrays/device.h"
+#include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
+#include "core/call.h"
+#include "core/lifetime.h"
+#include "cuda/device.h"
 
 namespace callgate::bindings {
+
+struct DeviceCall {
+  cuda::Device* device = nullptr;
+  cuda::Stream stream = nullptr;
+
+  // The call's, from its context. Throws Error.
+  static DeviceCall of(const CallContext& context) {
+    auto stream = static_cast<cuda::Stream>(context.stream);
+    return {&cuda::Device::of(stream), stream};
+  }
+
+  // The stream as DLPack and CUDA's array interface number it: 1 for the legacy default stream.
+  std::uintptr_t number() const noexcept { return stream == nullptr ? 1 : number_of(stream); }
+  // Makes the device's context the thread's again, after code that may have chosen another one.
+  void make_current() const {
+    cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
+  }
+  // Both take a stream by that number, release the GIL meanwhile, and throw Error.
+  void hold_back(std::int64_t consumer) const;  // it waits for XLA's stream
+  void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
+};
+
+// The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
+struct DeviceCallScope : Immovable {
+  explicit DeviceCallScope(const DeviceCall* call) noexcept
+      : before(std::exchange(current, call)) {}
+  ~DeviceCallScope() { current = before; }
+
+  static inline thread_local const DeviceCall* current = nullptr;  // null for one on the host
+  const DeviceCall* before;
+};
+
+// A number for the contents of each array; on a GPU, once its stream has come this far: that is
+// waited for, without the GIL. Throws Error.
+std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const DeviceCall* on_gpu);
+
+// What the copies of one call read. Lets go of it once XLA's stream has come this far, on the
+// thread that waits for that, without the GIL.
+struct CopySources : Immovable {
+  explicit CopySources(const DeviceCall& of) : call(of) {}
+  ~CopySources();
+
+  struct Kept {
+    std::vector<LateReference> objects;
+    std::vector<cuda::PinnedBlock> blocks;
+  };
+  const DeviceCall& call;
+  std::shared_ptr<Kept> kept = std::make_shared<Kept>();
+};
+
+// Copies `value` to the result's memory. For kMismatch, `got` may say what came. `cast` allows
+// same-kind casts of arrays on the host.
+Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                       std::string& got);
 
 struct Buffer {
   // `on` for memory of a GPU, whose contents are those at the stream's present end.
@@ -33,14 +99,14 @@ struct Buffer {
   void check_alive() const;
   // Throws for types of which several elements are in a byte; `what` is the method that was called.
   void refuse_packed(const char* what) const;
-  nb::tuple shape() const;
+  nb::tuple shape() const { return tuple_of(dims); }
   // NumPy's dtype of the elements. Throws where it has none.
   nb::object dtype() const;
   // Leaves XLA's memory: for a private copy, or for good where it is a GPU's. Returns where the
   // data was.
   void* detach();
 
-  std::vector<std::int64_t> dims, strides, byte_strides;
+  std::vector<std::int64_t> dims, byte_strides;
   ArrayView view;
   bool readonly;
   std::int64_t device;            // its global id
@@ -56,9 +122,9 @@ struct Buffer {
   int exports = 0;
 };
 
-// A new Python Buffer, or null with a Python error.
-PyObject* make_buffer(const ArrayView& view, bool writable, std::int64_t device,
-                      const DeviceCall* gpu);
+// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
+// have none that are not NumPy's own.
+const char* format_of(DType dtype) noexcept;
 
 // Adds to the Python type how other libraries get at the memory: DLPack, on the host and on GPUs,
 // and CUDA's array interface.

@@ -14,81 +14,70 @@
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/dlpack.h"
-#include "bindings/python/gil.h"
 #include "core/lifecycle.h"
 
 namespace callgate::bindings {
 namespace {
 
-// What an exported tensor keeps: the Buffer, or the memory of a copy.
-struct Export {
+// An exported tensor with what it keeps: the Buffer, or the memory of a copy.
+template <typename Managed>
+struct Export : Immovable {
+  Managed managed{};
   PyObject* buffer = nullptr;
   std::unique_ptr<char[]> copy;
   std::vector<std::int64_t> shape, strides;
-};
 
-template <typename Managed>
-void release(Managed* managed) {
-  auto* exported = static_cast<Export*>(managed->context);
-  if (exported->buffer != nullptr && !Lifecycle::instance().closed()) {
+  ~Export() {
+    if (buffer == nullptr || Lifecycle::instance().closed()) return;
     GilScope gil;  // consumers may drop their tensor on any thread
-    --nb::cast<Buffer&>(nb::handle(exported->buffer)).exports;
-    Py_DECREF(exported->buffer);
+    --nb::cast<Buffer&>(nb::handle(buffer)).exports;
+    Py_DECREF(buffer);
   }
-  delete exported;
-  delete managed;
-}
-
-template <typename Managed>
-nb::object capsule(std::unique_ptr<Managed> managed, const char* name) {
-  // A consumer that takes the tensor renames the capsule; only an unused one is released here.
-  PyObject* made = PyCapsule_New(managed.get(), name, [](PyObject* self) {
-    const char* unused = PyCapsule_GetName(self);
-    bool versioned = std::strcmp(unused, "dltensor_versioned") == 0;
-    if (!versioned && std::strcmp(unused, "dltensor") != 0) return;
-    auto* tensor = static_cast<Managed*>(PyCapsule_GetPointer(self, unused));
-    tensor->deleter(tensor);
-  });
-  if (made == nullptr) {
-    managed->deleter(managed.release());
-    nb::raise_python_error();
-  }
-  managed.release();
-  return nb::steal(made);
-}
+};
 
 dlpack::Device device_of(const Buffer& buffer) {
   if (!buffer.gpu) return {dlpack::kCpu, 0};
   return {dlpack::kCuda, buffer.gpu->device->ordinal()};
 }
 
+// As a capsule. A consumer that takes the tensor renames it; only an unused one is released here.
 template <typename Managed>
-std::unique_ptr<Managed> export_tensor(nb::handle self, bool copied) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  auto type = dlpack::data_type(buffer.view.dtype);
-  if (!type) {
-    refuse(nb::buffer_error, "Buffer.__dlpack__: DLPack has no type for " + to_string(buffer.view));
-  }
-  auto exported = std::make_unique<Export>();
-  auto managed = std::make_unique<Managed>();
+nb::object export_as(nb::handle self, bool copied, [[maybe_unused]] std::uint64_t flags = 0) {
+  auto& buffer = nb::cast<Buffer&>(self);
+  const ArrayView& view = buffer.view;
+  auto type = dlpack::data_type(view.dtype);
+  if (!type)
+    refuse(nb::buffer_error, "Buffer.__dlpack__: DLPack has no type for " + to_string(view));
+  auto exported = std::make_unique<Export<Managed>>();
   exported->shape = buffer.dims;
-  exported->strides = buffer.strides;
-  void* data = buffer.view.data;
+  for (std::int64_t stride : buffer.byte_strides)
+    exported->strides.push_back(stride * 8 / bits(view.dtype));
+  void* data = view.data;
   if (copied) {
-    exported->copy = std::make_unique<char[]>(buffer.view.nbytes() + 1);
-    if (buffer.view.nbytes() != 0) std::memcpy(exported->copy.get(), data, buffer.view.nbytes());
+    exported->copy = std::make_unique<char[]>(view.nbytes() + 1);
     data = exported->copy.get();
+    if (view.nbytes() != 0) std::memcpy(data, view.data, view.nbytes());
   } else {
-    ++nb::cast<Buffer&>(self).exports;
-    Py_INCREF(self.ptr());
-    exported->buffer = self.ptr();
+    ++buffer.exports;
+    exported->buffer = self.inc_ref().ptr();
   }
-  managed->tensor = {data,  device_of(buffer),      buffer.view.rank,
-                     *type, exported->shape.data(), exported->strides.data(),
-                     0};
-  managed->context = exported.release();
-  managed->deleter = &release<Managed>;
-  return managed;
+  Managed& managed = exported->managed;
+  managed.tensor = {data,  device_of(buffer),      view.rank,
+                    *type, exported->shape.data(), exported->strides.data(),
+                    0};
+  managed.context = exported.get();
+  managed.deleter = [](Managed* tensor) { delete static_cast<Export<Managed>*>(tensor->context); };
+  if constexpr (std::is_same_v<Managed, dlpack::ManagedTensorVersioned>) {
+    managed.major = 1;
+    managed.flags = flags;
+  }
+  nb::object capsule = taken(PyCapsule_New(&managed, Managed::kName, [](PyObject* made) {
+    if (!PyCapsule_IsValid(made, Managed::kName)) return;
+    auto* tensor = static_cast<Managed*>(PyCapsule_GetPointer(made, Managed::kName));
+    tensor->deleter(tensor);
+  }));
+  (void)exported.release();
+  return capsule;
 }
 
 // The stream that a consumer names, as an integer; None is the legacy default stream.
@@ -101,24 +90,11 @@ std::int64_t consumer_stream(nb::handle stream) {
   auto number = nb::cast<std::int64_t>(stream);
   if (number == 0 || number < -1) {
     refuse(nb::value_error,
-           "Buffer.__dlpack__: stream: expected None, -1 (no waiting), 1 (the legacy "
-           "default stream), 2 (the thread's default stream) or a stream's address, "
-           "got " +
+           "Buffer.__dlpack__: stream: expected None, -1 (no waiting), 1 (the legacy default "
+           "stream), 2 (the thread's default stream) or a stream's address, got " +
                std::to_string(number));
   }
   return number;
-}
-
-template <typename Managed>
-nb::object export_as(nb::handle self, bool copied, std::uint64_t flags = 0) {
-  std::unique_ptr<Managed> managed = export_tensor<Managed>(self, copied);
-  if constexpr (std::is_same_v<Managed, dlpack::ManagedTensorVersioned>) {
-    managed->major = 1;
-    managed->flags = flags;
-    return capsule(std::move(managed), "dltensor_versioned");
-  } else {
-    return capsule(std::move(managed), "dltensor");
-  }
 }
 
 // https://data-apis.org/array-api/latest/API_specification/generated/array_api.array.__dlpack__.html
@@ -165,10 +141,8 @@ nb::object dlpack_export(nb::handle self, nb::object stream, nb::object max_vers
         "max_version=(1, 0), or let it copy");
   }
   if (!versioned) return export_as<dlpack::ManagedTensor>(self, copied);
-  return export_as<dlpack::ManagedTensorVersioned>(self, copied,
-                                                   copied            ? dlpack::kCopied
-                                                   : buffer.readonly ? dlpack::kReadOnly
-                                                                     : 0);
+  std::uint64_t flags = copied ? dlpack::kCopied : buffer.readonly ? dlpack::kReadOnly : 0;
+  return export_as<dlpack::ManagedTensorVersioned>(self, copied, flags);
 }
 
 // Zero copy also for an input and a consumer without a notion of read-only: for `arrays="torch"`,
@@ -180,13 +154,6 @@ nb::object dlpack_unchecked(nb::handle self) {
   return export_as<dlpack::ManagedTensor>(self, /*copied=*/false);
 }
 
-// Whether the type is one of NumPy's own: those of ml_dtypes have names that say something else.
-bool has_numpy_name(DType dtype) {
-  auto type = dlpack::data_type(dtype);
-  constexpr std::uint8_t kFloat = 2, kComplex = 5, kBool = 6;  // below: integers
-  return type && (type->code <= kFloat || type->code == kComplex || type->code == kBool);
-}
-
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 nb::dict cuda_array_interface(Buffer& buffer) {
   buffer.check_alive();
@@ -195,23 +162,17 @@ nb::dict cuda_array_interface(Buffer& buffer) {
     refuse(nb::attribute_error, "Buffer.__cuda_array_interface__: " + type +
                                     " is on the CPU; use __array__ or __dlpack__");
   }
-  nb::object dtype = has_numpy_name(buffer.view.dtype) ? buffer.dtype() : nb::none();
-  if (dtype.is_none())
+  // Types of ml_dtypes have names that say something else.
+  if (format_of(buffer.view.dtype) == nullptr)
     refuse(nb::attribute_error,
            "Buffer.__cuda_array_interface__: it has no name for the elements of " + type +
                "; use __dlpack__");
-  const ArrayView& view = buffer.view;
-  std::uintptr_t address = view.size() == 0 ? 0 : reinterpret_cast<std::uintptr_t>(view.data);
-  nb::dict interface;
-  interface["shape"] = buffer.shape();
-  interface["typestr"] = dtype.attr("str");
-  interface["data"] = nb::make_tuple(address, buffer.readonly);
-  interface["strides"] = nb::none();
-  interface["version"] = 3;
-  interface["stream"] = buffer.gpu->number();
+  std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
   // Consumers don't say which stream they use; by default it is this one.
   buffer.default_streams |= 1u << 1;
-  return interface;
+  return dict_of("shape", buffer.shape(), "typestr", buffer.dtype().attr("str"), "data",
+                 nb::make_tuple(address, buffer.readonly), "strides", nb::none(), "version", 3,
+                 "stream", buffer.gpu->number());
 }
 
 }  // namespace

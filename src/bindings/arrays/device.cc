@@ -1,12 +1,10 @@
-// See the header. The driver may make its caller wait for room in a stream's queue, and what
-// empties the queue may need the GIL: so none of its calls here is made with it.
+// What Buffers and results are on a GPU. The driver may make its caller wait for room in a stream's
+// queue, and what empties the queue may need the GIL: so none of its calls here is made with it.
 //
 // Of results DLPack is asked first, since it says which GPU an array is on and knows every type;
 // CUDA's array interface serves libraries that have nothing else.
-#include "bindings/arrays/device.h"
-
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <functional>
@@ -15,7 +13,6 @@
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/dlpack.h"
-#include "bindings/python/gil.h"
 #include "core/error.h"
 #include "cuda/copies.h"
 
@@ -26,24 +23,19 @@ cuda::Stream stream_of(std::int64_t number) {
   return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
 }
 
-// An array on a GPU, by whatever protocol it came. Strides are in `stride_unit`s of bytes; none for
-// a dense array.
+// An array on a GPU, by whatever protocol it came.
 struct Foreign {
   const void* data = nullptr;
   int ordinal = 0;
-  std::string type;  // as NumPy names it
-  std::vector<std::int64_t> shape;
-  std::optional<std::vector<std::int64_t>> strides;
-  std::int64_t stride_unit = 1;
-  nb::object owner;  // keeps the memory
+  std::string type;                          // as NumPy names it
+  std::vector<std::int64_t> shape, strides;  // the latter in bytes; none for a dense array
+  nb::object owner;                          // keeps the memory
 
-  bool empty() const { return std::find(shape.begin(), shape.end(), 0) != shape.end(); }
-  bool dense(std::int64_t item) const {
-    if (!strides || empty()) return true;
-    std::int64_t step = item / stride_unit;
-    for (std::size_t axis = shape.size(); axis-- > 0; step *= shape[axis]) {
-      if (shape[axis] != 1 && (*strides)[axis] != step) return false;
-    }
+  bool empty() const { return std::ranges::count(shape, 0) != 0; }
+  bool dense(std::int64_t step) const {
+    if (strides.empty() || empty()) return true;
+    for (std::size_t axis = shape.size(); axis-- > 0; step *= shape[axis])
+      if (shape[axis] != 1 && strides[axis] != step) return false;
     return true;
   }
 };
@@ -71,18 +63,18 @@ nb::object capsule_of(nb::handle value, const DeviceCall& call) {
 }
 
 const dlpack::Tensor& tensor_of(nb::handle capsule) {
-  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
-    auto* managed = static_cast<dlpack::ManagedTensorVersioned*>(
-        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
-    if (managed->major == 1) return managed->tensor;
-    throw nb::buffer_error(("DLPack: expected version 0 or 1, got " +
-                            std::to_string(managed->major) + "." + std::to_string(managed->minor))
-                               .c_str());
+  using dlpack::ManagedTensor, dlpack::ManagedTensorVersioned;
+  auto get = [&](const char* name) { return PyCapsule_GetPointer(capsule.ptr(), name); };
+  if (!PyCapsule_IsValid(capsule.ptr(), ManagedTensorVersioned::kName)) {
+    auto* managed = static_cast<ManagedTensor*>(get(ManagedTensor::kName));
+    if (managed == nullptr) nb::raise_python_error();
+    return managed->tensor;
   }
-  auto* managed =
-      static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-  if (managed == nullptr) nb::raise_python_error();
-  return managed->tensor;
+  auto* managed = static_cast<ManagedTensorVersioned*>(get(ManagedTensorVersioned::kName));
+  if (managed->major == 1) return managed->tensor;
+  refuse(nb::buffer_error, "DLPack: expected version 0 or 1, got " +
+                               std::to_string(managed->major) + "." +
+                               std::to_string(managed->minor));
 }
 
 // Empty for arrays that are not on a GPU.
@@ -101,8 +93,8 @@ std::optional<Foreign> by_dlpack(nb::handle value, const DeviceCall& call) {
   array.ordinal = type == dlpack::kCuda ? tensor.device.id : call.device->ordinal();
   array.type = type_name(tensor.dtype);
   array.shape.assign(tensor.shape, tensor.shape + rank);
-  if (tensor.strides != nullptr) array.strides.emplace(tensor.strides, tensor.strides + rank);
-  array.stride_unit = std::max(tensor.dtype.bits / 8, 1);
+  if (tensor.strides != nullptr) array.strides.assign(tensor.strides, tensor.strides + rank);
+  for (std::int64_t& stride : array.strides) stride *= std::max(tensor.dtype.bits / 8, 1);
   return array;
 }
 
@@ -117,12 +109,9 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
   Foreign array;
   array.owner = nb::borrow(value);
   array.data = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(interface["data"][0]));
-  for (nb::handle extent : interface["shape"])
-    array.shape.push_back(nb::cast<std::int64_t>(extent));
-  if (nb::object strides = entry("strides"); !strides.is_none()) {
-    array.strides.emplace();
-    for (nb::handle stride : strides) array.strides->push_back(nb::cast<std::int64_t>(stride));
-  }
+  array.shape = nb::cast<std::vector<std::int64_t>>(interface["shape"]);
+  if (nb::object strides = entry("strides"); !strides.is_none())
+    array.strides = nb::cast<std::vector<std::int64_t>>(strides);
   nb::object dtype = nb::module_::import_("numpy").attr("dtype")(interface["typestr"]);
   array.type = nb::cast<std::string>(nb::str(nb::object(dtype.attr("name"))));
   array.ordinal = call.device->ordinal();
@@ -142,7 +131,7 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
 
 Stored copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources,
                      std::string& got) {
-  const DeviceCall& call = sources.call();
+  const DeviceCall& call = sources.call;
   got = type_text(array.type, array.shape);
   if (array.ordinal != call.device->ordinal()) {
     got += " on cuda:" + std::to_string(array.ordinal) +
@@ -161,41 +150,25 @@ Stored copy_from_gpu(const ArrayView& target, Foreign array, CopySources& source
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
                          call.stream);
   });
-  sources.keep(std::move(array.owner));
+  sources.kept->objects.push_back(late(std::move(array.owner)));
   return Stored::kYes;
 }
 
-Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                      std::string& got) {
+Stored copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySources& sources) {
   cuda::PinnedBlock block = without_gil([&] { return cuda::PinnedBlock(target.nbytes()); });
   ArrayView staged = target;
   staged.data = block.data();
   Stored stored = store(staged, value, cast);
-  if (stored == Stored::kMismatch && !describe(value, got)) return Stored::kError;
   if (stored != Stored::kYes || target.nbytes() == 0) return stored;
   without_gil([&] {
     cuda::copy_to_device(cuda::address(target.data), block.data(), target.nbytes(),
-                         sources.call().stream);
+                         sources.call.stream);
   });
-  sources.keep(std::move(block));
+  sources.kept->blocks.push_back(std::move(block));
   return Stored::kYes;
 }
 
 }  // namespace
-
-DeviceCall DeviceCall::of(const CallContext& context) {
-  auto stream = static_cast<cuda::Stream>(context.stream);
-  return {&cuda::Device::of(stream), stream};
-}
-
-std::uintptr_t DeviceCall::number() const noexcept {
-  auto handle = reinterpret_cast<std::uintptr_t>(stream);
-  return handle == 0 ? 1 : handle;
-}
-
-void DeviceCall::make_current() const {
-  cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
-}
 
 void DeviceCall::hold_back(std::int64_t consumer) const {
   if (static_cast<std::uintptr_t>(consumer) == number()) return;
@@ -207,53 +180,52 @@ void DeviceCall::wait_for(std::int64_t producer) const {
   without_gil([&] { cuda::StreamEvent(*device, stream_of(producer)).hold_back(stream); });
 }
 
-bool capture_failed(const DeviceCall& call) {
-  cuda::CaptureStatus status = cuda::CaptureStatus::kNone;
-  cuda::Result result = cuda::driver().stream_is_capturing(call.stream, &status);
-  if (result == cuda::Result::kStreamCaptureInvalidated) return true;
-  cuda::check(result, "cuStreamIsCapturing");
-  return status == cuda::CaptureStatus::kInvalidated;
-}
-
-std::vector<std::size_t> device_checksums(const DeviceCall& call,
-                                          std::span<const ArrayView> arrays) {
-  return without_gil([&] {
-    cuda::HostCopies copies(*call.device, arrays, {});
-    copies.fetch(call.stream);
-    cuda::wait_for(*call.device, call.stream);
-    std::vector<std::size_t> sums;
-    for (const ArrayView& view : copies.operands()) sums.push_back(checksum(view));
-    return sums;
-  });
-}
-
-std::size_t checksum(const ArrayView& host_array) {
-  return std::hash<std::string_view>()(
-      {static_cast<const char*>(host_array.data), host_array.nbytes()});
+std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const DeviceCall* on_gpu) {
+  std::vector<std::size_t> sums;
+  auto add = [&](std::span<const ArrayView> on_host) {
+    for (const ArrayView& view : on_host)
+      sums.push_back(
+          std::hash<std::string_view>()({static_cast<const char*>(view.data), view.nbytes()}));
+  };
+  if (on_gpu == nullptr) {
+    add(arrays);
+  } else {
+    without_gil([&] {
+      cuda::HostCopies copies(*on_gpu->device, arrays, {});
+      copies.fetch(on_gpu->stream);
+      cuda::wait_for(*on_gpu->device, on_gpu->stream);
+      add(copies.operands());
+    });
+  }
+  return sums;
 }
 
 CopySources::~CopySources() {
-  if (kept_->objects.empty() && kept_->blocks.empty()) return;
+  if (kept->objects.empty() && kept->blocks.empty()) return;
   without_gil([&] {
     try {
-      cuda::keep_until(*call_.device, call_.stream, kept_);
+      cuda::keep_until(*call.device, call.stream, kept);
     } catch (const Error&) {  // no event: the device is lost, or close to it
-      cuda::driver().stream_synchronize(call_.stream);
+      cuda::driver().stream_synchronize(call.stream);
     }
   });
 }
 
 Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
                        std::string& got) try {
-  const DeviceCall& call = sources.call();
+  const DeviceCall& call = sources.call;
   std::optional<Foreign> array = running_python([&] { return by_dlpack(value, call); });
   if (!array) array = running_python([&] { return by_array_interface(value, call); });
   return array ? copy_from_gpu(target, *std::move(array), sources, got)
-               : copy_from_host(target, value, cast, sources, got);
+               : copy_from_host(target, value, cast, sources);
 } catch (nb::python_error& error) {
   error.restore();
   return Stored::kError;
-} catch (nb::builtin_exception& error) {
+} catch (const nb::cast_error&) {
+  PyErr_SetString(PyExc_TypeError,
+                  "expected an array on a GPU, got one that tells of itself wrongly");
+  return Stored::kError;
+} catch (const nb::builtin_exception& error) {
   PyErr_SetString(PyExc_TypeError, error.what());
   return Stored::kError;
 }
@@ -263,9 +235,9 @@ Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, Copy
 namespace {
 
 // An item of a feed on its way to a GPU. Made on the feed's thread, given on XLA's.
-class UploadHandle {
+class UploadHandle : Immovable {
  public:
-  UploadHandle(int ordinal, const nb::sequence& arrays) : ordinal_(ordinal) {
+  UploadHandle(int ordinal, const nb::sequence& arrays) {
     std::vector<ArrayView> types;
     for (nb::handle array : arrays) {
       std::optional<ArrayView> type = known_view(array);
@@ -283,16 +255,15 @@ class UploadHandle {
     }
     without_gil([&] { upload_->start(); });
   }
-  UploadHandle(UploadHandle&&) = default;
   ~UploadHandle() {
-    if (upload_ != nullptr) without_gil([&] { upload_.reset(); });
+    without_gil([&] { upload_.reset(); });
   }
 
-  int ordinal() const noexcept { return ordinal_; }
+  int ordinal() const noexcept { return upload_->device().ordinal(); }
 
   // Lane `lane` of `lanes` of each result.
   void give(const nb::sequence& results, std::size_t lane, std::size_t lanes) {
-    const DeviceCall* call = DeviceCallScope::current();
+    const DeviceCall* call = DeviceCallScope::current;
     if (call == nullptr || call->device != &upload_->device())
       throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
     std::vector<void*> targets;
@@ -301,15 +272,13 @@ class UploadHandle {
       std::size_t bytes = view.nbytes() / lanes;
       targets.push_back(static_cast<char*>(view.data) + lane * bytes);
       if (targets.size() > upload_->host().size() ||
-          bytes != upload_->host()[targets.size() - 1].nbytes()) {
+          bytes != upload_->host()[targets.size() - 1].nbytes())
         throw nb::value_error("Upload.give: expected results of the arrays' types");
-      }
     }
     without_gil([&] { cuda::Upload::give(upload_, targets, call->stream); });
   }
 
  private:
-  int ordinal_;
   std::shared_ptr<cuda::Upload> upload_;
 };
 

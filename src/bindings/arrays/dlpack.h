@@ -29,12 +29,14 @@ struct Tensor {
 };
 
 struct ManagedTensor {
+  static constexpr const char* kName = "dltensor";  // of a capsule that nobody has taken it from
   Tensor tensor;
   void* context;
   void (*deleter)(ManagedTensor*);
 };
 
 struct ManagedTensorVersioned {
+  static constexpr const char* kName = "dltensor_versioned";
   std::uint32_t major, minor;
   void* context;
   void (*deleter)(ManagedTensorVersioned*);

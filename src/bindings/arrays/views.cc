@@ -33,30 +33,22 @@ std::optional<ArrayView> known_view(nb::handle object) {
 
 namespace {
 
-PyArray_Descr* descriptor(DType dtype) {
-  PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(dtype)];
-  if (descr == nullptr) {
-    PyErr_Format(PyExc_TypeError, "callgate: NumPy has no dtype for XLA's %s",
-                 std::string(name(dtype)).c_str());
-  } else if (is_packed(dtype)) {
-    PyErr_Format(PyExc_TypeError,
-                 "callgate: %s packs several elements into a byte, so it has no zero-copy view; "
-                 "use arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()",
-                 std::string(name(dtype)).c_str());
-    return nullptr;
-  }
-  return descr;
-}
-
 // Of the view's type, over `data`, or memory of its own where that is null. Null with a Python
 // error.
 PyObject* new_array(const ArrayView& view, void* data, int flags) {
-  PyArray_Descr* descr = descriptor(view.dtype);
-  if (descr == nullptr) return nullptr;
+  PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(view.dtype)];
+  auto dtype = [&] { return std::string(name(view.dtype)); };
+  if (descr == nullptr)
+    return PyErr_Format(PyExc_TypeError, "callgate: NumPy has no dtype for XLA's %s",
+                        dtype().c_str());
+  if (is_packed(view.dtype))
+    return PyErr_Format(PyExc_TypeError,
+                        "callgate: %s packs several elements into a byte, so it has no zero-copy "
+                        "view; use arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()",
+                        dtype().c_str());
   Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
   static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
-  return PyArray_NewFromDescr(&PyArray_Type, descr, view.rank,
-                              reinterpret_cast<const npy_intp*>(view.dims), nullptr, data, flags,
+  return PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, view.dims, nullptr, data, flags,
                               nullptr);
 }
 
@@ -173,24 +165,12 @@ bool describe(PyObject* value, std::string& text) {
   return true;
 }
 
-void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base) {
-  auto* fields = reinterpret_cast<PyArrayObject_fields*>(array);
-  fields->data = static_cast<char*>(new_data) + (fields->data - static_cast<const char*>(old_data));
-  if (base == nullptr) return;
-  Py_INCREF(base);
-  PyObject* before = fields->base;
-  fields->base = base;
-  Py_XDECREF(before);
-}
-
 ArrayView view_of(nb::handle object, const char* what) {
   auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
-  if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
-    throw Error(ErrorCode::kInvalidArgument, what, "a contiguous NumPy array",
-                nb::type_name(object.type()).c_str());
-  }
+  if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array))
+    throw Error(what, "a contiguous NumPy array", nb::type_name(object.type()).c_str());
   if (auto view = known_view(object)) return *view;
-  throw Error(ErrorCode::kInvalidArgument, what, "a dtype that JAX has", "another");
+  throw Error(what, "a dtype that JAX has", "another");
 }
 
 Attributes attributes_of(const nb::dict& values) {

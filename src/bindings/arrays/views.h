@@ -6,7 +6,9 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 
 #include "bindings/python/gil.h"
@@ -43,9 +45,27 @@ bool is_masked(PyObject* value);
 // What `value` is as an array, "float32[3,4]". False with a Python error where it is none.
 bool describe(PyObject* value, std::string& text);
 
-// Points `array` (a view of `old_data`'s memory that may outlive it) to the same offset in
-// `new_data`. With `base`, the array holds it from now on.
-void repoint(PyObject* array, const void* old_data, void* new_data, PyObject* base);
+inline void* data_of(nb::handle array) {
+  return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));
+}
+
+// A dictionary of keys and values in turn.
+template <typename... Items>
+nb::dict dict_of(const Items&... items) {
+  nb::dict made;
+  auto add = [&made](auto&& again, const char* key, const auto& value, const auto&... rest) {
+    made[key] = value;
+    if constexpr (sizeof...(rest) != 0) again(again, rest...);
+  };
+  add(add, items...);
+  return made;
+}
+
+inline nb::tuple tuple_of(std::span<const std::int64_t> numbers) {
+  nb::list list;
+  for (std::int64_t number : numbers) list.append(number);
+  return nb::tuple(list);
+}
 
 // What Python hands to the runtime itself, outside of any program.
 

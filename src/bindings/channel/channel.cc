@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/references.h"
 #include "channel/tap.h"
 #include "core/interrupt.h"
 #include "core/registry.h"
@@ -45,31 +45,23 @@ PyObject* g_on_error = nullptr;  // (channel, consumer, message, lost so far); s
 
 void report_error(const Channel& channel, const Consumer& consumer, const std::string& message) {
   GilScope gil;
-  nb::object done = nb::steal(call_python(g_on_error, "sssK", channel.options().name.c_str(),
-                                          consumer.description().c_str(), message.c_str(),
-                                          static_cast<unsigned long long>(consumer.lost())));
-  if (!done.is_valid()) PyErr_WriteUnraisable(g_on_error);
+  call_unraisable(g_on_error, "sssK", channel.options().name.c_str(),
+                  consumer.description().c_str(), message.c_str(),
+                  static_cast<unsigned long long>(consumer.lost()));
 }
 
 OnFull parse_on_full(const std::string& text) {
-  if (text == "block") return OnFull::kBlock;
-  if (text == "drop_new") return OnFull::kDropNew;
-  if (text == "drop_old") return OnFull::kDropOld;
-  if (text == "sample") return OnFull::kSample;
-  throw Error(ErrorCode::kInvalidArgument, "a channel's on_full",
-              "'block', 'drop_new', 'drop_old' or 'sample'", "'" + text + "'");
+  constexpr std::string_view kNames[] = {"block", "drop_new", "drop_old", "sample"};  // as OnFull's
+  const auto* found = std::ranges::find(kNames, text);
+  if (found != std::end(kNames)) return static_cast<OnFull>(found - kNames);
+  throw Error("a channel's on_full", "'block', 'drop_new', 'drop_old' or 'sample'",
+              "'" + text + "'");
 }
 
 nb::dict to_dict(const ChannelStats& stats) {
-  nb::dict out;
-  out["sent"] = stats.sent;
-  out["delivered"] = stats.delivered;
-  out["dropped"] = stats.dropped;
-  out["pending"] = stats.pending;
-  out["lost"] = stats.lost;
-  out["bytes"] = stats.bytes;
-  out["high_water"] = stats.high_water;
-  return out;
+  return dict_of("sent", stats.sent, "delivered", stats.delivered, "dropped", stats.dropped,
+                 "pending", stats.pending, "lost", stats.lost, "bytes", stats.bytes, "high_water",
+                 stats.high_water);
 }
 
 // An open channel. Python closes it; one that is dropped open is closed without a wait for it.
@@ -117,46 +109,20 @@ class TapHandle : public Handle<TapCallee> {
     std::shared_ptr<Site>& site = sites_[of_site];
     if (site == nullptr) {
       Attributes attributes = attributes_of(held);
-      SiteSpec spec{std::string(attributes.text("spec")),
-                    "",
-                    Lanes::of(attributes.dictionary("batch")),
-                    {},
-                    "",
-                    std::move(attributes)};
+      SiteSpec spec;
+      spec.spec = attributes.text("spec");
+      spec.lanes = Lanes::of(attributes.dictionary("batch"));
+      spec.held = std::move(attributes);
       site = callee().specialise(std::move(spec));
     }
     CallContext context;
     context.device = device;
-    // The channel may be full.
-    without_gil([&] { site->run(Call{views, {}, context}); });
+    without_gil([&] { site->run(Call{views, {}, context}); });  // the channel may be full
   }
 
  private:
   std::map<std::string, std::shared_ptr<Site>> sites_;
 };
-
-void bind_consumer(nb::module_& module) {
-  nb::class_<ConsumerHandle>(module, "Consumer", "A native consumer of a channel's records.")
-      .def("__repr__",
-           [](const ConsumerHandle& handle) {
-             return "<native consumer: " + handle.consumer->description() + ">";
-           })
-      .def(
-          "close",
-          [](const ConsumerHandle& handle) { without_gil([&] { handle.consumer->close(); }); },
-          "No record follows; after it was removed from its channel.");
-  module.def(
-      "python_consumer",
-      [](nb::object function, bool stacked, nb::object control) {
-        return ConsumerHandle{make_py_consumer(
-            std::move(function), stacked ? Form::kStacked : Form::kRows, std::move(control))};
-      },
-      nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
-      nb::arg("control").none() = nb::none());
-  module.def("set_consumer_failed", [](nb::callable hook) {
-    g_on_error = nb::object(hook).release().ptr();  // held for the life of the process
-  });
-}
 
 void bind_handles(nb::module_& module) {
   nb::class_<ChannelHandle>(module, "Channel", nb::is_weak_referenceable(),
@@ -191,8 +157,7 @@ void bind_handles(nb::module_& module) {
           nb::arg("timeout").none() = nb::none())
       .def("close", &ChannelHandle::close, nb::arg("timeout").none() = nb::none())
       .def("stats", [](const ChannelHandle& handle) { return to_dict(handle.channel().stats()); });
-  nb::class_<TapHandle>(module, "Tap", nb::is_weak_referenceable(),
-                        "The runtime's handle on a tap, by name.")
+  bind_handle<TapHandle>(module, "Tap", "The runtime's handle on a tap, by name.")
       .def(
           "__init__",
           [](TapHandle* self, std::string name, const std::string& channel,
@@ -202,7 +167,6 @@ void bind_handles(nb::module_& module) {
           },
           nb::arg("name"), nb::kw_only(), nb::arg("channel"),
           nb::arg("consumer").none() = nb::none())
-      .def_prop_ro("name", &TapHandle::name)
       .def("send", &TapHandle::send, nb::arg("key"), nb::arg("held"), nb::arg("device"),
            nb::arg("arrays"));
 }
@@ -210,7 +174,19 @@ void bind_handles(nb::module_& module) {
 }  // namespace
 
 void bind_channel(nb::module_& module) {
-  bind_consumer(module);
+  nb::class_<ConsumerHandle>(module, "Consumer", "A native consumer of a channel's records.")
+      .def("__repr__",
+           [](const ConsumerHandle& handle) {
+             return "<native consumer: " + handle.consumer->description() + ">";
+           })
+      .def(
+          "close",
+          [](const ConsumerHandle& handle) { without_gil([&] { handle.consumer->close(); }); },
+          "No record follows; after it was removed from its channel.");
+  module.def("set_consumer_failed", [](nb::callable hook) {
+    g_on_error = nb::object(hook).release().ptr();  // held for the life of the process
+  });
+  bind_py_consumer(module);
   bind_handles(module);
   module.def(
       "flush_channels",

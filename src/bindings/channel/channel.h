@@ -13,26 +13,9 @@ struct ConsumerHandle {
   std::shared_ptr<Consumer> consumer;
 };
 
-// The forms in which a Python function gets the records of one source, as copies that it may keep.
-// `source` is (id, name, role, description, has lanes).
-enum class Form {
-  kRows,     // function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
-  kStacked,  // function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
-};
-
-// A Python function as a consumer. It deals with exceptions of user code itself; one that leaves it
-// is reported as unraisable. `control`, if not None, is called with "flush" and "close".
-std::shared_ptr<Consumer> make_py_consumer(nb::object function, Form form, nb::object control);
-
-// `taken(f(...))`: the new reference that a function of Python's or NumPy's returns; raises the
-// Python error that stands where it returned null.
-inline nb::object taken(PyObject* made) {
-  if (made == nullptr) nb::raise_python_error();
-  return nb::steal(made);
-}
-
-void bind_channel(nb::module_& module);  // `Consumer`, `Channel`, `Tap`: before the others
-void bind_sinks(nb::module_& module);    // `jsonl_sink`, ..., `RecordWriter`
-void bind_stream(nb::module_& module);   // `stream_sink`, `StreamReader`, outfeeds of 2020
+void bind_py_consumer(nb::module_& module);  // `python_consumer`
+void bind_channel(nb::module_& module);      // `Consumer`, `Channel`, `Tap`: before the others
+void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
+void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
 
 }  // namespace callgate::bindings

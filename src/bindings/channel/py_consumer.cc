@@ -1,7 +1,15 @@
-// make_py_consumer(). `consume` runs on the channel's thread and takes the GIL once a batch.
+// A Python function as a consumer. It deals with exceptions of user code itself; one that leaves it
+// is reported as unraisable. `consume` runs on the channel's thread and takes the GIL once a batch.
+//
+// The function gets the records of one source, as copies that it may keep, in one of two forms:
+//   rows     function(source, [(lane, seq, time_ns, device, run, flags, arrays), ...])
+//   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
+// `source` is (id, name, role, description, has lanes). `control`, if not None, is called with
+// "flush" and "close".
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -9,7 +17,6 @@
 #include "bindings/arrays/views.h"
 #include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
-#include "bindings/python/references.h"
 #include "channel/channel.h"
 #include "core/lifecycle.h"
 #include "cuda/copies.h"
@@ -23,20 +30,16 @@ nb::tuple about_source(const Source& source) {
       nb::str(source.description.data(), source.description.size()), !source.lanes.empty());
 }
 
-// An array over the view's memory, which `owner` keeps for it.
-nb::object array_over(const ArrayView& view, const std::shared_ptr<void>& owner) {
-  nb::capsule base(new std::shared_ptr<void>(owner), [](void* pointer) noexcept {
-    delete static_cast<std::shared_ptr<void>*>(pointer);
-  });
-  return taken(make_array(view, /*writable=*/true, base.ptr()));
-}
-
 // An array of the consumer's own: in the record's memory where that is lent and little else is in
 // it, or what a consumer keeps of a record would hold on to all of the rest.
 nb::object own_array(const ArrayView& view, const Source& source,
                      const std::shared_ptr<void>& lent) {
-  bool most = 2 * view.nbytes() >= source.payload_bytes;
-  return lent && most && !is_packed(view.dtype) ? array_over(view, lent) : taken(make_copy(view));
+  if (!lent || 2 * view.nbytes() < source.payload_bytes || is_packed(view.dtype))
+    return taken(make_copy(view));
+  nb::capsule base(new std::shared_ptr<void>(lent), [](void* pointer) noexcept {
+    delete static_cast<std::shared_ptr<void>*>(pointer);
+  });
+  return taken(make_array(view, /*writable=*/true, base.ptr()));
 }
 
 // The leaves of a record whose arrays are on a device, as Buffers that own them.
@@ -53,10 +56,8 @@ nb::list device_leaves(const Record& record, std::span<const ArrayView> whole) {
 
 // A leaf of a lane as (Buffer of all lanes, first element, shape).
 nb::tuple part_of(const nb::handle& buffer, const ArrayView& whole, const ArrayView& leaf) {
-  nb::list shape;
-  for (std::int64_t extent : leaf.shape()) shape.append(extent);
   auto bytes = static_cast<const char*>(leaf.data) - static_cast<const char*>(whole.data);
-  return nb::make_tuple(buffer, bytes * 8 / bits(leaf.dtype), nb::tuple(shape));
+  return nb::make_tuple(buffer, bytes * 8 / bits(leaf.dtype), tuple_of(leaf.shape()));
 }
 
 nb::list rows_of(const Source& source, std::span<const Record> records) {
@@ -100,15 +101,12 @@ class Stack {
   bool empty() const { return rows_.empty(); }
 
   nb::tuple numbers() const {
-    auto of_record = [](auto member) {
-      return [member](const Row& row) { return row.record->*member; };
+    auto of = [this](auto member) {
+      return column([member](const Row& row) { return row.record->*member; });
     };
-    return nb::make_tuple(column<std::int64_t>(NPY_INT64, [](const Row& row) { return row.lane; }),
-                          column<std::uint64_t>(NPY_UINT64, of_record(&Record::seq)),
-                          column<std::int64_t>(NPY_INT64, of_record(&Record::time_ns)),
-                          column<std::int64_t>(NPY_INT64, of_record(&Record::device)),
-                          column<std::int64_t>(NPY_INT64, of_record(&Record::run)),
-                          column<std::uint64_t>(NPY_UINT64, of_record(&Record::flags)));
+    return nb::make_tuple(column([](const Row& row) { return row.lane; }), of(&Record::seq),
+                          of(&Record::time_ns), of(&Record::device), of(&Record::run),
+                          of(&Record::flags));
   }
 
   nb::tuple arrays() {
@@ -143,13 +141,14 @@ class Stack {
     std::int64_t lane;
   };
 
-  // An array of one number a row, of the type that NumPy has under `type_num`.
-  template <typename T, typename Number>
-  nb::object column(int type_num, Number&& number) const {
+  // An array of one number a row, of 64 bits.
+  template <typename Number>
+  nb::object column(Number&& number) const {
+    constexpr bool kSigned = std::is_signed_v<std::invoke_result_t<Number, const Row&>>;
+    using T = std::conditional_t<kSigned, std::int64_t, std::uint64_t>;
     npy_intp extent = static_cast<npy_intp>(rows_.size());
-    nb::object array = taken(PyArray_SimpleNew(1, &extent, type_num));
-    auto* data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
-    std::ranges::transform(rows_, data, number);
+    nb::object array = taken(PyArray_SimpleNew(1, &extent, kSigned ? NPY_INT64 : NPY_UINT64));
+    std::ranges::transform(rows_, static_cast<T*>(data_of(array)), number);
     return array;
   }
 
@@ -169,8 +168,7 @@ class Stack {
     nb::object array =
         taken(PyArray_NewFromDescr(&PyArray_Type, descr, static_cast<int>(dims.size()), dims.data(),
                                    nullptr, nullptr, 0, nullptr));
-    auto* made = reinterpret_cast<PyArrayObject*>(array.ptr());
-    data.push_back(static_cast<char*>(PyArray_DATA(made)));
+    data.push_back(static_cast<char*>(data_of(array)));
     return array;
   }
 
@@ -181,22 +179,20 @@ class Stack {
 
 class PyConsumer final : public Consumer {
  public:
-  PyConsumer(nb::object function, Form form, nb::object control)
-      : function_(function.release().ptr()), control_(control.release().ptr()), form_(form) {}
-  ~PyConsumer() override {
-    release_later(function_);
-    release_later(control_);
-  }
+  PyConsumer(nb::object function, bool stacked, nb::object control)
+      : function_(late(std::move(function))),
+        control_(late(std::move(control))),
+        stacked_(stacked) {}
 
   void consume(std::span<const Record> records) override {
     ActiveCall active;
     if (!active.entered()) return;  // Python is ending: it must not be touched
-    if (form_ == Form::kStacked) records = by_source(records);
+    if (stacked_) records = by_source(records);
     GilScope gil;
     // One call for the records of one source. A large record whose memory is lent goes alone:
     // stacked with others, it would have to be copied.
     auto goes_with = [&](const Record& record) {
-      bool alone = form_ == Form::kStacked && Channel::lend(record) != nullptr;
+      bool alone = stacked_ && Channel::lend(record) != nullptr;
       return std::pair(record.source, alone ? &record : nullptr);
     };
     each_run(records, goes_with, [&](std::span<const Record> run) {
@@ -204,26 +200,26 @@ class PyConsumer final : public Consumer {
         consume_some(*run.front().source, run);
       } catch (nb::python_error& error) {
         error.restore();
-        PyErr_WriteUnraisable(function_);
+        PyErr_WriteUnraisable(function_.get());
       }
     });
   }
 
   // Stacked arrays are made on the host.
-  bool takes_device_arrays() const noexcept override { return form_ == Form::kRows; }
+  bool takes_device_arrays() const noexcept override { return !stacked_; }
 
   void flush() override { tell("flush"); }
   void close() override { tell("close"); }
   std::string description() const override {
-    return form_ == Form::kRows ? "a Python function" : "a Python function with batch=";
+    return stacked_ ? "a Python function with batch=" : "a Python function";
   }
 
  private:
   void tell(const char* what) {
     ActiveCall active;
-    if (!active.entered() || control_ == Py_None) return;
+    if (!active.entered() || control_.get() == Py_None) return;
     GilScope gil;
-    nb::object done = nb::steal(call_python(control_, "s", what));
+    nb::object done = call_python(control_.get(), "s", what);
     if (done.is_valid()) return;
     nb::python_error error;  // takes the exception
     throw std::runtime_error(error.what());
@@ -243,32 +239,39 @@ class PyConsumer final : public Consumer {
 
   void consume_some(const Source& source, std::span<const Record> records) {
     nb::object done;
-    if (form_ == Form::kRows) {
+    if (!stacked_) {
       nb::list rows = rows_of(source, records);
       if (nb::len(rows) == 0) return;
       nb::tuple about = about_source(source);
-      done = taken(call_python(function_, "OO", about.ptr(), rows.ptr()));
+      done = call_python(function_.get(), "OO", about.ptr(), rows.ptr());
     } else {
       Stack stack(source, records);
       if (stack.empty()) return;
       nb::tuple about = about_source(source), numbers = stack.numbers(), arrays = stack.arrays();
-      done = taken(call_python(function_, "OOO", about.ptr(), numbers.ptr(), arrays.ptr()));
+      done = call_python(function_.get(), "OOO", about.ptr(), numbers.ptr(), arrays.ptr());
     }
+    if (!done.is_valid()) nb::raise_python_error();
     // How many of them the consumer raised for; None where nobody counted.
     const Py_ssize_t failed = PyLong_Check(done.ptr()) ? PyLong_AsSsize_t(done.ptr()) : 0;
     if (failed > 0) lose(static_cast<std::uint64_t>(failed));
   }
 
-  PyObject* function_;
-  PyObject* control_;  // may be None
-  Form form_;
+  LateReference function_, control_;  // the latter may be None
+  bool stacked_;
   std::vector<Record> sorted_;  // those of one call of consume()
 };
 
 }  // namespace
 
-std::shared_ptr<Consumer> make_py_consumer(nb::object function, Form form, nb::object control) {
-  return std::make_shared<PyConsumer>(std::move(function), form, std::move(control));
+void bind_py_consumer(nb::module_& module) {
+  module.def(
+      "python_consumer",
+      [](nb::object function, bool stacked, nb::object control) {
+        return ConsumerHandle{
+            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control))};
+      },
+      nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
+      nb::arg("control").none() = nb::none());
 }
 
 }  // namespace callgate::bindings

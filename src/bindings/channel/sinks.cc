@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arrays/views.h"
 #include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "channel/record.h"
@@ -51,30 +52,13 @@ std::pair<ConsumerHandle, StatsReader> stats_sink(std::vector<double> edges) {
   return {ConsumerHandle{sink}, StatsReader{sink}};
 }
 
-template <typename T>
-nb::list to_list(const std::vector<T>& values) {
-  nb::list list;
-  for (const T& value : values) list.append(value);
-  return list;
-}
-
 nb::dict to_dict(const Summary& summary) {
-  nb::dict out;
-  out["records"] = summary.records;
-  out["count"] = summary.count;
-  out["nan"] = summary.nan;
-  out["inf"] = summary.inf;
-  out["mean"] = summary.mean;
-  out["variance"] = summary.variance();
-  out["min"] = summary.min;
-  out["max"] = summary.max;
-  out["last"] = to_list(summary.last);
-  out["last_shape"] = to_list(summary.last_dims);
-  out["edges"] = to_list(summary.histogram.edges);
-  out["counts"] = to_list(summary.histogram.counts);
-  out["below"] = summary.histogram.below;
-  out["above"] = summary.histogram.above;
-  return out;
+  return dict_of("records", summary.records, "count", summary.count, "nan", summary.nan, "inf",
+                 summary.inf, "mean", summary.mean, "variance", summary.variance(), "min",
+                 summary.min, "max", summary.max, "last", summary.last, "last_shape",
+                 summary.last_dims, "edges", summary.histogram.edges, "counts",
+                 summary.histogram.counts, "below", summary.histogram.below, "above",
+                 summary.histogram.above);
 }
 
 // A new file of a sink in Python, which this process alone writes from now on. One that another
@@ -143,9 +127,8 @@ std::uint64_t next_id() {
 }
 
 DType dtype_of(int code) {
-  auto dtype = dtype_from_code(code);
-  if (dtype) return *dtype;
-  throw Error(ErrorCode::kInvalidArgument, "a record", "a dtype's code", std::to_string(code));
+  if (auto dtype = dtype_from_code(code)) return *dtype;
+  throw Error("a record", "a dtype's code", std::to_string(code));
 }
 
 void add_leaf(Source& source, std::string path, DType dtype, std::vector<std::int64_t> dims) {
@@ -161,25 +144,11 @@ void add_leaf(Source& source, std::string path, DType dtype, std::vector<std::in
 std::vector<std::int64_t> levels_of(const std::vector<std::int64_t>& lane) {
   std::vector<std::int64_t> levels;
   for (std::int64_t index : lane) {
-    if (index < 0)
-      throw Error(ErrorCode::kInvalidArgument, "a record's lane", "indices from 0",
-                  std::to_string(index));
-    levels.push_back(
-        static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(index) + 1)));
+    if (index < 0) throw Error("a record's lane", "indices from 0", std::to_string(index));
+    const auto extent = static_cast<std::uint64_t>(index) + 1;
+    levels.push_back(static_cast<std::int64_t>(std::bit_ceil(extent)));
   }
   return levels;
-}
-
-std::string key_of(const std::string& name, Role role, const std::vector<LeafArgument>& leaves,
-                   const std::vector<std::int64_t>& levels) {
-  std::string key = name;
-  (key += '\0') += std::to_string(static_cast<int>(role));
-  for (std::int64_t extent : levels) (key += ' ') += std::to_string(extent);
-  for (const auto& [path, code, dims, bytes] : leaves) {
-    (((key += '\0') += path) += '\0') += std::to_string(code);
-    for (std::int64_t extent : dims) (key += ' ') += std::to_string(extent);
-  }
-  return key;
 }
 
 class RecordWriter {
@@ -197,7 +166,7 @@ class RecordWriter {
     for (std::size_t i = 0; i < leaves.size(); ++i) {
       const nb::bytes& bytes = std::get<3>(leaves[i]);
       if (bytes.size() != from.leaves[i].nbytes)
-        throw Error(ErrorCode::kInvalidArgument, "leaf '" + from.leaves[i].path + "' of a record",
+        throw Error("leaf '" + from.leaves[i].path + "' of a record",
                     std::to_string(from.leaves[i].nbytes) + " bytes", std::to_string(bytes.size()));
       std::memcpy(payload + from.leaves[i].offset, bytes.c_str(), bytes.size());
     }
@@ -220,7 +189,10 @@ class RecordWriter {
  private:
   const Source& source(const std::string& name, Role role, const std::vector<LeafArgument>& leaves,
                        const std::vector<std::int64_t>& levels) {
-    std::unique_ptr<Source>& found = sources_[key_of(name, role, leaves, levels)];
+    Key key{name, role, {}, levels};
+    for (const auto& [path, code, dims, bytes] : leaves)
+      std::get<2>(key).emplace_back(path, code, dims);
+    std::unique_ptr<Source>& found = sources_[std::move(key)];
     if (found != nullptr) return *found;
     auto made = std::make_unique<Source>();
     made->id = next_id();
@@ -244,7 +216,11 @@ class RecordWriter {
   }
 
   std::shared_ptr<Consumer> consumer_;
-  std::map<std::string, std::unique_ptr<Source>> sources_;  // by all that a source consists of
+  // All that a source consists of: its name, role, leaves without their bytes, levels.
+  using LeafKey = std::tuple<std::string, int, std::vector<std::int64_t>>;
+  using Key = std::tuple<std::string, Role, std::vector<LeafKey>, std::vector<std::int64_t>>;
+
+  std::map<Key, std::unique_ptr<Source>> sources_;
 };
 
 }  // namespace

@@ -36,8 +36,7 @@ struct StreamSinkHandle : ConsumerHandle {};
 nb::object raw_bytes(const char* data, std::size_t size) {
   auto length = static_cast<npy_intp>(size);
   nb::object array = taken(PyArray_SimpleNew(1, &length, NPY_UINT8));
-  if (size != 0)
-    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())), data, size);
+  if (size != 0) std::memcpy(data_of(array), data, size);
   return array;
 }
 
@@ -58,28 +57,20 @@ nb::object utf8(const std::string& text) {
 
 nb::dict source_dict(const stream::Source& source, std::int32_t process_index) {
   nb::list leaves, levels;
-  for (const stream::Leaf& leaf : source.leaves) {
-    nb::list dims;
-    for (std::int64_t dim : leaf.dims) dims.append(dim);
-    leaves.append(nb::make_tuple(utf8(leaf.path), utf8(leaf.dtype), leaf.bits, nb::tuple(dims)));
-  }
+  for (const stream::Leaf& leaf : source.leaves)
+    leaves.append(
+        nb::make_tuple(utf8(leaf.path), utf8(leaf.dtype), leaf.bits, tuple_of(leaf.dims)));
   for (const stream::Level& level : source.levels)
     levels.append(nb::make_tuple(level.size, utf8(level.mask)));
-  nb::dict dict;
-  dict["id"] = source.id;
-  dict["name"] = utf8(source.name);
-  dict["description"] = utf8(source.description);
-  dict["role"] = source.role;
-  dict["levels"] = levels;
-  dict["leaves"] = leaves;
-  dict["value_leaves"] = source.value_leaves;
-  dict["has_where"] = source.has_where;
-  dict["process_index"] = process_index;  // of the session that described it; -1: not known
-  return dict;
+  // The process's index is of the session that described it; -1: not known.
+  return dict_of("id", source.id, "name", utf8(source.name), "description",
+                 utf8(source.description), "role", source.role, "levels", levels, "leaves", leaves,
+                 "value_leaves", source.value_leaves, "has_where", source.has_where,
+                 "process_index", process_index);
 }
 
 // What is known of a reader without touching it, for any thread that has the GIL.
-struct ReaderState {
+struct State {
   bool closed = false, ended = false;
   std::uint64_t offset = 0;
   std::uint32_t process = 0;
@@ -157,7 +148,7 @@ class StreamReader {
   }
 
   template <auto kWhat>
-  auto known() const noexcept {
+  auto get() const noexcept {
     return state_.*kWhat;
   }
   const std::string& address() const noexcept { return address_; }
@@ -166,9 +157,8 @@ class StreamReader {
   using Seen = std::pair<std::shared_ptr<const stream::Source>, std::int32_t>;  // process's index
 
   // The time in which a thread uses the reader.
-  class Use {
-   public:
-    explicit Use(StreamReader& reader) : reader_(reader) {
+  struct Use : Immovable {
+    explicit Use(StreamReader& of) : reader(of) {
       if (reader.close_requested_) reader.refuse("it has been closed");
       if (!reader.is_file_ && !reader.process_.here())
         reader.refuse("its connection belongs to the process that this one was forked from");
@@ -176,14 +166,10 @@ class StreamReader {
       reader.in_use_ = true;
     }
     ~Use() {
-      reader_.in_use_ = false;
-      if (reader_.close_requested_) reader_.reader_.reset();
+      reader.in_use_ = false;
+      if (reader.close_requested_) reader.reader_.reset();
     }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-
-   private:
-    StreamReader& reader_;
+    StreamReader& reader;
   };
 
   // Null where a signal ended the wait.
@@ -253,7 +239,7 @@ class StreamReader {
   std::string address_;
   OfProcess process_;
   bool is_file_ = false, in_use_ = false, close_requested_ = false;
-  ReaderState state_;
+  State state_;
   std::unique_ptr<stream::Reader> reader_;
   std::vector<Seen> seen_;
   std::unordered_map<const stream::Source*,
@@ -324,14 +310,10 @@ void bind_stream(nb::module_& module) {
       .def("scan", &StreamReader::scan, "Reads on to the end, for sources() alone.")
       .def("sources", &StreamReader::sources)
       .def("close", &StreamReader::close)
-      .def_prop_ro("closed", &StreamReader::known<&ReaderState::closed>,
-                   "Whether the writer has closed the stream.")
-      .def_prop_ro("ended", &StreamReader::known<&ReaderState::ended>,
-                   "Whether the last read met the end.")
-      .def_prop_ro("offset", &StreamReader::known<&ReaderState::offset>,
-                   "Where the next frame begins.")
-      .def_prop_ro("process", &StreamReader::known<&ReaderState::process>,
-                   "The writer's process id, as its operating system has it.")
+      .def_prop_ro("closed", &StreamReader::get<&State::closed>, "Whether the writer closed it.")
+      .def_prop_ro("ended", &StreamReader::get<&State::ended>, "Whether the last read met the end.")
+      .def_prop_ro("offset", &StreamReader::get<&State::offset>, "Where the next frame begins.")
+      .def_prop_ro("process", &StreamReader::get<&State::process>, "The writer's process id.")
       .def_prop_ro("address", &StreamReader::address);
 }
 

@@ -1,67 +1,44 @@
 // See the header. The GIL is held by whoever comes from Python, and taken by what XLA calls.
 #include "bindings/gate/gate.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <string_view>
+#include <optional>
 #include <utility>
-#include <vector>
 
-#include "bindings/arrays/device.h"
+#include "bindings/arrays/buffer.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/check.h"
+#include "core/kernel_mode.h"
 
 namespace callgate::bindings {
 
-Settings& Settings::instance() {
-  static constinit Settings settings;
-  return settings;
-}
-
-PyCallee::PyCallee(std::string name, nb::object function, nb::object bind, GateOptions options)
-    : name_(std::move(name)),
-      function_(function.release().ptr()),
-      bind_(bind.is_none() ? nullptr : bind.release().ptr()),
-      options_(options),
-      private_(options.owned_inputs ? +kPrivateInputs : 0u) {}
-
-PyCallee::~PyCallee() {
-  release_later(function_);
-  if (bind_ != nullptr) release_later(bind_);
-}
+PyCallee::PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
+    : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
+      options(chosen),
+      function(late(std::move(called))),
+      bind(binder.is_none() ? nullptr : late(std::move(binder))),
+      name_(std::move(name)) {}
 
 std::shared_ptr<Site> PyCallee::specialise(SiteSpec spec) {
   GilScope gil;
-  if (bind_ == nullptr) {
-    Py_INCREF(function_);
-    bool tuple = options_.flat_results || spec.spec == "*";
-    return make_gate_site(shared_from_this(), function_, tuple, std::move(spec));
+  nb::object target = nb::borrow(function.get());
+  bool tuple = options.flat_results || spec.spec == "*";
+  if (bind != nullptr) {
+    // bind(spec) -> (callable, whether results come and go as a tuple)
+    nb::object bound = call_python(bind.get(), "s", spec.spec.c_str());
+    if (!bound.is_valid())
+      throw Error(ErrorCode::kInvalidArgument, take_exception(name_, spec.site));
+    target = bound[0];
+    tuple = nb::cast<bool>(bound[1]);
   }
-  // bind(spec) -> (callable, whether results come and go as a tuple)
-  nb::object bound = nb::steal(call_python(bind_, "s", spec.spec.c_str()));
-  if (!bound.is_valid()) {
-    throw Error(ErrorCode::kInvalidArgument, take_exception(name_, spec.site));
-  }
-  nb::object target = bound[0];
-  bool tuple = nb::cast<bool>(bound[1]);
-  return make_gate_site(shared_from_this(), target.release().ptr(), tuple, std::move(spec));
-}
-
-int PyCallee::traverse(visitproc visit, void* arg) {
-  if (weak_from_this().use_count() != 1) return 0;
-  Py_VISIT(function_);
-  Py_VISIT(bind_);
-  return 0;
-}
-
-void PyCallee::clear() {
-  if (weak_from_this().use_count() != 1) return;
-  Py_INCREF(Py_None);
-  Py_DECREF(std::exchange(function_, Py_None));
-  Py_XDECREF(std::exchange(bind_, nullptr));
+  return make_gate_site(shared_from_this(), late(std::move(target)), tuple, std::move(spec));
 }
 
 void PyCallee::defer(const Error& error) {
@@ -72,21 +49,14 @@ void PyCallee::defer(const Error& error) {
 void PyCallee::enter_worker(bool of_device) {
   thread_local bool device_worker = false;
   if (std::exchange(device_worker, of_device) == of_device) return;
-  ActiveGil gil;
-  if (!gil) return;
-  nb::object done =
-      nb::steal(call_python(Hooks::instance().device_worker, "O", of_device ? Py_True : Py_False));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+  if (ActiveGil gil; gil) call_unraisable(hooks.device_worker, "O", of_device ? Py_True : Py_False);
 }
 
 std::string PyCallee::self_wait(unsigned long thread) {
   ActiveGil gil;
   if (!gil) return {};
-  nb::object text =
-      nb::steal(call_python(Hooks::instance().self_wait, "sk", name_.c_str(), thread));
-  if (text.is_valid()) return nb::cast<std::string>(text);
-  PyErr_WriteUnraisable(nullptr);
-  return {};
+  nb::object text = call_unraisable(hooks.self_wait, "sk", name_.c_str(), thread);
+  return text.is_valid() ? nb::cast<std::string>(text) : std::string();
 }
 
 std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
@@ -104,17 +74,12 @@ Style style_of(const std::string& text) {
 }
 
 nb::dict stats_of(const CalleeHandle& handle) {
-  const Counters& counters = handle.callee().counters();
-  auto read = [](const std::atomic<std::int64_t>& counter) {
-    return counter.load(std::memory_order_relaxed);  // see Counters
-  };
-  nb::dict stats;
-  stats["calls"] = read(counters.calls);
-  stats["errors"] = read(counters.errors);
-  stats["bytes"] = read(counters.bytes);
-  stats["python_ns"] = read(counters.python_ns);
-  stats["gil_wait_ns"] = read(counters.gil_wait_ns);
-  return stats;
+  const Counters& counters = handle.callee().counters;
+  // Relaxed: see Counters.
+  auto read = [](const auto& counter) { return counter.load(std::memory_order_relaxed); };
+  return dict_of("calls", read(counters.calls), "errors", read(counters.errors), "bytes",
+                 read(counters.bytes), "python_ns", read(counters.python_ns), "gil_wait_ns",
+                 read(counters.gil_wait_ns));
 }
 
 // Python's cycle collector sees through the handle: a callable may refer to its own gate. Only
@@ -122,11 +87,20 @@ nb::dict stats_of(const CalleeHandle& handle) {
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
-  return nb::inst_ptr<CalleeHandle>(self)->callee().traverse(visit, arg);
+  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  Py_VISIT(callee.function.get());
+  Py_VISIT(callee.bind.get());
+  return 0;
 }
 
 int clear(PyObject* self) {
-  nb::inst_ptr<CalleeHandle>(self)->callee().clear();
+  PyCallee& callee = nb::inst_ptr<CalleeHandle>(self)->callee();
+  if (callee.weak_from_this().use_count() != 1) return 0;
+  LateReference none = late(nb::none());
+  std::swap(callee.function, none);
+  Py_DECREF(none.release());
+  Py_XDECREF(callee.bind.release());
   return 0;
 }
 
@@ -134,8 +108,22 @@ PyType_Slot handle_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse
                               {Py_tp_clear, reinterpret_cast<void*>(&clear)},
                               {0, nullptr}};
 
+std::uintptr_t stream_number(const Context& context) { return number_of(context.stream); }
+
 int ordinal_of(const Context& context) {
-  return context.call.stream == nullptr ? -1 : DeviceCall::of(context.call).device->ordinal();
+  return context.stream == nullptr ? -1 : DeviceCall::of(context).device->ordinal();
+}
+
+std::int64_t rank_of(const Context& context) { return std::max(context.shard, 0); }
+
+nb::dict coordinates_of(const Context& context) {
+  nb::dict coordinates;
+  std::int64_t inner = context.mesh->devices;
+  for (const auto& [name, extent] : context.mesh->axes) {
+    inner /= extent;
+    coordinates[name.c_str()] = rank_of(context) / inner % extent;
+  }
+  return coordinates;
 }
 
 enum class Stage { kInstantiate, kPrepare, kInitialize, kExecute };
@@ -148,83 +136,87 @@ void bind_context(nb::module_& module) {
       .value("EXECUTE", Stage::kExecute);
   nb::class_<Context>(module, "Context", "Where and when a style=\"context\" gate runs.")
       .def_prop_ro("stage", [](const Context&) { return Stage::kExecute; })
-      .def_prop_ro(
-          "stream",
-          [](const Context& c) { return reinterpret_cast<std::uintptr_t>(c.call.stream); },
-          "XLA's CUDA stream as an integer (a CUstream); 0 on the CPU.")
+      .def_prop_ro("stream", &stream_number,
+                   "XLA's CUDA stream as an integer (a CUstream); 0 on the CPU.")
       .def(
           "stream_as",
           [](const Context& c, const std::string& library) {
-            return nb::handle(Hooks::instance().stream_as)(
-                library, reinterpret_cast<std::uintptr_t>(c.call.stream), ordinal_of(c));
+            return nb::handle(hooks.stream_as)(library, stream_number(c), ordinal_of(c));
           },
           nb::arg("library"),
           "XLA's stream as an object of \"cupy\", \"torch\", \"numba\" or \"cuda\" "
           "(cuda.bindings'\nCUstream). An error on the CPU, and where the library is missing.")
       .def_prop_ro("ordinal", &ordinal_of,
                    "The GPU's number for CUDA in this process; -1 on the CPU.")
-      .def_prop_ro(
-          "device", [](const Context& c) { return c.call.device; },
-          "The device's global id (jax.Device.id).")
-      .def_prop_ro(
-          "run", [](const Context& c) { return c.call.run; },
-          "XLA's id of this run, the same on all its devices.")
-      .def_prop_ro(
-          "rank", [](const Context& c) { return std::max(c.call.shard, 0); },
-          "The device's position among those that run the program: 0 to size - 1.")
+      .def_ro("device", &Context::device, "The device's global id (jax.Device.id).")
+      .def_ro("run", &Context::run, "XLA's id of this run, the same on all its devices.")
+      .def_prop_ro("rank", &rank_of,
+                   "The device's position among those that run the program: 0 to size - 1.")
       .def_prop_ro(
           "size", [](const Context& c) { return c.mesh->devices; },
           "How many devices run the program; 1 for a program of one device.")
-      .def_prop_ro(
-          "coordinates",
-          [](const Context& c) {
-            nb::dict coordinates;
-            std::int64_t inner = c.mesh->devices;
-            for (const auto& [name, extent] : c.mesh->axes) {
-              inner /= extent;
-              coordinates[name.c_str()] = std::max(c.call.shard, 0) / inner % extent;
-            }
-            return coordinates;
-          },
-          "The device's index along each axis of the program's mesh, by the axis's name; empty "
-          "where the mesh is not known.");
+      .def_prop_ro("coordinates", &coordinates_of,
+                   "The device's index along each axis of the program's mesh, by the axis's name; "
+                   "empty where the mesh is not known.");
+}
+
+// What watches calls: settings of the process, and traces.
+void bind_settings(nb::module_& module) {
+  constexpr auto set = [](int bit, bool on) {
+    // Relaxed: see Settings.
+    on ? settings.recorded.fetch_or(bit, std::memory_order_relaxed)
+       : settings.recorded.fetch_and(~bit, std::memory_order_relaxed);
+  };
+  module.def("set_timing", [set](bool on) { set(Settings::kTiming, on); });
+  module.def("start_trace", [set] {
+    std::lock_guard lock(immortal<Trace>().mutex);
+    immortal<Trace>().events.clear();
+    set(Settings::kTracing, /*on=*/true);
+  });
+  module.def("stop_trace", [set] {
+    std::lock_guard lock(immortal<Trace>().mutex);
+    set(Settings::kTracing, /*on=*/false);
+    return std::exchange(immortal<Trace>().events, {});
+  });
+  module.def("set_check_writes", [](bool on) {
+    settings.check_writes.store(on, std::memory_order_relaxed);  // as above
+  });
+  module.def("set_stall_seconds", [](double seconds) {
+    settings.stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
+    set_kernel_stall_ns(seconds_of(seconds).count());
+  });
 }
 
 }  // namespace
 
 void bind_gate(nb::module_& module) {
   bind_context(module);
+  bind_settings(module);
   module.def(
       "device_call",
-      [] {
-        const DeviceCall* call = DeviceCallScope::current();
-        return call == nullptr
-                   ? nb::object(nb::none())
-                   : nb::object(nb::make_tuple(reinterpret_cast<std::uintptr_t>(call->stream),
-                                               call->device->ordinal()));
+      []() -> std::optional<std::pair<std::uintptr_t, int>> {
+        const DeviceCall* call = DeviceCallScope::current;
+        if (call == nullptr) return std::nullopt;
+        return std::pair(number_of(call->stream), call->device->ordinal());
       },
-      nb::sig("def device_call() -> tuple[int, int] | None"),
       "(stream, GPU's number) of the call on a GPU that runs on this thread; None on the CPU.");
-  nb::class_<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
-                           nb::is_weak_referenceable(),
-                           "The runtime's handle on a Python callable, by name.")
+  bind_handle<CalleeHandle>(module, "Callee", nb::type_slots(handle_slots),
+                            "The runtime's handle on a Python callable, by name.")
       .def(
           "__init__",
           [](CalleeHandle* self, std::string name, nb::object function, nb::object bind,
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            GateOptions options{
-                .style = style_of(style),
-                .arrays = arrays == "buffer" ? Arrays::kBuffer : Arrays::kNumpy,
-                .cast = cast,
-                .owned_inputs = owned_inputs,
-                .flat_results = flat_results,
-                .own_thread = own_thread || timeout > 0,
-                .native = native,
-                .default_stream = default_stream,
-                .command_buffer = command_buffer,
-                .timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout * 1e9))};
+            GateOptions options{.style = style_of(style), .buffers = arrays == "buffer"};
+            options.cast = cast;
+            options.owned_inputs = owned_inputs;
+            options.flat_results = flat_results;
+            options.own_thread = own_thread || timeout > 0;
+            options.native = native;
+            options.default_stream = default_stream;
+            options.command_buffer = command_buffer;
+            options.timeout = seconds_of(timeout);
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },
@@ -233,17 +225,15 @@ void bind_gate(nb::module_& module) {
           nb::arg("owned_inputs") = false, nb::arg("flat_results") = false,
           nb::arg("own_thread") = false, nb::arg("timeout") = 0.0, nb::arg("native") = false,
           nb::arg("default_stream") = false, nb::arg("command_buffer") = false)
-      .def_prop_ro("name", &CalleeHandle::name)
       .def("stats", &stats_of);
-  nb::class_<CheckHandle>(module, "Check", nb::is_weak_referenceable(),
-                          "A callee that calls another one when its first operand is False.")
+  bind_handle<CheckHandle>(module, "Check",
+                           "A callee that calls another one when its first operand is False.")
       .def(
           "__init__",
           [](CheckHandle* self, std::string name, const CalleeHandle& failed) {
             new (self) CheckHandle(std::make_shared<CheckCallee>(std::move(name), failed.shared()));
           },
-          nb::arg("name"), nb::arg("failed"))
-      .def_prop_ro("name", &CheckHandle::name);
+          nb::arg("name"), nb::arg("failed"));
 }
 
 }  // namespace callgate::bindings

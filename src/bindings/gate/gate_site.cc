@@ -3,11 +3,13 @@
 // Takes the GIL once a call, makes one view per array and lane, vectorcalls, copies results (style
 // return), and looks at the views' reference counts for escapes. On the fast path nothing is
 // allocated but the views, and no lock is taken but the GIL. Everything below
-// `PyGateSite::run_timed` holds the GIL.
+// `PyGateSite::run_counted` holds the GIL.
 #include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,12 +17,10 @@
 #include <vector>
 
 #include "bindings/arrays/buffer.h"
-#include "bindings/arrays/device.h"
 #include "bindings/arrays/views.h"
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/stall.h"
 
 namespace callgate::bindings {
@@ -52,6 +52,25 @@ class Arguments : Immovable {
   std::size_t count_ = 0;
 };
 
+// The views of one kind of a call, and the memory that they show.
+struct Views : Arguments {
+  Views(const char* of_kind, std::span<const ArrayView> shown, bool is_own)
+      : Arguments(shown.size()), kind(of_kind), memory(shown), own(is_own) {}
+
+  bool escaped() {
+    return !own && std::ranges::any_of(all(), [](PyObject* view) { return Py_REFCNT(view) != 1; });
+  }
+  void add_to(nb::list& suspects) {
+    for (std::size_t i = 0; !own && i < size(); ++i)
+      suspects.append(nb::make_tuple(kind, i, nb::borrow(data()[i]), number_of(memory[i].data),
+                                     memory[i].nbytes()));
+  }
+
+  const char* kind;
+  std::span<const ArrayView> memory;
+  bool own;  // private ones, which may outlive the call
+};
+
 // A call on a GPU while it runs.
 struct OnGpu : DeviceCall {
   unsigned default_streams = 0;  // as Buffer's, of all its buffers
@@ -61,49 +80,54 @@ constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
 
 class PyGateSite final : public Site {
  public:
-  PyGateSite(std::shared_ptr<PyCallee> callee, PyObject* target, bool tuple_results, SiteSpec spec)
+  PyGateSite(std::shared_ptr<PyCallee> callee, LateReference target, bool tuple_results,
+             SiteSpec spec)
       : callee_(std::move(callee)),
-        options_(callee_->options()),
-        target_(target),
+        target_(std::move(target)),
         tuple_results_(tuple_results),
         spec_(std::move(spec)),
         mesh_(std::make_shared<const Mesh>(std::move(spec_.mesh))) {}
-  ~PyGateSite() override { release_later(target_); }
 
   void run(const Call& call) override {
-    auto stall = Settings::instance().stall_ns.load(std::memory_order_relaxed);  // late is fine
-    if (stall == 0) return run_timed(call);
+    auto stall = settings.stall_ns.load(std::memory_order_relaxed);  // see Settings
+    if (stall == 0) return run_counted(call);
     StallWatch watch(std::chrono::nanoseconds(stall), callee_,
                      [text = to_string(call.operands)] { return text; });
-    run_timed(call);
+    run_counted(call);
   }
 
  private:
-  void run_timed(const Call& call) {
-    Counters& counters = callee_->counters();
+  void run_counted(const Call& call) {
+    Counters& counters = callee_->counters;
     std::size_t bytes = 0;
     for (const ArrayView& view : call.operands) bytes += view.nbytes();
     for (const ArrayView& view : call.results) bytes += view.nbytes();
     counters.calls.fetch_add(spec_.lanes.count(), std::memory_order_relaxed);  // see Counters
     counters.bytes.fetch_add(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
-    if (!Recorder::instance().timing()) {
-      GilScope gil;
-      if (!run_where_it_is(call)) fail(call);
-      return;
-    }
-    std::int64_t start = Recorder::now_ns();
+    const bool timed = settings.recorded.load(std::memory_order_relaxed) != 0;  // see Settings
+    const std::int64_t start = timed ? now_ns() : 0;
     GilScope gil;
-    std::int64_t locked = Recorder::now_ns();
+    const std::int64_t locked = timed ? now_ns() : 0;
     bool ok = run_where_it_is(call);
-    Recorder::instance().record(callee_->name(), counters, start, locked, Recorder::now_ns());
-    if (!ok) fail(call);
-  }
-
-  // With a Python error set.
-  [[noreturn]] void fail(const Call& call) {
-    callee_->counters().errors.fetch_add(1, std::memory_order_relaxed);
+    if (timed) record(start, locked - start, now_ns() - locked);
+    if (ok) return;
+    counters.errors.fetch_add(1, std::memory_order_relaxed);
     throw Error::verbatim(ErrorCode::kInternal,
                           take_exception(callee_->name(), spec_.site, spec_.layout, call.context));
+  }
+
+  static std::int64_t now_ns() noexcept {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  void record(std::int64_t start_ns, std::int64_t gil_wait_ns, std::int64_t python_ns) {
+    callee_->counters.gil_wait_ns.fetch_add(gil_wait_ns, std::memory_order_relaxed);
+    callee_->counters.python_ns.fetch_add(python_ns, std::memory_order_relaxed);
+    if ((settings.recorded.load(std::memory_order_relaxed) & Settings::kTracing) == 0) return;
+    thread_local const std::int64_t thread = gettid();
+    std::lock_guard lock(immortal<Trace>().mutex);
+    immortal<Trace>().events.emplace_back(callee_->name(), thread, start_ns, gil_wait_ns,
+                                          gil_wait_ns + python_ns);
   }
 
   // False with a Python error, as all below.
@@ -130,26 +154,30 @@ class PyGateSite final : public Site {
   bool run_on_device(const Call& call, OnGpu& gpu) {
     bool recorded = options_.command_buffer && cuda::capturing(gpu.stream);
     // Default streams take no part in recordings.
-    bool joins = options_.default_stream && !recorded;
-    if (joins) gpu.hold_back(kLegacyStream);
-    if (joins) gpu.default_streams = 1u << kLegacyStream;
+    if (options_.default_stream && !recorded) {
+      gpu.hold_back(kLegacyStream);
+      gpu.default_streams = 1u << kLegacyStream;
+    }
     bool ok = run_all(call, &gpu);
     if (recorded) return ok && was_recorded(gpu);
-    for (std::int64_t stream : {kLegacyStream, kThreadStream}) {
+    for (std::int64_t stream : {kLegacyStream, kThreadStream})
       if ((gpu.default_streams & (1u << stream)) != 0) gpu.wait_for(stream);
-    }
     return ok;
   }
 
   bool was_recorded(const DeviceCall& call) {
-    if (!capture_failed(call)) return true;
+    cuda::CaptureStatus status = cuda::CaptureStatus::kNone;
+    cuda::Result result = cuda::driver().stream_is_capturing(call.stream, &status);
+    if (result != cuda::Result::kStreamCaptureInvalidated) {
+      cuda::check(result, "cuStreamIsCapturing");
+      if (status != cuda::CaptureStatus::kInvalidated) return true;
+    }
     std::string text =
         "gate '" + callee_->name() +
-        "': command_buffer=True: what it did can't be recorded. Expected: launches "
-        "and asynchronous copies on XLA's stream, with no waiting, no allocation by "
-        "the driver and no other stream that does not come back to it; got a capture "
-        "that CUDA has given up";
-    PyErr_SetString(Hooks::instance().capture_error, text.c_str());
+        "': command_buffer=True: what it did can't be recorded. Expected: launches and "
+        "asynchronous copies on XLA's stream, with no waiting, no allocation by the driver and no "
+        "other stream that does not come back to it; got a capture that CUDA has given up";
+    PyErr_SetString(hooks.capture_error, text.c_str());
     return false;
   }
 
@@ -175,132 +203,91 @@ class PyGateSite final : public Site {
   bool run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
                 const CallContext& context, OnGpu* gpu) {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
-    unsigned privately = gpu == nullptr ? callee_->private_views() : 0;
-    bool own_inputs = (privately & kPrivateInputs) != 0;
-    bool own_results = (privately & kPrivateResults) != 0;
-    Arguments inputs(operands.size()), outputs(results.size());
-    for (const ArrayView& view : operands) {
-      if (!inputs.push(make_argument(view, /*writable=*/false, context.device, gpu, own_inputs)))
-        return false;
-    }
-    if (options_.style != Style::kReturn) {
-      for (const ArrayView& view : results) {
-        if (!outputs.push(make_argument(view, /*writable=*/true, context.device, gpu, own_results)))
-          return false;
-      }
-    }
+    unsigned privately =
+        gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
+    Views inputs("argument", operands, (privately & kPrivateInputs) != 0);
+    Views outputs("result", results, (privately & kPrivateResults) != 0);
+    if (!show(inputs, /*writable=*/false, context.device, gpu)) return false;
+    if (options_.style != Style::kReturn && !show(outputs, /*writable=*/true, context.device, gpu))
+      return false;
     // On a GPU it is slow: it waits for the stream. For debugging.
-    bool check = Settings::instance().check_writes.load(std::memory_order_relaxed) &&
+    bool check = settings.check_writes.load(std::memory_order_relaxed) &&  // see Settings
                  !(options_.command_buffer && gpu != nullptr);
-    std::vector<std::size_t> sums;
-    if (check) sums = checksums(operands, gpu);
+    const auto sums = check ? checksums(operands, gpu) : std::vector<std::size_t>();
     nb::object result = invoke(inputs, outputs, context);
     if (gpu != nullptr) gpu->make_current();
     bool ok = result.is_valid() && take(results, result, gpu);
     result.reset();
     if (gpu != nullptr) {
-      for (Arguments* views : {&inputs, &outputs}) {
+      for (Arguments* views : {&inputs, &outputs})
         for (PyObject* view : views->all())
           gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
-      }
     }
-    Views in{"argument", inputs, operands}, out{"result", outputs, results};
-    if (!settle_views(own_inputs ? nullptr : &in, own_results ? nullptr : &out, ok)) return false;
-    if (own_results && !write_back(results, outputs)) return false;
+    if (!settle_views(inputs, outputs, ok)) return false;
+    if (outputs.own && !write_back(results, outputs)) return false;
     return ok && (!check || unwritten(sums, checksums(operands, gpu)));
   }
 
-  static std::vector<std::size_t> checksums(std::span<const ArrayView> views,
-                                            const DeviceCall* gpu) {
-    if (gpu != nullptr) return device_checksums(*gpu, views);
-    std::vector<std::size_t> sums;
-    for (const ArrayView& view : views) sums.push_back(checksum(view));
-    return sums;
-  }
-
-  // What the callable gets for an array of the call; `own` for a copy that it may keep.
-  PyObject* make_argument(const ArrayView& view, bool writable, std::int64_t device,
-                          const DeviceCall* gpu, bool own) const {
-    if (options_.arrays == Arrays::kBuffer || gpu != nullptr) {
-      PyObject* buffer = make_buffer(view, writable, device, gpu);
-      if (own && buffer != nullptr) nb::cast<Buffer&>(nb::handle(buffer)).detach();
-      return buffer;
+  // Makes what the callable gets for arrays of the call.
+  bool show(Views& views, bool writable, std::int64_t device, const DeviceCall* gpu) const {
+    for (const ArrayView& view : views.memory) {
+      PyObject* made = nullptr;
+      if (options_.buffers || gpu != nullptr) {
+        Buffer buffer(view, !writable, device, gpu);
+        if (views.own) buffer.detach();
+        made = nb::cast(std::move(buffer)).release().ptr();
+      } else {
+        made = views.own ? make_copy(view) : make_view(view, writable);
+      }
+      if (!views.push(made)) return false;
     }
-    return own ? make_copy(view) : make_view(view, writable);
+    return true;
   }
 
   // Calls target(*inputs), target(out, *inputs) or target(context, out, *inputs).
   nb::object invoke(Arguments& inputs, Arguments& outputs, const CallContext& context) {
     if (options_.style == Style::kReturn) return vectorcall(inputs);
     Arguments arguments(inputs.size() + 2);
-    if (options_.style == Style::kContext) {
+    if (options_.style == Style::kContext)
       arguments.push(nb::cast(Context{context, mesh_}).release().ptr());
-    }
     if (!arguments.push(out_argument(outputs))) return {};
-    for (PyObject* input : inputs.all()) {
-      Py_INCREF(input);
-      arguments.push(input);
-    }
+    for (PyObject* input : inputs.all()) arguments.push(nb::handle(input).inc_ref().ptr());
     return vectorcall(arguments);
   }
 
   nb::object vectorcall(Arguments& arguments) const {
-    return nb::steal(running_python(
-        [&] { return PyObject_Vectorcall(target_, arguments.data(), arguments.size(), nullptr); }));
+    return nb::steal(running_python([&] {
+      return PyObject_Vectorcall(target_.get(), arguments.data(), arguments.size(), nullptr);
+    }));
   }
 
   PyObject* out_argument(Arguments& outputs) const {
-    if (!tuple_results_) {
-      Py_INCREF(outputs.data()[0]);
-      return outputs.data()[0];
-    }
+    if (!tuple_results_) return nb::handle(outputs.data()[0]).inc_ref().ptr();
     PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
-    if (tuple == nullptr) return nullptr;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      Py_INCREF(outputs.data()[i]);
-      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), outputs.data()[i]);
+    for (std::size_t i = 0; tuple != nullptr && i < outputs.size(); ++i) {
+      PyObject* output = nb::handle(outputs.data()[i]).inc_ref().ptr();
+      PyTuple_SetItem(tuple, static_cast<Py_ssize_t>(i), output);
     }
     return tuple;
   }
 
-  // The views of one kind of a call, and the memory that they show.
-  struct Views {
-    const char* kind;
-    Arguments& objects;
-    std::span<const ArrayView> memory;
-
-    bool escaped() const {
-      return std::ranges::any_of(objects.all(),
-                                 [](PyObject* view) { return Py_REFCNT(view) != 1; });
-    }
-    void add_to(nb::list& suspects) const {
-      for (std::size_t i = 0; i < objects.size(); ++i) {
-        suspects.append(nb::make_tuple(kind, i, nb::borrow(objects.data()[i]),
-                                       reinterpret_cast<std::uintptr_t>(memory[i].data),
-                                       memory[i].nbytes()));
-      }
-    }
-  };
-
-  // Looks for views that outlived the call, as private ones may, for which a kind is null. Where
-  // one did, Python's `escaped` hook finds who holds them, and has what still refers to the views
-  // made safe; what can't be makes the callee's later views private. `ok` is false while the call's
-  // own exception is set: its frames may hold views, which is no error of the user's. False with a
-  // Python error: the call's own, or that of an escape.
-  bool settle_views(const Views* inputs, const Views* outputs, bool ok) {
-    bool escaped = inputs != nullptr && inputs->escaped();
-    escaped = (outputs != nullptr && outputs->escaped()) || escaped;
-    if (!escaped) return ok;
+  // Looks for views that outlived the call. Where one did, Python's `escaped` hook finds who holds
+  // them, and has what still refers to the views made safe; what can't be makes the callee's later
+  // views private. `ok` is false while the call's own exception is set: its frames may hold views,
+  // which is no error of the user's. False with a Python error: the call's own, or an escape's.
+  bool settle_views(Views& inputs, Views& outputs, bool ok) {
+    if (!inputs.escaped() && !outputs.escaped()) return ok;
     nb::object raised = ok ? nb::none() : take_raised();  // set aside while the hook runs
     nb::list suspects;
-    if (inputs != nullptr) inputs->add_to(suspects);
-    if (outputs != nullptr) outputs->add_to(suspects);
+    inputs.add_to(suspects);
+    outputs.add_to(suspects);
     nb::object make_private = nb::cpp_function([callee = callee_](const std::string& kind) {
-      callee->make_private(kind == "argument" ? kPrivateInputs : kPrivateResults);
+      callee->private_views.fetch_or(kind == "argument" ? kPrivateInputs : kPrivateResults,
+                                     std::memory_order_relaxed);  // see there
     });
-    nb::object done = nb::steal(call_python(Hooks::instance().escaped, "ssOOO",
-                                            callee_->name().c_str(), spec_.spec.c_str(),
-                                            suspects.ptr(), raised.ptr(), make_private.ptr()));
+    nb::object done =
+        call_python(hooks.escaped, "ssOOO", callee_->name().c_str(), spec_.spec.c_str(),
+                    suspects.ptr(), raised.ptr(), make_private.ptr());
     if (ok) return done.is_valid();
     if (!done.is_valid()) PyErr_Clear();  // the call's own exception matters more
     restore_raised(std::move(raised));
@@ -336,7 +323,7 @@ class PyGateSite final : public Site {
   bool write_back(std::span<ArrayView> results, Arguments& outputs) const {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       PyObject* value = outputs.data()[i];
-      if (options_.arrays == Arrays::kBuffer) {
+      if (options_.buffers) {
         copy_to(results[i], nb::cast<const Buffer&>(nb::handle(value)).view.data);
       } else if (!take_one(results[i], value, i, /*sources=*/nullptr)) {
         return false;
@@ -355,31 +342,28 @@ class PyGateSite final : public Site {
                         ? store(target, value, options_.cast)
                         : store_on_device(target, value, options_.cast, *sources, got);
     if (stored != Stored::kMismatch) return stored == Stored::kYes;
-    if (sources == nullptr && !describe(value, got)) return false;
+    if (got.empty() && !describe(value, got)) return false;
     return mismatch(number, to_string(target), got);
   }
 
+  // Both leave what their hook raises.
   bool mismatch(int index, const std::string& expected, const std::string& got) const {
-    nb::object made =
-        nb::steal(call_python(Hooks::instance().result_error, "ssiss", callee_->name().c_str(),
-                              spec_.spec.c_str(), index, expected.c_str(), got.c_str()));
-    return false;  // the hook raises
+    call_python(hooks.result_error, "ssiss", callee_->name().c_str(), spec_.spec.c_str(), index,
+                expected.c_str(), got.c_str());
+    return false;
   }
-
-  bool unwritten(const std::vector<std::size_t>& before, const std::vector<std::size_t>& after) {
-    for (std::size_t i = 0; i < before.size(); ++i) {
-      if (before[i] == after[i]) continue;
-      nb::object made =
-          nb::steal(call_python(Hooks::instance().input_written, "ssi", callee_->name().c_str(),
-                                spec_.spec.c_str(), static_cast<int>(i)));
-      return false;  // the hook raises
-    }
-    return true;
+  bool unwritten(const std::vector<std::size_t>& before,
+                 const std::vector<std::size_t>& after) const {
+    auto [one, other] = std::ranges::mismatch(before, after);
+    if (one == before.end()) return true;
+    call_python(hooks.input_written, "ssi", callee_->name().c_str(), spec_.spec.c_str(),
+                static_cast<int>(one - before.begin()));
+    return false;
   }
 
   std::shared_ptr<PyCallee> callee_;
-  const GateOptions& options_;
-  PyObject* target_;
+  const GateOptions& options_ = callee_->options;
+  LateReference target_;
   bool tuple_results_;
   SiteSpec spec_;
   std::shared_ptr<const Mesh> mesh_;
@@ -387,9 +371,10 @@ class PyGateSite final : public Site {
 
 }  // namespace
 
-std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, PyObject* target,
+std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, LateReference target,
                                      bool tuple_results, SiteSpec spec) {
-  return std::make_shared<PyGateSite>(std::move(callee), target, tuple_results, std::move(spec));
+  return std::make_shared<PyGateSite>(std::move(callee), std::move(target), tuple_results,
+                                      std::move(spec));
 }
 
 }  // namespace callgate::bindings

@@ -18,7 +18,6 @@
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "bindings/python/references.h"
 #include "core/crash_report.h"
 #include "core/kernel_mode.h"
 #include "core/utf8.h"
@@ -31,19 +30,12 @@ namespace {
 
 using Parameters = std::vector<std::tuple<int, int, int>>;  // kind, dtype, rank
 
-// A reference that may die on a thread without the GIL.
-std::shared_ptr<void> share(nb::handle object) {
-  if (object.is_none()) return nullptr;
-  return {nb::borrow(object).release().ptr(),
-          [](void* pointer) { release_later(static_cast<PyObject*>(pointer)); }};
-}
-
 // For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
   nb::object exception = take_raised();
-  nb::object text = nb::steal(call_hook(Hooks::instance().kernel_raised, "O",
-                                        exception.is_valid() ? exception.ptr() : Py_None));
+  nb::object text =
+      call_hook(hooks.kernel_raised, "O", exception.is_valid() ? exception.ptr() : Py_None);
   call->services->fail(call, text_or(text, "it raised").c_str());
 }
 
@@ -78,9 +70,9 @@ KernelCalleeBase::Describe failures_of(std::string kernel) {
     std::string plain = "callgate: kernel '" + kernel + "': " + message;
     ActiveGil gil;
     if (!gil) return plain;
-    return text_or(nb::steal(call_hook(Hooks::instance().kernel_failed, "sss", kernel.c_str(),
-                                       message.c_str(), site.c_str())),
-                   plain);
+    return text_or(
+        call_hook(hooks.kernel_failed, "sss", kernel.c_str(), message.c_str(), site.c_str()),
+        plain);
   };
 }
 
@@ -89,30 +81,28 @@ void defer_kernel_failure(const Error& error) {
   if (ActiveGil gil; gil) call_deferred(error);
 }
 
-std::shared_ptr<KernelCallee> make_callee(std::string name, std::uintptr_t function,
-                                          const Parameters& parameters,
-                                          std::vector<std::string> names, std::uintptr_t user_data,
-                                          bool thread_safe, bool repeatable, nb::handle keep,
-                                          std::shared_ptr<KernelTurn> turn) {
+void make_kernel(KernelHandle* self, std::string name, std::uintptr_t function,
+                 const Parameters& parameters, std::vector<std::string> names,
+                 std::uintptr_t user_data, bool thread_safe, bool repeatable, nb::object keep,
+                 const TurnHandle* turn) {
   KernelInfo info;
-  info.name = std::move(name);
+  info.name = name;
   info.function = reinterpret_cast<callgate_function>(function);
   info.user_data = reinterpret_cast<void*>(user_data);
   for (auto [kind, dtype, rank] : parameters) info.parameters.push_back({kind, dtype, rank});
   info.parameter_names = std::move(names);
   info.thread_safe = thread_safe;
   info.repeatable = repeatable;
-  info.turn = std::move(turn);
-  std::string kernel = info.name;
-  auto callee =
-      std::make_shared<KernelCallee>(std::move(info), failures_of(std::move(kernel)), share(keep));
+  if (turn != nullptr) info.turn = turn->turn;
+  std::shared_ptr<void> held;
+  if (!keep.is_none()) held = late(std::move(keep));
+  auto callee = std::make_shared<KernelCallee>(std::move(info), failures_of(name), std::move(held));
   callee->set_defer(&defer_kernel_failure);
-  callee->set_report([what = "kernel '" + callee->name() + "'"](const std::string& call) {
+  callee->set_report([what = "kernel '" + name + "'"](const std::string& call) {
     ActiveGil gil;
-    return gil ? stall_text(what, call, /*timed_out=*/false)
-               : "callgate: " + what + " called with " + call + " is stalled";
+    return gil ? stall_text(what, call, /*timed_out=*/false) : stalled_text(what, call);
   });
-  return callee;
+  new (self) KernelHandle(std::move(callee));
 }
 
 nb::list read_library(const std::string& path, std::uintptr_t table) {
@@ -133,22 +123,21 @@ nb::list read_library(const std::string& path, std::uintptr_t table) {
 using cuda::LaunchCallee;
 using cuda::Nvrtc;
 
-std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 using CudaKernelHandle = Handle<LaunchCallee>;
 
-std::shared_ptr<LaunchCallee> make_cuda_callee(
-    std::string name, const std::vector<std::pair<nb::bytes, int>>& images) {
+void make_cuda_kernel(CudaKernelHandle* self, std::string name,
+                      const std::vector<std::pair<nb::bytes, int>>& images) {
   std::vector<cuda::Image> held;
-  held.reserve(images.size());
-  for (const auto& [code, capability] : images) held.push_back({string_of(code), capability});
+  for (const auto& [code, capability] : images)
+    held.push_back({std::string(code.c_str(), code.size()), capability});
   // Failures are the kernel's, whatever its variant.
-  std::string kernel = name.substr(0, name.find('['));
-  auto callee = std::make_shared<LaunchCallee>(std::move(name), std::move(held),
-                                               failures_of(std::move(kernel)));
+  auto failures = failures_of(name.substr(0, name.find('[')));
+  auto callee =
+      std::make_shared<LaunchCallee>(std::move(name), std::move(held), std::move(failures));
   callee->set_defer(&defer_kernel_failure);
-  return callee;
+  new (self) CudaKernelHandle(std::move(callee));
 }
 
 // The capabilities of the devices that this process sees; none where there is no driver.
@@ -188,21 +177,11 @@ void bind_kernel(nb::module_& module) {
           },
           nb::arg("address"),
           "That of all kernels whose code is in the library of this address; None in no library.");
-  nb::class_<KernelHandle>(module, "Kernel", nb::is_weak_referenceable(),
-                           "The runtime's handle on a native kernel, by name.")
-      .def(
-          "__init__",
-          [](KernelHandle* self, std::string name, std::uintptr_t function,
-             const Parameters& parameters, std::vector<std::string> names, std::uintptr_t user_data,
-             bool thread_safe, bool repeatable, nb::object keep, const TurnHandle* turn) {
-            new (self) KernelHandle(
-                make_callee(std::move(name), function, parameters, std::move(names), user_data,
-                            thread_safe, repeatable, keep, turn == nullptr ? nullptr : turn->turn));
-          },
-          nb::arg("name"), nb::arg("function"), nb::arg("parameters"), nb::arg("names"),
-          nb::kw_only(), nb::arg("user_data") = 0, nb::arg("thread_safe") = false,
-          nb::arg("repeatable") = false, nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
-      .def_prop_ro("name", &KernelHandle::name)
+  bind_handle<KernelHandle>(module, "Kernel", "The runtime's handle on a native kernel, by name.")
+      .def("__init__", &make_kernel, nb::arg("name"), nb::arg("function"), nb::arg("parameters"),
+           nb::arg("names"), nb::kw_only(), nb::arg("user_data") = 0,
+           nb::arg("thread_safe") = false, nb::arg("repeatable") = false,
+           nb::arg("keep") = nb::none(), nb::arg("turn") = nb::none())
       .def_prop_ro("signature",
                    [](const KernelHandle& kernel) { return signature(kernel.callee().info()); })
       .def("call", &call, nb::arg("operands"), nb::arg("results"), nb::arg("groups"),
@@ -210,20 +189,13 @@ void bind_kernel(nb::module_& module) {
   module.def("read_library", &read_library, nb::arg("path"), nb::arg("table"),
              "(name, function, parameters, names) of each kernel of a loaded library.");
   module.def("take_python_error_address",
-             [] { return reinterpret_cast<std::uintptr_t>(&take_python_error); });
+             [] { return number_of(reinterpret_cast<void*>(&take_python_error)); });
   module.def("set_check_memory", [](bool on) { set_kernel_mode(KernelMode::kCheckMemory, on); });
   module.def("set_crash_report", &set_crash_report, nb::arg("on"));
   module.attr("KERNEL_ABI") = CALLGATE_ABI;
-  nb::class_<CudaKernelHandle>(module, "CudaKernel", nb::is_weak_referenceable(),
-                               "The runtime's handle on a kernel's images for CUDA, by name.")
-      .def(
-          "__init__",
-          [](CudaKernelHandle* self, std::string name,
-             const std::vector<std::pair<nb::bytes, int>>& images) {
-            new (self) CudaKernelHandle(make_cuda_callee(std::move(name), images));
-          },
-          nb::arg("name"), nb::arg("images"))
-      .def_prop_ro("name", &CudaKernelHandle::name);
+  bind_handle<CudaKernelHandle>(module, "CudaKernel",
+                                "The runtime's handle on a kernel's images for CUDA, by name.")
+      .def("__init__", &make_cuda_kernel, nb::arg("name"), nb::arg("images"));
   nb::class_<Nvrtc>(module, "Nvrtc", "CUDA's run-time compiler, from a library.")
       .def_static("open", &Nvrtc::open, nb::arg("path"), nb::rv_policy::reference)
       .def_static("usual_name", &Nvrtc::usual_name)

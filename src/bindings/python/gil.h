@@ -1,4 +1,5 @@
-// Python, NumPy's C API and nanobind, included one way by every file of this folder, and the GIL.
+// Python, NumPy's C API and nanobind, included one way by every file of this folder, the GIL, and
+// references that die on threads without it.
 //
 // module.cc defines CALLGATE_IMPORT_NUMPY and owns NumPy's function table; the others share it.
 //
@@ -25,25 +26,30 @@
 #include <numpy/arrayobject.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
+#include "core/registry.h"
 
 namespace callgate::bindings {
 
 namespace nb = nanobind;
 
 // What each file of this layer adds to the module; channel/channel.h names its own.
-void bind_buffer(nb::module_& module);     // `Buffer`
-void bind_upload(nb::module_& module);     // `Upload`: an item of a feed on its way to a GPU
-void bind_gate(nb::module_& module);       // `Callee`, `Check`, `Context`
-void bind_kernel(nb::module_& module);     // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
-void bind_progress(nb::module_& module);   // the board of bars, for the thread that draws them
-void bind_interrupt(nb::module_& module);  // Ctrl-C in Python's terms, for core/interrupt.h
-// The very end of the process, after Python's: what came too late is reported, and failures that
-// were found at the end make the exit status say so.
-void bind_exit(nb::module_& module);
+void bind_buffer(nb::module_& module);    // `Buffer`
+void bind_upload(nb::module_& module);    // `Upload`: an item of a feed on its way to a GPU
+void bind_gate(nb::module_& module);      // `Callee`, `Check`, `Context`, what watches calls
+void bind_kernel(nb::module_& module);    // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
+void bind_progress(nb::module_& module);  // the board of bars, for the thread that draws
+void bind_process(nb::module_& module);   // Ctrl-C in Python's terms, and the end
 
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
@@ -58,36 +64,27 @@ auto running_python(Body&& body) {
   }
 }
 
-// Takes away what attach_thread() made.
-inline void detach_thread() noexcept {
-  running_python([] {
-    (void)PyGILState_Ensure();
-    PyGILState_Release(PyGILState_LOCKED);    // that one
-    PyGILState_Release(PyGILState_UNLOCKED);  // and the first, which leaves none
-  });
-}
-
-// Makes sure that this thread has a thread state that outlives the next Release.
-inline void attach_thread() {
-  thread_local bool attached = false;
-  if (attached) return;
-  attached = true;
-  if (PyGILState_GetThisThreadState() != nullptr) return;  // Python's own thread
-  (void)PyGILState_Ensure();
-  (void)PyEval_SaveThread();
-  at_thread_end = detach_thread;
-}
-
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.
 class GilScope : Immovable {
  public:
-  GilScope() : state_(take()) {}
+  GilScope() : state_((attach_thread(), PyGILState_Ensure())) {}
   ~GilScope() { PyGILState_Release(state_); }
 
  private:
-  static PyGILState_STATE take() {
-    attach_thread();
-    return PyGILState_Ensure();
+  // Makes sure that this thread has a thread state that outlives the next Release.
+  static void attach_thread() {
+    thread_local bool attached = false;
+    if (std::exchange(attached, true)) return;
+    if (PyGILState_GetThisThreadState() != nullptr) return;  // Python's own thread
+    (void)PyGILState_Ensure();
+    (void)PyEval_SaveThread();
+    at_thread_end = []() noexcept {
+      running_python([] {
+        (void)PyGILState_Ensure();
+        PyGILState_Release(PyGILState_LOCKED);    // that one
+        PyGILState_Release(PyGILState_UNLOCKED);  // and the first, which leaves none
+      });
+    };
   }
 
   PyGILState_STATE state_;
@@ -114,23 +111,136 @@ class ActiveGil {
 template <typename Body>
 auto without_gil(Body&& body) -> decltype(body()) {
   struct Unlocked {
-    Unlocked() : state(PyEval_SaveThread()) {}
     ~Unlocked() {
-      try {
-        PyEval_RestoreThread(state);
-      } catch (abi::__forced_unwind&) {
-        for (;;) pause();
-      }
+      running_python([this] { PyEval_RestoreThread(state); });
     }
-    PyThreadState* state;
+    PyThreadState* state = PyEval_SaveThread();
   } unlocked;
   return body();
 }
 
-// PyObject_CallFunction by running_python().
+// PyObject_CallFunction by running_python(). No object, with a Python error, where it raised.
 template <typename... Args>
-PyObject* call_python(PyObject* function, const char* format, Args... args) {
-  return running_python([&] { return PyObject_CallFunction(function, format, args...); });
+nb::object call_python(PyObject* function, const char* format, Args... args) {
+  return nb::steal(
+      running_python([&] { return PyObject_CallFunction(function, format, args...); }));
+}
+
+// The same where nobody is there to raise to. No object where it raised.
+template <typename... Args>
+nb::object call_unraisable(PyObject* function, const char* format, Args... args) {
+  nb::object result = call_python(function, format, args...);
+  if (!result.is_valid()) PyErr_WriteUnraisable(function);
+  return result;
+}
+
+// `taken(f(...))`: the new reference that a function of Python's or NumPy's returns; raises the
+// Python error that stands where it returned null.
+inline nb::object taken(PyObject* made) {
+  if (made == nullptr) nb::raise_python_error();
+  return nb::steal(made);
+}
+
+inline std::chrono::nanoseconds seconds_of(double seconds) {
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+}
+
+// An address as Python has it.
+inline std::uintptr_t number_of(const void* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer);
+}
+
+// --- References ----------------------------------------------------------------------------------
+//
+// XLA destroys executables, and with them the last reference to a callable, on whatever thread
+// comes by. Taking the GIL there could deadlock with a thread that holds it and waits for this one.
+// So the reference is queued and dropped later by a thread that has the GIL: the main thread,
+// through a pending call, or any binding that drains on its way.
+
+// The lock guards the queue alone: objects are destroyed outside it, since their destructors may
+// run any Python code.
+struct ReleaseQueue {
+  std::mutex mutex;
+  std::vector<PyObject*> objects;
+  bool scheduled = false, stopped = false;
+};
+
+// Drops what is queued. The GIL is held.
+inline void drain_released() noexcept {
+  auto& queue = immortal<ReleaseQueue>();
+  std::vector<PyObject*> objects;
+  {
+    std::lock_guard lock(queue.mutex);
+    objects.swap(queue.objects);
+    queue.scheduled = false;
+  }
+  for (PyObject* object : objects) Py_DECREF(object);
+}
+
+// Takes the reference over; drops it soon under the GIL. Any thread, GIL held or not.
+inline void release_later(PyObject* object) noexcept {
+  auto& queue = immortal<ReleaseQueue>();
+  {
+    std::lock_guard lock(queue.mutex);
+    if (queue.stopped) return;
+    queue.objects.push_back(object);
+    if (std::exchange(queue.scheduled, true)) return;
+  }
+  // The interpreter keeps few pending calls, so one stands for the whole queue. A full table is no
+  // loss: the next binding that drains takes the queue along.
+  auto call = [](void*) {
+    drain_released();
+    return 0;
+  };
+  if (Py_AddPendingCall(call, nullptr) == 0) return;
+  std::lock_guard lock(queue.mutex);
+  queue.scheduled = false;
+}
+
+// A reference that may die anywhere.
+struct ReleaseLater {
+  void operator()(PyObject* object) const noexcept { release_later(object); }
+};
+using LateReference = std::unique_ptr<PyObject, ReleaseLater>;
+inline LateReference late(nb::object object) { return LateReference(object.release().ptr()); }
+
+// After this, queued references are leaked: the interpreter is going away.
+inline void stop_releasing() noexcept {
+  drain_released();
+  std::lock_guard lock(immortal<ReleaseQueue>().mutex);
+  immortal<ReleaseQueue>().stopped = true;
+}
+
+// `Callee`, `Check`, `Kernel`, `CudaKernel` and `Tap`: keeps a callee, and its name, alive. The GIL
+// is held, so what has died elsewhere, and what dies with the callee, dies at once.
+template <typename C>
+class Handle {
+ public:
+  explicit Handle(std::shared_ptr<C> callee) : callee_(std::move(callee)) {
+    drain_released();
+    Registry::instance().add(callee_);
+  }
+  Handle(Handle&&) noexcept = default;
+  ~Handle() {
+    if (callee_ == nullptr) return;
+    Registry::instance().remove(*callee_);
+    callee_.reset();
+    drain_released();
+  }
+
+  C& callee() const { return *callee_; }
+  const std::shared_ptr<C>& shared() const { return callee_; }
+  const std::string& name() const { return callee_->name(); }
+
+ private:
+  std::shared_ptr<C> callee_;
+};
+
+// The Python type of a handle. Its `__init__` is for the caller to add.
+template <typename H, typename... Extra>
+nb::class_<H> bind_handle(nb::module_& module, const char* name, const Extra&... extra) {
+  return nb::class_<H>(module, name, nb::is_weak_referenceable(), extra...)
+      .def_prop_ro("name", &H::name);
 }
 
 }  // namespace callgate::bindings

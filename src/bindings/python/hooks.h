@@ -37,12 +37,8 @@ struct Hooks {
 #define X(name) PyObject* name = nullptr;
   CALLGATE_HOOKS(X)
 #undef X
-
-  static Hooks& instance() {
-    static constinit Hooks hooks;
-    return hooks;
-  }
 };
+inline constinit Hooks hooks;
 
 // Whether this thread runs a hook, and has met an interrupt there.
 inline thread_local bool in_hook = false, met_interrupt = false;
@@ -55,29 +51,22 @@ inline void pass_on_interrupt() {
       met_interrupt = true;
       return 0;
     }
-    nb::object done = nb::steal(call_python(Hooks::instance().interrupted, ""));
-    return done.is_valid() ? 0 : -1;
+    return call_python(hooks.interrupted, "").is_valid() ? 0 : -1;
   };
   (void)Py_AddPendingCall(raise, nullptr);  // full where others are about to be raised
 }
 
-// Marks the thread as running a hook for as long as it lives: an interrupt to be raised waits.
-class RunningHook : Immovable {
- public:
-  RunningHook() noexcept : outer_(std::exchange(in_hook, true)) {}
-  ~RunningHook() {
-    in_hook = outer_;
-    if (!outer_ && std::exchange(met_interrupt, false)) pass_on_interrupt();
-  }
-
- private:
-  bool outer_;
-};
-
-// Calls a hook that makes a text or keeps something, whose own error would be dropped.
+// Calls a hook that makes a text or keeps something, whose own error would be dropped. An interrupt
+// to be raised waits until it has returned.
 template <typename... Args>
-PyObject* call_hook(PyObject* hook, const char* format, Args... args) {
-  RunningHook running;
+nb::object call_hook(PyObject* hook, const char* format, Args... args) {
+  struct Running : Immovable {
+    ~Running() {
+      in_hook = outer;
+      if (!outer && std::exchange(met_interrupt, false)) pass_on_interrupt();
+    }
+    bool outer = std::exchange(in_hook, true);
+  } running;
   return call_python(hook, format, args...);
 }
 
@@ -125,16 +114,18 @@ inline void restore_raised(nb::object exception) {
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
 inline void call_deferred(const Error& error) {
-  nb::object done =
-      nb::steal(call_hook(Hooks::instance().deferred, "s", valid_utf8(error.what()).c_str()));
-  if (!done.is_valid()) PyErr_WriteUnraisable(nullptr);
+  if (!call_hook(hooks.deferred, "s", valid_utf8(error.what()).c_str()).is_valid())
+    PyErr_WriteUnraisable(nullptr);
 }
 
-// The report on a call of a gate or kernel that takes long, by way of the `stalled` hook.
+// The report on a call of a gate or kernel that takes long, plain and by way of the `stalled` hook.
+inline std::string stalled_text(const std::string& what, const std::string& call) {
+  return "callgate: " + what + " called with " + call + " is stalled";
+}
 inline std::string stall_text(const std::string& what, const std::string& call, bool timed_out) {
-  return text_or(nb::steal(call_hook(Hooks::instance().stalled, "ssO", what.c_str(), call.c_str(),
-                                     timed_out ? Py_True : Py_False)),
-                 "callgate: " + what + " called with " + call + " is stalled");
+  return text_or(
+      call_hook(hooks.stalled, "ssO", what.c_str(), call.c_str(), timed_out ? Py_True : Py_False),
+      stalled_text(what, call));
 }
 
 // The current Python exception as text for XLA, by way of the `failed` hook, which keeps the
@@ -146,13 +137,10 @@ inline std::string take_exception(const std::string& gate, const std::string& si
   // Not by "s#": what its length is depends on the Python that the module was built for.
   auto str = [](const std::string& from) { return nb::str(from.data(), from.size()); };
   nb::object name = str(gate), place = str(site), parts = str(layout);
-  nb::object text = nb::steal(call_hook(
-      Hooks::instance().failed, "OOOOiLk", exception.ptr(), name.ptr(), place.ptr(), parts.ptr(),
-      static_cast<int>(context.shard), static_cast<long long>(context.run), context.thread));
-  if (text.is_valid() &&
-      PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0) {
+  nb::object text = call_hook(hooks.failed, "OOOOiLk", exception.ptr(), name.ptr(), place.ptr(),
+                              parts.ptr(), context.shard, context.run, context.thread);
+  if (text.is_valid() && PyErr_GivenExceptionMatches(exception.ptr(), PyExc_KeyboardInterrupt) != 0)
     pass_on_interrupt();
-  }
   return text_or(text, "callgate: gate '" + gate + "' raised, and its error could not be shown");
 }
 

@@ -23,29 +23,10 @@
 namespace callgate::bindings {
 namespace {
 
-// Held for the life of the process.
-PyObject* g_getsignal = nullptr;
-PyObject* g_default = nullptr;
-
-// Whether Python's own handler is there, which raises KeyboardInterrupt as soon as the main thread
-// is back in Python. In C alone: Python code would meet the interrupt itself, here.
-bool raises() {
-  GilScope gil;
-  nb::object handler = nb::steal(call_python(g_getsignal, "i", SIGINT));
-  if (!handler.is_valid()) PyErr_Clear();
-  return handler.ptr() == g_default;
-}
-
-// For a sender that waits, which asks many times a second. Earlier ones have been dealt with.
-bool interrupted() {
-  Interrupts::watch();
-  return Interrupts::recent();
-}
-
 struct ExitWatch {
   pid_t process = 0;
   std::map<std::string, std::uint64_t> sent_before;  // by channel
-  std::atomic<bool> failed{false};
+  std::atomic<bool> failed{false};                   // relaxed: one thread sets and reads it
 };
 
 ExitWatch& exit_watch() { return immortal<ExitWatch>(); }
@@ -67,16 +48,14 @@ void report_lost(const std::string& what, std::uint64_t count) {
 
 void report_late() {
   for (const auto& [name, count] : sent_by_channel()) {
-    auto before = exit_watch().sent_before.find(name);
-    std::uint64_t known = before == exit_watch().sent_before.end() ? 0 : before->second;
+    std::uint64_t known = exit_watch().sent_before[name];
     if (count > known) report_lost("channel '" + name + "'", count - known);
   }
   for (const auto& [name, count] : LateCalls::instance().all()) {
-    const auto colon = name.find(':');
-    report_lost(colon == std::string::npos
-                    ? "'" + name + "'"
-                    : name.substr(0, colon) + " '" + name.substr(colon + 1) + "'",
-                count);
+    std::string callee = "'" + name + "'";  // "tap 'name'" for "tap:name"
+    if (auto colon = name.find(':'); colon != std::string::npos)
+      callee = name.substr(0, colon) + " '" + name.substr(colon + 1) + "'";
+    report_lost(callee, count);
   }
 }
 
@@ -88,8 +67,7 @@ void at_process_end(int status, void*) {
   } catch (...) {  // NOLINT(bugprone-empty-catch): nobody is left to be told
   }
   // The handlers that follow run in this call's turn, as glibc has it.
-  if (status == 0 && exit_watch().failed.load(std::memory_order_relaxed))  // this thread's own
-    std::exit(EXIT_FAILURE);
+  if (status == 0 && exit_watch().failed.load(std::memory_order_relaxed)) std::exit(EXIT_FAILURE);
 }
 
 // Begins to count what comes too late. Once.
@@ -101,23 +79,30 @@ void watch_exit() {
 
 }  // namespace
 
-void bind_interrupt(nb::module_& module) {
+void bind_process(nb::module_& module) {
+  // Held for the life of the process.
+  static PyObject *getsignal, *python_handler;
   nb::module_ signals = nb::module_::import_("_signal");
-  g_getsignal = nb::object(signals.attr("getsignal")).release().ptr();
-  g_default = nb::object(signals.attr("default_int_handler")).release().ptr();
-  Interrupts::set_judge(&raises);
-  Channel::set_interrupted(&interrupted);
-  module.def("interrupted_recently", &Interrupts::recent,
-             "Whether Ctrl-C came in the last second.");
+  getsignal = nb::object(signals.attr("getsignal")).release().ptr();
+  python_handler = nb::object(signals.attr("default_int_handler")).release().ptr();
+  // Whether Python's own handler is there, which raises KeyboardInterrupt as soon as the main
+  // thread is back in Python. In C alone: Python code would meet the interrupt itself, here.
+  Interrupts::set_judge([] {
+    GilScope gil;
+    nb::object handler = call_python(getsignal, "i", SIGINT);
+    if (!handler.is_valid()) PyErr_Clear();
+    return handler.ptr() == python_handler;
+  });
+  // For a sender that waits, which asks many times a second. Earlier ones have been dealt with.
+  Channel::set_interrupted([] {
+    Interrupts::watch();
+    return Interrupts::recent();
+  });
+  module.def("interrupted_recently", &Interrupts::recent, "Whether Ctrl-C came just now.");
   module.def("end_programs", &Interrupts::end_all, nb::arg("on"),
              "Has every call of a program end it, until it is told False.");
-}
-
-void bind_exit(nb::module_& module) {
   module.def("watch_exit", &watch_exit, "What is tapped from now on is reported as too late.");
-  module.def(
-      "fail_exit", [] { exit_watch().failed.store(true, std::memory_order_relaxed); },
-      "After watch_exit(): an exit status of 0 becomes 1.");
+  module.def("fail_exit", [] { exit_watch().failed.store(true, std::memory_order_relaxed); });
 }
 
 }  // namespace callgate::bindings
