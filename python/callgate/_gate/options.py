@@ -65,28 +65,20 @@ class GateOptions(CallOptions):
     problem = ""
     if not bind.is_native(made.arrays):
       kinds = ", ".join(map(repr, gpu.KINDS))
-      problem = (
-        f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}, whose copies the host "
-        "would have to wait for"
-      )
+      problem = f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}"
     elif made.style == "return":
-      problem = (
-        "style='inplace' or 'context', got style='return', whose results are gone when their "
-        "copying is replayed"
-      )
+      got = "got style='return', whose results are gone at a replay"
+      problem = f"style='inplace' or 'context', {got}"
     elif made.effect != "pure":
-      problem = (
-        f"effect='pure', got effect={made.effect!r}: a graph that is replayed does not call the "
-        "callable, so its own effects would not happen once per execution"
-      )
+      why = "a graph that is replayed does not call the callable"
+      problem = f"effect='pure', got effect={made.effect!r}: {why}"
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
     return made
 
 
 def no_copy(label: str, arrays: str) -> GateDefinitionError:
-  return GateDefinitionError(
-    f"{label}: copy=True: expected arrays in the host's memory (arrays='numpy' or 'jax'; "
-    f"'buffer' and 'torch' in programs for the CPU), got arrays={arrays!r} on a GPU, which "
-    "are XLA's own"
-  )
+  which = "arrays='numpy' or 'jax'; 'buffer' and 'torch' in programs for the CPU"
+  expected = f"expected arrays in the host's memory ({which})"
+  got = f"got arrays={arrays!r} on a GPU, which are XLA's own"
+  return GateDefinitionError(f"{label}: copy=True: {expected}, {got}")

@@ -107,14 +107,11 @@ def id_tap(
       for a `callback_flavor` that is none.
   """
   if kwargs:
-    names = ", ".join(kwargs)
-    raise TypeError(
-      f"id_tap: unexpected keyword(s) {names}. Support for **kwargs in ``id_tap`` ended with the "
-      f"form of 2020; expected functools.partial(tap_func, {names.split(', ')[0]}=...)"
-    )
+    ended = "Support for **kwargs in ``id_tap`` ended with the form of 2020"
+    expected = f"{ended}; expected functools.partial(tap_func, {next(iter(kwargs))}=...)"
+    raise TypeError(f"id_tap: unexpected keyword(s) {', '.join(kwargs)}. {expected}")
   _check("id_tap", "tap_func", tap_func, callback_flavor)
-  index = device_index if tap_with_device else None
-  return _tap(tap_func, tap_func, arg, result, index)
+  return _tap(tap_func, tap_func, arg, result, device_index if tap_with_device else None)
 
 
 def _check(api: str, parameter: str, function: object, flavor: object) -> None:
@@ -252,10 +249,8 @@ def _gate(
   def checked(result: Any) -> list[np.ndarray]:
     leaves, got = jax.tree.flatten(result)
     if got != tree:
-      raise ResultError(  # the first words are those of the old module
-        f"call: Callback func {name} should have returned a result with pytree {tree}: expected a "
-        f"result of structure {tree}, got {got}"
-      )
+      old = f"Callback func {name} should have returned a result with pytree {tree}"  # its words
+      raise ResultError(f"call: {old}: expected a result of structure {tree}, got {got}")
     arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
     for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
       expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
@@ -283,25 +278,23 @@ def _gate(
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    thread="own", vmap=_no_vmap,
+    thread="own", vmap=functools.partial(_refuse, "batching rules", _OUTSIDE),
   )  # fmt: skip
   gate = Gate(run, options)
-  gate.defjvp(_no_jvp)
+  gate.defjvp(functools.partial(_refuse, "derivatives", _INSIDE))
   return gate
 
 
-def _no_vmap(*_: Any) -> Any:
-  raise NotImplementedError(
-    "host_callback: batching rules are implemented only for id_tap, not for call; expected a call "
-    "outside of jax.vmap, or callgate.gate, which has vmap= for it"
-  )
+def _refuse(what: str, expected: str, *_: Any) -> Any:
+  only = f"{what} are implemented only for id_tap, not for call"
+  raise NotImplementedError(f"host_callback: {only}; expected {expected}")
 
 
-def _no_jvp(*_: Any) -> Any:
-  raise NotImplementedError(
-    "host_callback: derivatives are implemented only for id_tap, not for call; expected the call "
-    "inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and defvjp"
-  )
+_OUTSIDE = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
+_INSIDE = (
+  "the call inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and "
+  "defvjp"
+)
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -314,10 +307,9 @@ def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], 
       dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
       structs.append(jax.ShapeDtypeStruct(np.shape(leaf), tracing.canonical_dtype(dtype)))
     except (TypeError, ValueError) as error:
-      raise ValueError(
-        f"call: result_shape{path}: expected a pytree like the result; The values must be either "
-        f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
-      ) from error
+      old = "either numeric scalars, or must have 'shape' and 'dtype' attributes"
+      expected = f"expected a pytree like the result; The values must be {old}"
+      raise ValueError(f"call: result_shape{path}: {expected}. Got {leaf!r}") from error
   return tuple(structs), tree
 
 
@@ -337,10 +329,9 @@ def barrier_wait(logging_name: str | None = None) -> None:
     (count, error, text), _raised = _raised, (0, None, "")
   if error is not None:
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
-    raise CallbackException(  # programs match how it begins
-      "There were exceptions during callback processing. Last one was: "
-      f"[{where}; the last of ({count})] {text}"
-    ) from error
+    begin = "There were exceptions during callback processing."  # programs match it
+    last = f"[{where}; the last of ({count})] {text}"
+    raise CallbackException(f"{begin} Last one was: {last}") from error
 
 
 # What functions of taps raise is for `barrier_wait`.

@@ -109,10 +109,8 @@ def host_function(
     _running.append(None)  # in one step each, for the threads' sake
     try:
       value = function(*arrays)
-      if type(value) is array_type or type(value) is numpy_type:
-        values = [as_numpy(value)]
-      else:
-        values = [as_numpy(leaf) for leaf in leaves(value)]
+      one = type(value) is array_type or type(value) is numpy_type
+      values = [as_numpy(value)] if one else [as_numpy(leaf) for leaf in leaves(value)]
     except BaseException:
       _logger.exception("jax.%s failed", api)
       raise
@@ -127,8 +125,7 @@ def host_function(
 _running: list[None] = []  # an item for each callback that runs
 
 
-class _Waits:
-  """Kept by a program with an io_callback."""
+class _Waits: ...  # kept by a program with an io_callback
 
 
 def end_before_dispatch_returns(context: Any) -> None:
@@ -167,10 +164,7 @@ def _argument_maker(
     return [put(*target, [x], devices, *rest) for target, x in zip(targets, inputs, strict=True)]
 
   def make_one(inputs: Sequence[Array]) -> list[Any]:
-    if not targets:
-      return decide(inputs)
-    aval, sharding = targets[0]
-    return [put(aval, sharding, inputs, devices, *rest)]
+    return [put(*targets[0], inputs, devices, *rest)] if targets else decide(inputs)
 
   return make_one if len(operands) == 1 and not is_wider else make
 
@@ -180,18 +174,15 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
 
   def check(values: list[Array]) -> list[Array]:
     if len(values) != len(results):
-      raise RuntimeError(
-        "Mismatched number of outputs from callback. "
-        f"Expected: {len(results)}, Actual: {len(values)}"
-      )
+      counts = f"Expected: {len(results)}, Actual: {len(values)}"
+      raise RuntimeError(f"Mismatched number of outputs from callback. {counts}")
     for i, (aval, shape, dtype, is_wider) in enumerate(results):
       if values[i].dtype != dtype or values[i].shape != shape:
         value = values[i] = tracing.canonicalize_value(values[i])
         for what, wanted, got in (("shape", shape, value.shape), ("dtype", dtype, value.dtype)):
           if got != wanted:
-            raise RuntimeError(
-              f"Incorrect output {what} for return value #{i}: Expected: {wanted}, Actual: {got}"
-            )
+            pair = f"Expected: {wanted}, Actual: {got}"
+            raise RuntimeError(f"Incorrect output {what} for return value #{i}: {pair}")
       if is_wider:
         values[i] = values[i].astype(aval.dtype)
     return values
