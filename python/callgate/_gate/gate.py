@@ -51,19 +51,13 @@ class Gate(Operation):
     leading = {"return": 0, "inplace": 1, "context": 2}[self.style]
     self.parameters = signatures.parameters_of(function, leading)
     self.callee = _callgate.Callee(
-      self.name,
-      function,
+      self.name, function, style=self.style, cast=self.cast, timeout=self.timeout,
       bind=functools.partial(bind.bind, function, self.style, self.arrays, self.name),
-      style=self.style,
       arrays="numpy" if self.arrays == "numpy" else "buffer",
-      cast=self.cast,
-      owned_inputs=self.copy,
-      own_thread=self.thread == "own",
-      timeout=self.timeout,
+      owned_inputs=self.copy, own_thread=self.thread == "own",
       native=bind.is_native(self.arrays) or self.native,
-      default_stream=self.arrays == "numba",
-      command_buffer=self.command_buffer,
-    )
+      default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+    )  # fmt: skip
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
     signature = signatures.signature_of(function, leading)
@@ -154,12 +148,9 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 
   Args:
     fn: the callable.
-    out: as for `gate`.
+    out: the results, which are returned: as for `gate`.
     *args: the call's arguments.
     **options: options of `gate`; the rest are static keyword arguments of the call.
-
-  Returns:
-    The results, as `Gate.__call__`.
   """
   known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
   gate_options = tuple((key, options.pop(key)) for key in sorted(known))

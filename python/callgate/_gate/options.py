@@ -34,9 +34,8 @@ class GateOptions(CallOptions):
     cast: allow same-kind casts of results (float64 to float32, say).
     copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
       for arrays in the host's memory. Results' views (`out`) are still XLA's.
-    collective: every device makes its call, also where several have the same shard, and a context
-      knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
-      that talk to each other.
+    collective: every device makes its call, also where several have the same shard, and knows its
+      place: `context.rank`, `.size`, `.coordinates` on the mesh. For gates that talk to each other.
     command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
       replay that. Elsewhere it changes nothing. See above.
   """

@@ -16,10 +16,9 @@ from callgate._gate.gate import Gate
 def stats() -> dict[str, dict[str, float]]:
   """Counters of every live gate, by name.
 
-  Returns:
-    For each gate: `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and,
-    while `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the
-    callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
+  They are `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and, while
+  `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the callable
+  included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
   counted: dict[str, dict[str, float]] = {}
   for name, gate in sorted(registry.operations()):

@@ -32,9 +32,7 @@ __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
 
 class ExecutionContext:
-  """Where a callback runs: its first argument.
-
-  Valid during the call. `stage` is always `ExecutionStage.EXECUTE` here.
+  """Where a callback runs: its first argument, valid during the call.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -55,31 +53,22 @@ class ExecutionContext:
 
   @property
   def stage(self) -> ExecutionStage:
-    """The stage of XLA's that runs."""
+    """The stage of XLA's that runs: always `ExecutionStage.EXECUTE` here."""
     return self._context.stage
 
   @property
   def stream(self) -> int:
-    """The GPU stream as an integer. Raises jax.errors.JaxRuntimeError on the CPU.
-
-    The callback's work belongs on it: XLA goes on when the callback returns, and waits for nothing.
-    """
+    """The GPU stream, for the callback's work, as an integer; JaxRuntimeError on the CPU."""
     if not self._context.stream:
       raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: XLA FFI GPU context is not available")
     return self._context.stream
 
 
 def buffer_callback(
-  callback: Callable[..., None],
-  result_shape_dtypes: Any,
-  *,
-  has_side_effect: bool = False,
-  vmap_method: str | None = None,
-  input_output_aliases: dict[int, int] | None = None,
-  command_buffer_compatible: bool = False,
-  sharding: str | None = None,
-  name: str | None = None,
-) -> Callable[..., Any]:
+  callback: Callable[..., None], result_shape_dtypes: Any, *, has_side_effect: bool = False,
+  vmap_method: str | None = None, input_output_aliases: dict[int, int] | None = None,
+  command_buffer_compatible: bool = False, sharding: str | None = None, name: str | None = None,
+) -> Callable[..., Any]:  # fmt: skip
   """A callable that runs `callback` on XLA's own memory, in place.
 
   Args:

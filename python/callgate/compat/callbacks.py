@@ -34,13 +34,9 @@ _NOTE = "callgate: raised in a jax.debug callback"
 
 
 def pure_callback(
-  callback: Callable[..., Any],
-  result_shape_dtypes: Any,
-  *args: Any,
-  sharding: jax.sharding.Sharding | None = None,
-  vmap_method: str | None = None,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
+  sharding: jax.sharding.Sharding | None = None, vmap_method: str | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.pure_callback` on callgate's engine, whether or not `callgate.install()` was called.
 
   Args:
@@ -71,13 +67,9 @@ def pure_callback(
 
 
 def io_callback(
-  callback: Callable[..., Any],
-  result_shape_dtypes: Any,
-  *args: Any,
-  sharding: jax.sharding.Sharding | None = None,
-  ordered: bool = False,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
+  sharding: jax.sharding.Sharding | None = None, ordered: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.experimental.io_callback` on callgate's engine, installed or not.
 
   As `pure_callback`, but for what is said here.
@@ -102,12 +94,9 @@ def io_callback(
 
 
 def debug_callback(
-  callback: Callable[..., None] | None = None,
-  *args: Any,
-  ordered: bool = False,
-  partitioned: bool = False,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., None] | None = None, *args: Any, ordered: bool = False,
+  partitioned: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
 
   What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by

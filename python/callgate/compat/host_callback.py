@@ -145,9 +145,6 @@ def id_print(
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
     **kwargs: printed as they are.
-
-  Returns:
-    `arg` or `result`.
   """
   kwargs |= {"output_stream": output_stream, "threshold": threshold}
   return id_tap(_print_consumer, arg, result=result, **kwargs)
@@ -158,12 +155,9 @@ def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: 
 
 
 def outfeed_receiver(
-  *,
-  receiver_name: str = "",
-  timeout_sec: float = 10,
-  backends: Sequence[str] | None = None,
+  *, receiver_name: str = "", timeout_sec: float = 10, backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
-) -> receiver.Receiver:
+) -> receiver.Receiver:  # fmt: skip
   """A context in which compiled programs may run taps; leaving it waits for them and their taps.
 
   Args:
@@ -171,9 +165,6 @@ def outfeed_receiver(
     timeout_sec: seconds to wait at most when the block ends.
     backends: names of platforms whose local devices are meant.
     devices: the devices that are meant. Default: all local ones.
-
-  Returns:
-    The context manager.
 
   Raises:
     ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a

@@ -74,15 +74,10 @@ _raised: tuple[int, BaseException | None, str] = (0, None, "")
 
 
 def id_tap(
-  tap_func: Callable[..., Any],
-  arg: Any,
-  *,
-  result: Any = None,
-  tap_with_device: bool = False,
-  device_index: int = 0,
-  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
+  tap_func: Callable[..., Any], arg: Any, *, result: Any = None, tap_with_device: bool = False,
+  device_index: int = 0, callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
   **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
   Under differentiation the primal values are sent, once; under `jax.checkpoint` in both passes. A
@@ -98,9 +93,6 @@ def id_tap(
       partitioned over several.
     callback_flavor: for JAX's own callbacks; see CallbackFlavor.
     **kwargs: an error, which says what stands for them.
-
-  Returns:
-    `arg` or `result`.
 
   Raises:
     TypeError: for further keywords, if `tap_func` is not callable, if a leaf is not an array, or
@@ -147,33 +139,20 @@ def _keep(error: BaseException, name: str) -> None:
 
 
 def id_print(
-  arg: Any,
-  *,
-  result: Any = None,
-  tap_with_device: bool = False,
-  device_index: int = 0,
-  output_stream: Any = None,
-  threshold: int = 1024,
-  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
-  **kwargs: Any,
-) -> Any:
+  arg: Any, *, result: Any = None, tap_with_device: bool = False, device_index: int = 0,
+  output_stream: Any = None, threshold: int = 1024,
+  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK, **kwargs: Any,
+) -> Any:  # fmt: skip
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
   First comes a line of sorted `key: value`, of keywords, device and transformations, then the
-  value: on one line where it fits.
+  value: on one line where it fits. Arguments are as for `id_tap`, and:
 
   Args:
-    arg: a pytree of arrays.
-    result: what to return instead.
     tap_with_device: also print the device that the value comes from.
-    device_index: as for `id_tap`.
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
-    callback_flavor: see CallbackFlavor.
     **kwargs: printed as they are.
-
-  Returns:
-    `arg` or `result`.
   """
   _check("id_tap", "tap_func", _print, callback_flavor)
   function = functools.partial(_print, output_stream, threshold, kwargs)
@@ -192,14 +171,10 @@ def _print(
 
 
 def call(
-  callback_func: Callable[..., Any],
-  arg: Any,
-  *,
-  result_shape: Any = None,
-  call_with_device: bool = False,
-  device_index: int = 0,
+  callback_func: Callable[..., Any], arg: Any, *, result_shape: Any = None,
+  call_with_device: bool = False, device_index: int = 0,
   callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
-) -> Any:
+) -> Any:  # fmt: skip
   """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
 
   The program waits. The function runs on a thread of callgate's: it may itself run JAX programs.
@@ -210,11 +185,7 @@ def call(
     result_shape: the result: a pytree of anything with `.shape` and `.dtype`, or of scalars; None
       for no result.
     call_with_device: also pass `device=`, the jax.Device that calls.
-    device_index: as for `id_tap`.
-    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
-
-  Returns:
-    A pytree of arrays like `result_shape`.
+    device_index: with `callback_flavor` as for `id_tap`.
 
   Raises:
     TypeError: `callback_func` is not callable, or `callback_flavor` is none.

@@ -33,15 +33,10 @@ _Run = Callable[[list[Any]], Any]  # a program, of flat arguments
 
 
 def sharded_jit(
-  fun: Callable[..., Any],
-  in_parts: Any,
-  out_parts: Any,
-  num_partitions: int | None = None,
-  local_in_parts: Any = None,
-  local_out_parts: Any = None,
-  local_num_partitions: int | None = None,
+  fun: Callable[..., Any], in_parts: Any, out_parts: Any, num_partitions: int | None = None,
+  local_in_parts: Any = None, local_out_parts: Any = None, local_num_partitions: int | None = None,
   static_argnums: int | Sequence[int] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
   """Like `jax.jit`, with arguments and results split over several devices.
 
   The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
@@ -65,8 +60,8 @@ def sharded_jit(
     static_argnums: positions of arguments that are hashable values, not arrays.
 
   Returns:
-    The function. Its results are `jax.Array`s with the shapes and types that `fun` gives them,
-    split as `out_parts` says; across processes, the process's tiles of them.
+    The function. Its results are `jax.Array`s, split as `out_parts` says; across processes, the
+    process's tiles of them.
 
   Raises:
     ValueError: here or in a call: partitions that disagree with each other, with the arrays or with
@@ -135,10 +130,7 @@ class _ShardedJit:
   def _program(
     self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
   ) -> tuple[_Run, bool]:
-    """Traces `flat` for arguments like `given`, of `types`; what runs it, and whether that lasts.
-
-    It doesn't where the function closes over a value that is being traced.
-    """
+    """What runs `flat` for such arguments, and whether it lasts: not if it closes over tracers."""
     whole, local = self.whole, self.local
     parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]

@@ -1,11 +1,8 @@
 """What a JAX callback gets and gives when callgate's engine calls it.
 
-This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it: arrays, default device,
-log record and errors. JAX's way costs about 30 µs a call, most of it in `jax.device_put`'s Python;
-this one takes the function which that ends in (`_jax`).
-
-The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
-Every tenth of a microsecond in them is seen in `benchmarks/`.
+This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it, without the 30 µs of
+`jax.device_put`'s Python. The functions made here run on whatever thread XLA calls from, with the
+GIL held, several at once. Every tenth of a microsecond in them is seen in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ class OnCallgate:
 
 
 def can_serve(ctx: Any) -> bool:
-  """Whether callgate's engine can run callbacks in a program."""
   # Where XLA partitions, it calls JAX's own targets alone once: any other on every device.
   return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
@@ -83,10 +79,9 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
 def host_function(
   ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of the program's NumPy arrays that runs `callback` as JAX would.
+  """A function of the program's NumPy arrays that runs `callback` as JAX would, and raises so.
 
   `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
-  Raises what the callback raises, and JAX's RuntimeError for results that don't fit.
   """
   operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 

@@ -87,10 +87,7 @@ class Receiver:
 
 
 def finish(timeout: float | None) -> bool:
-  """Lets all programs and the functions of their taps finish, also those that functions started.
-
-  Returns whether all that was sent was delivered in time; TimeoutError where programs still ran.
-  """
+  """Waits for all programs and taps, those that functions start too; whether taps ended in time."""
   deadline = None if timeout is None else time.monotonic() + timeout
 
   def rest() -> float | None:
@@ -98,7 +95,7 @@ def finish(timeout: float | None) -> bool:
 
   handle, before = start_channel(CHANNEL), -1
   while True:
-    wait_for_programs(rest())
+    wait_for_programs(rest())  # or TimeoutError
     if (sent := handle.stats()["sent"]) == before:
       return True
     # The marker behind all that was sent: the channel says when it is through.

@@ -47,8 +47,7 @@ class PartitionSpec(tuple[int, ...]):
     return f"PartitionSpec{tuple.__repr__(self)}"
 
 
-Parts = PartitionSpec | None
-"""How one array is split; None is a copy on every device."""
+Parts = PartitionSpec | None  # how one array is split; None is a copy on every device
 
 
 def is_count(value: object) -> bool:
