@@ -89,10 +89,10 @@ class Feed:
   def next(self) -> Any:
     """The next item, inside or outside compiled code: a pytree of jax.Arrays as `shape` says.
 
-    Each execution takes the next item, in program order, also across calls of the program. Under
-    `jax.vmap` each lane takes an item of its own, in lane order, whether or not anything else in
-    the function is mapped. Items are constants to derivatives. In a program over several devices
-    one of them takes the item for all; see docs/feeds.md.
+    Each execution takes the next item, in program order, also across calls of the program; under
+    `jax.vmap` each lane one of its own, in lane order, whether or not anything else is mapped.
+    Items are constants to derivatives. Over several devices one takes the item for all
+    (docs/feeds.md).
 
     Raises:
       EndOfFeed: there are no more items, and no default.
@@ -108,20 +108,16 @@ class Feed:
   def stats(self) -> dict[str, int]:
     """What has happened so far.
 
-    Returns:
-      "produced": items that the iterator gave. "served": that programs took, defaults included.
-      "waited": times that a program had to wait for one. "queued": items that wait in the queue.
+    "produced": items that the iterator gave. "served": that programs took, defaults included.
+    "waited": times that a program had to wait for one. "queued": items that wait in the queue.
     """
     return self._producer.stats()
 
   def close(self, timeout: float = 5.0) -> bool:
     """Stops the iterator's thread; a program that asks for an item from here on fails.
 
-    Args:
-      timeout: seconds to wait for an iterator that is busy.
-
-    Returns:
-      Whether the thread has ended. If not, it ends when its iterator returns.
+    Waits `timeout` seconds at most for an iterator that is busy, and returns whether the thread has
+    ended. If not, it ends when its iterator returns.
     """
     seconds = options.seconds(f"feed '{self.name}'", "timeout", timeout, zero=True)
     return self._producer.close(seconds)
@@ -134,13 +130,9 @@ class Feed:
 
 
 def feed(
-  iterable: Iterable[Any],
-  *,
-  prefetch: int = 2,
-  shape: Any = None,
-  default: Any = _MISSING,
+  iterable: Iterable[Any], *, prefetch: int = 2, shape: Any = None, default: Any = _MISSING,
   name: str | None = None,
-) -> Feed:
+) -> Feed:  # fmt: skip
   """A `Feed`: compiled programs read a host iterator, which runs ahead on a thread of its own.
 
   ```python
@@ -160,14 +152,11 @@ def feed(
       first item, which is waited for here.
     default: an item, or a prefix of one that broadcasts to it, to serve for ever after the last
       one. Without it the end of the data is an error, `EndOfFeed`.
-    name: what messages and threads call the feed. Default: the iterable's qualified name, and a
-      number from the second on.
+    name: for messages and threads. Default: the iterable's qualified name, numbered if not alone.
 
   Once a program on a CUDA GPU has asked for an item, the feed's thread copies the next ones there
-  ahead of it, as far as `prefetch` goes, on a stream of their own; nothing on the host waits for
-  the GPU. Each waiting item then takes its size in the GPU's memory and in pinned memory. Of a feed
-  that several GPUs read, items are copied ahead to the one that asked last, and again where another
-  gets them.
+  ahead of it, as far as `prefetch` goes: each takes its size in the GPU's memory and in pinned
+  memory. Of several GPUs the one that asked last gets them (docs/gpu.md).
 
   Raises:
     GateDefinitionError: an option is wrong, or there is no item to take the types from.

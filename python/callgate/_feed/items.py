@@ -54,9 +54,8 @@ class ItemTypes:
       where = functools.partial(_where, self.feed, f"item {number}", item, index)
       array = _to_array(where, leaf, self.defaults)
       if array.shape != shape or array.dtype != dtype:
-        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
-        cast = "(items are never cast silently)"
-        raise ResultError(f"{where()}: expected {expected}, got {got} {cast}")
+        got = f"{_describe(array.shape, array.dtype)} (items are never cast silently)"
+        raise ResultError(f"{where()}: expected {_describe(shape, dtype)}, got {got}")
       arrays.append(array)
     return arrays
 
@@ -66,10 +65,9 @@ class ItemTypes:
     try:
       given = jax.tree.leaves(jax.tree.broadcast(value, full))
     except (ValueError, TypeError) as error:
-      expected = f"the items' structure {self.tree} or a prefix of it"
-      raise GateDefinitionError(
-        f"feed '{self.feed}': default: expected {expected}, got {jax.tree.structure(value)}"
-      ) from error
+      expected = f"expected the items' structure {self.tree} or a prefix of it"
+      what = f"default: {expected}, got {jax.tree.structure(value)}"
+      raise GateDefinitionError(f"feed '{self.feed}': {what}") from error
     arrays: Arrays = []
     for index, (leaf, (shape, dtype)) in enumerate(zip(given, self.types, strict=True)):
       where = functools.partial(_where, self.feed, "default", full, index)
@@ -81,10 +79,9 @@ class ItemTypes:
       except (ValueError, OverflowError):
         fits = False
       if not fits:
-        expected, got = _describe(shape, dtype), _describe(array.shape, array.dtype)
-        raise GateDefinitionError(
-          f"{where()}: expected {expected} or what broadcasts to it, got {got}"
-        )
+        expected = f"{_describe(shape, dtype)} or what broadcasts to it"
+        got = _describe(array.shape, array.dtype)
+        raise GateDefinitionError(f"{where()}: expected {expected}, got {got}")
       arrays.append(np.array(np.broadcast_to(array, shape)))
     return arrays
 

@@ -1,16 +1,15 @@
 """The producer of a feed: a thread that iterates ahead of the program, and the queue between them.
 
 The feed's gate takes items on any thread. The producer's holds no lock while user code runs, so an
-iterator may itself run JAX programs and read other feeds. It ends by `close()`, the end of the
-data, the garbage collector once nobody can take items any more (feed.py), or the end of the
-process. It is a daemon thread, since Python can't interrupt an iterator that doesn't return.
+iterator may itself run JAX programs and read other feeds. It ends by `close()`, with the data, with
+the last who could take items (feed.py), or with the process. It is a daemon thread, since Python
+can't interrupt an iterator that doesn't return.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import os
 import threading
@@ -26,13 +25,12 @@ Item = list[Any]  # the flat arrays of an item
 Convert = Callable[[Any, int], Item]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class _Entry:
   """An item in the queue; `upload` is its way to a GPU, once that was tried and could be begun."""
 
-  item: Item
-  tried: bool = False
-  upload: _callgate.Upload | None = None
+  def __init__(self, item: Item) -> None:
+    self.item, self.tried = item, False
+    self.upload: _callgate.Upload | None = None
 
 
 _END: Any = object()
@@ -226,8 +224,7 @@ def limit_all(seconds: float) -> None:
 def close_all(seconds: float) -> None:
   """Programs have ended: so do the threads."""
   deadline = time.monotonic() + seconds
-  producers = list(_alive)
-  for producer in producers:
+  for producer in (producers := list(_alive)):
     producer.release()
   for producer in producers:
     producer.close(max(0.0, deadline - time.monotonic()))

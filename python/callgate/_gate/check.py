@@ -85,14 +85,13 @@ def check(predicate: Any, message: str, /, **values: Any) -> None:
   raise_deferred()
   options.text("check", "message", message)
   try:
-    fields = [field for _, field, _, _ in string.Formatter().parse(message)]
+    for _, field, _, _ in string.Formatter().parse(message):
+      if field is not None and re.split(r"[.\[]", field)[0] not in values:
+        what = f"the field {{{field}}} is not among the values, {sorted(values)}"
+        raise GateDefinitionError(f"check: message: {what}")
   except ValueError as error:
     what = f"check: message: expected a format string, got {message!r}: {error}"
     raise GateDefinitionError(what) from error
-  for field in fields:
-    if field is not None and re.split(r"[.\[]", field)[0] not in values:
-      what = f"the field {{{field}}} is not among the values, {sorted(values)}"
-      raise GateDefinitionError(f"check: message: {what}")
   ok = jnp.asarray(predicate)
   if ok.shape != () or ok.dtype != jnp.bool_:
     got = f"{ok.dtype.name}{list(ok.shape)}"

@@ -51,19 +51,13 @@ class Gate(Operation):
     leading = {"return": 0, "inplace": 1, "context": 2}[self.style]
     self.parameters = tuple(p.name for p in signatures.positional(function, leading))
     self.callee = _callgate.Callee(
-      self.name,
-      function,
+      self.name, function, style=self.style, cast=self.cast, timeout=self.timeout,
       bind=functools.partial(bind.bind, function, self.style, self.arrays, self.name),
-      style=self.style,
       arrays="numpy" if self.arrays == "numpy" else "buffer",
-      cast=self.cast,
-      owned_inputs=self.copy,
-      own_thread=self.thread == "own",
-      timeout=self.timeout,
+      owned_inputs=self.copy, own_thread=self.thread == "own",
       native=bind.is_native(self.arrays) or self.native,
-      default_stream=self.arrays == "numba",
-      command_buffer=self.command_buffer,
-    )
+      default_stream=self.arrays == "numba", command_buffer=self.command_buffer,
+    )  # fmt: skip
     registry.register(self.name, self)
     functools.update_wrapper(self, function, updated=())
     signature = signatures.signature_of(function, leading)
@@ -102,40 +96,32 @@ def gate(fn: Callable[..., Any], /, *, options: GateOptions) -> Gate:
   ```
 
   On a CUDA GPU the program does not run yet when a callable is called: it is being given to a
-  stream, XLA's, and the callable gives it more.
+  stream, XLA's, and the callable gives it more. docs/gpu.md has it at length:
 
   - "buffer", "cupy", "torch" and "numba" arrays are the GPU's own memory, without a copy; "cupy"
-    and "numba" exist there alone. Their contents are those of XLA's stream when it has come that
-    far. CuPy's and PyTorch's current stream is XLA's, so that plain code of theirs is right. Numba
-    has none: a kernel takes `x.stream` of any of the arrays, and one that takes none runs on the
-    default stream, which the runtime orders between XLA's work before and after the call. With
-    "buffer", consumers of DLPack and of CUDA's array interface make their stream wait for XLA's,
-    and XLA's waits for CUDA's default streams when the call ends; for any other stream the callable
-    has to make XLA's wait.
-  - Nobody waits for the GPU, and the callable need not. None of these libraries has read-only
-    arrays: do not write to inputs. `config(check_writes=True)` finds who does, and waits for the
-    GPU to do so (not with `command_buffer`).
+    and "numba" exist there alone. CuPy's and PyTorch's current stream is XLA's. Numba has none: a
+    kernel takes `x.stream`, or runs on the default stream, which is ordered between XLA's work
+    before and after the call. With "buffer", consumers of DLPack and of CUDA's array interface wait
+    for XLA's stream, and that for CUDA's default streams when the call ends; for others it has to
+    be made to.
+  - Nobody waits for the GPU, and the callable need not. Do not write to inputs, which none of these
+    libraries prevents: `config(check_writes=True)` finds who does (not with `command_buffer`).
   - style="return" takes anything with `__dlpack__` or `__cuda_array_interface__` on the program's
-    GPU, of the declared shape and dtype, dense and row-major (of CuPy and PyTorch others are made
-    so), and copies it on XLA's stream; or NumPy's arrays and scalars, through pinned memory. `cast`
-    is for the latter.
-  - An array that outlives the call is an error, as on the CPU. But its memory is XLA's again: a
-    Buffer then refuses to be used, a jax.Array is deleted, a torch tensor gets a copy, and arrays
-    of other libraries must not be used any more.
-  - "numpy" and "jax" arrays are copies in the host's memory (of "jax": on JAX's CPU device, since
-    nobody may wait for the device whose program waits for the callable), through pinned memory.
-    XLA's thread waits for the inputs and runs the callable; with thread="own" the stream waits
-    instead, and a failure is kept for `callgate.errors()`, while the results are NaN, or zero in
-    integers.
-  - thread="own" and `timeout` are for calls on the host's memory: with the GPU's own arrays the
-    callable runs on XLA's thread, and has no timeout.
-  - With command_buffer=True the callable runs whenever XLA records its program's graph (once for
-    each set of addresses that the program's arrays get), not when the graph is replayed; a program
-    whose graph XLA does not want calls it each time. So: launch the same work whatever the arrays
-    hold; read nothing on the host, wait for nothing, allocate from a pool that works under capture
-    alone; stay on XLA's stream, or fork from it and join it again by events; keep what the launches
-    use alive as long as the program. What breaks a recording raises `CaptureError`. It needs arrays
-    that stay on the GPU, style="inplace" or "context", and effect="pure".
+    GPU, of the declared shape and dtype, dense and row-major (CuPy's and PyTorch's are made so),
+    and copies it on XLA's stream; or NumPy's arrays and scalars, which alone `cast` is for.
+  - An array that outlives the call is an error, and its memory is XLA's again: a Buffer then
+    refuses to be used, a torch tensor gets a copy, others must not be used any more.
+  - "numpy" and "jax" arrays (of "jax": on JAX's CPU device) are copies in the host's memory. XLA's
+    thread waits for the inputs and runs the callable; with thread="own" the stream waits instead,
+    and a failure is kept for `callgate.errors()`, while the results are NaN, or zero in integers.
+    With the GPU's own arrays the callable runs on XLA's thread, and has no timeout.
+  - With command_buffer=True the callable runs when XLA records its program's graph (once for each
+    set of addresses that the arrays get), not when the graph is replayed. So: launch the same work
+    whatever the arrays hold; read nothing on the host, wait for nothing, allocate from a pool that
+    works under capture alone; stay on XLA's stream, or fork from it and join it by events; keep
+    what the launches use alive as long as the program. What breaks a recording raises
+    `CaptureError`. It needs arrays that stay on the GPU, style="inplace" or "context", and
+    effect="pure".
 
   Args:
     fn: the callable; leave it out to use the result as a decorator.
@@ -162,12 +148,9 @@ def call(fn: Callable[..., Any], out: Any, /, *args: Any, **options: Any) -> Any
 
   Args:
     fn: the callable.
-    out: as for `gate`.
+    out: the results, which are returned: as for `gate`.
     *args: the call's arguments.
     **options: options of `gate`; the rest are static keyword arguments of the call.
-
-  Returns:
-    The results, as `Gate.__call__`.
   """
   known = {field.name for field in dataclasses.fields(GateOptions)} & options.keys()
   gate_options = tuple((key, options.pop(key)) for key in sorted(known))

@@ -34,9 +34,8 @@ class GateOptions(CallOptions):
     cast: allow same-kind casts of results (float64 to float32, say).
     copy: arguments are private copies, which the callable may keep, and of NumPy's may write to;
       for arrays in the host's memory. Results' views (`out`) are still XLA's.
-    collective: every device makes its call, also where several have the same shard, and a context
-      knows its place: `context.rank`, `context.size`, `context.coordinates` on the mesh. For gates
-      that talk to each other.
+    collective: every device makes its call, also where several have the same shard, and knows its
+      place: `context.rank`, `.size`, `.coordinates` on the mesh. For gates that talk to each other.
     command_buffer: on a CUDA GPU, lets XLA record what the callable launches into a CUDA graph and
       replay that. Elsewhere it changes nothing. See above.
   """
@@ -65,28 +64,20 @@ class GateOptions(CallOptions):
     problem = ""
     if not bind.is_native(made.arrays):
       kinds = ", ".join(map(repr, gpu.KINDS))
-      problem = (
-        f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}, whose copies the host "
-        "would have to wait for"
-      )
+      problem = f"arrays that stay on the GPU ({kinds}), got arrays={made.arrays!r}"
     elif made.style == "return":
-      problem = (
-        "style='inplace' or 'context', got style='return', whose results are gone when their "
-        "copying is replayed"
-      )
+      got = "got style='return', whose results are gone at a replay"
+      problem = f"style='inplace' or 'context', {got}"
     elif made.effect != "pure":
-      problem = (
-        f"effect='pure', got effect={made.effect!r}: a graph that is replayed does not call the "
-        "callable, so its own effects would not happen once per execution"
-      )
+      why = "a graph that is replayed does not call the callable"
+      problem = f"effect='pure', got effect={made.effect!r}: {why}"
     if made.command_buffer and problem:
       raise GateDefinitionError(f"{label}: command_buffer=True: expected {problem}")
     return made
 
 
 def no_copy(label: str, arrays: str) -> GateDefinitionError:
-  return GateDefinitionError(
-    f"{label}: copy=True: expected arrays in the host's memory (arrays='numpy' or 'jax'; "
-    f"'buffer' and 'torch' in programs for the CPU), got arrays={arrays!r} on a GPU, which "
-    "are XLA's own"
-  )
+  which = "arrays='numpy' or 'jax'; 'buffer' and 'torch' in programs for the CPU"
+  expected = f"expected arrays in the host's memory ({which})"
+  got = f"got arrays={arrays!r} on a GPU, which are XLA's own"
+  return GateDefinitionError(f"{label}: copy=True: {expected}, {got}")

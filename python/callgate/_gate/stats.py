@@ -16,17 +16,16 @@ from callgate._gate.gate import Gate
 def stats() -> dict[str, dict[str, float]]:
   """Counters of every live gate, by name.
 
-  Returns:
-    For each gate: `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and,
-    while `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the
-    callable included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
+  They are `calls` (lanes count each), `errors`, `bytes` (operands and results seen), and, while
+  `callgate.config(timing=True)` or a trace is on, `python_seconds` (time with the GIL, the callable
+  included) and `gil_wait_seconds`. Counting is always on and costs nanoseconds.
   """
-  live = [(name, gate) for name, gate in sorted(registry.operations()) if isinstance(gate, Gate)]
   counted: dict[str, dict[str, float]] = {}
-  for name, gate in live:
-    counters = gate.stats()
-    seconds = {f"{what}_seconds": counters[f"{what}_ns"] * 1e-9 for what in ("python", "gil_wait")}
-    counted[name] = {what: counters[what] for what in ("calls", "errors", "bytes")} | seconds
+  for name, gate in sorted(registry.operations()):
+    if isinstance(gate, Gate):
+      found = gate.stats()
+      seconds = {f"{what}_seconds": found[f"{what}_ns"] * 1e-9 for what in ("python", "gil_wait")}
+      counted[name] = {what: found[what] for what in ("calls", "errors", "bytes")} | seconds
   return counted
 
 

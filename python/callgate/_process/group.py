@@ -1,9 +1,9 @@
 """The processes of `jax.distributed` as one of them sees them: who lives, who ended and why.
 
-The engine is JAX's coordination service, a store of texts that every process sees. Each process has
-one `Group`, made when `jax.distributed.initialize` is done. Its thread, "callgate-alive", counts up
-a key every few seconds, so that the others know a process that died from one that takes its time. A
-process that ends says so on its way out. In a program of one process nothing of this happens.
+The engine is JAX's coordination service, a store of texts that every process sees. Each of several
+processes has one `Group`, made when `jax.distributed.initialize` is done. Its thread counts up a
+key every few seconds, so that the others know a process that died from one that takes its time. A
+process that ends says so on its way out.
 
 Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeting.py` has more.
 """
@@ -11,7 +11,6 @@ Keys: `callgate/alive/P` a count, `callgate/ended/P` how process P ended; `meeti
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -21,6 +20,7 @@ import threading
 import time
 import traceback
 from types import TracebackType
+from typing import NamedTuple
 
 import jax
 
@@ -33,9 +33,8 @@ PLACEHOLDER = "{process}"
 _DETAILS = 8000  # characters of a traceback that travel
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-  """What went wrong in a process, as it travels to the others."""
+class Failure(NamedTuple):
+  """What went wrong in a process; travels to the others as JSON."""
 
   process: int
   kind: str  # name of the exception's type; "" without one
@@ -53,10 +52,7 @@ class Failure:
 
   @staticmethod
   def parse(text: str) -> Failure:
-    return Failure(**json.loads(text))
-
-  def text(self) -> str:
-    return json.dumps(dataclasses.asdict(self))
+    return Failure(*json.loads(text))
 
   def error(self) -> ProcessError:
     """What to raise in another process."""
@@ -103,10 +99,9 @@ class Group:
     silent = Failure(self.index, "", "ended without coming here")
     failure = silent if error is None else Failure.of(self.index, error)
     with contextlib.suppress(ConnectionError):  # nobody is left to be told
-      self.store.put(f"callgate/ended/{self.index}", failure.text())  # the first word holds
+      self.store.put(f"callgate/ended/{self.index}", json.dumps(failure))  # the first word holds
 
   def leave(self) -> None:
-    """Ends the thread."""
     self._over.set()
     if self._thread is not threading.current_thread():
       self._thread.join(timeout=2)
@@ -127,11 +122,10 @@ def group() -> Group | None:
   """The group of this process; None where it is alone."""
   if distributed.distributed_client() is not None:
     return _group
-  if dispatch.has_backend() and jax.process_count() > 1:
-    raise RuntimeError(
-      "callgate.barrier: all_processes=True: expected jax.distributed to be initialized, got "
-      f"{jax.process_count()} processes without it (see jax.distributed.initialize)"
-    )
+  if dispatch.has_backend() and (count := jax.process_count()) > 1:
+    expected = "all_processes=True: expected jax.distributed to be initialized"
+    got = f"{count} processes without it (see jax.distributed.initialize)"
+    raise RuntimeError(f"callgate.barrier: {expected}, got {got}")
   return None
 
 
@@ -142,15 +136,12 @@ def known_index() -> int | None:
   return jax.process_index() if dispatch.has_backend() else None
 
 
-def index() -> int:
-  """This process's index. Starts JAX's devices where `jax.distributed` does not tell it."""
-  known = known_index()
-  return jax.process_index() if known is None else known
-
-
 def fill_index(path: str) -> str:
-  """A path with this process's index in the place of each "{process}"."""
-  return path.replace(PLACEHOLDER, str(index())) if PLACEHOLDER in path else path
+  """A path with this process's index for each "{process}"; where it has one, this starts JAX."""
+  if PLACEHOLDER not in path:
+    return path
+  known = known_index()
+  return path.replace(PLACEHOLDER, str(jax.process_index() if known is None else known))
 
 
 def _join() -> None:

@@ -8,6 +8,7 @@ fails, or finds that another did, writes the failure. Runs on the thread that ca
 
 from __future__ import annotations
 
+import json
 import time
 
 from callgate._core.errors import ProcessError
@@ -34,7 +35,7 @@ class Meeting:
     """Whatever ends this process's part ends the meeting for all."""
     try:
       if error is not None:
-        self._conclude(Failure.of(self._group.index, error).text())
+        self._conclude(json.dumps(Failure.of(self._group.index, error)))
         if not isinstance(error, (ProcessError, TimeoutError)) and (other := self._missing()):
           error.add_note(f"callgate: before that, {other.error()}")  # its cause, maybe
     except ConnectionError:
@@ -44,8 +45,7 @@ class Meeting:
 
   def watch(self) -> None:
     """Raises the failure of another process, if there is one; looks a few times a second."""
-    now = time.monotonic()
-    if now < self._next_look:
+    if (now := time.monotonic()) < self._next_look:
       return
     self._next_look = now + self._group.look_seconds
     try:
@@ -71,7 +71,7 @@ class Meeting:
           late = [process for process in range(group.count) if str(process) not in came]
           expected = f"all {group.count} processes within {timeout} s"
           message = f"callgate.barrier: expected {expected}, got none of {late}"
-          own = Failure(group.index, "TimeoutError", message).text()
+          own = json.dumps(Failure(group.index, "TimeoutError", message))
           if (result := self._conclude(own)) == own:
             raise TimeoutError(message)
           break

@@ -33,10 +33,9 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
   one of them, else what a consumer of taps raised.
 
   With `all_processes` every process of `jax.distributed` has to call it, as often as the others,
-  from one thread. It returns when all have done what is said above. A process that failed raises
-  its own exception; the others get a `ProcessError` that names it, within a fraction of a second,
-  also where it ended by an exception or without having come here. One that died without a word is
-  found missing after `CALLGATE_SILENT_SECONDS` (60). The next barrier begins anew.
+  from one thread. A process that failed raises its own exception; the others get a `ProcessError`
+  that names it, within a fraction of a second, also where it ended without having come here. One
+  that died without a word is found missing after `CALLGATE_SILENT_SECONDS` (60).
 
   Args:
     timeout: seconds to wait at most; None for no limit, as long as all processes live.
@@ -68,10 +67,9 @@ def _deadline(timeout: float | None) -> float:
 def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   """This process's part; `watch` is called now and then, and may end it by raising."""
   if _callgate.channels_abandoned():
-    raise RuntimeError(
-      "callgate.barrier: this process was forked from one that had channels, whose threads are not "
-      "here; expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
-    )
+    was = "was forked from one that had channels, whose threads are not here"
+    expected = "expected a process of its own (multiprocessing's 'spawn' or 'forkserver')"
+    raise RuntimeError(f"callgate.barrier: this process {was}; {expected}")
   deadline = _deadline(timeout)
   failure = wait_for_programs(timeout, watch)
   if not _until(deadline, watch, _callgate.drain_devices):
@@ -79,8 +77,8 @@ def _settle(timeout: float | None, watch: Callable[[], None] | None) -> None:
   for settle in at_barrier:
     settle()
   if not _until(deadline, watch, _callgate.flush_channels):
-    counts = {name: stats["pending"] for name, stats in _callgate.channel_stats().items()}
-    pending = {name: count for name, count in counts.items() if count}
+    stats = _callgate.channel_stats().items()
+    pending = {name: count for name, one in stats if (count := one["pending"])}
     raise TimeoutError(f"callgate.barrier: records still wait after {timeout} s: {pending}")
   dispatch.forget_failed_tokens()
   failures.raise_deferred(of_all_threads=True)
@@ -124,12 +122,11 @@ class errors:
     program(x)           # raises the gate's own ValueError, not JaxRuntimeError
   ```
 
-  Inside, the error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is
-  replaced by the original object when it leaves the block. At the end of the block all arrays are
-  waited for, so that the error of a program whose result nobody looked at is raised too (of a pure
-  program on one device, if its result still exists). With several threads inside such blocks at
-  once, that last part is left out: a thread never gets another's error. Of a program over several
-  devices XLA doesn't say who called it: the first block to end has its error.
+  The error that JAX raises for a gate (`jax.errors.JaxRuntimeError`, or ValueError) is replaced by
+  the original object when it leaves the block. At its end all arrays are waited for, so that the
+  error of a program whose result nobody looked at is raised too (of a pure program on one device,
+  if its result still exists), unless other threads are inside such blocks: a thread never gets
+  another's error. That of a program over several devices goes to the first block to end.
   """
 
   def __enter__(self) -> errors:
@@ -160,15 +157,10 @@ class errors:
     if kept is None:
       own, python_threads = threading.get_ident(), failures.threads_of_python()
       alone = len(_kept.blocks) == 1
-      unseen = [
-        k
-        for k in _kept.newest_first()
-        if k.id >= self._first
-        and not k.claimed
-        and (k.thread == own or (alone and k.thread not in python_threads))
-      ]
-      if unseen:
-        kept = unseen[-1]
+      for k in _kept.newest_first():  # the oldest of this thread's, or of none of Python's
+        mine = k.thread == own or (alone and k.thread not in python_threads)
+        kept = k if mine and k.id >= self._first and not k.claimed else kept
+      if kept is not None:
         kept.claimed = True
     if kept is not None:
       failures.raise_original(kept.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 from callgate import _callgate
@@ -28,6 +29,10 @@ _in_jax = {"engine": _engine, "fast_dispatch": _fast_dispatch}
 # The others, which `_callgate` has a setter for.
 _values: dict[str, Any] = dict.fromkeys(("check_writes", "check_memory", "crash_report"), False)
 _values |= {"timing": False, "stall_seconds": 0.0}
+_checks: dict[str, Callable[..., Any]] = {  # of what is no bool
+  "engine": functools.partial(options.choice, allowed=("callgate", "jax")),
+  "stall_seconds": functools.partial(options.seconds, zero=True),
+}
 
 
 def engine() -> str:
@@ -57,43 +62,30 @@ class config:
   Args:
     engine: `"callgate"`, or `"jax"` to run every gate through JAX's own callbacks: an oracle for
       tests, and the way to run on platforms without FFI. Programs are traced again after a change.
-    fast_dispatch: let programs whose only effects are io gates take JAX's C++ dispatch path (5 µs
-      instead of 50 µs a call). `jax.effects_barrier()` then no longer waits for them:
-      wait for a result of the program, or use `callgate.barrier()`, which waits for all arrays.
-      Programs that return nothing can't be waited for. Ordered gates are not affected.
+    fast_dispatch: let programs whose only effects are io gates, none ordered, take JAX's C++
+      dispatch path (5 µs instead of 50 µs a call). `jax.effects_barrier()` then no longer waits for
+      them, `callgate.barrier()` does: for their results, so not for programs that return nothing.
     check_writes: checksum every input before and after each call, and raise `InputWriteError` when
       a gate wrote to one through a library without read-only arrays. Slow; for debugging.
     check_memory: run kernels on guarded copies of their arrays, and raise `KernelError` where one
       writes outside of an array or into an input, leaves elements of a result unwritten, or reads
       memory that nobody has written. Pure kernels run two or three times. Slow; for debugging.
-    crash_report: when the process gets SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT in a kernel,
-      print its name and its arrays' shapes, dtypes and addresses on stderr. The signal then goes to
-      whoever handled it before, as `faulthandler`.
+    crash_report: on SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT in a kernel, print its name and its
+      arrays' shapes, dtypes and addresses on stderr, before other handlers (`faulthandler`'s).
     timing: measure time in Python and time waiting for the GIL (`callgate.stats()`).
     stall_seconds: print a report on stderr (gate or kernel, argument shapes, every Python thread's
-      stack) when a call takes longer, also one of a kernel that waits for its turn; 0 for never.
-      Calls of CUDA kernels only enqueue work, and are not watched. Also `CALLGATE_STALL_SECONDS`.
+      stack) when a call takes longer, but for CUDA kernels', which only enqueue work; 0 for never.
+      Also `CALLGATE_STALL_SECONDS`.
   """
 
   def __init__(
-    self,
-    *,
-    engine: Literal["callgate", "jax"] | None = None,
-    fast_dispatch: bool | None = None,
-    check_writes: bool | None = None,
-    check_memory: bool | None = None,
-    crash_report: bool | None = None,
-    timing: bool | None = None,
+    self, *, engine: Literal["callgate", "jax"] | None = None, fast_dispatch: bool | None = None,
+    check_writes: bool | None = None, check_memory: bool | None = None,
+    crash_report: bool | None = None, timing: bool | None = None,
     stall_seconds: float | None = None,
-  ) -> None:
+  ) -> None:  # fmt: skip
     given = {k: v for k, v in locals().items() if k != "self" and v is not None}
-    for name, value in given.items():
-      if name == "engine":
-        given[name] = options.choice("config", name, value, ("callgate", "jax"))
-      elif name == "stall_seconds":
-        given[name] = options.seconds("config", name, value, zero=True)
-      else:
-        given[name] = options.boolean("config", name, value)
+    given = {k: _checks.get(k, options.boolean)("config", k, v) for k, v in given.items()}
     self._before = {k: _in_jax[k].value if k in _in_jax else _values[k] for k in given}
     _apply(given)
 
@@ -122,9 +114,8 @@ def start() -> None:
 
 @functools.cache  # once for the process
 def filter_dispatch() -> None:
-  dispatch.filter_dispatch_effects(
-    lambda effect: (
-      not isinstance(effect, ProgressEffect)
-      and not (_fast_dispatch.value and isinstance(effect, GateEffect))
-    )
-  )
+  def keep(effect: Any) -> bool:
+    free = (ProgressEffect, GateEffect) if _fast_dispatch.value else ProgressEffect
+    return not isinstance(effect, free)
+
+  dispatch.filter_dispatch_effects(keep)

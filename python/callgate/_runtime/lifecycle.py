@@ -55,11 +55,9 @@ def _result_error(gate: str, spec: str, index: int, expected: str, got: str) -> 
 
 
 def _input_written(gate: str, spec: str, index: int) -> None:
-  raise InputWriteError(
-    f"gate '{gate}': {registry.of(gate, spec, 'argument', index)} was written to. Inputs are XLA's "
-    "own memory, shared with the rest of the program; declare aliases={input: output} to work in "
-    "place"
-  )
+  what = f"gate '{gate}': {registry.of(gate, spec, 'argument', index)} was written to"
+  why = "Inputs are XLA's own memory, shared with the rest of the program"
+  raise InputWriteError(f"{what}. {why}; declare aliases={{input: output}} to work in place")
 
 
 def _stalled(what: str, call: str, timed_out: bool) -> str:
@@ -86,18 +84,16 @@ def _device_worker(begin: bool) -> None:
   """Has JAX use the CPU on this thread, unless told otherwise, until it serves CPU programs."""
   # A GPU's stream waits for the call that the thread is about to make: what the call gave the same
   # GPU to do would wait for the call.
-  if not begin:
+  if begin:
+    _worker.scope = contextlib.ExitStack()
+    for cpu in dispatch.cpu_devices()[:1]:
+      _worker.scope.enter_context(jax.default_device(cpu))
+  else:
     _worker.scope.close()
-    return
-  _worker.scope = contextlib.ExitStack()
-  for cpu in dispatch.cpu_devices()[:1]:
-    _worker.scope.enter_context(jax.default_device(cpu))
 
 
 def _end() -> None:
-  """Before Python ends, in phases; in a fork's child, which has no threads, and on an embedder's
-  thread what the runtime has is left alone.
-  """
+  """Before Python ends; a fork's child and an embedder's thread leave the runtime alone."""
   last = getattr(sys, "last_exc", getattr(sys, "last_value", None))  # what main was left by
   # After Ctrl-C nobody waits for the process as for its normal end.
   interrupted = isinstance(last, KeyboardInterrupt) or _callgate.interrupted_recently()
@@ -145,24 +141,18 @@ def _refuse_calls(deadline: float, seconds: float) -> None:
     _callgate.fail_exit()
   # A call that hangs may be a consumer's, which has had its time.
   if not _callgate.shut_down(max(deadline - time.monotonic(), LAST_SECONDS)):
-    print(
-      f"callgate: {_callgate.active_calls()} call(s) still ran {seconds:g} s after the end of the "
-      "program and were abandoned",
-      file=sys.stderr,
-    )
+    late = f"still ran {seconds:g} s after the end of the program and were abandoned"
+    print(f"callgate: {_callgate.active_calls()} call(s) {late}", file=sys.stderr)
 
 
 def at_end(phase: Phase, end: Callable[[float], object]) -> None:
-  """Has `end(seconds)` called before Python ends; seconds: how long it may take.
+  """Has `end(seconds)` called before Python ends; seconds: how long it may take. In this order:
 
-  The phases come in this order, whatever was registered when:
-    hurry: programs still run, and may not wait for ever.
-    leave: other processes are told, while their service still runs.
-    (The runtime lets effects finish.)
-    draw: effects have finished, and calls still come in.
-    deliver: what was tapped gets to its consumers, while Python still runs.
-    (The runtime refuses further calls, and waits for those that run.)
-    join: programs have ended, and threads can.
+  hurry: programs still run, and may not wait for ever.
+  leave: other processes are told, while their service still runs.
+  draw: effects have finished, and calls still come in.
+  deliver: what was tapped gets to its consumers, while Python still runs.
+  join: calls were refused and waited for; programs have ended, and threads can.
   """
   _at_end[phase].append(end)
 

@@ -1,9 +1,8 @@
 """Gates on threads of their own that wait for themselves.
 
 While JAX calls a jitted function for the first time, other threads that call it wait until that
-call has ended, with the gates in it. Such a gate, with `thread="own"`, that calls the very function
-would wait for ever. On the thread of the program the same call is JAX's RecursionError, so it is
-one here: the runtime asks in the first run of a program, every second (src/xla/owned_call.h).
+call has ended, so a gate in it, with `thread="own"`, that calls it would wait for ever. It gets
+JAX's RecursionError: the runtime asks in a program's first run, every second (xla/owned_call.h).
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ def report(gate: str, thread: int) -> str:
       _seen[thread] = place
   if frame is None or before != place:
     return ""
-  used = _jitted(frame)
-  for function, jaxpr in dispatch.first_calls(frames.values()):
-    if any(function is one for one in used) and f"gate '{gate}'" in str(jaxpr):
-      break
-  else:
+  used, calls = _jitted(frame), dispatch.first_calls(frames.values())
+  calls = ((f, str(jaxpr)) for f, jaxpr in calls if any(f is one for one in used))
+  own = (f for f, text in calls if f"gate '{gate}'" in text)
+  if (function := next(own, None)) is None:
     return ""
   with _lock:
     _seen.pop(thread, None)

@@ -3,14 +3,12 @@
 A *run* is `run(functional, args, kwargs)`: it calls the function on tensors, or a transform of it.
 Transforms take runs to runs, so that they nest to any order. There are two ways to differentiate:
 
-- classical: `torch.autograd.grad` on the graph that autograd records. Takes what autograd takes.
-  Forward mode is the transpose of reverse mode ("double backward").
+- classical: `torch.autograd.grad`. Forward mode is the transpose of reverse mode.
 - functional: `torch.func`, which nests with its forward mode and with `torch.func.vmap`. It refuses
   some functions: old-style `torch.autograd.Function`s, calls of `torch.autograd.grad` inside.
 
 What a function returns, and whether `torch.func.vmap` takes it, is found on torch's fake tensors,
-which have no values; so nothing changes of those that it has from elsewhere (weights in a closure).
-Imports torch, so it is imported when the first function is made.
+which have no values. Imports torch, so it is imported when the first function is made.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ def transformed(run: Run, steps: Sequence[Step], *, random: bool) -> Run:
     if kind == "vmap":
       run = _batched(run, positions, "same" if random else "error")
     else:
-      run = _derivative({"jvp": _jvp, "vjp": _vjp}[kind], run, positions)
+      run = _derivative(_jvp if kind == "jvp" else _vjp, run, positions)
   return run
 
 
@@ -113,7 +111,7 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
         return run(batched, args, kwargs)
       try:
         return run(True, args, kwargs)
-      except (RuntimeError, NotImplementedError):
+      except RuntimeError:  # or NotImplementedError, which is one
         # torch.func refuses the function, or it has an operation without forward mode. An error
         # of the function's own comes again here.
         result = run(False, args, kwargs)
@@ -128,11 +126,7 @@ def caller(run: Run, steps: Sequence[Step]) -> Callable[..., Any]:
 Inner = Callable[[bool, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
-def _derivative(
-  kind: Callable[[bool, Inner, Sequence[Tensor], Sequence[Tensor]], Any],
-  run: Run,
-  wanted: Sequence[int],
-) -> Run:
+def _derivative(kind: Callable[..., Any], run: Run, wanted: Sequence[int]) -> Run:
   """The run of `(args, kwargs, vectors)`: static keywords are its own, arrays' are in its args."""
 
   def derive(functional: bool, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
@@ -162,8 +156,7 @@ def _vjp(
     return tuple(map(_conj, pullback(cotangents(results))))
   again = torch.is_grad_enabled()  # a derivative of this one is being taken
   with torch.enable_grad():
-    primals = [_tracked(x) for x in primals]
-    results = inner(False, primals)
+    results = inner(False, primals := _tracked(primals))
     return tuple(map(_conj, _grad(results, primals, cotangents(results), again)))
 
 
@@ -176,8 +169,7 @@ def _jvp(
       return torch.func.jvp(lambda *xs: inner(True, xs), tuple(primals), tuple(vectors))[1]
   again = torch.is_grad_enabled()
   with torch.enable_grad():
-    primals = [_tracked(x) for x in primals]
-    results = inner(False, primals)
+    results = inner(False, primals := _tracked(primals))
     # The transpose of the transpose: reverse mode is linear in its cotangents u.
     u = [torch.zeros_like(x, requires_grad=True) for x in results]
     return _grad(_grad(results, primals, u, again=True), u, vectors, again)
@@ -192,9 +184,9 @@ def prepare_forward_mode() -> None:
     torch.func.jvp(torch.neg, (one,), (one,))
 
 
-def _tracked(x: Tensor) -> Tensor:
-  """A tensor of its own to differentiate by; the graph that `x` is in goes on through it."""
-  return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+def _tracked(tensors: Sequence[Tensor]) -> list[Tensor]:
+  """Tensors of their own to differentiate by; the graph that one is in goes on through it."""
+  return [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors]
 
 
 def _grad(
@@ -291,16 +283,12 @@ def result_types(
     raise
   except Exception as error:  # whatever the user's function raises
     text = " ".join(str(error).split())
-    advice = (
-      "If it is right, and only needs values to know what it returns, say what that is with out= "
-      "(a pytree of ShapeDtypeStructs, or a function from the arguments' to one)"
-    )
+    advice = "If it needs values to know what it returns, say what that is with out="
     if "does not require grad" in text:
       advice = "A function that calls torch.autograd itself needs enable_grad=True"
-    raise GateDefinitionError(
-      f"{label}: the results' types are not known: the function did not run on tensors without "
-      f"values ({type(error).__name__}: {text[:300]}). {advice}"
-    ) from error
+    why = f"the function did not run on tensors without values ({type(error).__name__}"
+    known = f"{label}: the results' types are not known"
+    raise GateDefinitionError(f"{known}: {why}: {text[:300]}). {advice}") from error
 
   def struct(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch.")))

@@ -3,8 +3,7 @@
 A gate's *path* are the transforms around the function (`calls.Step`), innermost first: none, or
 `(("vjp", (0,)),)` of its gradient. Each is a *part* of the function's gate, its root, and named
 `root[path]` in programs, so that a process that never traced the call can make it. A derivative's
-takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the vectors: forward and reverse
-mode are each other's transpose.
+takes `(args, kwargs, vectors)`, returns a tuple, and is linear in the vectors.
 """
 
 from __future__ import annotations
@@ -106,16 +105,13 @@ class TorchGate(Gate):
   def tangent_call(self, site: CallSite, moved: Sequence[int]) -> TangentCall:
     root = self.root
     if root.style != "return":
-      raise GateDefinitionError(
-        f"{root.label} has no derivative: style='{root.style}' writes results, which autograd does "
-        "not follow. Expected style='return', or a rule: defjvp, defvjp or like="
-      )
+      why = f"style='{root.style}' writes results, which autograd does not follow"
+      expected = "Expected style='return', or a rule: defjvp, defvjp or like="
+      raise GateDefinitionError(f"{root.label} has no derivative: {why}. {expected}")
     if root.drawn is not None:
-      raise GateDefinitionError(
-        f"{root.label} draws random numbers ({root.drawn}), and its derivative runs it again: that "
-        "would be the derivative of another draw. Expected random=True, with which the call takes "
-        "a JAX key, rng=key, that both runs draw from; or no draw (module.eval())"
-      )
+      why = f"({root.drawn}), and its derivative, which runs it again, would be of another draw"
+      expected = "Expected random=True and rng=key, a JAX key, in calls; or no draw (module.eval())"
+      raise GateDefinitionError(f"{root.label} draws random numbers {why}. {expected}")
     args, kwargs = jax.tree.unflatten(site.in_tree, range(site.in_tree.num_leaves))
     frozen = root.frozen(_of_root(self.path, args, kwargs)[0])
     wanted = tuple(i for i in moved if i not in frozen)
@@ -139,11 +135,9 @@ class TorchGate(Gate):
   def _takes_vmap(self, site: CallSite, mask: Sequence[bool], lanes: Sequence[Any]) -> bool:
     from callgate._torch import calls
 
-    if self.effect != "pure":
-      return False  # once for each lane
-    args, kwargs = jax.tree.unflatten(site.in_tree, mask)
-    if self.root.random and _of_root(self.path, args, kwargs)[1].get(calls.RNG):
-      return False  # each lane draws from a key of its own
+    batched = _of_root(self.path, *jax.tree.unflatten(site.in_tree, mask))[1]
+    if self.effect != "pure" or (self.root.random and batched.get(calls.RNG)):
+      return False  # once for each lane; each draws from a key of its own
     path = (*self.path, _vmap(mask))
     if any(kind == "jvp" for kind, _ in path):
       calls.prepare_forward_mode()  # not on tensors without values

@@ -21,8 +21,7 @@ _NormBase = batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
 class ModuleFunction:
   """`f(params, *args, **kwargs)`: the module's forward with these parameters and buffers.
 
-  torch puts tensors in the place of the module's own for the time of a call, so calls of one
-  module run one after another.
+  Calls of one module run one after another: torch puts them in the place of its own meanwhile.
   """
 
   def __init__(self, label: str, module: Any, mutable: bool) -> None:
@@ -48,11 +47,10 @@ class ModuleFunction:
       if isinstance(part, _NormBase) and part.training and part.track_running_stats
     ]
     if written:
-      raise GateDefinitionError(
-        f"{self.label}: the module writes its buffer '{written[0]}' when called. Expected one of: "
-        "module.eval() before the call, or mutable=True, with which calls return (result, new "
-        "buffers)"
-      )
+      what = f"{self.label}: the module writes its buffer '{written[0]}' when called"
+      returns = "with which calls return (result, new buffers)"
+      expected = f"Expected one of: module.eval() before the call, or mutable=True, {returns}"
+      raise GateDefinitionError(f"{what}. {expected}")
     return (result, buffers) if self.mutable else result
 
   def tensors(self) -> dict[str, Any]:

@@ -51,16 +51,12 @@ class TorchFunction(TorchGate):
       raise GateDefinitionError(f"{self.label}: style='inplace' needs out=, what it writes into")
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Calls the function, inside or outside compiled code.
+    """Calls the function; returns what it returns, with jax.Arrays for tensors.
 
     Args:
       *args: pytrees of arrays; torch tensors are copied.
-      **kwargs: pytrees that hold an array are arguments too; anything else is static, must be
-        hashable, and reaches the function as it is. `rng` is the key of a function with
-        `random=True`.
-
-    Returns:
-      What the function returns, with jax.Arrays for tensors.
+      **kwargs: pytrees that hold an array are arguments too; anything else is static, hashable, and
+        reaches the function as it is. `rng` is the key of a function with `random=True`.
     """
     args, kwargs = jax.tree.map(_from_torch, (args, kwargs))
     if self.random and "rng" not in kwargs:
@@ -77,10 +73,9 @@ class TorchFunction(TorchGate):
     for index, struct in enumerate(leaves):
       dtype = tracing.canonical_dtype(struct.dtype)
       if dtype != struct.dtype and not self.cast:
-        raise GateDefinitionError(
-          f"{self.label}: result {index} is {struct.dtype.name}, which needs jax_enable_x64; "
-          f"expected {dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
-        )
+        expected = f"{dtype.name}: .to(torch.{dtype.name}) in the function, or cast=True"
+        got = f"result {index} is {struct.dtype.name}, which needs jax_enable_x64"
+        raise GateDefinitionError(f"{self.label}: {got}; expected {expected}")
       leaves[index] = jax.ShapeDtypeStruct(struct.shape, dtype)
     return jax.tree.unflatten(tree, leaves)
 
@@ -99,7 +94,7 @@ class TorchModule(TorchFunction):
     if options.style != "return":
       why = "a module returns its results; expected style='return'"
       raise GateDefinitionError(f"callgate.torch: {why}")
-    self._module = function = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
+    function = self._module = ModuleFunction(f"{self.kind} '{name}'", module, options.mutable)
     own = inspect.Parameter("params", inspect.Parameter.POSITIONAL_ONLY)
     with contextlib.suppress(TypeError, ValueError):
       parameters = inspect.signature(module.forward).parameters.values()
@@ -114,30 +109,25 @@ class TorchModule(TorchFunction):
       array = _torch.to_numpy(tensor)
       dtype = tracing.canonical_dtype(array.dtype)
       if dtype != array.dtype and array.dtype.kind not in "iu":  # counters may be narrower
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64; "
-          f"expected {dtype.name} without it (module.float() converts a module)"
-        )
+        expected = f"{dtype.name} without it (module.float() converts a module)"
+        got = f"parameter '{name}' is {array.dtype.name}, which needs jax_enable_x64"
+        raise GateDefinitionError(f"{self.label}: {got}; expected {expected}")
       found[name] = jnp.array(array, dtype)  # the module's memory changes when it is loaded
     return found
 
   @property
   def trainable(self) -> dict[str, bool]:
-    """For each name in `params` whether it has a gradient.
+    """For each name in `params` whether it has a gradient, other than zero.
 
-    Buffers, and parameters with `requires_grad=False`, have none: theirs is zero. An optimizer
-    with weight decay should leave them alone (`optax.masked(optimizer, model.trainable)`).
+    Not buffers, nor parameters with `requires_grad=False`: an optimizer with weight decay should
+    leave them alone (`optax.masked(optimizer, model.trainable)`).
     """
     return self._module.trainable()
 
   def load(self, params: Mapping[str, Any]) -> None:
-    """Writes arrays back into the torch module: its parameters and buffers, in place.
+    """Writes arrays, a dict as `params` gives it, back into the module's parameters and buffers.
 
-    Args:
-      params: a dict as `params` gives it.
-
-    Raises:
-      GateDefinitionError: a name or a shape is not the module's.
+    Raises GateDefinitionError where a name or a shape is not the module's.
     """
     self._check(params)
     self._module.load(params)
@@ -150,14 +140,12 @@ class TorchModule(TorchFunction):
       *args: with `**kwargs` those of the module's forward.
 
     Returns:
-      What forward returns, with jax.Arrays for tensors; with `mutable=True` a pair of that and the
-      dict of the buffers after the call.
+      What forward returns; with `mutable=True` a pair of that and the dict of the buffers then.
     """
     self._check(params)
     return super().__call__(dict(params), *args, **kwargs)
 
   def _check(self, params: Any) -> None:
-    """Raises unless it is a dict of this module's names and shapes."""
     what = f"{self.label}: argument 'params'"
     if not isinstance(params, Mapping):
       expected = "a dict of arrays as `.params` gives it"

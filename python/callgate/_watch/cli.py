@@ -51,10 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
   model = Model(arguments.points)
   feeds = [Feed(where, model, index) for index, where in enumerate(arguments.where)]
-  for feed in () if arguments.wait else feeds:
-    feed.connect()
-  for feed in feeds:
-    feed.start()
+  for start in (Feed.start,) if arguments.wait else (Feed.connect, Feed.start):
+    for feed in feeds:
+      start(feed)
   try:
     asyncio.run(_serve(model, feeds, arguments))
   finally:
@@ -105,7 +104,6 @@ def make_server(model: Model, feeds: list[Feed], *, port: int, plots: int) -> tu
   # Pages of other servers, on this machine too, must not talk to this one.
   origins = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in HOSTS]
   page = {"/": Application(FunctionHandler(fill))}
-  tornado = GuardedTornado(page, extra_websocket_origins=origins)
-  http = HTTPServer(tornado)
+  http = HTTPServer(tornado := GuardedTornado(page, extra_websocket_origins=origins))
   http.add_sockets([listener])
   return BaseServer(IOLoop.current(), tornado, http), port

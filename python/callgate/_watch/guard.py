@@ -1,10 +1,9 @@
 """Who gets the live page, and what it may do in a browser.
 
 The page's server listens on loopback, which keeps other machines out and no web page: one of
-somebody else's, open in the same browser, can have its own name resolved to 127.0.0.1 and ask then.
-So a request has to name this machine (`Host`). What the page may load and run is said in a
-Content-Security-Policy: the server's own scripts, and the one in the page that starts them, by a
-number that nobody can guess.
+somebody else's can have its own name resolved to 127.0.0.1. So a request has to name this machine
+(`Host`). The page may load and run what its Content-Security-Policy says: the server's own scripts,
+and the one in the page that starts them, by a number that nobody can guess.
 """
 
 from __future__ import annotations

@@ -35,10 +35,9 @@ class Key:
 
   @property
   def leaf(self) -> str:
-    """The path as people read it: "w/0" for "['w'][0]"."""
-    if _PATH.fullmatch(self.path) is None:
-      return self.path  # not one that JAX writes
-    return "/".join("".join(part) for part in _PART.findall(self.path))
+    """The path as people read it: "w/0" for "['w'][0]"; as it is where JAX does not write it so."""
+    known = _PATH.fullmatch(self.path) is not None
+    return "/".join(map("".join, _PART.findall(self.path))) if known else self.path
 
   @property
   def label(self) -> str:
@@ -168,14 +167,9 @@ class Model:
 
   def totals(self) -> Totals:
     with self._lock:
-      sources = self._sources.values()
-      return Totals(
-        records=self._records,
-        missing=sum(source.missing for source in sources),
-        sessions=sum(source.session + 1 for source in sources),
-        per_second=self._rate.value,
-        latest_ns=self._latest_ns,
-      )
+      missing = sum(source.missing for source in self._sources.values())
+      sessions = sum(source.session + 1 for source in self._sources.values())
+      return Totals(self._records, missing, sessions, self._rate.value, self._latest_ns)
 
   def table(self) -> dict[str, list[Any]]:
     """Columns with a row for each leaf: what the page's table shows."""

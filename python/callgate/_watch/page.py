@@ -186,18 +186,16 @@ class Page:
   def _update_lanes(self) -> None:
     width, counts = self._model.lanes()
     names = [f"device {device}" for device in counts]
-    columns: dict[str, list[Any]] = {name: [] for name in self._rates.data}
-    for name, records in zip(names, counts.values(), strict=True):
-      used = np.flatnonzero(records)
-      columns["device"] += [name] * len(used)
-      columns["left"] += (used * width).tolist()
-      columns["right"] += ((used + 1) * width).tolist()
-      columns["rate"] += (records[used] / width).tolist()
+    bars = [
+      (name, i * width, (i + 1) * width, records[i] / width)
+      for name, records in zip(names, counts.values(), strict=True)
+      for i in map(int, np.flatnonzero(records))
+    ]
     if names != list(self._devices.factors):
       self._devices.factors = names
       self._lanes.height = 110 + 22 * len(names)
-    self._colors.high = max(columns["rate"], default=1.0)
-    self._rates.data = columns
+    self._colors.high = max((bar[-1] for bar in bars), default=1.0)
+    self._rates.data = {name: [bar[i] for bar in bars] for i, name in enumerate(self._rates.data)}
 
   def _headline(self) -> str:
     totals = self._model.totals()

@@ -32,9 +32,7 @@ __all__ = ["Buffer", "ExecutionContext", "ExecutionStage", "buffer_callback"]
 
 
 class ExecutionContext:
-  """Where a callback runs: its first argument.
-
-  Valid during the call. `stage` is always `ExecutionStage.EXECUTE` here.
+  """Where a callback runs: its first argument, valid during the call.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -55,31 +53,22 @@ class ExecutionContext:
 
   @property
   def stage(self) -> ExecutionStage:
-    """The stage of XLA's that runs."""
+    """The stage of XLA's that runs: always `ExecutionStage.EXECUTE` here."""
     return self._context.stage
 
   @property
   def stream(self) -> int:
-    """The GPU stream as an integer. Raises jax.errors.JaxRuntimeError on the CPU.
-
-    The callback's work belongs on it: XLA goes on when the callback returns, and waits for nothing.
-    """
+    """The GPU stream, for the callback's work, as an integer; JaxRuntimeError on the CPU."""
     if not self._context.stream:
       raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: XLA FFI GPU context is not available")
     return self._context.stream
 
 
 def buffer_callback(
-  callback: Callable[..., None],
-  result_shape_dtypes: Any,
-  *,
-  has_side_effect: bool = False,
-  vmap_method: str | None = None,
-  input_output_aliases: dict[int, int] | None = None,
-  command_buffer_compatible: bool = False,
-  sharding: str | None = None,
-  name: str | None = None,
-) -> Callable[..., Any]:
+  callback: Callable[..., None], result_shape_dtypes: Any, *, has_side_effect: bool = False,
+  vmap_method: str | None = None, input_output_aliases: dict[int, int] | None = None,
+  command_buffer_compatible: bool = False, sharding: str | None = None, name: str | None = None,
+) -> Callable[..., Any]:  # fmt: skip
   """A callable that runs `callback` on XLA's own memory, in place.
 
   Args:
@@ -95,17 +84,17 @@ def buffer_callback(
     sharding: in a program that XLA splits over several devices: None or "gather" calls once, with
       whole arrays; "shard" calls on each device with its part of the leading dimensions; or a rule,
       as for `callgate.gate`. JAX has no such option.
-    name: what programs call the callback by, which JAX hasn't either. `jax.export` takes a program
-      to other processes with `callgate.export_checks()`; each has to make, and keep, the callable
-      of that name before it runs the program. Without a name it runs in this process alone.
+    name: what programs call the callback by, which JAX hasn't either. A process that runs a program
+      of `jax.export` (with `callgate.export_checks()`) has to make, and keep, the callable of that
+      name first. Without a name the program runs in this process alone.
 
   Returns:
     A function of pytrees of arrays that returns a pytree of jax.Arrays like `result_shape_dtypes`.
     What the callback doesn't write is undefined.
 
   Raises:
-    ValueError: another gate or callback has the name. From the function, for aliases out of range,
-      of different shapes or dtypes, or two of one output, and when differentiated.
+    ValueError: another gate or callback has the name. From the function: aliases are out of range,
+      of different shapes or dtypes, or two of one output; or it is differentiated.
     GateDefinitionError: `sharding` is not one of these, or doesn't fit the arrays.
     jax.errors.JaxRuntimeError: from the program, when the callback raises or returns a value.
 
@@ -153,10 +142,8 @@ def _checked_aliases(
         raise ValueError(f"{mapping}with {what} index {index} outside the range [0, {len(avals)}).")
     source, target = in_avals[i], out_avals[o]
     if (source.shape, source.dtype) != (target.shape, target.dtype):
-      raise ValueError(
-        f"{mapping}referring to an input with abstract value {source} and an output with a "
-        f"different abstract value {target}."
-      )
+      other = f"an output with a different abstract value {target}."
+      raise ValueError(f"{mapping}referring to an input with abstract value {source} and {other}")
     if any(o == other for _, other in checked):
       raise ValueError(f"{mapping}referring to an output that another input has already.")
     checked.append((i, o))
@@ -183,22 +170,16 @@ def _abstract_eval(
 
 
 def _refuse(what: str, instead: str, *_args: Any, **_params: Any) -> Any:
-  raise ValueError(
-    f"Buffer callbacks do not support {what}. "
-    f"Please use `jax.{instead}` to use callbacks while taking gradients."
-  )
+  please = f"Please use `jax.{instead}` to use callbacks while taking gradients."
+  raise ValueError(f"Buffer callbacks do not support {what}. {please}")
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
   """As JAX's; an operand that shares its memory with a result needs memory for every lane."""
-  aliased = {i for i, _ in params["input_output_aliases"]}
-  lanes = [(i, x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
-  size: int = next(x.shape[d] for _, x, d in lanes if d is not None)
-  lanes = [
-    (jnp.broadcast_to(x, (size, *x.shape)), 0) if i in aliased and d is None else (x, d)
-    for i, x, d in lanes
-  ]
-  operands, dims = zip(*lanes, strict=True)
+  size: int = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+  operands, dims = list(operands), list(dims)
+  for i in (i for i, _ in params["input_output_aliases"] if dims[i] is None):
+    operands[i], dims[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
   return callbacks.ffi_batching_rule(buffer_callback_p, operands, dims, **params)
 
 

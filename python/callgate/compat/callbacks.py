@@ -34,23 +34,18 @@ _NOTE = "callgate: raised in a jax.debug callback"
 
 
 def pure_callback(
-  callback: Callable[..., Any],
-  result_shape_dtypes: Any,
-  *args: Any,
-  sharding: jax.sharding.Sharding | None = None,
-  vmap_method: str | None = None,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
+  sharding: jax.sharding.Sharding | None = None, vmap_method: str | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.pure_callback` on callgate's engine, whether or not `callgate.install()` was called.
 
   Args:
     callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), without
       side effects; hashable. It returns a pytree of arrays like `result_shape_dtypes`.
     result_shape_dtypes: a pytree of anything with `.shape` and `.dtype`.
-    *args: pytrees of arrays for the callback.
+    *args: with `**kwargs` pytrees of arrays for the callback.
     sharding: a SingleDeviceSharding: the device that calls.
     vmap_method: as JAX has it; None makes `jax.vmap` an error.
-    **kwargs: pytrees of arrays for the callback, by name.
 
   Returns:
     A pytree of jax.Arrays like `result_shape_dtypes`.
@@ -72,30 +67,18 @@ def pure_callback(
 
 
 def io_callback(
-  callback: Callable[..., Any],
-  result_shape_dtypes: Any,
-  *args: Any,
-  sharding: jax.sharding.Sharding | None = None,
-  ordered: bool = False,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., Any], result_shape_dtypes: Any, *args: Any,
+  sharding: jax.sharding.Sharding | None = None, ordered: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.experimental.io_callback` on callgate's engine, installed or not.
 
+  As `pure_callback`, but for what is said here.
+
   Args:
-    callback: as for `pure_callback`, and may have side effects.
-    result_shape_dtypes: as for `pure_callback`; None for no result.
-    *args: as for `pure_callback`.
-    sharding: as for `pure_callback`.
-    ordered: keeps calls in program order, also from one program to the next.
-    **kwargs: pytrees of arrays for the callback, by name.
-
-  Returns:
-    A pytree of jax.Arrays like `result_shape_dtypes`.
-
-  Raises:
-    ValueError: for a 64-bit result without `jax_enable_x64`, when differentiated, or when vmapped
-      with `ordered`.
-    jax.errors.JaxRuntimeError: when the callback raises, or its results don't fit.
+    callback: may have side effects.
+    result_shape_dtypes: None for no result.
+    ordered: keeps calls in program order, also from one program to the next; `jax.vmap` is then a
+      ValueError.
 
   Example:
     >>> import jax
@@ -111,12 +94,9 @@ def io_callback(
 
 
 def debug_callback(
-  callback: Callable[..., None] | None = None,
-  *args: Any,
-  ordered: bool = False,
-  partitioned: bool = False,
-  **kwargs: Any,
-) -> Any:
+  callback: Callable[..., None] | None = None, *args: Any, ordered: bool = False,
+  partitioned: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
   """`jax.debug.callback` on callgate's engine, installed or not: the program does not wait for it.
 
   What the callback raises is raised by `jax.effects_barrier()`, as JaxRuntimeError, or by
@@ -125,10 +105,9 @@ def debug_callback(
   Args:
     callback: a function of pytrees of jax.Arrays (committed to the first local CPU device), called
       on callgate's thread. Left out: the result takes the callback and its arguments.
-    *args: pytrees of arrays for the callback; what is no array goes to it as it is.
+    *args: with `**kwargs` pytrees for the callback; what is no array goes to it as it is.
     ordered: keeps calls in program order, also from one program to the next.
     partitioned: in a program over several devices: call with each device's part.
-    **kwargs: more of them, by name.
 
   Raises:
     TypeError: the callback is not callable.
@@ -160,8 +139,7 @@ def _lowering(api: str, ctx: Any, *operands: Any, **params: Any) -> Sequence[Any
     return rule(ctx, *operands, **params)
   if len(ctx.module_context.platforms) > 1:
     raise NotImplementedError("multi-platform lowering for python_callback")
-  if is_marked:
-    function = function.function
+  function = function.function if is_marked else function
   if is_io:
     engine.end_before_dispatch_returns(ctx)
   elif "cpu" not in ctx.module_context.platforms:

@@ -47,11 +47,7 @@ tracing.keep_results(primitive.holds_whole_dataflow_tap)
 
 
 class Transform(str):
-  """The name of a transformation that a tap met; equal to that text.
-
-  Its parameters are looked up by name: `transform["batch_dims"]`, `transform["logical_shapes"]`,
-  and `transform["name"]`.
-  """
+  """The name of a transformation that a tap met, with `["name"]` and its parameters by name."""
 
   parameters: dict[str, Any]
 
@@ -80,9 +76,8 @@ def id_tap(
     func: called with the pytree of NumPy arrays, and under transformations with more keywords:
       `transforms`, the names in order of application, 'batch', 'jvp', 'transpose' and 'mask'; and
       if `func` takes them, with 'batch' `batch_dims`, the batched axis of each leaf of `arg` and of
-      `result` (None: unbatched), and with 'mask' `logical_shapes`, a shape for each leaf of `arg`.
-      They are those of the outermost; each of `transforms` has its own:
-      `transforms[0]["batch_dims"]`.
+      `result` (None: unbatched), and with 'mask' `logical_shapes`, a shape for each leaf of `arg`:
+      the outermost's; each of `transforms` has its own, as in `transforms[0]["batch_dims"]`.
     arg: a pytree of arrays.
     result: what to return instead: a pytree of arrays.
     logical_shape: sizes of the part of padded arrays that counts, as in `callgate.tap`: `func` gets
@@ -126,11 +121,7 @@ def _consume(
       keywords |= accepted(function, met)
     function(value, **keywords)
 
-  name = tapped.name_of(function)
-  if device is None:
-    receiver.run_at_once(call, name)
-  else:
-    receiver.run(call, name, device)
+  receiver.run(call, tapped.name_of(function), device)
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
@@ -154,13 +145,9 @@ def id_print(
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
     **kwargs: printed as they are.
-
-  Returns:
-    `arg` or `result`.
   """
-  return id_tap(
-    _print_consumer, arg, result=result, output_stream=output_stream, threshold=threshold, **kwargs
-  )
+  kwargs |= {"output_stream": output_stream, "threshold": threshold}
+  return id_tap(_print_consumer, arg, result=result, **kwargs)
 
 
 def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
@@ -168,12 +155,9 @@ def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: 
 
 
 def outfeed_receiver(
-  *,
-  receiver_name: str = "",
-  timeout_sec: float = 10,
-  backends: Sequence[str] | None = None,
+  *, receiver_name: str = "", timeout_sec: float = 10, backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
-) -> receiver.Receiver:
+) -> receiver.Receiver:  # fmt: skip
   """A context in which compiled programs may run taps; leaving it waits for them and their taps.
 
   Args:
@@ -182,30 +166,22 @@ def outfeed_receiver(
     backends: names of platforms whose local devices are meant.
     devices: the devices that are meant. Default: all local ones.
 
-  Returns:
-    The context manager.
-
   Raises:
     ValueError: both `backends` and `devices` are given; or, where the block begins, a device has a
       receiver already.
     TapFunctionException: where the block ends: functions raised. `exceptions` has all of it.
     TimeoutError: where the block ends: the time ran out; the message says what was outstanding.
   """
+  label, what = "outfeed_receiver", "names of platforms"
   if backends is not None and devices is not None:
     both = f"{backends!r} and {devices!r}"
-    raise ValueError(
-      f"outfeed_receiver: expected at most one of `backends` and `devices`, got both: {both}"
-    )
-  options.seconds("outfeed_receiver", "timeout_sec", timeout_sec, zero=True)
+    raise ValueError(f"{label}: expected at most one of `backends` and `devices`, got both: {both}")
+  options.seconds(label, "timeout_sec", timeout_sec, zero=True)
   if devices is None:
-    platforms: Sequence[str | None] = [None]
-    if backends is not None:
-      platforms = options.strings(
-        "outfeed_receiver", "backends", backends, what="names of platforms"
-      )
+    platforms = options.or_none(options.strings, label, "backends", backends, what=what) or [None]
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
   elif not isinstance(devices, Sequence) or not all(isinstance(d, jax.Device) for d in devices):  # pyright: ignore[reportUnnecessaryIsInstance]
-    options.refuse("outfeed_receiver", "devices", "JAX's devices", devices)
+    options.refuse(label, "devices", "JAX's devices", devices)
   return receiver.Receiver(receiver_name, timeout_sec, devices)
 
 

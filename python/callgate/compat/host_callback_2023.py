@@ -74,15 +74,10 @@ _raised: tuple[int, BaseException | None, str] = (0, None, "")
 
 
 def id_tap(
-  tap_func: Callable[..., Any],
-  arg: Any,
-  *,
-  result: Any = None,
-  tap_with_device: bool = False,
-  device_index: int = 0,
-  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
+  tap_func: Callable[..., Any], arg: Any, *, result: Any = None, tap_with_device: bool = False,
+  device_index: int = 0, callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
   **kwargs: Any,
-) -> Any:
+) -> Any:  # fmt: skip
   """Calls `tap_func(arg, transforms)` on the host, and returns `arg`, or `result` if given.
 
   Under differentiation the primal values are sent, once; under `jax.checkpoint` in both passes. A
@@ -99,22 +94,16 @@ def id_tap(
     callback_flavor: for JAX's own callbacks; see CallbackFlavor.
     **kwargs: an error, which says what stands for them.
 
-  Returns:
-    `arg` or `result`.
-
   Raises:
     TypeError: for further keywords, if `tap_func` is not callable, if a leaf is not an array, or
       for a `callback_flavor` that is none.
   """
   if kwargs:
-    names = ", ".join(kwargs)
-    raise TypeError(
-      f"id_tap: unexpected keyword(s) {names}. Support for **kwargs in ``id_tap`` ended with the "
-      f"form of 2020; expected functools.partial(tap_func, {names.split(', ')[0]}=...)"
-    )
+    ended = "Support for **kwargs in ``id_tap`` ended with the form of 2020"
+    expected = f"{ended}; expected functools.partial(tap_func, {next(iter(kwargs))}=...)"
+    raise TypeError(f"id_tap: unexpected keyword(s) {', '.join(kwargs)}. {expected}")
   _check("id_tap", "tap_func", tap_func, callback_flavor)
-  index = device_index if tap_with_device else None
-  return _tap(tap_func, tap_func, arg, result, index)
+  return _tap(tap_func, tap_func, arg, result, device_index if tap_with_device else None)
 
 
 def _check(api: str, parameter: str, function: object, flavor: object) -> None:
@@ -150,33 +139,20 @@ def _keep(error: BaseException, name: str) -> None:
 
 
 def id_print(
-  arg: Any,
-  *,
-  result: Any = None,
-  tap_with_device: bool = False,
-  device_index: int = 0,
-  output_stream: Any = None,
-  threshold: int = 1024,
-  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
-  **kwargs: Any,
-) -> Any:
+  arg: Any, *, result: Any = None, tap_with_device: bool = False, device_index: int = 0,
+  output_stream: Any = None, threshold: int = 1024,
+  callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK, **kwargs: Any,
+) -> Any:  # fmt: skip
   """Prints `arg` on the host, as `id_tap` calls a function; returns `arg`, or `result` if given.
 
   First comes a line of sorted `key: value`, of keywords, device and transformations, then the
-  value: on one line where it fits.
+  value: on one line where it fits. Arguments are as for `id_tap`, and:
 
   Args:
-    arg: a pytree of arrays.
-    result: what to return instead.
     tap_with_device: also print the device that the value comes from.
-    device_index: as for `id_tap`.
     output_stream: where to `write`; None for standard output.
     threshold: elements above which `numpy.array2string` summarises an array.
-    callback_flavor: see CallbackFlavor.
     **kwargs: printed as they are.
-
-  Returns:
-    `arg` or `result`.
   """
   _check("id_tap", "tap_func", _print, callback_flavor)
   function = functools.partial(_print, output_stream, threshold, kwargs)
@@ -195,14 +171,10 @@ def _print(
 
 
 def call(
-  callback_func: Callable[..., Any],
-  arg: Any,
-  *,
-  result_shape: Any = None,
-  call_with_device: bool = False,
-  device_index: int = 0,
+  callback_func: Callable[..., Any], arg: Any, *, result_shape: Any = None,
+  call_with_device: bool = False, device_index: int = 0,
   callback_flavor: CallbackFlavor = CallbackFlavor.IO_CALLBACK,
-) -> Any:
+) -> Any:  # fmt: skip
   """Calls `callback_func(arg)` on the host, and returns what it returns, as jax.Arrays.
 
   The program waits. The function runs on a thread of callgate's: it may itself run JAX programs.
@@ -213,11 +185,7 @@ def call(
     result_shape: the result: a pytree of anything with `.shape` and `.dtype`, or of scalars; None
       for no result.
     call_with_device: also pass `device=`, the jax.Device that calls.
-    device_index: as for `id_tap`.
-    callback_flavor: for JAX's own callbacks; see CallbackFlavor.
-
-  Returns:
-    A pytree of arrays like `result_shape`.
+    device_index: with `callback_flavor` as for `id_tap`.
 
   Raises:
     TypeError: `callback_func` is not callable, or `callback_flavor` is none.
@@ -252,10 +220,8 @@ def _gate(
   def checked(result: Any) -> list[np.ndarray]:
     leaves, got = jax.tree.flatten(result)
     if got != tree:
-      raise ResultError(  # the first words are those of the old module
-        f"call: Callback func {name} should have returned a result with pytree {tree}: expected a "
-        f"result of structure {tree}, got {got}"
-      )
+      old = f"Callback func {name} should have returned a result with pytree {tree}"  # its words
+      raise ResultError(f"call: {old}: expected a result of structure {tree}, got {got}")
     arrays = [tracing.canonicalize_value(np.asarray(leaf)) for leaf in leaves]
     for array, struct, (path, _) in zip(arrays, structs, leaf_paths(tree), strict=True):
       expected, got = (dtypes.type_text(it.dtype, it.shape) for it in (struct, array))
@@ -283,25 +249,23 @@ def _gate(
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    thread="own", vmap=_no_vmap,
+    thread="own", vmap=functools.partial(_refuse, "batching rules", _OUTSIDE),
   )  # fmt: skip
   gate = Gate(run, options)
-  gate.defjvp(_no_jvp)
+  gate.defjvp(functools.partial(_refuse, "derivatives", _INSIDE))
   return gate
 
 
-def _no_vmap(*_: Any) -> Any:
-  raise NotImplementedError(
-    "host_callback: batching rules are implemented only for id_tap, not for call; expected a call "
-    "outside of jax.vmap, or callgate.gate, which has vmap= for it"
-  )
+def _refuse(what: str, expected: str, *_: Any) -> Any:
+  only = f"{what} are implemented only for id_tap, not for call"
+  raise NotImplementedError(f"host_callback: {only}; expected {expected}")
 
 
-def _no_jvp(*_: Any) -> Any:
-  raise NotImplementedError(
-    "host_callback: derivatives are implemented only for id_tap, not for call; expected the call "
-    "inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and defvjp"
-  )
+_OUTSIDE = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
+_INSIDE = (
+  "the call inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and "
+  "defvjp"
+)
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -314,10 +278,9 @@ def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], 
       dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
       structs.append(jax.ShapeDtypeStruct(np.shape(leaf), tracing.canonical_dtype(dtype)))
     except (TypeError, ValueError) as error:
-      raise ValueError(
-        f"call: result_shape{path}: expected a pytree like the result; The values must be either "
-        f"numeric scalars, or must have 'shape' and 'dtype' attributes. Got {leaf!r}"
-      ) from error
+      old = "either numeric scalars, or must have 'shape' and 'dtype' attributes"
+      expected = f"expected a pytree like the result; The values must be {old}"
+      raise ValueError(f"call: result_shape{path}: {expected}. Got {leaf!r}") from error
   return tuple(structs), tree
 
 
@@ -337,10 +300,9 @@ def barrier_wait(logging_name: str | None = None) -> None:
     (count, error, text), _raised = _raised, (0, None, "")
   if error is not None:
     where = f"barrier_wait({logging_name!r})" if logging_name is not None else "barrier_wait"
-    raise CallbackException(  # programs match how it begins
-      "There were exceptions during callback processing. Last one was: "
-      f"[{where}; the last of ({count})] {text}"
-    ) from error
+    begin = "There were exceptions during callback processing."  # programs match it
+    last = f"[{where}; the last of ({count})] {text}"
+    raise CallbackException(f"{begin} Last one was: {last}") from error
 
 
 # What functions of taps raise is for `barrier_wait`.

@@ -33,15 +33,10 @@ _Run = Callable[[list[Any]], Any]  # a program, of flat arguments
 
 
 def sharded_jit(
-  fun: Callable[..., Any],
-  in_parts: Any,
-  out_parts: Any,
-  num_partitions: int | None = None,
-  local_in_parts: Any = None,
-  local_out_parts: Any = None,
-  local_num_partitions: int | None = None,
+  fun: Callable[..., Any], in_parts: Any, out_parts: Any, num_partitions: int | None = None,
+  local_in_parts: Any = None, local_out_parts: Any = None, local_num_partitions: int | None = None,
   static_argnums: int | Sequence[int] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
   """Like `jax.jit`, with arguments and results split over several devices.
 
   The number of devices is that of the partitions: of `num_partitions`, of the specs, and of the
@@ -57,16 +52,16 @@ def sharded_jit(
       has a count for each dimension of its arrays.
     out_parts: the same for the results.
     num_partitions: the number of devices, where nothing else says it.
-    local_in_parts: with several processes, how the part of the arguments that a process passes
-      is split over its own devices. It follows from the devices, and is checked if given.
+    local_in_parts: with several processes, how the part of the arguments that a process passes is
+      split over its own devices: follows from the devices, and is checked if given.
     local_out_parts: the same for the part of the results that it gets.
-    local_num_partitions: the number of devices of each process. Across processes it must be said
-      where all arguments and results are replicated.
+    local_num_partitions: the number of devices of each process; needed across processes where all
+      arguments and results are replicated.
     static_argnums: positions of arguments that are hashable values, not arrays.
 
   Returns:
-    The function. Its results are `jax.Array`s with the shapes and types that `fun` gives them,
-    split as `out_parts` says; across processes, the process's tiles of them.
+    The function. Its results are `jax.Array`s, split as `out_parts` says; across processes, the
+    process's tiles of them.
 
   Raises:
     ValueError: here or in a call: partitions that disagree with each other, with the arrays or with
@@ -80,9 +75,8 @@ def sharded_jit(
   @functools.wraps(fun)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     if kwargs:
-      raise NotImplementedError(
-        f"sharded_jit over kwargs not yet supported: got {', '.join(kwargs)}; pass them by position"
-      )
+      got = f"got {', '.join(kwargs)}; pass them by position"
+      raise NotImplementedError(f"sharded_jit over kwargs not yet supported: {got}")
     return split.call(args)
 
   return wrapped
@@ -122,28 +116,21 @@ class _ShardedJit:
   def _fixed(self, args: tuple[Any, ...]) -> dict[int, Any]:
     """The static arguments by position."""
     if not all(-len(args) <= i < len(args) for i in self.static):
-      raise ValueError(
-        f"sharded_jit: static_argnums={self.static}, but {self.name} was called with only "
-        f"{len(args)} positional arguments"
-      )
+      only = f"{self.name} was called with only {len(args)} positional arguments"
+      raise ValueError(f"sharded_jit: static_argnums={self.static}, but {only}")
     fixed = {i % len(args): args[i] for i in self.static}
     for i, value in fixed.items():
       try:
         hash(value)
       except TypeError as error:
-        raise ValueError(
-          f"sharded_jit: static argument {i} of {self.name}: expected a hashable value, got "
-          f"{value!r}"
-        ) from error
+        what = f"static argument {i} of {self.name}: expected a hashable value, got {value!r}"
+        raise ValueError(f"sharded_jit: {what}") from error
     return fixed
 
   def _program(
     self, flat: Callable[..., Any], given: tuple[Any, ...], types: Sequence[Any], inside: bool
   ) -> tuple[_Run, bool]:
-    """Traces `flat` for arguments like `given`, of `types`; what runs it, and whether that lasts.
-
-    It doesn't where the function closes over a value that is being traced.
-    """
+    """What runs `flat` for such arguments, and whether it lasts: not if it closes over tracers."""
     whole, local = self.whole, self.local
     parts = _parts.flat_parts(whole.in_parts, given, "in_parts")
     shapes = [t.shape for t in types]
@@ -172,10 +159,9 @@ class _ShardedJit:
     _local.check(outs, local.out_parts, info, "local_out_parts")
     shared = _local.is_shared(devices)
     if shared and not inside and not lasting:
-      raise ValueError(
-        f"sharded_jit across processes: expected {self.name} to close over values, got one "
-        "that is being traced: pass it as an argument, or transform inside of sharded_jit"
-      )
+      got = "got one that is being traced: pass it as an argument, or transform inside"
+      expected = f"expected {self.name} to close over values, {got}"
+      raise ValueError(f"sharded_jit across processes: {expected} of sharded_jit")
     return self._runner(closed, info, (ins, outs), inside, shared), lasting
 
   def _count(self, jaxpr: Any) -> int | None:
@@ -183,11 +169,11 @@ class _ShardedJit:
     count = self.whole.said
     for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
-        raise ValueError(
-          f"{who} (total partitions: {inside}) doesn't match expected number of partitions: "
-          f"{count}. If these partitions look right, check outer sharded_jit and/or other "
-          "with_sharding_constraint calls."
+        check = "check outer sharded_jit and/or other with_sharding_constraint calls."
+        expected = (
+          f"expected number of partitions: {count}. If these partitions look right, {check}"
         )
+        raise ValueError(f"{who} (total partitions: {inside}) doesn't match {expected}")
       count = inside
     return 1 if count is None and self.local.said is not None else count
 

@@ -110,9 +110,8 @@ class OwnedSink(Sink):
 class LibrarySink(OwnedSink):
   """A sink with a state: subclasses say how to start, take one record, write out and stop.
 
-  The target may hold "{process}", which becomes this process's index when the sink is opened.
-  A record that cannot be written does not take the others of its batch along: they are written,
-  then the first error is raised.
+  "{process}" in the target becomes this process's index when the sink is opened. Where a record
+  can't be written the others of its batch are, then the first error is raised.
   """
 
   _extra = ""  # of callgate, that brings
@@ -199,18 +198,19 @@ class FilesSink(LibrarySink):
 
     One that was another sink's when its first record came stays that one's, also once it is closed.
     """
-    if path not in self._tables:
-      if self._begun.get(path) is False:
-        had = "which another sink wrote when the first record came; it is not begun anew"
-        raise FileExistsError(f"expected a file that nobody else writes to, got '{path}', {had}")
-      try:
-        self._tables[path] = make(self._append or path in self._begun)
-      except FileExistsError:
-        if not self._append:
-          self._begun.setdefault(path, False)
-        raise
-      self._begun[path] = True
-    return self._tables[path]
+    if path in self._tables:
+      return self._tables[path]
+    if self._begun.get(path) is False:
+      had = "which another sink wrote when the first record came; it is not begun anew"
+      raise FileExistsError(f"expected a file that nobody else writes to, got '{path}', {had}")
+    try:
+      table = self._tables[path] = make(self._append or path in self._begun)
+    except FileExistsError:
+      if not self._append:
+        self._begun.setdefault(path, False)
+      raise
+    self._begun[path] = True
+    return table
 
   def _flush(self) -> None:
     for table in self._tables.values():

@@ -47,10 +47,9 @@ class NativeSink(OwnedSink):
           **{name: getattr(info, name) for name in _PLAIN},
         )  # fmt: skip
       except (ValueError, TypeError) as error:
-        said = str(error)
-        if isinstance(error, TypeError):
-          types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
-          said = f"expected a TapInfo of {types}, got {info}"
+        types = "texts that UTF-8 can hold, and of integers of 64 bits (`seq` from 0)"
+        expected = f"expected a TapInfo of {types}, got {info}"
+        said = expected if isinstance(error, TypeError) else str(error)
         first = first or (f"tap {info.name!r}, record {info.seq}: {said}", error)
     if first is not None:
       raise self._error(first[0]) from first[1]
@@ -89,11 +88,10 @@ class FileSink(NativeSink):
 class JSONL(FileSink):
   """A line of JSON for each record: https://jsonlines.org
 
-  A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`,
-  `repeated` where it is true, and `value`: a number or nested lists for a lone leaf, else an object
-  from paths ("w/0") to these. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity",
-  which `float()` reads; a complex number is `[real, imaginary]`. Lines are in the file as soon as
-  the channel has delivered them.
+  A line has `name`, `seq`, `time_ns`, `device`, `run`, `role`, `lane` under `vmap`, `repeated`
+  where it is true, and `value`: a number or nested lists for a lone leaf, else an object from paths
+  ("w/0") to these. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"; a complex
+  number is `[real, imaginary]`. Lines are in the file as soon as the channel has delivered them.
 
   Args:
     path: the file; its folder is made. It is emptied now, unless `append`.
@@ -135,8 +133,7 @@ class Stats(NativeSink):
       array_like = isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, bytearray)
       if not array_like or np.ndim(given) != 1:  # a text has none
         options.refuse("sinks.Stats", "bins", expected, bins)
-      edges = [options.number("sinks.Stats", "bins", edge, what=expected) for edge in given]
-      if not edges:
+      if not (edges := [options.number("sinks.Stats", "bins", x, what=expected) for x in given]):
         raise ValueError(f"sinks.Stats: bins: expected {expected}, got no edge")
     native, self._reader = _callgate.stats_sink(edges)
     super().__init__(native, "")
@@ -144,11 +141,10 @@ class Stats(NativeSink):
   def result(self) -> dict[str, dict[str, Any]]:
     """What has been counted, by column (`callgate.sinks.columns`); from any thread.
 
-    Returns:
-      For each column: `records`; of their elements `count` (finite ones), `nan`, `inf`, and of the
-      finite ones `mean`, `variance` (as `np.var`), `min`, `max` (NaN without any), and `histogram`,
-      a dict of `edges`, `counts`, and how many are `below` and `above`; and `last`, the value of
-      the last record as float64. A complex element counts with its absolute value.
+    For each column: `records`; of their elements `count` (finite ones), `nan`, `inf`, and of the
+    finite ones `mean`, `variance` (as `np.var`), `min`, `max` (NaN without any), and `histogram`, a
+    dict of `edges`, `counts`, and how many are `below` and `above`; and `last`, the value of the
+    last record as float64. A complex element counts with its absolute value.
     """
     return {name: self._readable(summary) for name, summary in self._reader.read().items()}
 
@@ -163,12 +159,12 @@ class Stats(NativeSink):
       used = np.flatnonzero(counts)
       counts = counts[used[0] : used[-1] + 1] if some else counts[:0]
       edges = edges[used[0] : used[-1] + 2] if some else edges[:0]
-    histogram = {"edges": edges, "counts": counts, "below": summary["below"]}
+    outside = {key: summary[key] for key in ("below", "above")}
     return {
       **{key: summary[key] for key in ("records", "count", "nan", "inf")},
       **{key: summary[key] if some else np.nan for key in ("mean", "variance", "min", "max")},
       "last": np.array(summary["last"]).reshape(summary["last_shape"]),
-      "histogram": histogram | {"above": summary["above"]},
+      "histogram": {"edges": edges, "counts": counts, **outside},
     }
 
 
@@ -185,10 +181,9 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
   if name not in _PACKED_BITS:
     return path, code, list(array.shape), array.tobytes()
   # As XLA has them: the first element in the low bits of a byte.
-  raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-  bits = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, : _PACKED_BITS[name]]
-  packed = np.packbits(bits.reshape(-1), bitorder="little")
-  return path, code, list(array.shape), packed.tobytes()
+  raw = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
+  bits = np.unpackbits(raw, axis=1, bitorder="little")[:, : _PACKED_BITS[name]]
+  return path, code, list(array.shape), np.packbits(bits, bitorder="little").tobytes()
 
 
 @functools.cache

@@ -33,15 +33,9 @@ class Plot(LibrarySink):
   _extra, _needs = "plot", ("matplotlib.figure",)
 
   def __init__(
-    self,
-    path: StrPath,
-    *,
-    every_seconds: float = 5.0,
-    title: str | None = None,
-    log: bool = False,
-    size: tuple[float, float] = (8.0, 5.0),
-    max_points: int = 4000,
-  ) -> None:
+    self, path: StrPath, *, every_seconds: float = 5.0, title: str | None = None, log: bool = False,
+    size: tuple[float, float] = (8.0, 5.0), max_points: int = 4000,
+  ) -> None:  # fmt: skip
     label = "sinks.Plot"
     super().__init__(options.path(label, "path", path))
     self._max_points = options.count(label, "max_points", max_points, least=2)
@@ -70,9 +64,6 @@ class Plot(LibrarySink):
     if time.monotonic() >= self._next_drawing:
       self._flush()
 
-  def _stop(self) -> None:
-    self._flush()
-
   def _flush(self) -> None:
     if not self._changed:
       return
@@ -91,6 +82,8 @@ class Plot(LibrarySink):
     self._changed = False
     self._next_drawing = time.monotonic() + self._every_seconds
 
+  _stop = _flush
+
 
 class _Curve:
   """Points of a curve in bounded memory: of those that came each `_stride`-th, and the last."""
@@ -102,7 +95,6 @@ class _Curve:
     self._points: list[tuple[float, float]] = []
 
   def add(self, step: int, value: float) -> None:
-    """Adds a point to the right end."""
     self._last = (step, value)
     if self._count % self._stride == 0 and len(self._points) >= self._max_points:
       del self._points[1::2]

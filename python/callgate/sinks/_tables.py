@@ -26,9 +26,7 @@ _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 1 << 26
 
 
 # -- rows ------------------------------------------------------------------------------------------
-class Field(NamedTuple):
-  """A column: the shape and dtype of a row."""
-
+class Field(NamedTuple):  # of a row
   shape: tuple[int, ...]
   dtype: np.dtype
 
@@ -133,10 +131,8 @@ class _GrowingArrays(FilesSink):
 
   def _commit(self) -> None:
     for tap, (rows, arrays) in self._tables.items():
-      if len(rows) == 0:
-        continue
       with self._naming(f"tap {tap!r} cannot be written"):
-        for name, values in rows.take().items():
+        for name, values in rows.take().items() if len(rows) else ():
           array = arrays[name]
           start = array.shape[0]
           array.resize((start + len(values), *array.shape[1:]))
@@ -182,8 +178,7 @@ class HDF5(_GrowingArrays):
   _extra, _needs = "hdf5", ("h5py",)
 
   def _open_root(self, path: pathlib.Path, mode: str) -> Any:
-    # Claimed, so it exists.
-    return self._module.File(str(path), mode if path.stat().st_size else "w")
+    return self._module.File(str(path), mode if path.stat().st_size else "w")  # claimed: it exists
 
   def _create(self, group: Any, name: str, field: Field) -> Any:
     # HDF5 has chunks of at least one element, and none beyond an extent that is fixed.
@@ -279,30 +274,34 @@ class _Table:
     if (count := len(self.rows)) == 0:
       return
     rows = self._to_arrow()
-    try:
-      if self._broken is None:
-        self._writer.write_table(rows)
-        self._written += count
-        return
-    except Exception as error:  # noqa: BLE001 - the library's file is of no use from here on
-      self._broken = error
-    said = f"tap {self.tap!r} cannot be written: {self._broken}"
-    raise self._error(said, lost=count) from self._broken
+    self._try(lambda: self._writer.write_table(rows), " cannot be written", count)
+    self._written += count
 
   def close(self) -> None:
     """Puts the file in its place; where it can't be finished, the one that is there stays."""
+
+    def finish() -> None:
+      self._writer.close()
+      os.replace(self._partial, self._path)
+      self._claimed.close()
+
     try:
-      if self._broken is None:
-        self._writer.close()
-        os.replace(self._partial, self._path)
-        self._claimed.close()
+      self._try(
+        finish, f": {str(self._path)!r} cannot be finished, and is as it was", self._written
+      )
+    except Exception:
+      self._discard()
+      raise
+
+  def _try(self, act: Callable[[], object], problem: str, lost: int) -> None:
+    """Acts, unless it has failed before: the library's file is of no use from then on."""
+    if self._broken is None:
+      try:
+        act()
         return
-    except Exception as error:  # noqa: BLE001 - said below
-      self._broken = error
-    self._discard()
-    where = f"tap {self.tap!r}: {str(self._path)!r}"
-    said = f"{where} cannot be finished, and is as it was: {self._broken}"
-    raise self._error(said, lost=self._written) from self._broken
+      except Exception as error:  # noqa: BLE001 - said below
+        self._broken = error
+    raise self._error(f"tap {self.tap!r}{problem}: {self._broken}", lost=lost) from self._broken
 
   def _discard(self) -> None:
     with contextlib.suppress(Exception):  # it has failed before

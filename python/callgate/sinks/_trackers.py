@@ -93,13 +93,9 @@ class MLflow(LibrarySink):
   _extra, _needs = "mlflow", ("mlflow.entities", "mlflow.tracking", "mlflow")
 
   def __init__(
-    self,
-    experiment: str = "callgate",
-    *,
-    tracking_uri: StrPath = "mlruns",
-    run_name: str | None = None,
-    step: str | None = None,
-  ) -> None:
+    self, experiment: str = "callgate", *, tracking_uri: StrPath = "mlruns",
+    run_name: str | None = None, step: str | None = None,
+  ) -> None:  # fmt: skip
     options.path("sinks.MLflow", "tracking_uri", tracking_uri)
     options.optional_texts("sinks.MLflow", run_name=run_name, step=step)
     # Read at import: a sink writes where it is told to and reports to nobody, unless one wants it.

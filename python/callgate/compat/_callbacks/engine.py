@@ -1,11 +1,8 @@
 """What a JAX callback gets and gives when callgate's engine calls it.
 
-This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it: arrays, default device,
-log record and errors. JAX's way costs about 30 µs a call, most of it in `jax.device_put`'s Python;
-this one takes the function which that ends in (`_jax`).
-
-The functions made here run on whatever thread XLA calls from, with the GIL held, several at once.
-Every tenth of a microsecond in them is seen in `benchmarks/`.
+This is `pure_callback_impl` of `jax/_src/callback.py` as users observe it, without the 30 µs of
+`jax.device_put`'s Python. The functions made here run on whatever thread XLA calls from, with the
+GIL held, several at once. Every tenth of a microsecond in them is seen in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ class OnCallgate:
 
 
 def can_serve(ctx: Any) -> bool:
-  """Whether callgate's engine can run callbacks in a program."""
   # Where XLA partitions, it calls JAX's own targets alone once: any other on every device.
   return config.engine() != "jax" and not lowering.is_automatic(ctx)
 
@@ -80,10 +76,9 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
 def host_function(
   ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of the program's NumPy arrays that runs `callback` as JAX would.
+  """A function of the program's NumPy arrays that runs `callback` as JAX would, and raises so.
 
   `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
-  Raises what the callback raises, and JAX's RuntimeError for results that don't fit.
   """
   operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
@@ -106,10 +101,8 @@ def host_function(
     _running.append(None)  # in one step each, for the threads' sake
     try:
       value = function(*arrays)
-      if type(value) is array_type or type(value) is numpy_type:
-        values = [as_numpy(value)]
-      else:
-        values = [as_numpy(leaf) for leaf in leaves(value)]
+      one = type(value) is array_type or type(value) is numpy_type
+      values = [as_numpy(value)] if one else [as_numpy(leaf) for leaf in leaves(value)]
     except BaseException:
       _logger.exception("jax.%s failed", api)
       raise
@@ -124,8 +117,7 @@ def host_function(
 _running: list[None] = []  # an item for each callback that runs
 
 
-class _Waits:
-  """Kept by a program with an io_callback."""
+class _Waits: ...  # kept by a program with an io_callback
 
 
 def end_before_dispatch_returns(context: Any) -> None:
@@ -164,10 +156,7 @@ def _argument_maker(
     return [put(*target, [x], devices, *rest) for target, x in zip(targets, inputs, strict=True)]
 
   def make_one(inputs: Sequence[Array]) -> list[Any]:
-    if not targets:
-      return decide(inputs)
-    aval, sharding = targets[0]
-    return [put(aval, sharding, inputs, devices, *rest)]
+    return [put(*targets[0], inputs, devices, *rest)] if targets else decide(inputs)
 
   return make_one if len(operands) == 1 and not is_wider else make
 
@@ -177,18 +166,15 @@ def _result_checker(results: Sequence[Carrier]) -> Callable[[list[Array]], list[
 
   def check(values: list[Array]) -> list[Array]:
     if len(values) != len(results):
-      raise RuntimeError(
-        "Mismatched number of outputs from callback. "
-        f"Expected: {len(results)}, Actual: {len(values)}"
-      )
+      counts = f"Expected: {len(results)}, Actual: {len(values)}"
+      raise RuntimeError(f"Mismatched number of outputs from callback. {counts}")
     for i, (aval, shape, dtype, is_wider) in enumerate(results):
       if values[i].dtype != dtype or values[i].shape != shape:
         value = values[i] = tracing.canonicalize_value(values[i])
         for what, wanted, got in (("shape", shape, value.shape), ("dtype", dtype, value.dtype)):
           if got != wanted:
-            raise RuntimeError(
-              f"Incorrect output {what} for return value #{i}: Expected: {wanted}, Actual: {got}"
-            )
+            pair = f"Expected: {wanted}, Actual: {got}"
+            raise RuntimeError(f"Incorrect output {what} for return value #{i}: {pair}")
       if is_wider:
         values[i] = values[i].astype(aval.dtype)
     return values

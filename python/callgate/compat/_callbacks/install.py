@@ -14,13 +14,12 @@ def install() -> None:
 
   They are `jax.pure_callback`, `jax.experimental.io_callback`, `jax.debug.callback` and
   `jax.debug.print`. What they receive, return and raise stays JAX's. For the two debug callbacks
-  the program no longer waits: they run on callgate's thread, and `jax.effects_barrier()` waits for
-  them and raises what they raised.
+  the program no longer waits: `jax.effects_barrier()` waits for them and raises what they raised.
 
-  It counts for the whole process, on the CPU and on CUDA GPUs (there through pinned memory), and
-  for functions that were jitted before, too: they are compiled again when next called. Compiled
-  objects that you hold (`jit(f).lower(x).compile()`) and programs that another thread is compiling
-  keep their engine. Installing twice does nothing more.
+  It counts for the whole process, on the CPU and on CUDA GPUs (there through pinned memory).
+  Functions that were jitted before are compiled again when next called; compiled objects that you
+  hold (`jit(f).lower(x).compile()`) and programs that another thread is compiling keep their
+  engine. Installing twice does nothing more.
 
   Example:
     >>> import callgate as cg, jax, numpy as np

@@ -48,12 +48,9 @@ class Receiver:
     check_not_forked()
     start_channel(CHANNEL)
     with _lock:
-      taken = [device for device in self._devices if device.id in _started]
-      if taken:
-        raise ValueError(
-          f"outfeed_receiver: expected devices without a receiver, got {_names(taken)}, for which "
-          f"{_started[taken[0].id]!r} is started"
-        )
+      if taken := [device for device in self._devices if device.id in _started]:
+        got = f"{_names(taken)}, for which {_started[taken[0].id]!r} is started"
+        raise ValueError(f"outfeed_receiver: expected devices without a receiver, got {got}")
       _started.update({device.id: self for device in self._devices})
     return self
 
@@ -90,21 +87,16 @@ class Receiver:
 
 
 def finish(timeout: float | None) -> bool:
-  """Lets all programs and the functions of their taps finish, also those that functions started.
-
-  Returns whether all that was sent was delivered in time; TimeoutError where programs still ran.
-  """
+  """Waits for all programs and taps, those that functions start too; whether taps ended in time."""
   deadline = None if timeout is None else time.monotonic() + timeout
 
   def rest() -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-  handle = start_channel(CHANNEL)
-  before = -1
+  handle, before = start_channel(CHANNEL), -1
   while True:
-    wait_for_programs(rest())
-    sent = handle.stats()["sent"]
-    if sent == before:
+    wait_for_programs(rest())  # or TimeoutError
+    if (sent := handle.stats()["sent"]) == before:
       return True
     # The marker behind all that was sent: the channel says when it is through.
     if not handle.flush(rest()):
@@ -116,8 +108,7 @@ class NeedsReceiver:
   """Kept by programs with taps, and called before each execution (`_jax/dispatch.py`)."""
 
   def __call__(self, devices: Sequence[Any]) -> None:
-    missing = [device for device in devices if device.id not in _started]
-    if missing:
+    if missing := [device for device in devices if device.id not in _started]:
       raise ValueError(
         "host_callback: outfeed_receiver is not started (in the first form's words: "
         "outfeed_consumer is not started): a compiled program with taps was called "
@@ -129,29 +120,28 @@ class NeedsReceiver:
 NEEDS_RECEIVER = NeedsReceiver()
 
 
-def run_at_once(consumer: Callable[[], None], name: str) -> None:
-  """Calls a consumer that may depend on what compiled taps sent: their functions come first."""
-  with _lock:
-    receiver = next(iter(_started.values()), None)
-  handle = start_channel(CHANNEL)
-  if receiver is not None and handle.stats()["pending"]:
-    handle.flush(receiver.timeout)  # a function may itself wait for the caller
-  try:
-    consumer()
-  except Exception as error:
-    raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
+def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
+  """Calls the consumer of a record of `device`, -1 when it is not known; keeps what it raises.
 
-
-def run(consumer: Callable[[], None], name: str, device: int) -> None:
-  """Calls the consumer of a record of `device`, -1 when it is not known; keeps what it raises."""
+  None is for a tap outside compiled code, in the caller's thread, who gets what it raises.
+  """
+  if device is None:
+    with _lock:
+      receiver = next(iter(_started.values()), None)
+    handle = start_channel(CHANNEL)
+    if receiver is not None and handle.stats()["pending"]:  # it may depend on what they sent
+      handle.flush(receiver.timeout)  # a function may itself wait for the caller
+    try:
+      return consumer()
+    except Exception as error:
+      raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
   _calling.append(name)
   try:
     consumer()
   except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
     where = f"callgate: raised in tap function {name}"
     with _lock:
-      receiver = _started.get(device) or next(iter(_started.values()), None)
-      if receiver is not None:
+      if (receiver := _started.get(device) or next(iter(_started.values()), None)) is not None:
         error.add_note(where)
         receiver.raised.append(error)
     if receiver is None:  # it gave up waiting
@@ -161,4 +151,4 @@ def run(consumer: Callable[[], None], name: str, device: int) -> None:
 
 
 def _names(devices: Sequence[Any]) -> str:
-  return ", ".join(str(device) for device in devices)
+  return ", ".join(map(str, devices))

@@ -59,7 +59,11 @@ def bind_tap(
   def unpack(text: str, arrays: Sequence[np.ndarray], device: int | None) -> None:
     about = delivery.description(text)
     value = jax.tree.unflatten(tree, about.value(arrays))
-    consume(value, _transforms(about, arrays), device)
+    transforms = (
+      (met, {"logical_shapes": _logical_shapes(about, arrays)} if met == "mask" else _as_tuple(how))
+      for met, how in about.transforms
+    )
+    consume(value, tuple(transforms), device)
 
   def rows(source: Any, rows: Sequence[Any]) -> None:
     for row in rows:
@@ -88,13 +92,6 @@ def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
   return tuple(
     (name, type(value), value, repr(value) if isinstance(value, plain) else "")
     for name, value in sorted(kwargs.items())
-  )
-
-
-def _transforms(about: delivery.Description, arrays: Sequence[np.ndarray]) -> Transforms:
-  return tuple(
-    (name, {"logical_shapes": _logical_shapes(about, arrays)} if name == "mask" else _as_tuple(how))
-    for name, how in about.transforms
   )
 
 

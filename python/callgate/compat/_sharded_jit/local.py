@@ -17,14 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from callgate.compat._sharded_jit.parts import (
-  PartitionSpec,
-  Parts,
-  flat_parts,
-  is_count,
-  sharding_of,
-  specs,
-)
+from callgate.compat._sharded_jit import parts as _parts
+from callgate.compat._sharded_jit.parts import PartitionSpec, Parts, sharding_of
 
 
 class Stated:
@@ -32,7 +26,7 @@ class Stated:
 
   def __init__(self, in_parts: Any, out_parts: Any, count: int | None, local: str = "") -> None:
     name = f"{local}num_partitions"
-    if count is not None and not is_count(count):
+    if count is not None and not _parts.is_count(count):
       raise ValueError(f"sharded_jit: {name}: expected an integer of at least 1, got {count!r}")
     # A list of parts is a tuple, as the arguments are.
     self.in_parts = tuple(in_parts) if isinstance(in_parts, list) else in_parts
@@ -40,17 +34,15 @@ class Stated:
     counts = {} if count is None else {int(count): f"{name}={count}"}
     by_specs: set[int] = set()
     for name, parts in ((f"{local}in_parts", self.in_parts), (f"{local}out_parts", out_parts)):
-      for spec in specs(parts, name):
+      for spec in _parts.specs(parts, name):
         by_specs.add(math.prod(spec))
         counts.setdefault(math.prod(spec), f"{spec} in {name}")
     if len(counts) > 1:
       # The first words of the old module, for specs that disagree.
       old = "All partition specs must use the same number of total partitions: "
-      texts = [f"{count} ({who})" for count, who in counts.items()]
-      raise ValueError(
-        f"sharded_jit: {old if len(by_specs) > 1 else ''}expected one number of "
-        f"{local.replace('_', ' ')}partitions everywhere, got {' and '.join(texts)}"
-      )
+      got = " and ".join(f"{count} ({who})" for count, who in counts.items())
+      expected = f"expected one number of {local.replace('_', ' ')}partitions everywhere"
+      raise ValueError(f"sharded_jit: {old if len(by_specs) > 1 else ''}{expected}, got {got}")
     self.said = next(iter(counts), None)  # the number of partitions, where something says it
     self.split = bool(by_specs)  # whether an array is split
 
@@ -63,10 +55,8 @@ def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
   own, everyone = jax.local_devices(), jax.devices()
   for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
     if wanted is not None and wanted > len(there):
-      raise ValueError(
-        f"sharded_jit computation requires {wanted} {kind}devices, but only {len(there)} {kind}"
-        "devices are available."
-      )
+      only = f"only {len(there)} {kind}devices are available."
+      raise ValueError(f"sharded_jit computation requires {wanted} {kind}devices, but {only}")
   if count <= len(own) and local.said in (None, count):
     return tuple(own[:count])
   if jax.process_count() == 1:
@@ -112,21 +102,17 @@ class Part:
     if not self.parts or not self.block:
       return shape
     if any(size % own for size, own in zip(shape, self.block, strict=False)):
-      raise ValueError(
-        f"sharded_jit: expected a local array that splits evenly into {self.block}, got shape "
-        f"{list(shape)}"
-      )
-    return tuple(
-      n // own * total for n, own, total in zip(shape, self.block, self.parts, strict=True)
-    )
+      expected = f"expected a local array that splits evenly into {self.block}"
+      raise ValueError(f"sharded_jit: {expected}, got shape {list(shape)}")
+    counts = zip(shape, self.block, self.parts, strict=True)
+    return tuple(size // own * total for size, own, total in counts)
 
   def to_program(self, leaf: Any) -> Any:
     """The program's array of which `leaf` is this process's part; what lies right isn't moved."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-      raise ValueError(
-        "sharded_jit: expected this process's part of an argument, got an array over "
-        f"{len(leaf.sharding.device_set)} devices of several processes: shape {list(leaf.shape)}"
-      )
+      where = f"{len(leaf.sharding.device_set)} devices of several processes"
+      got = f"an array over {where}: shape {list(leaf.shape)}"
+      raise ValueError(f"sharded_jit: expected this process's part of an argument, got {got}")
     mine = put(leaf, self.own)
     return _rewrapped(mine, self.whole, self.whole_shape(mine.shape))
 
@@ -145,10 +131,9 @@ def part_of(devices: tuple[Any, ...], parts: Parts) -> Part:
   own = [k for k, device in enumerate(devices) if device.process_index == jax.process_index()]
   block = [len(set(at.tolist())) for at in np.unravel_index(own, parts)] if parts else []
   if parts and math.prod(block) != len(own):
-    raise ValueError(
-      f"sharded_jit: {parts}: expected tiles that are a block of the array in each process, got "
-      f"tiles {own} in process {jax.process_index()}"
-    )
+    got = f"tiles {own} in process {jax.process_index()}"
+    expected = "tiles that are a block of the array in each process"
+    raise ValueError(f"sharded_jit: {parts}: expected {expected}, got {got}")
   local = PartitionSpec(*block) if parts is not None else None
   mine = tuple(devices[k] for k in own)
   return Part(sharding_of(devices, parts), sharding_of(mine, local), parts, local)
@@ -158,13 +143,13 @@ def check(parts: Sequence[Part], stated: Any, tree: Any, what: str) -> None:
   """Raises unless what the caller said of its process's parts, in `what`, is how devices lie."""
   if stated is None:
     return
-  for index, (part, said) in enumerate(zip(parts, flat_parts(stated, tree, what), strict=True)):
+  flat = _parts.flat_parts(stated, tree, what)
+  for index, (part, said) in enumerate(zip(parts, flat, strict=True)):
     if said != part.block and not (math.prod(said or ()) == 1 == math.prod(part.block or ())):
-      raise ValueError(
-        f"sharded_jit: {what}: expected {part.block} for array {index}, which is what the "
-        f"{len(part.own.device_set)} local devices of {len(part.whole.device_set)} hold of "
-        f"{part.parts}, got {said}"
-      )
+      own, whole = len(part.own.device_set), len(part.whole.device_set)
+      why = f"which is what the {own} local devices of {whole} hold of {part.parts}"
+      expected = f"{part.block} for array {index}, {why}"
+      raise ValueError(f"sharded_jit: {what}: expected {expected}, got {said}")
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:

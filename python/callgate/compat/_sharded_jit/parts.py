@@ -47,8 +47,7 @@ class PartitionSpec(tuple[int, ...]):
     return f"PartitionSpec{tuple.__repr__(self)}"
 
 
-Parts = PartitionSpec | None
-"""How one array is split; None is a copy on every device."""
+Parts = PartitionSpec | None  # how one array is split; None is a copy on every device
 
 
 def is_count(value: object) -> bool:
@@ -63,12 +62,13 @@ def is_parts(value: object) -> bool:
 
 def _primes(number: int) -> Iterator[int]:
   """The prime factors of a number, in order."""
-  for prime in itertools.count(2):
-    while number % prime == 0:
+  prime = 2
+  while number > 1:
+    if number % prime:
+      prime += 1
+    else:
       yield prime
       number //= prime
-    if number == 1:
-      return
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,15 +89,15 @@ def flat_parts(parts: Any, tree: Any, what: str) -> list[Parts]:
   """The spec of each leaf of `tree`, of which `parts`, called `what` in messages, is a prefix."""
   specs(parts, what)
   flat: list[Parts] = []
+
+  def repeat(part: Parts, below: Any) -> None:
+    flat.extend([part] * len(jax.tree.leaves(below)))
+
   try:
-    jax.tree.map(
-      lambda part, below: flat.extend([part] * len(jax.tree.leaves(below))),
-      parts, tree, is_leaf=is_parts,
-    )  # fmt: skip
+    jax.tree.map(repeat, parts, tree, is_leaf=is_parts)
   except ValueError as error:
-    raise ValueError(
-      f"sharded_jit: {what}: expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
-    ) from error
+    expected = f"expected a prefix of the tree {jax.tree.structure(tree)}, got {parts}"
+    raise ValueError(f"sharded_jit: {what}: {expected}") from error
   return flat
 
 
@@ -106,9 +106,8 @@ def specs(parts: Any, what: str) -> list[PartitionSpec]:
   leaves = jax.tree.leaves(parts, is_leaf=is_parts)
   for leaf in leaves:
     if not is_parts(leaf):
-      raise ValueError(
-        f"sharded_jit: {what}: expected a PartitionSpec or None as leaves, got {leaf!r}"
-      )
+      expected = "expected a PartitionSpec or None as leaves"
+      raise ValueError(f"sharded_jit: {what}: {expected}, got {leaf!r}")
   return [leaf for leaf in leaves if leaf is not None]
 
 
@@ -117,17 +116,14 @@ def check(
 ) -> None:
   """Raises unless each spec has a count for each dimension and, if not `padded`, divides it."""
   for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+    head, tail = f"sharded_jit: {what}: {part}", f"shape {list(shape)}"
     if part is not None and len(part) != len(shape):
-      raise ValueError(
-        f"sharded_jit: {what}: {part} has {len(part)} dimensions, but array {index} has "
-        f"{len(shape)}: shape {list(shape)}"
-      )
+      other = f"array {index} has {len(shape)}: {tail}"
+      raise ValueError(f"{head} has {len(part)} dimensions, but {other}")
     for axis, (count, size) in enumerate(zip(part or (), shape, strict=False)):
       if size % count != 0 and not padded:
-        raise ValueError(
-          f"sharded_jit: {what}: {part} splits dimension {axis} of array {index} {count} ways: "
-          f"expected a multiple of {count}, got {size}: shape {list(shape)}"
-        )
+        split = f"splits dimension {axis} of array {index} {count} ways"
+        raise ValueError(f"{head} {split}: expected a multiple of {count}, got {size}: {tail}")
 
 
 _constraint_p = Primitive("with_sharding_constraint_of_counts")
@@ -150,21 +146,18 @@ def with_sharding_constraint(x: Any, parts: Any) -> Any:
     NotImplementedError: outside of a sharded_jit function.
     ValueError: a spec whose length is not the array's rank, or no prefix of `x`.
   """
-  leaves, tree = jax.tree.flatten(x)
-  flat = flat_parts(parts, x, "with_sharding_constraint")
-  check(flat, [jax.typeof(leaf).shape for leaf in leaves], "with_sharding_constraint", padded=True)
-  return jax.tree.unflatten(
-    tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in zip(leaves, flat, strict=True)]
-  )
+  (leaves, tree), what = jax.tree.flatten(x), "with_sharding_constraint"
+  flat = flat_parts(parts, x, what)
+  check(flat, [jax.typeof(leaf).shape for leaf in leaves], what, padded=True)
+  pairs = zip(leaves, flat, strict=True)
+  return jax.tree.unflatten(tree, [_constraint_p.bind(leaf, parts=part) for leaf, part in pairs])
 
 
 def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
   """How many partitions constraints and nested sharded_jit functions ask for, and who does."""
   for eqn in jaxpr.eqns:
-    if eqn.primitive is _constraint_p:
-      parts = eqn.params["parts"]
-      if parts is not None:
-        yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
+    if eqn.primitive is _constraint_p and (parts := eqn.params["parts"]) is not None:
+      yield math.prod(parts), f"with_sharding_constraint with partitions={parts}"
     for sharding in (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())):
       if isinstance(sharding, NamedSharding):
         yield sharding.num_devices, f"the nested {eqn.params.get('name', 'jit')}"
@@ -173,10 +166,9 @@ def counts_inside(jaxpr: Any) -> Iterator[tuple[int, str]]:
 
 
 def _outside(*_: Any, parts: Parts) -> Any:
-  raise NotImplementedError(
-    "with_sharding_constraint() should only be called inside sharded_jit(): got a constraint with "
-    f"partitions={parts}"
-  )
+  got = f"got a constraint with partitions={parts}"
+  where = "inside sharded_jit()"
+  raise NotImplementedError(f"with_sharding_constraint() should only be called {where}: {got}")
 
 
 def _lower(context: Any, x: Any, *, parts: Parts) -> Sequence[Any]:
