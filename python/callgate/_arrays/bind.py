@@ -21,9 +21,7 @@ Convert = Callable[[Any], Any]
 
 def is_native(kind: str) -> bool:
   """Whether a gate with `arrays=kind` gets a GPU's own arrays; others get copies on the host."""
-  # Not so "jax": a callable that runs JAX on the device whose program waits for it may wait for
-  # itself. It gets arrays on the CPU, as JAX's own callbacks do.
-  return kind in gpu.KINDS
+  return kind in gpu.KINDS  # "jax" isn't: its callable might wait for the device that waits for it
 
 
 def bind(
@@ -62,10 +60,9 @@ def bind(
 def _host_converter(arrays: str) -> Convert:
   """Makes a library's array from the runtime's view of the host's memory."""
   if arrays in ("cupy", "numba"):
-    raise GateDefinitionError(
-      f"arrays={arrays!r} needs a CUDA device: this call runs on the CPU. Expected one of 'numpy', "
-      "'buffer', 'jax' or 'torch' here"
-    )
+    expected = "Expected one of 'numpy', 'buffer', 'jax' or 'torch' here"
+    why = "needs a CUDA device: this call runs on the CPU"
+    raise GateDefinitionError(f"arrays={arrays!r} {why}. {expected}")
   return _to_jax if arrays == "jax" else torch_converter() if arrays == "torch" else gpu.same
 
 

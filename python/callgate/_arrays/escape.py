@@ -1,11 +1,10 @@
 """Views that outlive their call: found, made safe, reported.
 
 XLA will reuse or free the memory of a view that is still referenced after a call, so everything
-that points into it gets a private copy instead: the view, arrays derived from it wherever they are
-held, torch tensors. Memoryviews over it are released. Then every reference to the view and to these
-arrays is accounted for: one whose holder may have taken the address for itself (`holders.py`), or
-that no holder shows for, is reported, and the gate works on private copies from then on. This is
-the slow path of a mistake (or of an exception whose frames hold the views).
+that points into it gets a private copy instead: the view, arrays derived from it, torch tensors.
+Memoryviews over it are released. A reference whose holder may have taken the address for itself
+(`holders.py`), or that no holder shows for, is reported, and the gate works on private copies from
+then on. This is the slow path of a mistake (or of an exception whose frames hold the views).
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ reading_frames = threading.Lock()
 
 
 def settle(
-  gate: str,
-  spec: str,
-  suspects: list[Suspect],
-  exception: BaseException | None,
+  gate: str, spec: str, suspects: list[Suspect], exception: BaseException | None,
   make_private: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
   """The runtime's `escaped` hook: makes escaped views safe; raises unless the call failed anyway.
 
-  Of `suspects`, all views of the call, those still referenced have escaped. `make_private` makes
-  the views of a kind private copies, from the gate's next call on.
+  `suspects` are all views of the call; `make_private` makes those of a kind copies from now on.
   """
   escaped = _escaped(suspects)
   if escaped and exception is None:
@@ -70,9 +65,8 @@ def settle(
     holders = sorted({name for rescue in unsafe for name in rescue.holders()})
     text += (
       f" But something still points to XLA's memory of {named(unsafe)}: {', '.join(holders)}. "
-      "Expected: that it is not used any more, since it will read other numbers there. From its "
-      "next call on the gate gets private copies, which it may keep; with cg.gate(copy=True) it "
-      "gets copies of its arguments from the start."
+      "Expected: that it is not used any more, since it will read other numbers there. From now on "
+      "the gate gets private copies, which it may keep, as with cg.gate(copy=True) of arguments."
     )
   if any(rescue.on_gpu for rescue in rescues):
     text = "What was kept must not be used any more: its memory on the GPU is XLA's."
@@ -162,8 +156,7 @@ class _Rescue:
   remaining: bool = False  # whether somebody unknown still refers to the view or to an array of it
   released: bool = False  # whether memoryviews were
   arrays: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
-  # By the id of the view or array, how many references are known to be harmless; and by type,
-  # which holders are not.
+  # How many references are known to be harmless, by what is referred to; which holders are not.
   harmless: Counter[int] = dataclasses.field(default_factory=Counter[int])
   harmful: set[type] = dataclasses.field(default_factory=set[type])
 
@@ -227,8 +220,7 @@ class _Rescue:
       return False
     if id(item) in found or id(item) in self.arrays:
       return True
-    ours = self._holds(item.ctypes.data) and self._derives(item)
-    if ours:
+    if ours := self._holds(item.ctypes.data) and self._derives(item):
       found[id(item)] = item
     return ours
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from callgate._arrays.torch import to_numpy, torch_converter
-from callgate._core import extras
+from callgate._core import extras, options
 from callgate._core.errors import GateDefinitionError
 
 KINDS = ("buffer", "cupy", "torch", "numba")
@@ -27,15 +27,11 @@ STREAMS = tuple(_EXTRAS)
 
 
 class Library(NamedTuple):
-  """How a callable works with a library's arrays on a GPU.
+  """How a callable works with a library's arrays on a GPU."""
 
-  `convert` makes the library's array from a Buffer on a GPU, `result` what the runtime can copy
-  from what the callable returned. `run` calls a function without arguments, with this stream (an
-  address) of this GPU (its number) as the library's current one.
-  """
-
-  convert: Callable[[Any], Any]
-  result: Callable[[Any], Any]
+  convert: Callable[[Any], Any]  # makes the library's array from a Buffer on a GPU
+  result: Callable[[Any], Any]  # what the runtime can copy, from what the callable returned
+  # Calls a function with this stream (an address) of this GPU (its number) as the current one.
   run: Callable[[int, int, Callable[[], Any]], Any]
 
 
@@ -49,9 +45,7 @@ def library(kind: str) -> Library:
 
 def stream_as(library: str, stream: int, ordinal: int) -> Any:
   """XLA's stream, an address, as a library's object; -1 for the GPU's number is the CPU."""
-  if library not in STREAMS:
-    known = ", ".join(map(repr, STREAMS))
-    raise GateDefinitionError(f"Context.stream_as: expected one of {known}, got {library!r}")
+  options.choice("Context.stream_as", "library", library, STREAMS)
   who = f"Context.stream_as({library!r})"
   if ordinal < 0:
     got = "one on the CPU, which has no stream"
@@ -92,10 +86,9 @@ def _cupy() -> Library:
       pointer = cupy.cuda.MemoryPointer(memory, 0)
       return cupy.ndarray(buffer.shape, buffer.dtype, memptr=pointer)
     except (TypeError, ValueError) as error:
-      raise TypeError(
-        f"arrays='cupy': CuPy has no arrays of {buffer.dtype.name} ({error}); use "
-        "arrays='buffer' or 'torch', or convert in the program"
-      ) from error
+      has = f"CuPy has no arrays of {buffer.dtype.name} ({error})"
+      use = "use arrays='buffer' or 'torch', or convert in the program"
+      raise TypeError(f"arrays='cupy': {has}; {use}") from error
 
   def result(value: Any) -> Any:
     return cupy.ascontiguousarray(value) if isinstance(value, cupy.ndarray) else returned(value)

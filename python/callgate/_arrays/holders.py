@@ -1,10 +1,9 @@
 """Who holds the arrays of a call: what the heap can tell, and what it can't.
 
-A view that outlived its call can be given a copy where whoever holds it asks it for its memory at
-each use: a container, a frame, an instance of a class of Python's. A holder with a C layout of its
-own may have taken the address instead, and goes on reading there: a tree of SciPy's, a memoryview
-of Cython's, `x.ctypes`. Others can't be seen at all (`x.flat` is not known to the collector): their
-references are what remains of an object's count when all others have been found.
+A view that outlived its call can be given a copy where its holder asks it for its memory at each
+use: a container, a frame, an instance of a class of Python's. One with a C layout of its own may
+have taken the address instead: a tree of SciPy's, a memoryview of Cython's, `x.ctypes`. Others
+can't be seen at all (`x.flat`): they are what remains of an object's count of references.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ _FLUSH_SECONDS = 0.1  # between two looks at the other processes
 def barrier(timeout: float | None = None, *, all_processes: bool = False) -> None:
   """Waits until every program dispatched so far has run, and every tap's record is delivered.
 
-  Programs of all threads count, also those whose results were dropped. Raises what a gate raised in
-  one of them, else what a consumer of taps raised.
+  Programs of all threads count, also those whose results were dropped.
 
   With `all_processes` every process of `jax.distributed` has to call it, as often as the others,
   from one thread. A process that failed raises its own exception; the others get a `ProcessError`
@@ -42,11 +41,10 @@ def barrier(timeout: float | None = None, *, all_processes: bool = False) -> Non
     all_processes: wait for all processes, and learn of their failures.
 
   Raises:
-    TimeoutError: programs still ran, records still waited, or processes were not here, when the
-      time was over.
+    TimeoutError: programs still ran, records still waited, or processes were not here in time.
     ProcessError: another process failed, ended or died.
-    BaseException: the original exception of a gate whose program failed during the wait, or of a
-      consumer, with those of other consumers attached (`callgate_others`).
+    BaseException: what a gate raised whose program failed during the wait, or a consumer, with
+      those of other consumers attached (`callgate_others`).
   """
   options.or_none(options.seconds, "barrier", "timeout", timeout, zero=True)
   options.boolean("barrier", "all_processes", all_processes)

@@ -12,11 +12,9 @@ from callgate._core.effects import GateEffect, ProgressEffect
 from callgate._jax import dispatch, tracing
 
 _engine = tracing.define_enum(
-  "callgate_engine",
-  ("callgate", "jax"),
-  "callgate",
+  "callgate_engine", ("callgate", "jax"), "callgate",
   "What runs gates: callgate's FFI runtime, or JAX's own callbacks.",
-)
+)  # fmt: skip
 _fast_dispatch = tracing.define_bool(
   "callgate_fast_dispatch", False, "Dispatch programs with io gates through JAX's C++ path."
 )

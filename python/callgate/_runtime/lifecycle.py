@@ -162,21 +162,12 @@ def start() -> None:
   for code, dtype in dtypes().items():
     _callgate.set_dtype(code, dtype)
   _callgate.set_hooks(
-    failed=_failed,
-    deferred=failures.defer,
-    escaped=escape.settle,
-    result_error=_result_error,
-    input_written=_input_written,
-    stalled=_stalled,
-    kernel_failed=_kernel_failed,
-    kernel_raised=failures.kernel_raised,
-    interrupted=failures.raise_interrupt,
-    undefined=registry.undefined,
-    device_worker=_device_worker,
-    self_wait=self_wait.report,
-    stream_as=gpu.stream_as,
-    capture_error=CaptureError,
-  )
+    failed=_failed, result_error=_result_error, input_written=_input_written, stalled=_stalled,
+    kernel_failed=_kernel_failed, device_worker=_device_worker,
+    deferred=failures.defer, kernel_raised=failures.kernel_raised,
+    interrupted=failures.raise_interrupt, undefined=registry.undefined, escaped=escape.settle,
+    self_wait=self_wait.report, stream_as=gpu.stream_as, capture_error=CaptureError,
+  )  # fmt: skip
   for platform, targets in _callgate.targets().items():
     for target, handlers in targets.items():
       jax.ffi.register_ffi_target(target, handlers, platform=platform)

@@ -70,17 +70,11 @@ class TorchGate(Gate):
       key = "/".join(f"{kind}:{','.join(map(str, positions))}" for kind, positions in path)
       call = calls.caller(calls.transformed(root.run, path, random=root.random), path)
       call.__name__ = call.__qualname__ = key
-      options = dataclasses.replace(
-        root._options,
-        name=f"{root.name}[{key}]",
-        out=_known,
+      options = dataclasses.replace(  # a vmap rule of the user's is for the function itself
+        root._options, name=f"{root.name}[{key}]", out=_known, like=None, gradient=None,
         effect="pure" if any(kind != "vmap" for kind, _ in path) else root.effect,
-        linear=_VECTORS if path[-1][0] != "vmap" else False,
-        like=None,
-        gradient=None,
-        aliases=None,
-        vmap="each",  # a rule of the user's is for the function itself; see `batching`
-      )
+        linear=_VECTORS if path[-1][0] != "vmap" else False, aliases=None, vmap="each",
+      )  # fmt: skip
       made = root._parts[path] = TorchGate(root, path, call, options)
     return made
 

@@ -41,11 +41,9 @@ class ModuleFunction:
     with self._lock:
       result = torch.func.functional_call(self.module, tensors, args, kwargs)
     written = [name for name, version in versions.items() if buffers[name]._version != version]
-    written += [
-      f"{prefix}.running_mean".removeprefix(".")
-      for prefix, part in (self.module.named_modules() if watched else ())
-      if isinstance(part, _NormBase) and part.training and part.track_running_stats
-    ]
+    for prefix, part in self.module.named_modules() if watched else ():
+      if isinstance(part, _NormBase) and part.training and part.track_running_stats:
+        written.append(f"{prefix}.running_mean".removeprefix("."))
     if written:
       what = f"{self.label}: the module writes its buffer '{written[0]}' when called"
       returns = "with which calls return (result, new buffers)"

@@ -25,15 +25,15 @@ class TorchOptions(CallOptions):
     style: "return", or "inplace" for `fn(out, *args)`, which writes into tensors over XLA's result
       memory, as torch's `out=` does; it needs `out` and has no derivative of its own.
     aliases: flat input position to flat output position, with style="inplace": both are one memory.
-    vmap: "auto" (all lanes in one call through `torch.func.vmap` where it takes the function, which
-      is tried when the program is traced; else lane by lane), "whole" (always `torch.func.vmap`),
-      "each" (always lane by lane) or a rule as for `callgate.gate`.
+    vmap: "auto" ("whole" where torch takes the function, which is tried when the program is traced;
+      else "each"), "whole" (all lanes in one call through `torch.func.vmap`), "each" (lane by lane)
+      or a rule as for `callgate.gate`.
     thread: "xla" or "own", as for `callgate.gate`.
     timeout: seconds, as for `callgate.gate`.
     cast: allow same-kind casts of results: int64 to int32 where JAX has no int64.
     gradient: "finite-difference": derivatives by central differences in the place of torch's.
-    random: the function draws random numbers. Calls then take `rng=`, a JAX key, which seeds
-      torch's generator for this call; the function does not get it.
+    random: the function draws random numbers; calls then take `rng=`, a JAX key that seeds torch's
+      generator, which the function does not get.
     enable_grad: run the function with autograd on, for one that calls it itself.
     mutable: for modules that write into their buffers (batch normalisation in training): calls
       return `(result, buffers)`, the new values by name.
@@ -52,5 +52,5 @@ class TorchOptions(CallOptions):
   def __post_init__(self) -> None:
     check.name("torch", self.name)
     check.choice("torch", "style", self.style, get_args(Style))
-    for option in ("cast", "random", "enable_grad", "mutable"):
-      check.boolean("torch", option, getattr(self, option))
+    flags = ("cast", "random", "enable_grad", "mutable")
+    check.booleans("torch", **{name: getattr(self, name) for name in flags})

@@ -50,9 +50,7 @@ class Totals(NamedTuple):
   """Counts over all streams."""
 
   records: int  # values that came, each lane of a vmap one
-  # Numbers between a device's first record and its last that did not come: dropped ones, and those
-  # of which `where` kept every lane back.
-  missing: int
+  missing: int  # numbers between a device's first and last that were dropped, or kept by `where`
   sessions: int  # writers that were read
   per_second: float  # of the last ten seconds of the streams' own time
   latest_ns: int
@@ -118,8 +116,7 @@ class Model:
         self._add(records, self._sources.setdefault(source, Source()))
 
   def _add(self, records: Sequence[StreamRecord], source: Source) -> None:
-    if self._started_ns is None:
-      self._started_ns = records[0].time_ns
+    self._started_ns = records[0].time_ns if self._started_ns is None else self._started_ns
     rows: dict[tuple[Key, int], list[tuple[float, ...]]] = {}
     arrays: dict[Key, np.ndarray[Any, Any]] = {}
     times: dict[int, list[float]] = {}
@@ -136,10 +133,10 @@ class Model:
       panel = self._panels.setdefault(key, Panel(self._points))
       panel.extend(device, np.array(added, np.float64).T)
     for key, array in arrays.items():
-      flat = as_float(array).reshape(-1)
+      flat, panel = as_float(array).reshape(-1), self._panels[key]
       kept = np.linspace(0, flat.size - 1, _LATEST).round().astype(np.int64)
-      self._panels[key].latest = flat if flat.size <= _LATEST else flat[kept]
-      self._panels[key].kind = f"{array.dtype}{list(array.shape)}"
+      panel.latest = flat if flat.size <= _LATEST else flat[kept]
+      panel.kind = f"{array.dtype}{list(array.shape)}"
     for device, seconds in times.items():
       self._lanes.add(device, np.asarray(seconds))
     self._rate.add(np.concatenate([*map(np.asarray, times.values())]))
