@@ -12,11 +12,10 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/python/references.h"
-#include "core/kernel_mode.h"
+#include "core/kernel_debug.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
+#include "core/threads.h"
 #include "cuda/completions.h"
 #include "cuda/device.h"
 #include "xla/handlers.h"
@@ -152,7 +151,7 @@ NB_MODULE(_callgate, module) {
   module.def("set_stall_seconds", [](double seconds) {
     auto delay = static_cast<std::int64_t>(seconds * 1e9);
     Settings::instance().stall_ns.store(delay, std::memory_order_relaxed);  // see run
-    set_kernel_stall_ns(delay);
+    kernel_stall_ns.store(delay, std::memory_order_relaxed);
   });
   module.def("registered_names", [] { return Registry::instance().names(); });
   module.def(

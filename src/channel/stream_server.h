@@ -21,7 +21,7 @@
 #include "channel/stream_address.h"
 #include "channel/stream_encoder.h"
 #include "channel/unique_fd.h"
-#include "core/process.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 

@@ -22,7 +22,7 @@
 #include "channel/stream_encoder.h"
 #include "channel/stream_server.h"
 #include "channel/unique_fd.h"
-#include "core/process.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 

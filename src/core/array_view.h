@@ -1,8 +1,6 @@
 // A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
-// callgate.
-//
-// The view owns nothing. `dims` and `data` point into XLA's call frame, or into a copy that whoever
-// made the view keeps alive; both are valid only for as long as that owner says.
+// callgate. `dims` and `data` point into XLA's call frame, or into a copy that whoever made the
+// view keeps alive; both are valid only for as long as that owner says.
 #pragma once
 
 #include <cstddef>
@@ -76,7 +74,6 @@ inline void poison(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
 }
 
-// All zeros.
 inline void clear(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, 0);
 }

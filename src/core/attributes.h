@@ -53,7 +53,7 @@ class Attributes {
   // A value of the kind that it has to be; Error for one of another kind. Where there is none: "",
   // `missing`, no numbers, no entries.
   std::string_view text(std::string_view name) const {
-    const callgate_attribute* found = find(name, CALLGATE_STRING, DType::kInvalid, "a string");
+    const auto* found = find(name, CALLGATE_STRING, DType::kInvalid, "a string");
     return found == nullptr ? "" : std::string_view(elements<char>(*found), found->count);
   }
   bool flag(std::string_view name) const {
@@ -101,9 +101,8 @@ class Attributes {
   }
   template <typename T>
   std::span<const T> numbers(std::string_view name, DType dtype, const char* expected) const {
-    const callgate_attribute* found = find(name, CALLGATE_NUMBERS, dtype, expected);
-    if (found == nullptr) return {};
-    return {elements<T>(*found), found->count};
+    const auto* found = find(name, CALLGATE_NUMBERS, dtype, expected);
+    return found == nullptr ? std::span<const T>() : std::span(elements<T>(*found), found->count);
   }
 
   callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,

@@ -1,9 +1,9 @@
 // Native functions that compiled programs call: no Python and no allocation on the way, and no lock
 // but the turn of a kernel that is not thread-safe.
 //
-// A kernel is a function of the form of include/callgate/kernel_abi.h with a description of its
-// parameters. A call site is bound once: which arrays and attributes belong to which parameter is
-// worked out then, so that a call fills in six pointers and jumps.
+// A kernel is a function (include/callgate/kernel_abi.h) with a description of its parameters.
+// Which arrays and attributes belong to which is worked out once a call site, so that a call fills
+// in six pointers and jumps.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,24 +14,20 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
 #include "core/attributes.h"
-#include "core/kernel_callee.h"
+#include "core/call.h"
 #include "core/kernel_frame.h"
 #include "core/lifetime.h"
-#include "core/process.h"
 
 namespace callgate {
 
 // Calls that must not run at once: those of a kernel that doesn't say that it is thread-safe, and
-// of all such kernels of one shared library, whose functions may share what they keep.
-//
-// A call has its turn from before its first lane to behind its last one. It may call others of the
+// of all such kernels of one shared library, whose functions may share what they keep. A call has
+// its turn from before its first lane to behind its last one. It may call others of the
 // same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
 // a turn with the GIL, which the kernel that has it may need.
 class KernelTurn {
@@ -79,7 +75,6 @@ struct KernelInfo {
 
 // The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
 std::string signature(const KernelInfo& kernel);
-
 // A parameter as messages name it: "'x'", or "2".
 std::string parameter_name(const KernelInfo& kernel, std::size_t index);
 
@@ -109,7 +104,6 @@ class KernelSite : Immovable {
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
-  void run_in_turn(const Call& call, Executor* executor);
   void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
   void run_lane(const Call& call, Executor* executor);
   void run_lanes(const Call& call, Executor* executor);
@@ -124,8 +118,7 @@ class KernelSite : Immovable {
   std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
   std::vector<std::int32_t> starts_, counts_;
   callgate_call bound_{};  // what is the same in every call
-  // Of each array, as messages name it: "'x'", "'xs'[1]", or the parameter's number.
-  std::vector<std::string> operand_labels_, result_labels_;
+  KernelLabels labels_;
   std::vector<std::uint8_t> updated_;  // 1 for results that are InOut
 };
 
@@ -134,10 +127,7 @@ class KernelCallee final : public KernelCalleeBase,
  public:
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
       : KernelCalleeBase(std::move(describe)), info_(std::move(info)), keep_(std::move(keep)) {
-    if (info_.thread_safe)
-      info_.turn = nullptr;
-    else if (info_.turn == nullptr)
-      info_.turn = std::make_shared<KernelTurn>();
+    if (info_.turn == nullptr) info_.turn = std::make_shared<KernelTurn>();
   }
 
   std::unique_ptr<KernelSite> bind(KernelSpec spec) {

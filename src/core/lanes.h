@@ -18,7 +18,6 @@
 
 namespace callgate {
 
-// Immutable; any thread.
 class Lanes {
  public:
   Lanes() = default;
@@ -62,9 +61,7 @@ class Lanes {
 
   // The extent of each level, outermost first.
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
-
-  // Number of lanes: the product of the levels' extents, 1 without levels.
-  std::int64_t count() const noexcept { return count_; }
+  std::int64_t count() const noexcept { return count_; }  // of lanes; 1 without levels
 
   // The views of one lane. `lane` and `whole` have the same length; the extents that the lanes'
   // views point to are those of `whole`.

@@ -1,11 +1,9 @@
 // Progress bars as programs feed them: numbers in slots, which somebody else draws.
 //
-// A program that runs a loop begins a bar, updates it now and then, and ends it
-// (ProgressCallee). That stores numbers in a slot of the process's `ProgressBoard`. Who draws (a
-// Python thread) polls the board, and releases what it has drawn for the last time.
-//
-// An update is lock-free, on any XLA thread. Beginning takes a lock, once a loop. The board owns
-// the slots; a handle names a slot and its generation, so that a late update finds nobody.
+// A program that runs a loop begins a bar, updates it now and then, and ends it (ProgressCallee).
+// Who draws (a Python thread) polls the board, and releases what it has drawn for the last time. An
+// update is lock-free, on any XLA thread; beginning takes a lock, once a loop. A handle names a
+// slot of the board and its generation, so that a late update finds nobody.
 #pragma once
 
 #include <array>
@@ -48,7 +46,6 @@ struct ProgressStart {
 
 class ProgressBoard {
  public:
-  // The board of this process; never destroyed, since programs may run until the very end.
   static ProgressBoard& instance() { return immortal<ProgressBoard>(); }
 
   using Clock = std::function<std::chrono::nanoseconds()>;
@@ -69,10 +66,8 @@ class ProgressBoard {
 
   // The bars of the run end where they stand: its program failed.
   void fail(std::int64_t run) noexcept;
-
   // All bars that have begun and have not been released.
   std::vector<ProgressState> poll() const;
-
   // Frees the bar's slot, unless it began again or still lives.
   void release(std::int32_t handle) noexcept;
 
@@ -86,8 +81,7 @@ class ProgressBoard {
   bool retire();
 
  private:
-  static constexpr std::size_t kSlots = 256;
-  static constexpr std::size_t kOwners = 256;
+  static constexpr std::size_t kSlots = 256, kOwners = 256;
 
   struct Slot {
     std::atomic<std::int32_t> handle{0};
@@ -111,8 +105,7 @@ class ProgressBoard {
   std::array<Slot, kSlots> slots_;
   // The device that draws, by run: the first of the run that began a bar. The latest runs alone.
   struct Owner {
-    std::int64_t run = -1;
-    std::int64_t device = -1;
+    std::int64_t run = -1, device = -1;
   };
   std::array<Owner, kOwners> owners_{};
   std::size_t next_owner_ = 0;
@@ -122,9 +115,9 @@ class ProgressBoard {
   std::function<void()> wake_;
 };
 
-// What programs call, by name, to feed all bars of a process. Runs on any XLA thread, without the
-// GIL; the board is borrowed and outlives every site. A call holds a dictionary `progress` of kind,
-// every and total, and as its spec the text that the board keeps. Kinds are
+// What programs call, by name, to feed all bars of a process; the board outlives every site. A call
+// holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
+// keeps. Kinds are
 //   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
 //   update (handle, count) -> steps until the next update
 //   end (handle, count, anchors...) -> 0      step (anchors...) -> 0

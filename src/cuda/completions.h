@@ -1,12 +1,4 @@
-// What is to be done on the host when a stream has got so far.
-//
-// One thread a device, "cg-cuda-N", started with the first task and joined by stop(). It waits for
-// the event of each task in the order in which tasks came, so tasks of one stream run in the
-// stream's order, and then runs the task. A task must not wait for work that is given to the stream
-// later. Where the stream failed, the task is told so.
-//
-// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
-// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
+// What the host does when a stream has got so far, and what a stream waits for of the host.
 #pragma once
 
 #include <atomic>
@@ -20,17 +12,25 @@
 #include <optional>
 #include <thread>
 
+#include "core/lifetime.h"
 #include "cuda/device.h"
 
 namespace callgate::cuda {
 
-// The device's own; never destroyed, since the thread may have to be left alone.
+// A device's own. One thread, "cg-cuda-N", started with the first task and joined by stop(); never
+// destroyed, since it may have to be left alone. It waits for the event of each task in the order
+// in which tasks came, so tasks of one stream run in the stream's order, and then runs the task. A
+// task must not throw, nor wait for work that is given to the stream later. Where the stream
+// failed, the task is told so.
+//
+// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
+// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
 class Completions : Immovable {
  public:
   explicit Completions(Device& device) : device_(device) {}
   static Completions& of(Device& device) { return device.completions(); }
 
-  // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
+  // False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
   // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
   // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
@@ -45,26 +45,31 @@ class Completions : Immovable {
   // Keeps something until the event has come, as far as that can be done. For destructors.
   bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
 
-  // Waits until the tasks that were given before have run; at once on the thread itself. False when
+  // Waits until the tasks that were given before have run, unless on the thread itself. False when
   // the time ran out.
   bool drain(std::chrono::nanoseconds limit);
 
   // Takes no more tasks, runs what is there and joins the thread. False when the time ran out: the
   // thread then ends by itself.
   bool stop(std::chrono::nanoseconds limit);
+  bool stopped() const noexcept {
+    std::lock_guard lock(mutex_);
+    return stopping_;
+  }
 
-  bool stopped() const noexcept;
-
-  // Tasks given and not yet run.
-  std::int64_t pending() const noexcept;
+  std::int64_t pending() const noexcept {  // tasks given and not yet run
+    std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(given_ - done_);
+  }
 
   // All devices' at once. stop_all() runs what is there first, as far as the time allows; false
   // when it did not suffice.
   static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
   static bool stop_all(std::chrono::nanoseconds limit) { return each(&Completions::stop, limit); }
 
-  // In a fork's child: CUDA and the threads are gone; tasks are dropped.
-  static void abandon_all() noexcept;
+  // In a fork's child, which has one thread: CUDA and the threads are gone, with the locks that
+  // they held; tasks are dropped.
+  static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
   struct Task {
@@ -77,6 +82,8 @@ class Completions : Immovable {
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
                    std::chrono::nanoseconds limit);
 
+  static inline std::atomic<bool> abandoned_{false};
+
   Device& device_;
   std::atomic<bool> by_streams_{false};
   mutable std::mutex mutex_;  // guards all that follows
@@ -85,6 +92,50 @@ class Completions : Immovable {
   std::uint64_t given_ = 0, done_ = 0;
   bool stopping_ = false;
   std::optional<std::thread> thread_;
+};
+
+// Holds a stream back until the host says so, without a thread that waits: by a memory operation,
+// where the device takes it (the stream waits for a word of pinned memory), else by a host function
+// that blocks.
+class StreamGate : Immovable {
+ public:
+  StreamGate() { word().store(0, std::memory_order_relaxed); }  // nobody else knows of it yet
+
+  // Work that the stream is given from here on starts after open(). Throws Error. Whoever calls it
+  // keeps the gate until the stream has come by.
+  void hold(Stream stream) {
+    if (driver().stream_wait_value != nullptr) {
+      auto address = reinterpret_cast<DevicePointer>(word_.data());
+      Result result = driver().stream_wait_value(stream, address, 1, kWaitValueGeq);
+      if (result == Result::kSuccess) return;
+      if (result != Result::kNotSupported) check(result, "cuStreamWaitValue32_v2");
+    }
+    auto wait = [](void* data) {
+      auto& gate = *static_cast<StreamGate*>(data);
+      std::unique_lock lock(gate.mutex_);
+      gate.opened_.wait(lock, [&] { return gate.open_; });
+    };
+    check(driver().launch_host_function(stream, wait, this), "cuLaunchHostFunc");
+  }
+
+  // What was written to host memory before is seen by the work behind. Any thread, once.
+  void open() noexcept {
+    word().store(1, std::memory_order_release);  // what was written before goes with it
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+
+ private:
+  // As host and device see it: pinned memory has one address for both.
+  std::atomic_ref<std::uint32_t> word() const noexcept {
+    return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(word_.data()));
+  }
+
+  PinnedBlock word_{sizeof(std::uint32_t)};
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool open_ = false;
 };
 
 }  // namespace callgate::cuda

@@ -25,10 +25,9 @@ std::size_t room_for(std::span<const ArrayView> views, std::size_t alignment) no
 
 // Has them lie so from an address on.
 void lay_out(std::span<ArrayView> views, void* at, std::size_t alignment) noexcept {
-  auto* next = static_cast<char*>(at);
   for (ArrayView& view : views) {
-    view.data = next;
-    next += round_up(view.nbytes(), alignment);
+    view.data = at;
+    at = static_cast<char*>(at) + round_up(view.nbytes(), alignment);
   }
 }
 
@@ -95,19 +94,17 @@ bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& k
   constexpr unsigned kNoDestructorSync = 1, kMoveReference = 1;
   const Driver& cuda = driver();
   if (cuda.capture_info == nullptr || cuda.user_object_create == nullptr ||
-      cuda.graph_retain_object == nullptr) {
+      cuda.graph_retain_object == nullptr)
     return false;
-  }
   CaptureStatus status = CaptureStatus::kNone;
   Graph graph = nullptr;
   Result found = cuda.capture_info(stream, &status, nullptr, &graph, nullptr, nullptr);
   if (found != Result::kSuccess || graph == nullptr) return false;
   auto owner = std::make_unique<OwnedByGraph>(OwnedByGraph{device, kept});
   UserObject object = nullptr;
-  if (cuda.user_object_create(&object, owner.get(), &OwnedByGraph::let_go, 1, kNoDestructorSync) !=
-      Result::kSuccess) {
-    return false;
-  }
+  found =
+      cuda.user_object_create(&object, owner.get(), &OwnedByGraph::let_go, 1, kNoDestructorSync);
+  if (found != Result::kSuccess) return false;
   owner.release();  // NOLINT: the object's
   if (cuda.graph_retain_object(graph, object, 1, kMoveReference) == Result::kSuccess) return true;
   cuda.user_object_release(object, 1);
@@ -142,9 +139,8 @@ HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
 const ArrayView* HostCopies::shared_with(const ArrayView& result) const {
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     if (sources_[i] == address(result.data) && operands_[i].nbytes() == result.nbytes() &&
-        result.nbytes() != 0) {
+        result.nbytes() != 0)
       return &operands_[i];
-    }
   }
   return nullptr;
 }
@@ -167,9 +163,8 @@ StreamEvent HostCopies::fetch_aside(Stream stream) {
   Stream side = device_->side_stream(Device::Direction::kToHost);
   given(stream, [&] {
     for (std::size_t i = 0; i < operands_.size(); ++i) {
-      const ArrayView& view = operands_[i];
-      copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
-                     stream);
+      DevicePointer to = aside_.data() + offset(operands_[i], memory_.data());
+      copy_on_device(to, sources_[i], operands_[i].nbytes(), stream);
     }
     StreamEvent(*device_, stream).hold_back(side);
   });
@@ -239,9 +234,8 @@ void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> ta
   const Memory& memory = *self->memory_;
   given(stream, [&] {
     for (std::size_t i = 0; i < self->host_.size(); ++i) {
-      const ArrayView& view = self->host_[i];
-      copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
-                     view.nbytes(), stream);
+      DevicePointer from = memory.block.data() + offset(self->host_[i], memory.pinned.data());
+      copy_on_device(address(targets[i]), from, self->host_[i].nbytes(), stream);
     }
   });
   keep_until(*self->device_, stream, self);

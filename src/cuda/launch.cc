@@ -12,9 +12,7 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr Result kMisalignedAddress{716};
-constexpr Result kOutOfResources{701};
-constexpr Result kIllegalInstruction{715};
+constexpr Result kOutOfResources{701}, kIllegalInstruction{715}, kMisalignedAddress{716};
 
 // A launch's parameters on the stack; only what does not fit there is allocated.
 class Filled : Immovable {
@@ -60,14 +58,12 @@ Result enqueue(const Launch& launch, Function function, Stream stream, void** pa
   const Driver& cuda = driver();
   const auto& [gx, gy, gz] = launch.grid;
   const auto& [bx, by, bz] = launch.block;
+  const auto& [cx, cy, cz] = launch.cluster;
   if (!launch.clustered()) [[likely]] {
     return cuda.launch(function, gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, parameters,
                        nullptr);
   }
-  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension,
-                            {},
-                            {launch.cluster[0], launch.cluster[1], launch.cluster[2]},
-                            {}};
+  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension, {}, {cx, cy, cz}, {}};
   LaunchConfig config{gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, &attribute, 1};
   return cuda.launch_ex(&config, function, parameters, nullptr);
 }
@@ -137,10 +133,17 @@ const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
 }
 
 void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePointer> scratch) try {
-  check_counts(call);
+  const LaunchPlan& plan = spec_.plan;
+  // A program that was made by hand, or damaged: a launch would get an address that is not there.
+  if (call.operands.size() < plan.operands || call.results.size() < plan.results) [[unlikely]]
+    throw Error(
+        "the program's call",
+        std::to_string(plan.operands) + " operands and " + std::to_string(plan.results) +
+            " results at least",
+        std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
   auto* stream = static_cast<Stream>(call.context.stream);
   const Functions& found = functions(device);
-  for (std::uint32_t index : spec_.plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
+  for (std::uint32_t index : plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
   const Lanes& lanes = spec_.lanes;
   if (lanes.empty()) [[likely]]
     return run_lane(call, found, stream, scratch);
@@ -157,17 +160,6 @@ void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePoi
        {std::string("callgate: "), "kernel '" + callee_->name() + "': "})
     if (text.starts_with(prefix)) text.erase(0, prefix.size());
   throw Error::verbatim(error.code(), callee_->describe(text, spec_.site));
-}
-
-// A program that was made by hand, or damaged: a launch would get an address that is not there.
-void LaunchSite::check_counts(const Call& call) const {
-  if (call.operands.size() >= spec_.plan.operands && call.results.size() >= spec_.plan.results)
-      [[likely]]
-    return;
-  throw Error("the program's call",
-              std::to_string(spec_.plan.operands) + " operands and " +
-                  std::to_string(spec_.plan.results) + " results at least",
-              std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
 }
 
 void LaunchSite::run_lane(const Call& call, const Functions& functions, Stream stream,

@@ -1,9 +1,8 @@
 // See the header. Loading may come while a stream is captured into a graph: it is no part of that.
-#include "cuda/module.h"
-
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/launch.h"
 
 namespace callgate::cuda {
 namespace {
@@ -24,9 +23,6 @@ std::string images_text(const std::vector<Image>& images) {
 }
 
 }  // namespace
-
-ModuleSet::ModuleSet(std::string name, std::vector<Image> images)
-    : name_(std::move(name)), images_(std::move(images)) {}
 
 ModuleSet::~ModuleSet() {
   const Driver* cuda = loaded_driver();

@@ -10,21 +10,17 @@
 
 #include "core/call.h"
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
-#include "xla/attributes.h"
 #include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
 
-// A call on one of an array's shards, in a program that XLA partitions over several devices.
-//
-// The partitioner of python/callgate/_sharding/partitioner.py makes one such call for each device.
-// It adds the device's position in the program, its partition, as the last operand, and says in the
-// attribute `shards` which partitions make the call: of those that hold the same data, one may be
-// enough.
+// A call on one of an array's shards, in a program that XLA partitions over several devices. The
+// partitioner (python/callgate/_sharding/partitioner.py) makes one for each device. It adds the
+// device's position in the program, its partition, as the last operand, and says in the attribute
+// `shards` which partitions make the call: of those that hold the same data, one may be enough.
 class Shards {
  public:
   Shards() = default;
@@ -36,7 +32,6 @@ class Shards {
     const void* number = take_operand(call).data;
     return number == nullptr ? -1 : read(number);
   }
-
   // The same in two steps, for a number that is not in the host's memory: the operand, with null
   // for its data where there is none, and its value.
   ArrayView take_operand(DecodedCall& call) const {

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "cuda/completions.h"
@@ -27,11 +26,9 @@ namespace {
 // longer than one on the device would.
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
-// A share of what may wait for its way to the host.
-//
-// Programs are given to a stream long before it runs them, so the copies of their taps could take
-// any amount of pinned memory. Beyond kMost the program's thread waits; a call that is larger than
-// all of it waits until it is alone.
+// A share of what may wait for its way to the host. Programs are given to a stream long before it
+// runs them, so the copies of their taps could take any amount of pinned memory. Beyond kMost the
+// program's thread waits; a call that is larger than all of it waits until it is alone.
 class Room : Immovable {
  public:
   // Throws where the device has failed, on which nothing then comes that would make room.
@@ -60,16 +57,15 @@ class Room : Immovable {
   Backlog& all_ = immortal<Backlog>();
 };
 
-// The host's part: `body` makes the copied call. Nothing is thrown.
-template <typename Body>
-void run_later(CopiedCall& copied, Body&& body) {
+// The host's part: `body`, where calls may still run. What fails goes to `failed`.
+template <typename Body, typename Failed>
+void run_late(Callee& callee, Body&& body, Failed&& failed) {
   auto run = [&] {
     ActiveCall active;
-    if (!active.entered()) return refuse_at_exit(*copied.site->callee);
-    Call call = copied.call();
-    if (copied.runs()) body(*copied.site->site, call);
+    if (!active.entered()) return refuse_at_exit(callee);
+    body();
   };
-  guarded(run, [&](const Error& error) { copied.site->callee->defer(error); });
+  guarded(run, failed);
 }
 
 // The results are the program's already: copies of operands.
@@ -77,9 +73,8 @@ void pass_on(CudaCall& call) {
   for (std::size_t i = 0; i < call.decoded.results().size(); ++i) {
     const ArrayView& to = call.decoded.results()[i];
     const ArrayView& from = call.decoded.operands()[call.call_site().site->copied_to(i)];
-    if (to.data == from.data) continue;
-    cuda::copy_on_device(cuda::address(to.data), cuda::address(from.data), to.nbytes(),
-                         call.stream);
+    auto target = cuda::address(to.data), source = cuda::address(from.data);
+    if (target != source) cuda::copy_on_device(target, source, to.nbytes(), call.stream);
   }
 }
 
@@ -98,22 +93,19 @@ class CapturedCall {
   // nothing of this device is before it, or gets copies on the completion thread.
   void replay() {
     auto run = [this] {
-      ActiveCall active;
-      if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
       Call call = copied_.call();
       if (!copied_.runs()) return;
       if (completions_.pending() == 0 && copied_.site->site->run_replayed(call)) return;
       auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
       completions_.later([site = copied_.site, owned] {
         auto deferred = [&] {
-          ActiveCall still;
-          if (!still.entered()) return refuse_at_exit(*site->callee);
           if (!site->site->run_replayed(owned->call())) site->site->run_deferred(owned->call());
         };
-        guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
+        run_late(*site->callee, deferred,
+                 [&](const Error& error) { keep_failure(*site->callee, error); });
       });
     };
-    guarded(run, [this](const Error& error) {
+    run_late(*copied_.site->callee, run, [this](const Error& error) {
       auto keep = [site = copied_.site, error] { keep_failure(*site->callee, error); };
       guarded([&] { completions_.later(keep); }, [&](const Error&) { keep(); });
     });
@@ -157,12 +149,17 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       if (ActiveCall active; active.entered()) copied->site->site->drop({{}, {}, copied->context});
       return;
     }
-    run_later(*copied, [&](Site& site, const Call& on_host) {
+    Callee& callee = *copied->site->callee;
+    auto deferred = [&] {
+      Site& site = *copied->site->site;
+      Call on_host = copied->call();
+      if (!copied->runs()) return;
       if (kept == nullptr) return site.run_deferred(on_host);
       std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
       operands.insert(operands.end(), on_host.operands.begin(), on_host.operands.end());
       site.run_kept({operands, {}, on_host.context}, kept);
-    });
+    };
+    run_late(callee, deferred, [&](const Error& error) { callee.defer(error); });
   };
   if (completions.ordered_by_streams()) {
     return cuda::given(call.stream, [&] {

@@ -194,7 +194,7 @@ def _converted(value: Any, dtype: np.dtype[Any] | None, *, scalars: bool) -> Any
     return array
   if array.dtype.name in (_IN_ARRAYS if array.ndim else _IN_SCALARS):
     return array if array.ndim else array[()]
-  return {  # its bytes, which src/xla/attributes.cc puts together
+  return {  # its bytes, which src/xla/decode.h puts together
     "callgate:dtype": np.int32(dtype_code(array.dtype)),
     f"callgate:number{'s' if array.ndim else ''}": np.frombuffer(array.tobytes(), np.uint8),
   }

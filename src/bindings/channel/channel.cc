@@ -15,7 +15,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/references.h"
 #include "channel/tap.h"
-#include "core/interrupt.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {

@@ -12,7 +12,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/python/references.h"
-#include "core/check.h"
+#include "core/call.h"
 
 namespace callgate::bindings {
 

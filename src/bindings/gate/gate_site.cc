@@ -21,7 +21,7 @@
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "bindings/python/references.h"
-#include "core/stall.h"
+#include "core/threads.h"
 
 namespace callgate::bindings {
 namespace {
