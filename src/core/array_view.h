@@ -51,7 +51,6 @@ class OwnedViews {
   }
   OwnedViews(OwnedViews&&) = default;
   OwnedViews& operator=(OwnedViews&&) = default;
-
   std::span<ArrayView> all() noexcept { return views_; }
   std::span<const ArrayView> all() const noexcept { return views_; }
   ArrayView& operator[](std::size_t i) noexcept { return views_[i]; }

@@ -50,8 +50,7 @@ class Attributes {
 
   std::size_t size() const noexcept { return values_.size(); }
 
-  // A value of the kind that it has to be; Error for one of another kind. Where there is none: "",
-  // `missing`, no numbers, no entries.
+  // A value of its kind; Error for another. Where there is none: "", `missing`, nothing.
   std::string_view text(std::string_view name) const {
     const auto* found = find(name, CALLGATE_STRING, DType::kInvalid, "a string");
     return found == nullptr ? "" : std::string_view(elements<char>(*found), found->count);
@@ -132,8 +131,7 @@ class Attributes {
     throw Error("attribute '" + std::string(found->name) + "'", expected, got);
   }
 
-  // Of entries, at least one. By what the value points to: names may have a zero inside, or come
-  // twice.
+  // Of one entry or more. By what the value points to: names may hold zeros, or come twice.
   Attributes& nested(const callgate_attribute& value) const {
     auto entries = [](const auto& each) -> const void* { return each->values_.data(); };
     return **std::ranges::find(nested_, value.data, entries);

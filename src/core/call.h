@@ -83,20 +83,15 @@ class Site {
   virtual ~Site() = default;
   // Throws Error where the call fails.
   virtual void run(const Call& call) = 0;
-
-  // In place of run(), where another device makes the call for this one: its results are added up
-  // with that one's.
+  // In place of run(), where another device makes the call: the results of both are added up.
   virtual void skip(const Call& call) noexcept { clear(call.results); }
 
   // The rest is for sites of callees that are OnDevice::kDeferred.
 
   // When the program comes to the call, before its arrays can be read: how many of its operands,
-  // the first ones, run_deferred() is to get; nothing when nothing is to be done. Throws Error for
-  // a call that it can't take.
+  // the first ones, run_deferred() is to get; nothing for nothing to be done. May throw Error.
   virtual std::optional<std::size_t> reads(const Call& call) { return call.operands.size(); }
-
-  // Later, without results. The call's own results are the program's already: each is a copy of the
-  // operand that copied_to() names.
+  // Later, without results: each is the program's already, a copy of the operand copied_to().
   virtual void run_deferred(const Call& call) { run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
 
@@ -105,9 +100,7 @@ class Site {
   // False where run_deferred() is to be called, soon and elsewhere.
   virtual std::size_t reads_replayed(const Call& call) { return call.operands.size(); }
   virtual bool run_replayed(const Call& /*call*/) { return false; }
-
-  // The arrays can't be copied for want of memory. True where the site has taken note, so that the
-  // program goes on.
+  // No memory for copies. True where the site has taken note, so that the program goes on.
   virtual bool drop(const Call& /*call*/) noexcept { return false; }
 
   // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
@@ -129,10 +122,8 @@ enum class OnDevice : std::uint8_t {
 class Callee {
  public:
   virtual ~Callee() = default;
-
   // Binds the callee to one call site. Throws Error when `spec` can't be served.
   virtual std::shared_ptr<Site> specialise(SiteSpec spec) = 0;
-
   virtual const std::string& name() const noexcept = 0;
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
@@ -147,12 +138,9 @@ class Callee {
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
   // Keeps a failure that XLA can't be told of, for the next who asks.
   virtual void defer(const Error& /*error*/) {}
-  // Text about a call that takes too long: what runs and where every thread stands. With
-  // `timed_out` the text becomes the program's error.
+  // On a call that takes too long: what runs, where threads stand. `timed_out`: it is an error's.
   virtual std::string stall_report(const std::string& call, bool /*timed_out*/) { return call; }
-
-  // Why a call that the thread (Python's number) has run for a while will never end: it waits for
-  // its own program. Else "". May throw.
+  // Why a call on the thread (Python's number) waits for its own program, else "". May throw.
   virtual std::string self_wait(unsigned long /*thread*/) { return {}; }
 };
 
@@ -208,7 +196,6 @@ class KernelCalleeBase : public Callee {
  public:
   // Makes a failure's message what the program's error says; may keep an exception for it.
   using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
-
   explicit KernelCalleeBase(Describe describe) : describe_(std::move(describe)) {}
 
   std::shared_ptr<Site> specialise(SiteSpec /*spec*/) final {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
@@ -37,8 +38,7 @@ constinit Handled handled[] = {{SIGSEGV, "SIGSEGV"},
 
 CALLGATE_STATIC_TLS thread_local const KernelRecord* current = nullptr;
 
-// Calls that run now, for crashes on threads that a kernel started itself. One without a free slot
-// is only known to its own thread.
+// Calls that run now, for crashes on threads of a kernel's own. Without a free slot: not seen.
 std::array<std::atomic<const KernelRecord*>, 64> slots{};
 
 // --- The text --------------------------------------------------------------------------------
@@ -58,14 +58,10 @@ class Writer {
   Writer& hex(std::uintptr_t value) noexcept { return (*this << "0x").number(value, 16); }
 
  private:
-  Writer& number(std::uint64_t value, unsigned base) noexcept {
+  Writer& number(std::uint64_t value, int base) noexcept {
     std::array<char, 20> digits{};
-    std::size_t first = digits.size();
-    do {
-      digits[--first] = "0123456789abcdef"[value % base];
-      value /= base;
-    } while (value != 0);
-    return *this << std::string_view(digits.data() + first, digits.size() - first);
+    char* end = std::to_chars(digits.begin(), digits.end(), value, base).ptr;
+    return *this << std::string_view(digits.data(), end);
   }
   void flush() noexcept {
     for (std::size_t done = 0; done < used_;) {

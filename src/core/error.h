@@ -34,7 +34,6 @@ class Error : public std::runtime_error {
 
   // With a text that is complete as it is.
   static Error verbatim(ErrorCode code, const std::string& text) { return {text, code}; }
-
   ErrorCode code() const noexcept { return code_; }
 
  private:

@@ -66,7 +66,6 @@ struct GuardPattern {
 
   // The byte that belongs to a place, counted from a multiple of `period`.
   std::byte at(std::size_t place) const noexcept { return bytes[place % period]; }
-
   std::array<std::byte, 16> bytes{};
   std::size_t width;   // of an element
   std::size_t period;  // of the pattern

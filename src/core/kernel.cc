@@ -76,24 +76,22 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
   std::vector<KernelInfo> kernels;
   for (const callgate_kernel* kernel = table(); kernel != nullptr; kernel = kernel->next) {
     // The version comes first: the rest of the struct may be another one.
-    if (kernel->abi != CALLGATE_ABI) {
+    if (kernel->abi != CALLGATE_ABI)
       throw Error("library '" + library + "'",
                   "kernels of binary interface " + std::to_string(CALLGATE_ABI) +
                       " (CALLGATE_ABI in callgate/kernel.h)",
                   std::to_string(kernel->abi) + "; build it again with this version's header");
-    }
     KernelInfo info;
     info.function = kernel->function;
     info.parameters.assign(kernel->parameters, kernel->parameters + kernel->parameter_count);
     std::vector<std::string> names = split(kernel->names);
     info.name = names.front();
     names.erase(names.begin());
-    if (!names.empty() && names.size() != info.parameters.size()) {
+    if (!names.empty() && names.size() != info.parameters.size())
       throw Error("library '" + library + "', CALLGATE_KERNEL(" + kernel->names + ")",
                   "a name for each of the " + std::to_string(info.parameters.size()) +
                       " parameters, or none",
                   std::to_string(names.size()));
-    }
     info.parameter_names = std::move(names);
     kernels.push_back(std::move(info));
   }
@@ -114,10 +112,9 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
       attributes_(std::move(spec.attributes)) {
   const KernelInfo& kernel = callee_->info();
   std::string where = "kernel '" + kernel.name + "'";
-  if (std::string have = signature(kernel); !spec.signature.empty() && spec.signature != have) {
+  if (std::string have = signature(kernel); !spec.signature.empty() && spec.signature != have)
     throw Error(where + ", as a program that was compiled before calls it",
                 "the parameters (" + spec.signature + ")", "(" + have + ")");
-  }
   auto group = spec.groups.begin();
   for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
     const callgate_parameter& parameter = kernel.parameters[i];

@@ -33,7 +33,6 @@ namespace callgate {
 class KernelTurn {
  public:
   using Hold = std::unique_lock<std::recursive_mutex>;
-
   // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.
   [[nodiscard]] Hold take() { return Hold(mutexes_[process_.here() ? 0 : 1]); }
 
@@ -42,8 +41,7 @@ class KernelTurn {
   std::array<std::recursive_mutex, 2> mutexes_;
 };
 
-// The turn of the kernels whose code is in the same shared library as this address; null for code
-// that is in none. Any thread.
+// Of the kernels whose code is in the shared library of this address; null for none. Any thread.
 inline std::shared_ptr<KernelTurn> turn_of_library(const void* address) {
   struct Turns {
     std::mutex mutex;
@@ -97,10 +95,8 @@ class KernelSite : Immovable {
  public:
   // Throws Error where spec and kernel don't fit.
   KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
-
   // Throws Error where the call fails.
   void run(const Call& call, Executor* executor);
-
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
@@ -110,7 +106,6 @@ class KernelSite : Immovable {
   void invoke(const Call& call, Executor* executor, ScratchSource* scratch);
   [[noreturn]] void fail(const std::string& message) const;
   void bind_attribute(std::size_t index);
-
   std::shared_ptr<KernelCallee> callee_;
   std::string site_;
   Lanes lanes_;

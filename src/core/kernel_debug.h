@@ -66,8 +66,7 @@ class RunningKernel : Immovable {
   std::size_t slot_ = 0;
 };
 
-// Installs the handlers of SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT, or puts those of before
-// back. Not to be called by two threads at once.
+// Installs the signal handlers, or puts those of before back. Not by two threads at once.
 void set_crash_report(bool on);
 
 // --- Memory checks -------------------------------------------------------------------------------

@@ -23,13 +23,10 @@ namespace callgate {
 class Executor {
  public:
   virtual ~Executor() = default;
-
   // Threads that tasks may run on, the calling one included.
   virtual int threads() const noexcept = 0;
-
   // Runs the task soon, on any thread; false when it can't. The task must not throw.
   virtual bool schedule(std::function<void()> task) noexcept = 0;
-
   // The global number of the device that the call runs on; -1 where it has none.
   virtual std::int64_t device() const noexcept { return -1; }
 };

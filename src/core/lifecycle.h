@@ -58,8 +58,7 @@ class Lifecycle {
   }
 
  private:
-  // Bit 62 marks closed, the bits below count the calls inside: one atomic, so that no call can
-  // slip in between the check and the count.
+  // Bit 62 marks closed, the others count calls: one atomic, so that none slips in between.
   static constexpr std::int64_t kClosed = std::int64_t{1} << 62;
   std::atomic<std::int64_t> state_{0};
 };
@@ -166,8 +165,8 @@ class Interrupts {
     return came != 0 && steady_ns() - came < 1'000'000'000;
   }
 
-  // At the end of the process, after an interrupt: every call is to end its program, until `false`,
-  // after which that holds for runs that have begun.
+  // At the process's end, after an interrupt: every call is to end its program; off again, those
+  // of runs that have begun.
   static void end_all(bool on) noexcept {
     // Sequentially consistent: who sees the epoch sees the rest.
     all_.store(on, std::memory_order_seq_cst);
@@ -177,8 +176,7 @@ class Interrupts {
   }
 
  private:
-  // When a run made its first call: after how many interrupts. A run that loses its slot to another
-  // counts as new.
+  // The interrupts before a run's first call. A run that loses its slot to another counts as new.
   struct Slot {
     std::atomic<std::int64_t> run{-1};
     std::atomic<std::uint32_t> epoch{0};

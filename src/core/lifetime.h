@@ -8,8 +8,7 @@
 
 namespace callgate {
 
-// The process's one object of a type that is made for this; never destroyed, since programs and
-// threads that use it may outlast static objects.
+// The process's one object of a type made for this; never destroyed: users may outlast statics.
 template <typename T>
 T& immortal() {
   static auto* object = new T();

@@ -17,11 +17,9 @@ using Fill = GuardPattern::Fill;
 using Bytes = std::vector<std::byte>;
 
 constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
-constexpr std::size_t kLeastGuard = std::size_t{4} << 10;
-constexpr std::size_t kMostGuard = std::size_t{1} << 20;
+constexpr std::size_t kLeastGuard = std::size_t{4} << 10, kMostGuard = std::size_t{1} << 20;
 constexpr std::size_t kMostFindings = 8;
-// The pattern that all results start with. It is no guard's: a result made of what lies outside is
-// not one that was left as it was.
+// What results start with. No guard's: a result made of what lies outside isn't left as it was.
 constexpr std::size_t kResults = 0;
 
 // Fills `memory` with a pattern, again and again; `bytes` need be no multiple of its period.
@@ -241,15 +239,13 @@ class MemoryCheck final : public ScratchSource {
       findings_.push_back(name() + "is an input and was written to, the first time at element " +
                           index_text(was, at / width));
     }
-    for (std::size_t r = 0; r < results_.size(); ++r) {
+    for (std::size_t r = 0; r < results_.size(); ++r)
       look(result_copies_[r], element_bytes(results_[r].dtype),
            [&] { return subject("result", r, results_[r]); });
-    }
-    for (const Guarded& block : scratch_) {
+    for (const Guarded& block : scratch_)
       look(block, 1, [&] {
         return "memory check: scratch memory of " + std::to_string(block.bytes) + " bytes: ";
       });
-    }
   }
 
   // After the last run that is needed to tell: elements that have what they were filled with.

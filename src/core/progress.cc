@@ -256,10 +256,9 @@ std::shared_ptr<Site> ProgressCallee::specialise(SiteSpec spec) {
   const Attributes& held = spec.held.dictionary("progress");
   const std::string_view kind = held.text("kind");
   const auto* known = std::ranges::find(kKinds, kind, &decltype(kKinds)::value_type::first);
-  if (known == kKinds.end()) {
+  if (known == kKinds.end())
     throw Error("a progress bar's call", "begin, begin_of, update, end or step",
                 "'" + std::string(kind) + "'");
-  }
   // Relaxed: any distinct numbers will do.
   const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
   return std::make_shared<ProgressSite>(

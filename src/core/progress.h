@@ -47,7 +47,6 @@ struct ProgressStart {
 class ProgressBoard {
  public:
   static ProgressBoard& instance() { return immortal<ProgressBoard>(); }
-
   using Clock = std::function<std::chrono::nanoseconds()>;
   explicit ProgressBoard(Clock clock = {}) : clock_(std::move(clock)) {}
 
@@ -58,12 +57,9 @@ class ProgressBoard {
   // Sets the count, of which only the lowest 32 bits come. Returns the number of steps until the
   // next update: such that updates come every few milliseconds, or `every`.
   std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept;
-
   void end(std::int32_t handle, std::uint32_t count) noexcept;
-
   // Counts one step of a bar that begins with its first step and ends with its last.
   void step(const std::string& spec, const ProgressStart& start, const CallContext& context);
-
   // The bars of the run end where they stand: its program failed.
   void fail(std::int64_t run) noexcept;
   // All bars that have begun and have not been released.
@@ -99,7 +95,6 @@ class ProgressBoard {
   bool owns(const CallContext& context);
   void store_count(Slot& slot, std::uint32_t count) noexcept;
   std::int64_t now() const;
-
   Clock clock_;
   mutable std::mutex mutex_;
   std::array<Slot, kSlots> slots_;
@@ -125,9 +120,7 @@ class ProgressBoard {
 class ProgressCallee final : public Callee {
  public:
   static constexpr std::string_view kName = "callgate.progress";
-
   explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
-
   // Throws Error(kInvalidArgument) for any other kind.
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }

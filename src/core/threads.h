@@ -27,16 +27,13 @@
 
 namespace callgate {
 
-// A thread that starts with the first watch and sleeps until the earliest deadline. Calls that set
-// no watch pay nothing.
+// A thread that starts with the first watch and sleeps until a deadline. Without any it is free.
 class Watchdog : Immovable {
  public:
   using Clock = std::chrono::steady_clock;
   using Action = std::function<void()>;
   using Ticket = std::pair<Clock::time_point, std::uint64_t>;
-
   static Watchdog& instance() { return immortal<Watchdog>(); }
-
   ~Watchdog() { stop(); }
 
   // The thread runs the action, once and without any lock held, unless disarm() comes before. Does
@@ -115,19 +112,15 @@ class Watch : Immovable {
   Watchdog::Ticket ticket_;
 };
 
-// A job may block on other jobs (a gate that runs a program with gates inside), so the pool never
-// queues a job behind a busy thread: it grows when no thread is idle. Idle threads beyond a few end
-// after a while.
+// A job may block on other jobs (a gate that runs a program with gates), so none is queued behind a
+// busy thread: the pool grows. Idle threads beyond a few end after a while.
 class WorkerPool : Immovable {
  public:
   using Job = std::function<void()>;
-
   static WorkerPool& instance() { return immortal<WorkerPool>(); }
-
   ~WorkerPool() { stop(); }
 
-  // Runs the job soon on a thread of the pool. False after stop(), and where the pool is lost: the
-  // job is not taken.
+  // Runs the job soon on a thread of the pool. False, and not taken, after stop() or if lost().
   bool submit(Job job) {
     if (lost()) return false;
     std::list<std::jthread> ended;  // joined after the lock is gone

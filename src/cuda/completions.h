@@ -29,7 +29,6 @@ class Completions : Immovable {
  public:
   explicit Completions(Device& device) : device_(device) {}
   static Completions& of(Device& device) { return device.completions(); }
-
   // False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
   // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
@@ -38,19 +37,15 @@ class Completions : Immovable {
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
   // Gives the task when the stream has got so far. Throws where the stream takes no host function.
   void in_turn(Stream stream, std::function<void()> task);
-  // Behind the tasks that are there, without an event. Calls no function of the driver's, so a host
-  // function may call it.
+  // Behind the tasks that are there. Not a call of the driver's: a host function may make it.
   bool later(std::function<void()> task);
-
   // Keeps something until the event has come, as far as that can be done. For destructors.
   bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
-
-  // Waits until the tasks that were given before have run, unless on the thread itself. False when
-  // the time ran out.
+  // Waits for the tasks given before, unless on the thread itself. False when the time ran out.
   bool drain(std::chrono::nanoseconds limit);
 
-  // Takes no more tasks, runs what is there and joins the thread. False when the time ran out: the
-  // thread then ends by itself.
+  // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
+  // ends by itself.
   bool stop(std::chrono::nanoseconds limit);
   bool stopped() const noexcept {
     std::lock_guard lock(mutex_);
@@ -62,13 +57,10 @@ class Completions : Immovable {
     return static_cast<std::int64_t>(given_ - done_);
   }
 
-  // All devices' at once. stop_all() runs what is there first, as far as the time allows; false
-  // when it did not suffice.
+  // All devices' at once; false when the time did not suffice.
   static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
   static bool stop_all(std::chrono::nanoseconds limit) { return each(&Completions::stop, limit); }
-
-  // In a fork's child, which has one thread: CUDA and the threads are gone, with the locks that
-  // they held; tasks are dropped.
+  // In a fork's child (one thread; the others' locks are held for ever): tasks are dropped.
   static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
@@ -83,7 +75,6 @@ class Completions : Immovable {
                    std::chrono::nanoseconds limit);
 
   static inline std::atomic<bool> abandoned_{false};
-
   Device& device_;
   std::atomic<bool> by_streams_{false};
   mutable std::mutex mutex_;  // guards all that follows
@@ -94,15 +85,14 @@ class Completions : Immovable {
   std::optional<std::thread> thread_;
 };
 
-// Holds a stream back until the host says so, without a thread that waits: by a memory operation,
-// where the device takes it (the stream waits for a word of pinned memory), else by a host function
-// that blocks.
+// Holds a stream back until the host says so, without a thread that waits: it waits for a word of
+// pinned memory where the device takes that, else in a host function.
 class StreamGate : Immovable {
  public:
   StreamGate() { word().store(0, std::memory_order_relaxed); }  // nobody else knows of it yet
 
-  // Work that the stream is given from here on starts after open(). Throws Error. Whoever calls it
-  // keeps the gate until the stream has come by.
+  // What the stream is given from here on starts after open(). Whoever calls this keeps the gate
+  // until then. Throws Error.
   void hold(Stream stream) {
     if (driver().stream_wait_value != nullptr) {
       auto address = reinterpret_cast<DevicePointer>(word_.data());

@@ -9,8 +9,7 @@ namespace callgate::cuda {
 namespace {
 
 constexpr std::size_t kHostAlignment = 64;
-// What XLA expects of the memory of its programs' arguments.
-constexpr std::size_t kKeptAlignment = 256;
+constexpr std::size_t kKeptAlignment = 256;  // as XLA expects of its programs' arguments
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcept {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -58,28 +57,12 @@ struct OwnedByGraph {
 
 }  // namespace
 
-void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
-}
-
-void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync_v2");
-}
-
-void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
-}
-
 void poison_on_device(std::span<const ArrayView> views, Stream stream) {
   for (const ArrayView& view : views) set_bytes(view, is_inexact(view.dtype) ? 0xFF : 0, stream);
 }
 
 void clear_on_device(std::span<const ArrayView> views, Stream stream) {
   for (const ArrayView& view : views) set_bytes(view, 0, stream);
-}
-
-void wait_for(Device& device, Stream stream) {
-  check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
 }
 
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {

@@ -1,8 +1,6 @@
-// Copies of arrays between host and device, and on a device.
-//
-// All are enqueued on streams; nobody waits but where it is said. What a copy reads and writes
-// lives until it has ended: keep_until() sees to it. The device's context is current. All throw
-// Error.
+// Copies of arrays between host and device, and on a device. All are enqueued on streams; nobody
+// waits but where it is said. What a copy reads and writes lives until it has ended: keep_until()
+// sees to it. The device's context is current. All throw Error.
 #pragma once
 
 #include <cstddef>
@@ -22,16 +20,24 @@ namespace callgate::cuda {
 inline DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
 // Of no bytes: nothing.
-void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream);
-void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream);
-void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream);
+inline void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
+}
+inline void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync_v2");
+}
+inline void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
+}
 
 // As core's poison() and clear().
 void poison_on_device(std::span<const ArrayView> views, Stream stream);
 void clear_on_device(std::span<const ArrayView> views, Stream stream);
 
 // Blocks until the stream has done what it has been given so far.
-void wait_for(Device& device, Stream stream);
+inline void wait_for(Device& device, Stream stream) {
+  check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
+}
 
 // Runs `give`, which gives the stream work. Where it throws, what it gave may still use memory that
 // the caller is about to free: waits for the stream first.
@@ -64,10 +70,8 @@ class HostCopies {
   void fetch(Stream stream);  // enqueues the copies of the operands to the host
   // The same, and the event of their end. Where it throws, none is under way.
   StreamEvent fetch_with_event(Stream stream);
-  // The same by way of device memory of ours and a stream of ours, for large arrays: `stream` goes
-  // on after a copy on the device.
+  // The same by a stream of ours, for large arrays: `stream` goes on after a copy on the device.
   StreamEvent fetch_aside(Stream stream);
-
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
   std::span<ArrayView> results() noexcept { return results_.all(); }
   std::size_t operand_bytes() const noexcept { return operand_bytes_; }
@@ -92,7 +96,6 @@ class KeptCopies final : public DeviceMemory, Immovable {
  public:
   KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays);
   ~KeptCopies() override;
-
   Device& device() const noexcept { return *device_; }
   Stream stream() const noexcept { return stream_; }
   // The copies: views of device memory, which live as long as this does.
@@ -113,13 +116,11 @@ class Upload : Immovable {
   // Room for arrays of these types; their data is not looked at.
   Upload(Device& device, std::span<const ArrayView> types);
   ~Upload();
-
   Device& device() const noexcept { return *device_; }
   // To be written before start().
   std::span<const ArrayView> host() const noexcept { return host_.all(); }
   void start();  // enqueues the copy to the device. Once.
-  // Has a program's stream copy the arrays to `targets`, one of the device's addresses for each,
-  // when they are there; `self` lives until then.
+  // Has a program's stream copy the arrays to `targets` on the device; `self` lives until then.
   static void give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
                    Stream stream);
 

@@ -92,10 +92,9 @@ Device& Device::of(Stream stream) {
   check(driver().context_set_current(before), "cuCtxSetCurrent");
   check(found, "cuCtxGetDevice");
   Device& device = at(handle);  // a device's handle is its number
-  if (device.context() != context) {
+  if (device.context() != context)
     throw Error("a program on " + device.name(), "a stream of the device's primary context",
                 "one of another context");
-  }
   return device;
 }
 
@@ -208,8 +207,7 @@ Result Pool::make(DevicePointer& block, std::size_t bytes) const {
   return result;
 }
 
-// In the device's context, or any one for pinned memory, since the thread may have none; not at all
-// where the driver is gone, and with it the memory.
+// In a device's context, since the thread may have none; not where the driver is gone.
 void Pool::free(std::span<const DevicePointer> blocks) const noexcept {
   auto devices = Device::in_use();
   if (blocks.empty() || devices.empty()) return;

@@ -1,8 +1,7 @@
 // A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it.
-//
 // Making an event costs more than recording it; pinned memory takes the driver a millisecond a
-// megabyte to make, device memory a synchronisation to free. So events are kept, and blocks, by
-// size class, up to a budget.
+// megabyte to make, device memory a synchronisation to free. So these are kept, by size class, up
+// to a budget.
 #pragma once
 
 #include <algorithm>
@@ -63,15 +62,13 @@ class Pool : Immovable {
  private:
   Result make(DevicePointer& block, std::size_t bytes) const;
   void free(std::span<const DevicePointer> blocks) const noexcept;
-
   Device* device_;
   std::mutex mutex_;
   std::map<std::size_t, std::vector<DevicePointer>> free_;
   std::size_t kept_ = 0, in_use_ = 0;
 };
 
-// Never destroyed: programs may end after everything else. But for its id and what it keeps, all is
-// fixed once it is made.
+// Never destroyed: programs may end last. But for its id and what it keeps, all is fixed.
 class Device {
  public:
   // All throw Error where there is no such device, or no driver.
@@ -163,8 +160,7 @@ class StreamEvent {
       : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
   StreamEvent& operator=(StreamEvent&&) = delete;
 
-  // Blocks the calling thread, which needs no current context. Success, or what the stream failed
-  // with.
+  // Blocks the thread, which needs no context. Success, or what the stream failed with.
   Result wait() const noexcept { return driver().event_synchronize(event_); }
   bool reached() const noexcept { return driver().event_query(event_) != Result::kNotReady; }
   // Work that `stream` is given from here on starts after it.

@@ -95,9 +95,8 @@ std::string error_text(Result result) {
   const Driver* table = loaded_driver();
   const char *name = nullptr, *text = nullptr;
   if (table != nullptr && table->error_name(result, &name) == Result::kSuccess &&
-      table->error_string(result, &text) == Result::kSuccess && name != nullptr) {
+      table->error_string(result, &text) == Result::kSuccess && name != nullptr)
     return std::string(name) + (text != nullptr ? " (" + std::string(text) + ")" : "");
-  }
   return "CUDA error " + std::to_string(static_cast<int>(result));
 }
 

@@ -168,8 +168,7 @@ const Driver* loaded_driver() noexcept;
 std::string error_text(Result result);  // "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
 std::string version_text(int version);  // "12.8", of a version as drivers number it
 
-// Opens a library for good: threads of its own may run in it. Throws an Error at `where` that names
-// it as `what`.
+// Opens a library for good: its threads may run. Throws an Error at `where` that names `what`.
 void* open_library(const char* where, const std::string& path, const std::string& what);
 // Adds its name to `missing` where the library lacks the function, which then is null.
 void* look_up(void* library, const char* symbol, std::string& missing);

@@ -84,22 +84,19 @@ std::string hint(Result result, const Launch& launch, Function function) {
              " registers a thread: take a smaller block, or compile it with __launch_bounds__(" +
              std::to_string(threads) + ")";
     }
-    if (launch.shared_bytes > 0) {
+    if (launch.shared_bytes > 0)
       return "; it has " + std::to_string(attribute(FunctionAttribute::kSharedSizeBytes)) +
              " bytes of shared memory of its own beside the dynamic ones: the device may not have "
              "so much for a block";
-    }
   }
-  if (result == kMisalignedAddress) {
+  if (result == kMisalignedAddress)
     return "; an earlier launch read or wrote an address that is not a multiple of its type's size "
            "(vector types such as float4 ask for 16 bytes, which parts of arrays may not be "
            "aligned to). CUDA_LAUNCH_BLOCKING=1 tells which launch";
-  }
   if (result == Result::kIllegalAddress || result == Result::kLaunchFailed ||
-      result == kIllegalInstruction) {
+      result == kIllegalInstruction)
     return "; work that the device was given before failed, maybe this kernel's. "
            "CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, tells which";
-  }
   return "";
 }
 
@@ -259,14 +256,10 @@ LaunchPlan LaunchPlan::of(const Attributes& held) {
   std::size_t scratch = 0;
   auto at_least = [](std::size_t& most, std::size_t index) { most = std::max(most, index + 1); };
   for (std::uint32_t index : plan.zeroed) at_least(plan.results, index);
-  for (const Launch& each : plan.launches) {
-    for (const Address& address : each.addresses) {
-      at_least(address.of == Address::Of::kOperand  ? plan.operands
-               : address.of == Address::Of::kResult ? plan.results
-                                                    : scratch,
-               address.index);
-    }
-  }
+  std::array most{&plan.operands, &plan.results, &scratch};  // as Address::Of counts
+  for (const Launch& each : plan.launches)
+    for (const Address& address : each.addresses)
+      at_least(*most[static_cast<std::size_t>(address.of)], address.index);
   if (scratch > plan.scratch.size())
     refuse("scratch memory for each address", std::to_string(plan.scratch.size()));
   return plan;

@@ -95,7 +95,6 @@ struct LaunchPlan {
   std::vector<std::uint32_t> zeroed;  // results
   // How many of each a call must have at least.
   std::size_t operands = 0, results = 0;
-
   // Throws Error for attributes of another form.
   static LaunchPlan of(const Attributes& held);
 };
@@ -119,7 +118,6 @@ class LaunchSite : Immovable {
   // of scratch(), which the lanes share, since they run one after another. The device's context is
   // current. Any thread. Throws Error where the call fails.
   void run(const Call& call, Device& device, std::span<const DevicePointer> scratch);
-
   std::span<const std::size_t> scratch() const noexcept { return spec_.plan.scratch; }
   LaunchCallee& callee() const noexcept { return *callee_; }
 

@@ -101,9 +101,8 @@ void ModuleSet::allow(Loaded& module, Function function, const std::string& entr
     if (result != Result::kSuccess) {
       int most = 0;
       DeviceHandle handle = 0;
-      if (cuda.device_get(&handle, module.device->ordinal()) == Result::kSuccess) {
+      if (cuda.device_get(&handle, module.device->ordinal()) == Result::kSuccess)
         cuda.device_attribute(&most, DeviceAttribute::kMaxSharedMemoryPerBlockOptin, handle);
-      }
       throw Error("kernel '" + name_ + "': " + std::to_string(needs.shared_bytes) +
                       " bytes of dynamic shared memory beside " + std::to_string(fixed) +
                       " of its own",
@@ -112,11 +111,10 @@ void ModuleSet::allow(Loaded& module, Function function, const std::string& entr
     }
     allowed = needs.shared_bytes;
   }
-  if (needs.wide_cluster) {
-    check(
-        cuda.function_set_attribute(function, FunctionAttribute::kNonPortableClusterSizeAllowed, 1),
-        "cuFuncSetAttribute of CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED");
-  }
+  constexpr auto kWide = FunctionAttribute::kNonPortableClusterSizeAllowed;
+  if (needs.wide_cluster)
+    check(cuda.function_set_attribute(function, kWide, 1),
+          "cuFuncSetAttribute of CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED");
 }
 
 }  // namespace callgate::cuda

@@ -104,8 +104,7 @@ struct CopiedCall {
         context(call.context),
         sharded(call.sharded()) {}
 
-  // Once the copies are there: the call, without the partition's number, which goes into its
-  // context.
+  // Once the copies are there: the call; the partition's number goes into its context.
   Call call() {
     std::span<const ArrayView> operands = copies.operands();
     if (sharded) {

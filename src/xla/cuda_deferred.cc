@@ -22,8 +22,7 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// Up to this size operands are copied to the host by the program's own stream: the copy takes it no
-// longer than one on the device would.
+// Up to this size the program's own stream copies: it takes no longer than one on the device.
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
 // A share of what may wait for its way to the host. Programs are given to a stream long before it
@@ -85,9 +84,8 @@ class CapturedCall {
       : copied_(call, sent, {}), completions_(cuda::Completions::of(call.device)) {
     completions_.order_by_streams();
     copied_.context.run = -1;  // which run replays it is not told
+    copied_.copies.fetch(call.stream);
   }
-
-  void fetch(cuda::Stream stream) { copied_.copies.fetch(stream); }
 
   // In a host function, which may neither call CUDA nor wait: the site takes the call at once where
   // nothing of this device is before it, or gets copies on the completion thread.
@@ -119,7 +117,6 @@ class CapturedCall {
 void capture(CudaCall& call, std::span<const ArrayView> sent) {
   cuda::RelaxedCapture relaxed;
   auto captured = std::make_shared<CapturedCall>(call, sent);
-  captured->fetch(call.stream);
   auto replay = [](void* data) { static_cast<CapturedCall*>(data)->replay(); };
   cuda::check(cuda::driver().launch_host_function(call.stream, replay, captured.get()),
               "cuLaunchHostFunc");
@@ -161,12 +158,11 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
     };
     run_late(callee, deferred, [&](const Error& error) { callee.defer(error); });
   };
-  if (completions.ordered_by_streams()) {
+  if (completions.ordered_by_streams())
     return cuda::given(call.stream, [&] {
       copied->copies.fetch(call.stream);
       completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
     });
-  }
   completions.after(bytes > kCopiedInStream ? copied->copies.fetch_aside(call.stream)
                                             : copied->copies.fetch_with_event(call.stream),
                     run);
@@ -178,16 +174,14 @@ void run_deferred(CudaCall& call) {
   pass_on(call);
   Site& site = *call.call_site().site;
   bool captured = cuda::capturing(call.stream);
-  // On several devices Ctrl-C ends no program, whose other devices would wait: what need not run is
-  // passed over.
+  // Several devices: Ctrl-C ends none, as others would wait; what need not run is passed over.
   if (Interrupts::ends(call.context.run) && !captured && call.callee().quiet_at_exit()) return;
   std::size_t kept = site.kept_on_device();
-  if (captured && kept != 0) {
+  if (captured && kept != 0)
     throw Error(ErrorCode::kInternal,
                 "'" + call.callee().name() +
                     "' keeps copies on the device; expected a program that is not recorded into a "
                     "CUDA graph, where no memory can be allocated");
-  }
   std::optional<std::size_t> count =
       captured ? site.reads_replayed(call.call()) : site.reads(call.call());
   if (!count) return;

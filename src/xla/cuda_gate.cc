@@ -64,8 +64,7 @@ class HeldStreamCall final : public WatchedCall {
     copied_.copies.publish(stream);
   }
 
-  // For a call that can't be handed on: its error is XLA's, and its results are nobody's. Waits
-  // for the stream, which uses what is here.
+  // For a call that can't be handed on: its error is XLA's. Waits for the stream, which uses this.
   void abandon(cuda::Stream stream) noexcept {
     settled_.store(true, std::memory_order_release);  // see claim()
     gate_.open();

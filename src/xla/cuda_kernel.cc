@@ -35,11 +35,10 @@ std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& at
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
   auto kernel = std::dynamic_pointer_cast<cuda::LaunchCallee>(callee);
-  if (kernel == nullptr) {
+  if (kernel == nullptr)
     throw Error("the CUDA program's call of '" + callee->name() + "'",
                 "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)",
                 "a gate, or a kernel for the CPU alone, of that name");
-  }
   auto state = std::make_unique<CudaKernelState>();
   state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
                               Lanes::of(held.dictionary("batch"))});

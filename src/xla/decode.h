@@ -28,13 +28,11 @@ inline constexpr auto XLA_FFI_DataType_Pred = XLA_FFI_DataType_PRED;  // NOLINT:
 CALLGATE_DTYPES(X)
 #undef X
 
-// Up to kInline buffers a side need no allocation; a call with more takes one block for them. Only
-// what the call has is written: on the path of a kernel, clearing all the room would cost as much
-// as the rest.
+// Up to kInline buffers a side need no allocation. Only what the call has is written: clearing all
+// the room would cost as much as the rest of a kernel's path.
 class DecodedCall : Immovable {
  public:
-  // Borrows from the frame, which lives until the handler returns. A result that is a token has
-  // no memory and is left out.
+  // Borrows from the frame. A result that is a token has no memory and is left out.
   explicit DecodedCall(const XLA_FFI_CallFrame& frame) {
     operands_.decode(frame.args.size, frame.args.args);
     results_.decode(frame.rets.size, frame.rets.rets);
@@ -42,7 +40,6 @@ class DecodedCall : Immovable {
 
   std::span<const ArrayView> operands() const noexcept { return operands_.views(); }
   std::span<ArrayView> results() noexcept { return results_.views(); }
-
   void drop_last_operand() noexcept { operands_.drop_last(); }
 
  private:
@@ -115,9 +112,8 @@ inline DType dtype_of(int code, std::string_view name) {
               "code " + std::to_string(code));
 }
 
-// XLA's attributes have no arrays of bools, no small floats and no complex numbers. Python sends
-// those as a dictionary of their bytes (python/callgate/_core/static_values.py). False for any
-// other one.
+// XLA's attributes have no arrays of bools, small floats or complex numbers: Python sends these as
+// dictionaries of their bytes (python/callgate/_core/static_values.py). False for others.
 inline bool add_encoded(Attributes& to, std::string_view name, const Attributes& entries) {
   const callgate_attribute* dtype = entries.find("callgate:dtype");
   const callgate_attribute* one = entries.find("callgate:number");
@@ -139,8 +135,7 @@ inline bool add_encoded(Attributes& to, std::string_view name, const Attributes&
   return true;
 }
 
-// All of them: numbers, strings, arrays of numbers and dictionaries. Throws Error for anything
-// else.
+// All of them. Throws Error for what is no number, string, array of numbers or dictionary.
 inline Attributes decode_attributes(const XLA_FFI_Attrs& from) {
   Attributes to;
   for (std::int64_t i = 0; i < from.size; ++i) {

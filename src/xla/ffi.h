@@ -1,4 +1,4 @@
-// The one place that includes XLA's FFI headers, with our error codes mapped to theirs.
+// The one place that includes XLA's FFI headers.
 //
 // Between callgate's code and XLA no exception passes: XLA is built without exceptions and would
 // not unwind. Nor does glibc's forced unwind: Python up to 3.13 ends a thread with pthread_exit
@@ -33,7 +33,7 @@ inline XLA_FFI_Error* make_error(const XLA_FFI_Api* api, const Error& error) {
   return api->XLA_FFI_Error_Create(&args);
 }
 
-// Whether a function of XLA's succeeded, by the error that it returned.
+// Whether a function of XLA's succeeded, by its error.
 inline bool succeeded(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
   if (error == nullptr) [[likely]]
     return true;
@@ -55,7 +55,7 @@ inline void check(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* fail
   throw Error(ErrorCode::kInternal, failed + take_message(api, error));
 }
 
-// Runs `body`; what it throws goes to `failed`, as an Error.
+// What `body` throws goes to `failed`, as an Error.
 template <typename Body, typename Failed>
 auto guarded(Body&& body, Failed&& failed) -> decltype(body()) {
   try {

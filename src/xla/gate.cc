@@ -76,31 +76,27 @@ struct OwnThreadCall final : WatchedCall {
 // Throws when the call can't be handed on.
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
                          const Call& call) {
-  if (WorkerPool::instance().lost()) {
+  if (WorkerPool::instance().lost())
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
                     "': this process was forked from one that ran gates on threads of their own, "
                     "which are not here; expected a process of its own (multiprocessing's 'spawn' "
                     "or 'forkserver')");
-  }
   int within = t_within + 1;
-  if (within > kMostWithin) {
+  if (within > kMostWithin)
     throw Error(ErrorCode::kInternal, "gate '" + site->callee->name() + "'",
                 "at most " + std::to_string(kMostWithin) +
                     " calls with thread='own' within each other, by programs that they run",
                 "one more; does it call itself for ever?");
-  }
-  // Within another such call the jitted function may be called for the first time with its
-  // arguments, as the program runs once more.
+  // Within another such call the jitted function may be new, as the program runs once more.
   bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
   bool private_memory = site->callee->timeout().count() > 0 || may_wait_for_itself;
   auto own = std::make_shared<OwnThreadCall>(site, within, call, private_memory, frame->api);
   XLA_FFI_Future* future = own->promise.future();
   if (may_wait_for_itself) watch_for_self_wait(own);
-  if (!submit_with_timeout(own)) {
+  if (!submit_with_timeout(own))
     guarded([&] { refuse_at_exit(*site->callee); },
             [&](const Error& error) { own->promise.fail(error); });
-  }
   frame->future = future;
 }
 

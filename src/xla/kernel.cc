@@ -32,6 +32,7 @@ namespace {
 // hold the call, so that it lives as long as any of them; a key that stands for two different sites
 // (a kernel was defined anew under its name, say) is not remembered. Any change of what a key
 // stands for raises the generation, which makes every thread forget.
+
 // A kernel bound to one call of a program.
 struct BoundKernel : Immovable {
   ~BoundKernel();
@@ -191,10 +192,9 @@ std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
   auto kernel = std::dynamic_pointer_cast<KernelCallee>(callee);
-  if (kernel == nullptr) {
+  if (kernel == nullptr)
     throw Error("the program's call of '" + callee->name() + "'", "a kernel for the CPU",
                 "a gate, or a kernel for CUDA alone, of that name");
-  }
   Interrupts::watch();
   auto state = std::make_unique<KernelState>();
   state->bound = share(attrs, *kernel, [&] {

@@ -50,9 +50,7 @@ class OwnedCall {
 
   // What a call that was given up leaves in XLA's memory.
   void poison_results() const noexcept { poison((targets_ ? *targets_ : results_).all()); }
-
   const CallContext& context() const noexcept { return context_; }
-
   std::string arguments() const { return to_string(operands_.all()); }
 
  private:
@@ -227,8 +225,7 @@ inline bool submit_with_timeout(const std::shared_ptr<WatchedCall>& call) {
   return false;
 }
 
-// As long as the call lives: looks whether it waits for itself, on a worker, since it takes the
-// GIL.
+// As long as the call lives: looks whether it waits for itself, on a worker, as that takes the GIL.
 inline void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched) {
   auto look = [watched] {
     std::shared_ptr<WatchedCall> call = watched.lock();

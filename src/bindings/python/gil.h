@@ -40,7 +40,7 @@ void bind_upload(nb::module_& module);     // `Upload`: an item of a feed on its
 void bind_gate(nb::module_& module);       // `Callee`, `Check`, `Context`
 void bind_kernel(nb::module_& module);     // `Kernel`, `KernelTurn`, `CudaKernel`, `Nvrtc`
 void bind_progress(nb::module_& module);   // the board of bars, for the thread that draws them
-void bind_interrupt(nb::module_& module);  // Ctrl-C in Python's terms, for core/interrupt.h
+void bind_interrupt(nb::module_& module);  // Ctrl-C in Python's terms, for core/lifecycle.h
 // The very end of the process, after Python's: what came too late is reported, and failures that
 // were found at the end make the exit status say so.
 void bind_exit(nb::module_& module);
