@@ -41,7 +41,7 @@
 #include "channel/unique_fd.h"
 #include "core/dtype.h"
 #include "core/error.h"
-#include "core/process.h"
+#include "core/lifetime.h"
 
 namespace callgate::outfeed_2020 {
 

@@ -38,7 +38,6 @@
 #include "channel/stream_encoder.h"
 #include "channel/unique_fd.h"
 #include "core/lifetime.h"
-#include "core/process.h"
 
 namespace callgate {
 

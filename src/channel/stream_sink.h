@@ -28,8 +28,9 @@
 #include "channel/stream_address.h"
 #include "channel/stream_encoder.h"
 #include "channel/stream_server.h"
+#include "channel/unique_fd.h"
 #include "core/error.h"
-#include "core/process.h"
+#include "core/lifetime.h"
 
 namespace callgate {
 

@@ -1,8 +1,6 @@
 // A borrowed, dense, row-major array: what a call frame's buffer looks like to the rest of
-// callgate.
-//
-// The view owns nothing. `dims` and `data` point into XLA's call frame, or into a copy that whoever
-// made the view keeps alive; both are valid only for as long as that owner says.
+// callgate. `dims` and `data` point into XLA's call frame, or into a copy that whoever made the
+// view keeps alive; both are valid only for as long as that owner says.
 #pragma once
 
 #include <cstddef>
@@ -53,7 +51,6 @@ class OwnedViews {
   }
   OwnedViews(OwnedViews&&) = default;
   OwnedViews& operator=(OwnedViews&&) = default;
-
   std::span<ArrayView> all() noexcept { return views_; }
   std::span<const ArrayView> all() const noexcept { return views_; }
   ArrayView& operator[](std::size_t i) noexcept { return views_[i]; }
@@ -76,7 +73,6 @@ inline void poison(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, is_inexact(view.dtype) ? 0xff : 0);
 }
 
-// All zeros.
 inline void clear(std::span<const ArrayView> views) noexcept {
   for (const ArrayView& view : views) fill(view, 0);
 }

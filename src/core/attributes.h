@@ -50,10 +50,9 @@ class Attributes {
 
   std::size_t size() const noexcept { return values_.size(); }
 
-  // A value of the kind that it has to be; Error for one of another kind. Where there is none: "",
-  // `missing`, no numbers, no entries.
+  // A value of its kind; Error for another. Where there is none: "", `missing`, nothing.
   std::string_view text(std::string_view name) const {
-    const callgate_attribute* found = find(name, CALLGATE_STRING, DType::kInvalid, "a string");
+    const auto* found = find(name, CALLGATE_STRING, DType::kInvalid, "a string");
     return found == nullptr ? "" : std::string_view(elements<char>(*found), found->count);
   }
   bool flag(std::string_view name) const {
@@ -101,9 +100,8 @@ class Attributes {
   }
   template <typename T>
   std::span<const T> numbers(std::string_view name, DType dtype, const char* expected) const {
-    const callgate_attribute* found = find(name, CALLGATE_NUMBERS, dtype, expected);
-    if (found == nullptr) return {};
-    return {elements<T>(*found), found->count};
+    const auto* found = find(name, CALLGATE_NUMBERS, dtype, expected);
+    return found == nullptr ? std::span<const T>() : std::span(elements<T>(*found), found->count);
   }
 
   callgate_attribute& add(std::string_view name, int kind, DType dtype, const void* bytes,
@@ -133,8 +131,7 @@ class Attributes {
     throw Error("attribute '" + std::string(found->name) + "'", expected, got);
   }
 
-  // Of entries, at least one. By what the value points to: names may have a zero inside, or come
-  // twice.
+  // Of one entry or more. By what the value points to: names may hold zeros, or come twice.
   Attributes& nested(const callgate_attribute& value) const {
     auto entries = [](const auto& each) -> const void* { return each->values_.data(); };
     return **std::ranges::find(nested_, value.data, entries);

@@ -8,6 +8,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -72,8 +74,7 @@ struct SiteSpec {
 };
 
 // Memory of a device that lives as long as somebody holds on to it.
-class DeviceMemory {
- public:
+struct DeviceMemory {
   virtual ~DeviceMemory() = default;
 };
 
@@ -82,20 +83,15 @@ class Site {
   virtual ~Site() = default;
   // Throws Error where the call fails.
   virtual void run(const Call& call) = 0;
-
-  // In place of run(), where another device makes the call for this one: its results are added up
-  // with that one's.
+  // In place of run(), where another device makes the call: the results of both are added up.
   virtual void skip(const Call& call) noexcept { clear(call.results); }
 
   // The rest is for sites of callees that are OnDevice::kDeferred.
 
   // When the program comes to the call, before its arrays can be read: how many of its operands,
-  // the first ones, run_deferred() is to get; nothing when nothing is to be done. Throws Error for
-  // a call that it can't take.
+  // the first ones, run_deferred() is to get; nothing for nothing to be done. May throw Error.
   virtual std::optional<std::size_t> reads(const Call& call) { return call.operands.size(); }
-
-  // Later, without results. The call's own results are the program's already: each is a copy of the
-  // operand that copied_to() names.
+  // Later, without results: each is the program's already, a copy of the operand copied_to().
   virtual void run_deferred(const Call& call) { run(call); }
   virtual std::size_t copied_to(std::size_t result) const noexcept { return result; }
 
@@ -104,9 +100,7 @@ class Site {
   // False where run_deferred() is to be called, soon and elsewhere.
   virtual std::size_t reads_replayed(const Call& call) { return call.operands.size(); }
   virtual bool run_replayed(const Call& /*call*/) { return false; }
-
-  // The arrays can't be copied for want of memory. True where the site has taken note, so that the
-  // program goes on.
+  // No memory for copies. True where the site has taken note, so that the program goes on.
   virtual bool drop(const Call& /*call*/) noexcept { return false; }
 
   // How many of its operands, the first ones, the site wants as copies on the device, to keep. If
@@ -128,39 +122,106 @@ enum class OnDevice : std::uint8_t {
 class Callee {
  public:
   virtual ~Callee() = default;
-
   // Binds the callee to one call site. Throws Error when `spec` can't be served.
   virtual std::shared_ptr<Site> specialise(SiteSpec spec) = 0;
-
   virtual const std::string& name() const noexcept = 0;
-
   // True when calls run on callgate's own threads and complete an FFI future.
   virtual bool own_thread() const noexcept { return false; }
-
   // Called on one of callgate's own threads before each call: of a GPU's program, or the CPU's.
   virtual void enter_worker(bool /*of_device*/) {}
-
   // False when its sites never look at a call's context, which then is not asked for.
   virtual bool reads_context() const noexcept { return true; }
-
   virtual OnDevice on_device() const noexcept { return OnDevice::kStaged; }
-
   // True when a call that comes while the process is ending succeeds without running.
   virtual bool quiet_at_exit() const noexcept { return false; }
-
   // After this long the program fails with a report; zero for never.
   virtual std::chrono::nanoseconds timeout() const noexcept { return {}; }
-
   // Keeps a failure that XLA can't be told of, for the next who asks.
   virtual void defer(const Error& /*error*/) {}
-
-  // Text about a call that takes too long: what runs and where every thread stands. With
-  // `timed_out` the text becomes the program's error.
+  // On a call that takes too long: what runs, where threads stand. `timed_out`: it is an error's.
   virtual std::string stall_report(const std::string& call, bool /*timed_out*/) { return call; }
-
-  // Why a call that the thread (Python's number) has run for a while will never end: it waits for
-  // its own program. Else "". May throw.
+  // Why a call on the thread (Python's number) waits for its own program, else "". May throw.
   virtual std::string self_wait(unsigned long /*thread*/) { return {}; }
+};
+
+// --- Kinds of callees ----------------------------------------------------------------------------
+
+class CheckSite final : public Site {
+ public:
+  explicit CheckSite(std::shared_ptr<Site> failed) : failed_(std::move(failed)) {}
+
+  void run(const Call& call) override {
+    if (!holds(call)) failed_->run(call);
+  }
+  bool run_replayed(const Call& call) override { return holds(call); }
+
+ private:
+  static bool holds(const Call& call) noexcept {
+    const ArrayView& predicate = call.operands[0];
+    std::size_t count = predicate.size();
+    return count == 0 || std::memchr(predicate.data, 0, count) == nullptr;
+  }
+
+  std::shared_ptr<Site> failed_;
+};
+
+// A check: runs another callee, which makes the error, only when a predicate is false: its first
+// operand, a bool or one for each lane. As long as all are true, a call costs a look at them.
+class CheckCallee final : public Callee {
+ public:
+  CheckCallee(std::string name, std::shared_ptr<Callee> failed)
+      : name_(std::move(name)), failed_(std::move(failed)) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec spec) override {
+    return std::make_shared<CheckSite>(failed_->specialise(std::move(spec)));
+  }
+  const std::string& name() const noexcept override { return name_; }
+  void defer(const Error& error) override { failed_->defer(error); }
+  std::string stall_report(const std::string& call, bool timed_out) override {
+    return failed_->stall_report(call, timed_out);
+  }
+  bool quiet_at_exit() const noexcept override { return true; }
+  OnDevice on_device() const noexcept override { return OnDevice::kDeferred; }
+  bool reads_context() const noexcept override { return failed_->reads_context(); }
+
+ private:
+  std::string name_;
+  std::shared_ptr<Callee> failed_;
+};
+
+// What kernels for the CPU and for CUDA have in common. They are called through targets of their
+// own, so a program that calls one as a gate is another's. What is said of their failures comes
+// from functions that are set before the first call.
+class KernelCalleeBase : public Callee {
+ public:
+  // Makes a failure's message what the program's error says; may keep an exception for it.
+  using Describe = std::function<std::string(const std::string& message, const std::string& site)>;
+  explicit KernelCalleeBase(Describe describe) : describe_(std::move(describe)) {}
+
+  std::shared_ptr<Site> specialise(SiteSpec /*spec*/) final {
+    throw Error("the program's call of '" + name() + "'", "a gate", "a kernel of that name");
+  }
+
+  std::string describe(const std::string& message, const std::string& site) const {
+    return describe_ ? describe_(message, site) : "kernel '" + name() + "': " + message;
+  }
+  void defer(const Error& error) final {
+    if (defer_) defer_(error);
+  }
+  std::string stall_report(const std::string& call, bool /*timed_out*/) final {
+    return report_ ? report_(call) : "kernel '" + name() + "'" + call;
+  }
+
+  // Takes failures that XLA can't be told of.
+  void set_defer(std::function<void(const Error&)> defer) { defer_ = std::move(defer); }
+  // Makes the report on a call that takes long, of its arrays as text.
+  using Report = std::function<std::string(const std::string&)>;
+  void set_report(Report report) { report_ = std::move(report); }
+
+ private:
+  Describe describe_;
+  std::function<void(const Error&)> defer_;
+  Report report_;
 };
 
 }  // namespace callgate

@@ -1,19 +1,17 @@
 // See the header. All that runs in the handler is async-signal-safe: it reads memory that was
 // written before, formats numbers by itself, and calls write, sigaction and raise.
-#include "core/crash_report.h"
-
 #include <signal.h>  // NOLINT(modernize-deprecated-headers): more is there than in C's
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
 
-#include "core/kernel_mode.h"
+#include "core/kernel_debug.h"
 
 // A plain load in the handler: the general way to a library's thread-local may allocate.
 #if defined(__ELF__)
@@ -32,16 +30,15 @@ struct Handled {
   bool chained = false;  // our handler was installed and may still be called
   struct sigaction before{};
 };
-constinit std::array<Handled, 5> handled = {{{SIGSEGV, "SIGSEGV"},
-                                             {SIGBUS, "SIGBUS"},
-                                             {SIGFPE, "SIGFPE"},
-                                             {SIGILL, "SIGILL"},
-                                             {SIGABRT, "SIGABRT"}}};
+constinit Handled handled[] = {{SIGSEGV, "SIGSEGV"},
+                               {SIGBUS, "SIGBUS"},
+                               {SIGFPE, "SIGFPE"},
+                               {SIGILL, "SIGILL"},
+                               {SIGABRT, "SIGABRT"}};
 
 CALLGATE_STATIC_TLS thread_local const KernelRecord* current = nullptr;
 
-// Calls that run now, for crashes on threads that a kernel started itself. One without a free slot
-// is only known to its own thread.
+// Calls that run now, for crashes on threads of a kernel's own. Without a free slot: not seen.
 std::array<std::atomic<const KernelRecord*>, 64> slots{};
 
 // --- The text --------------------------------------------------------------------------------
@@ -61,14 +58,10 @@ class Writer {
   Writer& hex(std::uintptr_t value) noexcept { return (*this << "0x").number(value, 16); }
 
  private:
-  Writer& number(std::uint64_t value, unsigned base) noexcept {
+  Writer& number(std::uint64_t value, int base) noexcept {
     std::array<char, 20> digits{};
-    std::size_t first = digits.size();
-    do {
-      digits[--first] = "0123456789abcdef"[value % base];
-      value /= base;
-    } while (value != 0);
-    return *this << std::string_view(digits.data() + first, digits.size() - first);
+    char* end = std::to_chars(digits.begin(), digits.end(), value, base).ptr;
+    return *this << std::string_view(digits.data(), end);
   }
   void flush() noexcept {
     for (std::size_t done = 0; done < used_;) {
@@ -84,11 +77,16 @@ class Writer {
   std::size_t used_ = 0;
 };
 
+void write_name(Writer& out, const char* side, std::size_t i,
+                std::span<const std::string> labels) noexcept {
+  out << side << " " << std::uint64_t{i};
+  if (i < labels.size()) out << " " << std::string_view(labels[i]);
+}
+
 void write_arrays(Writer& out, const char* side, std::span<const ArrayView> views,
                   std::span<const std::string> labels) noexcept {
   for (std::size_t i = 0; i < views.size(); ++i) {
-    out << "  " << side << " " << std::uint64_t{i};
-    if (i < labels.size()) out << " " << std::string_view(labels[i]);
+    write_name(out << "  ", side, i, labels);
     out << ": " << name(views[i].dtype) << "[";
     for (std::int32_t axis = 0; axis < views[i].rank; ++axis)
       (axis == 0 ? out : out << ",") << static_cast<std::uint64_t>(views[i].dims[axis]);
@@ -112,8 +110,7 @@ void write_place(Writer& out, std::uintptr_t address, const char* side,
     if (before) out << std::uint64_t{first - address} << " bytes before the start of ";
     if (after) out << std::uint64_t{address - last} << " bytes after the end of ";
     if (!before && !after) out << "inside ";
-    out << side << " " << std::uint64_t{i};
-    if (i < labels.size()) out << " " << std::string_view(labels[i]);
+    write_name(out, side, i, labels);
     out << "\n";
   }
 }
@@ -124,8 +121,8 @@ void write_record(Writer& out, const KernelRecord& record) noexcept {
   if (record.lanes != 1)
     out << ", one of the " << static_cast<std::uint64_t>(record.lanes) << " lanes of a vmap";
   out << "\n";
-  write_arrays(out, "operand", record.operands, record.operand_labels);
-  write_arrays(out, "result", record.results, record.result_labels);
+  write_arrays(out, "operand", record.operands, record.labels.operands);
+  write_arrays(out, "result", record.results, record.labels.results);
 }
 
 void write_report(const char* signal, const siginfo_t* info) noexcept {
@@ -143,8 +140,8 @@ void write_report(const char* signal, const siginfo_t* info) noexcept {
     head(" in ");
     write_record(out, *record);
     if (fault) {
-      write_place(out, address, "operand", record->operands, record->operand_labels);
-      write_place(out, address, "result", record->results, record->result_labels);
+      write_place(out, address, "operand", record->operands, record->labels.operands);
+      write_place(out, address, "result", record->results, record->labels.results);
     }
     return;
   }
@@ -170,7 +167,7 @@ void leave_to_default(int number, const siginfo_t* info) noexcept {
   if (info == nullptr || info->si_code <= 0 || number == SIGABRT) ::raise(number);
 }
 
-// Whoever handled the signal before, as if we were not there.
+// As if we were not there.
 void chain(const struct sigaction& previous, int number, siginfo_t* info, void* context) noexcept {
   if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(number, info, context);
   if (previous.sa_handler == SIG_DFL) return leave_to_default(number, info);

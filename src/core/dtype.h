@@ -1,9 +1,8 @@
 // The element types of arrays that cross a call: one row per XLA FFI type code.
 //
 // The codes are those of XLA_FFI_DataType (a stable ABI), restated here so that the core needs no
-// XLA header; src/xla/decode.h checks at compile time that the two agree. A *packed* type holds
-// more than one element in a byte on XLA's side: its byte count follows from `bits`, never from an
-// element size, and no view of it is handed out without unpacking.
+// XLA header; xla/decode.h checks that the two agree. A *packed* type holds more than one element
+// in a byte on XLA's side: no view of it is handed out without unpacking.
 #pragma once
 
 #include <array>
@@ -78,15 +77,12 @@ constexpr const DTypeRow& row(DType dtype) noexcept {
 }
 }  // namespace detail
 
-// Bits of one element; 0 for a code that is not in the table.
+// Bits of one element, and the NumPy or ml_dtypes name; 0 and "invalid" for an unknown code.
 constexpr int bits(DType dtype) noexcept { return detail::row(dtype).bits; }
-
-// The NumPy or ml_dtypes name; "invalid" for a code that is not in the table.
 constexpr std::string_view name(DType dtype) noexcept { return detail::row(dtype).name; }
 
 // True when XLA packs several elements into a byte.
 constexpr bool is_packed(DType dtype) noexcept { return bits(dtype) < 8; }
-
 // True for floating-point and complex types.
 constexpr bool is_inexact(DType dtype) noexcept {
   std::string_view text = name(dtype);
@@ -98,14 +94,13 @@ constexpr std::size_t storage_bytes(DType dtype, std::size_t count) noexcept {
   return (count * static_cast<std::size_t>(bits(dtype)) + 7) / 8;
 }
 
-// The type of a code, if the table has it.
+// The type of a code or a name, if the table has it.
 constexpr std::optional<DType> dtype_from_code(int code) noexcept {
   if (code < 0 || code >= int{kDTypeTableSize}) return std::nullopt;
   auto dtype = static_cast<DType>(code);
   return bits(dtype) != 0 ? std::optional(dtype) : std::nullopt;
 }
 
-// The type of a name, if the table has it.
 constexpr std::optional<DType> dtype_from_name(std::string_view text) noexcept {
   for (int code = 0; code < int{kDTypeTableSize}; ++code) {
     auto dtype = dtype_from_code(code);

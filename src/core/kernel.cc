@@ -2,19 +2,13 @@
 #include "core/kernel.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <charconv>
 #include <exception>
-#include <memory>
-#include <mutex>
 #include <utility>
 
-#include "core/crash_report.h"
 #include "core/error.h"
-#include "core/kernel_mode.h"
-#include "core/memory_check.h"
-#include "core/stall.h"
+#include "core/kernel_debug.h"
+#include "core/threads.h"
 
 namespace callgate {
 namespace {
@@ -60,8 +54,7 @@ std::string signature(const KernelInfo& kernel) {
   for (const callgate_parameter& p : kernel.parameters) {
     if (!text.empty()) text += ',';
     const ParameterKind& kind = kind_of(p);
-    std::string dtype;
-    if (p.dtype != 0) dtype = name(dtype_from_code(p.dtype).value_or(DType::kInvalid));
+    std::string dtype(p.dtype == 0 ? "" : name(static_cast<DType>(p.dtype)));
     text += kind.name;
     if (p.kind == CALLGATE_SCALAR)
       text += dtype;
@@ -83,24 +76,22 @@ std::vector<KernelInfo> exported_kernels(const std::string& library,
   std::vector<KernelInfo> kernels;
   for (const callgate_kernel* kernel = table(); kernel != nullptr; kernel = kernel->next) {
     // The version comes first: the rest of the struct may be another one.
-    if (kernel->abi != CALLGATE_ABI) {
+    if (kernel->abi != CALLGATE_ABI)
       throw Error("library '" + library + "'",
                   "kernels of binary interface " + std::to_string(CALLGATE_ABI) +
                       " (CALLGATE_ABI in callgate/kernel.h)",
                   std::to_string(kernel->abi) + "; build it again with this version's header");
-    }
     KernelInfo info;
     info.function = kernel->function;
     info.parameters.assign(kernel->parameters, kernel->parameters + kernel->parameter_count);
     std::vector<std::string> names = split(kernel->names);
     info.name = names.front();
     names.erase(names.begin());
-    if (!names.empty() && names.size() != info.parameters.size()) {
+    if (!names.empty() && names.size() != info.parameters.size())
       throw Error("library '" + library + "', CALLGATE_KERNEL(" + kernel->names + ")",
                   "a name for each of the " + std::to_string(info.parameters.size()) +
                       " parameters, or none",
                   std::to_string(names.size()));
-    }
     info.parameter_names = std::move(names);
     kernels.push_back(std::move(info));
   }
@@ -121,10 +112,9 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
       attributes_(std::move(spec.attributes)) {
   const KernelInfo& kernel = callee_->info();
   std::string where = "kernel '" + kernel.name + "'";
-  if (std::string have = signature(kernel); !spec.signature.empty() && spec.signature != have) {
+  if (std::string have = signature(kernel); !spec.signature.empty() && spec.signature != have)
     throw Error(where + ", as a program that was compiled before calls it",
                 "the parameters (" + spec.signature + ")", "(" + have + ")");
-  }
   auto group = spec.groups.begin();
   for (std::size_t i = 0; i < kernel.parameters.size(); ++i) {
     const callgate_parameter& parameter = kernel.parameters[i];
@@ -145,9 +135,9 @@ KernelSite::KernelSite(std::shared_ptr<KernelCallee> callee, KernelSpec spec)
         if (kind.variadic) labels.back().append("[").append(std::to_string(k)).append("]");
       }
     };
-    if (kind.operands) take(operand_labels_);
-    if (kind.results) take(result_labels_);
-    updated_.resize(result_labels_.size(), parameter.kind == CALLGATE_INOUT ? 1 : 0);
+    if (kind.operands) take(labels_.operands);
+    if (kind.results) take(labels_.results);
+    updated_.resize(labels_.results.size(), parameter.kind == CALLGATE_INOUT ? 1 : 0);
     if (parameter.kind >= CALLGATE_ATTR_NUMBER && parameter.kind <= CALLGATE_ATTR_DICTIONARY) {
       start = static_cast<std::int32_t>(ordered_.size());
       bind_attribute(i);
@@ -179,24 +169,19 @@ void KernelSite::bind_attribute(std::size_t index) {
 
 void KernelSite::run(const Call& call, Executor* executor) {
   // A program that was made by hand, or damaged: a kernel would read what is not there.
-  if (call.operands.size() != operand_labels_.size() ||
-      call.results.size() != result_labels_.size()) [[unlikely]] {
+  if (call.operands.size() != labels_.operands.size() ||
+      call.results.size() != labels_.results.size()) [[unlikely]] {
     auto text = [](std::size_t operands, std::size_t results) {
       return std::to_string(operands) + " operands and " + std::to_string(results) + " results";
     };
-    fail("expected " + text(operand_labels_.size(), result_labels_.size()) + ", got " +
+    fail("expected " + text(labels_.operands.size(), labels_.results.size()) + ", got " +
          text(call.operands.size(), call.results.size()));
   }
-  if (std::int64_t delay = kernel_stall_ns(); delay != 0) [[unlikely]]
+  if (std::int64_t delay = kernel_stall_ns.load(std::memory_order_relaxed); delay != 0) [[unlikely]]
     return run_reported(call, executor, std::chrono::nanoseconds(delay));
-  if (callee_->info().thread_safe) return run_in_turn(call, executor);
+  if (callee_->info().thread_safe) return run_lanes(call, executor);
   KernelTurn::Hold turn = callee_->info().turn->take();
-  run_in_turn(call, executor);
-}
-
-// The call itself.
-void KernelSite::run_in_turn(const Call& call, Executor* executor) {
-  lanes_.empty() ? run_lane(call, executor) : run_lanes(call, executor);
+  run_lanes(call, executor);
 }
 
 // Also says of a call that it waits for its turn.
@@ -206,13 +191,12 @@ void KernelSite::run_reported(const Call& call, Executor* executor,
   StallWatch watch(delay, callee_, [text = to_string(call.operands), has_turn] {
     if (has_turn->load(std::memory_order_relaxed)) return text;  // for a reader: late is fine
     return text +
-           ", which waits for another call to end (without thread_safe=True they take "
-           "turns),";
+           ", which waits for another call to end (without thread_safe=True they take turns),";
   });
   KernelTurn::Hold turn;
   if (!callee_->info().thread_safe) turn = callee_->info().turn->take();
   has_turn->store(true, std::memory_order_relaxed);
-  run_in_turn(call, executor);
+  run_lanes(call, executor);
 }
 
 void KernelSite::run_lane(const Call& call, Executor* executor) {
@@ -220,14 +204,13 @@ void KernelSite::run_lane(const Call& call, Executor* executor) {
     return invoke(call, executor, /*scratch=*/nullptr);
   auto recorded = [&](const Call& made, ScratchSource* scratch) {
     if (!kernel_mode(KernelMode::kCrashReport)) return invoke(made, executor, scratch);
-    KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), operand_labels_,
-                        result_labels_,          made.operands, made.results};
+    KernelRecord record{callee_->name().c_str(), site_.c_str(), lanes_.count(), labels_,
+                        made.operands,           made.results};
     RunningKernel running(&record);
     invoke(made, executor, scratch);
   };
   if (!kernel_mode(KernelMode::kCheckMemory)) return recorded(call, /*scratch=*/nullptr);
-  std::string found = check_memory(
-      {operand_labels_, result_labels_, updated_, callee_->info().repeatable}, call, recorded);
+  std::string found = check_memory({labels_, updated_, callee_->info().repeatable}, call, recorded);
   if (!found.empty()) fail(found);
 }
 
@@ -245,42 +228,36 @@ void KernelSite::fail(const std::string& message) const {
 }
 
 void KernelSite::run_lanes(const Call& call, Executor* executor) {
+  if (lanes_.empty()) [[likely]]
+    return run_lane(call, executor);
   lanes_.check(call.operands, call.results);
-  struct Shared {
-    KernelSite* site;
-    const Call& call;
-    Executor* executor;
-    std::mutex mutex;
-    std::atomic<bool> stop{false};
-    std::int64_t failed_lane = INT64_MAX;
-    std::exception_ptr error{};  // the failed lane's
-  } shared{this, call, executor, {}};
-  auto body = [](void* data, std::int64_t first, std::int64_t last) {
-    auto& state = *static_cast<Shared*>(data);
+  std::mutex mutex;  // guards what failed
+  std::atomic<bool> stop{false};
+  std::int64_t failed_lane = INT64_MAX;
+  std::exception_ptr error;  // the failed lane's
+  auto body = [&](std::int64_t first, std::int64_t last) {
     std::int64_t lane = first;
     try {
-      std::vector<ArrayView> operands(state.call.operands.size());
-      std::vector<ArrayView> results(state.call.results.size());
-      const Lanes& lanes = state.site->lanes_;
+      std::vector<ArrayView> operands(call.operands.size()), results(call.results.size());
       for (; lane < last; ++lane) {
-        if (state.stop.load(std::memory_order_relaxed)) return;  // only saves time
-        lanes.select_operands(lane, state.call.operands, operands);
-        lanes.select_results(lane, state.call.results, results);
-        state.site->run_lane(Call{operands, results, state.call.context}, state.executor);
+        if (stop.load(std::memory_order_relaxed)) return;  // only saves time
+        lanes_.select_operands(lane, call.operands, operands);
+        lanes_.select_results(lane, call.results, results);
+        run_lane(Call{operands, results, call.context}, executor);
       }
     } catch (const std::exception&) {
-      state.stop.store(true, std::memory_order_relaxed);
-      std::scoped_lock lock(state.mutex);
-      if (lane >= state.failed_lane) return;
-      state.failed_lane = lane;
-      state.error = std::current_exception();
+      stop.store(true, std::memory_order_relaxed);
+      std::scoped_lock lock(mutex);
+      if (lane >= failed_lane) return;
+      failed_lane = lane;
+      error = std::current_exception();
     }
   };
   if (callee_->info().thread_safe)
-    parallel_for(executor, 0, lanes_.count(), 1, body, &shared);
+    parallel_for(executor, 0, lanes_.count(), 1, body);
   else
-    body(&shared, 0, lanes_.count());
-  if (shared.error != nullptr) std::rethrow_exception(shared.error);
+    body(0, lanes_.count());
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
 }  // namespace callgate

@@ -1,9 +1,9 @@
 // Native functions that compiled programs call: no Python and no allocation on the way, and no lock
 // but the turn of a kernel that is not thread-safe.
 //
-// A kernel is a function of the form of include/callgate/kernel_abi.h with a description of its
-// parameters. A call site is bound once: which arrays and attributes belong to which parameter is
-// worked out then, so that a call fills in six pointers and jumps.
+// A kernel is a function (include/callgate/kernel_abi.h) with a description of its parameters.
+// Which arrays and attributes belong to which is worked out once a call site, so that a call fills
+// in six pointers and jumps.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,30 +14,25 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "callgate/kernel_abi.h"
 #include "core/attributes.h"
-#include "core/kernel_callee.h"
+#include "core/call.h"
 #include "core/kernel_frame.h"
 #include "core/lifetime.h"
-#include "core/process.h"
 
 namespace callgate {
 
 // Calls that must not run at once: those of a kernel that doesn't say that it is thread-safe, and
-// of all such kernels of one shared library, whose functions may share what they keep.
-//
-// A call has its turn from before its first lane to behind its last one. It may call others of the
+// of all such kernels of one shared library, whose functions may share what they keep. A call has
+// its turn from before its first lane to behind its last one. It may call others of the
 // same turn on its own thread; on other threads these would wait for it for ever. Nobody waits for
 // a turn with the GIL, which the kernel that has it may need.
 class KernelTurn {
  public:
   using Hold = std::unique_lock<std::recursive_mutex>;
-
   // Waits for it. In a fork's child it is another one: who had it may be a thread of the parent.
   [[nodiscard]] Hold take() { return Hold(mutexes_[process_.here() ? 0 : 1]); }
 
@@ -46,8 +41,7 @@ class KernelTurn {
   std::array<std::recursive_mutex, 2> mutexes_;
 };
 
-// The turn of the kernels whose code is in the same shared library as this address; null for code
-// that is in none. Any thread.
+// Of the kernels whose code is in the shared library of this address; null for none. Any thread.
 inline std::shared_ptr<KernelTurn> turn_of_library(const void* address) {
   struct Turns {
     std::mutex mutex;
@@ -79,7 +73,6 @@ struct KernelInfo {
 
 // The text that a program holds to know its kernel by: "In<float32,1>,float32,Out<float32,*>".
 std::string signature(const KernelInfo& kernel);
-
 // A parameter as messages name it: "'x'", or "2".
 std::string parameter_name(const KernelInfo& kernel, std::size_t index);
 
@@ -102,21 +95,17 @@ class KernelSite : Immovable {
  public:
   // Throws Error where spec and kernel don't fit.
   KernelSite(std::shared_ptr<class KernelCallee> callee, KernelSpec spec);
-
   // Throws Error where the call fails.
   void run(const Call& call, Executor* executor);
-
   KernelCallee& callee() const noexcept { return *callee_; }
 
  private:
-  void run_in_turn(const Call& call, Executor* executor);
   void run_reported(const Call& call, Executor* executor, std::chrono::nanoseconds delay);
   void run_lane(const Call& call, Executor* executor);
   void run_lanes(const Call& call, Executor* executor);
   void invoke(const Call& call, Executor* executor, ScratchSource* scratch);
   [[noreturn]] void fail(const std::string& message) const;
   void bind_attribute(std::size_t index);
-
   std::shared_ptr<KernelCallee> callee_;
   std::string site_;
   Lanes lanes_;
@@ -124,8 +113,7 @@ class KernelSite : Immovable {
   std::vector<callgate_attribute> ordered_;  // the attributes, by parameter
   std::vector<std::int32_t> starts_, counts_;
   callgate_call bound_{};  // what is the same in every call
-  // Of each array, as messages name it: "'x'", "'xs'[1]", or the parameter's number.
-  std::vector<std::string> operand_labels_, result_labels_;
+  KernelLabels labels_;
   std::vector<std::uint8_t> updated_;  // 1 for results that are InOut
 };
 
@@ -134,10 +122,7 @@ class KernelCallee final : public KernelCalleeBase,
  public:
   KernelCallee(KernelInfo info, Describe describe, std::shared_ptr<void> keep = nullptr)
       : KernelCalleeBase(std::move(describe)), info_(std::move(info)), keep_(std::move(keep)) {
-    if (info_.thread_safe)
-      info_.turn = nullptr;
-    else if (info_.turn == nullptr)
-      info_.turn = std::make_shared<KernelTurn>();
+    if (info_.turn == nullptr) info_.turn = std::make_shared<KernelTurn>();
   }
 
   std::unique_ptr<KernelSite> bind(KernelSpec spec) {

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "callgate/kernel_abi.h"
-#include "core/crash_report.h"
+#include "core/kernel_debug.h"
 #include "core/lifetime.h"
 
 namespace callgate {
@@ -23,13 +23,10 @@ namespace callgate {
 class Executor {
  public:
   virtual ~Executor() = default;
-
   // Threads that tasks may run on, the calling one included.
   virtual int threads() const noexcept = 0;
-
   // Runs the task soon, on any thread; false when it can't. The task must not throw.
   virtual bool schedule(std::function<void()> task) noexcept = 0;
-
   // The global number of the device that the call runs on; -1 where it has none.
   virtual std::int64_t device() const noexcept { return -1; }
 };
@@ -83,12 +80,21 @@ inline void parallel_for(Executor* executor, std::int64_t begin, std::int64_t en
     loop->left.wait(left, std::memory_order_acquire);
 }
 
+// The same for body(first, last), whatever it holds.
+template <typename Body>
+void parallel_for(Executor* executor, std::int64_t begin, std::int64_t end, std::int64_t grain,
+                  Body& body) {
+  auto call = [](void* data, std::int64_t first, std::int64_t last) {
+    (*static_cast<Body*>(data))(first, last);
+  };
+  parallel_for(executor, begin, end, grain, call, &body);
+}
+
 // Working memory of kernels, for one call.
 //
 // Blocks of a finished call are kept by the thread that made it, up to kScratchKept bytes a thread:
-// large ones would else come from the system anew at every call, and their page faults cost more
-// than most kernels' work on them. A block's description lies before its memory, so that a call's
-// list of them needs no memory of its own.
+// page faults of new ones cost more than most kernels' work on them. A block's description lies
+// before its memory, so that a call's list of them needs no memory of its own.
 inline constexpr std::size_t kScratchKept = std::size_t{64} << 20;
 inline constexpr std::size_t kScratchAlignment = 64;  // as XLA's own buffers
 
@@ -101,21 +107,19 @@ struct alignas(kScratchAlignment) ScratchBlock {
 // Free blocks of one thread, and what they take.
 class ScratchCache {
  public:
-  using Block = ScratchBlock;
-
   static ScratchCache& instance() noexcept {
     static thread_local ScratchCache cache;
     return cache;
   }
   ~ScratchCache() {
-    for (Block* block : blocks_)
+    for (ScratchBlock* block : blocks_)
       if (block != nullptr) std::free(block->memory);
   }
 
   // The smallest block that is large enough and not more than twice as large.
-  Block* take(std::size_t bytes) noexcept {
-    Block** best = nullptr;
-    for (Block*& block : blocks_) {
+  ScratchBlock* take(std::size_t bytes) noexcept {
+    ScratchBlock** best = nullptr;
+    for (ScratchBlock*& block : blocks_) {
       if (block == nullptr || block->bytes < bytes || block->bytes / 2 > bytes) continue;
       if (best == nullptr || block->bytes < (*best)->bytes) best = &block;
     }
@@ -125,10 +129,10 @@ class ScratchCache {
   }
 
   // Makes room by giving up the oldest; a block that is too large alone is given up itself.
-  void keep(Block* block) noexcept {
+  void keep(ScratchBlock* block) noexcept {
     if (block->bytes > kScratchKept) return std::free(block->memory);
     while (kept_ + block->bytes > kScratchKept || blocks_[next_] != nullptr) {
-      if (Block* old = std::exchange(blocks_[next_], nullptr)) {
+      if (ScratchBlock* old = std::exchange(blocks_[next_], nullptr)) {
         kept_ -= old->bytes;
         std::free(old->memory);
       }
@@ -140,7 +144,7 @@ class ScratchCache {
   }
 
  private:
-  std::array<Block*, 8> blocks_{};
+  std::array<ScratchBlock*, 8> blocks_{};
   std::size_t next_ = 0;
   std::size_t kept_ = 0;
 };
@@ -168,8 +172,7 @@ class Scratch : Immovable {
       std::byte* place = memory + alignment - sizeof(ScratchBlock);
       block = ::new (place) ScratchBlock{nullptr, size, memory};
     }
-    // Only ever pushed to while the call runs, so there is no ABA; release() comes after all
-    // pushes.
+    // Only pushed to while the call runs, so there is no ABA; release() comes after all pushes.
     block->next = blocks_.load(std::memory_order_relaxed);
     while (!blocks_.compare_exchange_weak(block->next, block, std::memory_order_release,
                                           std::memory_order_relaxed)) {
@@ -182,23 +185,13 @@ class Scratch : Immovable {
     // Sees the descriptions that other threads have pushed.
     ScratchBlock* block = blocks_.exchange(nullptr, std::memory_order_acquire);
     while (block != nullptr) {
-      ScratchBlock* next = block->next;
-      if (block->memory == block)
-        ScratchCache::instance().keep(block);
-      else
-        std::free(block->memory);  // of a larger alignment: rare
-      block = next;
+      ScratchBlock* done = std::exchange(block, block->next);
+      bool usual = done->memory == done;  // a larger alignment is rare
+      usual ? ScratchCache::instance().keep(done) : std::free(done->memory);
     }
   }
 
   std::atomic<ScratchBlock*> blocks_{nullptr};
-};
-
-// Takes the place of the call's scratch memory, to see what becomes of it.
-class ScratchSource {
- public:
-  virtual ~ScratchSource() = default;
-  virtual void* take(std::size_t bytes, std::size_t alignment) noexcept = 0;
 };
 
 // A call as a kernel sees it. On the stack of the call; making one allocates nothing.
@@ -235,22 +228,17 @@ class KernelFrame : public callgate_call, Immovable {
     if (record == nullptr) [[likely]]
       return parallel_for(of(call).executor_, begin, end, grain, body, data);
     // The helpers' crashes are this kernel's.
-    struct Recorded {
-      const KernelRecord* record;
-      Body body;
-      void* data;
-    } recorded{record, body, data};
-    auto run = [](void* all, std::int64_t first, std::int64_t last) {
-      const auto& part = *static_cast<Recorded*>(all);
-      RunningKernel running(part.record);
-      part.body(part.data, first, last);
+    auto recorded = [&](std::int64_t first, std::int64_t last) {
+      RunningKernel running(record);
+      body(data, first, last);
     };
-    parallel_for(of(call).executor_, begin, end, grain, run, &recorded);
+    parallel_for(of(call).executor_, begin, end, grain, recorded);
   }
 
   static void* allocate(const callgate_call* call, std::size_t bytes, std::size_t alignment) {
-    if (of(call).source_ != nullptr) return of(call).source_->take(bytes, alignment);
-    return of(call).scratch_.take(bytes, alignment);
+    KernelFrame& frame = of(call);
+    return frame.source_ != nullptr ? frame.source_->take(bytes, alignment)
+                                    : frame.scratch_.take(bytes, alignment);
   }
   static std::int32_t threads(const callgate_call* call) {
     return of(call).executor_ == nullptr ? 1 : of(call).executor_->threads();

@@ -18,7 +18,6 @@
 
 namespace callgate {
 
-// Immutable; any thread.
 class Lanes {
  public:
   Lanes() = default;
@@ -59,20 +58,15 @@ class Lanes {
   }
 
   bool empty() const noexcept { return sizes_.empty(); }
-
   // The extent of each level, outermost first.
   std::span<const std::int64_t> sizes() const noexcept { return sizes_; }
+  std::int64_t count() const noexcept { return count_; }  // of lanes; 1 without levels
 
-  // Number of lanes: the product of the levels' extents, 1 without levels.
-  std::int64_t count() const noexcept { return count_; }
-
-  // The views of one lane. `lane` and `whole` have the same length; the extents that the lanes'
-  // views point to are those of `whole`.
+  // The views of one lane, of the same number; their extents are those of `whole`.
   void select_operands(std::int64_t lane_index, std::span<const ArrayView> whole,
                        std::span<ArrayView> lane) const noexcept {
     for (std::size_t i = 0; i < whole.size(); ++i) {
-      // Walk the levels from the innermost: `rest` holds the outer levels' index, `position` grows
-      // by the levels that this operand has.
+      // From the innermost level: `rest` is the outer levels' index, `position` this operand's.
       std::int64_t rest = lane_index, position = 0, stride = 1;
       std::int32_t levels = 0;
       for (std::size_t level = sizes_.size(); level-- > 0;) {
@@ -92,8 +86,7 @@ class Lanes {
     for (std::size_t i = 0; i < whole.size(); ++i) lane[i] = slab(whole[i], levels, lane_index);
   }
 
-  // Throws Error unless every operand and result has the leading axes that the levels imply, and
-  // lanes that start at a byte.
+  // Throws Error without the leading axes that the levels imply, or lanes that start at a byte.
   void check(std::span<const ArrayView> operands, std::span<const ArrayView> results) const {
     if (empty()) return;
     if (operands.size() != operand_count()) {

@@ -1,13 +1,12 @@
-// The end of the process: calls that are under way, and the gate that closes behind them.
-//
-// Every call enters before it touches user code and leaves after. `close` refuses further calls and
-// waits, for a bounded time, for those inside. After it, handlers return an error without touching
-// Python. Lock-free on the call's side.
+// The end of the process, and of programs at Ctrl-C. Lock-free on a call's side.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
+#include <ctime>
 #include <map>
 #include <mutex>
 #include <string>
@@ -18,6 +17,8 @@
 
 namespace callgate {
 
+// Every call enters before it touches user code and leaves after. close() refuses further calls and
+// waits, for a bounded time, for those inside; handlers then fail without touching Python.
 class Lifecycle {
  public:
   // Constant-initialised, so that calls pay for no guard.
@@ -52,15 +53,12 @@ class Lifecycle {
   bool closed() const noexcept {
     return (state_.load(std::memory_order_acquire) & kClosed) != 0;  // pairs with close()
   }
-
-  // Calls inside now.
-  std::int64_t active() const noexcept {
+  std::int64_t active() const noexcept {                       // calls inside now
     return state_.load(std::memory_order_acquire) & ~kClosed;  // pairs with leave()
   }
 
  private:
-  // Bit 62 marks closed, the bits below count the calls inside: one atomic, so that no call can
-  // slip in between the check and the count.
+  // Bit 62 marks closed, the others count calls: one atomic, so that none slips in between.
   static constexpr std::int64_t kClosed = std::int64_t{1} << 62;
   std::atomic<std::int64_t> state_{0};
 };
@@ -101,11 +99,9 @@ class LateCalls {
   std::map<std::string, std::uint64_t> counts_;
 };
 
-// What a thread of callgate's does last; end_thread() calls it once.
-//
-// Layers above may leave something on a thread that they run on: the bindings, a Python thread
-// state. To take it away they may have to wait for others, which a thread's own destructors must
-// not: who joins the thread may hold what they wait for.
+// What a thread of callgate's does last, once: the bindings leave a Python thread state on it. To
+// take that away they may have to wait for others, which a thread's own destructors must not: who
+// joins the thread may hold what they wait for.
 inline thread_local void (*at_thread_end)() noexcept = nullptr;
 
 // Called by threads of ours that end before the process does, with nothing locked.
@@ -114,5 +110,128 @@ inline void end_thread() noexcept {
   ActiveCall active;  // while the process ends it stays as it is
   if (active.entered()) std::exchange(at_thread_end, nullptr)();
 }
+
+// Ctrl-C, as compiled programs see it.
+//
+// While a program runs, the main thread is inside XLA, where Python's handler of SIGINT only leaves
+// a note: nothing that Python would raise can end the program. So a handler of ours stands before
+// Python's and counts. Runs that have called callgate before the last interrupt are refused at
+// their next call, where it is to end programs; those that begin later, such as a last
+// checkpoint's, are not. All state is constant-initialised: the handler may run at any time.
+class Interrupts {
+ public:
+  // Asked once an interrupt, on any thread that makes a call: does it end programs? Not where the
+  // user's own handler takes it for a request to stop soon.
+  using Judge = bool (*)();
+  static void set_judge(Judge judge) noexcept {
+    judge_.store(judge, std::memory_order_release);  // whoever reads it may call it
+  }
+
+  // Puts the handler before the one that is there, unless the signal is ignored or ends the
+  // process. The first one found is the only one that ours ever calls: whoever comes between later
+  // may call ours, and the two would call each other for ever. So ours is put back only when that
+  // first one stands alone again. Any thread.
+  static void watch() noexcept {
+    static constinit std::mutex mutex;
+    static constinit bool found = false;
+    std::lock_guard lock(mutex);
+    struct sigaction now;
+    if (sigaction(SIGINT, nullptr, &now) != 0) return;
+    bool with_info = (now.sa_flags & SA_SIGINFO) != 0;
+    if (with_info && now.sa_sigaction == &on_signal) return;
+    if (found && !same(now, before_)) return;
+    if (!with_info && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN)) return;
+    if (!found) before_ = now;
+    found = true;
+    now.sa_flags |= SA_SIGINFO;
+    now.sa_sigaction = &on_signal;
+    sigaction(SIGINT, &now, nullptr);
+  }
+
+  // Whether the call of this run (XLA's number of it, -1 for none) is to end its program.
+  static bool ends(std::int64_t run) noexcept {
+    Slot& slot = slots_[static_cast<std::uint64_t>(run) % slots_.size()];
+    // Acquire: the epoch is that of this run. Relaxed: a late look costs one more call.
+    if (slot.run.load(std::memory_order_acquire) == run &&
+        slot.epoch.load(std::memory_order_relaxed) == epoch_.load(std::memory_order_relaxed))
+        [[likely]]
+      return false;
+    return run != -1 && decide(slot, run);
+  }
+
+  // Whether one came within the last second.
+  static bool recent() noexcept {
+    std::int64_t came = came_ns_.load(std::memory_order_relaxed);  // what it says is in itself
+    return came != 0 && steady_ns() - came < 1'000'000'000;
+  }
+
+  // At the process's end, after an interrupt: every call is to end its program; off again, those
+  // of runs that have begun.
+  static void end_all(bool on) noexcept {
+    // Sequentially consistent: who sees the epoch sees the rest.
+    all_.store(on, std::memory_order_seq_cst);
+    std::uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    verdict_.store(std::uint64_t{epoch} * 2 + 1, std::memory_order_seq_cst);
+    epoch_.store(epoch, std::memory_order_seq_cst);
+  }
+
+ private:
+  // The interrupts before a run's first call. A run that loses its slot to another counts as new.
+  struct Slot {
+    std::atomic<std::int64_t> run{-1};
+    std::atomic<std::uint32_t> epoch{0};
+  };
+
+  static std::int64_t steady_ns() noexcept {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);  // allowed in a signal handler
+    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+  }
+
+  static bool same(const struct sigaction& a, const struct sigaction& b) noexcept {
+    bool with_info = (a.sa_flags & SA_SIGINFO) != 0;
+    if (with_info != ((b.sa_flags & SA_SIGINFO) != 0)) return false;
+    return with_info ? a.sa_sigaction == b.sa_sigaction : a.sa_handler == b.sa_handler;
+  }
+
+  static void on_signal(int number, siginfo_t* info, void* context) {
+    came_ns_.store(steady_ns(), std::memory_order_relaxed);  // what it says is in itself
+    epoch_.fetch_add(1, std::memory_order_relaxed);          // likewise
+    if ((before_.sa_flags & SA_SIGINFO) != 0) return before_.sa_sigaction(number, info, context);
+    before_.sa_handler(number);
+  }
+
+  static bool decide(Slot& slot, std::int64_t run) noexcept {
+    std::uint32_t epoch = epoch_.load(std::memory_order_seq_cst);  // see end_all()
+    if (all_.load(std::memory_order_seq_cst)) return true;
+    if (slot.run.load(std::memory_order_acquire) != run) {  // see ends()
+      slot.epoch.store(epoch, std::memory_order_relaxed);
+      slot.run.store(run, std::memory_order_release);  // see ends()
+      return false;
+    }
+    // Relaxed: a verdict says all in one number, and to judge twice does no harm.
+    std::uint64_t verdict = verdict_.load(std::memory_order_seq_cst);
+    if (verdict / 2 != epoch) {
+      Judge judge = judge_.load(std::memory_order_acquire);  // see set_judge()
+      ActiveCall active;
+      bool ends = judge != nullptr && active.entered() && judge();
+      verdict = std::uint64_t{epoch} * 2 + (ends ? 1 : 0);
+      verdict_.store(verdict, std::memory_order_relaxed);  // as above
+    }
+    if (verdict % 2 == 0) slot.epoch.store(epoch, std::memory_order_relaxed);  // it goes on
+    return verdict % 2 != 0;
+  }
+
+  static std::array<Slot, 256> slots_;
+  static inline constinit std::atomic<std::uint32_t> epoch_{0};  // interrupts so far
+  static inline constinit std::atomic<Judge> judge_{nullptr};
+  static inline constinit std::atomic<std::int64_t> came_ns_{0};  // by the steady clock; 0: never
+  static inline constinit std::atomic<bool> all_{false};
+  // The last epoch that was judged, times two, and whether it ends programs.
+  static inline constinit std::atomic<std::uint64_t> verdict_{0};
+  static inline struct sigaction before_;  // written once, before the handler is there
+};
+
+inline constinit std::array<Interrupts::Slot, 256> Interrupts::slots_{};
 
 }  // namespace callgate

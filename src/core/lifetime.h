@@ -1,10 +1,14 @@
-// How long objects live.
+// How long objects live, and in which process.
 #pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
 
 namespace callgate {
 
-// The process's one object of a type that is made for this; never destroyed, since programs and
-// threads that use it may outlast static objects.
+// The process's one object of a type made for this; never destroyed: users may outlast statics.
 template <typename T>
 T& immortal() {
   static auto* object = new T();
@@ -20,6 +24,30 @@ class Immovable {
  protected:
   Immovable() = default;
   ~Immovable() = default;
+};
+
+// Which process an object belongs to. A fork's child has the parent's memory and descriptors, but
+// none of its threads, and locks that these held are held for ever. So what has threads, or what
+// lies outside of the process, remembers where it was made, and leaves both alone in a child.
+class OfProcess {
+ public:
+  // False in a fork's child of the process that the object was made in.
+  bool here() const noexcept { return made_ == forks(); }
+
+ private:
+  // Forks between the first process and this one.
+  static std::uint32_t forks() noexcept {
+    return forks_.load(std::memory_order_relaxed);  // changes while there is one thread alone
+  }
+  static std::uint32_t watched() {
+    static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { forks_.fetch_add(1, std::memory_order_relaxed); });
+    (void)registered;
+    return forks();
+  }
+
+  static inline std::atomic<std::uint32_t> forks_{0};
+  std::uint32_t made_ = watched();
 };
 
 }  // namespace callgate

@@ -1,18 +1,14 @@
 // See the header.
-#include "core/memory_check.h"
-
 #include <algorithm>
-#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <utility>
-#include <vector>
 
 #include "core/guard_pattern.h"
+#include "core/kernel_debug.h"
 
 namespace callgate {
 namespace {
@@ -21,11 +17,9 @@ using Fill = GuardPattern::Fill;
 using Bytes = std::vector<std::byte>;
 
 constexpr std::size_t kAlignment = 64;  // as XLA's own buffers
-constexpr std::size_t kLeastGuard = std::size_t{4} << 10;
-constexpr std::size_t kMostGuard = std::size_t{1} << 20;
+constexpr std::size_t kLeastGuard = std::size_t{4} << 10, kMostGuard = std::size_t{1} << 20;
 constexpr std::size_t kMostFindings = 8;
-// The pattern that all results start with. It is no guard's: a result made of what lies outside is
-// not one that was left as it was.
+// What results start with. No guard's: a result made of what lies outside isn't left as it was.
 constexpr std::size_t kResults = 0;
 
 // Fills `memory` with a pattern, again and again; `bytes` need be no multiple of its period.
@@ -47,7 +41,6 @@ std::string index_text(const ArrayView& view, std::size_t element) {
   return "[" + text + "]";
 }
 
-// Where two blocks of memory differ first.
 std::size_t first_difference(const std::byte* a, std::size_t bytes, const std::byte* b) {
   return static_cast<std::size_t>(std::mismatch(a, a + bytes, b).first - a);
 }
@@ -57,8 +50,7 @@ struct Guarded {
   Guarded(std::size_t size, std::size_t alignment, DType type, std::size_t own, bool is_result)
       : memory(nullptr, &std::free),
         bytes(size),
-        // As large as the array, within limits: a loop with a wrong extent runs over by a row or
-        // more.
+        // As large as the array, within limits: a loop with a wrong extent may run over by a row.
         guard((std::clamp(size, kLeastGuard, kMostGuard) / alignment + 1) * alignment),
         after(guard + (alignment - size % alignment) % alignment),
         dtype(type),
@@ -74,11 +66,6 @@ struct Guarded {
     if (result) repeat(data, bytes, GuardPattern(dtype, fill, kResults));
   }
 
-  // How far outside, in bytes, the first write was; the side; how many bytes have changed.
-  // `width`: of an element. `others`: the patterns of the call's arrays. An element that is
-  // another's has changed as a whole, though patterns may have some bytes in common.
-  std::string damage(Fill fill, std::size_t width, std::span<const GuardPattern> others) const;
-
   std::unique_ptr<std::byte, void (*)(void*)> memory;
   std::byte* data = nullptr;
   std::size_t bytes, guard, after;  // of the array, before it, and after it
@@ -87,10 +74,13 @@ struct Guarded {
   bool result;
 };
 
-std::string Guarded::damage(Fill fill, std::size_t width,
-                            std::span<const GuardPattern> others) const {
-  GuardPattern with(dtype, fill, number);
-  const std::byte* all = memory.get();
+// How far outside, in bytes, the first write was; the side; how many bytes have changed. `width`:
+// of an element. `others`: the patterns of the call's arrays. An element that is another's has
+// changed as a whole, though patterns may have some bytes in common.
+std::string damage(const Guarded& block, Fill fill, std::size_t width,
+                   std::span<const GuardPattern> others) {
+  GuardPattern with(block.dtype, fill, block.number);
+  const std::byte* all = block.memory.get();
   auto changed = [&](std::size_t i) {
     if (all[i] != with.at(i)) return true;
     if (with.width == 1) return false;
@@ -109,18 +99,17 @@ std::string Guarded::damage(Fill fill, std::size_t width,
            std::to_string(element) + " would be";
   };
   // The write that is nearest to the array comes first, so the guard before it is read backwards.
-  std::size_t count = 0, nearest = 0, end = guard + bytes;
-  for (std::size_t i = guard; i-- > 0;)
-    if (changed(i) && count++ == 0) nearest = guard - i;
+  std::size_t count = 0, nearest = 0, end = block.guard + block.bytes;
+  for (std::size_t i = block.guard; i-- > 0;)
+    if (changed(i) && count++ == 0) nearest = block.guard - i;
   if (count != 0) {
     auto element = static_cast<std::ptrdiff_t>((nearest + width - 1) / width);
     return text(count, nearest, "before its start", -element);
   }
-  for (std::size_t i = end; i < end + after; ++i)
+  for (std::size_t i = end; i < end + block.after; ++i)
     if (changed(i) && count++ == 0) nearest = i - end;
-  if (count == 0) return {};
-  return text(count, nearest, "after its end",
-              static_cast<std::ptrdiff_t>((bytes + nearest) / width));
+  auto element = static_cast<std::ptrdiff_t>((block.bytes + nearest) / width);
+  return count == 0 ? "" : text(count, nearest, "after its end", element);
 }
 
 class MemoryCheck final : public ScratchSource {
@@ -167,11 +156,11 @@ class MemoryCheck final : public ScratchSource {
       }
       find_unwritten();
       if (!findings_.empty()) return false;
-      if (!site_.repeatable || same_results()) return true;
+      if (!site_.repeatable || snapshot() == first_) return true;
       // Another pattern, other results; or results that are other ones each time.
       std::vector<Bytes> second = snapshot();
       if (!once(Fill::kRare)) return false;
-      if (same_results()) {
+      if (snapshot() == first_) {
         for (std::size_t r = 0; r < results_.size(); ++r) copy_to(results_[r], second[r].data());
         find_dependence();
       }
@@ -214,7 +203,7 @@ class MemoryCheck final : public ScratchSource {
   }
 
   std::string subject(const char* side, std::size_t index, const ArrayView& view) const {
-    auto labels = *side == 'o' ? site_.operand_labels : site_.result_labels;
+    const auto& labels = *side == 'o' ? site_.labels.operands : site_.labels.results;
     return "memory check: " + (index < labels.size() ? labels[index] + " (" : "(") + side + " " +
            std::to_string(index) + ", " + to_string(view) + ") ";
   }
@@ -235,8 +224,8 @@ class MemoryCheck final : public ScratchSource {
   void inspect(Fill fill) {
     std::vector<GuardPattern> others = patterns(fill);
     auto look = [&](const Guarded& block, std::size_t width, auto&& name) {
-      std::string damage = block.damage(fill, width, others);
-      if (!damage.empty()) findings_.push_back(name() + damage);
+      std::string found = damage(block, fill, width, others);
+      if (!found.empty()) findings_.push_back(name() + found);
     };
     for (std::size_t i = 0; i < operands_.size(); ++i) {
       if (alias_[i] >= 0) continue;
@@ -250,20 +239,18 @@ class MemoryCheck final : public ScratchSource {
       findings_.push_back(name() + "is an input and was written to, the first time at element " +
                           index_text(was, at / width));
     }
-    for (std::size_t r = 0; r < results_.size(); ++r) {
+    for (std::size_t r = 0; r < results_.size(); ++r)
       look(result_copies_[r], element_bytes(results_[r].dtype),
            [&] { return subject("result", r, results_[r]); });
-    }
-    for (const Guarded& block : scratch_) {
+    for (const Guarded& block : scratch_)
       look(block, 1, [&] {
         return "memory check: scratch memory of " + std::to_string(block.bytes) + " bytes: ";
       });
-    }
   }
 
   // After the last run that is needed to tell: elements that have what they were filled with.
   void find_unwritten() {
-    bool repeated = site_.repeatable;
+    const bool repeated = site_.repeatable;
     for (std::size_t r = 0; r < results_.size(); ++r) {
       const ArrayView& view = results_[r];
       GuardPattern first(view.dtype, Fill::kRare, kResults);
@@ -286,9 +273,6 @@ class MemoryCheck final : public ScratchSource {
     }
   }
 
-  // The results as they are now against those of the first run.
-  bool same_results() const { return snapshot() == first_; }
-
   // The results as they are now differ from the first run's, and that is the pattern's doing.
   void find_dependence() {
     for (std::size_t r = 0; r < results_.size(); ++r) {
@@ -304,7 +288,6 @@ class MemoryCheck final : public ScratchSource {
 
   std::vector<Bytes> snapshot() const {
     std::vector<Bytes> copies;
-    copies.reserve(result_copies_.size());
     for (const Guarded& copy : result_copies_)
       copies.emplace_back(copy.data, copy.data + copy.bytes);
     return copies;

@@ -2,9 +2,6 @@
 #include "core/progress.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <utility>
 
 #include "core/error.h"
 
@@ -13,14 +10,11 @@ namespace {
 
 using Phase = ProgressState::Phase;
 
-// Time between two updates of a bar that chooses by time: far below what an eye sees, far above
-// what an update costs.
+// Time between two updates of a bar that chooses by time: far above what an update costs.
 constexpr std::int64_t kUpdateNs = 5'000'000;
 constexpr std::int64_t kGrowth = 8;  // a first, slow step must not decide for long
 constexpr std::int64_t kMostSteps = std::int64_t{1} << 30;
-
-constexpr std::int64_t kNoRun = -1;  // any other number may be a run's, a negative one, too
-
+constexpr std::int64_t kNoRun = -1;     // any other number may be a run's, a negative one, too
 constexpr std::int32_t kIndexBits = 8;  // of a handle; the rest is its generation
 constexpr std::int32_t kGenerations = std::int32_t{1} << (31 - kIndexBits);
 
@@ -145,9 +139,8 @@ void ProgressBoard::step(const std::string& spec, const ProgressStart& start,
       // Relaxed: see take().
       bool live = slot.phase.load(std::memory_order_relaxed) == Phase::kLive;
       if (live && slot.run == context.run && slot.site == start.site &&
-          slot.device == context.device) {
+          slot.device == context.device)
         handle = slot.handle.load(std::memory_order_relaxed);
-      }
     }
   }
   if (handle == 0) handle = begin(spec, start, context);
@@ -163,10 +156,10 @@ void ProgressBoard::fail(std::int64_t run) noexcept {
   if (run == kNoRun) return;
   std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
-    if (slot.run != run) continue;
     Phase live = Phase::kLive;
     // Relaxed: the count stands since its last update, whoever reads it.
-    slot.phase.compare_exchange_strong(live, Phase::kFailed, std::memory_order_relaxed);
+    if (slot.run == run)
+      slot.phase.compare_exchange_strong(live, Phase::kFailed, std::memory_order_relaxed);
   }
 }
 
@@ -205,8 +198,7 @@ bool ProgressBoard::retire() {
   return empty;
 }
 
-// --- The callee: a call reads one or two scalars and writes one
-// ------------------------------------
+// --- The callee: a call reads one or two scalars and writes one ----------------------------------
 
 namespace {
 
@@ -264,10 +256,9 @@ std::shared_ptr<Site> ProgressCallee::specialise(SiteSpec spec) {
   const Attributes& held = spec.held.dictionary("progress");
   const std::string_view kind = held.text("kind");
   const auto* known = std::ranges::find(kKinds, kind, &decltype(kKinds)::value_type::first);
-  if (known == kKinds.end()) {
+  if (known == kKinds.end())
     throw Error("a progress bar's call", "begin, begin_of, update, end or step",
                 "'" + std::string(kind) + "'");
-  }
   // Relaxed: any distinct numbers will do.
   const std::int64_t site = sites.fetch_add(1, std::memory_order_relaxed) + 1;
   return std::make_shared<ProgressSite>(

@@ -1,11 +1,9 @@
 // Progress bars as programs feed them: numbers in slots, which somebody else draws.
 //
-// A program that runs a loop begins a bar, updates it now and then, and ends it
-// (ProgressCallee). That stores numbers in a slot of the process's `ProgressBoard`. Who draws (a
-// Python thread) polls the board, and releases what it has drawn for the last time.
-//
-// An update is lock-free, on any XLA thread. Beginning takes a lock, once a loop. The board owns
-// the slots; a handle names a slot and its generation, so that a late update finds nobody.
+// A program that runs a loop begins a bar, updates it now and then, and ends it (ProgressCallee).
+// Who draws (a Python thread) polls the board, and releases what it has drawn for the last time. An
+// update is lock-free, on any XLA thread; beginning takes a lock, once a loop. A handle names a
+// slot of the board and its generation, so that a late update finds nobody.
 #pragma once
 
 #include <array>
@@ -48,9 +46,7 @@ struct ProgressStart {
 
 class ProgressBoard {
  public:
-  // The board of this process; never destroyed, since programs may run until the very end.
   static ProgressBoard& instance() { return immortal<ProgressBoard>(); }
-
   using Clock = std::function<std::chrono::nanoseconds()>;
   explicit ProgressBoard(Clock clock = {}) : clock_(std::move(clock)) {}
 
@@ -61,18 +57,13 @@ class ProgressBoard {
   // Sets the count, of which only the lowest 32 bits come. Returns the number of steps until the
   // next update: such that updates come every few milliseconds, or `every`.
   std::int32_t update(std::int32_t handle, std::uint32_t count) noexcept;
-
   void end(std::int32_t handle, std::uint32_t count) noexcept;
-
   // Counts one step of a bar that begins with its first step and ends with its last.
   void step(const std::string& spec, const ProgressStart& start, const CallContext& context);
-
   // The bars of the run end where they stand: its program failed.
   void fail(std::int64_t run) noexcept;
-
   // All bars that have begun and have not been released.
   std::vector<ProgressState> poll() const;
-
   // Frees the bar's slot, unless it began again or still lives.
   void release(std::int32_t handle) noexcept;
 
@@ -86,8 +77,7 @@ class ProgressBoard {
   bool retire();
 
  private:
-  static constexpr std::size_t kSlots = 256;
-  static constexpr std::size_t kOwners = 256;
+  static constexpr std::size_t kSlots = 256, kOwners = 256;
 
   struct Slot {
     std::atomic<std::int32_t> handle{0};
@@ -105,14 +95,12 @@ class ProgressBoard {
   bool owns(const CallContext& context);
   void store_count(Slot& slot, std::uint32_t count) noexcept;
   std::int64_t now() const;
-
   Clock clock_;
   mutable std::mutex mutex_;
   std::array<Slot, kSlots> slots_;
   // The device that draws, by run: the first of the run that began a bar. The latest runs alone.
   struct Owner {
-    std::int64_t run = -1;
-    std::int64_t device = -1;
+    std::int64_t run = -1, device = -1;
   };
   std::array<Owner, kOwners> owners_{};
   std::size_t next_owner_ = 0;
@@ -122,9 +110,9 @@ class ProgressBoard {
   std::function<void()> wake_;
 };
 
-// What programs call, by name, to feed all bars of a process. Runs on any XLA thread, without the
-// GIL; the board is borrowed and outlives every site. A call holds a dictionary `progress` of kind,
-// every and total, and as its spec the text that the board keeps. Kinds are
+// What programs call, by name, to feed all bars of a process; the board outlives every site. A call
+// holds a dictionary `progress` of kind, every and total, and as its spec the text that the board
+// keeps. Kinds are
 //   begin (anchors...) -> handle       begin_of (total, anchors...) -> handle
 //   update (handle, count) -> steps until the next update
 //   end (handle, count, anchors...) -> 0      step (anchors...) -> 0
@@ -132,9 +120,7 @@ class ProgressBoard {
 class ProgressCallee final : public Callee {
  public:
   static constexpr std::string_view kName = "callgate.progress";
-
   explicit ProgressCallee(ProgressBoard& board) : board_(board) {}
-
   // Throws Error(kInvalidArgument) for any other kind.
   std::shared_ptr<Site> specialise(SiteSpec spec) override;
   const std::string& name() const noexcept override { return name_; }

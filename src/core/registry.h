@@ -1,8 +1,8 @@
 // The names that programs call by.
 //
-// A program holds names, never pointers. The registry maps a name to its live callee for as long as
-// somebody else keeps the callee alive (the gate in Python, or an executable that calls it); it
-// owns none of them. Two live callees never share a name. Any thread.
+// A program holds names, never pointers. The registry knows a callee for as long as somebody else
+// keeps it alive (the gate in Python, or an executable that calls it). Two live callees never share
+// a name. Any thread.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,6 @@ namespace callgate {
 
 class Registry {
  public:
-  // The registry of this process; never destroyed, since handlers may look up names at exit.
   static Registry& instance() { return immortal<Registry>(); }
 
   // Throws Error(kAlreadyExists) when another live callee has the name.
@@ -55,21 +54,18 @@ class Registry {
   // Error(kNotFound), with names that are defined, when there is none.
   std::shared_ptr<Callee> find(std::string_view name) const {
     if (auto callee = lookup(name)) return callee;
-    Resolver resolver;
-    {
+    Resolver resolver = [this] {
       std::lock_guard lock(mutex_);
-      resolver = resolver_;
-    }
+      return resolver_;
+    }();
     if (resolver && resolver(std::string(name)))
       if (auto callee = lookup(name)) return callee;
-    // A variant of a kernel, "name[types]", comes with its kernel.
-    std::string defined(name.substr(0, name.find('[')));
     std::string message =
         "no gate or kernel named '" + std::string(name) +
         "' is defined in this process; a program that calls it was loaded or is still alive. "
         "Define it before the program is loaded: run the code that creates it (the same module "
         "and order of creation), or give it name='" +
-        defined +
+        std::string(name.substr(0, name.find('['))) +  // a variant, "name[types]", of a kernel
         "'. A kernel that was saved with the program comes with callgate.load_kernels, one in a "
         "library of yours with callgate.library.";
     std::vector<std::string> live = names();
@@ -89,15 +85,10 @@ class Registry {
 
   // The live names, sorted.
   std::vector<std::string> names() const {
-    std::vector<std::shared_ptr<Callee>> held;
     std::vector<std::string> live;
-    {
-      std::lock_guard lock(mutex_);
-      for (const auto& [name, callee] : callees_) {
-        held.push_back(callee.lock());
-        if (held.back() != nullptr) live.push_back(name);
-      }
-    }
+    std::lock_guard lock(mutex_);
+    for (const auto& [name, callee] : callees_)
+      if (!callee.expired()) live.push_back(name);
     std::ranges::sort(live);
     return live;
   }

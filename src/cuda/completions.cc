@@ -8,17 +8,6 @@
 #include <utility>
 
 namespace callgate::cuda {
-namespace {
-
-// In a fork's child: the locks may be held by threads that are not in this process.
-std::atomic<bool> abandoned{false};
-
-bool is_abandoned() noexcept {
-  return abandoned.load(std::memory_order_relaxed);  // the child has one thread when it is set
-}
-
-}  // namespace
-
 bool Completions::after(StreamEvent event, std::function<void(Result)> task) {
   return give({std::move(event), std::move(task)});
 }
@@ -28,16 +17,13 @@ bool Completions::later(std::function<void()> task) {
 }
 
 void Completions::in_turn(Stream stream, std::function<void()> task) {
-  struct Turn {
-    Completions* completions;
-    std::function<void()> task;
-  };
-  auto turn = std::make_unique<Turn>(Turn{this, std::move(task)});
+  using Turn = std::pair<Completions*, std::function<void()>>;
+  auto turn = std::make_unique<Turn>(this, std::move(task));
   auto give = [](void* data) {
     auto* due = static_cast<Turn*>(data);
     // Refused at the end of the process: left as it is, since what it holds may be the driver's.
-    due->completions->later([due] {
-      due->task();
+    due->first->later([due] {
+      due->second();
       delete due;  // NOLINT: the stream had it
     });
   };
@@ -46,7 +32,7 @@ void Completions::in_turn(Stream stream, std::function<void()> task) {
 }
 
 bool Completions::give(Task task) {
-  if (is_abandoned()) return false;
+  if (abandoned_.load(std::memory_order_relaxed)) return false;
   std::lock_guard lock(mutex_);
   if (stopping_) return false;
   tasks_.push_back(std::move(task));
@@ -85,14 +71,14 @@ bool Completions::keep(StreamEvent event, std::shared_ptr<void> kept) noexcept t
 }
 
 bool Completions::drain(std::chrono::nanoseconds limit) {
-  if (is_abandoned()) return true;
+  if (abandoned_.load(std::memory_order_relaxed)) return true;
   std::unique_lock lock(mutex_);
   if (!thread_.has_value() || thread_->get_id() == std::this_thread::get_id()) return true;
   return changed_.wait_for(lock, limit, [this, until = given_] { return done_ >= until; });
 }
 
 bool Completions::stop(std::chrono::nanoseconds limit) {
-  if (is_abandoned()) return true;
+  if (abandoned_.load(std::memory_order_relaxed)) return true;
   std::unique_lock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
@@ -105,16 +91,6 @@ bool Completions::stop(std::chrono::nanoseconds limit) {
   return true;
 }
 
-bool Completions::stopped() const noexcept {
-  std::lock_guard lock(mutex_);
-  return stopping_;
-}
-
-std::int64_t Completions::pending() const noexcept {
-  std::lock_guard lock(mutex_);
-  return static_cast<std::int64_t>(given_ - done_);
-}
-
 bool Completions::each(bool (Completions::*wait)(std::chrono::nanoseconds),
                        std::chrono::nanoseconds limit) {
   bool done = true;
@@ -124,10 +100,6 @@ bool Completions::each(bool (Completions::*wait)(std::chrono::nanoseconds),
     done &= (device->completions().*wait)(std::max(left, std::chrono::nanoseconds(0)));
   }
   return done;
-}
-
-void Completions::abandon_all() noexcept {
-  abandoned.store(true, std::memory_order_relaxed);  // see is_abandoned()
 }
 
 }  // namespace callgate::cuda

@@ -1,12 +1,4 @@
-// What is to be done on the host when a stream has got so far.
-//
-// One thread a device, "cg-cuda-N", started with the first task and joined by stop(). It waits for
-// the event of each task in the order in which tasks came, so tasks of one stream run in the
-// stream's order, and then runs the task. A task must not wait for work that is given to the stream
-// later. Where the stream failed, the task is told so.
-//
-// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
-// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
+// What the host does when a stream has got so far, and what a stream waits for of the host.
 #pragma once
 
 #include <atomic>
@@ -20,17 +12,24 @@
 #include <optional>
 #include <thread>
 
+#include "core/lifetime.h"
 #include "cuda/device.h"
 
 namespace callgate::cuda {
 
-// The device's own; never destroyed, since the thread may have to be left alone.
+// A device's own. One thread, "cg-cuda-N", started with the first task and joined by stop(); never
+// destroyed, since it may have to be left alone. It waits for the event of each task in the order
+// in which tasks came, so tasks of one stream run in the stream's order, and then runs the task. A
+// task must not throw, nor wait for work that is given to the stream later. Where the stream
+// failed, the task is told so.
+//
+// Replayed graphs give tasks when the stream gets there, and not when they are launched. So once a
+// device's calls are in a graph, all its tasks are given by the streams themselves: `in_turn`.
 class Completions : Immovable {
  public:
   explicit Completions(Device& device) : device_(device) {}
   static Completions& of(Device& device) { return device.completions(); }
-
-  // Tasks must not throw. False when the thread has been stopped: the task did not run and won't.
+  // False when the thread has been stopped: the task did not run and won't.
   bool after(StreamEvent event, std::function<void(Result)> task);
   // Whether tasks are to come `in_turn`: from the first `order_by_streams` on.
   // Relaxed: set while a program is recorded, before any replay of it can be given to a stream.
@@ -38,33 +37,31 @@ class Completions : Immovable {
   void order_by_streams() noexcept { by_streams_.store(true, std::memory_order_relaxed); }
   // Gives the task when the stream has got so far. Throws where the stream takes no host function.
   void in_turn(Stream stream, std::function<void()> task);
-  // Behind the tasks that are there, without an event. Calls no function of the driver's, so a host
-  // function may call it.
+  // Behind the tasks that are there. Not a call of the driver's: a host function may make it.
   bool later(std::function<void()> task);
-
   // Keeps something until the event has come, as far as that can be done. For destructors.
   bool keep(StreamEvent event, std::shared_ptr<void> kept) noexcept;
-
-  // Waits until the tasks that were given before have run; at once on the thread itself. False when
-  // the time ran out.
+  // Waits for the tasks given before, unless on the thread itself. False when the time ran out.
   bool drain(std::chrono::nanoseconds limit);
 
-  // Takes no more tasks, runs what is there and joins the thread. False when the time ran out: the
-  // thread then ends by itself.
+  // Takes no more tasks, runs what is there and joins the thread, which past the limit (then false)
+  // ends by itself.
   bool stop(std::chrono::nanoseconds limit);
+  bool stopped() const noexcept {
+    std::lock_guard lock(mutex_);
+    return stopping_;
+  }
 
-  bool stopped() const noexcept;
+  std::int64_t pending() const noexcept {  // tasks given and not yet run
+    std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(given_ - done_);
+  }
 
-  // Tasks given and not yet run.
-  std::int64_t pending() const noexcept;
-
-  // All devices' at once. stop_all() runs what is there first, as far as the time allows; false
-  // when it did not suffice.
+  // All devices' at once; false when the time did not suffice.
   static bool drain_all(std::chrono::nanoseconds limit) { return each(&Completions::drain, limit); }
   static bool stop_all(std::chrono::nanoseconds limit) { return each(&Completions::stop, limit); }
-
-  // In a fork's child: CUDA and the threads are gone; tasks are dropped.
-  static void abandon_all() noexcept;
+  // In a fork's child (one thread; the others' locks are held for ever): tasks are dropped.
+  static void abandon_all() noexcept { abandoned_.store(true, std::memory_order_relaxed); }
 
  private:
   struct Task {
@@ -77,6 +74,7 @@ class Completions : Immovable {
   static bool each(bool (Completions::*wait)(std::chrono::nanoseconds),
                    std::chrono::nanoseconds limit);
 
+  static inline std::atomic<bool> abandoned_{false};
   Device& device_;
   std::atomic<bool> by_streams_{false};
   mutable std::mutex mutex_;  // guards all that follows
@@ -85,6 +83,49 @@ class Completions : Immovable {
   std::uint64_t given_ = 0, done_ = 0;
   bool stopping_ = false;
   std::optional<std::thread> thread_;
+};
+
+// Holds a stream back until the host says so, without a thread that waits: it waits for a word of
+// pinned memory where the device takes that, else in a host function.
+class StreamGate : Immovable {
+ public:
+  StreamGate() { word().store(0, std::memory_order_relaxed); }  // nobody else knows of it yet
+
+  // What the stream is given from here on starts after open(). Whoever calls this keeps the gate
+  // until then. Throws Error.
+  void hold(Stream stream) {
+    if (driver().stream_wait_value != nullptr) {
+      auto address = reinterpret_cast<DevicePointer>(word_.data());
+      Result result = driver().stream_wait_value(stream, address, 1, kWaitValueGeq);
+      if (result == Result::kSuccess) return;
+      if (result != Result::kNotSupported) check(result, "cuStreamWaitValue32_v2");
+    }
+    auto wait = [](void* data) {
+      auto& gate = *static_cast<StreamGate*>(data);
+      std::unique_lock lock(gate.mutex_);
+      gate.opened_.wait(lock, [&] { return gate.open_; });
+    };
+    check(driver().launch_host_function(stream, wait, this), "cuLaunchHostFunc");
+  }
+
+  // What was written to host memory before is seen by the work behind. Any thread, once.
+  void open() noexcept {
+    word().store(1, std::memory_order_release);  // what was written before goes with it
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+
+ private:
+  // As host and device see it: pinned memory has one address for both.
+  std::atomic_ref<std::uint32_t> word() const noexcept {
+    return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(word_.data()));
+  }
+
+  PinnedBlock word_{sizeof(std::uint32_t)};
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool open_ = false;
 };
 
 }  // namespace callgate::cuda

@@ -9,8 +9,7 @@ namespace callgate::cuda {
 namespace {
 
 constexpr std::size_t kHostAlignment = 64;
-// What XLA expects of the memory of its programs' arguments.
-constexpr std::size_t kKeptAlignment = 256;
+constexpr std::size_t kKeptAlignment = 256;  // as XLA expects of its programs' arguments
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t alignment) noexcept {
   return (bytes + alignment - 1) / alignment * alignment;
@@ -25,10 +24,9 @@ std::size_t room_for(std::span<const ArrayView> views, std::size_t alignment) no
 
 // Has them lie so from an address on.
 void lay_out(std::span<ArrayView> views, void* at, std::size_t alignment) noexcept {
-  auto* next = static_cast<char*>(at);
   for (ArrayView& view : views) {
-    view.data = next;
-    next += round_up(view.nbytes(), alignment);
+    view.data = at;
+    at = static_cast<char*>(at) + round_up(view.nbytes(), alignment);
   }
 }
 
@@ -59,28 +57,12 @@ struct OwnedByGraph {
 
 }  // namespace
 
-void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
-}
-
-void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync_v2");
-}
-
-void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream) {
-  if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
-}
-
 void poison_on_device(std::span<const ArrayView> views, Stream stream) {
   for (const ArrayView& view : views) set_bytes(view, is_inexact(view.dtype) ? 0xFF : 0, stream);
 }
 
 void clear_on_device(std::span<const ArrayView> views, Stream stream) {
   for (const ArrayView& view : views) set_bytes(view, 0, stream);
-}
-
-void wait_for(Device& device, Stream stream) {
-  check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
 }
 
 void keep_until(Device& device, Stream stream, const std::shared_ptr<void>& kept) {
@@ -95,19 +77,17 @@ bool keep_in_graph(Device& device, Stream stream, const std::shared_ptr<void>& k
   constexpr unsigned kNoDestructorSync = 1, kMoveReference = 1;
   const Driver& cuda = driver();
   if (cuda.capture_info == nullptr || cuda.user_object_create == nullptr ||
-      cuda.graph_retain_object == nullptr) {
+      cuda.graph_retain_object == nullptr)
     return false;
-  }
   CaptureStatus status = CaptureStatus::kNone;
   Graph graph = nullptr;
   Result found = cuda.capture_info(stream, &status, nullptr, &graph, nullptr, nullptr);
   if (found != Result::kSuccess || graph == nullptr) return false;
   auto owner = std::make_unique<OwnedByGraph>(OwnedByGraph{device, kept});
   UserObject object = nullptr;
-  if (cuda.user_object_create(&object, owner.get(), &OwnedByGraph::let_go, 1, kNoDestructorSync) !=
-      Result::kSuccess) {
-    return false;
-  }
+  found =
+      cuda.user_object_create(&object, owner.get(), &OwnedByGraph::let_go, 1, kNoDestructorSync);
+  if (found != Result::kSuccess) return false;
   owner.release();  // NOLINT: the object's
   if (cuda.graph_retain_object(graph, object, 1, kMoveReference) == Result::kSuccess) return true;
   cuda.user_object_release(object, 1);
@@ -142,9 +122,8 @@ HostCopies::HostCopies(Device& device, std::span<const ArrayView> operands,
 const ArrayView* HostCopies::shared_with(const ArrayView& result) const {
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     if (sources_[i] == address(result.data) && operands_[i].nbytes() == result.nbytes() &&
-        result.nbytes() != 0) {
+        result.nbytes() != 0)
       return &operands_[i];
-    }
   }
   return nullptr;
 }
@@ -167,9 +146,8 @@ StreamEvent HostCopies::fetch_aside(Stream stream) {
   Stream side = device_->side_stream(Device::Direction::kToHost);
   given(stream, [&] {
     for (std::size_t i = 0; i < operands_.size(); ++i) {
-      const ArrayView& view = operands_[i];
-      copy_on_device(aside_.data() + offset(view, memory_.data()), sources_[i], view.nbytes(),
-                     stream);
+      DevicePointer to = aside_.data() + offset(operands_[i], memory_.data());
+      copy_on_device(to, sources_[i], operands_[i].nbytes(), stream);
     }
     StreamEvent(*device_, stream).hold_back(side);
   });
@@ -239,9 +217,8 @@ void Upload::give(const std::shared_ptr<Upload>& self, std::span<void* const> ta
   const Memory& memory = *self->memory_;
   given(stream, [&] {
     for (std::size_t i = 0; i < self->host_.size(); ++i) {
-      const ArrayView& view = self->host_[i];
-      copy_on_device(address(targets[i]), memory.block.data() + offset(view, memory.pinned.data()),
-                     view.nbytes(), stream);
+      DevicePointer from = memory.block.data() + offset(self->host_[i], memory.pinned.data());
+      copy_on_device(address(targets[i]), from, self->host_[i].nbytes(), stream);
     }
   });
   keep_until(*self->device_, stream, self);

@@ -1,8 +1,6 @@
-// Copies of arrays between host and device, and on a device.
-//
-// All are enqueued on streams; nobody waits but where it is said. What a copy reads and writes
-// lives until it has ended: keep_until() sees to it. The device's context is current, unless it is
-// said otherwise. All throw Error.
+// Copies of arrays between host and device, and on a device. All are enqueued on streams; nobody
+// waits but where it is said. What a copy reads and writes lives until it has ended: keep_until()
+// sees to it. The device's context is current. All throw Error.
 #pragma once
 
 #include <cstddef>
@@ -22,16 +20,24 @@ namespace callgate::cuda {
 inline DevicePointer address(const void* data) { return reinterpret_cast<DevicePointer>(data); }
 
 // Of no bytes: nothing.
-void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream);
-void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream);
-void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream);
+inline void copy_to_host(void* to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync_v2");
+}
+inline void copy_to_device(DevicePointer to, const void* from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync_v2");
+}
+inline void copy_on_device(DevicePointer to, DevicePointer from, std::size_t bytes, Stream stream) {
+  if (bytes != 0) check(driver().copy_on_device(to, from, bytes, stream), "cuMemcpyDtoDAsync_v2");
+}
 
 // As core's poison() and clear().
 void poison_on_device(std::span<const ArrayView> views, Stream stream);
 void clear_on_device(std::span<const ArrayView> views, Stream stream);
 
 // Blocks until the stream has done what it has been given so far.
-void wait_for(Device& device, Stream stream);
+inline void wait_for(Device& device, Stream stream) {
+  check(StreamEvent(device, stream).wait(), "cuEventSynchronize");
+}
 
 // Runs `give`, which gives the stream work. Where it throws, what it gave may still use memory that
 // the caller is about to free: waits for the stream first.
@@ -61,20 +67,16 @@ class HostCopies {
   HostCopies(Device& device, std::span<const ArrayView> operands,
              std::span<const ArrayView> results);
 
-  // Enqueues the copies of the operands to the host.
-  void fetch(Stream stream);
+  void fetch(Stream stream);  // enqueues the copies of the operands to the host
   // The same, and the event of their end. Where it throws, none is under way.
   StreamEvent fetch_with_event(Stream stream);
-  // The same by way of device memory of ours and a stream of ours, for large arrays: `stream` goes
-  // on after a copy on the device.
+  // The same by a stream of ours, for large arrays: `stream` goes on after a copy on the device.
   StreamEvent fetch_aside(Stream stream);
-
   std::span<const ArrayView> operands() const noexcept { return operands_.all(); }
   std::span<ArrayView> results() noexcept { return results_.all(); }
   std::size_t operand_bytes() const noexcept { return operand_bytes_; }
 
-  // Enqueues the copies of the results to the device.
-  void publish(Stream stream);
+  void publish(Stream stream);  // enqueues the copies of the results to the device
 
  private:
   const ArrayView* shared_with(const ArrayView& result) const;
@@ -87,15 +89,13 @@ class HostCopies {
   DeviceBlock aside_;
 };
 
-// Copies of a program's arrays that stay on the device, for whoever wants to keep them.
-//
-// The memory goes back to its pool when the last owner has let go, on any thread, and what XLA's
+// Copies of a program's arrays that stay on the device, for whoever wants to keep them. The memory
+// goes back to its pool when the last owner has let go, on any thread, and what XLA's
 // stream had been given until then is over: a consumer's programs may still read it.
 class KeptCopies final : public DeviceMemory, Immovable {
  public:
   KeptCopies(Device& device, Stream stream, std::span<const ArrayView> arrays);
   ~KeptCopies() override;
-
   Device& device() const noexcept { return *device_; }
   Stream stream() const noexcept { return stream_; }
   // The copies: views of device memory, which live as long as this does.
@@ -108,31 +108,23 @@ class KeptCopies final : public DeviceMemory, Immovable {
   DeviceBlock memory_;
 };
 
-// Arrays on their way to a device ahead of the program that will ask for them.
-//
-// They are written into pinned memory and copied from there by a stream of the device's own, beside
-// those of programs. A program's stream then waits for that copy's event and copies on the device,
-// into memory of its own. Any context may be current.
+// Arrays on their way to a device ahead of the program that will ask for them: copied from pinned
+// memory by a stream of the device's own, beside those of programs. A program's stream then waits
+// for that and copies on the device, into memory of its own. Any context may be current.
 class Upload : Immovable {
  public:
   // Room for arrays of these types; their data is not looked at.
   Upload(Device& device, std::span<const ArrayView> types);
   ~Upload();
-
   Device& device() const noexcept { return *device_; }
   // To be written before start().
   std::span<const ArrayView> host() const noexcept { return host_.all(); }
-
-  // Enqueues the copy to the device. Once.
-  void start();
-
-  // Has a program's stream copy the arrays to `targets`, one of the device's addresses for each,
-  // when they are there; `self` lives until then.
+  void start();  // enqueues the copy to the device. Once.
+  // Has a program's stream copy the arrays to `targets` on the device; `self` lives until then.
   static void give(const std::shared_ptr<Upload>& self, std::span<void* const> targets,
                    Stream stream);
 
  private:
-  // The memory, as the copies on the device need it.
   struct Memory {
     PinnedBlock pinned;
     DeviceBlock block;
@@ -141,7 +133,7 @@ class Upload : Immovable {
   Device* device_;
   OwnedViews host_;
   std::size_t bytes_ = 0;
-  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();  // may outlive this
   std::optional<StreamEvent> arrived_;
 };
 

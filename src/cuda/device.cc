@@ -1,22 +1,18 @@
 // See the header.
 #include "cuda/device.h"
 
-#include <algorithm>
 #include <bit>
 #include <new>
 
-#include "core/error.h"
 #include "cuda/completions.h"
 
 namespace callgate::cuda {
 namespace {
 
-constexpr std::size_t kMebi = std::size_t{1} << 20;
-constexpr std::size_t kSmallest = 4096;
+constexpr std::size_t kMebi = std::size_t{1} << 20, kSmallest = 4096;
 constexpr std::size_t kKept = 256 * kMebi;  // of a pool
 
-// Powers of two up to 1 MiB, then whole MiB: large blocks waste little, and blocks of one size find
-// each other again.
+// Powers of two up to 1 MiB, then whole MiB: large blocks waste little.
 std::size_t size_class(std::size_t bytes) {
   if (bytes <= kMebi) return std::bit_ceil(std::max(bytes, kSmallest));
   return (bytes + kMebi - 1) / kMebi * kMebi;
@@ -75,8 +71,7 @@ Device& Device::at(int ordinal) {
   }
   std::atomic<Device*>& slot = by_ordinal_[static_cast<std::size_t>(ordinal)];
   if (Device* known = slot.load(std::memory_order_acquire)) return *known;  // see in_use()
-  static auto* mutex = new std::mutex();                                    // never destroyed
-  std::lock_guard lock(*mutex);
+  std::lock_guard lock(making_);
   if (Device* known = slot.load(std::memory_order_acquire)) return *known;  // as above
   Context context = nullptr;
   check(driver().primary_context_retain(&context, handle_of(ordinal)), "cuDevicePrimaryCtxRetain");
@@ -97,10 +92,9 @@ Device& Device::of(Stream stream) {
   check(driver().context_set_current(before), "cuCtxSetCurrent");
   check(found, "cuCtxGetDevice");
   Device& device = at(handle);  // a device's handle is its number
-  if (device.context() != context) {
+  if (device.context() != context)
     throw Error("a program on " + device.name(), "a stream of the device's primary context",
                 "one of another context");
-  }
   return device;
 }
 
@@ -175,9 +169,8 @@ DevicePointer Pool::take(std::size_t bytes) {
     result = make(block, bytes);
   }
   if (result == Result::kSuccess) return block;
-  std::unique_lock lock(mutex_);
+  std::lock_guard lock(mutex_);
   in_use_ -= bytes;
-  lock.unlock();
   check(result, device_ != nullptr ? "cuMemAlloc_v2" : "cuMemHostAlloc");
   return 0;
 }
@@ -206,11 +199,6 @@ void Pool::trim() noexcept {
   for (const auto& [bytes, blocks] : all) free(blocks);
 }
 
-std::size_t Pool::in_use() noexcept {
-  std::lock_guard lock(mutex_);
-  return in_use_;
-}
-
 Result Pool::make(DevicePointer& block, std::size_t bytes) const {
   if (device_ != nullptr) return driver().mem_alloc(&block, bytes);
   void* made = nullptr;
@@ -219,8 +207,7 @@ Result Pool::make(DevicePointer& block, std::size_t bytes) const {
   return result;
 }
 
-// In the device's context, or any one for pinned memory, since the thread may have none; not at all
-// where the driver is gone, and with it the memory.
+// In a device's context, since the thread may have none; not where the driver is gone.
 void Pool::free(std::span<const DevicePointer> blocks) const noexcept {
   auto devices = Device::in_use();
   if (blocks.empty() || devices.empty()) return;
@@ -228,12 +215,10 @@ void Pool::free(std::span<const DevicePointer> blocks) const noexcept {
   const Driver& cuda = driver();
   Context before = nullptr;
   if (cuda.context_current(&before) != Result::kSuccess ||
-      cuda.context_set_current(device.context()) != Result::kSuccess) {
+      cuda.context_set_current(device.context()) != Result::kSuccess)
     return;
-  }
-  for (DevicePointer block : blocks) {
+  for (DevicePointer block : blocks)
     device_ != nullptr ? cuda.mem_free(block) : cuda.mem_free_host(reinterpret_cast<void*>(block));
-  }
   cuda.context_set_current(before);
 }
 

@@ -1,9 +1,7 @@
-// A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it and
-// used again: streams, events, and blocks of memory that copies between host and device go through.
-//
+// A GPU as callgate uses it: its primary context, which is XLA's too, and what is made in it.
 // Making an event costs more than recording it; pinned memory takes the driver a millisecond a
-// megabyte to make, device memory a synchronisation to free. So events are kept, and blocks, by
-// size class, up to a budget: what is beyond it is freed when it comes back.
+// megabyte to make, device memory a synchronisation to free. So these are kept, by size class, up
+// to a budget.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +24,7 @@
 
 namespace callgate::cuda {
 
-// What check() throws.
-class DriverError : public Error {
- public:
+struct DriverError : Error {  // what check() throws
   using Error::Error;
 };
 
@@ -45,7 +41,6 @@ void named(const std::string& name, Body&& body) {
 }
 
 class Completions;
-class Device;
 
 // Devices of a process; those beyond can't be used.
 inline constexpr std::size_t kMostDevices = 64;
@@ -54,33 +49,33 @@ inline constexpr std::size_t kMostDevices = 64;
 // all devices can use. Any thread, with any context or none.
 class Pool : Immovable {
  public:
-  explicit Pool(Device* device = nullptr) : device_(device) {}  // null for the host's
+  explicit Pool(class Device* device = nullptr) : device_(device) {}  // null for the host's
 
   DevicePointer take(std::size_t bytes);  // of a size class. Throws Error where there is none.
   void give_back(DevicePointer block, std::size_t bytes) noexcept;
   void trim() noexcept;  // frees what it has
-  std::size_t in_use() noexcept;
+  std::size_t in_use() noexcept {
+    std::lock_guard lock(mutex_);
+    return in_use_;
+  }
 
  private:
   Result make(DevicePointer& block, std::size_t bytes) const;
   void free(std::span<const DevicePointer> blocks) const noexcept;
-
   Device* device_;
   std::mutex mutex_;
   std::map<std::size_t, std::vector<DevicePointer>> free_;
   std::size_t kept_ = 0, in_use_ = 0;
 };
 
-// Never destroyed: programs may end after everything else. But for its id and what it keeps, all is
-// fixed once it is made.
+// Never destroyed: programs may end last. But for its id and what it keeps, all is fixed.
 class Device {
  public:
-  // Throw Error where there is no such device, or no driver.
+  // All throw Error where there is no such device, or no driver.
   static Device& of(Stream stream);
   static Device& at(int ordinal);
   static int count();
-  // As capability(), without taking the device into use. Throws Error.
-  static int capability_of(int ordinal);
+  static int capability_of(int ordinal);  // without taking the device into use
   // Pointers to those in use.
   static auto in_use() noexcept {
     // Acquire: a device was complete before it was published.
@@ -96,8 +91,7 @@ class Device {
   void set_id(std::int64_t id) noexcept { id_.store(id, std::memory_order_relaxed); }
   Context context() const noexcept { return context_; }
   const std::string& name() const noexcept { return name_; }
-  // 90 for compute capability 9.0.
-  int capability() const noexcept { return capability_; }
+  int capability() const noexcept { return capability_; }  // 90 for 9.0
   int multiprocessors() const noexcept { return multiprocessors_; }
   Completions& completions() const noexcept { return *completions_; }
   Pool& pool() noexcept { return pool_; }
@@ -112,8 +106,8 @@ class Device {
  private:
   Device(int ordinal, Context context);
 
-  // A slot is filled once.
-  static inline std::array<std::atomic<Device*>, kMostDevices> by_ordinal_{};
+  static inline std::array<std::atomic<Device*>, kMostDevices> by_ordinal_{};  // each filled once
+  static inline constinit std::mutex making_;
 
   int ordinal_;
   std::atomic<std::int64_t> id_;  // relaxed: a number that stands for itself
@@ -166,8 +160,7 @@ class StreamEvent {
       : device_(other.device_), event_(std::exchange(other.event_, nullptr)) {}
   StreamEvent& operator=(StreamEvent&&) = delete;
 
-  // Blocks the calling thread, which needs no current context. Success, or what the stream failed
-  // with.
+  // Blocks the thread, which needs no context. Success, or what the stream failed with.
   Result wait() const noexcept { return driver().event_synchronize(event_); }
   bool reached() const noexcept { return driver().event_query(event_) != Result::kNotReady; }
   // Work that `stream` is given from here on starts after it.
@@ -230,8 +223,6 @@ struct MemoryInUse {
   std::size_t pinned = 0, device = 0;
 };
 MemoryInUse memory_in_use() noexcept;
-
-// Frees the blocks that nobody uses.
-void trim_memory() noexcept;
+void trim_memory() noexcept;  // frees the blocks that nobody uses
 
 }  // namespace callgate::cuda

@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
-#include <string>
 
 #include "core/error.h"
 #include "cuda/device.h"
@@ -81,8 +80,8 @@ const Driver& driver() {
   // Acquire: the table was complete before it was published.
   if (const Driver* known = loaded.load(std::memory_order_acquire)) [[likely]]
     return *known;
-  static auto* mutex = new std::mutex();  // never destroyed: programs may end after everything else
-  std::lock_guard lock(*mutex);
+  static constinit std::mutex mutex;
+  std::lock_guard lock(mutex);
   if (const Driver* known = loaded.load(std::memory_order_acquire)) return *known;  // as above
   const char* path = std::getenv("CALLGATE_CUDA_DRIVER");
   auto table = std::make_unique<Driver>(load_driver(path != nullptr ? path : "libcuda.so.1"));
@@ -96,9 +95,8 @@ std::string error_text(Result result) {
   const Driver* table = loaded_driver();
   const char *name = nullptr, *text = nullptr;
   if (table != nullptr && table->error_name(result, &name) == Result::kSuccess &&
-      table->error_string(result, &text) == Result::kSuccess && name != nullptr) {
+      table->error_string(result, &text) == Result::kSuccess && name != nullptr)
     return std::string(name) + (text != nullptr ? " (" + std::string(text) + ")" : "");
-  }
   return "CUDA error " + std::to_string(static_cast<int>(result));
 }
 

@@ -1,14 +1,13 @@
 // CUDA's driver library, loaded with dlopen when it is first asked for, and the part of its
 // interface that callgate uses.
 //
-// One table of function pointers for the process. A wheel serves machines with and without a GPU:
-// where the library, a function of it or a device is missing, `driver()` throws an Error that says
-// which, every time it is asked. The environment variable CALLGATE_CUDA_DRIVER names another
-// library than libcuda.so.1; tests use it.
+// A wheel serves machines with and without a GPU: where the library, a function of it or a device
+// is missing, `driver()` throws an Error that says which, every time it is asked. The environment
+// variable CALLGATE_CUDA_DRIVER names another library than libcuda.so.1; tests use it.
 //
-// The interface is declared here in its binary form, so that neither building nor loading callgate
-// needs CUDA. The numbers and layouts are those of CUDA's stable ABI (driver 11.4 and later; what
-// is newer says so). Names follow the driver's, without its prefix.
+// Neither building nor loading callgate needs CUDA: the numbers and layouts are those of its stable
+// ABI (driver 11.4 and later; what is newer says so). Names follow the driver's, without its
+// prefix.
 #pragma once
 
 #include <cstddef>
@@ -126,11 +125,8 @@ enum class PointerAttribute : int { kDeviceOrdinal = 9 };
 enum class CaptureStatus : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 enum class CaptureMode : int { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 
-inline constexpr unsigned kStreamNonBlocking = 1;
-inline constexpr unsigned kEventBlockingSync = 1;
-inline constexpr unsigned kEventDisableTiming = 2;
-inline constexpr unsigned kHostAllocPortable = 1;
-inline constexpr unsigned kWaitValueGeq = 0;
+inline constexpr unsigned kStreamNonBlocking = 1, kEventBlockingSync = 1, kEventDisableTiming = 2,
+                          kHostAllocPortable = 1, kWaitValueGeq = 0;
 
 // cuLaunchKernelEx (driver 11.8): a launch with thread block clusters.
 enum class LaunchAttributeId : int { kClusterDimension = 4 };
@@ -169,14 +165,10 @@ const Driver& driver();
 // The same, or null where it was not asked for yet or could not be had.
 const Driver* loaded_driver() noexcept;
 
-// "CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
-std::string error_text(Result result);
+std::string error_text(Result result);  // "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
+std::string version_text(int version);  // "12.8", of a version as drivers number it
 
-// "12.8", of a version as drivers number it.
-std::string version_text(int version);
-
-// Opens a library for good: threads of its own may run in it. Throws an Error at `where` that names
-// it as `what`.
+// Opens a library for good: its threads may run. Throws an Error at `where` that names `what`.
 void* open_library(const char* where, const std::string& path, const std::string& what);
 // Adds its name to `missing` where the library lacks the function, which then is null.
 void* look_up(void* library, const char* symbol, std::string& missing);

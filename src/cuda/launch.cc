@@ -12,9 +12,7 @@
 namespace callgate::cuda {
 namespace {
 
-constexpr Result kMisalignedAddress{716};
-constexpr Result kOutOfResources{701};
-constexpr Result kIllegalInstruction{715};
+constexpr Result kOutOfResources{701}, kIllegalInstruction{715}, kMisalignedAddress{716};
 
 // A launch's parameters on the stack; only what does not fit there is allocated.
 class Filled : Immovable {
@@ -60,14 +58,12 @@ Result enqueue(const Launch& launch, Function function, Stream stream, void** pa
   const Driver& cuda = driver();
   const auto& [gx, gy, gz] = launch.grid;
   const auto& [bx, by, bz] = launch.block;
+  const auto& [cx, cy, cz] = launch.cluster;
   if (!launch.clustered()) [[likely]] {
     return cuda.launch(function, gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, parameters,
                        nullptr);
   }
-  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension,
-                            {},
-                            {launch.cluster[0], launch.cluster[1], launch.cluster[2]},
-                            {}};
+  LaunchAttribute attribute{LaunchAttributeId::kClusterDimension, {}, {cx, cy, cz}, {}};
   LaunchConfig config{gx, gy, gz, bx, by, bz, launch.shared_bytes, stream, &attribute, 1};
   return cuda.launch_ex(&config, function, parameters, nullptr);
 }
@@ -88,22 +84,19 @@ std::string hint(Result result, const Launch& launch, Function function) {
              " registers a thread: take a smaller block, or compile it with __launch_bounds__(" +
              std::to_string(threads) + ")";
     }
-    if (launch.shared_bytes > 0) {
+    if (launch.shared_bytes > 0)
       return "; it has " + std::to_string(attribute(FunctionAttribute::kSharedSizeBytes)) +
              " bytes of shared memory of its own beside the dynamic ones: the device may not have "
              "so much for a block";
-    }
   }
-  if (result == kMisalignedAddress) {
+  if (result == kMisalignedAddress)
     return "; an earlier launch read or wrote an address that is not a multiple of its type's size "
            "(vector types such as float4 ask for 16 bytes, which parts of arrays may not be "
            "aligned to). CUDA_LAUNCH_BLOCKING=1 tells which launch";
-  }
   if (result == Result::kIllegalAddress || result == Result::kLaunchFailed ||
-      result == kIllegalInstruction) {
+      result == kIllegalInstruction)
     return "; work that the device was given before failed, maybe this kernel's. "
            "CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, tells which";
-  }
   return "";
 }
 
@@ -137,10 +130,17 @@ const LaunchSite::Functions& LaunchSite::functions(const Device& device) {
 }
 
 void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePointer> scratch) try {
-  check_counts(call);
+  const LaunchPlan& plan = spec_.plan;
+  // A program that was made by hand, or damaged: a launch would get an address that is not there.
+  if (call.operands.size() < plan.operands || call.results.size() < plan.results) [[unlikely]]
+    throw Error(
+        "the program's call",
+        std::to_string(plan.operands) + " operands and " + std::to_string(plan.results) +
+            " results at least",
+        std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
   auto* stream = static_cast<Stream>(call.context.stream);
   const Functions& found = functions(device);
-  for (std::uint32_t index : spec_.plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
+  for (std::uint32_t index : plan.zeroed) clear_on_device({&call.results[index], 1}, stream);
   const Lanes& lanes = spec_.lanes;
   if (lanes.empty()) [[likely]]
     return run_lane(call, found, stream, scratch);
@@ -157,17 +157,6 @@ void LaunchSite::run(const Call& call, Device& device, std::span<const DevicePoi
        {std::string("callgate: "), "kernel '" + callee_->name() + "': "})
     if (text.starts_with(prefix)) text.erase(0, prefix.size());
   throw Error::verbatim(error.code(), callee_->describe(text, spec_.site));
-}
-
-// A program that was made by hand, or damaged: a launch would get an address that is not there.
-void LaunchSite::check_counts(const Call& call) const {
-  if (call.operands.size() >= spec_.plan.operands && call.results.size() >= spec_.plan.results)
-      [[likely]]
-    return;
-  throw Error("the program's call",
-              std::to_string(spec_.plan.operands) + " operands and " +
-                  std::to_string(spec_.plan.results) + " results at least",
-              std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size()));
 }
 
 void LaunchSite::run_lane(const Call& call, const Functions& functions, Stream stream,
@@ -267,14 +256,10 @@ LaunchPlan LaunchPlan::of(const Attributes& held) {
   std::size_t scratch = 0;
   auto at_least = [](std::size_t& most, std::size_t index) { most = std::max(most, index + 1); };
   for (std::uint32_t index : plan.zeroed) at_least(plan.results, index);
-  for (const Launch& each : plan.launches) {
-    for (const Address& address : each.addresses) {
-      at_least(address.of == Address::Of::kOperand  ? plan.operands
-               : address.of == Address::Of::kResult ? plan.results
-                                                    : scratch,
-               address.index);
-    }
-  }
+  std::array most{&plan.operands, &plan.results, &scratch};  // as Address::Of counts
+  for (const Launch& each : plan.launches)
+    for (const Address& address : each.addresses)
+      at_least(*most[static_cast<std::size_t>(address.of)], address.index);
   if (scratch > plan.scratch.size())
     refuse("scratch memory for each address", std::to_string(plan.scratch.size()));
   return plan;

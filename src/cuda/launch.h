@@ -1,10 +1,4 @@
-// Calls of a kernel on CUDA devices: a launch plan bound to a variant's modules.
-//
-// A plan is what one call launches, decoded once from the attributes that programs hold
-// (python/callgate/_kernel/launch.py writes it); it is immutable.
-// `LaunchCallee` is what a variant's name, "kernel[cuda:key]", stands for. Each call site of a
-// program has a `LaunchSite`, whose run() patches addresses into a copy of the parameters on the
-// stack and launches: no lock, no allocation, no Python, unless the call fails or has lanes.
+// Kernels on CUDA devices: images, the modules that they are loaded as, and launches.
 #pragma once
 
 #include <array>
@@ -15,15 +9,60 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/attributes.h"
-#include "core/kernel_callee.h"
+#include "core/call.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
-#include "cuda/module.h"
 
 namespace callgate::cuda {
+
+// Machine code for one compute capability, or PTX.
+struct Image {
+  std::string code;    // PTX ends in a zero byte
+  int capability = 0;  // 90 for 9.0; 0 for PTX
+};
+
+// What a launch asks of its function beside the grid.
+struct FunctionNeeds {
+  unsigned shared_bytes = 0;  // of dynamic shared memory
+  bool wide_cluster = false;  // more than 8 blocks
+};
+
+// The images of one variant of a kernel. Each device that calls it loads one, when it first does,
+// under a lock; the modules are unloaded when the set dies, if the driver still lives. Any thread.
+class ModuleSet : Immovable {
+ public:
+  // `name`: the kernel, for messages.
+  ModuleSet(std::string name, std::vector<Image> images)
+      : name_(std::move(name)), images_(std::move(images)) {}
+  ~ModuleSet();
+
+  // A function of the device's module, allowed to have what a launch needs. Throws Error where no
+  // image fits the device, or the driver refuses it. The device's context is current.
+  Function function(const Device& device, const std::string& entry, const FunctionNeeds& needs);
+
+  // The image for a device of this capability: machine code of the same major version, the newest
+  // that the device runs; else PTX. Throws Error where there is none.
+  const Image& choose(const Device& device) const;
+
+ private:
+  struct Loaded {
+    const Device* device = nullptr;
+    Module module = nullptr;
+    std::unordered_map<std::string, unsigned> shared_bytes;  // that functions are allowed to have
+  };
+  Loaded& loaded(const Device& device);
+  void allow(Loaded& module, Function function, const std::string& entry,
+             const FunctionNeeds& needs) const;
+
+  std::string name_;
+  std::vector<Image> images_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Loaded>> loaded_;
+};
 
 // An address that a call fills in.
 struct Address {
@@ -48,18 +87,17 @@ struct Launch {
   std::string text() const;
 };
 
+// What one call launches, decoded once from the attributes that programs hold
+// (python/callgate/_kernel/launch.py writes it); immutable.
 struct LaunchPlan {
   std::vector<Launch> launches;
   std::vector<std::size_t> scratch;   // bytes of each block
   std::vector<std::uint32_t> zeroed;  // results
   // How many of each a call must have at least.
   std::size_t operands = 0, results = 0;
-
   // Throws Error for attributes of another form.
   static LaunchPlan of(const Attributes& held);
 };
-
-class LaunchCallee;
 
 // What a program says about one call of a kernel.
 struct LaunchSpec {
@@ -68,9 +106,11 @@ struct LaunchSpec {
   Lanes lanes;
 };
 
+// A call site. run() patches addresses into a copy of the parameters on the stack and launches: no
+// lock, no allocation, no Python, unless the call fails or has lanes.
 class LaunchSite : Immovable {
  public:
-  LaunchSite(std::shared_ptr<LaunchCallee> callee, LaunchSpec spec)
+  LaunchSite(std::shared_ptr<class LaunchCallee> callee, LaunchSpec spec)
       : callee_(std::move(callee)), spec_(std::move(spec)) {}
   ~LaunchSite();
 
@@ -78,7 +118,6 @@ class LaunchSite : Immovable {
   // of scratch(), which the lanes share, since they run one after another. The device's context is
   // current. Any thread. Throws Error where the call fails.
   void run(const Call& call, Device& device, std::span<const DevicePointer> scratch);
-
   std::span<const std::size_t> scratch() const noexcept { return spec_.plan.scratch; }
   LaunchCallee& callee() const noexcept { return *callee_; }
 
@@ -86,7 +125,6 @@ class LaunchSite : Immovable {
   using Functions = std::vector<Function>;  // of each launch
 
   const Functions& functions(const Device& device);
-  void check_counts(const Call& call) const;
   void run_lane(const Call& call, const Functions& functions, Stream stream,
                 std::span<const DevicePointer> scratch) const;
 
@@ -96,6 +134,7 @@ class LaunchSite : Immovable {
   std::array<std::atomic<const Functions*>, kMostDevices> by_ordinal_{};
 };
 
+// What a variant's name, "kernel[cuda:key]", stands for.
 class LaunchCallee final : public KernelCalleeBase,
                            public std::enable_shared_from_this<LaunchCallee> {
  public:

@@ -1,9 +1,8 @@
 // See the header. Loading may come while a stream is captured into a graph: it is no part of that.
-#include "cuda/module.h"
-
 #include <utility>
 
 #include "core/error.h"
+#include "cuda/launch.h"
 
 namespace callgate::cuda {
 namespace {
@@ -24,9 +23,6 @@ std::string images_text(const std::vector<Image>& images) {
 }
 
 }  // namespace
-
-ModuleSet::ModuleSet(std::string name, std::vector<Image> images)
-    : name_(std::move(name)), images_(std::move(images)) {}
 
 ModuleSet::~ModuleSet() {
   const Driver* cuda = loaded_driver();
@@ -105,9 +101,8 @@ void ModuleSet::allow(Loaded& module, Function function, const std::string& entr
     if (result != Result::kSuccess) {
       int most = 0;
       DeviceHandle handle = 0;
-      if (cuda.device_get(&handle, module.device->ordinal()) == Result::kSuccess) {
+      if (cuda.device_get(&handle, module.device->ordinal()) == Result::kSuccess)
         cuda.device_attribute(&most, DeviceAttribute::kMaxSharedMemoryPerBlockOptin, handle);
-      }
       throw Error("kernel '" + name_ + "': " + std::to_string(needs.shared_bytes) +
                       " bytes of dynamic shared memory beside " + std::to_string(fixed) +
                       " of its own",
@@ -116,11 +111,10 @@ void ModuleSet::allow(Loaded& module, Function function, const std::string& entr
     }
     allowed = needs.shared_bytes;
   }
-  if (needs.wide_cluster) {
-    check(
-        cuda.function_set_attribute(function, FunctionAttribute::kNonPortableClusterSizeAllowed, 1),
-        "cuFuncSetAttribute of CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED");
-  }
+  constexpr auto kWide = FunctionAttribute::kNonPortableClusterSizeAllowed;
+  if (needs.wide_cluster)
+    check(cuda.function_set_attribute(function, kWide, 1),
+          "cuFuncSetAttribute of CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED");
 }
 
 }  // namespace callgate::cuda

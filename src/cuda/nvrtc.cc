@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <mutex>
 
@@ -32,14 +31,8 @@
   X(const char*, error_string, "nvrtcGetErrorString", (int result))
 
 namespace callgate::cuda {
-namespace {
 
 using Program = struct NvrtcProgram*;
-
-constexpr int kCompilationFailed = 6;
-constexpr const char* kCompiler = "CUDA's run-time compiler";
-
-}  // namespace
 
 struct Nvrtc::Functions {
 #define X(result, member, symbol, arguments) result(*member) arguments = nullptr;
@@ -48,6 +41,9 @@ struct Nvrtc::Functions {
 };
 
 namespace {
+
+constexpr int kCompilationFailed = 6;
+constexpr const char* kCompiler = "CUDA's run-time compiler";
 
 // Text or code of which NVRTC first tells the size.
 template <typename Size, typename Get>
@@ -89,10 +85,9 @@ void Nvrtc::expect(int result, const char* what) const {
 }
 
 const Nvrtc& Nvrtc::open(const std::string& path) {
-  static auto* mutex = new std::mutex();  // never destroyed, as what it guards
-  static auto* opened = new std::map<std::string, std::unique_ptr<const Nvrtc>>();
-  std::lock_guard lock(*mutex);
-  std::unique_ptr<const Nvrtc>& slot = (*opened)[path];
+  static constinit std::mutex mutex;
+  std::lock_guard lock(mutex);
+  auto& slot = immortal<std::map<std::string, std::unique_ptr<const Nvrtc>>>()[path];
   if (slot == nullptr) slot.reset(new Nvrtc(path));  // NOLINT: the constructor is private
   return *slot;
 }

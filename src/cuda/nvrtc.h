@@ -1,6 +1,5 @@
-// CUDA's run-time compiler, loaded with dlopen: CUDA C++ to machine code or PTX.
-//
-// Needs neither a driver nor a device. Compilations on several threads are fine.
+// CUDA's run-time compiler, loaded with dlopen: CUDA C++ to machine code or PTX. Needs neither a
+// driver nor a device. Compilations on several threads are fine.
 #pragma once
 
 #include <memory>
@@ -16,8 +15,7 @@ class Nvrtc : Immovable {
  public:
   struct Functions;  // of the library
 
-  // The library at a path, or of a name that the loader finds. Throws Error where there is none, or
-  // it lacks a function. Libraries stay loaded.
+  // A library by its path, or as the loader names it. Stays loaded. Throws Error without one.
   static const Nvrtc& open(const std::string& path);
   // Of CUDA's usual names, the newest that the loader finds; "" for none.
   static std::string usual_name();
@@ -41,13 +39,11 @@ class Nvrtc : Immovable {
   int version() const noexcept { return version_; }  // 1000 * major + 10 * minor
   // Compute capabilities that it compiles for, in order.
   const std::vector<int>& architectures() const noexcept { return architectures_; }
-
   ~Nvrtc();
 
  private:
   explicit Nvrtc(const std::string& path);
   void expect(int result, const char* what) const;
-
   std::string path_;
   std::unique_ptr<Functions> functions_;
   int version_ = 0;

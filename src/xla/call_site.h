@@ -10,21 +10,17 @@
 
 #include "core/call.h"
 #include "core/error.h"
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
-#include "xla/attributes.h"
 #include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
 
-// A call on one of an array's shards, in a program that XLA partitions over several devices.
-//
-// The partitioner of python/callgate/_sharding/partitioner.py makes one such call for each device.
-// It adds the device's position in the program, its partition, as the last operand, and says in the
-// attribute `shards` which partitions make the call: of those that hold the same data, one may be
-// enough.
+// A call on one of an array's shards, in a program that XLA partitions over several devices. The
+// partitioner (python/callgate/_sharding/partitioner.py) makes one for each device. It adds the
+// device's position in the program, its partition, as the last operand, and says in the attribute
+// `shards` which partitions make the call: of those that hold the same data, one may be enough.
 class Shards {
  public:
   Shards() = default;
@@ -36,9 +32,7 @@ class Shards {
     const void* number = take_operand(call).data;
     return number == nullptr ? -1 : read(number);
   }
-
-  // The same in two steps, for a number that is not in the host's memory: the operand, with null
-  // for its data where there is none, and its value.
+  // In two steps, for a number on a device: the operand (null data where there is none), its value.
   ArrayView take_operand(DecodedCall& call) const {
     ArrayView number;
     if (runs_.empty()) return number;
@@ -62,8 +56,7 @@ class Shards {
 
   bool all_run() const noexcept { return runs_.find('0') == std::string::npos; }
 
-  // Whether the partition makes the call. One that doesn't has zeros for results: the program adds
-  // up what its partitions have.
+  // Whether the partition makes the call. Else its results are zeros: the program adds all up.
   bool runs(std::int32_t shard) const noexcept {
     return shard < 0 || runs_[static_cast<std::size_t>(shard)] == '1';
   }
@@ -72,8 +65,7 @@ class Shards {
   std::string runs_;
 };
 
-// One call site of one executable. Shared, since a call on its own thread that was given up by the
-// watchdog may outlive the executable.
+// Of one executable, but shared: a call on its own thread that was given up may outlive that.
 struct CallSite {
   std::shared_ptr<Callee> callee;
   std::shared_ptr<Site> site;

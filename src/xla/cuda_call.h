@@ -20,10 +20,9 @@
 
 namespace callgate::xla_ffi {
 
-// The partition that a device has in a program, read from the device's memory once.
-//
-// It never changes for an executable on a device, so a call site that needs it before its operands
-// are on the host asks for it at its first call there, which waits for the stream.
+// The partition that a device has in a program. It never changes for an executable on a device, so
+// a call site that needs it before its operands are on the host reads it from the device's memory
+// at its first call there, which waits for the stream.
 class DeviceShards {
  public:
   // `number`: what Shards::take_operand gave. -1 for a call on whole arrays. Throws Error.
@@ -38,8 +37,8 @@ class DeviceShards {
       throw Error(ErrorCode::kInternal,
                   "a call on shards was captured into a CUDA graph before its partition was known");
     }
-    cuda::PinnedBlock memory(sizeof(std::uint32_t));
-    cuda::copy_to_host(memory.data(), cuda::address(number.data), sizeof(std::uint32_t), stream);
+    cuda::PinnedBlock memory(number.nbytes());
+    cuda::copy_to_host(memory.data(), cuda::address(number.data), number.nbytes(), stream);
     cuda::wait_for(device, stream);
     std::int32_t shard = shards.read(memory.data());
     known.store(shard + 1, std::memory_order_relaxed);  // as above
@@ -105,8 +104,7 @@ struct CopiedCall {
         context(call.context),
         sharded(call.sharded()) {}
 
-  // Once the copies are there: the call, without the partition's number, which goes into its
-  // context.
+  // Once the copies are there: the call; the partition's number goes into its context.
   Call call() {
     std::span<const ArrayView> operands = copies.operands();
     if (sharded) {

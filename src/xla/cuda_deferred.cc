@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 #include "cuda/completions.h"
@@ -23,15 +22,12 @@
 namespace callgate::xla_ffi {
 namespace {
 
-// Up to this size operands are copied to the host by the program's own stream: the copy takes it no
-// longer than one on the device would.
+// Up to this size the program's own stream copies: it takes no longer than one on the device.
 constexpr std::size_t kCopiedInStream = std::size_t{64} << 10;
 
-// A share of what may wait for its way to the host.
-//
-// Programs are given to a stream long before it runs them, so the copies of their taps could take
-// any amount of pinned memory. Beyond kMost the program's thread waits; a call that is larger than
-// all of it waits until it is alone.
+// A share of what may wait for its way to the host. Programs are given to a stream long before it
+// runs them, so the copies of their taps could take any amount of pinned memory. Beyond kMost the
+// program's thread waits; a call that is larger than all of it waits until it is alone.
 class Room : Immovable {
  public:
   // Throws where the device has failed, on which nothing then comes that would make room.
@@ -60,16 +56,15 @@ class Room : Immovable {
   Backlog& all_ = immortal<Backlog>();
 };
 
-// The host's part: `body` makes the copied call. Nothing is thrown.
-template <typename Body>
-void run_later(CopiedCall& copied, Body&& body) {
+// The host's part: `body`, where calls may still run. What fails goes to `failed`.
+template <typename Body, typename Failed>
+void run_late(Callee& callee, Body&& body, Failed&& failed) {
   auto run = [&] {
     ActiveCall active;
-    if (!active.entered()) return refuse_at_exit(*copied.site->callee);
-    Call call = copied.call();
-    if (copied.runs()) body(*copied.site->site, call);
+    if (!active.entered()) return refuse_at_exit(callee);
+    body();
   };
-  guarded(run, [&](const Error& error) { copied.site->callee->defer(error); });
+  guarded(run, failed);
 }
 
 // The results are the program's already: copies of operands.
@@ -77,9 +72,8 @@ void pass_on(CudaCall& call) {
   for (std::size_t i = 0; i < call.decoded.results().size(); ++i) {
     const ArrayView& to = call.decoded.results()[i];
     const ArrayView& from = call.decoded.operands()[call.call_site().site->copied_to(i)];
-    if (to.data == from.data) continue;
-    cuda::copy_on_device(cuda::address(to.data), cuda::address(from.data), to.nbytes(),
-                         call.stream);
+    auto target = cuda::address(to.data), source = cuda::address(from.data);
+    if (target != source) cuda::copy_on_device(target, source, to.nbytes(), call.stream);
   }
 }
 
@@ -90,30 +84,26 @@ class CapturedCall {
       : copied_(call, sent, {}), completions_(cuda::Completions::of(call.device)) {
     completions_.order_by_streams();
     copied_.context.run = -1;  // which run replays it is not told
+    copied_.copies.fetch(call.stream);
   }
-
-  void fetch(cuda::Stream stream) { copied_.copies.fetch(stream); }
 
   // In a host function, which may neither call CUDA nor wait: the site takes the call at once where
   // nothing of this device is before it, or gets copies on the completion thread.
   void replay() {
     auto run = [this] {
-      ActiveCall active;
-      if (!active.entered()) return refuse_at_exit(*copied_.site->callee);
       Call call = copied_.call();
       if (!copied_.runs()) return;
       if (completions_.pending() == 0 && copied_.site->site->run_replayed(call)) return;
       auto owned = std::make_shared<OwnedCall>(call, /*private_memory=*/true);
       completions_.later([site = copied_.site, owned] {
         auto deferred = [&] {
-          ActiveCall still;
-          if (!still.entered()) return refuse_at_exit(*site->callee);
           if (!site->site->run_replayed(owned->call())) site->site->run_deferred(owned->call());
         };
-        guarded(deferred, [&](const Error& error) { keep_failure(*site->callee, error); });
+        run_late(*site->callee, deferred,
+                 [&](const Error& error) { keep_failure(*site->callee, error); });
       });
     };
-    guarded(run, [this](const Error& error) {
+    run_late(*copied_.site->callee, run, [this](const Error& error) {
       auto keep = [site = copied_.site, error] { keep_failure(*site->callee, error); };
       guarded([&] { completions_.later(keep); }, [&](const Error&) { keep(); });
     });
@@ -127,7 +117,6 @@ class CapturedCall {
 void capture(CudaCall& call, std::span<const ArrayView> sent) {
   cuda::RelaxedCapture relaxed;
   auto captured = std::make_shared<CapturedCall>(call, sent);
-  captured->fetch(call.stream);
   auto replay = [](void* data) { static_cast<CapturedCall*>(data)->replay(); };
   cuda::check(cuda::driver().launch_host_function(call.stream, replay, captured.get()),
               "cuLaunchHostFunc");
@@ -157,19 +146,23 @@ void send(CudaCall& call, std::span<const ArrayView> to_keep, std::span<const Ar
       if (ActiveCall active; active.entered()) copied->site->site->drop({{}, {}, copied->context});
       return;
     }
-    run_later(*copied, [&](Site& site, const Call& on_host) {
+    Callee& callee = *copied->site->callee;
+    auto deferred = [&] {
+      Site& site = *copied->site->site;
+      Call on_host = copied->call();
+      if (!copied->runs()) return;
       if (kept == nullptr) return site.run_deferred(on_host);
       std::vector<ArrayView> operands(kept->arrays().begin(), kept->arrays().end());
       operands.insert(operands.end(), on_host.operands.begin(), on_host.operands.end());
       site.run_kept({operands, {}, on_host.context}, kept);
-    });
+    };
+    run_late(callee, deferred, [&](const Error& error) { callee.defer(error); });
   };
-  if (completions.ordered_by_streams()) {
+  if (completions.ordered_by_streams())
     return cuda::given(call.stream, [&] {
       copied->copies.fetch(call.stream);
       completions.in_turn(call.stream, [run] { run(cuda::Result::kSuccess); });
     });
-  }
   completions.after(bytes > kCopiedInStream ? copied->copies.fetch_aside(call.stream)
                                             : copied->copies.fetch_with_event(call.stream),
                     run);
@@ -181,16 +174,14 @@ void run_deferred(CudaCall& call) {
   pass_on(call);
   Site& site = *call.call_site().site;
   bool captured = cuda::capturing(call.stream);
-  // On several devices Ctrl-C ends no program, whose other devices would wait: what need not run is
-  // passed over.
+  // Several devices: Ctrl-C ends none, as others would wait; what need not run is passed over.
   if (Interrupts::ends(call.context.run) && !captured && call.callee().quiet_at_exit()) return;
   std::size_t kept = site.kept_on_device();
-  if (captured && kept != 0) {
+  if (captured && kept != 0)
     throw Error(ErrorCode::kInternal,
                 "'" + call.callee().name() +
                     "' keeps copies on the device; expected a program that is not recorded into a "
                     "CUDA graph, where no memory can be allocated");
-  }
   std::optional<std::size_t> count =
       captured ? site.reads_replayed(call.call()) : site.reads(call.call());
   if (!count) return;

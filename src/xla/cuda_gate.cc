@@ -3,14 +3,11 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
 #include "cuda/completions.h"
 #include "cuda/driver.h"
-#include "cuda/stream_gate.h"
 #include "xla/cuda_call.h"
 #include "xla/ffi.h"
 #include "xla/handlers.h"
@@ -36,8 +33,7 @@ void run_native(CudaCall& call) {
   site.site->run(call.call());
 }
 
-// --- Staged: on copies in the host's memory, whose results are copied back
-// -------------------------
+// --- Staged: on copies in the host's memory, whose results are copied back -----------------------
 
 // On XLA's thread, which waits for the operands.
 void run_at_once(CudaCall& call) {
@@ -47,21 +43,18 @@ void run_at_once(CudaCall& call) {
   ActiveCall active;
   if (!active.entered()) return refuse_at_exit(call.callee());
   Call on_host = copied->call();
-  if (copied->runs())
-    call.call_site().run(on_host);
-  else
-    call.call_site().site->skip(on_host);
+  copied->runs() ? call.call_site().run(on_host) : call.call_site().site->skip(on_host);
   if (call.decoded.results().empty()) return;
   cuda::given(call.stream, [&] { copied->copies.publish(call.stream); });
   cuda::keep_until(call.device, call.stream, copied);
 }
 
-// A call on a thread of callgate's, which the stream waits for. XLA is told of success at once, so
-// a failure is deferred.
-class HeldStreamCall {
+// A call on a thread of callgate's, which the stream waits for. XLA is told of success at once.
+class HeldStreamCall final : public WatchedCall {
  public:
   explicit HeldStreamCall(CudaCall& call)
-      : device_(call.device),
+      : WatchedCall(call.site.call_site),
+        device_(call.device),
         copied_(call, call.decoded.operands(), call.decoded.results()),
         fetched_(copied_.copies.fetch_with_event(call.stream)) {}
 
@@ -71,16 +64,15 @@ class HeldStreamCall {
     copied_.copies.publish(stream);
   }
 
-  // For a call that can't be handed on: its error is XLA's, and its results are nobody's. Waits
-  // for the stream, which uses what is here.
+  // For a call that can't be handed on: its error is XLA's. Waits for the stream, which uses this.
   void abandon(cuda::Stream stream) noexcept {
     settled_.store(true, std::memory_order_release);  // see claim()
     gate_.open();
     cuda::driver().stream_synchronize(stream);
   }
 
-  void run() {
-    Callee& callee = *copied_.site->callee;
+  void run() override {
+    Callee& callee = *site->callee;
     callee.enter_worker(/*of_device=*/true);
     guarded([&] { cuda::named(callee.name(), [&] { run_copied(callee); }); },
             [&](const Error& error) {
@@ -91,15 +83,14 @@ class HeldStreamCall {
     if (settled_by_me_) gate_.open();
   }
 
-  static void give_up(const std::shared_ptr<HeldStreamCall>& call) {
-    fail_overdue(call->copied_.site, "arrays on the device", /*deferred=*/true,
-                 [call](const std::string& /*text*/, const std::function<void()>& keep) {
-                   if (call->settled_.exchange(true, std::memory_order_acq_rel)) return false;
-                   call->poison_results();
-                   keep();
-                   call->gate_.open();
-                   return true;
-                 });
+  std::string arguments() const override { return "arrays on the device"; }
+
+  bool fail(const Error& /*error*/, const std::function<void()>& keep) override {
+    if (settled_.exchange(true, std::memory_order_acq_rel)) return false;  // see claim()
+    poison_results();
+    keep();
+    gate_.open();
+    return true;
   }
 
  private:
@@ -112,16 +103,16 @@ class HeldStreamCall {
     if (!active.entered()) return refuse_at_exit(callee);
     Call call = copied_.call();
     if (!copied_.runs()) {
-      if (claim()) copied_.site->site->skip(call);
+      if (claim()) site->site->skip(call);
       return;
     }
     // With a timeout the memory is the callable's own: the watchdog may have given it up.
     OwnedCall owned(call, /*private_memory=*/callee.timeout().count() > 0);
-    copied_.site->site->run(owned.call());
+    site->site->run(owned.call());
     if (claim()) owned.publish();
   }
 
-  // True for whoever may write the results: the call that has ended, or give_up().
+  // True for whoever may write the results: the call that has ended, or fail().
   bool claim() noexcept {
     // Acquire and release: the loser sees that the results are the winner's.
     settled_by_me_ = settled_by_me_ || !settled_.exchange(true, std::memory_order_acq_rel);
@@ -153,9 +144,8 @@ void run_on_own_thread(CudaCall& call) {
       throw Error(ErrorCode::kAborted,
                   "gate '" + call.callee().name() + "': nothing is kept for it any more");
     }
-    bool taken = submit_with_timeout(
-        call.callee().timeout(), [own] { HeldStreamCall::give_up(own); }, [own] { own->run(); });
-    if (!taken) own->run();  // the process is ending: it fails, but opens the stream
+    if (!submit_with_timeout(own))
+      own->run();  // the process is ending: it fails, but opens the stream
   } catch (...) {
     own->abandon(call.stream);
     throw;

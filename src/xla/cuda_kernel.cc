@@ -3,15 +3,13 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "core/interrupt.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 #include "cuda/copies.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
-#include "xla/attributes.h"
 #include "xla/cuda_call.h"
 #include "xla/decode.h"
 #include "xla/ffi.h"
@@ -37,11 +35,10 @@ std::unique_ptr<CudaKernelState> instantiate_cuda_kernel(const XLA_FFI_Attrs& at
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
   auto kernel = std::dynamic_pointer_cast<cuda::LaunchCallee>(callee);
-  if (kernel == nullptr) {
+  if (kernel == nullptr)
     throw Error("the CUDA program's call of '" + callee->name() + "'",
                 "a kernel for CUDA (callgate.cuda, or callgate.cpp with cuda_source=)",
                 "a gate, or a kernel for the CPU alone, of that name");
-  }
   auto state = std::make_unique<CudaKernelState>();
   state->site = kernel->bind({cuda::LaunchPlan::of(held.dictionary("plan")), text("site"),
                               Lanes::of(held.dictionary("batch"))});
@@ -108,17 +105,8 @@ class ScratchBlocks : Immovable {
 // Whether this device makes the call. The partition's number is looked at only where it matters.
 bool runs(CudaKernelState& state, DecodedCall& decoded, cuda::Device& device, cuda::Stream stream) {
   ArrayView number = state.shards.take_operand(decoded);
-  if (number.data == nullptr || state.shards.all_run()) [[likely]]
-    return true;
-  return state.shards.runs(state.numbers.read(state.shards, number, device, stream));
-}
-
-void launch(CudaKernelState& state, const XLA_FFI_CallFrame& frame, const Call& call,
-            cuda::Device& device) {
-  if (state.site->scratch().empty()) [[likely]]
-    return state.site->run(call, device, {});
-  ScratchBlocks scratch(frame, state.site->scratch());
-  state.site->run(call, device, scratch.blocks());
+  return number.data == nullptr || state.shards.all_run() ||
+         state.shards.runs(state.numbers.read(state.shards, number, device, stream));
 }
 
 void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
@@ -131,9 +119,11 @@ void run_call(CudaKernelState& state, const XLA_FFI_CallFrame& frame) {
   DecodedCall decoded(frame);
   if (!runs(state, decoded, device, stream)) [[unlikely]]
     return cuda::clear_on_device(decoded.results(), stream);
-  CallContext context;
-  context.stream = stream;
-  launch(state, frame, {decoded.operands(), decoded.results(), context}, device);
+  Call call{decoded.operands(), decoded.results(), {.stream = stream}};
+  if (state.site->scratch().empty()) [[likely]]
+    return state.site->run(call, device, {});
+  ScratchBlocks scratch(frame, state.site->scratch());
+  state.site->run(call, device, scratch.blocks());
 }
 
 void execute_cuda_kernel(XLA_FFI_CallFrame* frame) {

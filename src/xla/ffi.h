@@ -1,10 +1,9 @@
-// The one place that includes XLA's FFI headers, with our error codes mapped to theirs.
+// The one place that includes XLA's FFI headers.
 //
 // Between callgate's code and XLA no exception passes: XLA is built without exceptions and would
-// not unwind. The one thing let through is glibc's forced unwind: Python up to 3.13 ends a thread
-// with pthread_exit when it asks for the GIL of a finalizing interpreter. Unwinding on through
-// XLA's frames would abort the process, so the thread stops here for good, as Python 3.14 does; the
-// process is about to end.
+// not unwind. Nor does glibc's forced unwind: Python up to 3.13 ends a thread with pthread_exit
+// when it asks for the GIL of a finalizing interpreter. The thread then stops here for good, as
+// Python 3.14 does; the process is about to end.
 #pragma once
 
 #include <cxxabi.h>
@@ -15,37 +14,26 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 
 #include "core/call.h"
 #include "core/error.h"
-#include "core/utf8.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace callgate::xla_ffi {
 
-inline XLA_FFI_Error_Code to_xla(ErrorCode code) noexcept {
-  switch (code) {
-    case ErrorCode::kInvalidArgument: return XLA_FFI_Error_Code_INVALID_ARGUMENT;
-    case ErrorCode::kNotFound: return XLA_FFI_Error_Code_NOT_FOUND;
-    case ErrorCode::kAlreadyExists: return XLA_FFI_Error_Code_ALREADY_EXISTS;
-    case ErrorCode::kDeadlineExceeded: return XLA_FFI_Error_Code_DEADLINE_EXCEEDED;
-    case ErrorCode::kResourceExhausted: return XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
-    case ErrorCode::kAborted: return XLA_FFI_Error_Code_ABORTED;
-    case ErrorCode::kInternal: break;
-  }
-  return XLA_FFI_Error_Code_INTERNAL;
-}
+// Both number errors as absl does.
+static_assert(XLA_FFI_Error_Code{XLA_FFI_Error_Code_INVALID_ARGUMENT} == 3);
+static_assert(int{XLA_FFI_Error_Code_INTERNAL} == static_cast<int>(ErrorCode::kInternal));
 
 // An error that XLA takes ownership of.
 inline XLA_FFI_Error* make_error(const XLA_FFI_Api* api, const Error& error) {
   std::string text = valid_utf8(error.what());  // whatever calls the program decodes it
   XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
-                                 to_xla(error.code())};
+                                 static_cast<XLA_FFI_Error_Code>(error.code())};
   return api->XLA_FFI_Error_Create(&args);
 }
 
-// Whether a function of XLA's succeeded, by the error that it returned.
+// Whether a function of XLA's succeeded, by its error.
 inline bool succeeded(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
   if (error == nullptr) [[likely]]
     return true;
@@ -67,7 +55,7 @@ inline void check(const XLA_FFI_Api* api, XLA_FFI_Error* error, const char* fail
   throw Error(ErrorCode::kInternal, failed + take_message(api, error));
 }
 
-// Runs `body`; what it throws goes to `failed`, as an Error.
+// What `body` throws goes to `failed`, as an Error.
 template <typename Body, typename Failed>
 auto guarded(Body&& body, Failed&& failed) -> decltype(body()) {
   try {
@@ -105,9 +93,9 @@ void settled(bool poison_on_error, Callee& callee, Body&& body, Poison&& poison)
 
 // The state of a call site that XLA owns, for handlers that read the raw call frame.
 //
-// A state's type S has a static `id` and a static `kName`, the type's name. XLA hands it out when
-// it asks a handler for its metadata, as a target is registered with a backend: that needs no
-// private API and doesn't disturb the backend, as registering a type before it exists would.
+// A state's type S has a static `id` and a static `kName`, the type's name. It is registered when
+// XLA asks a handler for its metadata, as a target is registered with a backend: before that, it
+// would disturb the backend.
 template <class S>
 class StateOf {
  public:

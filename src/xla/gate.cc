@@ -6,7 +6,6 @@
 #include <string>
 #include <utility>
 
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/progress.h"
 #include "xla/call_site.h"
@@ -33,16 +32,17 @@ thread_local int t_within = 0;  // such calls around what this worker runs
 // A call on a thread of its own, shared by the worker that runs it, the watchdog that gives it up
 // and the one that looks whether it waits for itself. The first of them settles it.
 struct OwnThreadCall final : WatchedCall {
+  const int within;
   OwnedCall call;
   Promise promise;
 
-  OwnThreadCall(std::shared_ptr<CallSite> of, const Call& made, bool private_memory,
+  OwnThreadCall(std::shared_ptr<CallSite> of, int place, const Call& made, bool private_memory,
                 const XLA_FFI_Api* api)
-      : WatchedCall(std::move(of)), call(made, private_memory), promise(api) {}
+      : WatchedCall(std::move(of)), within(place), call(made, private_memory), promise(api) {}
 
-  // False where the call is settled. `keep` is called for a failure that XLA is not told of, before
-  // the program goes on.
-  bool fail(const Error& error, const std::function<void()>& keep) {
+  std::string arguments() const override { return call.arguments(); }
+
+  bool fail(const Error& error, const std::function<void()>& keep) override {
     if (!site->poison_on_error) {
       ProgressBoard::instance().fail(call.context().run);
       return promise.fail(error);
@@ -53,20 +53,14 @@ struct OwnThreadCall final : WatchedCall {
     });
   }
 
-  void fail_self_wait(const std::string& text) override {
-    const Error error = Error::verbatim(ErrorCode::kInternal, text);
-    fail(error, [&] { site->callee->defer(error); });
-  }
-
-  // On a worker. Nothing is thrown: a promise is settled whatever the site does.
-  void run(int within) {
+  // A promise is settled whatever the site does.
+  void run() override {
+    thread.store(pthread_self(), std::memory_order_relaxed);  // see watch_for_self_wait()
+    site->callee->enter_worker(/*of_device=*/false);
     ActiveCall active;
     auto body = [&] {
       t_within = within;
-      if (active.entered())
-        site->site->run(call.call());
-      else
-        refuse_at_exit(*site->callee);
+      active.entered() ? site->site->run(call.call()) : refuse_at_exit(*site->callee);
       t_within = 0;  // the program goes on here; its calls are not within this one
       promise.succeed([&] { call.publish(); });
     };
@@ -79,50 +73,30 @@ struct OwnThreadCall final : WatchedCall {
   }
 };
 
-// On the watchdog's thread, when the time is over.
-void give_up(const std::shared_ptr<OwnThreadCall>& own) {
-  fail_overdue(own->site, own->call.describe(), /*deferred=*/own->site->poison_on_error,
-               [own](const std::string& text, const std::function<void()>& keep) {
-                 return own->fail(Error::verbatim(ErrorCode::kDeadlineExceeded, text), keep);
-               });
-}
-
 // Throws when the call can't be handed on.
 void start_on_own_thread(XLA_FFI_CallFrame* frame, const std::shared_ptr<CallSite>& site,
                          const Call& call) {
-  if (WorkerPool::instance().lost()) {
+  if (WorkerPool::instance().lost())
     throw Error(ErrorCode::kAborted,
                 "gate '" + site->callee->name() +
                     "': this process was forked from one that ran gates on threads of their own, "
                     "which are not here; expected a process of its own (multiprocessing's 'spawn' "
                     "or 'forkserver')");
-  }
   int within = t_within + 1;
-  if (within > kMostWithin) {
+  if (within > kMostWithin)
     throw Error(ErrorCode::kInternal, "gate '" + site->callee->name() + "'",
                 "at most " + std::to_string(kMostWithin) +
                     " calls with thread='own' within each other, by programs that they run",
                 "one more; does it call itself for ever?");
-  }
-  auto timeout = site->callee->timeout();
-  // Within another such call the jitted function may be called for the first time with its
-  // arguments, as the program runs once more.
+  // Within another such call the jitted function may be new, as the program runs once more.
   bool may_wait_for_itself = site->is_first(call.context.run) || within > 1;
-  bool private_memory = timeout.count() > 0 || may_wait_for_itself;
-  auto own = std::make_shared<OwnThreadCall>(site, call, private_memory, frame->api);
+  bool private_memory = site->callee->timeout().count() > 0 || may_wait_for_itself;
+  auto own = std::make_shared<OwnThreadCall>(site, within, call, private_memory, frame->api);
   XLA_FFI_Future* future = own->promise.future();
   if (may_wait_for_itself) watch_for_self_wait(own);
-  bool taken = submit_with_timeout(
-      timeout, [own] { give_up(own); },
-      [own, within] {
-        own->thread.store(pthread_self(), std::memory_order_relaxed);
-        own->site->callee->enter_worker(/*of_device=*/false);
-        own->run(within);
-      });
-  if (!taken) {
+  if (!submit_with_timeout(own))
     guarded([&] { refuse_at_exit(*site->callee); },
             [&](const Error& error) { own->promise.fail(error); });
-  }
   frame->future = future;
 }
 
@@ -150,11 +124,8 @@ void execute_gate(XLA_FFI_CallFrame* frame) {
   if (!site->shards.runs(shard)) [[unlikely]]
     return site->site->skip(Call{decoded.operands(), decoded.results(), {}});
   bool own_thread = site->callee->own_thread();
-  CallContext context;
-  if (site->reads_context || own_thread)
-    context = decode_context(*frame);
-  else
-    context.run = decode_run(*frame);
+  CallContext context = site->reads_context || own_thread ? decode_context(*frame)
+                                                          : CallContext{.run = decode_run(*frame)};
   context.shard = shard;
   try {
     run_call(frame, site, {decoded.operands(), decoded.results(), context}, own_thread);

@@ -1,8 +1,6 @@
-// The FFI handlers, by target. Each target has two, for XLA's stages of a call.
-//
-// Instantiate runs once per call site and executable, also when one is loaded from a cache: it
-// finds the callee by its name, binds it to the site and gives XLA the state to own. Execute
-// decodes the frame and runs the site.
+// The FFI handlers, by target. Each has two: instantiate runs once per call site and executable,
+// also when one is loaded from a cache. It finds the callee by its name, binds it to the site and
+// gives XLA the state to own. Execute decodes the frame and runs the site.
 #pragma once
 
 #include <string_view>
@@ -11,9 +9,8 @@
 
 namespace callgate::xla_ffi {
 
-// A call of whatever the name stands for. It runs on XLA's thread or, for a callee with its own, on
-// a worker that completes a future. Taps have a target of their own, since they are partitioned in
-// another way.
+// A call of whatever the name stands for: on XLA's thread or, for a callee with its own, a worker
+// that completes a future. Taps have a target of their own: they are partitioned in another way.
 inline constexpr std::string_view kGateTarget = "callgate.gate";
 inline constexpr std::string_view kTapTarget = "callgate.tap";
 XLA_FFI_Error* gate_instantiate(XLA_FFI_CallFrame* frame);
@@ -36,8 +33,7 @@ XLA_FFI_Error* cuda_gate_execute(XLA_FFI_CallFrame* frame);
 inline constexpr std::string_view kGraphTarget = "callgate.gate.graph";
 XLA_FFI_Error* cuda_graph_execute(XLA_FFI_CallFrame* frame);
 
-// A call of native code, with less on the way: no thread of its own, no Python, nothing to drain at
-// exit.
+// A call of native code, with less on the way: no thread, no Python, nothing to drain at exit.
 inline constexpr std::string_view kKernelTarget = "callgate.kernel";
 XLA_FFI_Error* kernel_instantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* kernel_execute(XLA_FFI_CallFrame* frame);

@@ -1,43 +1,200 @@
 // Kernels for the CPU. Reads the raw frame: what a call costs beside the kernel itself is here.
 #include "core/kernel.h"
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
-#include "core/interrupt.h"
 #include "core/kernel_frame.h"
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
 #include "core/registry.h"
-#include "xla/attributes.h"
 #include "xla/call_site.h"
 #include "xla/decode.h"
 #include "xla/ffi.h"
 #include "xla/handlers.h"
-#include "xla/kernel_cache.h"
 
 namespace callgate::xla_ffi {
 namespace {
 
-// One call site of one executable.
+// --- Which call site a call is at, found from what the call frame holds --------------------------
+//
+// XLA's own way, State_Get, takes as long as the rest of a kernel's call. So a thread remembers the
+// sites of its last calls by the attribute `_key` that programs give each call of a kernel: a hash
+// of the call's other attributes. Sites of one key are one object, shared by all executables that
+// hold the call, so that it lives as long as any of them; a key that stands for two different sites
+// (a kernel was defined anew under its name, say) is not remembered. Any change of what a key
+// stands for raises the generation, which makes every thread forget.
+
+// A kernel bound to one call of a program.
+struct BoundKernel : Immovable {
+  ~BoundKernel();
+
+  std::unique_ptr<KernelSite> site;
+  bool poison_on_error = false;  // see settled() in ffi.h
+  Shards shards;
+  std::string key, contents;           // of the call; key is "" when it is not to be remembered
+  std::atomic<bool> remembered{true};  // the key stands for this alone
+};
+
+// What a key stands for.
+struct KnownKernel {
+  std::weak_ptr<BoundKernel> bound;
+  bool ambiguous = false;  // for good: an older site of the key may live as long as it likes
+};
+
+// For loading and unloading of programs, which XLA does at exit, too; calls take no lock.
+constinit std::mutex known_kernels_mutex;
+std::unordered_map<std::string, KnownKernel>& known_kernels() {
+  return immortal<std::unordered_map<std::string, KnownKernel>>();
+}
+
+BoundKernel::~BoundKernel() {
+  if (key.empty()) return;
+  // Threads may go on remembering this: no call has the key until share() gives it another site.
+  std::scoped_lock lock(known_kernels_mutex);
+  auto it = known_kernels().find(key);
+  if (it != known_kernels().end() && !it->second.ambiguous && it->second.bound.expired())
+    known_kernels().erase(it);
+}
+
+// The site of a call, if this thread remembers it, else the one that `get` gives, which it then
+// remembers. `get` returns a site that the call keeps alive.
+class RecentKernels {
+ public:
+  static constexpr std::size_t kKeyBytes = 16;  // hexadecimal digits
+
+  template <typename Get>
+  static BoundKernel& find(const XLA_FFI_Attrs& attributes, Get&& get) {
+    const char* key = key_of(attributes);
+    if (key == nullptr) [[unlikely]]
+      return get();
+    // Acquire: with a generation goes what `remembered` was when it began. A call comes after its
+    // executable was loaded, and so after the last change that matters to it.
+    std::uint64_t now = generation_.load(std::memory_order_acquire);
+    Slot& slot = slots_[static_cast<unsigned char>(key[0]) % kSlots];
+    if (slot.generation == now && std::char_traits<char>::compare(slot.key, key, kKeyBytes) == 0)
+        [[likely]] {
+      return *slot.bound;
+    }
+    BoundKernel& bound = get();
+    if (bound.remembered.load(std::memory_order_relaxed)) {  // see above
+      slot.generation = now;
+      slot.bound = &bound;
+      std::char_traits<char>::copy(slot.key, key, kKeyBytes);
+    }
+    return bound;
+  }
+
+  // The first attribute's bytes, if it may be a key: attributes are sorted by name, and no other
+  // value that programs hold looks like one. Null otherwise.
+  static const char* key_of(const XLA_FFI_Attrs& attributes) noexcept {
+    if (attributes.size == 0 || attributes.types[0] != XLA_FFI_AttrType_STRING) return nullptr;
+    const auto& text = *static_cast<const XLA_FFI_ByteSpan*>(attributes.attrs[0]);
+    return text.len == kKeyBytes ? text.ptr : nullptr;
+  }
+
+  // What a thread remembers under a key may be a site that is no more.
+  static void forget() noexcept { generation_.fetch_add(1, std::memory_order_release); }
+
+ private:
+  static constexpr std::size_t kSlots = 8;
+  struct Slot {
+    std::uint64_t generation;  // 0: empty
+    BoundKernel* bound;
+    char key[kKeyBytes];
+  };
+
+  static inline constinit std::atomic<std::uint64_t> generation_{1};
+  static inline constinit thread_local Slot slots_[kSlots] = {};
+};
+
+void append(std::string& to, std::string_view bytes) {
+  to += std::to_string(bytes.size()) + ':';
+  to += bytes;
+}
+
+// The attributes as bytes that are equal when the attributes are.
+void append(std::string& to, const XLA_FFI_Attrs& attributes) {
+  auto elements = [&](XLA_FFI_DataType dtype, const void* data, std::size_t count) {
+    to += std::to_string(static_cast<int>(dtype)) + ',';
+    append(to, {static_cast<const char*>(data), storage_bytes(static_cast<DType>(dtype), count)});
+  };
+  for (std::int64_t i = 0; i < attributes.size; ++i) {
+    append(to, text_of(*attributes.names[i]));
+    to += std::to_string(static_cast<int>(attributes.types[i])) + ';';
+    const void* value = attributes.attrs[i];
+    if (attributes.types[i] == XLA_FFI_AttrType_STRING) {
+      append(to, text_of(*static_cast<const XLA_FFI_ByteSpan*>(value)));
+    } else if (attributes.types[i] == XLA_FFI_AttrType_SCALAR) {
+      const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(value);
+      elements(scalar.dtype, scalar.value, 1);
+    } else if (attributes.types[i] == XLA_FFI_AttrType_ARRAY) {
+      const auto& array = *static_cast<const XLA_FFI_Array*>(value);
+      elements(array.dtype, array.data, array.size);
+    } else if (attributes.types[i] == XLA_FFI_AttrType_DICTIONARY) {
+      to += '{';
+      append(to, *static_cast<const XLA_FFI_Attrs*>(value));
+      to += '}';
+    }
+  }
+}
+
+// The live site of a call of `kernel` with these attributes, or the one that `make` gives.
+template <typename Make>
+std::shared_ptr<BoundKernel> share(const XLA_FFI_Attrs& attributes, const KernelCallee& kernel,
+                                   Make&& make) {
+  const char* key = RecentKernels::key_of(attributes);
+  if (key == nullptr) {
+    std::shared_ptr<BoundKernel> made = make();
+    made->remembered.store(false, std::memory_order_relaxed);  // nobody else has it yet
+    return made;
+  }
+  std::string contents;
+  append(contents, attributes);
+  std::shared_ptr<BoundKernel> mine = make(), other;  // `other` outlives the lock
+  std::scoped_lock lock(known_kernels_mutex);
+  KnownKernel& slot = known_kernels()[std::string(key, RecentKernels::kKeyBytes)];
+  other = slot.bound.lock();
+  if (other != nullptr && !slot.ambiguous && other->contents == contents &&
+      &other->site->callee() == &kernel)
+    return other;
+  if (other != nullptr) {
+    slot.ambiguous = true;
+    other->remembered.store(false, std::memory_order_relaxed);  // published by the generation
+  }
+  if (slot.ambiguous) mine->remembered.store(false, std::memory_order_relaxed);
+  mine->key.assign(key, RecentKernels::kKeyBytes);
+  mine->contents = std::move(contents);
+  slot.bound = mine;
+  RecentKernels::forget();
+  return mine;
+}
+
+// --- The handlers --------------------------------------------------------------------------------
+
+// Of one call site of one executable.
 struct KernelState {
   static inline ::xla::ffi::TypeId id = {};
   static constexpr std::string_view kName = "callgate.kernel_state";
   std::shared_ptr<BoundKernel> bound;
 };
 
-// Throws.
 std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
   Attributes held = decode_attributes(attrs);
   auto text = [&](std::string_view name) { return std::string(held.text(name)); };
   std::shared_ptr<Callee> callee = Registry::instance().find(text("name"));
   auto kernel = std::dynamic_pointer_cast<KernelCallee>(callee);
-  if (kernel == nullptr) {
+  if (kernel == nullptr)
     throw Error("the program's call of '" + callee->name() + "'", "a kernel for the CPU",
                 "a gate, or a kernel for CUDA alone, of that name");
-  }
   Interrupts::watch();
   auto state = std::make_unique<KernelState>();
   state->bound = share(attrs, *kernel, [&] {
@@ -58,14 +215,13 @@ std::unique_ptr<KernelState> instantiate_kernel(const XLA_FFI_Attrs& attrs) {
 // XLA's own threads, for one call. Borrows the frame, which lives until the handler returns.
 class XlaExecutor final : public Executor {
  public:
-  explicit XlaExecutor(const XLA_FFI_CallFrame& frame) noexcept
-      : api_(frame.api), context_(frame.ctx) {}
+  explicit XlaExecutor(const XLA_FFI_CallFrame& frame) noexcept : frame_(frame) {}
 
   int threads() const noexcept override {
     std::int64_t count = 1;
     XLA_FFI_ThreadPool_NumThreads_Args args{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr,
-                                            context_, &count};
-    bool told = succeeded(api_, api_->XLA_FFI_ThreadPool_NumThreads(&args));
+                                            frame_.ctx, &count};
+    bool told = succeeded(frame_.api, frame_.api->XLA_FFI_ThreadPool_NumThreads(&args));
     return told ? static_cast<int>(count) : 1;
   }
 
@@ -78,22 +234,16 @@ class XlaExecutor final : public Executor {
       (*mine)();
     };
     XLA_FFI_ThreadPool_Schedule_Args args{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr,
-                                          context_, run, owned.get()};
-    if (!succeeded(api_, api_->XLA_FFI_ThreadPool_Schedule(&args))) return false;
+                                          frame_.ctx, run, owned.get()};
+    if (!succeeded(frame_.api, frame_.api->XLA_FFI_ThreadPool_Schedule(&args))) return false;
     owned.release();  // NOLINT: the task deletes itself
     return true;
   }
 
-  std::int64_t device() const noexcept override {
-    XLA_FFI_DeviceOrdinal_Get_Args args{XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE, nullptr,
-                                        context_, -1};
-    bool told = succeeded(api_, api_->XLA_FFI_DeviceOrdinal_Get(&args));
-    return told ? args.device_ordinal : -1;
-  }
+  std::int64_t device() const noexcept override { return decode_device(frame_); }
 
  private:
-  const XLA_FFI_Api* api_;
-  XLA_FFI_ExecutionContext* context_;
+  const XLA_FFI_CallFrame& frame_;
 };
 
 void execute_kernel(XLA_FFI_CallFrame* frame) {

@@ -18,16 +18,14 @@
 
 #include "core/call.h"
 #include "core/lifetime.h"
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
+#include "core/threads.h"
 #include "xla/call_site.h"
 #include "xla/ffi.h"
 
 namespace callgate::xla_ffi {
 
-// A call that outlives its handler: the frame's descriptors die with it, so they are copied. Where
-// the watchdog may fail the program the memory is private, too: XLA frees its own then, while user
-// code may still be reading and writing.
+// The frame's descriptors die with its handler, so they are copied. Where the watchdog may fail the
+// program the memory is private, too: XLA frees its own then, while user code may still use it.
 class OwnedCall {
  public:
   OwnedCall(const Call& call, bool private_memory)
@@ -52,10 +50,8 @@ class OwnedCall {
 
   // What a call that was given up leaves in XLA's memory.
   void poison_results() const noexcept { poison((targets_ ? *targets_ : results_).all()); }
-
   const CallContext& context() const noexcept { return context_; }
-
-  std::string describe() const { return to_string(operands_.all()); }
+  std::string arguments() const { return to_string(operands_.all()); }
 
  private:
   void allocate(ArrayView& view) {
@@ -81,11 +77,9 @@ class OwnedCall {
   CallContext context_;
 };
 
-// The promise of a call that completes after its handler has returned.
-//
-// Exactly one of `succeed` and `fail` takes effect, whoever comes first: the worker that ran the
-// call or the watchdog that gave it up. A promise that is dropped fails the program, since one that
-// is never completed would block it for good. By XLA's C interface: settling never throws.
+// The promise of a call that completes after its handler has returned. Of `succeed` and `fail` the
+// first takes effect: the worker that ran the call or the watchdog that gave it up. A promise that
+// is dropped fails the program, which it would else block for good. Settling never throws.
 class Promise : Immovable {
  public:
   // Creates XLA's future; throws Error when this XLA has none.
@@ -128,43 +122,53 @@ class Promise : Immovable {
   std::atomic<bool> settled_{false};
 };
 
-// --- Calls that do not end: those that have run longer than their timeout, and those that wait for
-// themselves
-// ---------------------------------------------------------------------------------------
+// --- Calls that another thread may end -----------------------------------------------------------
 //
-// A report says where Python's threads stand, so it needs the GIL, which the very callable may hold
-// for ever. So another thread makes it, and after a short while the call fails without: the
-// watchdog's thread never waits, neither do other calls' timeouts.
+// Those that have run longer than their timeout: a report says where Python's threads stand, so it
+// needs the GIL, which the very callable may hold for ever. So another thread makes it, and after a
+// short while the call fails without: the watchdog's thread never waits.
+//
+// And those that wait for themselves: while JAX calls a jitted function for the first time, other
+// threads that call it wait until that call has ended, with all gates in it. A gate on a thread of
+// its own which calls the very function would wait for ever. So the first run of a program is
+// watched.
 
-// Ends a call with a text, unless it has ended: then it returns false. Before its program goes on
-// it calls `keep`. It takes no GIL itself.
-using Settle = std::function<bool(const std::string& text, const std::function<void()>& keep)>;
+struct WatchedCall : Immovable {
+  explicit WatchedCall(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
+  virtual ~WatchedCall() = default;
 
-// A call that has run longer than its timeout.
-struct OverdueCall {
-  std::shared_ptr<const CallSite> site;
-  std::string described;
-  bool deferred;
-  Settle settle;
-  std::atomic<bool> failed_without{false};
+  virtual void run() = 0;  // on a worker. Nothing is thrown.
+  virtual std::string arguments() const = 0;
+  // Ends the call, unless it has ended: then it returns false. Where XLA is not told of the failure
+  // it calls `keep` before the program goes on. It takes no GIL itself.
+  virtual bool fail(const Error& error, const std::function<void()>& keep) = 0;
 
-  // Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/_core/failures.py).
-  std::string without_report(const std::string& why) const {
-    static std::atomic<std::int64_t> next{1};
-    std::int64_t number = next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
-    return "[callgate timeout #" + std::to_string(number) + "] gate '" + site->callee->name() +
-           "' called with " + described +
-           " has run longer than its timeout; where Python's threads stand can't be told: " + why;
+  bool fail_deferred(const Error& error) {
+    return fail(error, [&] { site->callee->defer(error); });
   }
-  std::string report() const try {
-    return site->callee->stall_report(described, /*timed_out=*/true);
-  } catch (const std::exception& error) {
-    return without_report(error.what());
-  }
-  void defer(const std::string& text) const {
-    if (deferred) site->callee->defer(Error::verbatim(ErrorCode::kDeadlineExceeded, text));
-  }
+
+  const std::shared_ptr<CallSite> site;
+  std::atomic<unsigned long> thread{0};  // Python's number of the worker; 0 until it begins
+  std::atomic<bool> failed_without_report{false};
 };
+
+// Python makes a GateTimeoutError of it, which needs the GIL, too (callgate/_core/failures.py).
+inline Error overdue_without_report(const WatchedCall& call, const std::string& why) {
+  static std::atomic<std::int64_t> next{1};
+  std::int64_t number = next.fetch_add(1, std::memory_order_relaxed);  // a number, no order
+  return Error::verbatim(
+      ErrorCode::kDeadlineExceeded,
+      "[callgate timeout #" + std::to_string(number) + "] gate '" + call.site->callee->name() +
+          "' called with " + call.arguments() +
+          " has run longer than its timeout; where Python's threads stand can't be told: " + why);
+}
+
+inline Error overdue(const WatchedCall& call) try {
+  return Error::verbatim(ErrorCode::kDeadlineExceeded,
+                         call.site->callee->stall_report(call.arguments(), /*timed_out=*/true));
+} catch (const std::exception& error) {
+  return overdue_without_report(call, error.what());
+}
 
 // False where no thread is to be had.
 inline bool try_submit(WorkerPool::Job job) try {
@@ -173,71 +177,55 @@ inline bool try_submit(WorkerPool::Job job) try {
   return false;
 }
 
-// On the watchdog's thread, for a call with arguments `described` of the site. A failure that XLA
-// is not told of is `deferred` to the callee. A report that comes too late goes to stderr.
-inline void fail_overdue(std::shared_ptr<const CallSite> site, std::string described, bool deferred,
-                         Settle settle) {
+// On the watchdog's thread. A report that comes too late goes to stderr.
+inline void fail_overdue(const std::shared_ptr<WatchedCall>& call) {
   constexpr auto kPatience = std::chrono::milliseconds(500);
-  auto call = std::make_shared<OverdueCall>(std::move(site), std::move(described), deferred,
-                                            std::move(settle));
   auto fail_without_report = [call] {
-    std::string text = call->without_report("one of them holds the GIL");
+    Error error = overdue_without_report(*call, "one of them holds the GIL");
     // Release: who finds the call settled by it sees the flag.
-    call->failed_without.store(true, std::memory_order_release);
-    if (!call->settle(text, [] {})) return;
-    (void)try_submit([call, text] { call->defer(text); });  // it needs the GIL
+    call->failed_without_report.store(true, std::memory_order_release);
+    bool deferred = false;
+    if (call->fail(error, [&] { deferred = true; }) && deferred)
+      (void)try_submit([call, error] { call->site->callee->defer(error); });  // it needs the GIL
   };
   Watchdog::Ticket ticket = Watchdog::instance().arm(kPatience, fail_without_report);
   bool taken = try_submit([call, ticket] {
-    std::string text = call->report();
+    Error error = overdue(*call);
     Watchdog::instance().disarm(ticket);
-    bool settled = call->settle(text, [&] { call->defer(text); });
-    if (!settled && call->failed_without.load(std::memory_order_acquire))  // see its store
-      std::fprintf(stderr, "callgate: %s\n", text.c_str());
+    if (!call->fail_deferred(error) &&
+        call->failed_without_report.load(std::memory_order_acquire))  // see its store
+      std::fprintf(stderr, "callgate: %s\n", error.what());
   });
   if (taken) return;
   Watchdog::instance().disarm(ticket);
   fail_without_report();
 }
 
-// Has a worker run `work`, and the watchdog's thread `late` where it takes longer than `timeout`; 0
-// for never. False where the process is ending: neither is run. May throw, likewise.
-template <typename Late, typename Work>
-bool submit_with_timeout(std::chrono::nanoseconds timeout, Late late, Work work) {
+// Has a worker run the call, which fails where it takes longer than its timeout. False where the
+// process is ending: it does not run. May throw, likewise.
+inline bool submit_with_timeout(const std::shared_ptr<WatchedCall>& call) {
+  auto timeout = call->site->callee->timeout();
   Watchdog::Ticket ticket;
-  if (timeout.count() > 0) ticket = Watchdog::instance().arm(timeout, std::move(late));
+  if (timeout.count() > 0)
+    ticket = Watchdog::instance().arm(timeout, [call] { fail_overdue(call); });
   auto disarm = [ticket, timeout] {
     if (timeout.count() > 0) Watchdog::instance().disarm(ticket);
   };
-  bool taken = false;
+  auto work = [call, disarm] {
+    call->run();
+    disarm();
+  };
   try {
-    taken = WorkerPool::instance().submit([work = std::move(work), disarm]() mutable {
-      work();
-      disarm();
-    });
+    if (WorkerPool::instance().submit(work)) return true;
   } catch (...) {
     disarm();
     throw;
   }
-  if (!taken) disarm();
-  return taken;
+  disarm();
+  return false;
 }
 
-// While JAX calls a jitted function for the first time, other threads that call it wait until that
-// call has ended, with all gates in it. A gate on a thread of its own which calls the very function
-// would wait for ever. So the first run of a program is watched, and such a call fails.
-struct WatchedCall {
-  explicit WatchedCall(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
-  virtual ~WatchedCall() = default;
-
-  // Ends the call, unless it has ended: why it never will by itself.
-  virtual void fail_self_wait(const std::string& text) = 0;
-
-  const std::shared_ptr<CallSite> site;
-  std::atomic<unsigned long> thread{0};  // Python's number of the worker; 0 until it begins
-};
-
-// As long as the call lives. A worker looks, since it takes the GIL.
+// As long as the call lives: looks whether it waits for itself, on a worker, as that takes the GIL.
 inline void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched) {
   auto look = [watched] {
     std::shared_ptr<WatchedCall> call = watched.lock();
@@ -245,8 +233,8 @@ inline void watch_for_self_wait(const std::weak_ptr<WatchedCall>& watched) {
     // Relaxed: a number. Who comes too early looks again.
     unsigned long thread = call->thread.load(std::memory_order_relaxed);
     std::string text = thread == 0 ? "" : call->site->callee->self_wait(thread);
-    if (!text.empty()) return call->fail_self_wait(text);
-    watch_for_self_wait(watched);
+    if (text.empty()) return watch_for_self_wait(watched);
+    call->fail_deferred(Error::verbatim(ErrorCode::kInternal, text));
   };
   Watchdog::instance().arm(std::chrono::seconds(1), [watched, look] {
     if (!watched.expired()) (void)WorkerPool::instance().submit(look);  // not while it is ending

@@ -13,7 +13,7 @@
 #include "core/attributes.h"
 #include "core/dtype.h"
 #include "targets.h"
-#include "xla/attributes.h"
+#include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::fuzz {

@@ -80,7 +80,7 @@ def emit(
   if sharded is not None:
     held["shard"], rule = sharded[0].text, sharded[1]
   if target in (KERNEL_TARGET, KERNEL_SCRATCH_TARGET):
-    # What the runtime knows the call by (src/xla/kernel_cache.h): first in the order of names.
+    # What the runtime knows the call by (src/xla/kernel.cc): first in the order of names.
     held["_key"] = key_of(held)
   return lowering.emit_ffi_call(
     context,

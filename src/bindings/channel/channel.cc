@@ -15,7 +15,7 @@
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "channel/tap.h"
-#include "core/interrupt.h"
+#include "core/lifecycle.h"
 #include "core/registry.h"
 
 namespace callgate::bindings {

@@ -21,7 +21,7 @@
 #include "channel/stream_address.h"
 #include "channel/stream_sink.h"
 #include "core/error.h"
-#include "core/process.h"
+#include "core/lifetime.h"
 
 namespace callgate::bindings {
 namespace {

@@ -14,8 +14,8 @@
 #include "bindings/arrays/buffer.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "core/check.h"
-#include "core/kernel_mode.h"
+#include "core/call.h"
+#include "core/kernel_debug.h"
 
 namespace callgate::bindings {
 
@@ -183,7 +183,7 @@ void bind_settings(nb::module_& module) {
   });
   module.def("set_stall_seconds", [](double seconds) {
     settings.stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
-    set_kernel_stall_ns(seconds_of(seconds).count());
+    kernel_stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
   });
 }
 

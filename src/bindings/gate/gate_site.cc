@@ -21,7 +21,7 @@
 #include "bindings/gate/gate.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
-#include "core/stall.h"
+#include "core/threads.h"
 
 namespace callgate::bindings {
 namespace {

@@ -12,7 +12,6 @@
 #include "bindings/python/gil.h"
 #include "core/call.h"
 #include "core/error.h"
-#include "core/utf8.h"
 
 namespace callgate::bindings {
 

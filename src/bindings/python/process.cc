@@ -16,7 +16,6 @@
 
 #include "bindings/python/gil.h"
 #include "channel/tap.h"
-#include "core/interrupt.h"
 #include "core/lifecycle.h"
 #include "core/lifetime.h"
 

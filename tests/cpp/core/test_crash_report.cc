@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/crash_report.h"
 #include "core/kernel.h"
+#include "core/kernel_debug.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"
 

@@ -3,7 +3,7 @@
 
 #include <csignal>
 
-#include "core/interrupt.h"
+#include "core/lifecycle.h"
 
 namespace callgate {
 namespace {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "core/kernel.h"
-#include "core/kernel_mode.h"
+#include "core/kernel_debug.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"
@@ -182,7 +182,7 @@ std::string report_of_a_call(std::int64_t stall_ns, bool turn_is_taken) {
     return "report on k" + call;
   });
   auto site = callee->bind({});
-  set_kernel_stall_ns(stall_ns);
+  kernel_stall_ns.store(stall_ns, std::memory_order_relaxed);
   std::jthread caller([&] {
     std::vector<float> x = {1}, z(1);
     Arrays in, out;
@@ -193,7 +193,7 @@ std::string report_of_a_call(std::int64_t stall_ns, bool turn_is_taken) {
   report->said.wait();
   if (turn_is_taken) turn.unlock();
   caller.join();
-  set_kernel_stall_ns(0);
+  kernel_stall_ns.store(0, std::memory_order_relaxed);
   return report->text;
 }
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/kernel.h"
-#include "core/kernel_mode.h"
+#include "core/kernel_debug.h"
 #include "fake_attributes.h"
 #include "fake_executor.h"
 #include "fake_kernel.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "core/utf8.h"
+#include "core/error.h"
 
 namespace callgate {
 namespace {

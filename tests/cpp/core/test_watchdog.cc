@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/watchdog.h"
+#include "core/threads.h"
 
 namespace callgate {
 namespace {

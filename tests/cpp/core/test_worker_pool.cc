@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/worker_pool.h"
+#include "core/threads.h"
 
 namespace callgate {
 namespace {

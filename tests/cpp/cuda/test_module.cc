@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "cuda/module.h"
+#include "cuda/launch.h"
 #include "fake_launch.h"
 
 namespace callgate::cuda {

@@ -15,7 +15,7 @@
 #include "core/attributes.h"
 #include "core/call.h"
 #include "core/lanes.h"
-#include "xla/attributes.h"
+#include "xla/decode.h"
 #include "xla/ffi.h"
 
 namespace callgate::fake {

@@ -17,8 +17,7 @@
 #include "channel_fixtures.h"
 #include "core/lifecycle.h"
 #include "core/registry.h"
-#include "core/watchdog.h"
-#include "core/worker_pool.h"
+#include "core/threads.h"
 #include "fake_callee.h"
 #include "fake_xla.h"
 

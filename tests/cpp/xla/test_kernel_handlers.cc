@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel_mode.h"
+#include "core/kernel_debug.h"
 #include "core/registry.h"
 #include "fake_callee.h"
 #include "fake_kernel.h"

@@ -1,0 +1,236 @@
+// Threads of callgate's own: the watchdog's, which notices calls that take too long, and those that
+// run callbacks for `thread="own"`. Threads are named, and joined by stop().
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "core/call.h"
+#include "core/lifecycle.h"
+#include "core/lifetime.h"
+
+namespace callgate {
+
+// A thread that starts with the first watch and sleeps until a deadline. Without any it is free.
+class Watchdog : Immovable {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Action = std::function<void()>;
+  using Ticket = std::pair<Clock::time_point, std::uint64_t>;
+  static Watchdog& instance() { return immortal<Watchdog>(); }
+  ~Watchdog() { stop(); }
+
+  // The thread runs the action, once and without any lock held, unless disarm() comes before. Does
+  // nothing in a fork's child, which has no such thread.
+  Ticket arm(Clock::duration delay, Action action) {
+    Ticket ticket;
+    if (!process_.here()) return ticket;  // and the lock may be held for ever
+    {
+      std::lock_guard lock(mutex_);
+      // The thread first: where the system gives none this throws, and nothing must be armed.
+      if (!thread_.joinable() && !stopped_)
+        thread_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
+      ticket = {Clock::now() + delay, next_++};
+      actions_.emplace(ticket, std::move(action));
+    }
+    changed_.notify_one();
+    return ticket;
+  }
+
+  // Takes the watch back. After it returns the action will not start, but may be running.
+  void disarm(const Ticket& ticket) {
+    if (!process_.here()) return;
+    std::lock_guard lock(mutex_);
+    actions_.erase(ticket);
+  }
+
+  void stop() {
+    std::jthread thread;  // wakes the wait and joins
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+    thread = std::move(thread_);
+  }
+
+ private:
+  void watch(const std::stop_token& stop) {
+    pthread_setname_np(pthread_self(), "callgate-watch");
+    std::unique_lock lock(mutex_);
+    while (!stop.stop_requested()) {
+      if (!changed_.wait(lock, stop, [this] { return !actions_.empty(); })) return;
+      auto earliest = actions_.begin()->first;
+      if (Clock::now() < earliest.first) {
+        changed_.wait_until(lock, stop, earliest.first,
+                            [&] { return actions_.empty() || actions_.begin()->first < earliest; });
+        continue;
+      }
+      Action action = std::move(actions_.begin()->second);
+      actions_.erase(actions_.begin());
+      lock.unlock();
+      action();
+      action = nullptr;
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;  // guards the table alone
+  std::condition_variable_any changed_;
+  std::map<Ticket, Action> actions_;
+  std::uint64_t next_ = 0;
+  bool stopped_ = false;
+  OfProcess process_;
+  std::jthread thread_;
+};
+
+// Arms on construction when the delay is positive, disarms on destruction.
+class Watch : Immovable {
+ public:
+  Watch(Watchdog::Clock::duration delay, Watchdog::Action action) : armed_(delay.count() > 0) {
+    if (armed_) ticket_ = Watchdog::instance().arm(delay, std::move(action));
+  }
+  ~Watch() {
+    if (armed_) Watchdog::instance().disarm(ticket_);
+  }
+
+ private:
+  bool armed_;
+  Watchdog::Ticket ticket_;
+};
+
+// A job may block on other jobs (a gate that runs a program with gates), so none is queued behind a
+// busy thread: the pool grows. Idle threads beyond a few end after a while.
+class WorkerPool : Immovable {
+ public:
+  using Job = std::function<void()>;
+  static WorkerPool& instance() { return immortal<WorkerPool>(); }
+  ~WorkerPool() { stop(); }
+
+  // Runs the job soon on a thread of the pool. False, and not taken, after stop() or if lost().
+  bool submit(Job job) {
+    if (lost()) return false;
+    std::list<std::jthread> ended;  // joined after the lock is gone
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) return false;
+      ended.swap(ended_);
+      if (!used_.load(std::memory_order_relaxed)) {  // written under the mutex
+        process_ = OfProcess();
+        used_.store(true, std::memory_order_release);  // see lost()
+      }
+      // The thread first: where the system gives none this throws, and the job must not be queued.
+      if (jobs_.size() + 1 > idle_) threads_.emplace_back([this] { work(); });
+      jobs_.push_back(std::move(job));
+    }
+    ready_.notify_one();
+    return true;
+  }
+
+  // In a fork's child of a process that has used the pool: its threads are not here.
+  bool lost() const noexcept {
+    return used_.load(std::memory_order_acquire) && !process_.here();  // pairs with submit()
+  }
+
+  // Finishes the jobs at hand, then joins all threads.
+  void stop() {
+    std::list<std::jthread> threads;  // joined after the lock is gone
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    threads.swap(threads_);
+    threads.splice(threads.end(), ended_);
+    ready_.notify_all();
+  }
+
+  std::size_t size() const {  // threads alive now
+    std::lock_guard lock(mutex_);
+    return threads_.size();
+  }
+
+ private:
+  static constexpr auto kIdleTime = std::chrono::seconds(5);
+  static constexpr std::size_t kKeptThreads = 2;
+
+  void work() {
+    pthread_setname_np(pthread_self(), "callgate-own");
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      ++idle_;
+      bool woken = ready_.wait_for(lock, kIdleTime, [this] { return stopping_ || !jobs_.empty(); });
+      --idle_;
+      if (!jobs_.empty()) {
+        Job job = std::move(jobs_.front());
+        jobs_.pop_front();
+        lock.unlock();
+        job();
+        job = nullptr;  // what the job held dies before the thread counts as idle
+        lock.lock();
+      } else if (stopping_) {
+        return;
+      } else if (!woken && threads_.size() > kKeptThreads) {
+        lock.unlock();
+        end_thread();  // before anybody can join it
+        lock.lock();
+        for (auto it = threads_.begin(); it != threads_.end(); ++it) {
+          if (it->get_id() != std::this_thread::get_id()) continue;
+          ended_.splice(ended_.end(), threads_, it);
+          return;
+        }
+      }
+    }
+  }
+
+  mutable std::mutex mutex_;  // guards the queue alone: jobs run without it
+  std::condition_variable ready_;
+  std::deque<Job> jobs_;
+  std::list<std::jthread> threads_, ended_;  // those that left their loop, to be joined
+  std::size_t idle_ = 0;
+  bool stopping_ = false;
+  OfProcess process_;  // of the first job
+  std::atomic<bool> used_{false};
+};
+
+// Reports on stderr, once, a call that takes long and goes on (callgate.config(stall_seconds=...)).
+// `arguments` says what it was called with, and is asked when the report is made.
+class StallWatch {
+ public:
+  StallWatch(std::chrono::nanoseconds delay, std::shared_ptr<Callee> callee,
+             std::function<std::string()> arguments)
+      : watch_(delay, [callee = std::move(callee), arguments = std::move(arguments)] {
+          report(callee, arguments);
+        }) {}
+
+ private:
+  // A report says where Python's threads stand, for which it waits for the GIL. The watchdog's
+  // thread must not, since other calls' timeouts are its business: a worker does.
+  static void report(const std::shared_ptr<Callee>& callee,
+                     const std::function<std::string()>& arguments) {
+    try {
+      (void)WorkerPool::instance().submit([callee, text = arguments()] {
+        ActiveCall active;
+        if (!active.entered()) return;
+        std::fprintf(stderr, "%s\n", callee->stall_report(text, /*timed_out=*/false).c_str());
+      });
+    } catch (const std::exception& error) {  // no thread is to be had, or no memory
+      std::fprintf(stderr, "callgate: '%s' is stalled; no report on it: %s\n",
+                   callee->name().c_str(), error.what());
+    }
+  }
+
+  Watch watch_;
+};
+
+}  // namespace callgate
