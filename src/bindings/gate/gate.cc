@@ -195,7 +195,7 @@ void bind_gate(nb::module_& module) {
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {
-        const DeviceCall* call = DeviceCallScope::current;
+        const DeviceCall* call = DeviceCallScope::current_;
         if (call == nullptr) return std::nullopt;
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
