@@ -162,7 +162,7 @@ void bind_context(nb::module_& module) {
 
 // What watches calls: settings of the process, and traces.
 void bind_settings(nb::module_& module) {
-  constexpr auto set = [](int bit, bool on) {
+  auto set = [](int bit, bool on) {
     // Relaxed: see Settings.
     on ? settings.recorded.fetch_or(bit, std::memory_order_relaxed)
        : settings.recorded.fetch_and(~bit, std::memory_order_relaxed);
