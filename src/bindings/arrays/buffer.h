@@ -54,10 +54,10 @@ struct DeviceCall {
 // The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
 struct DeviceCallScope : Immovable {
   explicit DeviceCallScope(const DeviceCall* call) noexcept
-      : before(std::exchange(current, call)) {}
-  ~DeviceCallScope() { current = before; }
+      : before(std::exchange(current_, call)) {}
+  ~DeviceCallScope() { current_ = before; }
 
-  static inline thread_local const DeviceCall* current = nullptr;  // null for one on the host
+  static inline thread_local const DeviceCall* current_ = nullptr;  // null for one on the host
   const DeviceCall* before;
 };
 

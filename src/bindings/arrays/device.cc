@@ -263,7 +263,7 @@ class UploadHandle : Immovable {
 
   // Lane `lane` of `lanes` of each result.
   void give(const nb::sequence& results, std::size_t lane, std::size_t lanes) {
-    const DeviceCall* call = DeviceCallScope::current;
+    const DeviceCall* call = DeviceCallScope::current_;
     if (call == nullptr || call->device != &upload_->device())
       throw nb::value_error("Upload.give: expected a call on the GPU that it was made for");
     std::vector<void*> targets;

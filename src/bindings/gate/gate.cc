@@ -162,7 +162,7 @@ void bind_context(nb::module_& module) {
 
 // What watches calls: settings of the process, and traces.
 void bind_settings(nb::module_& module) {
-  constexpr auto set = [](int bit, bool on) {
+  auto set = [](int bit, bool on) {
     // Relaxed: see Settings.
     on ? settings.recorded.fetch_or(bit, std::memory_order_relaxed)
        : settings.recorded.fetch_and(~bit, std::memory_order_relaxed);
@@ -195,7 +195,7 @@ void bind_gate(nb::module_& module) {
   module.def(
       "device_call",
       []() -> std::optional<std::pair<std::uintptr_t, int>> {
-        const DeviceCall* call = DeviceCallScope::current;
+        const DeviceCall* call = DeviceCallScope::current_;
         if (call == nullptr) return std::nullopt;
         return std::pair(number_of(call->stream), call->device->ordinal());
       },
