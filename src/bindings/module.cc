@@ -102,11 +102,10 @@ NB_MODULE(_callgate, module) {
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
+    } catch (const cuda::DriverError& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
     } catch (const Error& error) {
-      using enum ErrorCode;
-      bool of_the_callers = error.code() == kInvalidArgument || error.code() == kNotFound ||
-                            error.code() == kAlreadyExists;
-      PyErr_SetString(of_the_callers ? PyExc_ValueError : PyExc_RuntimeError, error.what());
+      PyErr_SetString(PyExc_ValueError, error.what());
     }
   });
   for (auto* bind : {bind_buffer, bind_process, bind_channel, bind_sinks, bind_gate, bind_kernel,

@@ -183,7 +183,7 @@ void bind_settings(nb::module_& module) {
   });
   module.def("set_stall_seconds", [](double seconds) {
     settings.stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
-    kernel_stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);  // as above
+    kernel_stall_ns.store(seconds_of(seconds).count(), std::memory_order_relaxed);    // as above
   });
 }
 
