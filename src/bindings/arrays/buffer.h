@@ -13,6 +13,7 @@
 // Nothing here waits for the GPU but checksums(), which debugging alone asks for.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -68,14 +69,25 @@ std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const Devi
 // What the copies of one call read. Lets go of it once XLA's stream has come this far, on the
 // thread that waits for that, without the GIL.
 struct CopySources : Immovable {
-  explicit CopySources(const DeviceCall& of) : call(of) {}
+  // `of_xla` are the call's own operands: their memory is there for all that the stream is given
+  // now, and who has returned one of them keeps none of its views.
+  CopySources(const DeviceCall& of, std::span<const ArrayView> operands)
+      : call(of), of_xla(operands) {}
   ~CopySources();
+
+  bool is_of_xla(const void* data) const noexcept {
+    return std::ranges::any_of(of_xla, [data](const ArrayView& view) {
+      const auto* first = static_cast<const char*>(view.data);
+      return data >= first && data < first + view.nbytes();
+    });
+  }
 
   struct Kept {
     std::vector<LateReference> objects;
     std::vector<cuda::PinnedBlock> blocks;
   };
   const DeviceCall& call;
+  const std::span<const ArrayView> of_xla;
   std::shared_ptr<Kept> kept = std::make_shared<Kept>();
 };
 

@@ -150,7 +150,7 @@ Stored copy_from_gpu(const ArrayView& target, Foreign array, CopySources& source
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
                          call.stream);
   });
-  sources.kept->objects.push_back(late(std::move(array.owner)));
+  if (!sources.is_of_xla(array.data)) sources.kept->objects.push_back(late(std::move(array.owner)));
   return Stored::kYes;
 }
 

@@ -216,7 +216,7 @@ class PyGateSite final : public Site {
     const auto sums = check ? checksums(operands, gpu) : std::vector<std::size_t>();
     nb::object result = invoke(inputs, outputs, context);
     if (gpu != nullptr) gpu->make_current();
-    bool ok = result.is_valid() && take(results, result, gpu);
+    bool ok = result.is_valid() && take(operands, results, result, gpu);
     result.reset();
     if (gpu != nullptr) {
       for (Arguments* views : {&inputs, &outputs})
@@ -295,14 +295,15 @@ class PyGateSite final : public Site {
   }
 
   // What the callable gave back, into XLA's memory; with another style it is to be None.
-  bool take(std::span<ArrayView> results, const nb::object& value, const DeviceCall* gpu) const {
+  bool take(std::span<const ArrayView> operands, std::span<ArrayView> results,
+            const nb::object& value, const DeviceCall* gpu) const {
     if (options_.style != Style::kReturn) {
       if (value.is_none()) return true;
       return mismatch(-1, "None (results are written into `out`)",
                       std::string("a value of type ") + nb::type_name(value.type()).c_str());
     }
     std::optional<CopySources> held;
-    CopySources* sources = gpu == nullptr ? nullptr : &held.emplace(*gpu);
+    CopySources* sources = gpu == nullptr ? nullptr : &held.emplace(*gpu, operands);
     if (!tuple_results_) return take_one(results[0], value.ptr(), 0, sources);
     if (results.empty() && value.is_none()) return true;
     bool sequence =

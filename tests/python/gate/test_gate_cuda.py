@@ -78,6 +78,27 @@ def test_a_gate_on_the_device_waits_for_nothing(fake: FakeCuda) -> None:
   np.testing.assert_array_equal(pending.get(), numbers(4) + 2)
 
 
+class _View:
+  """What a library makes of a Buffer: it holds the Buffer as long as it lives."""
+
+  def __init__(self, of: Any) -> None:
+    self.__dlpack_device__, self.__dlpack__ = of.__dlpack_device__, of.__dlpack__
+
+
+@pytest.mark.parametrize("returned", [same, _View])
+def test_an_operand_that_is_returned_is_no_escape_while_the_stream_is_busy(
+  fake: FakeCuda, returned: Any
+) -> None:
+  gate = cg.gate(returned, out=same, arrays="buffer")
+  program = fake_programs.load(fake, lambda x: gate(x * 2) + 1, numbers(4))
+  stream = fake.stream()
+  stream.hold()
+  pending = program.start(numbers(4), stream=stream)
+  stream.release()
+  np.testing.assert_array_equal(pending.get(), numbers(4) * 2 + 1)
+  assert fake.violations() == []
+
+
 def test_lanes_of_a_vmap_are_parts_of_the_same_memory(fake: FakeCuda) -> None:
   shapes: list[Any] = []
 
