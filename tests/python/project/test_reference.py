@@ -18,7 +18,9 @@ def test_every_public_name_has_an_entry_in_the_reference():
   assert set(cg.__all__) <= set(entries)
 
 
-@pytest.mark.parametrize("entry", re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text(), re.MULTILINE))
+@pytest.mark.parametrize(
+  "entry", re.findall(r"^::: ([\w.]+)$", REFERENCE.read_text(), re.MULTILINE)
+)
 def test_an_entry_of_the_reference_exists_where_it_says(entry: str) -> None:
   assert pkgutil.resolve_name(entry) is not None
 
