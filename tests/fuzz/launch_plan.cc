@@ -1,10 +1,9 @@
 // What a CUDA kernel's call launches.
-#include "cuda/launch.h"
-
 #include <string_view>
 
 #include "built_attributes.h"
 #include "core/error.h"
+#include "cuda/launch.h"
 #include "targets.h"
 
 namespace callgate::fuzz {

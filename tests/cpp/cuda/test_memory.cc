@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "cuda/driver.h"
 #include "cuda/device.h"
+#include "cuda/driver.h"
 #include "fake_gpu.h"
 
 namespace callgate::cuda {
