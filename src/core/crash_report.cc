@@ -25,16 +25,16 @@ namespace {
 
 // A signal, and who handled it before us.
 struct Handled {
-  int number;
   const char* name;
+  int number;
   bool chained = false;  // our handler was installed and may still be called
   struct sigaction before{};
 };
-constinit Handled handled[] = {{SIGSEGV, "SIGSEGV"},
-                               {SIGBUS, "SIGBUS"},
-                               {SIGFPE, "SIGFPE"},
-                               {SIGILL, "SIGILL"},
-                               {SIGABRT, "SIGABRT"}};
+constinit Handled handled[] = {{"SIGSEGV", SIGSEGV},
+                               {"SIGBUS", SIGBUS},
+                               {"SIGFPE", SIGFPE},
+                               {"SIGILL", SIGILL},
+                               {"SIGABRT", SIGABRT}};
 
 CALLGATE_STATIC_TLS thread_local const KernelRecord* current = nullptr;
 

@@ -288,6 +288,7 @@ class MemoryCheck final : public ScratchSource {
 
   std::vector<Bytes> snapshot() const {
     std::vector<Bytes> copies;
+    copies.reserve(result_copies_.size());
     for (const Guarded& copy : result_copies_)
       copies.emplace_back(copy.data, copy.data + copy.bytes);
     return copies;

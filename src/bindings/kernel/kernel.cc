@@ -80,7 +80,7 @@ void defer_kernel_failure(const Error& error) {
   if (ActiveGil gil; gil) call_deferred(error);
 }
 
-void make_kernel(KernelHandle* self, std::string name, std::uintptr_t function,
+void make_kernel(KernelHandle* self, const std::string& name, std::uintptr_t function,
                  const Parameters& parameters, std::vector<std::string> names,
                  std::uintptr_t user_data, bool thread_safe, bool repeatable, nb::object keep,
                  const TurnHandle* turn) {
@@ -129,6 +129,7 @@ using CudaKernelHandle = Handle<LaunchCallee>;
 void make_cuda_kernel(CudaKernelHandle* self, std::string name,
                       const std::vector<std::pair<nb::bytes, int>>& images) {
   std::vector<cuda::Image> held;
+  held.reserve(images.size());
   for (const auto& [code, capability] : images)
     held.push_back({std::string(code.c_str(), code.size()), capability});
   // Failures are the kernel's, whatever its variant.
