@@ -191,6 +191,7 @@ gpu-bench: $(VENV)/.stamp-gpu-$(GPU_JAX) $(VENV)/.stamp-package
 	$(PY) tools/gpu.py bench $(GPU_ARGS)
 
 # XLA's CUDA plugin over tests/virtual_gpu, in a folder of the build: nothing goes into $(VENV).
+# JAX's own suites of callbacks take part where JAX_TESTS is given (see jax-suites).
 # Twice, so that each JAX is tried: `make virtual-gpu-test VENV=.venv-newest PYTHON=python3.13`.
 VIRTUAL_GPU := $(PY) tools/virtual_gpu.py
 VIRTUAL_GPU_EXTRAS ?= triton numba-cuda
@@ -218,6 +219,8 @@ virtual-gpu-test: package
 	done
 	VIRTUAL_GPU_DEVICES=8 $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) $(VIRTUAL_GPU_SUITES) \
 	  --deselect tests/python/sharding/test_partitioner.py::test_a_pure_program_whose_result_nobody_keeps_is_waited_for
+	$(if $(JAX_TESTS),VIRTUAL_GPU_DEVICES=2 $(VIRTUAL_GPU) run tools/jax_suites.py $(JAX_TESTS) \
+	  $(addsuffix _test.py,python_callback debugging_primitives buffer_callback jaxpr_effects ffi))
 
 # One wheel for the stable ABI, built once against the oldest JAX's headers, run on every JAX that
 # its Python can have.
