@@ -102,22 +102,32 @@ def fits(parameter: Parameter, dtype: Any, rank: int) -> bool:
   return (parameter.dtype is None or parameter.dtype == dtype) and parameter.rank in (-1, rank)
 
 
+def by_name(
+  label: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], *,
+  some_left_open: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+  """What is given for each of a call's parameters: each once, and no other."""
+  known = ", ".join(names)
+  most, other = ("at most ", "take") if some_left_open else ("", "have")
+  if len(args) > len(names):
+    expected = f"expected {most}{len(names)} arguments ({known})"
+    raise GateDefinitionError(f"{label}: {expected}, got {len(args)}")
+  given = dict(zip(names, args, strict=False))
+  for name, value in kwargs.items():
+    if name in given or name not in names:
+      what = "twice" if name in given else f"which it doesn't {other}"
+      raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {known}")
+    given[name] = value
+  return given
+
+
 def arguments(
   label: str, signature: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
   """A call's operands, in the order of the parameters, and its static values, frozen."""
   given = [p for p in signature if p.is_given]
   names = [p.name for p in given]
-  expected = ", ".join(names)
-  if len(args) > len(given):
-    wanted = f"{len(given)} arguments ({expected})"
-    raise GateDefinitionError(f"{label}: expected {wanted}, got {len(args)}")
-  values = dict(zip(names, args, strict=False))
-  for name, value in kwargs.items():
-    if name in values or name not in names:
-      what = "twice" if name in values else "which it doesn't have"
-      raise GateDefinitionError(f"{label}: got argument '{name}' {what}; expected {expected}")
-    values[name] = value
+  values = by_name(label, names, args, kwargs)
   if missing := [name for name in names if name not in values]:
     raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
   operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.is_operand]

@@ -25,7 +25,7 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Signature, check_types, refuse_packed
+from callgate._kernel.parameters import Kind, Signature, by_name, check_types, refuse_packed
 from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
 from callgate._kernel.variants import Given
 
@@ -108,16 +108,8 @@ class NamedKernel(CudaKernel):
     self.parameters = tuple(name for name in self.named if name not in taken)
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    places, known = self.parameters, ", ".join(self.parameters)
-    if len(args) > len(places):
-      expected = f"expected at most {len(places)} arguments ({known})"
-      raise GateDefinitionError(f"{self.label}: {expected}, got {len(args)}")
-    given = dict(zip(places, args, strict=False))
-    for name, value in kwargs.items():
-      if name in given or name not in places:
-        what = "twice" if name in given else "which it doesn't take"
-        raise GateDefinitionError(f"{self.label}: got argument '{name}' {what}; expected {known}")
-      given[name] = value
+    places = self.parameters
+    given = by_name(self.label, places, args, kwargs, some_left_open=True)
     arrays = [name for name in places if name in given and _is_array(given[name])]
     for name in arrays:
       if self.named[name].constant:
