@@ -6,13 +6,11 @@ import json
 import signal
 import textwrap
 from pathlib import Path
-from typing import Any
 
-import jax
 import pytest
-from interpreters import Process, run_python, start
+from interpreters import Process, begin_program, finish, run_python
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -45,15 +43,6 @@ def forever(step):
     return jax.lax.while_loop(lambda x: x[0] >= 0, step, x)
   return jax.jit(program)(jnp.zeros(4))
 """
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Any:
-  """The first GPU; the test is skipped where JAX has none."""
-  try:
-    return jax.devices("gpu")[0]
-  except RuntimeError as error:
-    pytest.skip(f"JAX has no GPU: {error}")
 
 
 def script(body: str) -> str:
@@ -146,17 +135,7 @@ STEPS = {
 
 
 def begin(body: str) -> Process:
-  process = start(script(body))
-  assert process.stdout is not None
-  assert process.stdout.readline() == "go\n"
-  return process
-
-
-def finish(process: Process) -> tuple[str, str]:
-  try:
-    return process.communicate(timeout=100)
-  finally:
-    process.kill()
+  return begin_program(script(body))
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

@@ -11,16 +11,7 @@ import pytest
 
 import callgate as cg
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> Any:
-  """The first GPU; the test is skipped where JAX has none."""
-  try:
-    return jax.devices("gpu")[0]
-  except RuntimeError as error:
-    pytest.skip(f"JAX has no GPU: {error}")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 
 @pytest.mark.parametrize("size", [1, 1000, 100_000, 10_000_000])

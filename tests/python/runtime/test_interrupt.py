@@ -6,7 +6,7 @@ import signal
 import textwrap
 
 import pytest
-from interpreters import Process, run_python, start
+from interpreters import Process, begin_program, finish, run_python
 
 # A program that would run for minutes, and tells the test when it runs.
 PRELUDE = """
@@ -38,19 +38,8 @@ STEPS = {
 
 
 def begin(body: str, **environment: str) -> Process:
-  process = start(
-    PRELUDE + textwrap.dedent(body), environment={"JAX_PLATFORMS": "cpu", **environment}
-  )
-  assert process.stdout is not None
-  assert process.stdout.readline() == "go\n"
-  return process
-
-
-def finish(process: Process) -> tuple[str, str]:
-  try:
-    return process.communicate(timeout=60)
-  finally:
-    process.kill()
+  source = PRELUDE + textwrap.dedent(body)
+  return begin_program(source, environment={"JAX_PLATFORMS": "cpu", **environment})
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

@@ -167,6 +167,22 @@ def start(
   return _template(preload).fork(request, stdout, stderr)
 
 
+def begin_program(source: str, environment: Mapping[str, str] | None = None) -> Process:
+  """Starts a program, and waits until it prints "go"."""
+  process = start(source, environment=environment)
+  assert process.stdout is not None
+  assert process.stdout.readline() == "go\n"
+  return process
+
+
+def finish(process: Process) -> tuple[str, str]:
+  """What it writes to its end, which has to come soon."""
+  try:
+    return process.communicate(timeout=60)
+  finally:
+    process.kill()
+
+
 def run(
   program: str | pathlib.Path | Module, *arguments: Any, timeout: float = 120, **options: Any
 ) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,17 @@
+"""What tests on a GPU share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def gpu() -> Any:
+  """The first GPU; the test is skipped where JAX has none."""
+  try:
+    return jax.devices("gpu")[0]
+  except RuntimeError as error:
+    pytest.skip(f"JAX has no GPU: {error}")
