@@ -207,7 +207,7 @@ virtual-gpu-quick: package
 	if [ $$status = 77 ]; then echo "virtual-gpu-quick: skipped, since pip has no CUDA plugin"; exit 0; fi; \
 	test $$status = 0; \
 	VIRTUAL_GPU_DEVICES=8 VIRTUAL_GPU_CAPABILITY=9.0 $(VIRTUAL_GPU) $(VIRTUAL_GPU_PYTEST) \
-	  -m gpu tests/python/gpu --ignore=tests/python/gpu/test_faults.py
+	  -m gpu tests/python/gpu tests/python/project/test_docs.py --ignore=tests/python/gpu/test_faults.py
 
 virtual-gpu-test: package
 	$(VIRTUAL_GPU) build --tests --extras $(VIRTUAL_GPU_EXTRAS)
