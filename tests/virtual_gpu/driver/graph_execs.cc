@@ -239,6 +239,13 @@ FAKECUDA_API Result cuGraphExecChildGraphNodeSetParams(void* exec, cu::GraphNode
     return Result::kSuccess;
   });
 }
+FAKECUDA_API Result cuGraphExecNodeSetParams(void* exec, cu::GraphNode node,
+                                             const NodeParameters* parameters) {
+  if (parameters->kind == NodeKind::kGraph) {
+    return cuGraphExecChildGraphNodeSetParams(exec, node, parameters->child);
+  }
+  return change_work("cuGraphExecNodeSetParams", exec, node, *parameters);
+}
 FAKECUDA_API Result cuGraphNodeSetEnabled(void* exec, cu::GraphNode node, unsigned enabled) {
   return change("cuGraphNodeSetEnabled", exec, node, [&](World&, Step& step) {
     step.enabled = enabled != 0;

@@ -95,6 +95,17 @@ std::uint64_t address(const CopyPlace& place, std::size_t row, std::size_t plane
 
 }  // namespace
 
+Result work_of(World& world, const NodeParameters& parameters, Work& work) {
+  switch (parameters.kind) {
+    case NodeKind::kKernel: return work_of(world, parameters.kernel, work);
+    case NodeKind::kMemset: return work_of(world, parameters.memset, work);
+    case NodeKind::kMemcpy: return work_of(world, parameters.memcpy.copy, work);
+    case NodeKind::kHost: return work_of(world, parameters.host, work);
+    case NodeKind::kEmpty: return Result::kSuccess;
+    default: return Result::kNotSupported;
+  }
+}
+
 Result work_of(World& world, const KernelNodeParameters& parameters, Work& work) {
   const auto& [function, grid, block, shared_bytes, values, extra, kernel, context] = parameters;
   fakecuda_launch shape{nullptr,
@@ -230,12 +241,6 @@ FAKECUDA_API Result cuGraphAddNode_v2(cu::GraphNode* made, cu::Graph graph,
   return add_node("cuGraphAddNode_v2", made, graph, after, count, parameters->kind,
                   [&](World& world, Node& node) {
                     switch (parameters->kind) {
-                      case NodeKind::kKernel: return work_of(world, parameters->kernel, node.work);
-                      case NodeKind::kMemset: return work_of(world, parameters->memset, node.work);
-                      case NodeKind::kMemcpy:
-                        return work_of(world, parameters->memcpy.copy, node.work);
-                      case NodeKind::kHost: return work_of(world, parameters->host, node.work);
-                      case NodeKind::kEmpty: return Result::kSuccess;
                       case NodeKind::kConditional:
                         return add_bodies(world, parameters->conditional, node);
                       case NodeKind::kGraph: {
@@ -244,8 +249,8 @@ FAKECUDA_API Result cuGraphAddNode_v2(cu::GraphNode* made, cu::Graph graph,
                         node.bodies.push_back(clone(world, *found));
                         return Result::kSuccess;
                       }
+                      default: return work_of(world, *parameters, node.work);
                     }
-                    return Result::kNotSupported;
                   });
 }
 FAKECUDA_API Result cuGraphAddNode(cu::GraphNode* made, cu::Graph graph, const cu::GraphNode* after,

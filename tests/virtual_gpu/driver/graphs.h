@@ -80,6 +80,8 @@ struct NodeParameters {
 Graph* find_graph(World& world, cu::Graph graph);
 inline Node* node_of(cu::GraphNode node) { return reinterpret_cast<Node*>(node); }
 inline cu::Graph handle_of(Graph* graph) { return reinterpret_cast<cu::Graph>(graph); }
+Result work_of(World& world, const NodeParameters& parameters,
+               Work& work);  // neither body nor child
 Result work_of(World& world, const KernelNodeParameters& parameters, Work& work);
 Result work_of(World& world, const MemsetNodeParameters& parameters, Work& work);
 Result work_of(World& world, const CopyNodeParameters& parameters, Work& work);

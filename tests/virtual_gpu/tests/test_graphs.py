@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import callgate as cg
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+
+import callgate as cg
 
 RECORDED = {
   "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
