@@ -149,6 +149,7 @@ soak: package
 	ctest --preset asan --repeat until-fail:$(SOAK_REPEATS)
 	CALLGATE_SOAK=1 $(PY) -m pytest $(PYTEST_PARALLEL) -o faulthandler_timeout=7200 \
 	  -m "not gpu" tests/python
+	$(MAKE) virtual-gpu-test
 
 # With clang's libFuzzer; tools/fuzz.py says what to install where it is missing.
 FUZZ_SECONDS ?= 120
