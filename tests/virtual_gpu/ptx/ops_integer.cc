@@ -142,6 +142,15 @@ struct Maximum {
     return a < b ? b : a;
   }
 };
+// .relu: zero in place of what is below it
+template <typename Operation>
+struct NotNegative {
+  template <typename T>
+  static T of(T a, T b) {
+    T value = Operation::of(a, b);
+    return is_negative(value) ? T{0} : value;
+  }
+};
 struct Negate {
   template <typename T>
   static T of(T a) {
@@ -227,8 +236,10 @@ void add(Decoder& decoder) {
 void sub(Decoder& decoder) {
   decoder.take("sat") ? saturating<SubtractSaturating>(decoder) : binary<Subtract>(decoder);
 }
-void min(Decoder& decoder) { binary<Minimum>(decoder); }
-void max(Decoder& decoder) { binary<Maximum>(decoder); }
+template <typename Operation>
+void extreme(Decoder& decoder) {
+  decoder.take("relu") ? binary<NotNegative<Operation>>(decoder) : binary<Operation>(decoder);
+}
 void absolute(Decoder& decoder) { unary<Absolute>(decoder); }
 void neg(Decoder& decoder) { unary<Negate>(decoder); }
 void divide(Decoder& decoder) { binary<Divide>(decoder); }
@@ -319,8 +330,8 @@ constexpr Opcode kOpcodes[] = {
     {"mul", mul, ".{lo, hi, wide}.{u16-u64, s16-s64}", fits_integers},
     {"mad", mad, ".{lo, hi, wide}.{u16-u64, s16-s64}; .hi.sat.s32", fits_integers},
     {"div", divide, ".{u16-u64, s16-s64}", fits_integers},
-    {"min", min, ".{u16-u64, s16-s64, u16x2, s16x2}", fits_integers},
-    {"max", max, ".{u16-u64, s16-s64, u16x2, s16x2}", fits_integers},
+    {"min", extreme<Minimum>, "{.relu}.{u16-u64, s16-s64, u16x2, s16x2}", fits_integers},
+    {"max", extreme<Maximum>, "{.relu}.{u16-u64, s16-s64, u16x2, s16x2}", fits_integers},
     {"abs", absolute, ".{s16-s64}", fits_integers},
     {"neg", neg, ".{s16-s64}", fits_integers},
 };

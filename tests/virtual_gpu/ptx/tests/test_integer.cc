@@ -34,6 +34,10 @@ TYPED_TEST(Integers, SumsDifferencesAndProductsWrap) {
   this->check("mul.lo", [&](T a, T b) { return this->wrap(W{a} * b); });
   this->check("min", [](T a, T b) { return std::min(a, b); });
   this->check("max", [](T a, T b) { return std::max(a, b); });
+  if constexpr (std::is_same_v<T, std::int32_t>) {
+    this->check("min.relu", [](T a, T b) { return std::max(T{0}, std::min(a, b)); });
+    this->check("max.relu", [](T a, T b) { return std::max({T{0}, a, b}); });
+  }
 }
 
 TYPED_TEST(Integers, TheUpperHalfOfAProduct) {

@@ -54,6 +54,7 @@ TEST(Pairs, OfSixteenBits) {
   auto sum = each_thread<std::uint32_t>("add.u16x2 %out, %in0, %in1;", a, b);
   auto least = each_thread<std::uint32_t>("min.s16x2 %out, %in0, %in1;", a, b);
   auto most = each_thread<std::uint32_t>("max.u16x2 %out, %in0, %in1;", a, b);
+  auto relu = each_thread<std::uint32_t>("max.relu.s16x2 %out, %in0, %in1;", a, b);
   for (std::size_t i = 0; i < a.size(); ++i) {
     using s16 = std::int16_t;
     EXPECT_EQ(sum[i], each_half(a[i], b[i], [](int x, int y) { return x + y; }));
@@ -61,6 +62,9 @@ TEST(Pairs, OfSixteenBits) {
                 return std::min(static_cast<s16>(x), static_cast<s16>(y));
               }));
     EXPECT_EQ(most[i], each_half(a[i], b[i], [](int x, int y) { return std::max(x, y); }));
+    EXPECT_EQ(relu[i], each_half(a[i], b[i], [](int x, int y) {
+                return std::max<int>({0, static_cast<s16>(x), static_cast<s16>(y)});
+              }));
   }
 }
 
