@@ -28,6 +28,7 @@ from callgate._kernel import program
 from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Signature, arguments, linear_operands
+from callgate._kernel.source import TemplateParameter
 from callgate._kernel.variants import Given, Static
 from callgate._runtime import targets
 
@@ -75,6 +76,7 @@ class Kernel(Operation):
   arrays = "native"
   # What runs it on CUDA devices, for kernels that have code for them.
   cuda: program.CudaPart | None = None
+  _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
 
   def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
     # `signature`: the parameters, as far as they are known before a call; None for a function that
@@ -184,7 +186,10 @@ class Kernel(Operation):
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays), static
-    return arguments(self.label, self.signature, args, kwargs)
+    given = [p for p in self._template if p.name in kwargs]
+    bound = {p.name: p.frozen(self.label, kwargs.pop(p.name)) for p in given}
+    operands, static = arguments(self.label, self.signature, args, kwargs)
+    return operands, tuple(sorted({**dict(static), **bound}.items()))
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(

@@ -9,11 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from callgate import _callgate
 from callgate._build import toolchain
-from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel import source as _source
@@ -21,8 +18,8 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part as _part
 from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter
-from callgate._kernel.variants import CallTypes, Function, Given
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind
+from callgate._kernel.variants import CallTypes, Function
 
 # What kernels of one source, which is one library, take turns by; and those that link libraries,
 # which may be the same ones.
@@ -49,56 +46,35 @@ class CppKernel(CpuKernel):
       self.take_compiled(compiled)
     label = f"kernel '{name}'"
     self.cpp_function = _source.find(label, source, function)
-    self._plain = None if self.cpp_function.template else self._build(label, "")
-    signature = list(self._plain.parameters if self._plain is not None else ())
-    if self._plain is None:  # kinds and names, before it is compiled for a call
-      for i, p in enumerate(self.cpp_function.parameters):
-        rank = 0 if p.kind is Kind.SCALAR else int(p.rank) if p.rank.isdigit() else -1
-        known = _source.DTYPES.get(p.element)
-        dtype = dtype_named(known) if known else None
-        signature.append(Parameter(p.name or str(i), p.kind, dtype, rank))
-    super().__init__(name, signature, options)
+    self._template = self.cpp_function.template
+    self._plain = None if self._template else self._build(label, "")
+    named = ((p, _source.DTYPES.get(p.element)) for p in self.cpp_function.parameters)
+    signature = [p.typed(dtype_named(name) if name else None) for p, name in named]
+    super().__init__(name, self._plain.parameters if self._plain else signature, options)
     if self._turn is not None:
       with _turns_lock:
         self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
 
-  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    given = [(p, kwargs.pop(p.name)) for p in self.cpp_function.template if p.name in kwargs]
-    operands, static = super()._arguments(args, kwargs)
-    bound = {p.name: _template_value(self.label, p, value) for p, value in given}
-    return operands, tuple(sorted({**dict(static), **bound}.items())) if bound else static
-
   def variant_key(self, types: CallTypes) -> str:
-    given, parts = dict(types.static), list[str]()
-    for parameter in self.cpp_function.template:
-      name, value = parameter.name, given.get(parameter.name)
-      if value is None:
-        value = _source.deduced(parameter, self._arrays(types))
-      if value is not None:
-        parts.append(f"{name}={value}")
-      elif not parameter.default:
-        kind = "typename" if parameter.is_type else "int"
-        raise GateDefinitionError(
-          f"{self.label}: expected the template parameter '{kind} {name}' by keyword ({name}=...), "
-          "since it is no array's element type or rank"
-        )
-    return ",".join(parts)
+    given, arrays = dict(types.static), list(self._arrays(types))
+    values = ((p.name, p.argument(self.label, given, arrays)) for p in self._template)
+    return ",".join(f"{name}={value}" for name, value in values if value is not None)
 
-  def _arrays(self, types: CallTypes) -> Iterator[tuple[str, str, np.dtype[Any], int]]:
-    """Arrays as their parameters are written, and their dtypes and ranks, operands first."""
+  def _arrays(self, types: CallTypes) -> Iterator[_source.Typed]:
+    """The parameters of arrays, with the dtypes and ranks of these, operands first."""
     for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
       side = [p for p in self.cpp_function.parameters if p.kind in kinds]
       many = len(arrays) - len(side) + 1  # arrays of a variadic one
       counts = [many if p.kind in (Kind.INS, Kind.OUTS) else 1 for p in side]
       each = (p for p, count in zip(side, counts, strict=True) for _ in range(count))
-      yield from ((p.element, p.rank, *array) for p, array in zip(each, arrays, strict=False))
+      yield from ((p, *array) for p, array in zip(each, arrays, strict=False))
 
   def compile(self, types: CallTypes, key: str) -> Function:
     if self._plain is not None:
       return self._plain
     bound = dict(part.split("=", 1) for part in key.split(",") if "=" in part)
     arguments = list[str]()
-    for parameter in self.cpp_function.template:
+    for parameter in self._template:
       name = parameter.name
       value = bound.get(name, parameter.default)
       if parameter.is_type and name in bound:
@@ -149,7 +125,7 @@ class CppKernel(CpuKernel):
   def _unit(self, instance: str) -> str:
     """The source with what makes a library of it; no part of it is the kernel's own name."""
     function = self.cpp_function
-    names = [p.name or str(i) for i, p in enumerate(function.parameters)]
+    names = [p.name for p in function.parameters]
     complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
     return (
       f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
@@ -159,16 +135,6 @@ class CppKernel(CpuKernel):
       f'("{", ".join([function.name, *names])}");\n'
       "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
     )
-
-
-def _template_value(label: str, parameter: _source.TemplateParameter, value: Any) -> str:
-  if not parameter.is_type and isinstance(value, (bool, int, np.integer)):
-    return str(int(value))
-  if parameter.is_type and not isinstance(value, (bool, int, float)) and value is not None:
-    with contextlib.suppress(TypeError, AttributeError):
-      return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
-  what = "a dtype" if parameter.is_type else "an integer"
-  check.refuse(label, f"template parameter '{parameter.name}'", what, value)
 
 
 def restore(form: dict[str, Any]) -> CppKernel:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-
-import jax.core
-import numpy as np
 
 from callgate._build.nvrtc import Image
 from callgate._core import factories, registry
@@ -20,7 +16,6 @@ from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.launch import Plan
 from callgate._kernel.program import CudaCall, parse_arch
-from callgate._kernel.variants import Given
 
 
 class CudaSourceKernel(CudaKernel):
@@ -28,13 +23,8 @@ class CudaSourceKernel(CudaKernel):
 
   def __init__(self, name: str, part: SourcePart, options: CudaOptions) -> None:
     self.part = part
+    self._template = part.function.template
     super().__init__(name, part.signature(), options)
-
-  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    template = [p.name for p in self.part.function.template if p.name in kwargs]
-    bound = {name: _template_value(self.label, name, kwargs.pop(name)) for name in template}
-    operands, static = super()._arguments(args, kwargs)
-    return operands, tuple(sorted({**dict(static), **bound}.items()))
 
   def plan(self, call: CudaCall) -> Plan:
     return self.part.plan(call)
@@ -44,16 +34,6 @@ class CudaSourceKernel(CudaKernel):
 
   def saved_form(self) -> dict[str, Any] | None:
     return {"kind": "cuda", "name": self.name, "cuda": _part.saved(self.part)}
-
-
-def _template_value(label: str, name: str, value: Any) -> int | str:
-  """A template argument as calls hold it: an integer, or a dtype's name."""
-  if isinstance(value, (bool, int, np.integer)):
-    return int(value)
-  if not isinstance(value, (float, jax.core.Tracer)) and value is not None:
-    with contextlib.suppress(TypeError):
-      return _source.dtype_by_name(value).name
-  check.refuse(label, f"template parameter '{name}'", "a dtype or an integer", value)
 
 
 def restore(form: dict[str, Any]) -> CudaSourceKernel:

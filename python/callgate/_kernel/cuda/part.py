@@ -13,17 +13,17 @@ from callgate._build import nvrtc
 from callgate._build.nvrtc import Image
 from callgate._core import options as check
 from callgate._core import static_values
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.cuda.source import CudaFunction
 from callgate._kernel.launch import Address, Launch, Plan
 from callgate._kernel.launch import Parameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
 from callgate._kernel.program import CudaCall, CudaPart
-from callgate._kernel.source import SourceParameter, TemplateParameter, deduced
+from callgate._kernel.source import SourceFunction, SourceParameter, TemplateParameter
 
 
 class BuildOptions(NamedTuple):
@@ -67,8 +67,7 @@ class SourcePart(CudaPart):
           f"{self.label}: parameter '{p.name}': expected a pointer, a view (cg::In<float, 1>) or a "
           f"number by value, got the type '{p.element}'"
         )
-      rank = 0 if p.kind is Kind.NUMBER else int(p.rank) if p.rank.isdigit() else -1
-      parameters.append(Parameter(p.name, p.kind, dtype, rank))
+      parameters.append(p.typed(dtype))
     return parameters
 
   def _dtype(self, element: str) -> np.dtype[Any] | None:
@@ -80,34 +79,22 @@ class SourcePart(CudaPart):
     function, arguments = self.function, list[str]()
     for parameter in function.template:
       value = function.bound.get(parameter.name) or self._template_argument(parameter, call)
-      if value:
-        arguments.append(value)
-      elif parameter.default:
-        break  # and so have those that follow
-      else:
-        kind = "typename" if parameter.is_type else "int"
-        raise GateDefinitionError(
-          f"{self.label}: expected the template parameter '{kind} {parameter.name}' by keyword "
-          f"({parameter.name}=...) or in the kernel's name ({function.name}<...>), since it is no "
-          "array's element type or rank"
-        )
+      if not value:
+        break  # it has a default, and so have those that follow
+      arguments.append(value)
     return function.qualified + (f"<{', '.join(arguments)}>" if function.template else "")
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
     """What a call's static values or arrays say of it; "" where they don't."""
-    found: Any = call.static.get(parameter.name)
-    if found is None:
-      arrays = self._arrays(call)
-      found = deduced(parameter, ((p.element, p.rank, a.dtype, len(a.shape)) for p, a in arrays))
-    if found is None:
-      return ""
-    if isinstance(found, (int, np.integer)) or str(found).lstrip("-").isdigit():
-      return str(int(found))
-    dtype = _source.dtype_by_name(found)
-    if dtype.name not in _source.TYPES:
+    arrays = ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call))
+    otherwise = f" or in the kernel's name ({self.function.name}<...>)"
+    found = parameter.argument(self.label, call.static, arrays, otherwise)
+    if found is None or isinstance(found, int):
+      return "" if found is None else str(found)
+    if (name := str(found)) not in _source.TYPES:
       what = f"template parameter '{parameter.name}'"
-      raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {dtype}")
-    return _source.TYPES[dtype.name]
+      raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {name}")
+    return _source.TYPES[name]
 
   def _arrays(self, call: CudaCall) -> list[tuple[SourceParameter, Any]]:
     """Parameters that are arrays, with theirs; an operand and a result in one count as both."""
@@ -176,7 +163,7 @@ class SourcePart(CudaPart):
     if dtype is None:  # of a template: that of an array with the same element type
       dtype = next((a.dtype for p, a in self._arrays(call) if p.element == element), None)
     if dtype is None and element in call.static:
-      dtype = _source.dtype_by_name(call.static[element])
+      dtype = dtype_named(call.static[element])
     if dtype is None:
       fault = f"no array and no keyword tells the type '{element}'"
       raise GateDefinitionError(f"{what} '{name}': {fault}")
@@ -185,8 +172,8 @@ class SourcePart(CudaPart):
 
 
 def _with_roles(
-  label: str, function: CudaFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
-) -> CudaFunction:
+  label: str, function: SourceFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
+) -> SourceFunction:
   """What pointers to non-const elements are: results, operands in place, or scratch memory."""
   parameters: list[SourceParameter] = []
   operands = results = 0

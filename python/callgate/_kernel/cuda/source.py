@@ -6,8 +6,7 @@ By the types as they are written: pointers and callgate's views are arrays, all 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
 from callgate._kernel.parameters import Kind
-from callgate._kernel.source import SourceParameter, TemplateParameter
+from callgate._kernel.source import SourceFunction, SourceParameter
 
 # CUDA's names of each dtype's elements, the one that template arguments have first.
 _NAMES = {
@@ -53,17 +52,6 @@ _QUALIFIERS = re.compile(
   r"\b(?:const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b"
 )
 _TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsigned")
-_VIEW = re.compile(r"^(?:::)?\s*(?:(?:cg|callgate)\s*::\s*)?(In|Out|InOut)\s*<(.*)>$", re.DOTALL)
-
-
-class CudaFunction(NamedTuple):
-  """A `__global__` function of a source."""
-
-  name: str
-  qualified: str  # with its namespaces
-  template: tuple[TemplateParameter, ...]
-  parameters: tuple[SourceParameter, ...]  # numbers by value are of Kind.NUMBER
-  bound: Mapping[str, str]  # template arguments that the user gave, "float", by parameter
 
 
 def element_dtype(text: str) -> np.dtype[Any] | None:
@@ -73,26 +61,12 @@ def element_dtype(text: str) -> np.dtype[Any] | None:
   return None if known is None else dtype_named(known)
 
 
-def dtype_by_name(value: Any) -> np.dtype[Any]:
-  """The dtype that a dtype, a scalar type or a name stands for; raises TypeError."""
-  return dtype_named(value) if isinstance(value, str) else np.dtype(value)
-
-
-def find(label: str, source: str, kernel: str | None) -> CudaFunction:
+def find(label: str, source: str, kernel: str | None) -> SourceFunction:
   """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
   text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
-  wanted = f"::{name.removeprefix('::')}" if name else ""
-  found: list[CudaFunction] = []
-  for match in _KERNEL.finditer(text):
-    before, end = text[: match.start()], _source.closing(text, match.end() - 1)
-    qualified = "::".join([*_source.scopes(before), match[1]])
-    declaration = end < 0 or not text[end + 1 :].lstrip().startswith("{")
-    if not declaration and f"::{qualified}".endswith(wanted):
-      parts = _source.split_arguments(text[match.end() : end])
-      parameters = tuple(_parameter(i, part) for i, part in enumerate(parts) if parts != ["void"])
-      found.append(CudaFunction(match[1], qualified, _source.template(before), parameters, {}))
+  found = list(_source.defined(text, _KERNEL, _parameter, name or None))
   if len(found) != 1:
     several = ", ".join(f.qualified for f in found)
     expected = f"kernel=, since the source has several: {several}"
@@ -124,8 +98,7 @@ def _parameter(index: int, text: str) -> SourceParameter:
   if star:
     is_const = re.search(r"\bconst\b", pointee) is not None
     return SourceParameter(name, Kind.IN if is_const else Kind.OUT, plain, "")
-  view = _VIEW.match(plain)
-  if view is None:
+  view = _source.view_of(plain)
+  if view is None or not view[1] or view[0] not in ("In", "Out", "InOut"):
     return SourceParameter(name, Kind.NUMBER, plain, "")
-  element, rank, *_ = (*_source.split_arguments(view[2]), "?", "?")
-  return SourceParameter(name, Kind[view[1].upper()], element, rank)
+  return SourceParameter(name, Kind[view[0].upper()], view[1], view[2] or "?")
