@@ -665,7 +665,7 @@ def test_a_call_on_tiles_has_a_grid_for_them():
 @needs_nvrtc
 def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
   kernel = saxpy(name="tiled.grid", vmap="grid")
-  about = '{"grid":true,"static":{"a":{"float":"0x1.0p+1"},"n":5}}'
+  about = '{"grid":true,"static":{"a":2.0,"n":5}}'
   call = {"name": "tiled.grid[cuda:saxpy]", "tiles": about}
   tile = ((3, 256), np.dtype(np.float32))
   assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
