@@ -17,7 +17,7 @@ from callgate._core.failures import raise_kept
 from callgate._kernel import program
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Signature, check_types, refuse_packed
+from callgate._kernel.parameters import STATIC, Signature, check_types, refuse_packed
 from callgate._kernel.variants import CallTypes, Function, Static, Variant
 from callgate._runtime import targets
 
@@ -85,7 +85,7 @@ class CpuKernel(Kernel):
     refuse_packed(self.label, structs, results)
     values = dict(site.static)
     for parameter in self.checked(site, structs, results).parameters:
-      if parameter.is_static and parameter.name in values:
+      if parameter.kind in STATIC and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:

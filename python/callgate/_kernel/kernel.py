@@ -27,9 +27,9 @@ from callgate._core.signatures import places
 from callgate._kernel import program
 from callgate._kernel.launch import encode
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Signature, arguments, linear_operands
+from callgate._kernel.parameters import GIVEN, OPERANDS, RESULTS, Kind, Signature, arguments
 from callgate._kernel.source import TemplateParameter
-from callgate._kernel.variants import Given, Static
+from callgate._kernel.variants import Given, Static, from_json
 from callgate._runtime import targets
 
 Types = Sequence[tuple[tuple[int, ...], Any]]  # shapes and dtypes
@@ -76,6 +76,7 @@ class Kernel(Operation):
   arrays = "native"
   # What runs it on CUDA devices, for kernels that have code for them.
   cuda: program.CudaPart | None = None
+  linear: bool | tuple[int, ...]
   _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
 
   def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
@@ -94,11 +95,18 @@ class Kernel(Operation):
       inouts = [p for p in self.signature if p.kind is Kind.INOUT]
       if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
         raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
-      operands = [p for p in self.signature if p.is_operand]
-      results = [p for p in self.signature if p.is_result]
+      operands = [p for p in self.signature if p.kind in OPERANDS]
+      results = [p for p in self.signature if p.kind in RESULTS]
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
-      self.linear = linear_operands(label, self.linear, self.signature)
+      if not isinstance(self.linear, bool):  # users count arguments, rules those that are arrays
+        given = enumerate(p for p in self.signature if p.kind in GIVEN)
+        arrays = {position: p for position, p in given if p in operands}
+        if wrong := [position for position in self.linear if position not in arrays]:
+          known = ", ".join(f"{position} ('{p.name}')" for position, p in arrays.items())
+          expected = f"expected positions of arguments that are arrays, {known}"
+          raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
+        self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
     if registry.get(name) is not None:
       raise ValueError(
         f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
@@ -143,7 +151,7 @@ class Kernel(Operation):
       batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
     tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
     types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
-    static = {name: program.decoded(value) for name, value in about["static"].items()}
+    static = {name: from_json(value) for name, value in about["static"].items()}
     call = program.CudaCall(*types, static, batch, program.capabilities(part))
     plan = program.planned(self, part, call)
     held["plan"] = encode(self.label, plan)
@@ -203,10 +211,10 @@ class Kernel(Operation):
     """Static values go where the function has their names, or to their places in the signature."""
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
-    ordered = [p for p in self.signature or () if p.is_given]
+    ordered = [p for p in self.signature or () if p.kind in GIVEN]
     placed, rest = list[Any](), list(args)
     if values and not known and len(positional) == len(ordered) > len(args):
-      placed = [rest.pop(0) if p.is_operand else values[p.name] for p in ordered]
+      placed = [rest.pop(0) if p.kind in OPERANDS else values[p.name] for p in ordered]
       return function(*lead, *placed, **kwargs)
     for name in positional:
       if not rest:

@@ -27,7 +27,15 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, expected_text, fits
+from callgate._kernel.parameters import (
+  OPERANDS,
+  RESULTS,
+  STATIC,
+  Kind,
+  Parameter,
+  expected_text,
+  fits,
+)
 from callgate._kernel.variants import CallTypes, Function, exported
 
 _lock = threading.Lock()
@@ -37,7 +45,7 @@ _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDiction
 
 def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args: Any) -> Any:
   """The results as far as the parameters tell them; see `library`."""
-  operands = [p for p in parameters if p.is_operand]
+  operands = [p for p in parameters if p.kind in OPERANDS]
   given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
   fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
 
@@ -68,7 +76,7 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args:
       f"library.kernel('{function}', out=lambda {names}: ...)"
     )
 
-  results = [result(p) for p in parameters if p.is_result]
+  results = [result(p) for p in parameters if p.kind in RESULTS]
   return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -181,7 +189,7 @@ class Library:
   def __repr__(self) -> str:
     def declared(p: Parameter) -> str:  # "float32 a", "In<float32,1> x"
       types = [] if p.dtype is None else [p.dtype.name]
-      if not p.is_static and p.kind not in (Kind.SCALAR, Kind.CONTEXT):
+      if p.kind not in STATIC and p.kind not in (Kind.SCALAR, Kind.CONTEXT):
         types.append("*" if p.rank < 0 else str(p.rank))
       word, inside = "" if p.kind is Kind.SCALAR else p.kind.cpp, ",".join(types)
       return f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}"

@@ -17,16 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from callgate import _callgate
 from callgate._build.nvrtc import Image
 from callgate._call.site import Call, Callee, Emission
 from callgate._core import options as check
 from callgate._core import static_values
-from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.launch import Plan, encode
+from callgate._kernel.variants import to_json
 from callgate._runtime import targets
 
 # A variant's key begins so, which tells it from those of the same kernel on the CPU.
@@ -149,29 +148,8 @@ def planned(kernel: Callee, part: CudaPart, call: CudaCall) -> Plan:
 
 
 def _encoded(label: str, name: str, value: Any) -> Any:
-  if value is None or isinstance(value, (bool, int, float, str)):  # JSON has floats to the last bit
-    return value
-  if isinstance(value, complex):
-    return {"complex": [value.real, value.imag]}
-  if isinstance(value, tuple):
-    return [_encoded(label, name, each) for each in value]  # pyright: ignore[reportUnknownVariableType]
-  if isinstance(value, np.generic):
-    return _encoded(label, name, value.item())
   try:
-    return {"dtype": np.dtype(value).name}
+    return to_json(value, dtypes=True)
   except TypeError:
     what = "a number, a string, a dtype or a tuple of these in a program over several devices"
     check.refuse(label, f"static argument '{name}'", what, value)
-
-
-def decoded(value: Any) -> Any:
-  """A static value as `emission` has held it."""
-  match value:
-    case [*items]:
-      return tuple(map(decoded, items))
-    case {"complex": [real, imag]}:
-      return complex(real, imag)
-    case {"dtype": str(name)}:
-      return dtype_named(name)
-    case _:
-      return value

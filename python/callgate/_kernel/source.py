@@ -114,7 +114,7 @@ class SourceFunction(NamedTuple):
 def defined(
   text: str, head: re.Pattern[str], read: Callable[[int, str], SourceParameter], name: str | None
 ) -> Iterator[SourceFunction]:
-  """Functions with a body, those called `name` if it is given; `head` matches up to a "(" of one."""
+  """Functions with a body, those called `name` if it is given; `head` matches up to "(" of one."""
   for match in head.finditer(text):
     before, end = text[: match.start()], closing(text, match.end() - 1)
     qualified = "::".join([*scopes(before), match[1]])

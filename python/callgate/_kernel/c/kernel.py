@@ -24,7 +24,7 @@ from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, check_types
+from callgate._kernel.parameters import STATIC, Kind, Parameter, check_types
 from callgate._kernel.variants import CallTypes, Function, Static, Variant
 
 
@@ -206,7 +206,7 @@ class CKernel(CpuKernel):
       x.reshape((size, *(1,) * (most - len(shape)), *shape)) if flag else x
       for x, shape, flag in zip(args, shapes, batched, strict=True)
     ]
-    given = [p for p in self.signature or () if p.is_static]
+    given = [p for p in self.signature or () if p.kind in STATIC]
     held: Static = tuple(sorted((p.name, p.freeze(self.label, static[p.name])) for p in given))
     tree = jax.tree.structure((args, {}))
     types, out_tree = _shapes.result_types(self, tree, lanes, held)

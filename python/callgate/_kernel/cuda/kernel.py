@@ -25,7 +25,7 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Signature, by_name, check_types, refuse_packed
+from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
 from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
 from callgate._kernel.variants import Given
 
@@ -46,7 +46,7 @@ class CudaKernel(Kernel, CudaPart):
     return self._arch
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    given = [p for p in self.signature or () if p.is_given]
+    given = [p for p in self.signature or () if p.kind in GIVEN]
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
     for name in (p.name for p in given if p.kind is Kind.NUMBER):
       if isinstance(value := values.get(name), Tracer):

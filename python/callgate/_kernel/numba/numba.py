@@ -8,7 +8,7 @@ import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.numba.options import NumbaOptions
 from callgate._kernel.numba.request import Request, Slot
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
-from callgate._kernel.variants import CallTypes, Function, Given, Type
+from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
 
 _DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
 _STATIC = "a number, a string, None or a tuple of these"
@@ -157,7 +157,7 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((*static, *constants.items())))
     for name, value in frozen:
       try:
-        _to_json(value)
+        to_json(value)
       except TypeError:
         _options.refuse(self.label, f"static value '{name}'", _STATIC, value)
     # Arrays given by keyword, in their places, which are counted from the results' parameters on.
@@ -191,7 +191,7 @@ class NumbaKernel(CpuKernel):
 
   def variant_key(self, types: CallTypes) -> str:
     sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
-    static = {name: _to_json(value) for name, value in types.static}
+    static = {name: to_json(value) for name, value in types.static}
     return "->".join(sides) + (";" + json.dumps(static) if static else "")
 
   def types_of_key(self, key: str) -> CallTypes:
@@ -202,7 +202,7 @@ class NumbaKernel(CpuKernel):
     arrays, _, static = key.partition(";")
     operands, _, results = arrays.partition("->")
     values: dict[str, Any] = json.loads(static or "{}")
-    frozen = tuple(sorted((name, _from_json(value)) for name, value in values.items()))
+    frozen = tuple(sorted((name, from_json(value)) for name, value in values.items()))
     return CallTypes(types(operands), types(results), frozen)
 
   def compile(self, types: CallTypes, key: str) -> Function:
@@ -233,24 +233,3 @@ def _returns_value(code: types.CodeType) -> bool:
     or (i.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None))
     for before, i in itertools.pairwise(dis.get_instructions(code))
   )
-
-
-def _to_json(value: Any) -> Any:
-  """A static value as a program's name of a variant holds it."""
-  if isinstance(value, np.generic):
-    kept = cast("Any", value)
-    return {kept.dtype.name: _to_json(kept.item())}
-  if isinstance(value, complex):
-    return {"complex": [value.real, value.imag]}
-  if isinstance(value, tuple):
-    return list(map(_to_json, cast("tuple[Any, ...]", value)))
-  if value is None or isinstance(value, (bool, int, float, str)):
-    return value
-  raise TypeError
-
-
-def _from_json(value: Any) -> Any:
-  if isinstance(value, dict):
-    ((kind, held),) = cast("dict[str, Any]", value).items()
-    return complex(*held) if kind == "complex" else np.dtype(kind).type(_from_json(held))
-  return tuple(map(_from_json, cast("list[Any]", value))) if isinstance(value, list) else value

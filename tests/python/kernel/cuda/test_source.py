@@ -25,6 +25,7 @@ from callgate._kernel import program as _program
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.launch import Address, Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, parse_arch
+from callgate._kernel.variants import from_json
 from callgate._sharding import partitioner
 
 SAXPY = """
@@ -683,7 +684,7 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
     "f": float("inf"),
   }
   held = {name: _program._encoded(None, name, value) for name, value in values.items()}
-  back = {name: _program.decoded(value) for name, value in json.loads(json.dumps(held)).items()}
+  back = {name: from_json(value) for name, value in json.loads(json.dumps(held)).items()}
   assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
 
 
