@@ -19,6 +19,7 @@ from callgate._core import options as check
 from callgate._core.errors import GateDefinitionError
 
 Extent = tuple[int, int, int]
+Of = Literal["operand", "result", "scratch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Address:
   """An address that the runtime writes into a parameter."""
 
   offset: int  # where in the parameter, in bytes
-  of: Literal["operand", "result", "scratch"]  # whose address: of what the call has
+  of: Of  # whose address: of what the call has
   index: int  # which of them, counted flat
 
 
@@ -37,16 +38,13 @@ class Parameter(NamedTuple):
   addresses: tuple[Address, ...] = ()
 
   @staticmethod
-  def pointer(of: Literal["operand", "result", "scratch"], index: int) -> Parameter:
-    return Parameter(bytes(8), (Address(0, of, index),))
+  def pointer(of: Of, index: int, extents: Sequence[int] = ()) -> Parameter:
+    """A pointer, and what a view has behind it."""
+    return Parameter(bytes(8) + np.array(extents, "<i8").tobytes(), (Address(0, of, index),))
 
   @staticmethod
   def scalar(value: Any, dtype: Any) -> Parameter:
     return Parameter(np.asarray(value, dtype=dtype).tobytes())
-
-  @staticmethod
-  def null() -> Parameter:
-    return Parameter(bytes(8))
 
 
 class Launch(NamedTuple):

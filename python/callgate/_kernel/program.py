@@ -52,6 +52,8 @@ class CudaCall:
 class CudaPart(abc.ABC):
   """What runs a kernel on CUDA devices; `Kernel.cuda` of kernels that have one."""
 
+  arch: tuple[int, ...] = ()  # to compile for where this process has no device; () for PTX
+
   @abc.abstractmethod
   def plan(self, call: CudaCall) -> Plan:
     """What a call launches; raises where it can't take it, or can't be compiled."""
@@ -59,10 +61,6 @@ class CudaPart(abc.ABC):
   def images(self, key: str, capabilities: tuple[int, ...]) -> tuple[Image, ...] | None:
     """The images of a plan of this key, for another process's program; None where it can't tell."""
     return None
-
-  def arch(self) -> tuple[int, ...]:
-    """Compute capabilities to compile for where this process has no device; () for PTX."""
-    return ()
 
   @functools.cached_property
   def cuda_variants(self) -> dict[str, _callgate.CudaKernel]:
@@ -72,7 +70,7 @@ class CudaPart(abc.ABC):
 
 def capabilities(part: CudaPart) -> tuple[int, ...]:
   """Those of this process's devices; where it has none, what the part was told to compile for."""
-  return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch()
+  return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
 
 
 def ptx_capability(known: tuple[int, ...]) -> int:

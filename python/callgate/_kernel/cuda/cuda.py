@@ -39,7 +39,7 @@ class CudaSourceKernel(CudaKernel):
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
   """A kernel from its saved form, for programs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
-  options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch())
+  options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch)
   return CudaSourceKernel(form["name"], part, options)
 
 

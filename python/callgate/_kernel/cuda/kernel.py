@@ -38,12 +38,9 @@ class CudaKernel(Kernel, CudaPart):
   """A kernel for CUDA devices; called like any JAX function."""
 
   def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
-    self._arch = parse_arch(f"kernel '{name}'", options.arch)
+    self.arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
-
-  def arch(self) -> tuple[int, ...]:
-    return self._arch
 
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     given = [p for p in self.signature or () if p.kind in GIVEN]

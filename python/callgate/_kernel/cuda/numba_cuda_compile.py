@@ -103,7 +103,7 @@ def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -
   strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
   numbers = (math.prod(shape), itemsize, *shape, *strides)
   size, item, *rest = (Parameter.scalar(n, np.int64) for n in numbers)
-  null = Parameter.null()  # the owner's bookkeeping, which is the host's
+  null = Parameter(bytes(8))  # the owner's bookkeeping, which is the host's
   return [null, null, size, item, Parameter.pointer(of, index), *rest]
 
 

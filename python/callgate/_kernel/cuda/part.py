@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.launch import Address, Launch, Plan
+from callgate._kernel.launch import Launch, Plan
 from callgate._kernel.launch import Parameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
@@ -41,6 +42,7 @@ class SourcePart(CudaPart):
   ) -> None:  # fmt: skip
     self.label, self.source, self.kernel = label, source, kernel
     self.aliases, self.launching = dict(aliases), launching
+    self.arch = building.arch
     folders = tuple(os.path.abspath(folder) for folder in building.include_dirs)
     self.building = building._replace(include_dirs=folders)
     function = _source.find(label, source, kernel)
@@ -52,9 +54,6 @@ class SourcePart(CudaPart):
     self._configuration = (launching.grid, launching.block, launching.shared, launching.cluster)
     if not any(map(callable, self._configuration)):  # it can be checked at once
       _launch.checked(label, *self._configuration)
-
-  def arch(self) -> tuple[int, ...]:
-    return self.building.arch
 
   def signature(self) -> list[Parameter]:
     parameters, templates = list[Parameter](), [t.name for t in self.function.template]
@@ -76,13 +75,10 @@ class SourcePart(CudaPart):
   # -- variants ----------------------------------------------------------------------------------
   def expression(self, call: CudaCall) -> str:
     """The function for a call, as C++ names it: "scale<float, 4>"."""
-    function, arguments = self.function, list[str]()
-    for parameter in function.template:
-      value = function.bound.get(parameter.name) or self._template_argument(parameter, call)
-      if not value:
-        break  # it has a default, and so have those that follow
-      arguments.append(value)
-    return function.qualified + (f"<{', '.join(arguments)}>" if function.template else "")
+    f = self.function
+    values = (f.bound.get(p.name) or self._template_argument(p, call) for p in f.template)
+    arguments = ", ".join(itertools.takewhile(bool, values))  # the others have defaults
+    return f.qualified + (f"<{arguments}>" if f.template else "")
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
     """What a call's static values or arrays say of it; "" where they don't."""
@@ -127,10 +123,9 @@ class SourcePart(CudaPart):
     builds = [self.built(expression, each) for each in call.capabilities or (0,)]
     scratch: dict[str, int] = {}
     for name, value in (self.launching.scratch or {}).items():
-      size = evaluated(value, call)
-      if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
-        check.refuse(label, f"scratch: '{name}'", "a number of bytes", size)
-      scratch[name] = int(size) * (call.batch or 1)
+      option, size = f"scratch: '{name}'", evaluated(value, call)
+      size = check.count(label, option, size, what="a number of bytes")
+      scratch[name] = size * (call.batch or 1)
     parameters = tuple(self._parameters(call, list(scratch)))
     launch = Launch(builds[0].entry, (x, y, z), block, parameters, shared, cluster)
     images, zeroed = tuple(b.image for b in builds), tuple(self.launching.zeroed)
@@ -147,10 +142,8 @@ class SourcePart(CudaPart):
         if p.kind is Kind.INOUT:
           next(operands)
         index, array = next(operands if p.kind is Kind.IN else results)
-        # A pointer, or a view: the pointer and the extents (include/callgate/kernel_device.h).
-        extents = np.array(array.shape if p.rank else (), "<i8").tobytes()
-        address = Address(0, "operand" if p.kind is Kind.IN else "result", index)
-        yield Argument(bytes(8) + extents, (address,))
+        of = "operand" if p.kind is Kind.IN else "result"
+        yield Argument.pointer(of, index, array.shape if p.rank else ())  # without: no view
 
   def _number(self, parameter: SourceParameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"

@@ -112,7 +112,7 @@ class TritonKernel(NamedKernel):
     own = {n: v for n, v in settings.items() if n in bound}
     options = TritonOptions(
       name=registry.free_name(f"{self.name}.tuned"), grid=self._options.grid,
-      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch(),
+      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch,
       outputs=[n for n, b in bound.items() if b.of == "result"], aliases=self.aliases,
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
       zeroed_outputs=self._options.zeroed_outputs,
@@ -150,7 +150,7 @@ class TritonKernel(NamedKernel):
         parameters.append(launch.Parameter.pointer("scratch", len(scratch)))
         scratch.append(size)
       else:
-        parameters.append(launch.Parameter.null())
+        parameters.append(launch.Parameter(bytes(8)))
     zeroed, positions = zeroed(dict(meta)) if callable(zeroed) else zeroed, set[int]()
     for name in (zeroed,) if isinstance(zeroed, (int, str)) else cast("Sequence[Any]", zeroed):
       target = bound.get(name) if isinstance(name, str) else None

@@ -17,7 +17,7 @@ import numpy as np
 from callgate._build import nvrtc, toolchain
 from callgate._build.nvrtc import Image
 from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
-from callgate._kernel.launch import Address, Launch, Parameter, Plan
+from callgate._kernel.launch import Launch, Parameter, Plan
 from callgate._kernel.program import CudaCall, CudaPart
 
 _THREADS = 256
@@ -212,8 +212,7 @@ def _parameters(
     yield Parameter(np.array(numbers, "<i8").tobytes())
   for index, param in enumerate(code.inputs):
     if param.raw:
-      extents = np.array(operands[index].shape or (1,), "<i8").tobytes()
-      yield Parameter(bytes(8) + extents, (Address(0, "operand", index),))
+      yield Parameter.pointer("operand", index, operands[index].shape or (1,))
 
 
 class ElementwisePart(CudaPart):
@@ -221,10 +220,7 @@ class ElementwisePart(CudaPart):
 
   def __init__(self, kernel: Any, options: tuple[str, ...], arch: tuple[int, ...]) -> None:
     self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
-    self._options, self._arch = (*_OPTIONS, *options), arch  # of NVRTC
-
-  def arch(self) -> tuple[int, ...]:
-    return self._arch
+    self._options, self.arch = (*_OPTIONS, *options), arch  # of NVRTC
 
   def plan(self, call: CudaCall) -> Plan:
     code: Code = self._kernel.user_code
