@@ -31,8 +31,8 @@ from callgate._runtime import targets
 # A variant's key begins so, which tells it from those of the same kernel on the CPU.
 PREFIX = "cuda:"
 _MAX_BATCH = 65535  # blocks along z
-# For driver and compiler alike the oldest architecture that CUDA 12 and 13 both compile for.
-_LOWEST = 75
+# What PTX is compiled for: the oldest architecture that CUDA 12 and 13 both compile for.
+LOWEST = 75
 _lock = threading.Lock()
 
 
@@ -71,11 +71,6 @@ class CudaPart(abc.ABC):
 def capabilities(part: CudaPart) -> tuple[int, ...]:
   """Those of this process's devices; where it has none, what the part was told to compile for."""
   return tuple(sorted(set(_callgate.cuda_capabilities()))) or part.arch
-
-
-def ptx_capability(known: tuple[int, ...]) -> int:
-  """What to compile PTX for, which newer devices run too."""
-  return min(known, default=_LOWEST)
 
 
 def parse_arch(label: str, arch: Any) -> tuple[int, ...]:

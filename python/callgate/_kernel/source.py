@@ -244,9 +244,19 @@ TYPES = (
 DTYPES = (
   {text: name for name, text in TYPES.items()}
   | {f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")}
-  | {"int": "int32", "short": "int16", "long": "int64", "long long": "int64"}
-  | {"unsigned": "uint32", "unsigned int": "uint32", "unsigned long": "uint64", "size_t": "uint64"}
+  | {"size_t": "uint64"}
 )
+INTEGERS = frozenset(("char", "short", "int", "long", "signed", "unsigned"))
+
+
+def element_dtype(text: str, names: Mapping[str, str] = DTYPES) -> np.dtype[Any] | None:
+  """The dtype of an element's type as it is written: of an integer's, or by `names`."""
+  words = text.split()
+  if words and INTEGERS.issuperset(words):
+    size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
+    return np.dtype(size.upper() if "unsigned" in words else size)
+  name = names.get(" ".join(words))
+  return None if name is None else dtype_named(name)
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:

@@ -38,7 +38,7 @@ from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
 from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
-from callgate.compat._host_callback import layout, receiver, tapped
+from callgate.compat._host_callback import receiver, tapped
 from callgate.compat._host_callback.receiver import TapFunctionException
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
@@ -151,7 +151,7 @@ def id_print(
 
 
 def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
-  layout.write(output_stream, entries, layout.text_of(arg, threshold))
+  tapped.write(output_stream, entries, tapped.text_of(arg, threshold))
 
 
 def outfeed_receiver(

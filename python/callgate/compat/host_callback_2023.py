@@ -45,7 +45,7 @@ from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import leaf_paths
 from callgate._tap.target import shared, start_channel
-from callgate.compat._host_callback import layout, tapped
+from callgate.compat._host_callback import tapped
 from callgate.compat._host_callback.receiver import finish
 
 __all__ = [
@@ -167,7 +167,7 @@ def _print(
   entries = entries | device
   if transforms:
     entries["transforms"] = [(name, how) if how else name for name, how in transforms]
-  layout.write(stream, entries, layout.text_of(arg, threshold, width=80))
+  tapped.write(stream, entries, tapped.text_of(arg, threshold, width=80))
 
 
 def call(

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.source import split_arguments
+from callgate._kernel.source import INTEGERS, element_dtype, split_arguments
 
 _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
-_INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
-_WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
+_WORDS = INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
 # By their words in alphabetical order.
 _NAMED = (
   {"bool": "bool", "_Bool": "bool", "_Float16": "float16", "float": "float32", "double": "float64"}
@@ -154,11 +153,8 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
     return np.dtype(np.int32)
   if words[0] in ("struct", "union"):
     return None
-  if set(words) <= _INTEGERS:
-    size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
-    return np.dtype(size.upper() if "unsigned" in words else size)
-  if known := _NAMED.get(" ".join(sorted(words))):
-    return np.dtype(known)
+  if (known := element_dtype(" ".join(sorted(words)), _NAMED)) is not None:
+    return known
   if match := _LAPACK.fullmatch(kind):
     return np.dtype(_LETTERS[match[1]])
   if (match := _NUMPY.fullmatch(kind)) and match[1] in np.sctypeDict:

@@ -48,8 +48,8 @@ class CppKernel(CpuKernel):
     self.cpp_function = _source.find(label, source, function)
     self._template = self.cpp_function.template
     self._plain = None if self._template else self._build(label, "")
-    named = ((p, _source.DTYPES.get(p.element)) for p in self.cpp_function.parameters)
-    signature = [p.typed(dtype_named(name) if name else None) for p, name in named]
+    parameters = self.cpp_function.parameters
+    signature = [p.typed(_source.element_dtype(p.element)) for p in parameters]
     super().__init__(name, self._plain.parameters if self._plain else signature, options)
     if self._turn is not None:
       with _turns_lock:

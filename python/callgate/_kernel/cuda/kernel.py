@@ -26,7 +26,7 @@ from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
-from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
+from callgate._kernel.program import LOWEST, CudaCall, CudaPart, parse_arch
 from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
@@ -178,7 +178,7 @@ class NamedKernel(CudaKernel):
     """What `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
-        self._made[key, each] = make(each or ptx_capability(()), ptx=each == 0)
+        self._made[key, each] = make(each or LOWEST, ptx=each == 0)
     return [self._made[key, each] for each in capabilities or (0,)]
 
   def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:

@@ -10,35 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
 from callgate._kernel.parameters import Kind
 from callgate._kernel.source import SourceFunction, SourceParameter
 
-# CUDA's names of each dtype's elements, the one that template arguments have first.
-_NAMES = {
-  "bool": "bool",
-  "int8": "int8_t|char|signed char",
-  "uint8": "uint8_t|unsigned char",
-  "int16": "int16_t|short|short int",
-  "uint16": "uint16_t|unsigned short|unsigned short int",
-  "int32": "int32_t|int|signed int",
-  "uint32": "uint32_t|unsigned|unsigned int",
-  "int64": "int64_t|long|long int|long long|long long int|ptrdiff_t",
-  "uint64": "uint64_t|unsigned long|unsigned long int|unsigned long long|"
-  "unsigned long long int|size_t",
-  "float16": "__half|half|cg::float16",
-  "bfloat16": "__nv_bfloat16|nv_bfloat16|cg::bfloat16",
-  "float32": "float",
-  "float64": "double",
-  "float8_e4m3fn": "__nv_fp8_e4m3|cg::float8_e4m3fn",
-  "float8_e5m2": "__nv_fp8_e5m2|cg::float8_e5m2",
-  "complex64": "float2|cuComplex|cuFloatComplex",
-  "complex128": "double2|cuDoubleComplex",
-}
-TYPES = {name: texts.split("|")[0] for name, texts in _NAMES.items()}
-_DTYPES = {text: name for name, texts in _NAMES.items() for text in texts.split("|")}
+# By CUDA's names of elements, the one that template arguments have first. Integers are C's, too.
+_DTYPES = (
+  {text: name for name, text in _source.TYPES.items() if ":" not in text}
+  | {"ptrdiff_t": "int64", "size_t": "uint64"}
+  | dict.fromkeys(("__half", "half", "cg::float16"), "float16")
+  | dict.fromkeys(("__nv_bfloat16", "nv_bfloat16", "cg::bfloat16"), "bfloat16")
+  | dict.fromkeys(("__nv_fp8_e4m3", "cg::float8_e4m3fn"), "float8_e4m3fn")
+  | dict.fromkeys(("__nv_fp8_e5m2", "cg::float8_e5m2"), "float8_e5m2")
+  | dict.fromkeys(("float2", "cuComplex", "cuFloatComplex"), "complex64")
+  | dict.fromkeys(("double2", "cuDoubleComplex"), "complex128")
+)
+TYPES = {name: text for text, name in reversed(_DTYPES.items())}
 _ATTRIBUTE = re.compile(
   r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\((?:[^()]|\([^()]*\))*\)"
   r"|__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)|\[\[.*?\]\]",
@@ -57,8 +45,7 @@ _TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsig
 def element_dtype(text: str) -> np.dtype[Any] | None:
   """The dtype of an element type; None for one that is no array's, or a template's."""
   plain = " ".join(text.replace("callgate::", "cg::").replace("std::", "").split())
-  known = _DTYPES.get(plain.replace(" ::", "::").replace(":: ", "::"))
-  return None if known is None else dtype_named(known)
+  return _source.element_dtype(plain.replace(" ::", "::").replace(":: ", "::"), _DTYPES)
 
 
 def find(label: str, source: str, kernel: str | None) -> SourceFunction:

@@ -1,6 +1,6 @@
 """`callgate.elementwise`: pointwise kernels from one expression, broadcasting and derivatives."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from callgate._build import toolchain
-from callgate._call.options import shared
+from callgate._call.options import CallOptions, Vmap, shared
 from callgate._call.site import CallSite
 from callgate._core import factories, registry
 from callgate._core import options as check
@@ -24,7 +24,6 @@ from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
-from callgate._kernel.elementwise.options import ElementwiseOptions
 from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
@@ -44,11 +43,38 @@ _LINEAR = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ElementwiseOptions(CompilerOptions, CallOptions):
+  """The options of `callgate.elementwise`; what its code tells is none.
+
+  Attributes:
+    preamble: C++ in front of the kernel: functions, types, includes.
+    loop_prep: statements in front of each run of elements, whose variables the operation sees.
+    after_loop: statements behind each run of elements.
+    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the
+      arguments, the results and the arguments' tangents `dx`, in which they are linear.
+    like: a JAX-traceable reference of the same signature: gives derivatives where there is no
+      `jvp`, and those of higher order where there is; and `check`'s truth.
+    sharding: which dimensions of the arrays may stay split over devices. Default: all, as operands
+      broadcast. "gather", or a rule or function as for `callgate.gate`, for less.
+    gradient: "finite-difference": derivatives by central differences, element by element.
+    debug: "-O0 -g" and bounds checks of raw arguments; on the CPU.
+  """
+
+  out: Any = dataclasses.field(init=False, default=None)
+  vmap: Vmap | Callable[..., Any] = dataclasses.field(init=False, default="each")
+  linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
+  preamble: str = ""
+  loop_prep: str = ""
+  after_loop: str = ""
+  jvp: str | None = None
+
+
 @factories.of_code(ElementwiseOptions)
 def elementwise(
   in_params: str, out_params: str, operation: str, name: str | None = None, *,
   options: ElementwiseOptions,
-) -> ElementwiseKernel:  # fmt: skip
+) -> "ElementwiseKernel":  # fmt: skip
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
 
   The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.

@@ -1,14 +1,15 @@
 """`callgate.numba`: kernels from Python functions that Numba compiles when a call is traced."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
+import dataclasses
 import dis
 import inspect
 import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from callgate._core import options as _options
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
-from callgate._kernel.numba.options import NumbaOptions
 from callgate._kernel.numba.request import Request, Slot
+from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
 from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
 
@@ -29,8 +30,48 @@ _STATIC = "a number, a string, None or a tuple of these"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+NumbaStyle = Literal["return", "inplace"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class NumbaOptions(KernelOptions):
+  """The options of `callgate.numba`.
+
+  Attributes:
+    style: "inplace" (`fn(out, *args)`) or "return" (`fn(*args)`). Default: what the number of
+      parameters says, and where defaults leave that open, whether the function returns a value.
+    cast: allow same-kind casts of what the function returns (float64 to float32, say).
+    parallel: loops over `numba.prange`, and array expressions, run on Numba's threads.
+    fastmath: as for `numba.njit`.
+    boundscheck: an index outside an array raises IndexError.
+    error_model: "python" (a division by zero raises) or "numpy" (it gives inf or nan).
+  """
+
+  style: NumbaStyle | None = None
+  cast: bool = False
+  parallel: bool = False
+  fastmath: bool | set[str] = False
+  boundscheck: bool = False
+  error_model: Literal["python", "numpy"] = "python"
+
+  def __post_init__(self) -> None:
+    _options.name("numba", self.name)
+    _options.booleans("numba", cast=self.cast, parallel=self.parallel, boundscheck=self.boundscheck)
+    _options.choice("numba", "error_model", self.error_model, ("python", "numpy"))
+    if not isinstance(self.fastmath, (set, frozenset)):
+      _options.boolean("numba", "fastmath", self.fastmath)
+    elif not all(isinstance(flag, str) for flag in self.fastmath):  # pyright: ignore[reportUnnecessaryIsInstance]
+      _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", self.fastmath)
+
+  def of_numba(self) -> dict[str, Any]:
+    """Those of Numba's compilation that are not its defaults."""
+    defaults = {"parallel": False, "fastmath": False, "boundscheck": False, "error_model": "python"}
+    given = {name: getattr(self, name) for name in defaults}
+    return {name: v for name, v in given.items() if v and v != defaults[name]}
+
+
 @factories.decorator(NumbaOptions)
-def numba(fn: Callable[..., Any], /, *, options: NumbaOptions) -> NumbaKernel:
+def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel":
   """Makes a Python function a JAX function that Numba compiles: no interpreter at run time.
 
   ```python

@@ -6,7 +6,7 @@ Equal calls share a tap, so that JAX's caches hit. Records go through a channel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -119,3 +119,43 @@ def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
     return jnp.asarray(leaf)
   except (TypeError, ValueError) as error:
     raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error
+
+
+# -- what id_print prints ------------------------------------------------------------------------
+def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
+  """Writes a line of sorted `key: value`, if there are entries, then the body."""
+  first = " ".join(f"{key}: {value}" for key, value in sorted(entries.items()))
+  text = f"{first}\n{body}\n" if first else f"{body}\n"
+  if output_stream is None:
+    print(text, end="", flush=True)
+  else:
+    output_stream.write(text)
+
+
+def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
+  """The form of 2020: each element on a line of its own, under the first.
+
+  With a width that of 2023: on one line where it fits, and tuples have parentheses.
+  `column` is where on its line the text begins.
+  """
+  if isinstance(value, (tuple, list)):
+    start, end = ("( ", " )") if width and isinstance(value, tuple) else ("[ ", " ]")
+    items: list[tuple[str, Any]] = [("", one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+  elif isinstance(value, dict):
+    start, end = "{ ", " }"
+    items = [(f"{key}=", one) for key, one in sorted(value.items())]  # pyright: ignore
+  elif isinstance(value, np.ndarray):
+    return np.array2string(value, threshold=threshold)
+  else:
+    return str(value)
+  inner = column + len(start)
+  parts = [_hang(label, text_of(one, threshold, width, inner + len(label))) for label, one in items]
+  line = start + " ".join(parts) + end
+  if "\n" in line or column + len(line) > width:
+    return _hang(start, "\n".join(parts)) + end
+  return line
+
+
+def _hang(label: str, text: str) -> str:
+  """`text` after `label`, its further lines under its first."""
+  return label + text.replace("\n", "\n" + " " * len(label))
