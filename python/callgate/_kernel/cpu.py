@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
+from callgate._call import shapes
 from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_code
@@ -119,3 +121,21 @@ class CpuKernel(Kernel):
     except ValueError as error:
       raise_kept(error)
       raise
+
+  def batch_loop(self, size: int, batched: Sequence[bool], *args: Any, **static: Any) -> Any:
+    """One call for all lanes, of a loop over elements: one more axis to broadcast, in front."""
+    lanes = [jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(args, batched, strict=True)]
+    core, moved = np.broadcast_shapes(*(lane.shape for lane in lanes)), list(args)
+    for i, (x, lane) in enumerate(zip(args, lanes, strict=True)):
+      if i in self.aliases:
+        moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
+      elif batched[i]:
+        moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane.shape)), *lane.shape)
+    given = [p for p in self.signature or () if p.kind in STATIC]
+    frozen = {p.name: p.freeze(self.label, static[p.name]) for p in given}
+    held: Static = tuple(sorted({**static, **frozen}.items()))
+    tree = jax.tree.structure((args, {}))
+    types, out_tree = shapes.result_types(self, tree, lanes, held)
+    results = tuple(((size, *shape), dtype) for shape, dtype in types)
+    out = self.bind(CallSite(tree, out_tree, held, results), moved)
+    return out, jax.tree.map(lambda _: True, out)

@@ -90,10 +90,7 @@ def extent(label: str, what: str, value: Any) -> Extent:
 def checked(
   label: str, grid: Any, block: Any, shared: Any = 0, cluster: Any = None
 ) -> tuple[Extent, Extent, int, Extent | None]:
-  """A launch's configuration; raises where it is not within CUDA's limits.
-
-  A grid's extent of 0, of an array without elements, launches nothing.
-  """
+  """A configuration within CUDA's limits; a grid's extent of 0 launches nothing."""
   blocks, threads = extent(label, "grid", grid), extent(label, "block", block)
   for what, values, least, limits in (("grid", blocks, 0, _GRID), ("block", threads, 1, _BLOCK)):
     for axis, value, most in zip("xyz", values, limits, strict=True):

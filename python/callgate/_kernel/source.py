@@ -76,10 +76,7 @@ class TemplateParameter(NamedTuple):
   def argument(
     self, label: str, given: Mapping[str, Any], arrays: Iterable[Typed], otherwise: str = ""
   ) -> Any:
-    """What a call gives by keyword, or else arrays tell: a dtype or its name, or an integer.
-
-    None leaves it to the default. `otherwise` is another way to give it, for the message.
-    """
+    """By keyword or as arrays tell: a dtype or its name, or an integer; None for the default."""
     if (value := given.get(self.name)) is not None:
       return value
     for parameter, dtype, rank in arrays:

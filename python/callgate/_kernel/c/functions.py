@@ -44,10 +44,7 @@ class CFunction(NamedTuple):
 
 
 def resolve(function: Any, signature: str | None) -> CFunction:
-  """The address and type of a C function: from ctypes or cffi, a capsule, or an address.
-
-  `signature` is a C declaration that counts instead of what the function says of itself.
-  """
+  """A C function's address and type; what `signature` declares counts more than what it says."""
   given = parse(signature) if signature is not None else None
   if isinstance(function, _FUNCTION_POINTER):
     declaration = _from_ctypes(function, given)

@@ -12,7 +12,6 @@ import numpy as np
 
 from callgate import _callgate
 from callgate._build import toolchain
-from callgate._call import shapes as _shapes
 from callgate._call.site import CallSite
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named, is_inexact, type_text
@@ -24,8 +23,8 @@ from callgate._kernel.c.expressions import Expression
 from callgate._kernel.c.glue import Glue
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import STATIC, Kind, Parameter, check_types
-from callgate._kernel.variants import CallTypes, Function, Static, Variant
+from callgate._kernel.parameters import Kind, Parameter, check_types
+from callgate._kernel.variants import CallTypes, Function, Variant
 
 
 class CKernel(CpuKernel):
@@ -195,21 +194,3 @@ class CKernel(CpuKernel):
       if limits is not None and not limits.min <= number <= limits.max:
         raise GateDefinitionError(f"{where} is {number}, more than C's '{kind.text}' holds")
     return self.variant(self.types_of(operands, results, site.static))  # compiled last
-
-  def batch_loop(self, size: int, batched: Sequence[Any], *args: Any, **static: Any) -> Any:
-    """One call for all lanes: a loop has no use for lanes."""
-    shapes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
-    lanes = [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, args, strict=True)]
-    # The batch axis stands before all others, so operands of fewer axes get some of extent 1.
-    most = max(map(len, shapes))
-    moved = [
-      x.reshape((size, *(1,) * (most - len(shape)), *shape)) if flag else x
-      for x, shape, flag in zip(args, shapes, batched, strict=True)
-    ]
-    given = [p for p in self.signature or () if p.kind in STATIC]
-    held: Static = tuple(sorted((p.name, p.freeze(self.label, static[p.name])) for p in given))
-    tree = jax.tree.structure((args, {}))
-    types, out_tree = _shapes.result_types(self, tree, lanes, held)
-    results = tuple(((size, *shape), dtype) for shape, dtype in types)
-    out = self.bind(CallSite(tree, out_tree, held, results), moved)
-    return out, jax.tree.map(lambda _: True, out)

@@ -140,10 +140,7 @@ class NamedKernel(CudaKernel):
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
   def bound(self, call: CudaCall) -> dict[str, Bound]:
-    """What each parameter is given in a call, by name, in the order of the function.
-
-    A result that shares its memory with an operand needs no parameter of its own.
-    """
+    """What each parameter is given in a call; a result in an operand's memory may need none."""
     static = {**self.constants, **call.static}
     for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
       name, _, dtype = entry.partition("=")

@@ -199,10 +199,7 @@ def passed(arguments: Sequence[Argument]) -> list[Argument]:
 def candidates(
   label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[Settings]:
-  """The constants of the kernel and options of its compilation that a call may take.
-
-  `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
-  """
+  """Constants and options that a call may take; `settings` are known beside the arguments."""
   if isinstance(kernel, Heuristics):
     known = dict(settings)
     for name, value in kernel.values.items():

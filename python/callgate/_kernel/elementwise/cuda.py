@@ -176,10 +176,7 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, with the strides of the operands that are broadcast.
-
-  Neighbours along which all strides continue are one; no operands give no axes.
-  """
+  """The result's axes, innermost first, with broadcast operands' strides; neighbours are joined."""
   axes: list[tuple[int, list[int]]] = []
   steps = [1] * len(shapes)
   for back, extent in enumerate(reversed(results[0].shape if shapes else ()), 1):

@@ -35,11 +35,7 @@ def derive(
   label: str, code: Code, jvp: str, like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
 ) -> dict[int, Derivative]:  # fmt: skip
-  """A `Derivative` for each argument that has one, by its position.
-
-  `like` is the user's reference, for derivatives of the coefficients; `make` makes a kernel from
-  what its name ends in, its code and its reference.
-  """
+  """By an argument's position; `make` takes what a kernel's name ends in, code and reference."""
   _check_names(label, code, jvp)
   used, found = words(jvp) | words(code.loop_prep), dict[int, Derivative]()
   results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)

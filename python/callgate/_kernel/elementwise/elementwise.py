@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from callgate._build import toolchain
@@ -156,7 +155,7 @@ class ElementwiseKernel(CpuKernel):
     self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
     if not code.knows_place:
       kernel: Any = weakref.proxy(self)  # the program that is batched holds it
-      self.vmap_rule = functools.partial(_batch_in_front, kernel)
+      self.vmap_rule = functools.partial(CpuKernel.batch_loop, kernel)
     self.derivatives: dict[int, derivatives.Derivative] = {}
     if options.jvp is not None:
       make = functools.partial(_coefficients, self)
@@ -335,19 +334,3 @@ def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
     expected = "expected size=, an integer or a shape, which no argument gives"
     raise GateDefinitionError(f"{label}: {expected}; got {got}")
   return tuple(int(e) for e in extents)
-
-
-def _batch_in_front(
-  kernel: ElementwiseKernel, size: int, batched: Sequence[bool], *args: Any, **static: Any
-) -> tuple[Any, Any]:
-  """A batch axis is one more axis to broadcast, in front of all others."""
-  lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
-  core = np.broadcast_shapes(*lanes)
-  moved = list(args)
-  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
-    if i in kernel.aliases:
-      moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
-    elif flag:
-      moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
-  out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
-  return out, jax.tree.map(lambda _: True, out)

@@ -76,10 +76,7 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
 def host_function(
   ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of the program's NumPy arrays that runs `callback` as JAX would, and raises so.
-
-  `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
-  """
+  """Runs `callback` on the program's arrays as JAX would; `in_tree` is of `(args, kwargs)`."""
   operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
   def unflattened(*arrays: Any) -> Any:

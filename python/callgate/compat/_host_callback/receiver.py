@@ -121,10 +121,7 @@ NEEDS_RECEIVER = NeedsReceiver()
 
 
 def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
-  """Calls the consumer of a record of `device`, -1 when it is not known; keeps what it raises.
-
-  None is for a tap outside compiled code, in the caller's thread, who gets what it raises.
-  """
+  """Calls a record's consumer and keeps what it raises; without a device its caller gets that."""
   if device is None:
     with _lock:
       receiver = next(iter(_started.values()), None)

@@ -133,11 +133,7 @@ def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
 
 
 def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
-  """The form of 2020: each element on a line of its own, under the first.
-
-  With a width that of 2023: on one line where it fits, and tuples have parentheses.
-  `column` is where on its line the text begins.
-  """
+  """2020's form, an element a line; with a width 2023's, on one line from `column` if it fits."""
   if isinstance(value, (tuple, list)):
     start, end = ("( ", " )") if width and isinstance(value, tuple) else ("[ ", " ]")
     items: list[tuple[str, Any]] = [("", one) for one in value]  # pyright: ignore[reportUnknownVariableType]

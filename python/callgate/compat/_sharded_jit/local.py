@@ -48,10 +48,7 @@ class Stated:
 
 
 def devices_of(count: int, local: Stated, split: bool) -> tuple[Any, ...]:
-  """The devices of a program of `count` partitions: this process's first ones, or all there are.
-
-  Where an argument or a result is `split`, the devices say what is local.
-  """
+  """Those of `count` partitions: this process's first, or all; `split` arrays say what is local."""
   own, everyone = jax.local_devices(), jax.devices()
   for wanted, there, kind in ((count, everyone, ""), (local.said, own, "local ")):
     if wanted is not None and wanted > len(there):

@@ -73,10 +73,7 @@ def _primes(number: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=1024)
 def sharding_of(devices: tuple[Any, ...], parts: Parts) -> NamedSharding:
-  """Tile number k of a split, in row-major order, is on device k; devices beyond hold copies.
-
-  A mesh axis is a prime factor: on a power of two all specs of a program share one mesh.
-  """
+  """Tile k, in row-major order, is on device k; axes are prime factors, so specs share a mesh."""
   counts = [tuple(_primes(count)) for count in parts or ()]
   split = list(itertools.chain.from_iterable(counts))
   shape = (*split, *_primes(len(devices) // math.prod(split)))
