@@ -108,9 +108,9 @@ class Kernel(Operation):
           raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
     if registry.get(name) is not None:
+      hint = "choose another name=, or drop the other one and the programs that call it"
       raise ValueError(
-        f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
-        "name=, or drop the other one and the programs that call it"
+        f"callgate: the name '{name}' is taken by another live gate or kernel; {hint}"
       )
     registry.register(name, self)
 

@@ -70,11 +70,10 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args:
       why = "it stands for any number of results"
     identifiers = all(p.name.isidentifier() for p in operands)
     names = ", ".join(p.name for p in operands) if identifiers else "*args"
-    raise GateDefinitionError(
-      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not "
-      f"follow from the arguments, since {why}; expected out=, as in "
-      f"library.kernel('{function}', out=lambda {names}: ...)"
-    )
+    what = f"the shape of result '{wanted.name}' ({expected_text(wanted)})"
+    fault = f"{what} does not follow from the arguments, since {why}"
+    example = f"library.kernel('{function}', out=lambda {names}: ...)"
+    raise GateDefinitionError(f"{label}: {fault}; expected out=, as in {example}")
 
   results = [result(p) for p in parameters if p.kind in RESULTS]
   return results[0] if len(results) == 1 else tuple(results)
@@ -115,21 +114,18 @@ class Library:
     self.name, self.path, self.cdll = name, path, loaded
     self._kernels: dict[str, Kernel] = {}
     if not hasattr(loaded, "callgate_kernels"):
-      raise GateDefinitionError(
-        f"callgate.library: '{path}' is no library of kernels: expected the symbol "
-        "callgate_kernels, which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, "
-        "found none"
-      )
+      made = "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
+      fault = f"no library of kernels: expected the symbol callgate_kernels, {made}"
+      raise GateDefinitionError(f"callgate.library: '{path}' is {fault}")
     try:
       table = exported(path, loaded)
     except ValueError as error:
       raise GateDefinitionError(f"callgate.library: {error}") from error
     self._functions = dict(table)
     if twice := [n for n, count in collections.Counter(n for n, _ in table).items() if count > 1]:
-      raise GateDefinitionError(
-        f"callgate.library: '{path}' exports two kernels '{twice[0]}'; expected one "
-        "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
-      )
+      expected = "one CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
+      fault = f"'{path}' exports two kernels '{twice[0]}'"
+      raise GateDefinitionError(f"callgate.library: {fault}; expected {expected}")
 
   @factories.method(KernelOptions)
   def kernel(self, function: str, /, *, options: KernelOptions) -> Kernel:

@@ -136,10 +136,8 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
   if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
   if _is_wide(dtype):
-    raise GateDefinitionError(
-      f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
-      "(cg::Attr in C++)"
-    )
+    fault = f"{dtype.name} needs jax_enable_x64; a static value does not (cg::Attr in C++)"
+    raise GateDefinitionError(f"{label}: argument '{name}': {fault}")
   return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
 
 

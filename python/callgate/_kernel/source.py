@@ -88,10 +88,10 @@ class TemplateParameter(NamedTuple):
       if not self.is_type and parameter.rank == self.name:
         return rank
     if not self.default:
-      kind = "typename" if self.is_type else "int"
+      named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
+      why = "since it is no array's element type or rank"
       raise GateDefinitionError(
-        f"{label}: expected the template parameter '{kind} {self.name}' by keyword "
-        f"({self.name}=...){otherwise}, since it is no array's element type or rank"
+        f"{label}: expected the template parameter {named}{otherwise}, {why}"
       )
 
 

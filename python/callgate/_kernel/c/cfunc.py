@@ -115,10 +115,9 @@ def cfunc(function: Any, signature: str | None = None, *, options: COptions) -> 
     by_value = types[0].dtype is not None and not any(kind.pointer for kind in types)
     is_loop = args is None and len(types) > 1 and by_value
   if args is None and not is_loop:
-    raise GateDefinitionError(
-      f"{label}: expected args=, an item for each argument of '{found.declaration}', such as "
-      "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
-    )
+    such = "args='n, x[n], out y[n]'; or loop=True for a function of single elements"
+    items = f"an item for each argument of '{found.declaration}', such as {such}"
+    raise GateDefinitionError(f"{label}: expected args=, {items}")
   given = check.named(label, "pointers", options.pointers)
   try:
     binding = arguments.read(args, found.declaration, loop=is_loop, pointers=given)

@@ -109,7 +109,7 @@ def _fold(
     ):
       return leaves["shape"](array, ast.literal_eval(axis))
     case _:
+      more = "x.size, x.ndim, x.shape[i], len(x), + - * // %, max(...), min(...)"
       raise SyntaxError(
-        "expected an integer, a dimension's name, x.size, x.ndim, x.shape[i], len(x), "
-        f"+ - * // %, max(...), min(...), got {ast.unparse(node)!r}"
+        f"expected an integer, a dimension's name, {more}, got {ast.unparse(node)!r}"
       )

@@ -52,10 +52,9 @@ class CKernel(CpuKernel):
       if unknown is None:
         options = dataclasses.replace(options, out=self._infer)
       elif options.like is None:
-        raise GateDefinitionError(
-          f"{label}: the type of result '{unknown.name}' ('{unknown.type.text}') is not known; "
-          f"expected extents, as in 'out {unknown.name}[n]', or out=, as for callgate.gate"
-        )
+        fault = f"the type of result '{unknown.name}' ('{unknown.type.text}') is not known"
+        expected = f"extents, as in 'out {unknown.name}[n]', or out=, as for callgate.gate"
+        raise GateDefinitionError(f"{label}: {fault}; expected {expected}")
     super().__init__(name, [self._parameter(n) for n in self._binding.names], options)
 
   def _parameter(self, name: str) -> Parameter:

@@ -137,10 +137,9 @@ def _parameter(text: str) -> CParameter:
   if dtype is not None and "__pyx" in kind:  # as C writes it
     spelled = spelled.replace(kind, _c_name(dtype).replace("_C", "c"))
   if stars == 0 and dtype is None and kind != "void":
-    raise GateDefinitionError(
-      f"{spelled!r}: no array has elements of that type, so it can't be passed or returned by "
-      "value; expected a number (char to long long, float, double, complex, bool) or a pointer"
-    )
+    fault = "no array has elements of that type, so it can't be passed or returned by value"
+    kinds = "a number (char to long long, float, double, complex, bool) or a pointer"
+    raise GateDefinitionError(f"{spelled!r}: {fault}; expected {kinds}")
   opaque, const = stars > 1 or (dtype is None and kind != "void"), "const" in words and stars < 2
   found = CType(spelled, None if opaque else dtype, stars > 0, const, opaque)
   return CParameter(found, name, _HIDDEN.get(name, ""))

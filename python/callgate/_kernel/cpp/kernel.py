@@ -87,10 +87,9 @@ class CppKernel(CpuKernel):
     function = self._build(self.label, f"<{', '.join(arguments)}>")
     for read, real in zip(self.signature or (), function.parameters, strict=True):
       if read.kind is not real.kind:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{read.name}': expected its type written as cg::{real.kind.cpp}"
-          "<...>, which in a template callgate has to know before it is compiled"
-        )
+        why = "which in a template callgate has to know before it is compiled"
+        expected = f"expected its type written as cg::{real.kind.cpp}<...>, {why}"
+        raise GateDefinitionError(f"{self.label}: parameter '{read.name}': {expected}")
     return function
 
   def _build(self, label: str, instance: str) -> Function:

@@ -47,11 +47,10 @@ class CudaKernel(Kernel, CudaPart):
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
     for name in (p.name for p in given if p.kind is Kind.NUMBER):
       if isinstance(value := values.get(name), Tracer):
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected a number that is known when the program is "
-          f"traced, since the kernel takes it by value; got a traced array ({value}). Declare it "
-          f"as `const T* {name}` to pass an array"
-        )
+        why = f"since the kernel takes it by value; got a traced array ({value})"
+        expected = f"argument '{name}': expected a number that is known when the program is traced"
+        hint = f"Declare it as `const T* {name}` to pass an array"
+        raise GateDefinitionError(f"{self.label}: {expected}, {why}. {hint}")
     return super()._arguments(args, kwargs)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
@@ -110,10 +109,9 @@ class NamedKernel(CudaKernel):
     arrays = [name for name in places if name in given and _is_array(given[name])]
     for name in arrays:
       if self.named[name].constant:
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected a value that is known when the program is "
-          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
-        )
+        why = f"since the kernel is compiled for it; got an array ({given[name]})"
+        expected = f"argument '{name}': expected a value that is known when the program is traced"
+        raise GateDefinitionError(f"{self.label}: {expected}, {why}")
     before_last = arrays != []
     for name, parameter in self.named.items():
       before_last = before_last and name != arrays[-1]
@@ -122,10 +120,9 @@ class NamedKernel(CudaKernel):
       if parameter.constant or self.outputs:
         raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
       if before_last:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is left open before '{arrays[-1]}', which got an "
-          "array; results go to the last parameters, or to those that outputs= names"
-        )
+        fault = f"'{name}' is left open before '{arrays[-1]}', which got an array"
+        hint = "results go to the last parameters, or to those that outputs= names"
+        raise GateDefinitionError(f"{self.label}: parameter {fault}; {hint}")
     static = {name: value for name, value in given.items() if name not in arrays}
     types = [f"{n}={v.dtype.name}" for n, v in static.items() if isinstance(v, np.generic)]
     for name, value in static.items():
@@ -160,10 +157,9 @@ class NamedKernel(CudaKernel):
     takers = self.outputs or tuple(open_[ins:])
     if len(open_) != wanted or len(takers) != len(results):
       more = f"({', '.join(self.outputs)}) for results" if self.outputs else "results"
-      raise GateDefinitionError(
-        f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
-        f"got ({', '.join(open_)}) for arrays and {more}"
-      )
+      wanted = f"a parameter for each of {ins} arrays and {len(results)} results"
+      got = f"({', '.join(open_)}) for arrays and {more}"
+      raise GateDefinitionError(f"{self.label}: expected {wanted}, got {got}")
     found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
     found |= {n: Bound("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)}
     found |= {name: Bound("static", -1, value) for name, value in static.items()}

@@ -62,10 +62,9 @@ class SourcePart(CudaPart):
         continue
       dtype = self._dtype(p.element)
       if p.kind is Kind.NUMBER and dtype is None and p.element not in templates:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{p.name}': expected a pointer, a view (cg::In<float, 1>) or a "
-          f"number by value, got the type '{p.element}'"
-        )
+        kinds = "a pointer, a view (cg::In<float, 1>) or a number by value"
+        fault = f"parameter '{p.name}': expected {kinds}, got the type '{p.element}'"
+        raise GateDefinitionError(f"{self.label}: {fault}")
       parameters.append(p.typed(dtype))
     return parameters
 
@@ -148,10 +147,9 @@ class SourcePart(CudaPart):
   def _number(self, parameter: SourceParameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
     if name not in call.static:
-      raise GateDefinitionError(
-        f"{what} '{name}', a number by value: expected a static value of that name, got "
-        f"{', '.join(call.static) or 'none'}; declare it as a pointer for an array"
-      )
+      got = f"got {', '.join(call.static) or 'none'}; declare it as a pointer for an array"
+      number = f"'{name}', a number by value: expected a static value of that name"
+      raise GateDefinitionError(f"{what} {number}, {got}")
     dtype = self._dtype(element)
     if dtype is None:  # of a template: that of an array with the same element type
       dtype = next((a.dtype for p, a in self._arrays(call) if p.element == element), None)

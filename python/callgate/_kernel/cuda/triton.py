@@ -91,7 +91,9 @@ class TritonKernel(NamedKernel):
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
-    given = {**constants, **self._options.of_triton()}
+    named = {n: getattr(self._options, n) for n in TRITON_DEFAULTS}  # of Triton's compiler
+    given = constants | {n: v for n, v in named.items() if v is not None}
+    given |= self._options.options or {}
     several = compiler.candidates(label, self.decorated, arguments, given)
     found = [{**TRITON_DEFAULTS, **settings} for settings in several]
     for settings in found:

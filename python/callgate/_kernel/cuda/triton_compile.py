@@ -220,10 +220,9 @@ def candidates(
   found: list[Settings] = []
   for config in configs:
     if config.pre_hook is not None:
-      raise GateDefinitionError(
-        f"{label}: got a triton.Config with pre_hook, which is Python that would run before each "
-        "launch; expected none. zeroed_outputs= sets results to zero"
-      )
+      why = "which is Python that would run before each launch"
+      expected = "expected none. zeroed_outputs= sets results to zero"
+      raise GateDefinitionError(f"{label}: got a triton.Config with pre_hook, {why}; {expected}")
     if twice := ", ".join(sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))):
       fault = f"expected {twice} once, got both @triton.autotune's and the call's"
       raise GateDefinitionError(f"{label}: {fault}")

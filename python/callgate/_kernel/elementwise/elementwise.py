@@ -126,10 +126,8 @@ def elementwise(
     raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
   for position in check.aliases(label, options.aliases):
     if 0 <= position < len(inputs) and inputs[position].raw:
-      raise GateDefinitionError(
-        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
-        "others have written; expected an argument that is not"
-      )
+      why = "so that elements would read what others have written; expected an argument that is not"
+      raise GateDefinitionError(f"{label}: aliases: '{inputs[position].name}' is raw, {why}")
   return ElementwiseKernel(name, Code(inputs, outputs, operation, **around), options)
 
 
@@ -293,10 +291,9 @@ def _coefficients(
 
   def refuse(primals: Any, tangents: Any) -> Any:
     del primals, tangents
-    raise GateDefinitionError(
-      f"{label}: jvp= gives the first derivative, and this one is a derivative of it; expected "
-      "like= as well: a JAX function of the same arguments, from which the higher derivatives come"
-    )
+    fault = "jvp= gives the first derivative, and this one is a derivative of it"
+    like = "a JAX function of the same arguments, from which the higher derivatives come"
+    raise GateDefinitionError(f"{label}: {fault}; expected like= as well: {like}")
 
   if like is None:
     made.set_jvp(refuse)
@@ -324,10 +321,9 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
 
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   if names := ", ".join(repr(p.name) for p in code.mapped):
-    raise GateDefinitionError(
-      f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
-      "expected size= where all arguments are raw"
-    )
+    shape = f"the results have the shape to which {names} broadcast"
+    expected = "expected size= where all arguments are raw"
+    raise GateDefinitionError(f"{label}: got size={size!r}, but {shape}; {expected}")
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
     got = "none" if size is None else repr(size)

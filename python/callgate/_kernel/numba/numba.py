@@ -63,12 +63,6 @@ class NumbaOptions(KernelOptions):
     elif not all(isinstance(flag, str) for flag in self.fastmath):  # pyright: ignore[reportUnnecessaryIsInstance]
       _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", self.fastmath)
 
-  def of_numba(self) -> dict[str, Any]:
-    """Those of Numba's compilation that are not its defaults."""
-    defaults = {"parallel": False, "fastmath": False, "boundscheck": False, "error_model": "python"}
-    given = {name: getattr(self, name) for name in defaults}
-    return {name: v for name, v in given.items() if v and v != defaults[name]}
-
 
 @factories.decorator(NumbaOptions)
 def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel":
@@ -116,7 +110,9 @@ class NumbaKernel(CpuKernel):
     self._compiler = compiler
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
     label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
-    made, given = compiler.made_with(function), options.of_numba()
+    names = ("parallel", "fastmath", "boundscheck", "error_model")
+    given = {n: v for n in names if (v := getattr(options, n)) and v != "python"}  # no defaults
+    made = compiler.made_with(function)
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       _options.refuse(label, "fn", "a Python function, an @njit function or a @cfunc", function)
     if made and given:
@@ -159,10 +155,9 @@ class NumbaKernel(CpuKernel):
       return lead
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
     names = ", ".join(p.name for p in positional)
-    raise GateDefinitionError(
-      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), not one for each of "
-      f"{operands} arguments {where}; static values are given by keyword"
-    )
+    wanted = f"{operands} arguments {where}; static values are given by keyword"
+    fault = f"'{self.function.__name__}' has the parameters ({names}), not one for each of"
+    raise GateDefinitionError(f"{self.label}: {fault} {wanted}")
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
     static, slots = dict(types.static), list[Slot]()
@@ -224,10 +219,9 @@ class NumbaKernel(CpuKernel):
         kind = "argument" if index < len(structs) else "result"
         at = index if index < len(structs) else index - len(structs)
         what = registry.of(self.name, site.spec, kind, at)
-        raise GateDefinitionError(
-          f"{self.label}: {what}: expected a dtype that Numba has on the CPU ({_DTYPES}), got "
-          f"{dtype.name}; convert it with astype"
-        )
+        expected = f"expected a dtype that Numba has on the CPU ({_DTYPES})"
+        got = f"got {dtype.name}; convert it with astype"
+        raise GateDefinitionError(f"{self.label}: {what}: {expected}, {got}")
     super().check_call(site, structs)
 
   def variant_key(self, types: CallTypes) -> str:
