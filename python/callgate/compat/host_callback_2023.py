@@ -45,8 +45,7 @@ from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import leaf_paths
 from callgate._tap.target import shared, start_channel
-from callgate.compat._host_callback import tapped
-from callgate.compat._host_callback.receiver import finish
+from callgate.compat import _host_callback as tapped
 
 __all__ = [
   "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
@@ -295,7 +294,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
   """
   global _raised
   check_not_forked()
-  finish(None)
+  tapped.finish(None)
   with _lock:
     (count, error, text), _raised = _raised, (0, None, "")
   if error is not None:
