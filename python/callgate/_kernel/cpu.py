@@ -16,7 +16,7 @@ from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_code
 from callgate._core.failures import raise_kept
-from callgate._kernel import program
+from callgate._kernel import launch
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import STATIC, Signature, check_types, refuse_packed
@@ -50,7 +50,7 @@ class CpuKernel(Kernel):
     return CallTypes((), (), ())
 
   def define_variant(self, key: str) -> bool:
-    if key.startswith(program.PREFIX):
+    if key.startswith(launch.PREFIX):
       return super().define_variant(key)
     self.variant(self.types_of_key(key), key)
     return True
@@ -102,7 +102,7 @@ class CpuKernel(Kernel):
   def _emission(self, call: Call) -> Emission:
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
-    core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
+    core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.checked(call.site, core, results)
     groups = np.array(variant.groups(len(core), len(results)), np.int64)
     attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}

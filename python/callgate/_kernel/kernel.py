@@ -24,8 +24,7 @@ from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
-from callgate._kernel import program
-from callgate._kernel.launch import encode
+from callgate._kernel import launch
 from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import GIVEN, OPERANDS, RESULTS, Kind, Signature, arguments
 from callgate._kernel.source import TemplateParameter
@@ -75,7 +74,7 @@ class Kernel(Operation):
   kind = "kernel"
   arrays = "native"
   # What runs it on CUDA devices, for kernels that have code for them.
-  cuda: program.CudaPart | None = None
+  cuda: launch.CudaPart | None = None
   linear: bool | tuple[int, ...]
   _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
 
@@ -118,7 +117,7 @@ class Kernel(Operation):
   def backend(self, platform: str) -> Backend:
     cuda = platform == "cuda"
     if cuda and self.cuda is not None:
-      return functools.partial(program.emission, self, self.cuda)
+      return functools.partial(launch.emission, self, self.cuda)
     own, got = ("the CPU", "CUDA") if cuda else ("platform cuda", f"platform {platform}")
     raise GateDefinitionError(
       f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
@@ -129,33 +128,32 @@ class Kernel(Operation):
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
     part = self.cuda
-    if part is None or not key.startswith(program.PREFIX):
+    if part is None or not key.startswith(launch.PREFIX):
       return False
-    key = key.removeprefix(program.PREFIX)
-    images = () if key in part.cuda_variants else part.images(key, program.capabilities(part))
+    key = key.removeprefix(launch.PREFIX)
+    images = () if key in part.cuda_variants else part.images(key, launch.capabilities(part))
     if images is not None:
-      program.variant(self, part, key, images)
+      launch.variant(self, part, key, images)
     return images is not None
 
   def retile(
     self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
   ) -> str:
-    """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
+    """Gives a call's attributes, `held`, the plan for its tiles, and returns their target.
 
-    `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
-    have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
+    `lanes` are masks of the batch levels that the runtime loops over, outermost first.
     """
     part, about, batch = self.cuda, json.loads(held["tiles"]), None
     assert part is not None  # which made the call
     if about["grid"]:
       batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
     tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
-    types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    types = launch.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
     static = {name: from_json(value) for name, value in about["static"].items()}
-    call = program.CudaCall(*types, static, batch, program.capabilities(part))
-    plan = program.planned(self, part, call)
-    held["plan"] = encode(self.label, plan)
-    held["name"] = program.variant(self, part, plan.key, plan.images).name
+    call = launch.CudaCall(*types, static, batch, launch.capabilities(part))
+    plan = launch.planned(self, part, call)
+    held["plan"] = launch.encode(self.label, plan)
+    held["name"] = launch.variant(self, part, plan.key, plan.images).name
     # What not all devices run reads its number, and no graph may.
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
@@ -166,9 +164,8 @@ class Kernel(Operation):
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    "kind" names the function of `files.kinds` that makes the kernel again, of "name" and whatever
-    it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is under
-    "compiled"; forms that differ in nothing else are those of one kernel.
+    "kind" names the function of `files.kinds` that makes it again, of JSON's types, tuples and
+    bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
     """
 
   def take_compiled(self, compiled: Any) -> None:

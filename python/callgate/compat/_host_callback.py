@@ -54,10 +54,9 @@ def bind_tap(
 ) -> Sequence[Any]:  # fmt: skip
   """The results of a tap of `given` to `consume`, which is shared by equal keys and structures.
 
-  `consume` is called for each record with its value (arrays of its own), its transformations and
-  the device's global id (-1: not known), on the channel's thread; there it must not raise. With
-  `eager`, where nothing is compiled, in the caller's thread, with None for the device. `function`
-  is the user's own; `options` are the site's.
+  `consume` gets each record's value (arrays of its own), transformations and device's global id
+  (-1: not known) on the channel's thread, where it must not raise; with `eager`, where nothing is
+  compiled, in the caller's, with None for the device. `function` is the user's own.
   """
   check_not_forked()
   tree = given.tree

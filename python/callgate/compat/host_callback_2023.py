@@ -245,26 +245,23 @@ def _gate(
       _keep(error, name)
       raise
 
+  outside = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
+  inside = (
+    "the call inside a jax.custom_jvp or custom_vjp, or callgate.gate, which has defjvp, defvjp"
+  )
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    thread="own", vmap=functools.partial(_refuse, "batching rules", _OUTSIDE),
+    thread="own", vmap=functools.partial(_refuse, "batching rules", outside),
   )  # fmt: skip
   gate = Gate(run, options)
-  gate.defjvp(functools.partial(_refuse, "derivatives", _INSIDE))
+  gate.defjvp(functools.partial(_refuse, "derivatives", inside))
   return gate
 
 
 def _refuse(what: str, expected: str, *_: Any) -> Any:
   only = f"{what} are implemented only for id_tap, not for call"
   raise NotImplementedError(f"host_callback: {only}; expected {expected}")
-
-
-_OUTSIDE = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
-_INSIDE = (
-  "the call inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and "
-  "defvjp"
-)
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:

@@ -38,7 +38,6 @@ class COptions(KernelOptions):
   """The options of `callgate.cfunc`.
 
   Attributes:
-    signature: the function's declaration in C, where it doesn't know its own or that one is wrong.
     args: what C's arguments are, see above. Left out for functions of single numbers.
     loop: the function takes single numbers, and is called for each element of the arguments, which
       are broadcast as NumPy does. Default: True for functions that take numbers by value and return

@@ -16,7 +16,7 @@ from callgate._core import factories, registry
 from callgate._core import options as check
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError
-from callgate._kernel import program
+from callgate._kernel import launch
 from callgate._kernel import source as _source
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part
@@ -90,12 +90,11 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
   name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
   made = CppKernel(name, source, function, build_options, options)
-  launching, arch = options.launching(label), program.parse_arch(label, options.arch)
+  launching, arch = options.launching(label), launch.parse_arch(label, options.arch)
   given = check.strings(label, "cuda_options", options.cuda_options)
   building = part.BuildOptions(given, build_options["include_dirs"], arch)
   if cuda_source is not None:
-    parts = (cuda_source, cuda_kernel, launching, building, made.aliases)
-    made.cuda = part.SourcePart(made.label, *parts)
+    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
   return made
 
 

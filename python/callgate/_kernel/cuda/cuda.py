@@ -14,8 +14,7 @@ from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions, CupyOp
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import Plan
-from callgate._kernel.program import CudaCall, parse_arch
+from callgate._kernel.launch import CudaCall, Plan, parse_arch
 
 
 class CudaSourceKernel(CudaKernel):

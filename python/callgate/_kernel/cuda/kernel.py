@@ -25,8 +25,8 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
+from callgate._kernel.launch import LOWEST, CudaCall, CudaPart, parse_arch
 from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
-from callgate._kernel.program import LOWEST, CudaCall, CudaPart, parse_arch
 from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.

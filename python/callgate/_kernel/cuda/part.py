@@ -16,14 +16,12 @@ from callgate._core import options as check
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.launch import Launch, Plan
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, Plan, checked
 from callgate._kernel.launch import Parameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.program import CudaCall, CudaPart
 from callgate._kernel.source import SourceFunction, SourceParameter, TemplateParameter
 
 
@@ -53,7 +51,7 @@ class SourcePart(CudaPart):
     ))  # fmt: skip
     self._configuration = (launching.grid, launching.block, launching.shared, launching.cluster)
     if not any(map(callable, self._configuration)):  # it can be checked at once
-      _launch.checked(label, *self._configuration)
+      checked(label, *self._configuration)
 
   def signature(self) -> list[Parameter]:
     parameters, templates = list[Parameter](), [t.name for t in self.function.template]
@@ -112,7 +110,7 @@ class SourcePart(CudaPart):
     self._arrays(call)  # raises where there are more or fewer
     expression, label = self.expression(call), self.label
     options = (evaluated(option, call) for option in self._configuration)
-    (x, y, z), block, shared, cluster = _launch.checked(label, *options)
+    (x, y, z), block, shared, cluster = checked(label, *options)
     if call.batch is not None:
       if z != 1:
         check.refuse(label, "vmap='grid'", "a grid whose z is 1, for the lanes", (x, y, z))

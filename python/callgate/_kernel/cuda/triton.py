@@ -18,7 +18,6 @@ from callgate._core.signatures import takes_two
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
-from callgate._kernel.program import CudaCall
 
 # What a kernel's key holds by value.
 _PLAIN = (bool, int, float, str, type(None))
@@ -50,7 +49,7 @@ class TritonKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
-  def plan(self, call: CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.Plan:
     compiler, label, bound = self._compiler, self.label, self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
     settings = self._settings(call, bound, known)
@@ -86,7 +85,7 @@ class TritonKernel(NamedKernel):
     return tuple(b.image for b in self.made_for(key, capabilities, make))
 
   def _settings(
-    self, call: CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
+    self, call: launch.CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
   ) -> dict[str, Any]:
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
@@ -122,7 +121,7 @@ class TritonKernel(NamedKernel):
     return TritonKernel(self.function, options, {**static, **own})
 
   def _plan(
-    self, call: CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
+    self, call: launch.CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
     bound: Mapping[str, Bound], meta: Mapping[str, Any],
   ) -> launch.Plan:  # fmt: skip
     """The launch of what was compiled; `meta` has all arguments, constants and options."""

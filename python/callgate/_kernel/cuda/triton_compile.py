@@ -31,7 +31,7 @@ from callgate._build.nvrtc import Image
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError, GateError
 from callgate._kernel.cuda.kernel import entries
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 _DTYPES = {
   "bool": "i1", "bfloat16": "bf16",

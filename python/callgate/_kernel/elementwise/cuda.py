@@ -17,8 +17,7 @@ import numpy as np
 from callgate._build import nvrtc, toolchain
 from callgate._build.nvrtc import Image
 from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
-from callgate._kernel.launch import Launch, Parameter, Plan
-from callgate._kernel.program import CudaCall, CudaPart
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, Parameter, Plan
 
 _THREADS = 256
 _VECTOR = 16  # bytes that a thread loads or stores at once

@@ -24,9 +24,9 @@ from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
 from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
+from callgate._kernel.launch import PREFIX, parse_arch
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.program import PREFIX, parse_arch
 from callgate._kernel.variants import CallTypes, Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule

@@ -21,10 +21,8 @@ from programs import drop_programs
 import callgate as cg
 from callgate._build import nvrtc, toolchain
 from callgate._kernel import launch
-from callgate._kernel import program as _program
 from callgate._kernel.cuda import source as _source
-from callgate._kernel.launch import Address, Launch, Parameter, Plan
-from callgate._kernel.program import CudaCall, parse_arch
+from callgate._kernel.launch import Address, CudaCall, Launch, Parameter, Plan, parse_arch
 from callgate._kernel.variants import from_json
 from callgate._sharding import partitioner
 
@@ -683,7 +681,7 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
     "e": np.float32(3),
     "f": float("inf"),
   }
-  held = {name: _program._encoded(None, name, value) for name, value in values.items()}
+  held = {name: launch._encoded(None, name, value) for name, value in values.items()}
   back = {name: from_json(value) for name, value in json.loads(json.dumps(held)).items()}
   assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
 
