@@ -108,9 +108,8 @@ class Kernel(Operation):
         self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
     if registry.get(name) is not None:
       hint = "choose another name=, or drop the other one and the programs that call it"
-      raise ValueError(
-        f"callgate: the name '{name}' is taken by another live gate or kernel; {hint}"
-      )
+      taken = f"the name '{name}' is taken by another live gate or kernel"
+      raise ValueError(f"callgate: {taken}; {hint}")
     registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------

@@ -155,11 +155,10 @@ def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -
   for index, value in enumerate((*operands, *results)):
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
-      problem = "has several elements in a byte, which kernels don't take"
-      name = np.dtype(value.dtype).name
-      raise GateDefinitionError(
-        f"{label}: {what}: {name} {problem}; convert to int8 before the call"
+      fault = (
+        f"{np.dtype(value.dtype).name} has several elements in a byte, which kernels don't take"
       )
+      raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
 
 
 def check_types(

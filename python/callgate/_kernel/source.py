@@ -90,9 +90,7 @@ class TemplateParameter(NamedTuple):
     if not self.default:
       named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
       why = "since it is no array's element type or rank"
-      raise GateDefinitionError(
-        f"{label}: expected the template parameter {named}{otherwise}, {why}"
-      )
+      raise GateDefinitionError(f"{label}: expected template parameter {named}{otherwise}, {why}")
 
 
 Typed = tuple[SourceParameter, np.dtype[Any], int]  # with an array's dtype and rank

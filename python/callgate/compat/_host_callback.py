@@ -255,12 +255,10 @@ class NeedsReceiver:
 
   def __call__(self, devices: Sequence[Any]) -> None:
     if missing := [device for device in devices if device.id not in _started]:
-      raise ValueError(
-        "host_callback: outfeed_receiver is not started (in the first form's words: "
-        "outfeed_consumer is not started): a compiled program with taps was called "
-        f"for {_names(missing)}, whose outfeed receiver is not started; expected the call inside "
-        "`with outfeed_receiver():`"
-      )
+      old = "(in the first form's words: outfeed_consumer is not started)"
+      fault = f"a compiled program with taps was called for {_names(missing)}"
+      hint = "whose outfeed receiver is not started; expected it inside `with outfeed_receiver():`"
+      raise ValueError(f"host_callback: outfeed_receiver is not started {old}: {fault}, {hint}")
 
 
 NEEDS_RECEIVER = NeedsReceiver()

@@ -246,9 +246,7 @@ def _gate(
       raise
 
   outside = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
-  inside = (
-    "the call inside a jax.custom_jvp or custom_vjp, or callgate.gate, which has defjvp, defvjp"
-  )
+  inside = "the call inside a jax.custom_jvp or custom_vjp, or callgate.gate with defjvp or defvjp"
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),

@@ -171,10 +171,8 @@ class _ShardedJit:
     for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
         check = "check outer sharded_jit and/or other with_sharding_constraint calls."
-        expected = (
-          f"expected number of partitions: {count}. If these partitions look right, {check}"
-        )
-        raise ValueError(f"{who} (total partitions: {inside}) doesn't match {expected}")
+        expected = f"expected number of partitions: {count}. If these partitions look right"
+        raise ValueError(f"{who} (total partitions: {inside}) doesn't match {expected}, {check}")
       count = inside
     return 1 if count is None and self.local.said is not None else count
 

@@ -59,10 +59,8 @@ def resolve(function: Any, signature: str | None) -> CFunction:
     fault = "an address says nothing of the function's type"
     raise GateDefinitionError(f"cfunc: {fault}; expected {expected}")
   else:
-    kinds = "from ctypes or cffi, a capsule of a Cython module, or an address with signature="
-    raise GateDefinitionError(
-      f"cfunc: expected a C function ({kinds}), got {type(function).__name__}"
-    )
+    kinds = "a C function (from ctypes or cffi, a capsule of Cython's, an address with signature=)"
+    raise GateDefinitionError(f"cfunc: expected {kinds}, got {type(function).__name__}")
   address = address_of("cfunc", declaration.name, function)
   if address == 0:
     raise GateDefinitionError(f"cfunc: the function '{declaration}' is a null pointer")
@@ -124,9 +122,7 @@ def _ctypes_type(name: str, kind: Any) -> CType:
       return CType(f"{kind.__name__} *", pointer=True, opaque=True)
   known = (_NUMBERS | _POINTERS).get(code) if isinstance(code, str) else None
   if known is None:
-    got = (
-      f"{getattr(kind, '__name__', kind)}; pass pointers to others as POINTER(...), by pointers="
-    )
+    got = f"{getattr(kind, '__name__', kind)}; pass pointers to it as POINTER(...), by pointers="
     raise GateDefinitionError(f"cfunc: '{name}': expected types that arrays can have, got {got}")
   return _spelled(f"{known.format(8 * ctypes.sizeof(kind))}{star}")
 

@@ -99,9 +99,8 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
   what = f"kernel '{name}'" if name else "cuda"
-  flags, folders = (
-    check.strings(what, n, getattr(options, n)) for n in ("options", "include_dirs")
-  )
+  flags = check.strings(what, "options", options.options)
+  folders = check.strings(what, "include_dirs", options.include_dirs)
   return made(what, source, kernel, options, flags, folders)
 
 
