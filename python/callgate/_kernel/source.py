@@ -122,7 +122,7 @@ def defined(
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
-  text, by_value = without_comments(source), (Kind.SCALAR, Kind.CONTEXT)
+  text, by_value = blanked(source), (Kind.SCALAR, Kind.CONTEXT)
   found = list(defined(text, _FUNCTION, _parameter, name))
   if name is None:
     found = [f for f in found if any(p.kind not in by_value for p in f.parameters)]
@@ -143,14 +143,9 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
   raise GateDefinitionError(f"{label}: expected {problem}")
 
 
-def without_comments(source: str) -> str:
-  """The source with spaces for comments and literals."""
-  return _SKIPPED.sub(blank, source)
-
-
-def blank(match: re.Match[str]) -> str:
-  """Spaces for a match; lines stay lines."""
-  return re.sub(r"[^\n]", " ", match.group())
+def blanked(source: str, what: re.Pattern[str] = _SKIPPED) -> str:
+  """The source with spaces for comments and literals, or for `what`; lines stay lines."""
+  return what.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)
 
 
 def scopes(before: str) -> list[str]:

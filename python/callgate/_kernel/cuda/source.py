@@ -50,7 +50,7 @@ def element_dtype(text: str) -> np.dtype[Any] | None:
 
 def find(label: str, source: str, kernel: str | None) -> SourceFunction:
   """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
-  text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
+  text = _source.blanked(_source.blanked(source), _ATTRIBUTE)
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
   found = list(_source.defined(text, _KERNEL, _parameter, name or None))
