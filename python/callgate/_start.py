@@ -12,7 +12,7 @@ from callgate._core import registry
 from callgate._feed import producer
 from callgate._jax import dispatch
 from callgate._kernel import files, library
-from callgate._kernel.cpp import kernel
+from callgate._kernel.cpp import cpp
 from callgate._kernel.cuda import cuda
 from callgate._loops import control, draw, lowering, progress
 from callgate._process import group
@@ -40,7 +40,7 @@ def start(public: Mapping[str, Any]) -> None:
   draw.start()
   delivery.listen(progress.note)
   registry.finders.append(library.find)
-  files.kinds.update(cpp=kernel.restore, cuda=cuda.restore)
+  files.kinds.update(cpp=cpp.restore, cuda=cuda.restore)
   # Patches of JAX's rules, each in `_jax`.
   control.start()
   lowering.start()

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from callgate import _callgate
+from callgate._call import shapes
 from callgate._call.site import Backend, Call, CallSite, Emission
 from callgate._core import static_values
 from callgate._core.dtypes import dtype_code
 from callgate._core.failures import raise_kept
-from callgate._kernel import program
+from callgate._kernel import launch
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Signature, check_types, refuse_packed
+from callgate._kernel.parameters import STATIC, Signature, check_types, refuse_packed
 from callgate._kernel.variants import CallTypes, Function, Static, Variant
 from callgate._runtime import targets
 
@@ -48,7 +50,7 @@ class CpuKernel(Kernel):
     return CallTypes((), (), ())
 
   def define_variant(self, key: str) -> bool:
-    if key.startswith(program.PREFIX):
+    if key.startswith(launch.PREFIX):
       return super().define_variant(key)
     self.variant(self.types_of_key(key), key)
     return True
@@ -85,7 +87,7 @@ class CpuKernel(Kernel):
     refuse_packed(self.label, structs, results)
     values = dict(site.static)
     for parameter in self.checked(site, structs, results).parameters:
-      if parameter.is_static and parameter.name in values:
+      if parameter.kind in STATIC and parameter.name in values:
         parameter.freeze(self.label, values[parameter.name])  # a template's may not fit
 
   def checked(self, site: CallSite, operands: Sequence[Any], results: Sequence[Any]) -> Variant:
@@ -100,7 +102,7 @@ class CpuKernel(Kernel):
   def _emission(self, call: Call) -> Emission:
     if self.vmap == "grid" and call.whole is not None:  # its lanes are looped over here
       call = dataclasses.replace(call, levels=(*call.levels, call.whole), whole=None)
-    core, results = program.lane(call.operands, call.results, [mask for _, mask in call.levels])
+    core, results = launch.lane(call.operands, call.results, [mask for _, mask in call.levels])
     variant = self.checked(call.site, core, results)
     groups = np.array(variant.groups(len(core), len(results)), np.int64)
     attributes: dict[str, Any] = {"signature": variant.callee.signature, "groups": groups}
@@ -119,3 +121,21 @@ class CpuKernel(Kernel):
     except ValueError as error:
       raise_kept(error)
       raise
+
+  def batch_loop(self, size: int, batched: Sequence[bool], *args: Any, **static: Any) -> Any:
+    """One call for all lanes, of a loop over elements: one more axis to broadcast, in front."""
+    lanes = [jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(args, batched, strict=True)]
+    core, moved = np.broadcast_shapes(*(lane.shape for lane in lanes)), list(args)
+    for i, (x, lane) in enumerate(zip(args, lanes, strict=True)):
+      if i in self.aliases:
+        moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
+      elif batched[i]:
+        moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane.shape)), *lane.shape)
+    given = [p for p in self.signature or () if p.kind in STATIC]
+    frozen = {p.name: p.freeze(self.label, static[p.name]) for p in given}
+    held: Static = tuple(sorted({**static, **frozen}.items()))
+    tree = jax.tree.structure((args, {}))
+    types, out_tree = shapes.result_types(self, tree, lanes, held)
+    results = tuple(((size, *shape), dtype) for shape, dtype in types)
+    out = self.bind(CallSite(tree, out_tree, held, results), moved)
+    return out, jax.tree.map(lambda _: True, out)

@@ -125,10 +125,9 @@ def save_kernels(
     options.refuse("save_kernels", "kernels", "a kernel or several", kernels)
   forms = [(k, k.saved_form() if isinstance(k, Kernel) else None) for k in chosen]
   if not live and (other := [kernel for kernel, form in forms if form is None]):
-    raise GateDefinitionError(
-      "callgate.save_kernels: kernels: expected kernels that callgate.cpp or callgate.numba made, "
-      f"got {other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
-    )
+    got = f"{other[0]!r}, whose code is not callgate's to copy; make it anew, under the same name"
+    expected = "kernels that callgate.cpp or callgate.numba made"
+    raise GateDefinitionError(f"callgate.save_kernels: kernels: expected {expected}, got {got}")
   saved = [form for _, form in forms if form is not None]
   text, members = _packed({"format": _FORMAT, "version": _VERSION, "kernels": saved})
   with replaced(Path(path)) as made, zipfile.ZipFile(made, "x") as archive:
@@ -210,10 +209,9 @@ def load_kernels(path: str | os.PathLike[str]) -> LoadedKernels:
     # What tells kernels apart, the same before and after it was in a file.
     same = own is not None and _packed({**own, "compiled": 0}) == _packed({**form, "compiled": 0})
     if live is not None and not same:
-      raise ValueError(
-        f"callgate.load_kernels: '{path}' has a kernel '{form['name']}', a name that another live "
-        f"{getattr(live, 'kind', 'gate')} of this process has; expected it to be free, or the same"
-      )
+      other = f"another live {getattr(live, 'kind', 'gate')} of this process has"
+      fault = f"'{path}' has a kernel '{form['name']}', a name that {other}"
+      raise ValueError(f"callgate.load_kernels: {fault}; expected it to be free, or the same")
   return LoadedKernels([_taken(path, *pair) for pair in zip(forms, known, strict=True)])
 
 
@@ -245,10 +243,9 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
       if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']!r}")
       if (version := manifest["version"]) != _VERSION:
-        raise KernelFileError(
-          f"callgate.load_kernels: '{path}': expected version {_VERSION} of the format, got "
-          f"{version}; save the kernels again with this version of callgate"
-        )
+        got = f"{version}; save the kernels again with this version of callgate"
+        expected = f"expected version {_VERSION} of the format"
+        raise KernelFileError(f"callgate.load_kernels: '{path}': {expected}, got {got}")
 
       def unpacked(entries: dict[str, Any]) -> Any:
         if "$bytes" not in entries:
@@ -266,7 +263,6 @@ def _read_archive(path: Path) -> list[dict[str, Any]]:
   except KernelFileError:
     raise
   except Exception as error:  # any bytes: each compression and each field has errors of its own
-    raise KernelFileError(
-      f"callgate.load_kernels: expected a file that callgate.save_kernels wrote, got '{path}', "
-      f"which is damaged or something else: {error}"
-    ) from error
+    got = f"'{path}', which is damaged or something else: {error}"
+    expected = "expected a file that callgate.save_kernels wrote"
+    raise KernelFileError(f"callgate.load_kernels: {expected}, got {got}") from error

@@ -24,11 +24,11 @@ from callgate._core import registry, static_values
 from callgate._core.errors import GateDefinitionError
 from callgate._core.failures import raise_deferred
 from callgate._core.signatures import places
-from callgate._kernel import program
-from callgate._kernel.launch import encode
+from callgate._kernel import launch
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Signature, arguments, linear_operands
-from callgate._kernel.variants import Given, Static
+from callgate._kernel.parameters import GIVEN, OPERANDS, RESULTS, Kind, Signature, arguments
+from callgate._kernel.source import TemplateParameter
+from callgate._kernel.variants import Given, Static, from_json
 from callgate._runtime import targets
 
 Types = Sequence[tuple[tuple[int, ...], Any]]  # shapes and dtypes
@@ -74,7 +74,9 @@ class Kernel(Operation):
   kind = "kernel"
   arrays = "native"
   # What runs it on CUDA devices, for kernels that have code for them.
-  cuda: program.CudaPart | None = None
+  cuda: launch.CudaPart | None = None
+  linear: bool | tuple[int, ...]
+  _template: tuple[TemplateParameter, ...] = ()  # of its C++; calls may give them by keyword
 
   def __init__(self, name: str, signature: Signature, options: KernelOptions) -> None:
     # `signature`: the parameters, as far as they are known before a call; None for a function that
@@ -92,23 +94,29 @@ class Kernel(Operation):
       inouts = [p for p in self.signature if p.kind is Kind.INOUT]
       if inouts and any(p.kind in (Kind.INS, Kind.OUTS) for p in self.signature):
         raise GateDefinitionError(f"{label}: expected no InOut beside Ins or Outs, got both")
-      operands = [p for p in self.signature if p.is_operand]
-      results = [p for p in self.signature if p.is_result]
+      operands = [p for p in self.signature if p.kind in OPERANDS]
+      results = [p for p in self.signature if p.kind in RESULTS]
       self.parameters = tuple(p.name for p in operands)
       self.aliases.update({operands.index(p): results.index(p) for p in inouts})
-      self.linear = linear_operands(label, self.linear, self.signature)
+      if not isinstance(self.linear, bool):  # users count arguments, rules those that are arrays
+        given = enumerate(p for p in self.signature if p.kind in GIVEN)
+        arrays = {position: p for position, p in given if p in operands}
+        if wrong := [position for position in self.linear if position not in arrays]:
+          known = ", ".join(f"{position} ('{p.name}')" for position, p in arrays.items())
+          expected = f"expected positions of arguments that are arrays, {known}"
+          raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
+        self.linear = tuple(operands.index(arrays[position]) for position in self.linear)
     if registry.get(name) is not None:
-      raise ValueError(
-        f"callgate: the name '{name}' is taken by another live gate or kernel; choose another "
-        "name=, or drop the other one and the programs that call it"
-      )
+      hint = "choose another name=, or drop the other one and the programs that call it"
+      taken = f"the name '{name}' is taken by another live gate or kernel"
+      raise ValueError(f"callgate: {taken}; {hint}")
     registry.register(name, self)
 
   # -- platforms ---------------------------------------------------------------------------------
   def backend(self, platform: str) -> Backend:
     cuda = platform == "cuda"
     if cuda and self.cuda is not None:
-      return functools.partial(program.emission, self, self.cuda)
+      return functools.partial(launch.emission, self, self.cuda)
     own, got = ("the CPU", "CUDA") if cuda else ("platform cuda", f"platform {platform}")
     raise GateDefinitionError(
       f"{self.label}: expected a program for {own}, which is all that the kernel has code for; got "
@@ -119,33 +127,32 @@ class Kernel(Operation):
   def define_variant(self, key: str) -> bool:
     """Makes the variant that a program from elsewhere names; False where it isn't one of ours."""
     part = self.cuda
-    if part is None or not key.startswith(program.PREFIX):
+    if part is None or not key.startswith(launch.PREFIX):
       return False
-    key = key.removeprefix(program.PREFIX)
-    images = () if key in part.cuda_variants else part.images(key, program.capabilities(part))
+    key = key.removeprefix(launch.PREFIX)
+    images = () if key in part.cuda_variants else part.images(key, launch.capabilities(part))
     if images is not None:
-      program.variant(self, part, key, images)
+      launch.variant(self, part, key, images)
     return images is not None
 
   def retile(
     self, held: dict[str, Any], lanes: Sequence[str], operands: Types, results: Types, target: str
   ) -> str:
-    """Gives a call's attributes, `held`, the plan for its tiles: a grid depends on shapes.
+    """Gives a call's attributes, `held`, the plan for its tiles, and returns their target.
 
-    `lanes` are the masks of the batch levels that the runtime loops over, outermost first; tiles
-    have batch axes; `target` is the call's on whole arrays. Returns the tiles' target.
+    `lanes` are masks of the batch levels that the runtime loops over, outermost first.
     """
     part, about, batch = self.cuda, json.loads(held["tiles"]), None
     assert part is not None  # which made the call
     if about["grid"]:
       batch, lanes = results[0][0][len(lanes)], [*lanes, "1" * len(operands)]
     tiles, outs = ([jax.ShapeDtypeStruct(*t) for t in side] for side in (operands, results))
-    types = program.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
-    static = {name: program.decoded(value) for name, value in about["static"].items()}
-    call = program.CudaCall(*types, static, batch, program.capabilities(part))
-    plan = program.planned(self, part, call)
-    held["plan"] = encode(self.label, plan)
-    held["name"] = program.variant(self, part, plan.key, plan.images).name
+    types = launch.lane(tiles, outs, [[digit == "1" for digit in mask] for mask in lanes])
+    static = {name: from_json(value) for name, value in about["static"].items()}
+    call = launch.CudaCall(*types, static, batch, launch.capabilities(part))
+    plan = launch.planned(self, part, call)
+    held["plan"] = launch.encode(self.label, plan)
+    held["name"] = launch.variant(self, part, plan.key, plan.images).name
     # What not all devices run reads its number, and no graph may.
     return targets.KERNEL_SCRATCH_TARGET if "0" in held.get("shards", "") else target
 
@@ -156,9 +163,8 @@ class Kernel(Operation):
   def saved_form(self) -> dict[str, Any] | None:
     """What `callgate.save_kernels` writes down of it; None for a kernel that can't travel.
 
-    "kind" names the function of `files.kinds` that makes the kernel again, of "name" and whatever
-    it needs: JSON's types, tuples and bytes. What spares it work, compiled code, is under
-    "compiled"; forms that differ in nothing else are those of one kernel.
+    "kind" names the function of `files.kinds` that makes it again, of JSON's types, tuples and
+    bytes. Forms that differ in nothing but "compiled", which spares work, are of one kernel.
     """
 
   def take_compiled(self, compiled: Any) -> None:
@@ -184,7 +190,10 @@ class Kernel(Operation):
     if self.signature is None:
       arrays, static = shapes.split_static(self.label, kwargs)
       return shapes.to_positional(self, args, arrays), static
-    return arguments(self.label, self.signature, args, kwargs)
+    given = [p for p in self._template if p.name in kwargs]
+    bound = {p.name: p.frozen(self.label, kwargs.pop(p.name)) for p in given}
+    operands, static = arguments(self.label, self.signature, args, kwargs)
+    return operands, tuple(sorted({**dict(static), **bound}.items()))
 
   # -- rules and references ----------------------------------------------------------------------
   def call_rule(
@@ -198,10 +207,10 @@ class Kernel(Operation):
     """Static values go where the function has their names, or to their places in the signature."""
     values = {name: static_values.thaw(value) for name, value in static}
     positional, known = places(function, len(lead), values)
-    ordered = [p for p in self.signature or () if p.is_given]
+    ordered = [p for p in self.signature or () if p.kind in GIVEN]
     placed, rest = list[Any](), list(args)
     if values and not known and len(positional) == len(ordered) > len(args):
-      placed = [rest.pop(0) if p.is_operand else values[p.name] for p in ordered]
+      placed = [rest.pop(0) if p.kind in OPERANDS else values[p.name] for p in ordered]
       return function(*lead, *placed, **kwargs)
     for name in positional:
       if not rest:

@@ -27,7 +27,15 @@ from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import KernelOptions
-from callgate._kernel.parameters import Kind, Parameter, expected_text, fits
+from callgate._kernel.parameters import (
+  OPERANDS,
+  RESULTS,
+  STATIC,
+  Kind,
+  Parameter,
+  expected_text,
+  fits,
+)
 from callgate._kernel.variants import CallTypes, Function, exported
 
 _lock = threading.Lock()
@@ -37,7 +45,7 @@ _libraries: weakref.WeakValueDictionary[str, Library] = weakref.WeakValueDiction
 
 def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args: Any) -> Any:
   """The results as far as the parameters tell them; see `library`."""
-  operands = [p for p in parameters if p.is_operand]
+  operands = [p for p in parameters if p.kind in OPERANDS]
   given = list(zip(operands, map(jax.tree.leaves, args), strict=False))
   fit = all(fits(p, x.dtype, len(x.shape)) for p, values in given for x in values)
 
@@ -62,13 +70,12 @@ def _inferred(label: str, function: str, parameters: Sequence[Parameter], *args:
       why = "it stands for any number of results"
     identifiers = all(p.name.isidentifier() for p in operands)
     names = ", ".join(p.name for p in operands) if identifiers else "*args"
-    raise GateDefinitionError(
-      f"{label}: the shape of result '{wanted.name}' ({expected_text(wanted)}) does not "
-      f"follow from the arguments, since {why}; expected out=, as in "
-      f"library.kernel('{function}', out=lambda {names}: ...)"
-    )
+    what = f"the shape of result '{wanted.name}' ({expected_text(wanted)})"
+    fault = f"{what} does not follow from the arguments, since {why}"
+    example = f"library.kernel('{function}', out=lambda {names}: ...)"
+    raise GateDefinitionError(f"{label}: {fault}; expected out=, as in {example}")
 
-  results = [result(p) for p in parameters if p.is_result]
+  results = [result(p) for p in parameters if p.kind in RESULTS]
   return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -107,21 +114,18 @@ class Library:
     self.name, self.path, self.cdll = name, path, loaded
     self._kernels: dict[str, Kernel] = {}
     if not hasattr(loaded, "callgate_kernels"):
-      raise GateDefinitionError(
-        f"callgate.library: '{path}' is no library of kernels: expected the symbol "
-        "callgate_kernels, which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, "
-        "found none"
-      )
+      made = "which callgate/kernel.h and CALLGATE_KERNEL(function) in a source make, found none"
+      fault = f"no library of kernels: expected the symbol callgate_kernels, {made}"
+      raise GateDefinitionError(f"callgate.library: '{path}' is {fault}")
     try:
       table = exported(path, loaded)
     except ValueError as error:
       raise GateDefinitionError(f"callgate.library: {error}") from error
     self._functions = dict(table)
     if twice := [n for n, count in collections.Counter(n for n, _ in table).items() if count > 1]:
-      raise GateDefinitionError(
-        f"callgate.library: '{path}' exports two kernels '{twice[0]}'; expected one "
-        "CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
-      )
+      expected = "one CALLGATE_KERNEL of a name (CALLGATE_KERNEL_AS gives another)"
+      fault = f"'{path}' exports two kernels '{twice[0]}'"
+      raise GateDefinitionError(f"callgate.library: {fault}; expected {expected}")
 
   @factories.method(KernelOptions)
   def kernel(self, function: str, /, *, options: KernelOptions) -> Kernel:
@@ -181,7 +185,7 @@ class Library:
   def __repr__(self) -> str:
     def declared(p: Parameter) -> str:  # "float32 a", "In<float32,1> x"
       types = [] if p.dtype is None else [p.dtype.name]
-      if not p.is_static and p.kind not in (Kind.SCALAR, Kind.CONTEXT):
+      if p.kind not in STATIC and p.kind not in (Kind.SCALAR, Kind.CONTEXT):
         types.append("*" if p.rank < 0 else str(p.rank))
       word, inside = "" if p.kind is Kind.SCALAR else p.kind.cpp, ",".join(types)
       return f"{word}<{inside}> {p.name}" if word and inside else f"{word}{inside} {p.name}"

@@ -44,7 +44,8 @@ class Kind(enum.IntEnum):
 
 OPERANDS = (Kind.IN, Kind.INOUT, Kind.SCALAR, Kind.INS)
 RESULTS = (Kind.OUT, Kind.INOUT, Kind.OUTS)
-_STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
+STATIC = (Kind.NUMBER, Kind.STRING, Kind.NUMBERS, Kind.DICT)
+GIVEN = OPERANDS + STATIC  # by the caller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +56,6 @@ class Parameter:
   kind: Kind
   dtype: np.dtype[Any] | None = None  # of its elements; None where any will do
   rank: int = -1  # of its arrays; -1 where any will do
-
-  @property
-  def is_operand(self) -> bool:
-    return self.kind in OPERANDS
-
-  @property
-  def is_result(self) -> bool:
-    return self.kind in RESULTS
-
-  @property
-  def is_static(self) -> bool:
-    return self.kind in _STATIC
-
-  @property
-  def is_given(self) -> bool:  # by the caller
-    return self.is_operand or self.is_static
 
   def freeze(self, label: str, value: Any) -> Any:
     """The hashable form of a static value; raises for one that doesn't fit."""
@@ -125,12 +110,12 @@ def arguments(
   label: str, signature: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
   """A call's operands, in the order of the parameters, and its static values, frozen."""
-  given = [p for p in signature if p.is_given]
+  given = [p for p in signature if p.kind in GIVEN]
   names = [p.name for p in given]
   values = by_name(label, names, args, kwargs)
   if missing := [name for name in names if name not in values]:
     raise GateDefinitionError(f"{label}: expected argument '{missing[0]}', got none")
-  operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.is_operand]
+  operands = [(p, _scalar(label, p, values[p.name])) for p in given if p.kind in OPERANDS]
   for parameter, value in operands:
     where = f"{label}: argument '{parameter.name}'"
     for leaf in leaves_of(label, parameter, value):
@@ -141,7 +126,7 @@ def arguments(
         dtype = tracing.canonical_dtype(dtype)
         if not fits(parameter, dtype, len(shape)):
           raise GateDefinitionError(f"{where}: {_misfit(parameter, dtype, shape)}")
-  static = [(p.name, p.freeze(label, values[p.name])) for p in given if p.is_static]
+  static = [(p.name, p.freeze(label, values[p.name])) for p in given if p.kind in STATIC]
   return tuple(value for _, value in operands), tuple(sorted(static))
 
 
@@ -151,10 +136,8 @@ def _scalar(label: str, parameter: Parameter, value: Any) -> Any:
   if dtype is None or not isinstance(value, (bool, int, float, complex)):
     return value
   if _is_wide(dtype):
-    raise GateDefinitionError(
-      f"{label}: argument '{name}': {dtype.name} needs jax_enable_x64; a static value does not "
-      "(cg::Attr in C++)"
-    )
+    fault = f"{dtype.name} needs jax_enable_x64; a static value does not (cg::Attr in C++)"
+    raise GateDefinitionError(f"{label}: argument '{name}': {fault}")
   return jnp.asarray(static_values.number(label, name, value, dtype, what="argument").value)
 
 
@@ -167,31 +150,15 @@ def leaves_of(label: str, parameter: Parameter, value: Any) -> list[Any]:
   return leaves
 
 
-def linear_operands(
-  label: str, linear: bool | tuple[int, ...], signature: Sequence[Parameter]
-) -> bool | tuple[int, ...]:
-  """Users' `linear` counts a call's arguments; rules count those that are arrays."""
-  if isinstance(linear, bool):
-    return linear
-  given = enumerate(p for p in signature if p.is_given)
-  arrays = {position: p.name for position, p in given if p.is_operand}
-  if wrong := [position for position in linear if position not in arrays]:
-    known = ", ".join(f"{position} ('{name}')" for position, name in arrays.items())
-    expected = f"expected positions of arguments that are arrays, {known}"
-    raise GateDefinitionError(f"{label}: linear: {expected}; got {wrong[0]}")
-  return tuple(list(arrays).index(position) for position in linear)
-
-
 def refuse_packed(label: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
   """Raises where an array has elements smaller than a byte."""
   for index, value in enumerate((*operands, *results)):
     if is_packed(value.dtype):
       what = f"argument {index}" if index < len(operands) else f"result {index - len(operands)}"
-      problem = "has several elements in a byte, which kernels don't take"
-      name = np.dtype(value.dtype).name
-      raise GateDefinitionError(
-        f"{label}: {what}: {name} {problem}; convert to int8 before the call"
+      fault = (
+        f"{np.dtype(value.dtype).name} has several elements in a byte, which kernels don't take"
       )
+      raise GateDefinitionError(f"{label}: {what}: {fault}; convert to int8 before the call")
 
 
 def check_types(
@@ -205,7 +172,7 @@ def check_types(
   for side, given in (("argument", operands), ("result", results)):
     is_result = side == "result"
     source = f" from {'like' if kernel.out is None else 'out'}" if is_result else ""
-    have = [p for p in parameters if (p.is_result if is_result else p.is_operand)]
+    have = [p for p in parameters if p.kind in (RESULTS if is_result else OPERANDS)]
     variadic = [p.kind in (Kind.INS, Kind.OUTS) for p in have]
     extra = len(given) - len(have)
     if sum(variadic) > 1 or (extra < -1 if any(variadic) else extra):

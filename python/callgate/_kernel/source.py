@@ -6,14 +6,18 @@ parameters follow from a call, and what C++ calls the types of elements.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.core import Tracer
 
+from callgate._core import options as check
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.parameters import Kind
+from callgate._kernel.parameters import Kind, Parameter
 
 _KINDS = {kind.cpp: kind for kind in Kind if kind is not Kind.SCALAR}
 _VIEW = re.compile(
@@ -39,10 +43,16 @@ _OPEN, _CLOSE = "(<[{", ")>]}"
 class SourceParameter(NamedTuple):
   """A function's parameter as its source writes it."""
 
-  name: str
+  name: str  # its position where the source gives none
   kind: Kind  # by its type
   element: str  # the text of its element type; "" where it has none
   rank: str  # the text of its rank; "" where it is left out
+
+  def typed(self, dtype: np.dtype[Any] | None) -> Parameter:
+    """As calls are checked against it, with the dtype of its elements."""
+    rank = int(self.rank) if self.rank.isdigit() else -1
+    by_value = self.kind in (Kind.SCALAR, Kind.NUMBER)
+    return Parameter(self.name, self.kind, dtype, 0 if by_value else rank)
 
 
 class TemplateParameter(NamedTuple):
@@ -52,6 +62,39 @@ class TemplateParameter(NamedTuple):
   is_type: bool  # an element type, not a number
   default: str = ""  # the text of its default; "" where it has none
 
+  def frozen(self, label: str, value: Any) -> int | str:
+    """A template argument as calls hold it: an integer, or a dtype's name."""
+    is_integer = isinstance(value, (bool, int, np.integer))
+    if is_integer and not self.is_type:
+      return int(value)
+    if self.is_type and not is_integer and not isinstance(value, (float, Tracer, type(None))):
+      with contextlib.suppress(TypeError, AttributeError):
+        return (dtype_named(value) if isinstance(value, str) else np.dtype(value)).name
+    what = "a dtype" if self.is_type else "an integer"
+    check.refuse(label, f"template parameter '{self.name}'", what, value)
+
+  def argument(
+    self, label: str, given: Mapping[str, Any], arrays: Iterable[Typed], otherwise: str = ""
+  ) -> Any:
+    """By keyword or as arrays tell: a dtype or its name, or an integer; None for the default."""
+    if (value := given.get(self.name)) is not None:
+      return value
+    for parameter, dtype, rank in arrays:
+      element = parameter.element.replace(" ", "")
+      if self.is_type and element == self.name:
+        return dtype
+      if self.is_type and element == f"std::complex<{self.name}>" and dtype.kind == "c":
+        return np.dtype(f"float{dtype.itemsize * 4}")
+      if not self.is_type and parameter.rank == self.name:
+        return rank
+    if not self.default:
+      named = f"'{'typename' if self.is_type else 'int'} {self.name}' by keyword ({self.name}=...)"
+      why = "since it is no array's element type or rank"
+      raise GateDefinitionError(f"{label}: expected template parameter {named}{otherwise}, {why}")
+
+
+Typed = tuple[SourceParameter, np.dtype[Any], int]  # with an array's dtype and rank
+
 
 class SourceFunction(NamedTuple):
   """A kernel's function in a source."""
@@ -60,22 +103,29 @@ class SourceFunction(NamedTuple):
   qualified: str  # with its namespaces, as C++ outside of them names it
   template: tuple[TemplateParameter, ...] = ()  # its parameters; none for a plain function
   parameters: tuple[SourceParameter, ...] = ()  # none where the source doesn't show them
+  bound: Mapping[str, str] = {}  # template arguments in the user's name of it, by parameter
+
+
+def defined(
+  text: str, head: re.Pattern[str], read: Callable[[int, str], SourceParameter], name: str | None
+) -> Iterator[SourceFunction]:
+  """Functions with a body, those called `name` if it is given; `head` matches up to "(" of one."""
+  for match in head.finditer(text):
+    before, end = text[: match.start()], closing(text, match.end() - 1)
+    qualified = "::".join([*scopes(before), match[1]])
+    named = name is None or f"::{qualified}".endswith(f"::{name.removeprefix('::')}")
+    if named and end >= 0 and _BODY.match(text, end + 1):
+      parts = [part for part in split_arguments(text[match.end() : end]) if part != "void"]
+      parameters = tuple(read(i, part) for i, part in enumerate(parts))
+      yield SourceFunction(match[1], qualified, template(before), parameters)
 
 
 def find(label: str, source: str, name: str | None) -> SourceFunction:
   """The function of that name, or the only one that takes callgate's views."""
-  text = without_comments(source)
-  found: list[SourceFunction] = []
-  for match in _FUNCTION.finditer(text):
-    before, end = text[: match.start()], closing(text, match.end() - 1)
-    if end < 0 or not _BODY.match(text, end + 1):  # a declaration
-      continue
-    qualified = "::".join([*scopes(before), match[1]])
-    parameters = tuple(map(_parameter, split_arguments(text[match.end() : end])))
-    views = any(p.kind not in (Kind.SCALAR, Kind.CONTEXT) for p in parameters)
-    named = f"::{qualified}".endswith(f"::{(name or '').removeprefix('::')}")
-    if views if name is None else named:
-      found.append(SourceFunction(match[1], qualified, template(before), parameters))
+  text, by_value = blanked(source), (Kind.SCALAR, Kind.CONTEXT)
+  found = list(defined(text, _FUNCTION, _parameter, name))
+  if name is None:
+    found = [f for f in found if any(p.kind not in by_value for p in f.parameters)]
   if len(found) == 1:
     return found[0]
   if name is None and found:
@@ -93,14 +143,9 @@ def find(label: str, source: str, name: str | None) -> SourceFunction:
   raise GateDefinitionError(f"{label}: expected {problem}")
 
 
-def without_comments(source: str) -> str:
-  """The source with spaces for comments and literals."""
-  return _SKIPPED.sub(blank, source)
-
-
-def blank(match: re.Match[str]) -> str:
-  """Spaces for a match; lines stay lines."""
-  return re.sub(r"[^\n]", " ", match.group())
+def blanked(source: str, what: re.Pattern[str] = _SKIPPED) -> str:
+  """The source with spaces for comments and literals, or for `what`; lines stay lines."""
+  return what.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)
 
 
 def scopes(before: str) -> list[str]:
@@ -141,16 +186,23 @@ def split_arguments(text: str, quotes: str = "") -> list[str]:
   return [part.strip() for part in parts if part.strip()]
 
 
-def _parameter(text: str) -> SourceParameter:
+def _parameter(index: int, text: str) -> SourceParameter:
   text = text.split("=", 1)[0].strip()
   kind = re.sub(r"\w+$", "", text)
   name, kind = (text[len(kind) :], kind.strip()) if kind else ("", text)  # a type without a name
-  view = _VIEW.search(kind)
-  if view is None or view[1] not in _KINDS:
+  view, name = view_of(kind), name or str(index)
+  if view is None or view[0] not in _KINDS:
     # A number by value, or another name of a view: the compiler will tell.
     return SourceParameter(name, Kind.SCALAR, re.sub(r"\bconst\b|&", "", kind).strip(), "")
+  return SourceParameter(name, _KINDS[view[0]], *view[1:])
+
+
+def view_of(kind: str) -> tuple[str, str, str] | None:
+  """A view's name, element type and rank, as a type's text has them; None for no view."""
+  if (view := _VIEW.search(kind)) is None:
+    return None
   element, rank, *_ = *split_arguments((view[2] or "<>")[1:-1]), "", ""
-  return SourceParameter(name, _KINDS[view[1]], element, rank)
+  return view[1], element, rank
 
 
 def template(before: str) -> tuple[TemplateParameter, ...]:
@@ -168,24 +220,6 @@ def template(before: str) -> tuple[TemplateParameter, ...]:
   return tuple(parameters)
 
 
-def deduced(
-  wanted: TemplateParameter, arrays: Iterable[tuple[str, str, np.dtype[Any], int]]
-) -> np.dtype[Any] | int | None:
-  """A template parameter from arrays, an element type or a rank; None where none tells.
-
-  `arrays` has the element's type and the rank as the source writes them, then those of the call.
-  """
-  for written, written_rank, dtype, rank in arrays:
-    element = written.replace(" ", "")
-    if wanted.is_type and element == wanted.name:
-      return dtype
-    if wanted.is_type and element == f"std::complex<{wanted.name}>" and dtype.kind == "c":
-      return np.dtype(f"float{dtype.itemsize * 4}")
-    if not wanted.is_type and written_rank == wanted.name:
-      return rank
-  return None
-
-
 _SMALL = (
   "float16 bfloat16 float8_e5m2 float8_e4m3 float8_e3m4 float8_e4m3fn float8_e4m3b11fnuz "
   "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
@@ -200,9 +234,19 @@ TYPES = (
 DTYPES = (
   {text: name for name, text in TYPES.items()}
   | {f"std::{text}": name for name, text in TYPES.items() if text.endswith("_t")}
-  | {"int": "int32", "short": "int16", "long": "int64", "long long": "int64"}
-  | {"unsigned": "uint32", "unsigned int": "uint32", "unsigned long": "uint64", "size_t": "uint64"}
+  | {"size_t": "uint64"}
 )
+INTEGERS = frozenset(("char", "short", "int", "long", "signed", "unsigned"))
+
+
+def element_dtype(text: str, names: Mapping[str, str] = DTYPES) -> np.dtype[Any] | None:
+  """The dtype of an element's type as it is written: of an integer's, or by `names`."""
+  words = text.split()
+  if words and INTEGERS.issuperset(words):
+    size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
+    return np.dtype(size.upper() if "unsigned" in words else size)
+  name = names.get(" ".join(words))
+  return None if name is None else dtype_named(name)
 
 
 def cpp_type(dtype: np.dtype[Any]) -> str:

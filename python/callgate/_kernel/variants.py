@@ -11,12 +11,44 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate import _callgate
-from callgate._core.dtypes import dtype_of
-from callgate._kernel.parameters import Kind, Parameter
+from callgate._core.dtypes import dtype_named, dtype_of
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind, Parameter
 
 Static = tuple[tuple[str, Any], ...]
 Given = tuple[tuple[Any, ...], Static]  # operands of a call, and its static values
 Type = tuple[np.dtype[Any], int]  # dtype and rank of an array
+
+
+def to_json(value: Any, *, dtypes: bool = False) -> Any:
+  """A static value as programs hold it; with `dtypes` also one of these. A TypeError for others."""
+  match value:
+    case np.generic():
+      return {value.dtype.name: to_json(value.item())}
+    case complex():
+      return {"complex": [value.real, value.imag]}
+    case (*items,) if isinstance(value, tuple):
+      return [to_json(item, dtypes=dtypes) for item in items]
+    case None | bool() | int() | float() | str():  # JSON has floats to the last bit
+      return value
+    case _ if dtypes:
+      return {"dtype": np.dtype(value).name}
+    case _:
+      raise TypeError
+
+
+def from_json(value: Any) -> Any:
+  match value:
+    case [*items]:
+      return tuple(map(from_json, items))
+    case {"complex": [real, imag]}:
+      return complex(real, imag)
+    case {"dtype": str(name)}:
+      return dtype_named(name)
+    case {**held}:
+      ((kind, number),) = held.items()
+      return dtype_named(kind).type(from_json(number))
+    case _:
+      return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +68,8 @@ class Variant(NamedTuple):
 
   def groups(self, operands: int, results: int) -> list[int]:
     """How many arrays each variadic parameter takes."""
-    ins = operands - sum(p.is_operand for p in self.parameters) + 1
-    outs = results - sum(p.is_result for p in self.parameters) + 1
+    ins = operands - sum(p.kind in OPERANDS for p in self.parameters) + 1
+    outs = results - sum(p.kind in RESULTS for p in self.parameters) + 1
     sizes = {Kind.INS: ins, Kind.OUTS: outs}
     return [sizes[p.kind] for p in self.parameters if p.kind in sizes]
 

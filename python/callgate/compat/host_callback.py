@@ -38,11 +38,11 @@ from callgate._jax import dispatch, tracing
 from callgate._tap import primitive
 from callgate._tap.tap import logical_sizes
 from callgate._tap.target import start_channel
-from callgate.compat._host_callback import layout, receiver, tapped
-from callgate.compat._host_callback.receiver import TapFunctionException
+from callgate.compat import _host_callback as tapped
+from callgate.compat._host_callback import TapFunctionException
 
 __all__ = ["TapFunctionException", "id_print", "id_tap", "outfeed_receiver", "outfeed_stream"]
-dispatch.ask_before_execution(receiver.NeedsReceiver)
+dispatch.ask_before_execution(tapped.NeedsReceiver)
 tracing.keep_results(primitive.holds_whole_dataflow_tap)
 
 
@@ -102,7 +102,7 @@ def id_tap(
     functools.partial(_consume, func, kwargs), extra=[*(size for _, size in sizes), *rest.operands],
     masked=bool(sizes), eager=True, effect="dataflow", roles=("primal", "tangent", "cotangent"),
     logical=tuple(index for index, _ in sizes), untapped=len(rest.operands),
-    kept=receiver.NEEDS_RECEIVER,
+    kept=tapped.NEEDS_RECEIVER,
   )  # fmt: skip
   return given.rebuild(results) if result is None else rest.rebuild(results[len(given.operands) :])
 
@@ -121,7 +121,7 @@ def _consume(
       keywords |= accepted(function, met)
     function(value, **keywords)
 
-  receiver.run(call, tapped.name_of(function), device)
+  tapped.run(call, tapped.name_of(function), device)
 
 
 def _unknown_testing_consumer(*_: Any, **__: Any) -> None:
@@ -151,13 +151,13 @@ def id_print(
 
 
 def _print_consumer(arg: Any, *, output_stream: Any, threshold: int, **entries: Any) -> None:
-  layout.write(output_stream, entries, layout.text_of(arg, threshold))
+  tapped.write(output_stream, entries, tapped.text_of(arg, threshold))
 
 
 def outfeed_receiver(
   *, receiver_name: str = "", timeout_sec: float = 10, backends: Sequence[str] | None = None,
   devices: Sequence[Any] | None = None,
-) -> receiver.Receiver:  # fmt: skip
+) -> tapped.Receiver:  # fmt: skip
   """A context in which compiled programs may run taps; leaving it waits for them and their taps.
 
   Args:
@@ -182,7 +182,7 @@ def outfeed_receiver(
     devices = [device for name in platforms for device in jax.local_devices(backend=name)]
   elif not isinstance(devices, Sequence) or not all(isinstance(d, jax.Device) for d in devices):  # pyright: ignore[reportUnnecessaryIsInstance]
     options.refuse(label, "devices", "JAX's devices", devices)
-  return receiver.Receiver(receiver_name, timeout_sec, devices)
+  return tapped.Receiver(receiver_name, timeout_sec, devices)
 
 
 @contextlib.contextmanager

@@ -45,8 +45,7 @@ from callgate._jax import dispatch, tracing
 from callgate._tap.consumers import check_not_forked
 from callgate._tap.records import leaf_paths
 from callgate._tap.target import shared, start_channel
-from callgate.compat._host_callback import layout, tapped
-from callgate.compat._host_callback.receiver import finish
+from callgate.compat import _host_callback as tapped
 
 __all__ = [
   "CallbackException", "CallbackFlavor", "TapFunctionException", "barrier_wait", "call", "id_print",
@@ -167,7 +166,7 @@ def _print(
   entries = entries | device
   if transforms:
     entries["transforms"] = [(name, how) if how else name for name, how in transforms]
-  layout.write(stream, entries, layout.text_of(arg, threshold, width=80))
+  tapped.write(stream, entries, tapped.text_of(arg, threshold, width=80))
 
 
 def call(
@@ -246,26 +245,21 @@ def _gate(
       _keep(error, name)
       raise
 
+  outside = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
+  inside = "the call inside a jax.custom_jvp or custom_vjp, or callgate.gate with defjvp or defvjp"
   options = GateOptions(
     name=registry.unique_name(function, prefix="call:"), effect="io", style="context",
     out=tuple(jax.ShapeDtypeStruct(x.shape, dtypes.carrier(x.dtype)) for x in structs),
-    thread="own", vmap=functools.partial(_refuse, "batching rules", _OUTSIDE),
+    thread="own", vmap=functools.partial(_refuse, "batching rules", outside),
   )  # fmt: skip
   gate = Gate(run, options)
-  gate.defjvp(functools.partial(_refuse, "derivatives", _INSIDE))
+  gate.defjvp(functools.partial(_refuse, "derivatives", inside))
   return gate
 
 
 def _refuse(what: str, expected: str, *_: Any) -> Any:
   only = f"{what} are implemented only for id_tap, not for call"
   raise NotImplementedError(f"host_callback: {only}; expected {expected}")
-
-
-_OUTSIDE = "a call outside of jax.vmap, or callgate.gate, which has vmap= for it"
-_INSIDE = (
-  "the call inside a jax.custom_jvp or jax.custom_vjp, or callgate.gate, which has defjvp and "
-  "defvjp"
-)
 
 
 def _result_types(result_shape: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
@@ -295,7 +289,7 @@ def barrier_wait(logging_name: str | None = None) -> None:
   """
   global _raised
   check_not_forked()
-  finish(None)
+  tapped.finish(None)
   with _lock:
     (count, error, text), _raised = _raised, (0, None, "")
   if error is not None:

@@ -23,10 +23,8 @@ from jax.core import Tracer
 
 from callgate._jax import tracing
 from callgate._jax.tracing import jaxpr_as_fun
-from callgate.compat._sharded_jit import local as _local
-from callgate.compat._sharded_jit import parts as _parts
-from callgate.compat._sharded_jit.local import Part, Stated, part_of
-from callgate.compat._sharded_jit.parts import PartitionSpec, with_sharding_constraint
+from callgate.compat import _sharded_jit as _parts
+from callgate.compat._sharded_jit import PartitionSpec, Stated, part_of, with_sharding_constraint
 
 __all__ = ["PartitionSpec", "sharded_jit", "with_sharding_constraint"]
 _Run = Callable[[list[Any]], Any]  # a program, of flat arguments
@@ -136,8 +134,8 @@ class _ShardedJit:
     shapes = [t.shape for t in types]
     _parts.check(parts, shapes, "in_parts", padded=True)
     if whole.said is not None and not inside:  # else nothing is split, or nothing is a part
-      devices = _local.devices_of(whole.said, local, whole.split)
-      if _local.is_shared(devices):
+      devices = _parts.devices_of(whole.said, local, whole.split)
+      if _parts.is_shared(devices):
         shapes = [part_of(devices, p).whole_shape(s) for p, s in zip(parts, shapes, strict=True)]
     _parts.check(parts, shapes, "in_parts")
     flat.__name__ = self.name
@@ -153,11 +151,14 @@ class _ShardedJit:
     if count is None or tracing.in_manual_region():
       # Replicated on as many devices as the program around has; parts of parts aren't split again.
       return self._runner(closed, info, None, inside, False), lasting
-    devices = _local.devices_of(count, local, whole.split)
-    ins, outs = [part_of(devices, p) for p in parts], [part_of(devices, p) for p in out_parts]
-    _local.check(ins, local.in_parts, given, "local_in_parts")
-    _local.check(outs, local.out_parts, info, "local_out_parts")
-    shared = _local.is_shared(devices)
+    devices = _parts.devices_of(count, local, whole.split)
+    ins, outs = (
+      [part_of(devices, p) for p in parts],
+      [part_of(devices, p) for p in out_parts],
+    )
+    _parts.check_stated(ins, local.in_parts, given, "local_in_parts")
+    _parts.check_stated(outs, local.out_parts, info, "local_out_parts")
+    shared = _parts.is_shared(devices)
     if shared and not inside and not lasting:
       got = "got one that is being traced: pass it as an argument, or transform inside"
       expected = f"expected {self.name} to close over values, {got}"
@@ -170,15 +171,13 @@ class _ShardedJit:
     for inside, who in _parts.counts_inside(jaxpr):
       if count is not None and inside != count:
         check = "check outer sharded_jit and/or other with_sharding_constraint calls."
-        expected = (
-          f"expected number of partitions: {count}. If these partitions look right, {check}"
-        )
-        raise ValueError(f"{who} (total partitions: {inside}) doesn't match {expected}")
+        expected = f"expected number of partitions: {count}. If these partitions look right"
+        raise ValueError(f"{who} (total partitions: {inside}) doesn't match {expected}, {check}")
       count = inside
     return 1 if count is None and self.local.said is not None else count
 
   def _runner(
-    self, closed: Any, info: Any, parts: tuple[list[Part], list[Part]] | None, inside: bool,
+    self, closed: Any, info: Any, parts: tuple[Sequence[_parts.Part], ...] | None, inside: bool,
     shared: bool,
   ) -> _Run:  # fmt: skip
     """What runs the traced program on flat arguments; with no `parts` they stay where they are."""
@@ -195,10 +194,10 @@ class _ShardedJit:
     shardings, out_shardings = tuple(part.whole for part in ins), [part.whole for part in outs]
     compiled = jax.jit(flat, in_shardings=shardings, out_shardings=out_shardings)
 
-    def place(leaf: Any, part: Part) -> Any:
+    def place(leaf: Any, part: _parts.Part) -> Any:
       if inside and (shared or isinstance(leaf, Tracer)):
         return leaf
-      return part.to_program(leaf) if shared else _local.put(leaf, part.whole)
+      return part.to_program(leaf) if shared else _parts.put(leaf, part.whole)
 
     def run(leaves: list[Any]) -> Any:
       results = compiled(*map(place, leaves, ins))

@@ -194,10 +194,7 @@ class FilesSink(LibrarySink):
     self._begun: dict[pathlib.Path, bool] = {}  # False where another sink had the file
 
   def _open_table(self, path: pathlib.Path, make: Callable[[bool], Any]) -> Any:
-    """The open file of that path, by `make(keep)`, which keeps what is in it if it is to.
-
-    One that was another sink's when its first record came stays that one's, also once it is closed.
-    """
+    """The open file of a path, by `make(keep)`; what another sink had once stays that one's."""
     if path in self._tables:
       return self._tables[path]
     if self._begun.get(path) is False:

@@ -5,7 +5,6 @@ A channel takes `native`; `write` is for records made in Python, and may be call
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,7 +13,8 @@ import jax
 import numpy as np
 
 from callgate import _callgate
-from callgate._core import masked, options
+from callgate._core import dtypes, masked, options
+from callgate._core.errors import GateDefinitionError
 from callgate._process import group
 from callgate._tap.delivery import ROLES
 from callgate._tap.records import Record, leaf_paths
@@ -174,21 +174,18 @@ def _leaf(path: str, leaf: Any) -> tuple[str, int, list[int], bytes]:
     raise ValueError(f"expected an array of the leaf {path!r}, got {masked.shown(leaf)}")
   array = np.asarray(leaf)
   name = array.dtype.name
-  if (code := _codes().get(name)) is None:
-    raise ValueError(f"expected a dtype that JAX has, got {array.dtype} of the leaf {path!r}")
   if not array.dtype.isnative:
     array = array.astype(array.dtype.newbyteorder("="))
+  try:
+    code = dtypes.dtype_code(array.dtype)
+  except GateDefinitionError as error:
+    raise ValueError(f"{error} of the leaf {path!r}") from None
   if name not in _PACKED_BITS:
     return path, code, list(array.shape), array.tobytes()
   # As XLA has them: the first element in the low bits of a byte.
   raw = np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8)
   bits = np.unpackbits(raw, axis=1, bitorder="little")[:, : _PACKED_BITS[name]]
   return path, code, list(array.shape), np.packbits(bits, bitorder="little").tobytes()
-
-
-@functools.cache
-def _codes() -> dict[str, int]:
-  return {name: code for code, name in _callgate.dtype_codes()}
 
 
 class Stream(NativeSink):

@@ -286,9 +286,8 @@ class _Table:
       self._claimed.close()
 
     try:
-      self._try(
-        finish, f": {str(self._path)!r} cannot be finished, and is as it was", self._written
-      )
+      problem = f": {str(self._path)!r} cannot be finished, and is as it was"
+      self._try(finish, problem, self._written)
     except Exception:
       self._discard()
       raise

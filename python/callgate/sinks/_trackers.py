@@ -15,10 +15,7 @@ from callgate.sinks._base import LibrarySink, StrPath, plain, scalar
 
 
 def _curves(record: Record, leaf: str | None) -> tuple[int, list[tuple[str, np.ndarray]]]:
-  """The record's step, its number or the column that says it; its other columns, with lanes apart.
-
-  Complex columns come as two.
-  """
+  """The step, of the record or a column; the other columns, by lanes and complex parts."""
   named = {name: plain(value) for name, value in columns(record).items()}
   step, lane = record.info.seq, record.info.lane
   if leaf is not None:

@@ -100,10 +100,8 @@ def read(
   before, arrow, after = " ".join(text.split()).rpartition("->")
   items = split_arguments(before if arrow else after, quotes="'\"")
   if len(items) != (count := len(declaration.parameters)):
-    raise ValueError(
-      f"expected {count} items, one for each argument of '{declaration}', got "
-      f"{len(items)}: {', '.join(items) or 'none'}"
-    )
+    got = f"got {len(items)}: {', '.join(items) or 'none'}"
+    raise ValueError(f"expected {count} items, one for each argument of '{declaration}', {got}")
   arguments = [_item(item, pointers) for item in items]
   # Names that stand for a dimension or a static value are expressions.
   numbers = {a.name for a in arguments if a.role is Role.STATIC}
@@ -137,10 +135,8 @@ def read(
   expressions += [extent for array in arrays.values() for extent in array.dims or ()]
   for expression in expressions:
     if unknown := [*sorted(expression.names - known), *sorted(expression.arrays - arrays.keys())]:
-      raise ValueError(
-        f"'{expression.text}': '{unknown[0]}' is not known; expected a dimension of an operand "
-        "(n of x[n]), an integer that is 'static', or an array"
-      )
+      kinds = "a dimension of an operand (n of x[n]), an integer that is 'static', or an array"
+      raise ValueError(f"'{expression.text}': '{unknown[0]}' is not known; expected {kinds}")
   if loop and all(array.role not in RESULTS for array in arrays.values()):
     raise ValueError("expected a result, 'out x' or '-> out x', got none")
   return Binding(tuple(arguments), returned, arrays, statics, symbols)
@@ -194,10 +190,8 @@ def _returned(text: str, declaration: Declaration, loop: bool) -> Argument | Non
   out = re.fullmatch(r"out\s+([A-Za-z_]\w*)", text)
   if out is None or result.pointer:
     start = f"'-> {text}': expected" if text else "expected at its end"
-    raise ValueError(
-      f"{start} what becomes of what '{declaration}' returns: '-> out name' (a result of rank 0), "
-      "'-> status' (0 for success) or '-> ignored'"
-    )
+    ways = "'-> out name' (a result of rank 0), '-> status' (0 for success) or '-> ignored'"
+    raise ValueError(f"{start} what becomes of what '{declaration}' returns: {ways}")
   return Argument(text, Role.OUT, out[1], None if loop else ())
 
 
@@ -251,8 +245,7 @@ def _joined(a: Array, b: Array) -> Array:
   same = len({tuple(extent.text for extent in d) for d in dims}) < 2
   alike = a.type.pointer == b.type.pointer and (a.type.pointer or not roles)
   if len(roles) > 1 or not same or not alike or a.type.dtype != b.type.dtype:
-    raise ValueError(
-      f"'{a.name}' is mentioned twice, as {a.role.value} ('{a.type.text}') and as "
-      f"{b.role.value} ('{b.type.text}'); expected the same type, extents and role"
-    )
+    ways = " and as ".join(f"{x.role.value} ('{x.type.text}')" for x in (a, b))
+    expected = "expected the same type, extents and role"
+    raise ValueError(f"'{a.name}' is mentioned twice, as {ways}; {expected}")
   return Array(a.name, next(iter(roles), Role.IN), dims[0] if dims else None, a.type)

@@ -109,7 +109,5 @@ def _fold(
     ):
       return leaves["shape"](array, ast.literal_eval(axis))
     case _:
-      raise SyntaxError(
-        "expected an integer, a dimension's name, x.size, x.ndim, x.shape[i], len(x), "
-        f"+ - * // %, max(...), min(...), got {ast.unparse(node)!r}"
-      )
+      kinds = "an integer, a dimension's name, x.size, x.ndim, x.shape[i], len(x), + - * // %"
+      raise SyntaxError(f"expected {kinds}, max(...), min(...), got {ast.unparse(node)!r}")

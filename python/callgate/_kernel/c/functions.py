@@ -44,10 +44,7 @@ class CFunction(NamedTuple):
 
 
 def resolve(function: Any, signature: str | None) -> CFunction:
-  """The address and type of a C function: from ctypes or cffi, a capsule, or an address.
-
-  `signature` is a C declaration that counts instead of what the function says of itself.
-  """
+  """A C function's address and type; what `signature` declares counts more than what it says."""
   given = parse(signature) if signature is not None else None
   if isinstance(function, _FUNCTION_POINTER):
     declaration = _from_ctypes(function, given)
@@ -58,15 +55,12 @@ def resolve(function: Any, signature: str | None) -> CFunction:
   elif given is not None and is_int(function):
     declaration = given
   elif is_int(function):
-    raise GateDefinitionError(
-      "cfunc: an address says nothing of the function's type; expected signature=, a C "
-      "declaration such as 'double norm(int n, const double *x)'"
-    )
+    expected = "signature=, a C declaration such as 'double norm(int n, const double *x)'"
+    fault = "an address says nothing of the function's type"
+    raise GateDefinitionError(f"cfunc: {fault}; expected {expected}")
   else:
-    raise GateDefinitionError(
-      "cfunc: expected a C function (from ctypes or cffi, a capsule of a Cython module, or an "
-      f"address with signature=), got {type(function).__name__}"
-    )
+    kinds = "a C function (from ctypes or cffi, a capsule of Cython's, an address with signature=)"
+    raise GateDefinitionError(f"cfunc: expected {kinds}, got {type(function).__name__}")
   address = address_of("cfunc", declaration.name, function)
   if address == 0:
     raise GateDefinitionError(f"cfunc: the function '{declaration}' is a null pointer")
@@ -91,10 +85,9 @@ def address_of(label: str, name: str, value: Any) -> int:
       raise TypeError
     return ctypes.cast(value, ctypes.c_void_p).value or 0
   except (ctypes.ArgumentError, TypeError):
-    raise GateDefinitionError(
-      f"{label}: pointers: '{name}': expected an address, a pointer, array or structure of ctypes "
-      f"or cffi, or a capsule, got {type(value).__name__}"
-    ) from None
+    kinds = "an address, a pointer, array or structure of ctypes or cffi, or a capsule"
+    fault = f"'{name}': expected {kinds}, got {type(value).__name__}"
+    raise GateDefinitionError(f"{label}: pointers: {fault}") from None
 
 
 def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
@@ -106,10 +99,8 @@ def _from_ctypes(function: Any, given: Declaration | None) -> Declaration:
   if given is not None:
     return given._replace(name=given.name or name)
   if function.argtypes is None:
-    raise GateDefinitionError(
-      f"cfunc: the ctypes function '{name}' doesn't say what it takes; expected its argtypes and "
-      "restype to be set, or signature=, a C declaration"
-    )
+    expected = "expected its argtypes and restype to be set, or signature=, a C declaration"
+    raise GateDefinitionError(f"cfunc: ctypes' '{name}' doesn't say what it takes; {expected}")
   types = [CParameter(_ctypes_type(name, kind)) for kind in function.argtypes]
   return Declaration(name, _ctypes_type(name, function.restype), tuple(types))
 
@@ -131,10 +122,8 @@ def _ctypes_type(name: str, kind: Any) -> CType:
       return CType(f"{kind.__name__} *", pointer=True, opaque=True)
   known = (_NUMBERS | _POINTERS).get(code) if isinstance(code, str) else None
   if known is None:
-    raise GateDefinitionError(
-      f"cfunc: '{name}': expected types that arrays can have, got "
-      f"{getattr(kind, '__name__', kind)}; pass pointers to others as POINTER(...) and by pointers="
-    )
+    got = f"{getattr(kind, '__name__', kind)}; pass pointers to it as POINTER(...), by pointers="
+    raise GateDefinitionError(f"cfunc: '{name}': expected types that arrays can have, got {got}")
   return _spelled(f"{known.format(8 * ctypes.sizeof(kind))}{star}")
 
 

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel.source import split_arguments
+from callgate._kernel.source import INTEGERS, element_dtype, split_arguments
 
 _QUALIFIERS = {"const", "volatile", "restrict", "__restrict", "__restrict__"}
 _NOT_OF_TYPES = {*_QUALIFIERS, "extern", "static", "inline", "register", "noexcept", "nogil"}
-_INTEGERS = {"char", "short", "int", "long", "signed", "unsigned"}
-_WORDS = _INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
+_WORDS = INTEGERS | {"void", "float", "double", "bool", "_Bool", "complex", "_Complex"}
 # By their words in alphabetical order.
 _NAMED = (
   {"bool": "bool", "_Bool": "bool", "_Float16": "float16", "float": "float32", "double": "float64"}
@@ -138,10 +137,9 @@ def _parameter(text: str) -> CParameter:
   if dtype is not None and "__pyx" in kind:  # as C writes it
     spelled = spelled.replace(kind, _c_name(dtype).replace("_C", "c"))
   if stars == 0 and dtype is None and kind != "void":
-    raise GateDefinitionError(
-      f"{spelled!r}: no array has elements of that type, so it can't be passed or returned by "
-      "value; expected a number (char to long long, float, double, complex, bool) or a pointer"
-    )
+    fault = "no array has elements of that type, so it can't be passed or returned by value"
+    kinds = "a number (char to long long, float, double, complex, bool) or a pointer"
+    raise GateDefinitionError(f"{spelled!r}: {fault}; expected {kinds}")
   opaque, const = stars > 1 or (dtype is None and kind != "void"), "const" in words and stars < 2
   found = CType(spelled, None if opaque else dtype, stars > 0, const, opaque)
   return CParameter(found, name, _HIDDEN.get(name, ""))
@@ -154,11 +152,8 @@ def _dtype(kind: str) -> np.dtype[Any] | None:
     return np.dtype(np.int32)
   if words[0] in ("struct", "union"):
     return None
-  if set(words) <= _INTEGERS:
-    size = "b" if "char" in words else "h" if "short" in words else "ilq"[words.count("long")]
-    return np.dtype(size.upper() if "unsigned" in words else size)
-  if known := _NAMED.get(" ".join(sorted(words))):
-    return np.dtype(known)
+  if (known := element_dtype(" ".join(sorted(words)), _NAMED)) is not None:
+    return known
   if match := _LAPACK.fullmatch(kind):
     return np.dtype(_LETTERS[match[1]])
   if (match := _NUMPY.fullmatch(kind)) and match[1] in np.sctypeDict:

@@ -2,17 +2,34 @@
 
 # Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
+import contextlib
 import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from callgate import _callgate
+from callgate._build import toolchain
 from callgate._core import factories, registry
 from callgate._core import options as check
-from callgate._core.errors import GateDefinitionError
-from callgate._kernel import program
+from callgate._core.dtypes import dtype_named
+from callgate._core.errors import CompileError, GateDefinitionError
+from callgate._kernel import launch
 from callgate._kernel import source as _source
-from callgate._kernel.cpp.kernel import CppKernel
+from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.cuda import part
+from callgate._kernel.files import compiled_form, installed, no_new_calls
 from callgate._kernel.kernel import Kernel
 from callgate._kernel.options import CompilerOptions, KernelOptions, LaunchOptions
+from callgate._kernel.parameters import OPERANDS, RESULTS, Kind
+from callgate._kernel.variants import CallTypes, Function
+
+# What kernels of one source, which is one library, take turns by; and those that link libraries,
+# which may be the same ones.
+_turns: weakref.WeakValueDictionary[str, _callgate.KernelTurn] = weakref.WeakValueDictionary()
+_turns_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -73,10 +90,133 @@ def cpp(source: str, function: str | None = None, /, *, options: CppOptions) -> 
     raise GateDefinitionError(f"{label}: grid, block, cuda_kernel: {problem}")
   name = name or registry.free_name(f"{registry.caller_module()}.{known.name}")
   made = CppKernel(name, source, function, build_options, options)
-  launching, arch = options.launching(label), program.parse_arch(label, options.arch)
+  launching, arch = options.launching(label), launch.parse_arch(label, options.arch)
   given = check.strings(label, "cuda_options", options.cuda_options)
   building = part.BuildOptions(given, build_options["include_dirs"], arch)
   if cuda_source is not None:
-    parts = (cuda_source, cuda_kernel, launching, building, made.aliases)
-    made.cuda = part.SourcePart(made.label, *parts)
+    made.cuda = part.SourcePart(label, cuda_source, cuda_kernel, launching, building, made.aliases)
   return made
+
+
+class CppKernel(CpuKernel):
+  """A kernel from C++ source; see `callgate.cpp`."""
+
+  def __init__(
+    self,
+    name: str,
+    source: str,
+    function: str | None,
+    build_options: dict[str, Any],
+    options: KernelOptions,
+    compiled: Any = None,
+  ) -> None:
+    self.source, self.build_options, self._given_function = source, build_options, function
+    self._libraries: dict[str, Path] = {}  # of the variants here
+    self._from_files: dict[str, Path] = {}  # that `load_kernels` has brought
+    if compiled is not None:
+      self.take_compiled(compiled)
+    label = f"kernel '{name}'"
+    self.cpp_function = _source.find(label, source, function)
+    self._template = self.cpp_function.template
+    self._plain = None if self._template else self._build(label, "")
+    parameters = self.cpp_function.parameters
+    signature = [p.typed(_source.element_dtype(p.element)) for p in parameters]
+    super().__init__(name, self._plain.parameters if self._plain else signature, options)
+    if self._turn is not None:
+      with _turns_lock:
+        self._turn = _turns.setdefault("" if build_options["libraries"] else source, self._turn)
+
+  def variant_key(self, types: CallTypes) -> str:
+    given, arrays = dict(types.static), list(self._arrays(types))
+    values = ((p.name, p.argument(self.label, given, arrays)) for p in self._template)
+    return ",".join(f"{name}={value}" for name, value in values if value is not None)
+
+  def _arrays(self, types: CallTypes) -> Iterator[_source.Typed]:
+    """The parameters of arrays, with the dtypes and ranks of these, operands first."""
+    for kinds, arrays in ((OPERANDS, types.operands), (RESULTS, types.results)):
+      side = [p for p in self.cpp_function.parameters if p.kind in kinds]
+      many = len(arrays) - len(side) + 1  # arrays of a variadic one
+      counts = [many if p.kind in (Kind.INS, Kind.OUTS) else 1 for p in side]
+      each = (p for p, count in zip(side, counts, strict=True) for _ in range(count))
+      yield from ((p, *array) for p, array in zip(each, arrays, strict=False))
+
+  def compile(self, types: CallTypes, key: str) -> Function:
+    if self._plain is not None:
+      return self._plain
+    bound = dict(part.split("=", 1) for part in key.split(",") if "=" in part)
+    arguments = list[str]()
+    for parameter in self._template:
+      name = parameter.name
+      value = bound.get(name, parameter.default)
+      if parameter.is_type and name in bound:
+        value = _source.cpp_type(dtype_named(value))
+        if not value:
+          known = ", ".join(_source.TYPES)
+          problem = f"C++ kernels have no type for {bound[name]}; expected one of {known}"
+          raise GateDefinitionError(f"{self.label}: {name}: {problem}")
+      arguments.append(value)
+    function = self._build(self.label, f"<{', '.join(arguments)}>")
+    for read, real in zip(self.signature or (), function.parameters, strict=True):
+      if read.kind is not real.kind:
+        why = "which in a template callgate has to know before it is compiled"
+        expected = f"expected its type written as cg::{real.kind.cpp}<...>, {why}"
+        raise GateDefinitionError(f"{self.label}: parameter '{read.name}': {expected}")
+    return function
+
+  def _build(self, label: str, instance: str) -> Function:
+    """The function of one instance: as it came in a file, or compiled here."""
+    if library := self._from_files.get(instance):
+      with contextlib.suppress(CompileError):  # an older C library here, say: compiling may do
+        loaded = toolchain.load(library, label)
+        self._libraries[instance] = library
+        return Function.built(library, loaded)
+    what = f"{label}, for {self.cpp_function.name}{instance}" if instance else label
+    library = toolchain.build(what, self._unit(instance), **self.build_options)
+    loaded = toolchain.load(library, label)
+    self._libraries[instance] = library
+    return Function.built(library, loaded)
+
+  def saved_form(self) -> dict[str, Any] | None:
+    native = any("native" in flag for flag in self.build_options["flags"])
+    return {
+      "kind": "cpp",
+      "name": self.name,
+      "source": self.source,
+      "function": self._given_function,
+      "build_options": self.build_options,
+      "thread_safe": self.thread_safe,
+      "cuda": part.saved(self.cuda) if isinstance(self.cuda, part.SourcePart) else None,
+      "compiled": compiled_form(self._from_files | self._libraries, native=native),
+    }
+
+  def take_compiled(self, compiled: Any) -> None:
+    self._from_files.update(installed(compiled))
+
+  def _unit(self, instance: str) -> str:
+    """The source with what makes a library of it; no part of it is the kernel's own name."""
+    function = self.cpp_function
+    names = [p.name for p in function.parameters]
+    complexes = "#include <complex>\n" if "complex" in instance + self.source else ""
+    return (
+      f'#include <algorithm>\n#include <cmath>\n{complexes}#include "callgate/kernel.h"\n'
+      f'#line 1 "{function.name}"\n{self.source}\n#line 1 "callgate"\n'
+      "namespace { callgate_kernel callgate_made = "
+      f"::callgate::detail::describe<&::{function.qualified}{instance}>"
+      f'("{", ".join([function.name, *names])}");\n'
+      "const ::callgate::detail::Registration callgate_registration(callgate_made); }\n"
+    )
+
+
+def restore(form: dict[str, Any]) -> CppKernel:
+  """A kernel from its saved form: for programs, which hold all else that a call needs."""
+  kernel = CppKernel(
+    form["name"],
+    form["source"],
+    form["function"],
+    {k: tuple(v) if isinstance(v, list) else v for k, v in form["build_options"].items()},
+    KernelOptions(out=no_new_calls(form["name"]), thread_safe=form["thread_safe"]),
+    form["compiled"],
+  )
+  if form.get("cuda") is not None:
+    kernel.cuda = part.restored(kernel.label, form["cuda"])
+  return kernel

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-
-import jax.core
-import numpy as np
 
 from callgate._build.nvrtc import Image
 from callgate._core import factories, registry
@@ -18,9 +14,7 @@ from callgate._kernel.cuda.options import CudaOptions, CudaSourceOptions, CupyOp
 from callgate._kernel.cuda.part import SourcePart
 from callgate._kernel.files import no_new_calls
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.launch import Plan
-from callgate._kernel.program import CudaCall, parse_arch
-from callgate._kernel.variants import Given
+from callgate._kernel.launch import CudaCall, Plan, parse_arch
 
 
 class CudaSourceKernel(CudaKernel):
@@ -28,13 +22,8 @@ class CudaSourceKernel(CudaKernel):
 
   def __init__(self, name: str, part: SourcePart, options: CudaOptions) -> None:
     self.part = part
+    self._template = part.function.template
     super().__init__(name, part.signature(), options)
-
-  def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    template = [p.name for p in self.part.function.template if p.name in kwargs]
-    bound = {name: _template_value(self.label, name, kwargs.pop(name)) for name in template}
-    operands, static = super()._arguments(args, kwargs)
-    return operands, tuple(sorted({**dict(static), **bound}.items()))
 
   def plan(self, call: CudaCall) -> Plan:
     return self.part.plan(call)
@@ -46,20 +35,10 @@ class CudaSourceKernel(CudaKernel):
     return {"kind": "cuda", "name": self.name, "cuda": _part.saved(self.part)}
 
 
-def _template_value(label: str, name: str, value: Any) -> int | str:
-  """A template argument as calls hold it: an integer, or a dtype's name."""
-  if isinstance(value, (bool, int, np.integer)):
-    return int(value)
-  if not isinstance(value, (float, jax.core.Tracer)) and value is not None:
-    with contextlib.suppress(TypeError):
-      return _source.dtype_by_name(value).name
-  check.refuse(label, f"template parameter '{name}'", "a dtype or an integer", value)
-
-
 def restore(form: dict[str, Any]) -> CudaSourceKernel:
   """A kernel from its saved form, for programs."""
   part = _part.restored(f"kernel '{form['name']}'", form["cuda"])
-  options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch())
+  options = CudaOptions(out=no_new_calls(form["name"]), aliases=part.aliases, arch=part.arch)
   return CudaSourceKernel(form["name"], part, options)
 
 
@@ -120,9 +99,8 @@ def cuda(source: str, kernel: str | None = None, /, *, options: CudaSourceOption
   check.text("cuda", "source", source)
   check.optional_texts("cuda", kernel=kernel)
   what = f"kernel '{name}'" if name else "cuda"
-  flags, folders = (
-    check.strings(what, n, getattr(options, n)) for n in ("options", "include_dirs")
-  )
+  flags = check.strings(what, "options", options.options)
+  folders = check.strings(what, "include_dirs", options.include_dirs)
   return made(what, source, kernel, options, flags, folders)
 
 

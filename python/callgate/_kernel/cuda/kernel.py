@@ -25,8 +25,8 @@ from callgate._core.signatures import accepted
 from callgate._kernel import launch
 from callgate._kernel.cuda.options import CudaOptions, NamedOptions
 from callgate._kernel.kernel import Kernel
-from callgate._kernel.parameters import Kind, Signature, by_name, check_types, refuse_packed
-from callgate._kernel.program import CudaCall, CudaPart, parse_arch, ptx_capability
+from callgate._kernel.launch import LOWEST, CudaCall, CudaPart, parse_arch
+from callgate._kernel.parameters import GIVEN, Kind, Signature, by_name, check_types, refuse_packed
 from callgate._kernel.variants import Given
 
 # Where a program holds the dtypes of NumPy's scalars among its static values.
@@ -38,23 +38,19 @@ class CudaKernel(Kernel, CudaPart):
   """A kernel for CUDA devices; called like any JAX function."""
 
   def __init__(self, name: str, signature: Signature, options: CudaOptions) -> None:
-    self._arch = parse_arch(f"kernel '{name}'", options.arch)
+    self.arch = parse_arch(f"kernel '{name}'", options.arch)
     super().__init__(name, signature, options)
     self.cuda = self
 
-  def arch(self) -> tuple[int, ...]:
-    return self._arch
-
   def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-    given = [p for p in self.signature or () if p.is_given]
+    given = [p for p in self.signature or () if p.kind in GIVEN]
     values = {**dict(zip((p.name for p in given), args, strict=False)), **kwargs}
     for name in (p.name for p in given if p.kind is Kind.NUMBER):
       if isinstance(value := values.get(name), Tracer):
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected a number that is known when the program is "
-          f"traced, since the kernel takes it by value; got a traced array ({value}). Declare it "
-          f"as `const T* {name}` to pass an array"
-        )
+        why = f"since the kernel takes it by value; got a traced array ({value})"
+        expected = f"argument '{name}': expected a number that is known when the program is traced"
+        hint = f"Declare it as `const T* {name}` to pass an array"
+        raise GateDefinitionError(f"{self.label}: {expected}, {why}. {hint}")
     return super()._arguments(args, kwargs)
 
   def check_call(self, site: CallSite, structs: Sequence[Any]) -> None:
@@ -113,10 +109,9 @@ class NamedKernel(CudaKernel):
     arrays = [name for name in places if name in given and _is_array(given[name])]
     for name in arrays:
       if self.named[name].constant:
-        raise GateDefinitionError(
-          f"{self.label}: argument '{name}': expected a value that is known when the program is "
-          f"traced, since the kernel is compiled for it; got an array ({given[name]})"
-        )
+        why = f"since the kernel is compiled for it; got an array ({given[name]})"
+        expected = f"argument '{name}': expected a value that is known when the program is traced"
+        raise GateDefinitionError(f"{self.label}: {expected}, {why}")
     before_last = arrays != []
     for name, parameter in self.named.items():
       before_last = before_last and name != arrays[-1]
@@ -125,10 +120,9 @@ class NamedKernel(CudaKernel):
       if parameter.constant or self.outputs:
         raise GateDefinitionError(f"{self.label}: expected argument '{name}', got none")
       if before_last:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{name}' is left open before '{arrays[-1]}', which got an "
-          "array; results go to the last parameters, or to those that outputs= names"
-        )
+        fault = f"'{name}' is left open before '{arrays[-1]}', which got an array"
+        hint = "results go to the last parameters, or to those that outputs= names"
+        raise GateDefinitionError(f"{self.label}: parameter {fault}; {hint}")
     static = {name: value for name, value in given.items() if name not in arrays}
     types = [f"{n}={v.dtype.name}" for n, v in static.items() if isinstance(v, np.generic)]
     for name, value in static.items():
@@ -143,10 +137,7 @@ class NamedKernel(CudaKernel):
     return tuple(given[name] for name in arrays), tuple(sorted(static.items()))
 
   def bound(self, call: CudaCall) -> dict[str, Bound]:
-    """What each parameter is given in a call, by name, in the order of the function.
-
-    A result that shares its memory with an operand needs no parameter of its own.
-    """
+    """What each parameter is given in a call; a result in an operand's memory may need none."""
     static = {**self.constants, **call.static}
     for entry in filter(None, str(static.pop(_TYPES, "")).split(",")):
       name, _, dtype = entry.partition("=")
@@ -166,10 +157,9 @@ class NamedKernel(CudaKernel):
     takers = self.outputs or tuple(open_[ins:])
     if len(open_) != wanted or len(takers) != len(results):
       more = f"({', '.join(self.outputs)}) for results" if self.outputs else "results"
-      raise GateDefinitionError(
-        f"{self.label}: expected a parameter for each of {ins} arrays and {len(results)} results, "
-        f"got ({', '.join(open_)}) for arrays and {more}"
-      )
+      wanted = f"a parameter for each of {ins} arrays and {len(results)} results"
+      got = f"({', '.join(open_)}) for arrays and {more}"
+      raise GateDefinitionError(f"{self.label}: expected {wanted}, got {got}")
     found = {name: Bound("operand", i, call.operands[i]) for i, name in enumerate(open_[:ins])}
     found |= {n: Bound("result", r, call.results[r]) for n, r in zip(takers, results, strict=True)}
     found |= {name: Bound("static", -1, value) for name, value in static.items()}
@@ -181,7 +171,7 @@ class NamedKernel(CudaKernel):
     """What `make(capability, ptx=...)` makes for each capability, once for a plan's key."""
     for each in capabilities or (0,):
       if (key, each) not in self._made:
-        self._made[key, each] = make(each or ptx_capability(()), ptx=each == 0)
+        self._made[key, each] = make(each or LOWEST, ptx=each == 0)
     return [self._made[key, each] for each in capabilities or (0,)]
 
   def extent(self, option: str, value: Any, call: CudaCall) -> launch.Extent:

@@ -13,7 +13,6 @@ from callgate._core.errors import CompileError
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Named, NamedKernel, evaluated
 from callgate._kernel.cuda.options import NumbaCudaOptions
-from callgate._kernel.program import CudaCall
 
 
 class NumbaCudaKernel(NamedKernel):
@@ -31,7 +30,7 @@ class NumbaCudaKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.py_func)
     super().__init__(name, [Named(p.name, False, p.default) for p in own], options)
 
-  def plan(self, call: CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.Plan:
     bound, compiler, given = self.bound(call), self._compiler, self._launching
     # The leading axis of arrays under vmap="grid", which a call without a batch has too.
     lanes = (call.batch or 1,) if self.vmap == "grid" else ()

@@ -65,14 +65,8 @@ def type_of(label: str, name: str, dtype: str, rank: int, written: int) -> Any:
 
 
 def scalar_type(label: str, name: str, value: Any) -> Any:
-  if isinstance(value, (bool, np.bool_)):
-    return types.boolean
-  if isinstance(value, np.generic):
-    return from_dtype(value.dtype)
-  if isinstance(value, int):
-    return types.uint64 if value >= 2**63 else types.int64
-  if isinstance(value, (float, complex)):
-    return types.float64 if isinstance(value, float) else types.complex128
+  if isinstance(value, (bool, int, float, complex, np.generic)):
+    return from_dtype(np.asarray(value).dtype)
   expected = f"parameter '{name}': expected an array or a number, got {value!r}"
   hint = "constants are globals or closure variables of the function"
   raise GateDefinitionError(f"{label}: {expected}; {hint}")
@@ -103,7 +97,7 @@ def array_parameters(shape: Sequence[int], itemsize: int, of: Any, index: int) -
   strides = (itemsize * math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
   numbers = (math.prod(shape), itemsize, *shape, *strides)
   size, item, *rest = (Parameter.scalar(n, np.int64) for n in numbers)
-  null = Parameter.null()  # the owner's bookkeeping, which is the host's
+  null = Parameter(bytes(8))  # the owner's bookkeeping, which is the host's
   return [null, null, size, item, Parameter.pointer(of, index), *rest]
 
 
@@ -120,10 +114,7 @@ def scalar_parameters(value: Any, numba_type: Any) -> list[Parameter]:
 def compile_for(
   label: str, function: Any, argument_types: Sequence[Any], capability: int, *, ptx: bool
 ) -> tuple[str, list[int], Image]:
-  """The name of the entry, the sizes of its parameters as PTX declares them, and the image.
-
-  For a capability, as 90; with `ptx` for any device that is not older.
-  """
+  """The entry's name, its parameters' sizes, and an image for a capability, or PTX for newer."""
   given, name = function.targetoptions, function.py_func.__name__
   options = {k: given[k] for k in _COMPILED if given.get(k) is not None}
   cc = divmod(capability, 10)

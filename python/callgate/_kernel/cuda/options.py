@@ -110,8 +110,3 @@ class TritonOptions(NamedOptions):
   num_ctas: int | None = None
   zeroed_outputs: Any = ()
   options: Mapping[str, Any] | None = None
-
-  def of_triton(self) -> dict[str, Any]:
-    """Those of Triton's compiler that are given."""
-    named = {n: getattr(self, n) for n in TRITON_DEFAULTS}
-    return {**{n: v for n, v in named.items() if v is not None}, **dict(self.options or {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,17 +14,15 @@ from callgate._build import nvrtc
 from callgate._build.nvrtc import Image
 from callgate._core import options as check
 from callgate._core import static_values
+from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
-from callgate._kernel import launch as _launch
 from callgate._kernel.cuda import source as _source
 from callgate._kernel.cuda.kernel import evaluated
-from callgate._kernel.cuda.source import CudaFunction
-from callgate._kernel.launch import Address, Launch, Plan
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, Plan, checked
 from callgate._kernel.launch import Parameter as Argument
 from callgate._kernel.options import LaunchOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.program import CudaCall, CudaPart
-from callgate._kernel.source import SourceParameter, TemplateParameter, deduced
+from callgate._kernel.source import SourceFunction, SourceParameter, TemplateParameter
 
 
 class BuildOptions(NamedTuple):
@@ -41,6 +40,7 @@ class SourcePart(CudaPart):
   ) -> None:  # fmt: skip
     self.label, self.source, self.kernel = label, source, kernel
     self.aliases, self.launching = dict(aliases), launching
+    self.arch = building.arch
     folders = tuple(os.path.abspath(folder) for folder in building.include_dirs)
     self.building = building._replace(include_dirs=folders)
     function = _source.find(label, source, kernel)
@@ -51,10 +51,7 @@ class SourcePart(CudaPart):
     ))  # fmt: skip
     self._configuration = (launching.grid, launching.block, launching.shared, launching.cluster)
     if not any(map(callable, self._configuration)):  # it can be checked at once
-      _launch.checked(label, *self._configuration)
-
-  def arch(self) -> tuple[int, ...]:
-    return self.building.arch
+      checked(label, *self._configuration)
 
   def signature(self) -> list[Parameter]:
     parameters, templates = list[Parameter](), [t.name for t in self.function.template]
@@ -63,12 +60,10 @@ class SourcePart(CudaPart):
         continue
       dtype = self._dtype(p.element)
       if p.kind is Kind.NUMBER and dtype is None and p.element not in templates:
-        raise GateDefinitionError(
-          f"{self.label}: parameter '{p.name}': expected a pointer, a view (cg::In<float, 1>) or a "
-          f"number by value, got the type '{p.element}'"
-        )
-      rank = 0 if p.kind is Kind.NUMBER else int(p.rank) if p.rank.isdigit() else -1
-      parameters.append(Parameter(p.name, p.kind, dtype, rank))
+        kinds = "a pointer, a view (cg::In<float, 1>) or a number by value"
+        fault = f"parameter '{p.name}': expected {kinds}, got the type '{p.element}'"
+        raise GateDefinitionError(f"{self.label}: {fault}")
+      parameters.append(p.typed(dtype))
     return parameters
 
   def _dtype(self, element: str) -> np.dtype[Any] | None:
@@ -77,37 +72,22 @@ class SourcePart(CudaPart):
   # -- variants ----------------------------------------------------------------------------------
   def expression(self, call: CudaCall) -> str:
     """The function for a call, as C++ names it: "scale<float, 4>"."""
-    function, arguments = self.function, list[str]()
-    for parameter in function.template:
-      value = function.bound.get(parameter.name) or self._template_argument(parameter, call)
-      if value:
-        arguments.append(value)
-      elif parameter.default:
-        break  # and so have those that follow
-      else:
-        kind = "typename" if parameter.is_type else "int"
-        raise GateDefinitionError(
-          f"{self.label}: expected the template parameter '{kind} {parameter.name}' by keyword "
-          f"({parameter.name}=...) or in the kernel's name ({function.name}<...>), since it is no "
-          "array's element type or rank"
-        )
-    return function.qualified + (f"<{', '.join(arguments)}>" if function.template else "")
+    f = self.function
+    values = (f.bound.get(p.name) or self._template_argument(p, call) for p in f.template)
+    arguments = ", ".join(itertools.takewhile(bool, values))  # the others have defaults
+    return f.qualified + (f"<{arguments}>" if f.template else "")
 
   def _template_argument(self, parameter: TemplateParameter, call: CudaCall) -> str:
     """What a call's static values or arrays say of it; "" where they don't."""
-    found: Any = call.static.get(parameter.name)
-    if found is None:
-      arrays = self._arrays(call)
-      found = deduced(parameter, ((p.element, p.rank, a.dtype, len(a.shape)) for p, a in arrays))
-    if found is None:
-      return ""
-    if isinstance(found, (int, np.integer)) or str(found).lstrip("-").isdigit():
-      return str(int(found))
-    dtype = _source.dtype_by_name(found)
-    if dtype.name not in _source.TYPES:
+    arrays = ((p, a.dtype, len(a.shape)) for p, a in self._arrays(call))
+    otherwise = f" or in the kernel's name ({self.function.name}<...>)"
+    found = parameter.argument(self.label, call.static, arrays, otherwise)
+    if found is None or isinstance(found, int):
+      return "" if found is None else str(found)
+    if (name := str(found)) not in _source.TYPES:
       what = f"template parameter '{parameter.name}'"
-      raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {dtype}")
-    return _source.TYPES[dtype.name]
+      raise GateDefinitionError(f"{self.label}: {what}: CUDA has no type for {name}")
+    return _source.TYPES[name]
 
   def _arrays(self, call: CudaCall) -> list[tuple[SourceParameter, Any]]:
     """Parameters that are arrays, with theirs; an operand and a result in one count as both."""
@@ -130,7 +110,7 @@ class SourcePart(CudaPart):
     self._arrays(call)  # raises where there are more or fewer
     expression, label = self.expression(call), self.label
     options = (evaluated(option, call) for option in self._configuration)
-    (x, y, z), block, shared, cluster = _launch.checked(label, *options)
+    (x, y, z), block, shared, cluster = checked(label, *options)
     if call.batch is not None:
       if z != 1:
         check.refuse(label, "vmap='grid'", "a grid whose z is 1, for the lanes", (x, y, z))
@@ -140,10 +120,9 @@ class SourcePart(CudaPart):
     builds = [self.built(expression, each) for each in call.capabilities or (0,)]
     scratch: dict[str, int] = {}
     for name, value in (self.launching.scratch or {}).items():
-      size = evaluated(value, call)
-      if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 0:
-        check.refuse(label, f"scratch: '{name}'", "a number of bytes", size)
-      scratch[name] = int(size) * (call.batch or 1)
+      option, size = f"scratch: '{name}'", evaluated(value, call)
+      size = check.count(label, option, size, what="a number of bytes")
+      scratch[name] = size * (call.batch or 1)
     parameters = tuple(self._parameters(call, list(scratch)))
     launch = Launch(builds[0].entry, (x, y, z), block, parameters, shared, cluster)
     images, zeroed = tuple(b.image for b in builds), tuple(self.launching.zeroed)
@@ -160,23 +139,20 @@ class SourcePart(CudaPart):
         if p.kind is Kind.INOUT:
           next(operands)
         index, array = next(operands if p.kind is Kind.IN else results)
-        # A pointer, or a view: the pointer and the extents (include/callgate/kernel_device.h).
-        extents = np.array(array.shape if p.rank else (), "<i8").tobytes()
-        address = Address(0, "operand" if p.kind is Kind.IN else "result", index)
-        yield Argument(bytes(8) + extents, (address,))
+        of = "operand" if p.kind is Kind.IN else "result"
+        yield Argument.pointer(of, index, array.shape if p.rank else ())  # without: no view
 
   def _number(self, parameter: SourceParameter, call: CudaCall) -> Argument:
     name, element, what = parameter.name, parameter.element, f"{self.label}: parameter"
     if name not in call.static:
-      raise GateDefinitionError(
-        f"{what} '{name}', a number by value: expected a static value of that name, got "
-        f"{', '.join(call.static) or 'none'}; declare it as a pointer for an array"
-      )
+      got = f"got {', '.join(call.static) or 'none'}; declare it as a pointer for an array"
+      number = f"'{name}', a number by value: expected a static value of that name"
+      raise GateDefinitionError(f"{what} {number}, {got}")
     dtype = self._dtype(element)
     if dtype is None:  # of a template: that of an array with the same element type
       dtype = next((a.dtype for p, a in self._arrays(call) if p.element == element), None)
     if dtype is None and element in call.static:
-      dtype = _source.dtype_by_name(call.static[element])
+      dtype = dtype_named(call.static[element])
     if dtype is None:
       fault = f"no array and no keyword tells the type '{element}'"
       raise GateDefinitionError(f"{what} '{name}': {fault}")
@@ -185,8 +161,8 @@ class SourcePart(CudaPart):
 
 
 def _with_roles(
-  label: str, function: CudaFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
-) -> CudaFunction:
+  label: str, function: SourceFunction, aliases: Mapping[int, int], scratch: Mapping[str, Any]
+) -> SourceFunction:
   """What pointers to non-const elements are: results, operands in place, or scratch memory."""
   parameters: list[SourceParameter] = []
   operands = results = 0

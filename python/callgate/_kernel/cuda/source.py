@@ -6,40 +6,27 @@ By the types as they are written: pointers and callgate's views are arrays, all 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel import source as _source
 from callgate._kernel.parameters import Kind
-from callgate._kernel.source import SourceParameter, TemplateParameter
+from callgate._kernel.source import SourceFunction, SourceParameter
 
-# CUDA's names of each dtype's elements, the one that template arguments have first.
-_NAMES = {
-  "bool": "bool",
-  "int8": "int8_t|char|signed char",
-  "uint8": "uint8_t|unsigned char",
-  "int16": "int16_t|short|short int",
-  "uint16": "uint16_t|unsigned short|unsigned short int",
-  "int32": "int32_t|int|signed int",
-  "uint32": "uint32_t|unsigned|unsigned int",
-  "int64": "int64_t|long|long int|long long|long long int|ptrdiff_t",
-  "uint64": "uint64_t|unsigned long|unsigned long int|unsigned long long|"
-  "unsigned long long int|size_t",
-  "float16": "__half|half|cg::float16",
-  "bfloat16": "__nv_bfloat16|nv_bfloat16|cg::bfloat16",
-  "float32": "float",
-  "float64": "double",
-  "float8_e4m3fn": "__nv_fp8_e4m3|cg::float8_e4m3fn",
-  "float8_e5m2": "__nv_fp8_e5m2|cg::float8_e5m2",
-  "complex64": "float2|cuComplex|cuFloatComplex",
-  "complex128": "double2|cuDoubleComplex",
-}
-TYPES = {name: texts.split("|")[0] for name, texts in _NAMES.items()}
-_DTYPES = {text: name for name, texts in _NAMES.items() for text in texts.split("|")}
+# By CUDA's names of elements, the one that template arguments have first. Integers are C's, too.
+_DTYPES = (
+  {text: name for name, text in _source.TYPES.items() if ":" not in text}
+  | {"ptrdiff_t": "int64", "size_t": "uint64"}
+  | dict.fromkeys(("__half", "half", "cg::float16"), "float16")
+  | dict.fromkeys(("__nv_bfloat16", "nv_bfloat16", "cg::bfloat16"), "bfloat16")
+  | dict.fromkeys(("__nv_fp8_e4m3", "cg::float8_e4m3fn"), "float8_e4m3fn")
+  | dict.fromkeys(("__nv_fp8_e5m2", "cg::float8_e5m2"), "float8_e5m2")
+  | dict.fromkeys(("float2", "cuComplex", "cuFloatComplex"), "complex64")
+  | dict.fromkeys(("double2", "cuDoubleComplex"), "complex128")
+)
+TYPES = {name: text for text, name in reversed(_DTYPES.items())}
 _ATTRIBUTE = re.compile(
   r"__(?:launch_bounds|cluster_dims|maxnreg|block_size)__\s*\((?:[^()]|\([^()]*\))*\)"
   r"|__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)|\[\[.*?\]\]",
@@ -53,46 +40,20 @@ _QUALIFIERS = re.compile(
   r"\b(?:const|volatile|__restrict__|__restrict|restrict|__grid_constant__)\b"
 )
 _TYPE_WORDS = ("int", "char", "short", "long", "float", "double", "bool", "unsigned")
-_VIEW = re.compile(r"^(?:::)?\s*(?:(?:cg|callgate)\s*::\s*)?(In|Out|InOut)\s*<(.*)>$", re.DOTALL)
-
-
-class CudaFunction(NamedTuple):
-  """A `__global__` function of a source."""
-
-  name: str
-  qualified: str  # with its namespaces
-  template: tuple[TemplateParameter, ...]
-  parameters: tuple[SourceParameter, ...]  # numbers by value are of Kind.NUMBER
-  bound: Mapping[str, str]  # template arguments that the user gave, "float", by parameter
 
 
 def element_dtype(text: str) -> np.dtype[Any] | None:
   """The dtype of an element type; None for one that is no array's, or a template's."""
   plain = " ".join(text.replace("callgate::", "cg::").replace("std::", "").split())
-  known = _DTYPES.get(plain.replace(" ::", "::").replace(":: ", "::"))
-  return None if known is None else dtype_named(known)
+  return _source.element_dtype(plain.replace(" ::", "::").replace(":: ", "::"), _DTYPES)
 
 
-def dtype_by_name(value: Any) -> np.dtype[Any]:
-  """The dtype that a dtype, a scalar type or a name stands for; raises TypeError."""
-  return dtype_named(value) if isinstance(value, str) else np.dtype(value)
-
-
-def find(label: str, source: str, kernel: str | None) -> CudaFunction:
+def find(label: str, source: str, kernel: str | None) -> SourceFunction:
   """The kernel of a name ("scale", "ns::scale", "scale<float, 4>"), or the source's only one."""
-  text = _ATTRIBUTE.sub(_source.blank, _source.without_comments(source))
+  text = _source.blanked(_source.blanked(source), _ATTRIBUTE)
   name, _, arguments = (kernel or "").partition("<")
   name = name.strip()
-  wanted = f"::{name.removeprefix('::')}" if name else ""
-  found: list[CudaFunction] = []
-  for match in _KERNEL.finditer(text):
-    before, end = text[: match.start()], _source.closing(text, match.end() - 1)
-    qualified = "::".join([*_source.scopes(before), match[1]])
-    declaration = end < 0 or not text[end + 1 :].lstrip().startswith("{")
-    if not declaration and f"::{qualified}".endswith(wanted):
-      parts = _source.split_arguments(text[match.end() : end])
-      parameters = tuple(_parameter(i, part) for i, part in enumerate(parts) if parts != ["void"])
-      found.append(CudaFunction(match[1], qualified, _source.template(before), parameters, {}))
+  found = list(_source.defined(text, _KERNEL, _parameter, name or None))
   if len(found) != 1:
     several = ", ".join(f.qualified for f in found)
     expected = f"kernel=, since the source has several: {several}"
@@ -124,8 +85,7 @@ def _parameter(index: int, text: str) -> SourceParameter:
   if star:
     is_const = re.search(r"\bconst\b", pointee) is not None
     return SourceParameter(name, Kind.IN if is_const else Kind.OUT, plain, "")
-  view = _VIEW.match(plain)
-  if view is None:
+  view = _source.view_of(plain)
+  if view is None or not view[1] or view[0] not in ("In", "Out", "InOut"):
     return SourceParameter(name, Kind.NUMBER, plain, "")
-  element, rank, *_ = (*_source.split_arguments(view[2]), "?", "?")
-  return SourceParameter(name, Kind[view[1].upper()], element, rank)
+  return SourceParameter(name, Kind[view[0].upper()], view[1], view[2] or "?")

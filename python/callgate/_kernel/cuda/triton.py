@@ -18,7 +18,6 @@ from callgate._core.signatures import takes_two
 from callgate._kernel import launch
 from callgate._kernel.cuda.kernel import Bound, Named, NamedKernel
 from callgate._kernel.cuda.options import TRITON_DEFAULTS, TritonOptions
-from callgate._kernel.program import CudaCall
 
 # What a kernel's key holds by value.
 _PLAIN = (bool, int, float, str, type(None))
@@ -50,7 +49,7 @@ class TritonKernel(NamedKernel):
     name = options.name if options.name is not None else registry.unique_name(function.fn)
     super().__init__(name, named, options, constants)
 
-  def plan(self, call: CudaCall) -> launch.Plan:
+  def plan(self, call: launch.CudaCall) -> launch.Plan:
     compiler, label, bound = self._compiler, self.label, self.bound(call)
     known = {n: b.value for n, b in bound.items() if n not in self._automatic}
     settings = self._settings(call, bound, known)
@@ -86,12 +85,14 @@ class TritonKernel(NamedKernel):
     return tuple(b.image for b in self.made_for(key, capabilities, make))
 
   def _settings(
-    self, call: CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
+    self, call: launch.CudaCall, bound: Mapping[str, Bound], known: Mapping[str, Any]
   ) -> dict[str, Any]:
     compiler, label = self._compiler, self.label
     constants = {n: v for n, v in known.items() if self.named[n].constant}
     arguments = {n: v for n, v in known.items() if n not in constants}
-    given = {**constants, **self._options.of_triton()}
+    named = {n: getattr(self._options, n) for n in TRITON_DEFAULTS}  # of Triton's compiler
+    given = constants | {n: v for n, v in named.items() if v is not None}
+    given |= self._options.options or {}
     several = compiler.candidates(label, self.decorated, arguments, given)
     found = [{**TRITON_DEFAULTS, **settings} for settings in several]
     for settings in found:
@@ -112,7 +113,7 @@ class TritonKernel(NamedKernel):
     own = {n: v for n, v in settings.items() if n in bound}
     options = TritonOptions(
       name=registry.free_name(f"{self.name}.tuned"), grid=self._options.grid,
-      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch(),
+      options={n: v for n, v in settings.items() if n not in bound}, arch=self.arch,
       outputs=[n for n, b in bound.items() if b.of == "result"], aliases=self.aliases,
       out=tuple(value for _, value in results) if len(results) != 1 else results[0][1],
       zeroed_outputs=self._options.zeroed_outputs,
@@ -120,7 +121,7 @@ class TritonKernel(NamedKernel):
     return TritonKernel(self.function, options, {**static, **own})
 
   def _plan(
-    self, call: CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
+    self, call: launch.CudaCall, key: str, built: Sequence[Any], passed: Sequence[Any],
     bound: Mapping[str, Bound], meta: Mapping[str, Any],
   ) -> launch.Plan:  # fmt: skip
     """The launch of what was compiled; `meta` has all arguments, constants and options."""
@@ -150,7 +151,7 @@ class TritonKernel(NamedKernel):
         parameters.append(launch.Parameter.pointer("scratch", len(scratch)))
         scratch.append(size)
       else:
-        parameters.append(launch.Parameter.null())
+        parameters.append(launch.Parameter(bytes(8)))
     zeroed, positions = zeroed(dict(meta)) if callable(zeroed) else zeroed, set[int]()
     for name in (zeroed,) if isinstance(zeroed, (int, str)) else cast("Sequence[Any]", zeroed):
       target = bound.get(name) if isinstance(name, str) else None

@@ -31,7 +31,7 @@ from callgate._build.nvrtc import Image
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import CompileError, GateDefinitionError, GateError
 from callgate._kernel.cuda.kernel import entries
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 _DTYPES = {
   "bool": "i1", "bfloat16": "bf16",
@@ -199,10 +199,7 @@ def passed(arguments: Sequence[Argument]) -> list[Argument]:
 def candidates(
   label: str, kernel: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[Settings]:
-  """The constants of the kernel and options of its compilation that a call may take.
-
-  `kernel` is as the user's decorators made it, `settings` what is known beside the arguments.
-  """
+  """Constants and options that a call may take; `settings` are known beside the arguments."""
   if isinstance(kernel, Heuristics):
     known = dict(settings)
     for name, value in kernel.values.items():
@@ -223,10 +220,9 @@ def candidates(
   found: list[Settings] = []
   for config in configs:
     if config.pre_hook is not None:
-      raise GateDefinitionError(
-        f"{label}: got a triton.Config with pre_hook, which is Python that would run before each "
-        "launch; expected none. zeroed_outputs= sets results to zero"
-      )
+      why = "which is Python that would run before each launch"
+      expected = "expected none. zeroed_outputs= sets results to zero"
+      raise GateDefinitionError(f"{label}: got a triton.Config with pre_hook, {why}; {expected}")
     if twice := ", ".join(sorted(config.kwargs.keys() & (settings.keys() | arguments.keys()))):
       fault = f"expected {twice} once, got both @triton.autotune's and the call's"
       raise GateDefinitionError(f"{label}: {fault}")

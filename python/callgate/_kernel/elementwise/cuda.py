@@ -17,8 +17,7 @@ import numpy as np
 from callgate._build import nvrtc, toolchain
 from callgate._build.nvrtc import Image
 from callgate._kernel.elementwise.source import Bound, Code, body, element, lines
-from callgate._kernel.launch import Address, Launch, Parameter, Plan
-from callgate._kernel.program import CudaCall, CudaPart
+from callgate._kernel.launch import CudaCall, CudaPart, Launch, Parameter, Plan
 
 _THREADS = 256
 _VECTOR = 16  # bytes that a thread loads or stores at once
@@ -176,10 +175,7 @@ def layout_of(code: Code, operands: Sequence[Any], results: Sequence[Any]) -> La
 def collapsed(
   shapes: Sequence[Sequence[int]], results: Sequence[Any]
 ) -> list[tuple[int, list[int]]]:
-  """The result's axes, innermost first, with the strides of the operands that are broadcast.
-
-  Neighbours along which all strides continue are one; no operands give no axes.
-  """
+  """The result's axes, innermost first, with broadcast operands' strides; neighbours are joined."""
   axes: list[tuple[int, list[int]]] = []
   steps = [1] * len(shapes)
   for back, extent in enumerate(reversed(results[0].shape if shapes else ()), 1):
@@ -212,8 +208,7 @@ def _parameters(
     yield Parameter(np.array(numbers, "<i8").tobytes())
   for index, param in enumerate(code.inputs):
     if param.raw:
-      extents = np.array(operands[index].shape or (1,), "<i8").tobytes()
-      yield Parameter(bytes(8) + extents, (Address(0, "operand", index),))
+      yield Parameter.pointer("operand", index, operands[index].shape or (1,))
 
 
 class ElementwisePart(CudaPart):
@@ -221,10 +216,7 @@ class ElementwisePart(CudaPart):
 
   def __init__(self, kernel: Any, options: tuple[str, ...], arch: tuple[int, ...]) -> None:
     self._kernel = weakref.proxy(kernel)  # which holds this; whoever calls this holds it
-    self._options, self._arch = (*_OPTIONS, *options), arch  # of NVRTC
-
-  def arch(self) -> tuple[int, ...]:
-    return self._arch
+    self._options, self.arch = (*_OPTIONS, *options), arch  # of NVRTC
 
   def plan(self, call: CudaCall) -> Plan:
     code: Code = self._kernel.user_code

@@ -35,11 +35,7 @@ def derive(
   label: str, code: Code, jvp: str, like: Callable[..., Any] | None,
   make: Callable[[str, Code, Callable[..., Any] | None], Any],
 ) -> dict[int, Derivative]:  # fmt: skip
-  """A `Derivative` for each argument that has one, by its position.
-
-  `like` is the user's reference, for derivatives of the coefficients; `make` makes a kernel from
-  what its name ends in, its code and its reference.
-  """
+  """By an argument's position; `make` takes what a kernel's name ends in, code and reference."""
   _check_names(label, code, jvp)
   used, found = words(jvp) | words(code.loop_prep), dict[int, Derivative]()
   results = tuple(Param(f"_d{p.name}", p.type) for p in code.outputs)
@@ -126,17 +122,15 @@ def by_expression(
   """One coefficient for each result, of a shape that broadcasts to it."""
   name, dtype = kernel.user_code.inputs[index].name, primals[index].dtype
   if index not in kernel.derivatives:
-    raise GateDefinitionError(
-      f"{kernel.label}: differentiated with respect to '{name}', which is raw; expected a "
-      "derivative in the other arguments alone, or a rule given to defjvp or defvjp"
-    )
+    fault = f"differentiated with respect to '{name}', which is raw"
+    expected = "a derivative in the other arguments alone, or a rule given to defjvp or defvjp"
+    raise GateDefinitionError(f"{kernel.label}: {fault}; expected {expected}")
   for result in results:
     # Linear in the tangent's parts, not in the tangent, such a derivative is no factor.
     if is_complex(dtype) and is_inexact(result.dtype) and not is_complex(result.dtype):
-      raise GateDefinitionError(
-        f"{kernel.label}: jvp= takes derivatives of complex results with respect to complex "
-        f"'{name}', got a result of {result.dtype.name}; give a rule to defjvp"
-      )
+      only = f"takes derivatives of complex results with respect to complex '{name}'"
+      got = f"got a result of {result.dtype.name}; give a rule to defjvp"
+      raise GateDefinitionError(f"{kernel.label}: jvp= {only}, {got}")
   derivative: Derivative = kernel.derivatives[index]
   given = [*(primals[i] for i in derivative.inputs), *(results[i] for i in derivative.outputs)]
   bindings = kernel.user_code.bindings(kernel.label, primals, static)
@@ -152,10 +146,9 @@ def by_differences(
   """Central differences, each element by itself, by the step of `_call/derivatives.py`."""
   param, x = kernel.user_code.inputs[index], primals[index]
   if param.raw or not jnp.issubdtype(x.dtype, jnp.floating):
-    raise GateDefinitionError(
-      f"{kernel.label}: argument '{param.name}': gradient='finite-difference' takes derivatives "
-      "with respect to real arguments that are not raw; give a rule to defjvp or defvjp"
-    )
+    only = "takes derivatives with respect to real arguments that are not raw"
+    fault = f"gradient='finite-difference' {only}; give a rule to defjvp or defvjp"
+    raise GateDefinitionError(f"{kernel.label}: argument '{param.name}': {fault}")
   step = float(jnp.finfo(x.dtype).eps) ** (1 / 3) * jnp.maximum(1, jnp.abs(x))
   up, down = x + step.astype(x.dtype), x - step.astype(x.dtype)
   around = ([*primals[:index], y, *primals[index + 1 :]] for y in (up, down))

@@ -1,6 +1,6 @@
 """`callgate.elementwise`: pointwise kernels from one expression, broadcasting and derivatives."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
 import contextlib
 import dataclasses
@@ -11,11 +11,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from callgate._build import toolchain
-from callgate._call.options import shared
+from callgate._call.options import CallOptions, Vmap, shared
 from callgate._call.site import CallSite
 from callgate._core import factories, registry
 from callgate._core import options as check
@@ -24,11 +23,10 @@ from callgate._core.errors import CompileError, GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
 from callgate._kernel.elementwise import derivatives, params
 from callgate._kernel.elementwise.cuda import ElementwisePart
-from callgate._kernel.elementwise.options import ElementwiseOptions
 from callgate._kernel.elementwise.source import Bound, Code, cpu_unit
+from callgate._kernel.launch import PREFIX, parse_arch
 from callgate._kernel.options import CompilerOptions, KernelOptions
 from callgate._kernel.parameters import Kind, Parameter
-from callgate._kernel.program import PREFIX, parse_arch
 from callgate._kernel.variants import CallTypes, Function, Given, Static
 from callgate._sharding import rules
 from callgate._sharding.rules import Rule
@@ -44,11 +42,38 @@ _LINEAR = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ElementwiseOptions(CompilerOptions, CallOptions):
+  """The options of `callgate.elementwise`; what its code tells is none.
+
+  Attributes:
+    preamble: C++ in front of the kernel: functions, types, includes.
+    loop_prep: statements in front of each run of elements, whose variables the operation sees.
+    after_loop: statements behind each run of elements.
+    jvp: the derivative: statements that give the tangent `dz` of each result `z` from the
+      arguments, the results and the arguments' tangents `dx`, in which they are linear.
+    like: a JAX-traceable reference of the same signature: gives derivatives where there is no
+      `jvp`, and those of higher order where there is; and `check`'s truth.
+    sharding: which dimensions of the arrays may stay split over devices. Default: all, as operands
+      broadcast. "gather", or a rule or function as for `callgate.gate`, for less.
+    gradient: "finite-difference": derivatives by central differences, element by element.
+    debug: "-O0 -g" and bounds checks of raw arguments; on the CPU.
+  """
+
+  out: Any = dataclasses.field(init=False, default=None)
+  vmap: Vmap | Callable[..., Any] = dataclasses.field(init=False, default="each")
+  linear: bool | int | Sequence[int] = dataclasses.field(init=False, default=False)
+  preamble: str = ""
+  loop_prep: str = ""
+  after_loop: str = ""
+  jvp: str | None = None
+
+
 @factories.of_code(ElementwiseOptions)
 def elementwise(
   in_params: str, out_params: str, operation: str, name: str | None = None, *,
   options: ElementwiseOptions,
-) -> ElementwiseKernel:  # fmt: skip
+) -> "ElementwiseKernel":  # fmt: skip
   """Makes a JAX function of the C++ for one element; arguments broadcast as NumPy's do.
 
   The same code is compiled for the CPU, and by CUDA's run-time compiler for GPUs.
@@ -101,10 +126,8 @@ def elementwise(
     raise GateDefinitionError(f"{label}: expected names that differ, got '{twice}' twice")
   for position in check.aliases(label, options.aliases):
     if 0 <= position < len(inputs) and inputs[position].raw:
-      raise GateDefinitionError(
-        f"{label}: aliases: '{inputs[position].name}' is raw, so that elements would read what "
-        "others have written; expected an argument that is not"
-      )
+      why = "so that elements would read what others have written; expected an argument that is not"
+      raise GateDefinitionError(f"{label}: aliases: '{inputs[position].name}' is raw, {why}")
   return ElementwiseKernel(name, Code(inputs, outputs, operation, **around), options)
 
 
@@ -130,7 +153,7 @@ class ElementwiseKernel(CpuKernel):
     self.cuda = ElementwisePart(self, for_nvrtc, parse_arch(label, options.arch))
     if not code.knows_place:
       kernel: Any = weakref.proxy(self)  # the program that is batched holds it
-      self.vmap_rule = functools.partial(_batch_in_front, kernel)
+      self.vmap_rule = functools.partial(CpuKernel.batch_loop, kernel)
     self.derivatives: dict[int, derivatives.Derivative] = {}
     if options.jvp is not None:
       make = functools.partial(_coefficients, self)
@@ -268,10 +291,9 @@ def _coefficients(
 
   def refuse(primals: Any, tangents: Any) -> Any:
     del primals, tangents
-    raise GateDefinitionError(
-      f"{label}: jvp= gives the first derivative, and this one is a derivative of it; expected "
-      "like= as well: a JAX function of the same arguments, from which the higher derivatives come"
-    )
+    fault = "jvp= gives the first derivative, and this one is a derivative of it"
+    like = "a JAX function of the same arguments, from which the higher derivatives come"
+    raise GateDefinitionError(f"{label}: {fault}; expected like= as well: {like}")
 
   if like is None:
     made.set_jvp(refuse)
@@ -299,29 +321,12 @@ def _result_types(label: str, code: Code, *operands: Any, **static: Any) -> Any:
 
 def _size(label: str, code: Code, size: Any) -> tuple[int, ...]:
   if names := ", ".join(repr(p.name) for p in code.mapped):
-    raise GateDefinitionError(
-      f"{label}: got size={size!r}, but the results have the shape to which {names} broadcast; "
-      "expected size= where all arguments are raw"
-    )
+    shape = f"the results have the shape to which {names} broadcast"
+    expected = "expected size= where all arguments are raw"
+    raise GateDefinitionError(f"{label}: got size={size!r}, but {shape}; {expected}")
   extents = tuple(size) if isinstance(size, (tuple, list)) else (size,)
   if not all(isinstance(e, (int, np.integer)) and e >= 0 for e in extents):
     got = "none" if size is None else repr(size)
     expected = "expected size=, an integer or a shape, which no argument gives"
     raise GateDefinitionError(f"{label}: {expected}; got {got}")
   return tuple(int(e) for e in extents)
-
-
-def _batch_in_front(
-  kernel: ElementwiseKernel, size: int, batched: Sequence[bool], *args: Any, **static: Any
-) -> tuple[Any, Any]:
-  """A batch axis is one more axis to broadcast, in front of all others."""
-  lanes = [x.shape[flag:] for x, flag in zip(args, batched, strict=True)]
-  core = np.broadcast_shapes(*lanes)
-  moved = list(args)
-  for i, (x, flag, lane) in enumerate(zip(args, batched, lanes, strict=True)):
-    if i in kernel.aliases:
-      moved[i] = jnp.broadcast_to(x, (size, *core))  # memory for every lane
-    elif flag:
-      moved[i] = x.reshape(size, *(1,) * (len(core) - len(lane)), *lane)
-  out = kernel.apply_raw(tuple(moved), {}, tuple(sorted(static.items())))
-  return out, jax.tree.map(lambda _: True, out)

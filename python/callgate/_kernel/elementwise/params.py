@@ -95,10 +95,7 @@ def _fault(option: str, words: list[str]) -> str | None:
 def convert(
   label: str, inputs: Sequence[Param], values: Sequence[Any], given: Bindings
 ) -> list[Any]:
-  """A call's arguments as arrays of the parameters' dtypes, which all but weak types must have.
-
-  `given` is what letters stand for by keywords.
-  """
+  """A call's arguments as arrays of the parameters' dtypes; `given` binds letters by keyword."""
   arrays = [_as_array(label, p, v) for p, v in zip(inputs, values, strict=True)]
   bindings = bind(label, inputs, [None if _is_weak(v) else v for v in arrays], given)
   for letter in {p.type for p in inputs if is_letter(p.type)} - bindings.keys():

@@ -148,10 +148,7 @@ def digest_of(request: Request, argument_types: tuple[Any, ...]) -> str | None:
 
 
 class Kept:
-  """The cache that a CFunc asks: one file an entry, with a checksum; a damaged one is made again.
-
-  Any number of processes may read and write: a file is replaced in one step.
-  """
+  """The cache that a CFunc asks: one file an entry, replaced in one step, made again if damaged."""
 
   def __init__(self, key: str | None) -> None:
     self._key, self.content = key, None  # the entry, if it is there and whole

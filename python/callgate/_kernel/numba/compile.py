@@ -122,7 +122,10 @@ def _compile(request: Request, argument_types: tuple[Any, ...], compile: Any) ->
 def _argument_types(request: Request) -> tuple[Any, ...]:
   if request.pointers is not None:
     return request.pointers
-  operands = [operand_type(type) for type in request.types.operands]
+  operands = [  # read-only arrays, numbers for rank 0
+    types.Array(element_type(dtype), rank, "C", readonly=True) if rank else element_type(dtype)
+    for dtype, rank in request.types.operands
+  ]
   results = [result_type(type) for type in request.types.results]
   found: list[Any] = []
   for kind, indices, value in request.slots:
@@ -212,13 +215,6 @@ def element_type(dtype: np.dtype[Any]) -> Any:
     return numpy_support.from_dtype(dtype)
   except numba_errors.NumbaNotImplementedError:
     return None
-
-
-def operand_type(operand: Type) -> Any:
-  """An argument: a read-only array, or a number for rank 0."""
-  dtype, rank = operand
-  element = element_type(dtype)
-  return types.Array(element, rank, "C", readonly=True) if rank else element
 
 
 def result_type(result: Type) -> Any:

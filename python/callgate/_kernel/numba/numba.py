@@ -1,14 +1,15 @@
 """`callgate.numba`: kernels from Python functions that Numba compiles when a call is traced."""
 
-from __future__ import annotations
+# Annotations are evaluated here, for `typing.get_type_hints` of the function.
 
+import dataclasses
 import dis
 import inspect
 import itertools
 import json
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,18 +20,52 @@ from callgate._core import options as _options
 from callgate._core.dtypes import dtype_named
 from callgate._core.errors import GateDefinitionError
 from callgate._kernel.cpu import CpuKernel
-from callgate._kernel.numba.options import NumbaOptions
 from callgate._kernel.numba.request import Request, Slot
+from callgate._kernel.options import KernelOptions
 from callgate._kernel.parameters import Kind, Parameter, leaves_of
-from callgate._kernel.variants import CallTypes, Function, Given, Type
+from callgate._kernel.variants import CallTypes, Function, Given, Type, from_json, to_json
 
 _DTYPES = "bool, integers of 8 to 64 bits, float32, float64, complex64, complex128"
 _STATIC = "a number, a string, None or a tuple of these"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+NumbaStyle = Literal["return", "inplace"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class NumbaOptions(KernelOptions):
+  """The options of `callgate.numba`.
+
+  Attributes:
+    style: "inplace" (`fn(out, *args)`) or "return" (`fn(*args)`). Default: what the number of
+      parameters says, and where defaults leave that open, whether the function returns a value.
+    cast: allow same-kind casts of what the function returns (float64 to float32, say).
+    parallel: loops over `numba.prange`, and array expressions, run on Numba's threads.
+    fastmath: as for `numba.njit`.
+    boundscheck: an index outside an array raises IndexError.
+    error_model: "python" (a division by zero raises) or "numpy" (it gives inf or nan).
+  """
+
+  style: NumbaStyle | None = None
+  cast: bool = False
+  parallel: bool = False
+  fastmath: bool | set[str] = False
+  boundscheck: bool = False
+  error_model: Literal["python", "numpy"] = "python"
+
+  def __post_init__(self) -> None:
+    _options.name("numba", self.name)
+    _options.booleans("numba", cast=self.cast, parallel=self.parallel, boundscheck=self.boundscheck)
+    _options.choice("numba", "error_model", self.error_model, ("python", "numpy"))
+    if not isinstance(self.fastmath, (set, frozenset)):
+      _options.boolean("numba", "fastmath", self.fastmath)
+    elif not all(isinstance(flag, str) for flag in self.fastmath):  # pyright: ignore[reportUnnecessaryIsInstance]
+      _options.refuse("numba", "fastmath", "a bool or a set of LLVM's flags", self.fastmath)
+
+
 @factories.decorator(NumbaOptions)
-def numba(fn: Callable[..., Any], /, *, options: NumbaOptions) -> NumbaKernel:
+def numba(fn: "Callable[..., Any]", /, *, options: NumbaOptions) -> "NumbaKernel":
   """Makes a Python function a JAX function that Numba compiles: no interpreter at run time.
 
   ```python
@@ -75,7 +110,9 @@ class NumbaKernel(CpuKernel):
     self._compiler = compiler
     source = getattr(function, "py_func", None) or getattr(function, "__wrapped__", function)
     label = f"kernel '{name or getattr(source, '__qualname__', source)}'"
-    made, given = compiler.made_with(function), options.of_numba()
+    names = ("parallel", "fastmath", "boundscheck", "error_model")
+    given = {n: v for n in names if (v := getattr(options, n)) and v != "python"}  # no defaults
+    made = compiler.made_with(function)
     if not isinstance(source, types.FunctionType) or (source is not function and not made):
       _options.refuse(label, "fn", "a Python function, an @njit function or a @cfunc", function)
     if made and given:
@@ -118,10 +155,9 @@ class NumbaKernel(CpuKernel):
       return lead
     where = f"after {lead} for the results" if lead else "for what it returns its results of"
     names = ", ".join(p.name for p in positional)
-    raise GateDefinitionError(
-      f"{self.label}: '{self.function.__name__}' has the parameters ({names}), not one for each of "
-      f"{operands} arguments {where}; static values are given by keyword"
-    )
+    wanted = f"{operands} arguments {where}; static values are given by keyword"
+    fault = f"'{self.function.__name__}' has the parameters ({names}), not one for each of"
+    raise GateDefinitionError(f"{self.label}: {fault} {wanted}")
 
   def _slots(self, types: CallTypes) -> tuple[Slot, ...]:
     static, slots = dict(types.static), list[Slot]()
@@ -157,7 +193,7 @@ class NumbaKernel(CpuKernel):
     frozen = tuple(sorted((*static, *constants.items())))
     for name, value in frozen:
       try:
-        _to_json(value)
+        to_json(value)
       except TypeError:
         _options.refuse(self.label, f"static value '{name}'", _STATIC, value)
     # Arrays given by keyword, in their places, which are counted from the results' parameters on.
@@ -183,15 +219,14 @@ class NumbaKernel(CpuKernel):
         kind = "argument" if index < len(structs) else "result"
         at = index if index < len(structs) else index - len(structs)
         what = registry.of(self.name, site.spec, kind, at)
-        raise GateDefinitionError(
-          f"{self.label}: {what}: expected a dtype that Numba has on the CPU ({_DTYPES}), got "
-          f"{dtype.name}; convert it with astype"
-        )
+        expected = f"expected a dtype that Numba has on the CPU ({_DTYPES})"
+        got = f"got {dtype.name}; convert it with astype"
+        raise GateDefinitionError(f"{self.label}: {what}: {expected}, {got}")
     super().check_call(site, structs)
 
   def variant_key(self, types: CallTypes) -> str:
     sides = (",".join(f"{d.name}:{r}" for d, r in s) for s in (types.operands, types.results))
-    static = {name: _to_json(value) for name, value in types.static}
+    static = {name: to_json(value) for name, value in types.static}
     return "->".join(sides) + (";" + json.dumps(static) if static else "")
 
   def types_of_key(self, key: str) -> CallTypes:
@@ -202,7 +237,7 @@ class NumbaKernel(CpuKernel):
     arrays, _, static = key.partition(";")
     operands, _, results = arrays.partition("->")
     values: dict[str, Any] = json.loads(static or "{}")
-    frozen = tuple(sorted((name, _from_json(value)) for name, value in values.items()))
+    frozen = tuple(sorted((name, from_json(value)) for name, value in values.items()))
     return CallTypes(types(operands), types(results), frozen)
 
   def compile(self, types: CallTypes, key: str) -> Function:
@@ -233,24 +268,3 @@ def _returns_value(code: types.CodeType) -> bool:
     or (i.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None))
     for before, i in itertools.pairwise(dis.get_instructions(code))
   )
-
-
-def _to_json(value: Any) -> Any:
-  """A static value as a program's name of a variant holds it."""
-  if isinstance(value, np.generic):
-    kept = cast("Any", value)
-    return {kept.dtype.name: _to_json(kept.item())}
-  if isinstance(value, complex):
-    return {"complex": [value.real, value.imag]}
-  if isinstance(value, tuple):
-    return list(map(_to_json, cast("tuple[Any, ...]", value)))
-  if value is None or isinstance(value, (bool, int, float, str)):
-    return value
-  raise TypeError
-
-
-def _from_json(value: Any) -> Any:
-  if isinstance(value, dict):
-    ((kind, held),) = cast("dict[str, Any]", value).items()
-    return complex(*held) if kind == "complex" else np.dtype(kind).type(_from_json(held))
-  return tuple(map(_from_json, cast("list[Any]", value))) if isinstance(value, list) else value

@@ -76,10 +76,7 @@ def emit_carried(ctx: Any, operands: Sequence[Any], effect: Any, **options: Any)
 def host_function(
   ctx: Any, callback: Callable[..., Any], in_tree: Any, api: str
 ) -> Callable[..., list[Array]]:
-  """A function of the program's NumPy arrays that runs `callback` as JAX would, and raises so.
-
-  `in_tree` is that of the callback's `(args, kwargs)`, which are its to keep; `api` is for the log.
-  """
+  """Runs `callback` on the program's arrays as JAX would; `in_tree` is of `(args, kwargs)`."""
   operands, results = (list(map(carrier, avals)) for avals in (ctx.avals_in, ctx.avals_out))
 
   def unflattened(*arrays: Any) -> Any:
@@ -133,17 +130,14 @@ dispatch.end_before_dispatch_returns(_Waits)
 def _argument_maker(
   operands: Sequence[Carrier], device: Any
 ) -> Callable[[Sequence[Array]], list[Any]]:
-  """A function from NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` makes them.
-
-  What that decides in the first call (abstract value and sharding) holds from then on. Where the
-  thread's `jax_enable_x64` changes a dtype, it decides every time.
-  """
+  """From NumPy arrays to jax.Arrays on the CPU, as `jax.device_put` decided in the first call."""
   devices, (put, rest) = [device], dispatch.fast_device_put()
   targets: list[tuple[Any, Any]] = []  # one an operand, once known
   is_wider = any(operand.is_wider for operand in operands)
 
   def decide(inputs: Sequence[Array]) -> list[Any]:
     arrays = [jax.device_put(x, device) for x in inputs]
+    # Not where the thread's `jax_enable_x64` changes a dtype: then it decides every time.
     if all(x.dtype == operand.dtype for x, operand in zip(arrays, operands, strict=True)):
       targets[:] = [(x.aval, x.sharding) for x in arrays]
     return arrays

@@ -15,7 +15,7 @@ from fake_programs import run
 
 import callgate as cg
 from callgate._build import nvrtc
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 with warnings.catch_warnings():
   warnings.simplefilter("ignore")  # where there is no device, or CUDA's toolkit is not found

@@ -15,7 +15,7 @@ from fake_programs import run
 
 import callgate as cg
 from callgate._core import static_values
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 numba = pytest.importorskip("numba")

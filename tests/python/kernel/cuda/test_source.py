@@ -21,10 +21,9 @@ from programs import drop_programs
 import callgate as cg
 from callgate._build import nvrtc, toolchain
 from callgate._kernel import launch
-from callgate._kernel import program as _program
 from callgate._kernel.cuda import source as _source
-from callgate._kernel.launch import Address, Launch, Parameter, Plan
-from callgate._kernel.program import CudaCall, parse_arch
+from callgate._kernel.launch import Address, CudaCall, Launch, Parameter, Plan, parse_arch
+from callgate._kernel.variants import from_json
 from callgate._sharding import partitioner
 
 SAXPY = """
@@ -665,7 +664,7 @@ def test_a_call_on_tiles_has_a_grid_for_them():
 @needs_nvrtc
 def test_a_call_on_tiles_with_its_lanes_in_the_grid_has_the_tiles_lanes():
   kernel = saxpy(name="tiled.grid", vmap="grid")
-  about = '{"grid":true,"static":{"a":{"float":"0x1.0p+1"},"n":5}}'
+  about = '{"grid":true,"static":{"a":2.0,"n":5}}'
   call = {"name": "tiled.grid[cuda:saxpy]", "tiles": about}
   tile = ((3, 256), np.dtype(np.float32))
   assert kernel.retile(call, (), [tile, tile], [tile], "t") == "t"
@@ -682,8 +681,8 @@ def test_static_values_of_every_kind_survive_the_way_through_a_program():
     "e": np.float32(3),
     "f": float("inf"),
   }
-  held = {name: _program._encoded(None, name, value) for name, value in values.items()}
-  back = {name: _program.decoded(value) for name, value in json.loads(json.dumps(held)).items()}
+  held = {name: launch._encoded(None, name, value) for name, value in values.items()}
+  back = {name: from_json(value) for name, value in json.loads(json.dumps(held)).items()}
   assert back == {**values, "d": np.dtype(jnp.bfloat16), "e": 3.0}
 
 

@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 from fake_programs import run
 
 import callgate as cg
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

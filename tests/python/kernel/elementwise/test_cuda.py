@@ -23,7 +23,7 @@ from callgate import _callgate
 from callgate._build import nvrtc
 from callgate._kernel.elementwise import cuda
 from callgate._kernel.elementwise.cuda import Layout, collapsed, entry_of
-from callgate._kernel.program import CudaCall
+from callgate._kernel.launch import CudaCall
 
 DTYPES = (
   *("float32", "float64", "float16", "bfloat16", "complex64", "complex128"),

@@ -22,10 +22,9 @@ from callgate._build import nvrtc
 from callgate._build.nvrtc import Image
 from callgate._kernel.cuda.kernel import CudaKernel
 from callgate._kernel.cuda.options import CudaOptions
-from callgate._kernel.launch import Launch, Parameter, Plan
+from callgate._kernel.launch import CudaCall, Launch, Parameter, Plan
 from callgate._kernel.parameters import Kind
 from callgate._kernel.parameters import Parameter as KernelParameter
-from callgate._kernel.program import CudaCall
 
 F32 = np.dtype(np.float32)
 _numbers = itertools.count()
@@ -202,7 +201,7 @@ def test_a_failed_launch_is_the_programs_error(fake):
   message = str(info.value)
   assert "kernel 'scale.fails': cuLaunchKernel: CUDA_ERROR_INVALID_VALUE" in message
   assert "grid (1, 1, 1), block (4, 1, 1), shared 0 bytes" in message
-  assert "kernel/test_program_cuda.py" in message
+  assert "kernel/test_launch_cuda.py" in message
   np.testing.assert_array_equal(program(x), 2 * x)
 
 

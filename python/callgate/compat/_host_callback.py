@@ -1,0 +1,295 @@
+"""What both forms of `host_callback` share: from a pytree to a tap, and the receivers of 2020.
+
+Equal calls share a tap, so that JAX's caches hit. Records go through a channel of their own,
+`CHANNEL`, and are unpacked on that channel's thread, under the GIL; consumers report there what
+they raise. Programs with taps ask for a receiver before each execution, in their caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from callgate._core import dtypes
+from callgate._core.failures import keep_consumer_error
+from callgate._core.masked import shown
+from callgate._jax import tracing
+from callgate._runtime.barrier import wait_for_programs
+from callgate._tap import delivery
+from callgate._tap.consumers import check_not_forked
+from callgate._tap.site import TapSite
+from callgate._tap.tap import bind, uncarried
+from callgate._tap.target import of_rows, start_channel
+
+CHANNEL = "host_callback"
+# (name, parameters) of each transformation that a tap met, as they were applied.
+Transforms = tuple[tuple[str, dict[str, Any]], ...]
+
+
+class Arrays:
+  """A pytree as a tap takes it: leaves that can travel, and what is needed to put it together."""
+
+  def __init__(self, api: str, value: Any, *, copied: bool = False) -> None:
+    leaves, self.tree = jax.tree.flatten(value)
+    self.arrays = [_as_array(api, leaf, index, copied) for index, leaf in enumerate(leaves)]
+    carried = [dtypes.carried(array) for array in self.arrays]
+    self.operands = [array for array, _ in carried]
+    self.dtypes = tuple(name for _, name in carried)
+
+  def rebuild(self, results: Sequence[Any]) -> Any:
+    """The pytree of a tap's results, in the dtypes that the user gave."""
+    return jax.tree.unflatten(self.tree, map(uncarried, self.arrays, results))
+
+
+def bind_tap(
+  function: Callable[..., Any], key: tuple[Any, ...], given: Arrays,
+  consume: Callable[[Any, Transforms, int | None], None], *, extra: Sequence[Any] = (),
+  masked: bool = False, eager: bool = False, **options: Any,
+) -> Sequence[Any]:  # fmt: skip
+  """The results of a tap of `given` to `consume`, which is shared by equal keys and structures.
+
+  `consume` gets each record's value (arrays of its own), transformations and device's global id
+  (-1: not known) on the channel's thread, where it must not raise; with `eager`, where nothing is
+  compiled, in the caller's, with None for the device. `function` is the user's own.
+  """
+  check_not_forked()
+  tree = given.tree
+
+  def unpack(text: str, arrays: Sequence[np.ndarray], device: int | None) -> None:
+    about = delivery.description(text)
+    value = jax.tree.unflatten(tree, about.value(arrays))
+    transforms = (
+      (met, {"logical_shapes": _logical_shapes(about, arrays)} if met == "mask" else _as_tuple(how))
+      for met, how in about.transforms
+    )
+    consume(value, tuple(transforms), device)
+
+  def rows(source: Any, rows: Sequence[Any]) -> None:
+    for row in rows:
+      unpack(source[3], row[6], row[3])
+
+  def at_once(text: str, arrays: Sequence[Any]) -> None:
+    unpack(text, [np.array(array) for array in arrays], None)
+
+  name, flat = name_of(function), jax.tree.structure((0,) * len(given.operands))
+  site = TapSite(tree=flat, name=name, dtypes=given.dtypes, whole=True, **options)
+  now = at_once if eager else None
+  tap = of_rows((*key, tree), rows, name, channel=CHANNEL, eager=now)
+  return bind(tap, site, given.operands, extra, (("mask", ()),) if masked else ())
+
+
+def name_of(function: Callable[..., Any]) -> str:
+  """A callable's name, for messages and records: one line."""
+  function = getattr(function, "func", function)  # functools.partial
+  name = getattr(function, "__qualname__", None) or type(function).__qualname__
+  return str(name).replace("\n", " ") or "tap"
+
+
+def exact_items(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+  """A key that tells equal values apart which are not the same: 1, 1.0 and True; 0.0 and -0.0."""
+  plain = (tuple, frozenset, int, float, complex, np.generic)
+  return tuple(
+    (name, type(value), value, repr(value) if isinstance(value, plain) else "")
+    for name, value in sorted(kwargs.items())
+  )
+
+
+def _as_tuple(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {key: _as_tuple(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+  return tuple(map(_as_tuple, value)) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _logical_shapes(about: delivery.Description, arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+  """For each leaf its logical shape; sizes that differ from lane to lane are arrays."""
+  shapes: list[Any] = [array.shape for array in arrays[: about.values]]
+  for index, sizes in zip(about.logical, arrays[about.values :], strict=True):
+    of_axes = np.moveaxis(sizes, -1, 0)
+    shapes[index] = tuple(map(int, of_axes) if sizes.ndim == 1 else of_axes)
+  return tuple(shapes)
+
+
+def _as_array(api: str, leaf: Any, index: int, copied: bool) -> Any:
+  if isinstance(leaf, jax.Array):
+    return leaf
+  try:
+    if copied and type(leaf) is np.ndarray and tracing.in_no_trace():  # else a compilation
+      return jax.device_put(leaf.copy())  # the array may change, what is put may be shared
+    return jnp.asarray(leaf)
+  except (TypeError, ValueError) as error:
+    raise TypeError(f"{api}: leaf {index}: expected an array, got {shown(leaf)}") from error
+
+
+# -- what id_print prints ------------------------------------------------------------------------
+def write(output_stream: Any, entries: Mapping[str, Any], body: str) -> None:
+  """Writes a line of sorted `key: value`, if there are entries, then the body."""
+  first = " ".join(f"{key}: {value}" for key, value in sorted(entries.items()))
+  text = f"{first}\n{body}\n" if first else f"{body}\n"
+  if output_stream is None:
+    print(text, end="", flush=True)
+  else:
+    output_stream.write(text)
+
+
+def text_of(value: Any, threshold: int, width: int = 0, column: int = 0) -> str:
+  """2020's form, an element a line; with a width 2023's, on one line from `column` if it fits."""
+  if isinstance(value, (tuple, list)):
+    start, end = ("( ", " )") if width and isinstance(value, tuple) else ("[ ", " ]")
+    items: list[tuple[str, Any]] = [("", one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+  elif isinstance(value, dict):
+    start, end = "{ ", " }"
+    items = [(f"{key}=", one) for key, one in sorted(value.items())]  # pyright: ignore
+  elif isinstance(value, np.ndarray):
+    return np.array2string(value, threshold=threshold)
+  else:
+    return str(value)
+  inner = column + len(start)
+  parts = [_hang(label, text_of(one, threshold, width, inner + len(label))) for label, one in items]
+  line = start + " ".join(parts) + end
+  if "\n" in line or column + len(line) > width:
+    return _hang(start, "\n".join(parts)) + end
+  return line
+
+
+def _hang(label: str, text: str) -> str:
+  """`text` after `label`, its further lines under its first."""
+  return label + text.replace("\n", "\n" + " " * len(label))
+
+
+# -- receivers -------------------------------------------------------------------------------------
+_lock = threading.Lock()
+_started: dict[int, Receiver] = {}  # by the device's id
+_calling: list[str] = []  # the consumer that is being called
+
+
+class TapFunctionException(Exception):
+  """Functions of taps raised.
+
+  Attributes:
+    exceptions: what they raised, all of it, in order.
+  """
+
+  def __init__(self, message: str, exceptions: Sequence[BaseException]) -> None:
+    super().__init__(message)
+    self.exceptions = tuple(exceptions)
+
+
+class Receiver:
+  """Receives what the taps on some devices send; a context manager."""
+
+  def __init__(self, name: str, timeout: float, devices: Sequence[Any]) -> None:
+    self._name, self.timeout, self._devices = name, timeout, tuple(devices)
+    self.raised: list[BaseException] = []  # what consumers raised, until the end of the block
+
+  def __repr__(self) -> str:
+    return f"<outfeed receiver '{self._name}' of {_names(self._devices)}>"
+
+  def __enter__(self) -> Receiver:
+    check_not_forked()
+    start_channel(CHANNEL)
+    with _lock:
+      if taken := [device for device in self._devices if device.id in _started]:
+        got = f"{_names(taken)}, for which {_started[taken[0].id]!r} is started"
+        raise ValueError(f"outfeed_receiver: expected devices without a receiver, got {got}")
+      _started.update({device.id: self for device in self._devices})
+    return self
+
+  def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+    outstanding, failure = self._end(), None
+    with _lock:
+      for device in self._devices:
+        _started.pop(device.id, None)
+      raised = list(self.raised)
+    if raised:
+      shown = "".join(f"\n  {type(error).__name__}: {error}" for error in raised[:10])
+      more = f"\n  and {len(raised) - 10} more" if len(raised) > 10 else ""
+      text = f"functions of {len(raised)} tap(s) raised:{shown}{more}"
+      failure = TapFunctionException(text, raised)
+    if error is not None:  # the block's own exception must not be hidden
+      for what in filter(None, (outstanding, failure)):
+        error.add_note(f"callgate: {what}")
+    elif outstanding:
+      raise TimeoutError(outstanding) from failure
+    elif failure is not None:
+      raise failure from raised[0]
+
+  def _end(self) -> str:
+    """Lets programs and consumers finish; says what was left when the time ran out, or ""."""
+    whose = f"{self!r}: after {self.timeout:g} s"
+    try:
+      if finish(self.timeout):
+        return ""
+    except TimeoutError:
+      return f"{whose} programs still ran"
+    calling = f"; {_calling[-1]} was being called" if _calling else ""
+    pending = start_channel(CHANNEL).stats()["pending"]
+    return f"{whose} {pending} record(s) still waited for their functions{calling}"
+
+
+def finish(timeout: float | None) -> bool:
+  """Waits for all programs and taps, those that functions start too; whether taps ended in time."""
+  deadline = None if timeout is None else time.monotonic() + timeout
+
+  def rest() -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+  handle, before = start_channel(CHANNEL), -1
+  while True:
+    wait_for_programs(rest())  # or TimeoutError
+    if (sent := handle.stats()["sent"]) == before:
+      return True
+    # The marker behind all that was sent: the channel says when it is through.
+    if not handle.flush(rest()):
+      return False
+    before = sent
+
+
+class NeedsReceiver:
+  """Kept by programs with taps, and called before each execution (`_jax/dispatch.py`)."""
+
+  def __call__(self, devices: Sequence[Any]) -> None:
+    if missing := [device for device in devices if device.id not in _started]:
+      old = "(in the first form's words: outfeed_consumer is not started)"
+      fault = f"a compiled program with taps was called for {_names(missing)}"
+      hint = "whose outfeed receiver is not started; expected it inside `with outfeed_receiver():`"
+      raise ValueError(f"host_callback: outfeed_receiver is not started {old}: {fault}, {hint}")
+
+
+NEEDS_RECEIVER = NeedsReceiver()
+
+
+def run(consumer: Callable[[], None], name: str, device: int | None) -> None:
+  """Calls a record's consumer and keeps what it raises; without a device its caller gets that."""
+  if device is None:
+    with _lock:
+      receiver = next(iter(_started.values()), None)
+    handle = start_channel(CHANNEL)
+    if receiver is not None and handle.stats()["pending"]:  # it may depend on what they sent
+      handle.flush(receiver.timeout)  # a function may itself wait for the caller
+    try:
+      return consumer()
+    except Exception as error:
+      raise TapFunctionException(f"tap function {name} raised {error!r}", [error]) from error
+  _calling.append(name)
+  try:
+    consumer()
+  except BaseException as error:  # noqa: BLE001 - kept, and raised where the receiver ends
+    where = f"callgate: raised in tap function {name}"
+    with _lock:
+      if (receiver := _started.get(device) or next(iter(_started.values()), None)) is not None:
+        error.add_note(where)
+        receiver.raised.append(error)
+    if receiver is None:  # it gave up waiting
+      keep_consumer_error(error, where)
+  finally:
+    _calling.remove(name)
+
+
+def _names(devices: Sequence[Any]) -> str:
+  return ", ".join(map(str, devices))

@@ -1,1 +1,0 @@
-"""What both forms of host_callback share."""

@@ -1,1 +1,0 @@
-"""Parts by counts, and each process's part of them."""
