@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "bindings/arrays/views.h"
-#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "bindings/python/hooks.h"
 #include "core/lifecycle.h"
@@ -35,7 +34,7 @@ void set_hooks(const nb::kwargs& given) {
     if (!gil) return false;
     nb::object found = call_python(hooks.undefined, "s", name.c_str());
     if (found.is_valid()) return nb::cast<bool>(found);
-    throw Error(ErrorCode::kInvalidArgument, take_exception(name, ""));
+    throw Error(ErrorCode::kInvalidArgument, failure_text(nb::python_error(), name, ""));
   });
 }
 
@@ -108,7 +107,7 @@ NB_MODULE(_callgate, module) {
       PyErr_SetString(PyExc_ValueError, error.what());
     }
   });
-  for (auto* bind : {bind_buffer, bind_process, bind_channel, bind_sinks, bind_gate, bind_kernel,
+  for (auto* bind : {bind_buffer, bind_process, bind_channel, bind_py_consumer, bind_sinks, bind_gate, bind_kernel,
                      bind_stream, bind_progress, bind_upload})
     bind(module);
   module.def("targets", &targets, "By platform and target, for jax.ffi.");

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -91,32 +92,44 @@ struct CopySources : Immovable {
   std::shared_ptr<Kept> kept = std::make_shared<Kept>();
 };
 
-// Copies `value` to the result's memory. For kMismatch, `got` may say what came. `cast` allows
-// same-kind casts of arrays on the host.
-Stored store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
-                       std::string& got);
+// Copies `value` to the result's memory; false where it is another type of array, then `got` may
+// say what came. `cast` allows same-kind casts of arrays on the host.
+bool store_on_device(const ArrayView& target, PyObject* value, bool cast, CopySources& sources,
+                     std::string& got);
 
 struct Buffer {
   // `on` for memory of a GPU, whose contents are those at the stream's present end.
-  Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on);
+  Buffer(const ArrayView& of, bool is_readonly, std::int64_t on_device, const DeviceCall* on)
+      : dims(of.dims, of.dims + of.rank),
+        byte_strides(dims.size(), bits(of.dtype) / 8),  // 0, and unused, for packed ones
+        view(of),
+        readonly(is_readonly),
+        device(on_device) {
+    if (on != nullptr) gpu = *on;
+    view.dims = dims.data();
+    for (std::size_t axis = dims.size(); axis-- > 1;)
+      byte_strides[axis - 1] = byte_strides[axis] * std::max<std::int64_t>(dims[axis], 1);
+  }
   // Of memory of its own, which is ready.
   Buffer(const ArrayView& of, const DeviceCall& on, std::shared_ptr<DeviceMemory> kept)
       : Buffer(of, /*is_readonly=*/false, on.device->id(), &on) {
     memory = std::move(kept);
   }
 
-  // "cpu:3" by the device's global id, "cuda:1" by the driver's number.
-  std::string device_text() const;
-  // Throws where the memory has gone back to XLA.
-  void check_alive() const;
-  // Throws for types of which several elements are in a byte; `what` is the method that was called.
-  void refuse_packed(const char* what) const;
-  nb::tuple shape() const { return tuple_of(dims); }
-  // NumPy's dtype of the elements. Throws where it has none.
-  nb::object dtype() const;
   // Leaves XLA's memory: for a private copy, or for good where it is a GPU's. Returns where the
   // data was.
-  void* detach();
+  void* detach() {
+    void* before = view.data;
+    if (gpu) {
+      view.data = nullptr;
+      ended = true;
+    } else {
+      owned = std::make_unique<char[]>(view.nbytes() + 1);
+      if (view.nbytes() != 0) std::memcpy(owned.get(), before, view.nbytes());
+      view.data = owned.get();
+    }
+    return before;
+  }
 
   std::vector<std::int64_t> dims, byte_strides;
   ArrayView view;
@@ -133,19 +146,5 @@ struct Buffer {
   // DLPack tensors over this memory that are still in use. Changes under the GIL.
   int exports = 0;
 };
-
-// The struct-module letter of a type, for Python's buffer protocol; null where it has none, as all
-// have none that are not NumPy's own.
-const char* format_of(DType dtype) noexcept;
-
-// Adds to the Python type how other libraries get at the memory: DLPack, on the host and on GPUs,
-// and CUDA's array interface.
-void bind_buffer_exchange(nb::class_<Buffer>& type);
-
-// Throws one of nanobind's exceptions, which copy the text.
-[[noreturn]] inline void refuse(nb::builtin_exception (*make)(const char*),
-                                const std::string& text) {
-  throw make(text.c_str());
-}
 
 }  // namespace callgate::bindings

@@ -2,6 +2,8 @@
 // uses. Source of layout and codes: https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
+#include <nanobind/ndarray.h>
+
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -10,23 +12,9 @@
 
 namespace callgate::dlpack {
 
-struct Device {
-  std::int32_t type, id;  // kCpu, kCuda, ...
-};
-
-struct DataType {
-  std::uint8_t code, bits;
-  std::uint16_t lanes;
-};
-
-struct Tensor {
-  void* data;
-  Device device;
-  std::int32_t ndim;
-  DataType dtype;
-  std::int64_t *shape, *strides;  // in elements
-  std::uint64_t byte_offset;
-};
+using Device = nanobind::dlpack::device;
+using DataType = nanobind::dlpack::dtype;
+using Tensor = nanobind::dlpack::dltensor;
 
 struct ManagedTensor {
   static constexpr const char* kName = "dltensor";  // of a capsule that nobody has taken it from

@@ -33,23 +33,26 @@ std::optional<ArrayView> known_view(nb::handle object) {
 
 namespace {
 
-// Of the view's type, over `data`, or memory of its own where that is null. Null with a Python
-// error.
-PyObject* new_array(const ArrayView& view, void* data, int flags) {
+// Of the view's type, over `data`, or memory of its own where that is null.
+nb::object new_array(const ArrayView& view, void* data, int flags) {
   PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(view.dtype)];
-  auto dtype = [&] { return std::string(name(view.dtype)); };
   if (descr == nullptr)
-    return PyErr_Format(PyExc_TypeError, "callgate: NumPy has no dtype for XLA's %s",
-                        dtype().c_str());
+    raise(PyExc_TypeError,
+          "callgate: NumPy has no dtype for XLA's " + std::string(name(view.dtype)));
   if (is_packed(view.dtype))
-    return PyErr_Format(PyExc_TypeError,
-                        "callgate: %s packs several elements into a byte, so it has no zero-copy "
-                        "view; use arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()",
-                        dtype().c_str());
+    raise(PyExc_TypeError,
+          "callgate: " + std::string(name(view.dtype)) +
+              " packs several elements into a byte, so it has no zero-copy view; use "
+              "arrays=\"buffer\" and Buffer.unpack() / Buffer.pack()");
   Py_INCREF(reinterpret_cast<PyObject*>(descr));  // stolen below
   static_assert(sizeof(npy_intp) == sizeof(std::int64_t));
-  return PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, view.dims, nullptr, data, flags,
-                              nullptr);
+  return taken(PyArray_NewFromDescr(&PyArray_Type, descr, view.rank, view.dims, nullptr, data,
+                                    flags, nullptr));
+}
+
+// By the value's own conversion, such as __array__.
+nb::object array_of(PyObject* value) {
+  return taken(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
 }
 
 std::span<const std::int64_t> shape_of(PyArrayObject* array) {
@@ -83,86 +86,79 @@ bool is_masked(PyObject* value, int depth) {
 
 bool is_masked(PyObject* value) { return is_masked(value, NPY_MAXDIMS); }
 
-PyObject* make_array(const ArrayView& view, bool writable, PyObject* base) {
+nb::object make_array(const ArrayView& view, bool writable, PyObject* base) {
   int flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | (writable ? NPY_ARRAY_WRITEABLE : 0);
   // XLA may give no memory to an empty array, where NumPy would take null to mean "allocate".
   alignas(64) static char nothing[64];
-  PyObject* array = new_array(view, view.data != nullptr ? view.data : nothing, flags);
-  if (array == nullptr || base == nullptr) return array;
+  nb::object array = new_array(view, view.data != nullptr ? view.data : nothing, flags);
+  if (base == nullptr) return array;
   Py_INCREF(base);  // stolen below
-  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array), base) == 0) return array;
-  Py_DECREF(array);
-  return nullptr;
+  if (PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(array.ptr()), base) != 0)
+    nb::raise_python_error();
+  return array;
 }
 
-PyObject* make_view(const ArrayView& view, bool writable) {
+nb::object make_view(const ArrayView& view, bool writable) {
   // Nothing to ask for memory. One for the process.
   static PyObject* base = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
   return make_array(view, writable, base);
 }
 
-PyObject* make_copy(const ArrayView& view) {
+nb::object make_copy(const ArrayView& view) {
   // From this size on a copy is aligned as XLA aligns: JAX then takes its memory over as it is.
   constexpr std::size_t kAlignedCopy = 1 << 16, kAlignment = 64;
   const std::size_t bytes = view.nbytes();
   if (bytes >= kAlignedCopy && !is_packed(view.dtype)) {
     void* memory =
         std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-    if (memory == nullptr) return PyErr_NoMemory();
+    if (memory == nullptr) return taken(PyErr_NoMemory());
     nb::capsule owner(memory, [](void* owned) noexcept { std::free(owned); });
     std::memcpy(memory, view.data, bytes);
     return make_array({memory, view.dims, view.rank, view.dtype}, /*writable=*/true, owner.ptr());
   }
-  PyObject* array = new_array(view, /*data=*/nullptr, /*flags=*/0);
-  if (array != nullptr && bytes != 0)
-    std::memcpy(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array)), view.data, bytes);
+  nb::object array = new_array(view, /*data=*/nullptr, /*flags=*/0);
+  if (bytes != 0) std::memcpy(data_of(array), view.data, bytes);
   return array;
 }
 
-Stored store(const ArrayView& target, PyObject* value, bool cast) {
+bool store(const ArrayView& target, PyObject* value, bool cast) {
   nb::object converted;
-  if (is_masked(value)) return Stored::kMismatch;
+  if (is_masked(value)) return false;
   if (!PyArray_Check(value)) {
-    // Runs the value's own conversion, such as __array__.
-    converted = nb::steal(
-        running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
-    if (!converted.is_valid()) return Stored::kError;
+    converted = array_of(value);
     value = converted.ptr();
-    if (is_masked(value)) return Stored::kMismatch;  // what its __array__ gives
+    if (is_masked(value)) return false;  // what its __array__ gives
   }
   auto* array = reinterpret_cast<PyArrayObject*>(value);
-  if (!std::ranges::equal(shape_of(array), target.shape())) return Stored::kMismatch;
+  if (!std::ranges::equal(shape_of(array), target.shape())) return false;
   PyArray_Descr* want = descriptors()[static_cast<std::size_t>(target.dtype)];
   // By number: the byte order of a returned array is its layout, as its strides are.
   bool same = PyArray_DESCR(array) == want ||
               PyArray_EquivTypenums(PyArray_DESCR(array)->type_num, want->type_num);
   if (!same && !(cast && PyArray_CanCastTypeTo(PyArray_DESCR(array), want, NPY_SAME_KIND_CASTING)))
-    return Stored::kMismatch;
-  if (target.nbytes() == 0) return Stored::kYes;
+    return false;
+  if (target.nbytes() == 0) return true;
   if (same && PyArray_IS_C_CONTIGUOUS(array) && PyArray_ISNOTSWAPPED(array)) {
-    // memmove: with an alias the callable may return the very memory that it was given.
-    std::memmove(target.data, PyArray_DATA(array), target.nbytes());
-    return Stored::kYes;
+    // With an alias the callable may return the very memory that it was given.
+    copy_to(target, PyArray_DATA(array));
+    return true;
   }
-  nb::object out = nb::steal(make_array(target, /*writable=*/true, nullptr));
-  if (!out.is_valid()) return Stored::kError;
-  auto* to = reinterpret_cast<PyArrayObject*>(out.ptr());
-  return PyArray_CopyInto(to, array) == 0 ? Stored::kYes : Stored::kError;
+  nb::object out = make_array(target, /*writable=*/true, nullptr);
+  if (PyArray_CopyInto(reinterpret_cast<PyArrayObject*>(out.ptr()), array) != 0)
+    nb::raise_python_error();
+  return true;
 }
 
-bool describe(PyObject* value, std::string& text) {
-  nb::object array =
-      nb::steal(running_python([&] { return PyArray_FromAny(value, nullptr, 0, 0, 0, nullptr); }));
-  if (!array.is_valid()) return false;
-  auto* came = reinterpret_cast<PyArrayObject*>(array.ptr());
+std::string describe(PyObject* value) {
+  nb::object array = array_of(value);
   bool masked = is_masked(value) || is_masked(array.ptr());
-  text = type_text(nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))), shape_of(came));
+  std::string text = type_text(nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))),
+                               shape_of(reinterpret_cast<PyArrayObject*>(array.ptr())));
+  if (!masked) return text;
   // The words of _core/masked.py.
-  if (masked)
-    text = "a masked array (" + text +
-           "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
-           "if it is needed, as an array of its own";
-  return true;
+  return "a masked array (" + text +
+         "), whose mask XLA's arrays don't have; give its filled(value), and its mask, "
+         "if it is needed, as an array of its own";
 }
 
 ArrayView view_of(nb::handle object, const char* what) {

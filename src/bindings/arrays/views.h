@@ -24,26 +24,24 @@ std::array<PyArray_Descr*, kDTypeTableSize>& descriptors();
 // for a dtype that JAX doesn't have.
 std::optional<ArrayView> known_view(nb::handle object);
 
-// A new array over the view's memory. Null with a Python error for packed or unknown dtypes.
-PyObject* make_array(const ArrayView& view, bool writable, PyObject* base);
+// A new array over the view's memory. Throws for packed or unknown dtypes.
+nb::object make_array(const ArrayView& view, bool writable, PyObject* base);
 
 // As above, with the base that all views of XLA's memory share.
-PyObject* make_view(const ArrayView& view, bool writable);
+nb::object make_view(const ArrayView& view, bool writable);
 
 // A new array that owns a copy of the view's memory.
-PyObject* make_copy(const ArrayView& view);
-
-enum class Stored { kYes, kMismatch, kError };
+nb::object make_copy(const ArrayView& view);
 
 // Copies `value` into the view's memory once. With `cast`, same-kind casts are made; otherwise
-// dtype and shape must be the view's. kError leaves a Python error; kMismatch does not.
-Stored store(const ArrayView& target, PyObject* value, bool cast);
+// dtype and shape must be the view's: false where they are not.
+bool store(const ArrayView& target, PyObject* value, bool cast);
 
 // An array with masked elements, or a sequence that one is in: a mask is nothing that a result has.
 bool is_masked(PyObject* value);
 
-// What `value` is as an array, "float32[3,4]". False with a Python error where it is none.
-bool describe(PyObject* value, std::string& text);
+// What `value` is as an array, "float32[3,4]". Throws where it is none.
+std::string describe(PyObject* value);
 
 inline void* data_of(nb::handle array) {
   return PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr()));

@@ -6,8 +6,11 @@
 //   stacked  function(source, (lane, seq, time_ns, device, run, flags), arrays), all stacked
 // `source` is (id, name, role, description, has lanes). `control`, if not None, is called with
 // "flush" and "close".
+#include <nanobind/stl/shared_ptr.h>
+
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
@@ -15,7 +18,6 @@
 
 #include "bindings/arrays/buffer.h"
 #include "bindings/arrays/views.h"
-#include "bindings/channel/channel.h"
 #include "bindings/python/gil.h"
 #include "channel/channel.h"
 #include "core/lifecycle.h"
@@ -35,11 +37,11 @@ nb::tuple about_source(const Source& source) {
 nb::object own_array(const ArrayView& view, const Source& source,
                      const std::shared_ptr<void>& lent) {
   if (!lent || 2 * view.nbytes() < source.payload_bytes || is_packed(view.dtype))
-    return taken(make_copy(view));
+    return make_copy(view);
   nb::capsule base(new std::shared_ptr<void>(lent), [](void* pointer) noexcept {
     delete static_cast<std::shared_ptr<void>*>(pointer);
   });
-  return taken(make_array(view, /*writable=*/true, base.ptr()));
+  return make_array(view, /*writable=*/true, base.ptr());
 }
 
 // The leaves of a record whose arrays are on a device, as Buffers that own them.
@@ -267,8 +269,8 @@ void bind_py_consumer(nb::module_& module) {
   module.def(
       "python_consumer",
       [](nb::object function, bool stacked, nb::object control) {
-        return ConsumerHandle{
-            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control))};
+        return std::shared_ptr<Consumer>(
+            std::make_shared<PyConsumer>(std::move(function), stacked, std::move(control)));
       },
       nb::arg("function"), nb::kw_only(), nb::arg("stacked") = false,
       nb::arg("control").none() = nb::none());

@@ -99,8 +99,4 @@ struct Context : CallContext {
   std::shared_ptr<const Mesh> mesh;
 };
 
-// `target` is the flat callable; `tuple_results` says whether its results come and go as a tuple.
-std::shared_ptr<Site> make_gate_site(std::shared_ptr<PyCallee> callee, LateReference target,
-                                     bool tuple_results, SiteSpec spec);
-
 }  // namespace callgate::bindings
