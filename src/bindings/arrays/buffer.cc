@@ -3,8 +3,8 @@
 //
 // On a GPU what the Buffer shows is written by work on XLA's stream that may not have run yet. A
 // consumer says in which stream it will use the memory, and that stream waits; nobody else does. Of
-// the streams that consumers name, the default ones are remembered: they live as
-// long as the process, so XLA's stream can be made to wait for them when the call ends.
+// the streams that consumers name, the default ones are remembered: they live as long as the
+// process, so XLA's stream can be made to wait for them when the call ends.
 #include "bindings/arrays/buffer.h"
 
 #include <nanobind/stl/pair.h>
@@ -15,7 +15,6 @@
 #include <string>
 #include <utility>
 
-#include "bindings/arrays/dlpack.h"
 #include "bindings/arrays/views.h"
 #include "bindings/python/gil.h"
 #include "core/lifecycle.h"
@@ -61,7 +60,7 @@ const Buffer& on_host(nb::handle self, const char* what) {
 
 // NumPy's dtype of the elements. Throws where it has none.
 nb::object dtype_of(const Buffer& buffer) {
-  PyArray_Descr* descr = descriptors()[static_cast<std::size_t>(buffer.view.dtype)];
+  PyArray_Descr* descr = descr_of(buffer.view.dtype);
   if (descr == nullptr) raise(PyExc_TypeError, "Buffer.dtype: NumPy has no dtype for this type");
   return nb::borrow(reinterpret_cast<PyObject*>(descr));
 }
@@ -93,7 +92,7 @@ nb::object array(nb::handle self, nb::object dtype, nb::object copy) {
 }
 
 int get_buffer(PyObject* self, Py_buffer* out, int flags) {
-  const auto& buffer = nb::cast<const Buffer&>(nb::handle(self));
+  auto& buffer = nb::cast<Buffer&>(nb::handle(self));
   const ArrayView& view = buffer.view;
   const char* format = format_of(view.dtype);
   // Whether the order of the dimensions makes no difference.
@@ -123,12 +122,9 @@ int get_buffer(PyObject* self, Py_buffer* out, int flags) {
   out->readonly = buffer.readonly;
   out->ndim = view.rank;
   // The protocol's fields are not const; consumers do not write to them.
-  auto extents = [](const std::vector<std::int64_t>& of) {
-    return reinterpret_cast<Py_ssize_t*>(const_cast<std::int64_t*>(of.data()));
-  };
   if ((flags & PyBUF_FORMAT) != 0) out->format = const_cast<char*>(format);
-  if ((flags & PyBUF_ND) != 0) out->shape = extents(buffer.dims);
-  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = extents(buffer.byte_strides);
+  if ((flags & PyBUF_ND) != 0) out->shape = buffer.dims.data();
+  if ((flags & PyBUF_STRIDES) == PyBUF_STRIDES) out->strides = buffer.byte_strides.data();
   return 0;
 }
 
@@ -198,8 +194,15 @@ struct Export : Immovable {
 };
 
 dlpack::Device device_of(const Buffer& buffer) {
-  if (!buffer.gpu) return {dlpack::kCpu, 0};
-  return {dlpack::kCuda, buffer.gpu->device->ordinal()};
+  return buffer.gpu ? dlpack::Device{dlpack::kCuda, buffer.gpu->device->ordinal()}
+                    : dlpack::Device{dlpack::kCpu, 0};
+}
+
+Buffer& exportable(nb::handle self) {
+  auto& buffer = nb::cast<Buffer&>(self);
+  check_alive(buffer);
+  refuse_packed(buffer, "__dlpack__");
+  return buffer;
 }
 
 // As a capsule. A consumer that takes the tensor renames it; only an unused one is released here.
@@ -263,9 +266,7 @@ std::int64_t consumer_stream(nb::handle stream) {
 nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_version,
                          nb::object dl_device, nb::object copy) {
   using Pair = std::pair<int, int>;
-  auto& buffer = nb::cast<Buffer&>(self);
-  check_alive(buffer);
-  refuse_packed(buffer, "__dlpack__");
+  Buffer& buffer = exportable(self);
   const dlpack::Device here = device_of(buffer);
   const bool on_gpu = buffer.gpu.has_value();
   const bool want_copy = !copy.is_none() && nb::cast<bool>(copy);
@@ -290,7 +291,7 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
     std::int64_t consumer = consumer_stream(stream);
     if (consumer != -1 && buffer.memory == nullptr) {
       buffer.gpu->hold_back(consumer);
-      if (consumer == 1 || consumer == 2) buffer.default_streams |= 1U << consumer;
+      if (consumer == 1 || consumer == 2) buffer.gpu->default_streams |= 1U << consumer;
     }
   } else if (copied && !copy.is_none() && !want_copy) {
     refuse_export(
@@ -300,15 +301,6 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
   if (!versioned) return export_as<dlpack::ManagedTensor>(self, copied);
   std::uint64_t flags = copied ? dlpack::kCopied : buffer.readonly ? dlpack::kReadOnly : 0;
   return export_as<dlpack::ManagedTensorVersioned>(self, copied, flags);
-}
-
-// Zero copy also for an input and a consumer without a notion of read-only: for `arrays="torch"`,
-// whose documentation says not to write.
-nb::object dlpack_unchecked(nb::object self) {
-  const auto& buffer = nb::cast<const Buffer&>(self);
-  check_alive(buffer);
-  refuse_packed(buffer, "__dlpack__");
-  return export_as<dlpack::ManagedTensor>(self, /*copied=*/false);
 }
 
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
@@ -324,7 +316,7 @@ nb::dict cuda_array_interface(Buffer& buffer) {
     refuse("it has no name for the elements of " + type + "; use ");
   std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
   // Consumers don't say which stream they use; by default it is this one.
-  buffer.default_streams |= 1u << 1;
+  buffer.gpu->default_streams |= 1u << 1;
   return dict_of("shape", tuple_of(buffer.dims), "typestr", dtype_of(buffer).attr("str"), "data",
                  nb::make_tuple(address, buffer.readonly), "strides", nb::none(), "version", 3,
                  "stream", buffer.gpu->number());
@@ -382,7 +374,13 @@ void bind_buffer(nb::module_& module) {
              const dlpack::Device device = device_of(b);
              return std::pair<int, int>(device.device_type, device.device_id);
            })
-      .def("_dlpack_unchecked", &dlpack_unchecked)
+      // Zero copy also for an input and a consumer without a notion of read-only: for
+      // `arrays="torch"`, whose documentation says not to write.
+      .def("_dlpack_unchecked",
+           [](nb::object self) {
+             exportable(self);
+             return export_as<dlpack::ManagedTensor>(std::move(self), /*copied=*/false);
+           })
       .def_prop_ro("__cuda_array_interface__", &cuda_array_interface,
                    "CUDA's array interface, version 3; an AttributeError on the CPU and for types "
                    "that it can't name.");

@@ -13,6 +13,8 @@
 // Nothing here waits for the GPU but checksums(), which debugging alone asks for.
 #pragma once
 
+#include <nanobind/ndarray.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -27,6 +29,7 @@
 #include "bindings/python/gil.h"
 #include "core/array_view.h"
 #include "core/call.h"
+#include "core/dtype.h"
 #include "core/lifetime.h"
 #include "cuda/device.h"
 
@@ -35,11 +38,14 @@ namespace callgate::bindings {
 struct DeviceCall {
   cuda::Device* device = nullptr;
   cuda::Stream stream = nullptr;
+  // Which of CUDA's default streams (bits 1 and 2, as DLPack numbers them) may have been given work
+  // on the call's memory, or that of a Buffer. Changes under the GIL.
+  unsigned default_streams = 0;
 
   // The call's, from its context. Throws Error.
   static DeviceCall of(const CallContext& context) {
     auto stream = static_cast<cuda::Stream>(context.stream);
-    return {&cuda::Device::of(stream), stream};
+    return {.device = &cuda::Device::of(stream), .stream = stream};
   }
 
   // The stream as DLPack and CUDA's array interface number it: 1 for the legacy default stream.
@@ -49,8 +55,17 @@ struct DeviceCall {
     cuda::check(cuda::driver().context_set_current(device->context()), "cuCtxSetCurrent");
   }
   // Both take a stream by that number, release the GIL meanwhile, and throw Error.
-  void hold_back(std::int64_t consumer) const;  // it waits for XLA's stream
-  void wait_for(std::int64_t producer) const;   // XLA's stream waits for it
+  void hold_back(std::int64_t consumer) const {  // it waits for XLA's stream
+    if (static_cast<std::uintptr_t>(consumer) == number()) return;
+    without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(of_number(consumer)); });
+  }
+  void wait_for(std::int64_t producer) const {  // XLA's stream waits for it
+    if (static_cast<std::uintptr_t>(producer) == number()) return;
+    without_gil([&] { cuda::StreamEvent(*device, of_number(producer)).hold_back(stream); });
+  }
+  static cuda::Stream of_number(std::int64_t number) {
+    return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
+  }
 };
 
 // The call that runs on this thread, for adapters of array libraries (_arrays/gpu.py).
@@ -75,13 +90,6 @@ struct CopySources : Immovable {
   CopySources(const DeviceCall& of, std::span<const ArrayView> operands)
       : call(of), of_xla(operands) {}
   ~CopySources();
-
-  bool is_of_xla(const void* data) const noexcept {
-    return std::ranges::any_of(of_xla, [data](const ArrayView& view) {
-      const auto* first = static_cast<const char*>(view.data);
-      return data >= first && data < first + view.nbytes();
-    });
-  }
 
   struct Kept {
     std::vector<LateReference> objects;
@@ -140,11 +148,52 @@ struct Buffer {
   std::unique_ptr<char[]> owned;
   std::shared_ptr<DeviceMemory> memory;  // where it is, a consumer's stream has nothing to wait for
 
-  // Which of CUDA's default streams (bits 1 and 2, as DLPack numbers them) may have been given work
-  // on the memory. Changes under the GIL.
-  unsigned default_streams = 0;
   // DLPack tensors over this memory that are still in use. Changes under the GIL.
   int exports = 0;
 };
 
+// The C structs of the DLPack exchange protocol, versions 0 and 1, and the type codes callgate
+// uses. Source of layout and codes: https://dmlc.github.io/dlpack/latest/c_api.html
+namespace dlpack {
+
+using Device = nanobind::dlpack::device;
+using DataType = nanobind::dlpack::dtype;
+using Tensor = nanobind::dlpack::dltensor;
+
+struct ManagedTensor {
+  static constexpr const char* kName = "dltensor";  // of a capsule that nobody has taken it from
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+
+struct ManagedTensorVersioned {
+  static constexpr const char* kName = "dltensor_versioned";
+  std::uint32_t major, minor;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned*);
+  std::uint64_t flags;
+  Tensor tensor;
+};
+
+inline constexpr std::int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;  // of Device
+inline constexpr std::uint64_t kReadOnly = 1, kCopied = 2;             // flags
+
+// The DLPack type of a dtype; empty for packed ones, whose layout DLPack leaves open.
+inline std::optional<DataType> data_type(DType dtype) noexcept {
+  constexpr std::pair<DType, std::uint8_t> kCodes[] = {
+      {DType::kS8, 0},          {DType::kS16, 0},         {DType::kS32, 0},
+      {DType::kS64, 0},         {DType::kU8, 1},          {DType::kU16, 1},
+      {DType::kU32, 1},         {DType::kU64, 1},         {DType::kF16, 2},
+      {DType::kF32, 2},         {DType::kF64, 2},         {DType::kBF16, 4},
+      {DType::kC64, 5},         {DType::kC128, 5},        {DType::kPred, 6},
+      {DType::kF8E3M4, 7},      {DType::kF8E4M3, 8},      {DType::kF8E4M3B11FNUZ, 9},
+      {DType::kF8E4M3FN, 10},   {DType::kF8E4M3FNUZ, 11}, {DType::kF8E5M2, 12},
+      {DType::kF8E5M2FNUZ, 13}, {DType::kF8E8M0FNU, 14}};
+  for (auto [known, code] : kCodes)
+    if (known == dtype) return DataType{code, static_cast<std::uint8_t>(bits(dtype)), 1};
+  return std::nullopt;
+}
+
+}  // namespace dlpack
 }  // namespace callgate::bindings

@@ -12,20 +12,15 @@
 #include <string_view>
 
 #include "bindings/arrays/buffer.h"
-#include "bindings/arrays/dlpack.h"
 #include "core/error.h"
 #include "cuda/copies.h"
 
 namespace callgate::bindings {
 namespace {
 
-cuda::Stream stream_of(std::int64_t number) {
-  return reinterpret_cast<cuda::Stream>(static_cast<std::uintptr_t>(number));
-}
-
 // An array on a GPU, by whatever protocol it came.
 struct Foreign {
-  const void* data = nullptr;
+  const char* data = nullptr;
   int ordinal = 0;
   std::string type;                          // as NumPy names it
   std::vector<std::int64_t> shape, strides;  // the latter in bytes; none for a dense array
@@ -62,16 +57,15 @@ nb::object capsule_of(nb::handle value, const DeviceCall& call) {
 
 const dlpack::Tensor& tensor_of(nb::handle capsule) {
   using dlpack::ManagedTensor, dlpack::ManagedTensorVersioned;
-  auto get = [&](const char* name) { return PyCapsule_GetPointer(capsule.ptr(), name); };
-  if (!PyCapsule_IsValid(capsule.ptr(), ManagedTensorVersioned::kName)) {
-    auto* managed = static_cast<ManagedTensor*>(get(ManagedTensor::kName));
-    if (managed == nullptr) nb::raise_python_error();
-    return managed->tensor;
-  }
-  auto* managed = static_cast<ManagedTensorVersioned*>(get(ManagedTensorVersioned::kName));
-  if (managed->major == 1) return managed->tensor;
-  raise(PyExc_TypeError, "DLPack: expected version 0 or 1, got " + std::to_string(managed->major) +
-                             "." + std::to_string(managed->minor));
+  const bool versioned = PyCapsule_IsValid(capsule.ptr(), ManagedTensorVersioned::kName) != 0;
+  void* content = PyCapsule_GetPointer(
+      capsule.ptr(), versioned ? ManagedTensorVersioned::kName : ManagedTensor::kName);
+  if (content == nullptr) nb::raise_python_error();
+  if (!versioned) return static_cast<ManagedTensor*>(content)->tensor;
+  const auto& of = *static_cast<ManagedTensorVersioned*>(content);
+  if (of.major == 1) return of.tensor;
+  raise(PyExc_TypeError, "DLPack: expected version 0 or 1, got " + std::to_string(of.major) + "." +
+                             std::to_string(of.minor));
 }
 
 // Empty for arrays that are not on a GPU.
@@ -105,7 +99,7 @@ std::optional<Foreign> by_array_interface(nb::handle value, const DeviceCall& ca
           "__cuda_array_interface__: expected an array without a mask, got one with");
   Foreign array;
   array.owner = nb::borrow(value);
-  array.data = reinterpret_cast<const void*>(nb::cast<std::uintptr_t>(interface["data"][0]));
+  array.data = reinterpret_cast<const char*>(nb::cast<std::uintptr_t>(interface["data"][0]));
   array.shape = nb::cast<std::vector<std::int64_t>>(interface["shape"]);
   if (nb::object strides = entry("strides"); !strides.is_none())
     array.strides = nb::cast<std::vector<std::int64_t>>(strides);
@@ -146,7 +140,12 @@ bool copy_from_gpu(const ArrayView& target, Foreign array, CopySources& sources,
     cuda::copy_on_device(cuda::address(target.data), cuda::address(array.data), target.nbytes(),
                          call.stream);
   });
-  if (!sources.is_of_xla(array.data)) sources.kept->objects.push_back(late(std::move(array.owner)));
+  auto has_it = [&](const ArrayView& view) {
+    const auto* first = static_cast<const char*>(view.data);
+    return array.data >= first && array.data < first + view.nbytes();
+  };
+  if (std::ranges::none_of(sources.of_xla, has_it))
+    sources.kept->objects.push_back(late(std::move(array.owner)));
   return true;
 }
 
@@ -166,16 +165,6 @@ bool copy_from_host(const ArrayView& target, PyObject* value, bool cast, CopySou
 
 }  // namespace
 
-void DeviceCall::hold_back(std::int64_t consumer) const {
-  if (static_cast<std::uintptr_t>(consumer) == number()) return;
-  without_gil([&] { cuda::StreamEvent(*device, stream).hold_back(stream_of(consumer)); });
-}
-
-void DeviceCall::wait_for(std::int64_t producer) const {
-  if (static_cast<std::uintptr_t>(producer) == number()) return;
-  without_gil([&] { cuda::StreamEvent(*device, stream_of(producer)).hold_back(stream); });
-}
-
 std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const DeviceCall* on_gpu) {
   std::vector<std::size_t> sums;
   auto add = [&](std::span<const ArrayView> on_host) {
@@ -185,14 +174,14 @@ std::vector<std::size_t> checksums(std::span<const ArrayView> arrays, const Devi
   };
   if (on_gpu == nullptr) {
     add(arrays);
-  } else {
-    without_gil([&] {
-      cuda::HostCopies copies(*on_gpu->device, arrays, {});
-      copies.fetch(on_gpu->stream);
-      cuda::wait_for(*on_gpu->device, on_gpu->stream);
-      add(copies.operands());
-    });
+    return sums;
   }
+  without_gil([&] {
+    cuda::HostCopies copies(*on_gpu->device, arrays, {});
+    copies.fetch(on_gpu->stream);
+    cuda::wait_for(*on_gpu->device, on_gpu->stream);
+    add(copies.operands());
+  });
   return sums;
 }
 

@@ -74,15 +74,13 @@ Claimed* claim(const Arguments&... arguments) try {
 
 // Appends whole lines; returns how many are in the file, and why not all of them are, or "".
 std::pair<std::uint64_t, std::string> append_lines(LineFile& file, const std::string& lines) {
-  return without_gil([&] {
-    std::pair<std::uint64_t, std::string> result;
-    try {
-      file.append(lines, result.first);
-    } catch (const Error& error) {
-      result.second = error.what();
-    }
-    return result;
-  });
+  std::uint64_t written = 0;
+  try {
+    without_gil([&] { file.append(lines, written); });
+  } catch (const Error& error) {
+    return {written, error.what()};
+  }
+  return {written, ""};
 }
 
 nb::dict read_stats(const StatsReader& reader) {
@@ -108,17 +106,6 @@ using LeafArgument = std::tuple<std::string, int, std::vector<std::int64_t>, nb:
 struct alignas(kRecordAlignment) Block {
   char bytes[kRecordAlignment];
 };
-
-// Counts down from the top: the channels' sources count up.
-std::uint64_t next_id() {
-  static std::atomic<std::uint64_t> next{std::numeric_limits<std::uint64_t>::max()};
-  return next.fetch_sub(1, std::memory_order_relaxed);  // unique, in no order with anything
-}
-
-DType dtype_of(int code) {
-  if (auto dtype = dtype_from_code(code)) return *dtype;
-  throw Error("a record", "a dtype's code", std::to_string(code));
-}
 
 void add_leaf(Source& source, std::string path, DType dtype, std::vector<std::int64_t> dims) {
   LeafType leaf{std::move(path), dtype, std::move(dims), source.payload_bytes, 0};
@@ -159,12 +146,10 @@ class RecordWriter : Immovable {  // consumers know sources by their address
                     std::to_string(bytes.size()));
       std::memcpy(payload + leaf.offset, bytes.c_str(), bytes.size());
     }
-    if (from.has_where) {
-      std::int64_t position = 0;
-      for (std::size_t level = 0; level < lane.size(); ++level)
-        position = position * levels[level] + lane[level];
-      payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
-    }
+    std::int64_t position = 0;
+    for (std::size_t level = 0; level < lane.size(); ++level)
+      position = position * levels[level] + lane[level];
+    if (from.has_where) payload[from.leaves.back().offset + static_cast<std::size_t>(position)] = 1;
     const std::uint32_t flags = repeated ? std::uint32_t{kRepeated} : 0U;
     const Record record{&from, seq, time_ns, run, device, flags, payload};
     without_gil([&] { consumer_->consume({&record, 1}); });
@@ -182,20 +167,23 @@ class RecordWriter : Immovable {  // consumers know sources by their address
     made->name = name;
     made->role = role;
     made->value_leaves = leaves.size();
-    for (const auto& [path, code, dims, bytes] : leaves)
-      add_leaf(*made, path, dtype_of(code), dims);
+    for (const auto& [path, code, dims, bytes] : leaves) {
+      const auto dtype = dtype_from_code(code);
+      if (!dtype) throw Error("a record", "a dtype's code", std::to_string(code));
+      add_leaf(*made, path, *dtype, dims);
+    }
     if (!levels.empty()) {
-      std::vector<std::int64_t> masks;  // `where` alone is batched
-      for (std::size_t level = 0; level < levels.size(); ++level) {
-        masks.insert(masks.end(), leaves.size(), 0);
-        masks.push_back(1);
-      }
+      const std::size_t operands = leaves.size() + 1;
+      std::vector<std::int64_t> masks(levels.size() * operands, 0);  // `where` alone is batched
+      for (std::size_t i = leaves.size(); i < masks.size(); i += operands) masks[i] = 1;
       made->lanes = Lanes(levels, masks);
       made->has_where = true;
       add_leaf(*made, "", DType::kPred, levels);
     }
     const auto [found, is_new] = sources_.insert(std::move(made));
-    if (is_new) (*found)->id = next_id();
+    // Counts down from the top: the channels' sources count up. Unique, in no order with anything.
+    static std::atomic<std::uint64_t> next_id{std::numeric_limits<std::uint64_t>::max()};
+    if (is_new) (*found)->id = next_id.fetch_sub(1, std::memory_order_relaxed);
     return **found;
   }
 

@@ -29,15 +29,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A copy of the bytes as uint8: what dtypes that pack their elements, or that this version does not
-// know, are handed out as. callgate._stream makes arrays of the former.
-nb::object raw_bytes(const char* data, std::size_t size) {
-  auto length = static_cast<npy_intp>(size);
-  nb::object array = taken(PyArray_SimpleNew(1, &length, NPY_UINT8));
-  if (size != 0) std::memcpy(data_of(array), data, size);
-  return array;
-}
-
 nb::object copy_of(const char* data, const std::vector<std::int64_t>& dims, DType dtype) {
   return make_copy(
       {const_cast<char*>(data), dims.data(), static_cast<std::int32_t>(dims.size()), dtype});
@@ -48,7 +39,9 @@ nb::object leaf_array(const stream::Record& record, const stream::Leaf& leaf) {
   // The file says both; the element size is what its frames have been checked with.
   bool known = dtype && leaf.code <= 0xFFFFU && bits(*dtype) == static_cast<int>(leaf.bits) &&
                name(*dtype) == leaf.dtype;
-  if (!known || is_packed(*dtype)) return raw_bytes(record.data(leaf), leaf.nbytes);
+  // Otherwise as bytes. callgate._stream makes arrays of those that pack their elements.
+  if (!known || is_packed(*dtype))
+    return copy_of(record.data(leaf), {static_cast<std::int64_t>(leaf.nbytes)}, DType::kU8);
   return copy_of(record.data(leaf), leaf.dims, *dtype);
 }
 
@@ -78,10 +71,18 @@ class StreamReader : Immovable {
   explicit StreamReader(std::string of) : address(std::move(of)) {
     StreamAddress parsed = parse_stream_address(address);
     is_file_ = parsed.transport == StreamTransport::kFile;
-    do {  // a signal's handler may raise; else the wait goes on
-      reader_ = outside([&] { return connect(parsed); });
-      if (reader_ == nullptr && PyErr_CheckSignals() != 0) nb::raise_python_error();
-    } while (reader_ == nullptr);
+    if (is_file_) {
+      reader_ = outside([&] { return std::make_unique<stream::Reader>(parsed.path); });
+      return;
+    }
+    int fd = -1;
+    while ((fd = outside([&] { return connect_stream(parsed).release(); })) < 0)
+      if (PyErr_CheckSignals() != 0)
+        nb::raise_python_error();  // else a signal ended the wait alone
+    reader_ = outside([&] {
+      make_nonblocking(fd);
+      return std::make_unique<stream::Reader>(fd);
+    });
   }
 
   // At most `limit` records that are there; waits for the first one.
@@ -108,7 +109,11 @@ class StreamReader : Immovable {
       }
       auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
       if (!records.empty() || (ended && !is_file_) || left.count() <= 0) break;
-      without_gil([&] { wait(std::min(left, milliseconds(is_file_ ? 20 : 100))); });
+      without_gil([&] {
+        if (is_file_) return std::this_thread::sleep_for(std::min(left, milliseconds(20)));
+        pollfd polled{reader_->fd(), POLLIN, 0};
+        poll(&polled, 1, static_cast<int>(std::min(left, milliseconds(100)).count()));
+      });
       if (PyErr_CheckSignals() != 0) nb::raise_python_error();
       if (close_requested_) refuse("it has been closed");
     }
@@ -130,7 +135,7 @@ class StreamReader : Immovable {
     Use use(*this);
     remember_sources();
     nb::list dicts;
-    for (const auto& [source, process] : seen_) dicts.append(source_dict(*source, process));
+    for (const Seen& seen : seen_) dicts.append(source_dict(*seen.source, seen.process_index));
     return dicts;
   }
 
@@ -146,7 +151,11 @@ class StreamReader : Immovable {
   std::uint32_t process = 0;
 
  private:
-  using Seen = std::pair<std::shared_ptr<const stream::Source>, std::int32_t>;  // process's index
+  struct Seen {
+    std::shared_ptr<const stream::Source> source;
+    std::int32_t process_index;
+    nb::object dict;  // of its records, from the first one on
+  };
 
   // The time in which a thread uses the reader.
   struct Use : Immovable {
@@ -164,16 +173,6 @@ class StreamReader : Immovable {
     StreamReader& reader;
   };
 
-  // Null where a signal ended the wait.
-  static std::unique_ptr<stream::Reader> connect(const StreamAddress& address) {
-    if (address.transport == StreamTransport::kFile)
-      return std::make_unique<stream::Reader>(address.path);
-    int fd = connect_stream(address).release();
-    if (fd < 0) return nullptr;
-    make_nonblocking(fd);
-    return std::make_unique<stream::Reader>(fd);
-  }
-
   [[noreturn]] void refuse(const std::string& reason) const {
     throw Error(ErrorCode::kInvalidArgument, "stream '" + address + "': " + reason);
   }
@@ -190,12 +189,6 @@ class StreamReader : Immovable {
     refuse(error.what());
   }
 
-  void wait(milliseconds time) const {
-    if (is_file_) return std::this_thread::sleep_for(time);
-    pollfd polled{reader_->fd(), POLLIN, 0};
-    poll(&polled, 1, static_cast<int>(time.count()));
-  }
-
   void note_state() {
     closed = reader_->closed();
     ended = reader_->ended();
@@ -204,25 +197,21 @@ class StreamReader : Immovable {
   }
 
   void remember_sources() {
-    if (reader_->sources().empty()) return;
-    if (!seen_.empty() && seen_.back().first == reader_->sources().back()) return;
-    for (const auto& source : reader_->sources()) {
-      auto is_it = [&](const Seen& seen) { return seen.first == source; };
-      if (std::find_if(seen_.rbegin(), seen_.rend(), is_it) == seen_.rend())
-        seen_.emplace_back(source, reader_->session().process_index);
-    }
+    const auto& all = reader_->sources();
+    if (all.empty() || (!seen_.empty() && seen_.back().source == all.back())) return;
+    for (const auto& source : all)
+      if (places_.try_emplace(source.get(), seen_.size()).second)
+        seen_.push_back({source, reader_->session().process_index, {}});
   }
 
   // (source, seq, time_ns, run, device, flags, arrays); the same dict for records of one source.
   nb::object tuple_of(const stream::Record& record) {
-    auto& entry = dicts_[record.source.get()];
-    if (entry.first == nullptr) {
-      std::int32_t process = reader_->session().process_index;
-      entry = {record.source, source_dict(*record.source, process)};
-    }
+    remember_sources();
+    Seen& seen = seen_[places_.at(record.source.get())];
+    if (!seen.dict.is_valid()) seen.dict = source_dict(*seen.source, seen.process_index);
     nb::list arrays;
     for (const stream::Leaf& leaf : record.source->leaves) arrays.append(leaf_array(record, leaf));
-    return nb::make_tuple(entry.second, record.seq, record.time_ns, record.run, record.device,
+    return nb::make_tuple(seen.dict, record.seq, record.time_ns, record.run, record.device,
                           record.flags, arrays);
   }
 
@@ -230,9 +219,7 @@ class StreamReader : Immovable {
   bool is_file_ = false, in_use_ = false, close_requested_ = false;
   std::unique_ptr<stream::Reader> reader_;
   std::vector<Seen> seen_;
-  std::unordered_map<const stream::Source*,
-                     std::pair<std::shared_ptr<const stream::Source>, nb::dict>>
-      dicts_;
+  std::unordered_map<const stream::Source*, std::size_t> places_;  // in seen_
 };
 
 nb::list read_outfeed(const std::string& path) {

@@ -19,40 +19,14 @@
 
 namespace callgate::bindings {
 
-PyCallee::PyCallee(std::string name, nb::object called, nb::object binder, GateOptions chosen)
-    : private_views(chosen.owned_inputs ? +kPrivateInputs : 0u),
-      options(chosen),
-      function(late(std::move(called))),
-      bind(binder.is_none() ? nullptr : late(std::move(binder))),
-      name_(std::move(name)) {}
-
-void PyCallee::defer(const Error& error) {
-  GilScope gil;
-  call_deferred(error);
-}
-
-void PyCallee::enter_worker(bool of_device) {
-  thread_local bool device_worker = false;
-  if (std::exchange(device_worker, of_device) == of_device) return;
-  if (ActiveGil gil; gil) call_unraisable(hooks.device_worker, "O", of_device ? Py_True : Py_False);
-}
-
-std::string PyCallee::self_wait(unsigned long thread) {
-  ActiveGil gil;
-  if (!gil) return {};
-  nb::object text = call_unraisable(hooks.self_wait, "sk", name_.c_str(), thread);
-  return text.is_valid() ? nb::cast<std::string>(text) : std::string();
-}
-
-std::string PyCallee::stall_report(const std::string& call, bool timed_out) {
-  GilScope gil;
-  return stall_text("gate '" + name_ + "'", call, timed_out);
-}
-
 namespace {
 
 using CalleeHandle = Handle<PyCallee>;
-using CheckHandle = Handle<CheckCallee>;
+
+struct CheckHandle : Handle<CheckCallee> {
+  CheckHandle(std::string name, const CalleeHandle& failed)
+      : Handle(std::make_shared<CheckCallee>(std::move(name), failed.callee)) {}
+};
 
 Style style_of(const std::string& text) {
   return text == "inplace" ? Style::kInplace : text == "context" ? Style::kContext : Style::kReturn;
@@ -193,16 +167,10 @@ void bind_gate(nb::module_& module) {
              const std::string& style, const std::string& arrays, bool cast, bool owned_inputs,
              bool flat_results, bool own_thread, double timeout, bool native, bool default_stream,
              bool command_buffer) {
-            const GateOptions options{.style = style_of(style),
-                                      .buffers = arrays == "buffer",
-                                      .cast = cast,
-                                      .owned_inputs = owned_inputs,
-                                      .flat_results = flat_results,
-                                      .own_thread = own_thread || timeout > 0,
-                                      .native = native,
-                                      .default_stream = default_stream,
-                                      .command_buffer = command_buffer,
-                                      .timeout = seconds_of(timeout)};
+            const GateOptions options{
+                style_of(style), arrays == "buffer",        cast,   owned_inputs,
+                flat_results,    own_thread || timeout > 0, native, default_stream,
+                command_buffer,  seconds_of(timeout)};
             new (self) CalleeHandle(std::make_shared<PyCallee>(std::move(name), std::move(function),
                                                                std::move(bind), options));
           },
@@ -214,12 +182,7 @@ void bind_gate(nb::module_& module) {
       .def("stats", &stats_of);
   bind_handle<CheckHandle>(module, "Check",
                            "A callee that calls another one when its first operand is False.")
-      .def(
-          "__init__",
-          [](CheckHandle* self, std::string name, const CalleeHandle& failed) {
-            new (self) CheckHandle(std::make_shared<CheckCallee>(std::move(name), failed.callee));
-          },
-          nb::arg("name"), nb::arg("failed"));
+      .def(nb::init<std::string, const CalleeHandle&>(), nb::arg("name"), nb::arg("failed"));
 }
 
 }  // namespace callgate::bindings

@@ -66,11 +66,6 @@ struct Views : Arguments {
   bool own;  // private ones, which may outlive the call
 };
 
-// A call on a GPU while it runs.
-struct OnGpu : DeviceCall {
-  unsigned default_streams = 0;  // as Buffer's, of all its buffers
-};
-
 constexpr std::int64_t kLegacyStream = 1, kThreadStream = 2;
 
 class PyGateSite final : public Site {
@@ -134,7 +129,7 @@ class PyGateSite final : public Site {
     try {
       cuda::named(callee_->name(), [&] {
         drain_released();  // the results of earlier calls hold a GPU's memory
-        OnGpu gpu{DeviceCall::of(call.context)};
+        DeviceCall gpu = DeviceCall::of(call.context);
         DeviceCallScope on_device(&gpu);
         run_on_device(call, gpu);
       });
@@ -143,7 +138,7 @@ class PyGateSite final : public Site {
     }
   }
 
-  void run_on_device(const Call& call, OnGpu& gpu) {
+  void run_on_device(const Call& call, DeviceCall& gpu) {
     const bool recorded = options_.command_buffer && cuda::capturing(gpu.stream);
     // Default streams take no part in recordings.
     if (options_.default_stream && !recorded) {
@@ -172,7 +167,7 @@ class PyGateSite final : public Site {
               "given up");
   }
 
-  void run_all(const Call& call, OnGpu* gpu) {
+  void run_all(const Call& call, DeviceCall* gpu) {
     const Lanes& lanes = spec_.lanes;
     if (lanes.empty()) return run_lane(call.operands, call.results, call.context, gpu);
     try {
@@ -190,7 +185,7 @@ class PyGateSite final : public Site {
 
   // One call of the callable.
   void run_lane(std::span<const ArrayView> operands, std::span<ArrayView> results,
-                const CallContext& context, OnGpu* gpu) {
+                const CallContext& context, DeviceCall* gpu) {
     // Once: another thread's call may change it. A GPU's memory is never copied here.
     unsigned privately =
         gpu == nullptr ? callee_->private_views.load(std::memory_order_relaxed) : 0;  // see there
@@ -211,7 +206,7 @@ class PyGateSite final : public Site {
     for (Arguments* views : {&inputs, &outputs}) {
       if (gpu == nullptr) break;
       for (PyObject* view : views->all())
-        gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).default_streams;
+        gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).gpu->default_streams;
     }
     settle_views(inputs, outputs, std::move(raised));
     if (outputs.own) write_back(results, outputs);

@@ -28,8 +28,6 @@
 namespace callgate::bindings {
 namespace {
 
-using Parameters = std::vector<std::tuple<int, int, int>>;  // kind, dtype, rank
-
 // For compiled code that has set a Python error, under the GIL: keeps the exception, clears it, and
 // fails the call with a text that stands for it.
 void take_python_error(const callgate_call* call) {
@@ -76,18 +74,13 @@ void defer_kernel_failure(const Error& error) {
 }
 
 void make_kernel(KernelHandle* self, const std::string& name, std::uintptr_t function,
-                 const Parameters& parameters, std::vector<std::string> names,
-                 std::uintptr_t user_data, bool thread_safe, bool repeatable, nb::object keep,
-                 std::shared_ptr<KernelTurn> turn) {
-  KernelInfo info;
-  info.name = name;
-  info.function = reinterpret_cast<callgate_function>(function);
-  info.user_data = reinterpret_cast<void*>(user_data);
+                 const std::vector<std::tuple<int, int, int>>& parameters,
+                 std::vector<std::string> names, std::uintptr_t user_data, bool thread_safe,
+                 bool repeatable, nb::object keep, std::shared_ptr<KernelTurn> turn) {
+  auto* code = reinterpret_cast<callgate_function>(function);
+  auto* data = reinterpret_cast<void*>(user_data);
+  KernelInfo info{name, code, data, {}, std::move(names), thread_safe, repeatable, std::move(turn)};
   for (auto [kind, dtype, rank] : parameters) info.parameters.push_back({kind, dtype, rank});
-  info.parameter_names = std::move(names);
-  info.thread_safe = thread_safe;
-  info.repeatable = repeatable;
-  info.turn = std::move(turn);
   std::shared_ptr<void> held;
   if (!keep.is_none()) held = late(std::move(keep));
   auto callee = std::make_shared<KernelCallee>(std::move(info), failures_of(name), std::move(held));

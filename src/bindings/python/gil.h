@@ -15,8 +15,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL callgate_numpy_api
 #ifndef CALLGATE_IMPORT_NUMPY
 #define NO_IMPORT_ARRAY
@@ -53,19 +51,16 @@ void bind_py_consumer(nb::module_& module);  // `python_consumer`
 void bind_sinks(nb::module_& module);        // `jsonl_sink`, ..., `RecordWriter`
 void bind_stream(nb::module_& module);       // `stream_sink`, `StreamReader`, outfeeds of 2020
 void bind_progress(nb::module_& module);     // the board of bars, for the thread that draws
-void bind_process(nb::module_& module);      // Ctrl-C in Python's terms, and the end
 
 // Runs `body`, which runs Python code, under the GIL. While it does, the interpreter may begin to
 // finalize, and Python up to 3.13 then ends this thread by a forced unwind. Destructors on its way
 // would drop references, and release the GIL, without having it; so the thread stops here for good,
 // as in Python 3.14 (see also xla/ffi.h).
 template <typename Body>
-auto running_python(Body&& body) {
-  try {
-    return body();
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
+auto running_python(Body&& body) try {
+  return body();
+} catch (abi::__forced_unwind&) {
+  for (;;) pause();
 }
 
 // Holds the GIL for its lifetime. Nests, also with a GIL held already.
@@ -153,13 +148,11 @@ inline nb::object taken(PyObject* made) {
 
 // The Python exception that `body` raises, if it does.
 template <typename Body>
-std::optional<nb::python_error> raised_by(Body&& body) {
-  try {
-    body();
-  } catch (nb::python_error& error) {
-    return std::move(error);
-  }
+std::optional<nb::python_error> raised_by(Body&& body) try {
+  body();
   return std::nullopt;
+} catch (nb::python_error& error) {
+  return std::move(error);
 }
 
 inline std::chrono::nanoseconds seconds_of(double seconds) {

@@ -69,20 +69,17 @@ nb::object call_hook(PyObject* hook, const char* format, Args... args) {
   return call_python(hook, format, args...);
 }
 
-// A str as UTF-8, with what has none (half of a pair of UTF-16) written out.
-inline std::string text_of(nb::handle text) {
-  nb::object bytes = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
-  if (bytes.is_valid())
-    return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
-  PyErr_Clear();
-  return "a text that can't be shown";
-}
-
-// What a hook gave, or its stand-in where it raised.
+// What a hook gave as UTF-8, with what has none (half of a pair of UTF-16) written out; or its
+// stand-in where it raised.
 inline std::string text_or(nb::object text, const std::string& otherwise) {
-  if (text.is_valid()) return text_of(text);
+  if (text.is_valid()) {
+    nb::object bytes =
+        nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+    if (bytes.is_valid())
+      return {PyBytes_AsString(bytes.ptr()), static_cast<std::size_t>(PyBytes_Size(bytes.ptr()))};
+  }
   PyErr_Clear();
-  return otherwise;
+  return text.is_valid() ? "a text that can't be shown" : otherwise;
 }
 
 // Keeps a failure that its program was not told of, by way of the `deferred` hook.
