@@ -157,10 +157,8 @@ void pack(nb::handle self, nb::handle values) {
   nb::object numpy = nb::module_::import_("numpy");
   nb::object array = numpy.attr("asarray")(values, nb::arg("order") = "C");
   if (!array.attr("dtype").equal(dtype_of(buffer)) ||
-      !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape")))) {
-    auto text = [&](const char* of) { return nb::str(nb::object(array.attr(of))); };
-    expected(std::string(text("dtype").c_str()) + text("shape").c_str());
-  }
+      !nb::cast<bool>(numpy.attr("array_equal")(array.attr("shape"), self.attr("shape"))))
+    expected(nb::str("{}{}").format(array.attr("dtype"), array.attr("shape")).c_str());
   if (!is_packed(view.dtype)) return copy_to(view, data_of(array));
   const auto* in = static_cast<const unsigned char*>(data_of(array));
   auto* out = static_cast<unsigned char*>(view.data);
@@ -303,17 +301,18 @@ nb::object dlpack_export(nb::object self, nb::object stream, nb::object max_vers
   return export_as<dlpack::ManagedTensorVersioned>(self, copied, flags);
 }
 
+[[noreturn]] void refuse_interface(const std::string& why) {
+  raise(PyExc_AttributeError, "Buffer.__cuda_array_interface__: " + why + "__dlpack__");
+}
+
 // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
 nb::dict cuda_array_interface(Buffer& buffer) {
   check_alive(buffer);
-  auto refuse = [](const std::string& why) {
-    raise(PyExc_AttributeError, "Buffer.__cuda_array_interface__: " + why + "__dlpack__");
-  };
   const std::string type = to_string(buffer.view);
-  if (!buffer.gpu) refuse(type + " is on the CPU; use __array__ or ");
+  if (!buffer.gpu) refuse_interface(type + " is on the CPU; use __array__ or ");
   // Types of ml_dtypes have names that say something else.
   if (format_of(buffer.view.dtype) == nullptr)
-    refuse("it has no name for the elements of " + type + "; use ");
+    refuse_interface("it has no name for the elements of " + type + "; use ");
   std::uintptr_t address = buffer.view.size() == 0 ? 0 : number_of(buffer.view.data);
   // Consumers don't say which stream they use; by default it is this one.
   buffer.gpu->default_streams |= 1u << 1;

@@ -182,8 +182,8 @@ inline bool store(const ArrayView& target, PyObject* value, bool cast) {
 inline std::string describe(PyObject* value) {
   nb::object array = array_of(value);
   bool masked = is_masked(value) || is_masked(array.ptr());
-  std::string text = type_text(nb::cast<std::string>(nb::str(nb::object(array.attr("dtype")))),
-                               shape_of(as_array(array)));
+  std::string text =
+      type_text(nb::str(nb::object(array.attr("dtype"))).c_str(), shape_of(as_array(array)));
   if (!masked) return text;
   // The words of _core/masked.py.
   return "a masked array (" + text +
@@ -215,11 +215,8 @@ inline Attributes attributes_of(const nb::dict& values) {
       // A NumPy scalar, too; the call takes its reference over.
       nb::object array = taken(PyArray_EnsureArray(value.inc_ref().ptr()));
       ArrayView view = view_of(array, "an attribute");
-      if (view.rank == 0) {
-        attributes.add_number(name, view.dtype, view.data);
-      } else {
-        attributes.add_numbers(name, view.dtype, view.data, view.size());
-      }
+      if (view.rank == 0) attributes.add_number(name, view.dtype, view.data);
+      if (view.rank != 0) attributes.add_numbers(name, view.dtype, view.data, view.size());
     }
   }
   return attributes;

@@ -29,8 +29,7 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 // child, where nobody is left to wait for. Raises what a signal handler raises.
 template <typename Wait>
 bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
-  auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                     std::chrono::duration<double>(timeout.value_or(0)));
+  auto deadline = Clock::now() + seconds_of(timeout.value_or(0));
   while (!Channel::abandoned()) {
     Clock::duration slice = kSlice;
     if (timeout) slice = std::min<Clock::duration>(slice, deadline - Clock::now());
@@ -41,7 +40,6 @@ bool wait_in_slices(std::optional<double> timeout, Wait&& wait) {
   return false;
 }
 
-// -- channels ------------------------------------------------------------------------------------
 PyObject* g_on_error = nullptr;  // (channel, consumer, message, lost so far); set once
 
 void report_error(const Channel& channel, const Consumer& consumer, const std::string& message) {
@@ -92,7 +90,6 @@ bool flush(const std::vector<std::shared_ptr<Channel>>& channels, std::optional<
   });
 }
 
-// -- taps ----------------------------------------------------------------------------------------
 struct TapHandle : Handle<TapCallee> {
   TapHandle(std::string name, const std::string& channel, std::shared_ptr<Consumer> consumer)
       : Handle(std::make_shared<TapCallee>(std::move(name), channel, std::move(consumer))) {}

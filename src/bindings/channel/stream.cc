@@ -88,8 +88,7 @@ class StreamReader : Immovable {
   // At most `limit` records that are there; waits for the first one.
   nb::list read(double timeout, std::size_t limit) {
     Use use(*this);
-    auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                       std::chrono::duration<double>(std::min(timeout, 1e9)));
+    auto deadline = Clock::now() + seconds_of(std::min(timeout, 1e9));
     nb::list records;
     while (records.size() < limit) {
       std::optional<stream::Record> record;

@@ -206,7 +206,8 @@ class PyGateSite final : public Site {
     for (Arguments* views : {&inputs, &outputs}) {
       if (gpu == nullptr) break;
       for (PyObject* view : views->all())
-        gpu->default_streams |= nb::cast<const Buffer&>(nb::handle(view)).gpu->default_streams;
+        if (const auto& of = nb::cast<const Buffer&>(nb::handle(view)).gpu)
+          gpu->default_streams |= of->default_streams;
     }
     settle_views(inputs, outputs, std::move(raised));
     if (outputs.own) write_back(results, outputs);
@@ -245,10 +246,9 @@ class PyGateSite final : public Site {
   nb::object out_argument(Arguments& outputs) const {
     if (!tuple_results_) return nb::borrow(outputs.data()[0]);
     nb::object tuple = taken(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      PyObject* output = nb::handle(outputs.data()[i]).inc_ref().ptr();
-      PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), output);
-    }
+    Py_ssize_t index = 0;
+    for (PyObject* output : outputs.all())
+      PyTuple_SetItem(tuple.ptr(), index++, nb::borrow(output).release().ptr());  // takes it over
     return tuple;
   }
 
