@@ -82,6 +82,7 @@ bool close(Channel& channel, std::optional<double> timeout) {
 
 bool flush(const std::vector<std::shared_ptr<Channel>>& channels, std::optional<double> timeout) {
   std::vector<std::uint64_t> requests;
+  requests.reserve(channels.size());
   for (const auto& channel : channels) requests.push_back(channel->request_flush());
   return wait_in_slices(timeout, [&](Clock::duration slice) {
     return std::ranges::equal(channels, requests, [&](const auto& channel, std::uint64_t request) {
